@@ -30,7 +30,6 @@ from ders_layer import interleaved
 from evidence.layouts import PEFT_LINEAR, PEFT_STEP
 from evidence.results import RESULTS, Figures
 from moe_jax.experts.linear import Linear
-from moe_jax.functional.heads.losses import next_token_loss
 from moe_jax.models import (
     AdapterConfig,
     AttentionConfig,
@@ -43,6 +42,7 @@ from moe_jax.models import (
 )
 from moe_jax.nn import Decoder, auxiliary_loss
 from moe_jax.peft import split_model, trainable_paths
+from tests.support.losses import next_token_loss
 
 BATCH, LENGTH, RANK = 4, 256, 8
 ATTENTION = AttentionConfig(num_heads=8, num_kv_heads=8, head_dim=64)

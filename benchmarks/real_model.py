@@ -35,7 +35,7 @@ from moe_jax.commands.line.cli import main as command
 
 sys.path.insert(0, str(ROOT))
 
-from tests.conversion.gguf_files import write_gguf  # noqa: E402
+from tests.support.gguf_files import write_gguf  # noqa: E402
 
 SEQ_LEN = 512
 TEXT_BYTES = 60_000

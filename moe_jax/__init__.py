@@ -2,6 +2,9 @@
 
 What is listed here is the public API; anything else may change without notice. Names are imported when they are first
 asked for: `import moe_jax` alone does not import JAX.
+
+Modules and functions to build with are in `moe_jax.nn`, `moe_jax.experts`, `moe_jax.functional`, `moe_jax.peft`,
+`moe_jax.upcycling` and `moe_jax.compression`; every config is in `moe_jax.configs`.
 """
 
 from etils import epy as _epy
@@ -9,6 +12,13 @@ from etils import epy as _epy
 __version__ = "0.1.0"
 
 with _epy.lazy_api_imports(globals()):
+    from moe_jax import compression as compression
+    from moe_jax import configs as configs
+    from moe_jax import experts as experts
+    from moe_jax import functional as functional
+    from moe_jax import nn as nn
+    from moe_jax import peft as peft
+    from moe_jax import upcycling as upcycling
     from moe_jax.api.classify import classify as classify
     from moe_jax.api.compress import CompressedExperts as CompressedExperts
     from moe_jax.api.compress import compress as compress

@@ -19,7 +19,7 @@ from moe_jax.evaluation.classification import (
     scores_by_head,
     scores_by_likelihood,
 )
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 
 Examples = str | os.PathLike[str] | Sequence[tuple[str, str | int]]
 

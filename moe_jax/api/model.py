@@ -14,8 +14,8 @@ from moe_jax.api.open_source import open_source
 from moe_jax.core.errors import InputError
 from moe_jax.data.tokens.tokenizer import Tokenizer
 from moe_jax.distributed.sharding import make_mesh, mesh_of
-from moe_jax.files.remote.remote_path import as_path
 from moe_jax.files.staging import check_target
+from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.in_memory import DecoderLeaves, InMemory, ModelInMemory, differing_leaves, open_writer
 from moe_jax.model_io.loading import dtype_for_generation, load_model
 from moe_jax.model_io.model_source import ModelSource
@@ -111,6 +111,18 @@ class Model:
             # From here on the decoder is the model: it may be changed.
             self._source = None
         return self._decoder
+
+    def split(self) -> tuple[nnx.GraphDef, nnx.State]:
+        """Returns the decoder as `nnx.split` does: what to compute, and the arrays, for pure functions under `jax.jit`.
+
+        >>> import jax, jax.numpy as jnp
+        >>> from flax import nnx
+        >>> graphdef, state = moe_jax.tiny_model().split()
+        >>> logits = jax.jit(lambda state, tokens: nnx.merge(graphdef, state)(tokens).logits)
+        >>> logits(state, jnp.zeros((1, 5), jnp.int32)).shape
+        (1, 5, 64)
+        """
+        return nnx.split(self.decoder)
 
     @property
     def config(self) -> ModelConfig:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from moe_jax.core.errors import InputError, clipped
 from moe_jax.files.json_toml import read_json_object
 from moe_jax.files.local_paths import check_model_path
-from moe_jax.files.remote.remote_path import BucketPath, as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.hub import local_model, why_a_path
 
 if TYPE_CHECKING:  # they import JAX, and `--help` should answer without it
@@ -42,11 +42,9 @@ def open_source(path: Path | str, *, base: Path | str | None = None) -> "ModelSo
     saved = split_step(path)
     if saved is not None:
         return _open_saved(*saved, base)
-    if isinstance(path, BucketPath):
-        return _open_in_bucket(path, base)
-    path = local_model(path)
+    path = as_path(local_model(path))
     if not path.exists():
-        raise FileNotFoundError(f"no model at {path}{why_a_path(path)}")
+        raise FileNotFoundError(f"no model at {path}{path.absence}{why_a_path(path)}")
     if is_gguf(path):
         if base is not None:
             raise InputError(f"{path} is not an adapter directory, and has no base; leave out {clipped(str(base))}")
@@ -66,41 +64,14 @@ def open_source(path: Path | str, *, base: Path | str | None = None) -> "ModelSo
     if (path / "config.json").exists():
         read_json_object(path / "config.json", allow=("nonfinite",))  # says why it could not be read, if that is so
         raise InputError(f"{path / 'config.json'} has neither format nor model_type nor architectures; {_EXPECTED}")
-    names = sorted(child.name for child in path.iterdir())
-    listed = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-    raise InputError(f"{path} is not a model: it holds {clipped(listed) or 'nothing'}; {_EXPECTED}")
-
-
-def _open_in_bucket(path: BucketPath, base: Path | str | None) -> "ModelSource":
-    """Opens a model in a bucket, by known names and not by listings."""
-    from moe_jax.conversion import GGUFModel, HuggingFaceDirectory, is_gguf, is_hugging_face_directory
-    from moe_jax.model_io.adapter_dir import AdapterDirectory, is_adapter_directory
-    from moe_jax.model_io.model_dir import ModelDirectory, is_model_directory
-    from moe_jax.training.run.run_directory import describe_run
-
-    if is_adapter_directory(path):
-        return AdapterDirectory(path, open_source(_base_of(path) if base is None else _no_adapter(path, as_path(base))))
-    if base is not None:
-        raise InputError(f"{path} is not an adapter directory, and has no base; leave out {clipped(str(base))}")
-    if is_model_directory(path):
-        return ModelDirectory(path)
-    if is_hugging_face_directory(path):
-        return HuggingFaceDirectory(path)
-    if is_gguf(path):
-        return GGUFModel(path)
-    if (run := describe_run(path)) is not None:
-        raise InputError(run)
-    if (path / "config.json").is_file():
-        read_json_object(path / "config.json", allow=("nonfinite",))  # says why it could not be read, if that is so
-        raise InputError(f"{path / 'config.json'} has neither format nor model_type nor architectures; {_EXPECTED}")
-    if path.is_file():
-        raise InputError(f"{path} is a file; {_EXPECTED}")
-    if path.is_dir():
+    if not path.renames:
         raise InputError(
             f"{path} is not complete: config.json, which is written last, is not there; give the command that makes it "
             "again, or copy the rest"
         )
-    raise FileNotFoundError(f"no model at {path}: there is no config.json, or no such bucket")
+    names = sorted(child.name for child in path.iterdir())
+    listed = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    raise InputError(f"{path} is not a model: it holds {clipped(listed) or 'nothing'}; {_EXPECTED}")
 
 
 def _open_saved(run_dir: Path, step: int, base: Path | str | None) -> "ModelSource":

@@ -8,7 +8,7 @@ import numpy as np
 from moe_jax.core.errors import InputError, shown
 from moe_jax.data.tokens.tokenizer import Tokenizer, find_tokenizer
 from moe_jax.evaluation.held_out_loss import read_text
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.upcycling.prompted_router import Prompt
 

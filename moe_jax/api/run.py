@@ -20,7 +20,7 @@ from moe_jax.data.tokens.tokenizer import Pair, Tokenizer
 from moe_jax.evaluation.held_out_loss import Evaluation, Evaluator, check_seq_len, read_text
 from moe_jax.evaluation.held_out_texts import read_held_out, with_lengths
 from moe_jax.evaluation.pair_loss import PairEvaluator
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig
 from moe_jax.peft.options import adapted_config
 from moe_jax.peft.options import chosen_options as _adapt_options

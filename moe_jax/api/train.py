@@ -15,7 +15,7 @@ from moe_jax.api.open_source import open_source, read_config
 from moe_jax.core.errors import InputError
 from moe_jax.files import strict
 from moe_jax.files.local_paths import check_beside
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.lineage import new_lineage_entry
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.training.in_memory_training import Batch, read_batch, train_on_batches

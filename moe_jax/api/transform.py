@@ -21,7 +21,9 @@ from moe_jax.conversion import export as _export
 from moe_jax.conversion import export_peft as _export_peft
 from moe_jax.conversion.from_hugging_face import convert as _convert
 from moe_jax.core.errors import InputError
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.experts.forms.by_name import option_of_form
+from moe_jax.experts.forms.protocol import ExpertForm
+from moe_jax.files.storage_path import as_path
 from moe_jax.peft.adapt import adapt as _adapt
 from moe_jax.peft.merge import merge as _merge
 from moe_jax.peft.options import adapted_config
@@ -140,7 +142,7 @@ def upcycle(
     top_k: int | None = None,
     every: int | None = None,
     layers: Sequence[int] | None = None,
-    delta: str | None = None,
+    delta: str | ExpertForm | None = None,
     adapter: int | None = None,
     scale: float | None = None,
     rest: str | None = None,
@@ -183,7 +185,8 @@ def upcycle(
         an encoder. By default 2, of `pesc` 1.
       layers: the layers that become MoEs, counted from 0 and through both stacks, instead of `every`.
       delta: what an expert is: `full`, a copy of the FFN; `low-rank:R` or `sparse:RATE`, the FFN that all share plus a
-        product of rank R per matrix, or single entries of which the share RATE is left out. By default `full`.
+        product of rank R per matrix, or single entries of which the share RATE is left out; or the form itself, such as
+        `moe_jax.configs.LowRank(rank=16)`. By default `full`.
       adapter, scale: of `pesc`: width of the adapters, 512, and what their outputs are multiplied by, 0.25.
       rest: of `pesc`: what becomes of the dense model: `qlora:R`, `lora:R`, `frozen`, `full`; by default `qlora:64`.
       freeze_base: the shared FFN will not be trained.
@@ -221,7 +224,7 @@ def upcycle(
         "top_k": top_k,
         "every": every,
         "layers": layers,
-        "delta": delta,
+        "delta": None if delta is None else option_of_form(delta),
         "adapter": adapter,
         "scale": scale,
         "rest": rest,

@@ -6,7 +6,6 @@ They form an Orbax checkpoint, which `py` makes; each leaf is a file of its own 
 import math
 import shutil
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -18,7 +17,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.distributed.processes import first_decides
 from moe_jax.files.fingerprint import fingerprint_leaves
 from moe_jax.files.regular_files import Directory, HeldDirectory, hold
-from moe_jax.files.remote.objects import AT_ONCE
+from moe_jax.files.storage_path import as_path
 
 # Leaves are gathered until a group is this large: each group costs some 50 ms and a directory, whatever its size,
 # and memory grows by no more than this. A larger leaf is a group of its own and is not copied.
@@ -218,12 +217,7 @@ class LeafReader:
     def check_sizes(self) -> None:
         """Raises `InputError` for a leaf whose file is missing, or does not have the size that its shape says."""
         arrays = [array for array in map(self._array, self.specs) if array is not None]
-        if isinstance(self._held, HeldDirectory):
-            for array in arrays:
-                array.check_size()
-        else:  # each takes the time of a request
-            with ThreadPoolExecutor(AT_ONCE) as pool:
-                list(pool.map(lambda array: array.check_size(), arrays))
+        as_path(self._directory).map(lambda array: array.check_size(), arrays)
 
     def stored_bytes(self, path: str) -> int:
         """Bytes of a leaf on disk: its file and a few hundred bytes of Zarr metadata."""
@@ -242,10 +236,7 @@ class LeafReader:
             array = self._array(path)
             return array.sample() if array else self.read(path).tobytes()
 
-        if isinstance(self._held, HeldDirectory):
-            return fingerprint_leaves(self.specs, sample)
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            samples = dict(zip(self.specs, pool.map(sample, self.specs), strict=True))
+        samples = dict(zip(self.specs, as_path(self._directory).map(sample, self.specs), strict=True))
         return fingerprint_leaves(self.specs, samples.__getitem__)
 
     def _array(self, path: str) -> ZarrArray | None:

@@ -9,7 +9,6 @@ needs some columns can ask for these alone.
 import itertools
 import json
 from collections.abc import Collection, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,10 +17,8 @@ import numpy as np
 
 from moe_jax.checkpoints.zarr_arrays import STATE, chunk_name
 from moe_jax.distributed.processes import first_decides, is_first_process, wait_for_all
-from moe_jax.files.remote.objects import AT_ONCE
-from moe_jax.files.remote.remote_path import BucketPath
 from moe_jax.files.remote.traffic import count
-from moe_jax.files.staging import write_durably
+from moe_jax.files.storage_path import StoragePath, as_path
 
 COMPLETED = "_CHECKPOINT_METADATA"
 """The file of a checkpoint that is written last."""
@@ -53,7 +50,7 @@ class ShardWriter:
           expected: paths of all leaves.
           marks: for the first process, what knows of an interrupted writer; None: an array with metadata is written.
         """
-        self._directory = directory
+        self._directory = as_path(directory)
         self._expected = sorted(expected)
         self._marks = marks
         self.done = set(first_decides(self._written_before))
@@ -66,7 +63,7 @@ class ShardWriter:
         """
         for path, leaf in leaves.items():
             array = np.asarray(leaf)
-            grid = _columns(array) if isinstance(self._directory, BucketPath) else array.shape
+            grid = array.shape if self._directory.at_once == 1 else _columns(array)
             parts = [_box(position, grid) for position in _positions(array.shape, grid)]
             self._write_chunks(path, [(position, array[box] if box else array) for position, box in parts])
             self._write_metadata(path, array.shape, array.dtype, grid)
@@ -112,12 +109,7 @@ class ShardWriter:
         folder = self._folder(path)
         folder.mkdir(parents=True, exist_ok=True)
         count(written=sum(chunk.nbytes for _, chunk in chunks))
-        if not isinstance(folder, BucketPath):
-            for position, chunk in chunks:
-                write_durably(folder / chunk_name(position), _bytes_of(chunk))
-            return
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            list(pool.map(lambda item: (folder / chunk_name(item[0])).write_bytes(_bytes_of(item[1])), chunks))
+        folder.map(lambda chunk: (folder / chunk_name(chunk[0])).write_durably(_bytes_of(chunk[1])), chunks)
 
     def _write_metadata(self, path: str, shape: tuple[int, ...], dtype: np.dtype, grid: tuple[int, ...]) -> None:
         metadata = {
@@ -132,7 +124,7 @@ class ShardWriter:
             "zarr_format": 2,
         }
         # To the byte what `LeafWriter` leaves there.
-        write_durably(self._folder(path) / ".zarray", json.dumps(metadata, separators=(",", ":")).encode())
+        (self._folder(path) / ".zarray").write_durably(json.dumps(metadata, separators=(",", ":")).encode())
 
     def _complete(self) -> None:
         tree = {}
@@ -151,8 +143,8 @@ class ShardWriter:
         }
         self._store(self._directory / STATE / "_METADATA", metadata)
         # What Orbax asks of a checkpoint, so that it reads this one.
-        write_durably(self._directory / "orbax.checkpoint", b"")
-        write_durably(self._directory / "commit_success.txt", b"written by moe_jax")
+        (self._directory / "orbax.checkpoint").write_durably(b"")
+        (self._directory / "commit_success.txt").write_durably(b"written by moe_jax")
         handler = "orbax.checkpoint.experimental.v1._src.handlers.stateful_checkpointable_handler"
         self._store(
             self._directory / COMPLETED,
@@ -166,11 +158,11 @@ class ShardWriter:
             },
         )
 
-    def _folder(self, path: str) -> Path:
+    def _folder(self, path: str) -> StoragePath:
         return self._directory / STATE / path.replace("/", ".")
 
-    def _store(self, file: Path, content: Mapping[str, object]) -> None:
-        write_durably(file, json.dumps(content).encode())
+    def _store(self, file: StoragePath, content: Mapping[str, object]) -> None:
+        file.write_durably(json.dumps(content).encode())
 
 
 def _holds_something(file: Path) -> bool:

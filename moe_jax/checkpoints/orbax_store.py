@@ -5,11 +5,9 @@ training run needs to go on.
 """
 
 import contextlib
-import errno
 import glob
 import json
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -24,9 +22,7 @@ from etils.epath.gpath import PosixGPath
 from moe_jax.checkpoints.steps_in_bucket import StepsInBucket
 from moe_jax.core.errors import InputError, first_line
 from moe_jax.distributed.processes import first_decides, is_first_process
-from moe_jax.files.remote.objects import explained
-from moe_jax.files.remote.remote_path import BucketPath, as_path
-from moe_jax.files.staging import remove_directory
+from moe_jax.files.storage_path import as_path
 
 
 class _Orbax:
@@ -44,7 +40,6 @@ class _Orbax:
 ocp: Any = _Orbax()
 
 PARTIAL = ".partial_save"  # Orbax's suffix for a checkpoint that is not finalized
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 
 
 def save_group(directory: Path, leaves: Mapping[str, np.ndarray]) -> None:
@@ -185,7 +180,7 @@ class TrainingCheckpoints:
 
         context.array.saving.scoped_storage_options_creator = pieces
         self._in_bucket: StepsInBucket | None = None
-        if isinstance(self._directory, BucketPath):
+        if not self._directory.renames:
             with _writing(self._directory):
                 self._in_bucket = StepsInBucket(self._directory, keep=keep, orbax=ocp, context=context)
             return
@@ -298,7 +293,7 @@ class TrainingCheckpoints:
         # Orbax renames a complete checkpoint; one that still has the temporary name was interrupted.
         if is_first_process():
             for path in self._directory.glob("*.orbax-checkpoint-tmp*"):
-                remove_directory(path)
+                path.remove_tree()
 
     def _check_same(self, step: int, stored: Mapping[str, Any], wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None:
         problems = [f"{name} is not in the checkpoint" for name in sorted(wanted.keys() - stored.keys())]
@@ -380,13 +375,10 @@ def _disk_errors(path: Path) -> Iterator[None]:
     except (InputError, OSError):
         raise
     except Exception as error:
-        text = "\n".join(str(cause) for cause in _causes(error))
-        if isinstance(path, BucketPath):
-            raise explained(str(path), path.objects.where, text) from error
-        for code in _DISK_ERRORS:
-            if os.strerror(code) in text:
-                raise OSError(code, os.strerror(code), str(path)) from error
-        raise
+        explained = as_path(path).storage_error("\n".join(str(cause) for cause in _causes(error)))
+        if explained is None:
+            raise
+        raise explained from error
 
 
 def _causes(error: BaseException) -> list[BaseException]:

@@ -9,8 +9,7 @@ import numpy as np
 import tensorstore
 
 from moe_jax.core.errors import InputError, first_line
-from moe_jax.files.remote.address import DRIVERS
-from moe_jax.files.remote.remote_path import BucketPath, as_path
+from moe_jax.files.storage_path import as_path
 
 _STATE = "state"  # Orbax's name for the only item of a checkpoint
 
@@ -46,20 +45,14 @@ class SavedState:
 
     def _opened(self, name: str) -> Any:
         state = self._directory / _STATE
-        files: dict[str, Any] = {"driver": "file", "path": f"{state}/"}
-        if isinstance(state, BucketPath):
-            address = state.address
-            files = {"driver": DRIVERS[address.scheme], "bucket": address.bucket, "path": f"{address.key}/"}
+        files = state.kvstore()
         # Runs on disks save into a database, those in buckets into files; on a disk one may begin with either.
-        if not isinstance(state, BucketPath) and (state / "manifest.ocdbt").is_file():
+        if (state / "manifest.ocdbt").is_file():
             array = {"driver": "ocdbt", "base": files, "path": f"{name}/"}
         else:
             array = files | {"path": f"{files['path']}{name}/"}
-        return self._opened_by(name, {"driver": "zarr3", "kvstore": array})
-
-    def _opened_by(self, name: str, spec: dict[str, Any]) -> Any:
         try:
-            return tensorstore.open(spec, open=True, read=True).result()
+            return tensorstore.open({"driver": "zarr3", "kvstore": array}, open=True, read=True).result()
         except (ValueError, OSError) as error:
             raise self._unreadable(name, error) from error
 

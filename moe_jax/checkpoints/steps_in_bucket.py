@@ -17,22 +17,25 @@ from moe_jax.core.errors import InputError
 from moe_jax.distributed.processes import first_decides, is_first_process
 from moe_jax.files.remote.epath_backend import BucketGPath, register
 from moe_jax.files.remote.objects import ABSENT
-from moe_jax.files.remote.remote_path import BucketPath
+from moe_jax.files.storage_path import StoragePath, read_generation, write_over
 
 _INDEX = "steps.json"
 _STATE = "state"
 
 
-def read_steps(directory: BucketPath) -> dict[int, BucketPath]:
-    """The complete checkpoints: step -> folder, ascending.
+def read_steps(directory: StoragePath) -> dict[int, StoragePath]:
+    """The complete checkpoints of a run: step -> folder, ascending.
 
     Raises:
       InputError: if steps.json is damaged.
     """
-    return _read(directory)[0]
+    if not directory.renames:
+        return _read(directory)[0]
+    folders = (child for child in directory.glob("*") if child.is_dir() and child.name.isdecimal())
+    return {int(folder.name): folder for folder in sorted(folders, key=lambda folder: int(folder.name))}
 
 
-def begin_with(directory: BucketPath, step: int, make: Callable[[BucketPath], object]) -> None:
+def begin_with(directory: StoragePath, step: int, make: Callable[[StoragePath], object]) -> None:
     """Makes a checkpoint the only one of a directory in which there is none that counts.
 
     Args:
@@ -40,15 +43,22 @@ def begin_with(directory: BucketPath, step: int, make: Callable[[BucketPath], ob
       step: of the checkpoint.
       make: writes it to a folder.
     """
+    if directory.renames:
+        make(directory / str(step))
+        directory.sync()
+        return
     folder = directory / f"{step}-{uuid.uuid4().hex[:8]}"
     make(folder)
     (directory / _INDEX).write_bytes(json.dumps({str(step): folder.name}).encode())
 
 
 class StepsInBucket:
-    """What `TrainingCheckpoints` needs of Orbax's `Checkpointer`. With several processes all make the same calls."""
+    """The checkpoints of a run in a bucket: what `TrainingCheckpoints` needs of Orbax's `Checkpointer`.
 
-    def __init__(self, directory: BucketPath, *, keep: int, orbax: Any, context: Any):
+    With several processes all make the same calls.
+    """
+
+    def __init__(self, directory: StoragePath, *, keep: int, orbax: Any, context: Any):
         """Removes what was not finished.
 
         Args:
@@ -64,8 +74,8 @@ class StepsInBucket:
         context.file.path_class = BucketGPath
         context.array.saving.use_ocdbt = False
         self._context = context
-        self._saving: tuple[int, BucketPath, Any] | None = None
-        self._steps: dict[int, BucketPath] = {}
+        self._saving: tuple[int, StoragePath, Any] | None = None
+        self._steps: dict[int, StoragePath] = {}
         self._generation = ABSENT
         first_decides(self._open)
 
@@ -118,26 +128,25 @@ class StepsInBucket:
         kept = {folder.name for folder in self._steps.values()} | {_INDEX}
         for child in self._directory.iterdir():
             if child.name not in kept:
-                _remove(child)
+                child.remove_tree()
 
-    def _add(self, step: int, folder: BucketPath) -> None:
+    def _add(self, step: int, folder: StoragePath) -> None:
         assert is_first_process()
         steps = dict(sorted({**self._steps, step: folder}.items()))
         gone = [steps.pop(old) for old in list(steps)[: -self._keep]]
         gone += [old for number, old in self._steps.items() if number == step]
         index = json.dumps({str(number): place.name for number, place in steps.items()})
-        file = self._directory / _INDEX
-        generation = file.objects.write(file.key, index.encode(), over=self._generation)
+        generation = write_over(self._directory / _INDEX, index.encode(), self._generation)
         if generation is None:
             raise InputError(f"another process has saved a checkpoint in {self._directory} meanwhile; this run ends")
         self._steps, self._generation = steps, generation
         for old in gone:
-            _remove(old)
+            old.remove_tree()
 
 
-def _read(directory: BucketPath) -> tuple[dict[int, BucketPath], bytes]:
+def _read(directory: StoragePath) -> tuple[dict[int, StoragePath], bytes]:
     file = directory / _INDEX
-    found = file.objects.read(file.key)
+    found = read_generation(file)
     if found is None:
         return {}, ABSENT
     try:
@@ -145,8 +154,3 @@ def _read(directory: BucketPath) -> tuple[dict[int, BucketPath], bytes]:
     except (ValueError, AttributeError):
         raise InputError(f"{file} is damaged: it does not say which checkpoints there are") from None
     return {step: directory / name for step, name in sorted(names.items())}, found.generation
-
-
-def _remove(folder: Any) -> None:
-    folder.objects.remove_all(folder.key)
-    folder.objects.remove(f"{folder.key}/")

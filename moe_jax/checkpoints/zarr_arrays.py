@@ -7,7 +7,6 @@ arrays in every call, and a large array twice into memory.
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,7 +19,7 @@ from moe_jax.files.boxes import fresh, read_box
 from moe_jax.files.fingerprint import sample_bytes
 from moe_jax.files.json_toml import read_json_object
 from moe_jax.files.regular_files import Directory, HeldDirectory
-from moe_jax.files.remote.objects import AT_ONCE
+from moe_jax.files.storage_path import as_path
 
 T = TypeVar("T")
 
@@ -169,11 +168,7 @@ def read_zarr_arrays(checkpoint: Directory) -> dict[str, ZarrArray] | None:
     if names is None:
         return None
     folders = [f"{STATE}/{path.replace('/', '.')}" for path in names]
-    if isinstance(checkpoint, HeldDirectory):
-        arrays = [_read_array(checkpoint, folder) for folder in folders]
-    else:  # each takes the time of a request
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            arrays = list(pool.map(lambda folder: _read_array(checkpoint, folder), folders))
+    arrays = as_path(checkpoint.path).map(lambda folder: _read_array(checkpoint, folder), folders)
     return dict(zip(names, arrays, strict=True))
 
 

@@ -1,1 +1,1 @@
-"""Comparison of a new model with the one that it was made from: equal logits at step 0, probes."""
+"""Comparison of a new model with the one that it was made from: equal logits at step 0, predictions of a text."""

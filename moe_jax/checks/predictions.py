@@ -1,6 +1,6 @@
-"""How the predictions of a text change between two models: KL divergence, and the loss of both.
+"""Comparison of the predictions that two models make of a text: KL divergence, and the loss of both.
 
-A difference in logits tells little of itself: it may be the same for all tokens, or of one that nobody expects.
+A difference of logits says little by itself: it may be equal for all tokens, or affect only very unlikely ones.
 """
 
 from typing import NamedTuple
@@ -9,17 +9,17 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 WINDOW = 128
-"""Tokens that a model is given at a time; each window is predicted from its own tokens alone."""
+"""Tokens of a window; each window is predicted from its own tokens alone."""
 
 MOST_TOKENS = 512
-"""No more of a text is compared: its logits are held for all of it."""
+"""Most tokens of a text that are compared: the logits of all of them are held at once."""
 
 
 class ProbeText(NamedTuple):
     """A text that models are compared on.
 
     Attributes:
-      name: what it is called where results are shown: the path of its file.
+      name: name of the text where results are shown: the path of its file.
       ids: of its tokens; the first `MOST_TOKENS` are used.
     """
 
@@ -28,11 +28,11 @@ class ProbeText(NamedTuple):
 
 
 class TextComparison(NamedTuple):
-    """How the predictions of a text change; natural logarithms, means over the scored tokens.
+    """Comparison of the predictions of a text; natural logarithms, means over the scored tokens.
 
     Attributes:
       text: its name.
-      tokens: how many were scored.
+      tokens: number of tokens scored.
       kl: KL divergence of the distributions of a next token, from the first model's to the second's.
       loss_before, loss_after: negative log-likelihood of a token, by the first model and the second.
     """
@@ -44,7 +44,7 @@ class TextComparison(NamedTuple):
     loss_after: float
 
     def in_words(self) -> str:
-        """The figures, for people."""
+        """Returns the figures as a sentence."""
         return (
             f"loss {self.loss_before:.4f} -> {self.loss_after:.4f}, KL divergence {self.kl:.3g} nats per token "
             f"({self.tokens:,} scored)"
@@ -52,9 +52,9 @@ class TextComparison(NamedTuple):
 
 
 def text_rows(text: ProbeText, max_positions: int) -> tuple[Int[np.ndarray, "R T"], Bool[np.ndarray, "R T"]]:
-    """A text in rows, consecutive windows, and which of their tokens are scored: all but the first of each.
+    """Returns a text in rows, consecutive windows, and which of their tokens are scored: all but the first of each.
 
-    The last row is filled up with token 0 (models that read from left to right do not see it earlier).
+    The last row is padded with token 0 (models that read from left to right do not see it earlier).
     """
     ids, length = text.ids[:MOST_TOKENS], min(WINDOW, max_positions)
     rows = -(-len(ids) // length)

@@ -1,6 +1,6 @@
-"""A model's parts as functions of their leaves, to run it one layer after another.
+"""The parts of a model as functions of their leaves, to run it one layer after another.
 
-They are the modules that training runs, made anew around the leaves that are given.
+They are the modules that training runs, made anew around the given leaves.
 """
 
 import dataclasses
@@ -28,13 +28,13 @@ EMBEDDING = "embed/embedding"
 TABLE = "relative_bias/table"
 
 Watch = Callable[[Block], list[Any]]
-"""Prepares a layer so that, when it is applied, it notes something in the list that is returned."""
+"""Prepares a layer so that applying it records something in the list that is returned."""
 
 
 def mlp_inputs(block: Any) -> list[Any]:
-    """A `Watch` that notes what the FFN or MoE of a layer is given, [B, T, d].
+    """A `Watch` that records the input of a layer's FFN or MoE, [B, T, d].
 
-    Where that stands among norms and branches is the block's own matter.
+    The block itself decides where that is among norms and branches.
     """
     apply, seen = block.mlp, []
 
@@ -47,7 +47,7 @@ def mlp_inputs(block: Any) -> list[Any]:
 
 
 class BankCall(NamedTuple):
-    """What the bank of an MoE is given, and what its router did.
+    """A call of an MoE's bank, and the statistics of its router.
 
     Attributes:
       tokens: [T, d].
@@ -61,7 +61,7 @@ class BankCall(NamedTuple):
 
 
 def bank_calls(block: Any) -> list[Any]:
-    """A `Watch` that notes the `BankCall` of an MoE; of an FFN nothing."""
+    """A `Watch` that records the `BankCall` of an MoE, and nothing for an FFN."""
     calls: list[Any] = []
     if not block.is_moe:
         return calls
@@ -84,10 +84,10 @@ def bank_calls(block: Any) -> list[Any]:
 def embed_tokens(
     config: ModelConfig, leaves: Mapping[str, np.ndarray], tokens: Int[np.ndarray, "B T"]
 ) -> Float[Array, "B T d"]:
-    """The activations of tokens before the first layer; `leaves` by their paths, on the host."""
-    # Of the table only the rows of the tokens: it may be larger than a layer.
+    """Returns the activations of tokens before the first layer; `leaves` by their paths, on the host."""
+    # Only the rows of these tokens are taken from the table, which may be larger than a layer.
     leaves = {**leaves, EMBEDDING: leaves[EMBEDDING][tokens.reshape(-1)]}
-    embed: Any = filled(lambda rngs: Embed(config, rngs=rngs), jax.tree.map(jnp.asarray, leaves), "embed/")
+    embed: Any = module_with_leaves(lambda rngs: Embed(config, rngs=rngs), jax.tree.map(jnp.asarray, leaves), "embed/")
     return embed(jnp.arange(tokens.size, dtype=jnp.int32).reshape(tokens.shape))
 
 
@@ -100,15 +100,15 @@ def apply_layer(
     watch: Watch,
     valid: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T d"], list[Any]]:
-    """What a layer gives, and what is noted on the way.
+    """Returns the output of a layer, and the values recorded by `watch`.
 
     Args:
       config: of the model.
-      layer: of the layer.
-      leaves: of the layer, by their paths below it; of a relative bias, the model's `TABLE`.
+      layer: config of the layer.
+      leaves: of the layer, by their paths below it; for a relative bias, also the model's `TABLE`.
       x: activations.
-      source: what the encoder gave, for a layer that looks at it.
-      watch: notes something.
+      source: output of the encoder, for a layer with cross-attention.
+      watch: records something.
       valid: tokens that are not padding; None: all.
     """
     config = dataclasses.replace(config, layers=(layer,))
@@ -116,28 +116,30 @@ def apply_layer(
     if attention.relative_bias is not None:
         bias = bias_by_distance(leaves[TABLE], attention.relative_bias, attention.mask)
     context = make_context(config, x.shape[:2], valid=valid, encoder_output=source, relative_bias=bias)
-    block: Any = filled(lambda rngs: Block(layer, config, rngs=rngs, dtype=jnp.dtype(config.dtype)), leaves)
+    block: Any = module_with_leaves(lambda rngs: Block(layer, config, rngs=rngs, dtype=jnp.dtype(config.dtype)), leaves)
     noted = watch(block)
     return block(x, context, None)[0], noted
 
 
-def normalise(config: ModelConfig, leaves: Mapping[str, Array], x: Float[Array, "B T d"]) -> Float[Array, "B T d"]:
-    """The norm after an encoder."""
-    norm: Any = filled(lambda _: make_final_norm(config), leaves, "encoder_norm/")
+def apply_final_norm(
+    config: ModelConfig, leaves: Mapping[str, Array], x: Float[Array, "B T d"]
+) -> Float[Array, "B T d"]:
+    """Applies the norm after an encoder."""
+    norm: Any = module_with_leaves(lambda _: make_final_norm(config), leaves, "encoder_norm/")
     return norm(x)
 
 
-def finish(config: ModelConfig, leaves: Mapping[str, Array], x: Float[Array, "B T d"]) -> Float[Array, "B T V"]:
-    """The logits: the norm after the last layer, and the head."""
-    norm = filled(lambda _: make_final_norm(config), leaves, "final_norm/")
-    head = filled(lambda rngs: Head(config, rngs=rngs), leaves, "lm_head/")
+def output_logits(config: ModelConfig, leaves: Mapping[str, Array], x: Float[Array, "B T d"]) -> Float[Array, "B T V"]:
+    """Returns the logits: applies the norm after the last layer, and the head."""
+    norm = module_with_leaves(lambda _: make_final_norm(config), leaves, "final_norm/")
+    head = module_with_leaves(lambda rngs: Head(config, rngs=rngs), leaves, "lm_head/")
     return head(norm(x), leaves.get(EMBEDDING))
 
 
 def text_loss(
     config: ModelConfig, leaves: Mapping[str, Array], x: Float[Array, "B T d"], tokens: Int[Array, "B T"]
 ) -> Float[Array, ""]:
-    """Negative log-likelihood, nats, of all tokens but the first of every row; float32.
+    """Returns the negative log-likelihood, nats, of all tokens but the first of every row; float32.
 
     Args:
       config: of the model.
@@ -145,15 +147,17 @@ def text_loss(
       x: activations after the last layer.
       tokens: that the rows consist of.
     """
-    norm: Any = filled(lambda _: make_final_norm(config), leaves, "final_norm/")
-    head: Any = filled(lambda rngs: Head(config, rngs=rngs), leaves, "lm_head/")
+    norm: Any = module_with_leaves(lambda _: make_final_norm(config), leaves, "final_norm/")
+    head: Any = module_with_leaves(lambda rngs: Head(config, rngs=rngs), leaves, "lm_head/")
     last = jnp.arange(tokens.shape[1], dtype=jnp.int32) == tokens.shape[1] - 1
     weights = jnp.broadcast_to(jnp.where(last, jnp.float32(0), jnp.float32(1)), tokens.shape)
     return head.weighted_loss(norm(x), jnp.roll(tokens, -1, axis=1), weights, leaves.get(EMBEDDING))
 
 
-def filled(make: Callable[[nnx.Rngs], nnx.Module], leaves: Mapping[str, Array], prefix: str = "") -> nnx.Module:
-    """The module that `make` makes, with these leaves: prefix and path below the module -> array."""
+def module_with_leaves(
+    make: Callable[[nnx.Rngs], nnx.Module], leaves: Mapping[str, Array], prefix: str = ""
+) -> nnx.Module:
+    """Returns the module that `make` makes, with these leaves: prefix and path below the module -> array."""
     graphdef, state = nnx.split(shapes_of(make))
     return nnx.merge(
         graphdef, jax.tree_util.tree_map_with_path(lambda path, _: leaves[prefix + path_name(path)], state)

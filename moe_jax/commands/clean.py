@@ -30,17 +30,11 @@ def run(options: Options) -> None:
       InputError: if a command is still working there.
     """
     from moe_jax.core.formatting import show_bytes
-    from moe_jax.files.remote.remote_path import BucketPath
     from moe_jax.files.resume import leftovers, remove_leftover
 
     found = leftovers(options.target)
     for folder in found:
-        if isinstance(folder, BucketPath):
-            remove_leftover(folder)
-            print(f"removed what was written of {folder}")
-            continue
-        freed = sum(file.lstat().st_size for file in folder.rglob("*"))
-        remove_leftover(folder)
-        print(f"removed {folder}: {show_bytes(freed)}")
+        freed = remove_leftover(folder)
+        print(f"removed what was written of {folder}" if freed is None else f"removed {folder}: {show_bytes(freed)}")
     if not found:
         print(f"nothing to remove: no interrupted command has left anything of {options.target}, or in it")

@@ -21,7 +21,7 @@ from moe_jax.compression import METHODS, compress, sweep
 from moe_jax.compression.choose_layers import parse_layers
 from moe_jax.compression.job.stream import check_before_calibration, choose_layers
 from moe_jax.core.errors import InputError, flag_of
-from moe_jax.files.remote.remote_path import BucketPath
+from moe_jax.files.storage_path import as_path
 
 if TYPE_CHECKING:
     from moe_jax.api.model import Model
@@ -274,9 +274,10 @@ def _calibration_folder(options: _Job) -> Path | None:
     """Where recordings of the model are kept: beside it if that can be written; None: nowhere."""
     if options.calibration_dir is not None:
         return options.calibration_dir
-    if isinstance(options.model, BucketPath) or not options.model.is_dir():
+    on_disk = as_path(options.model).on_disk
+    if on_disk is None or not on_disk.is_dir():
         return None
-    model = Path(os.path.abspath(options.model))  # `.` and `..` have no name of their own
+    model = Path(os.path.abspath(on_disk))  # `.` and `..` have no name of their own
     return model.with_name(f"{model.name}.calibration") if os.access(model.parent, os.W_OK) else None
 
 

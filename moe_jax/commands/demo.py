@@ -41,13 +41,15 @@ def run(options: Options) -> None:
 
     Raises:
       InputError: if the folder holds something else, or steps are below 1.
+      Interrupted: after a signal that ended a training.
     """
     import rich.console
 
-    from moe_jax.commands.line.cli import main
+    from moe_jax.commands.line.cli import Interrupted, main
     from moe_jax.core.errors import InputError
     from moe_jax.demo import run_quick_demo, run_real_demo
     from moe_jax.demo.shell import Shell
+    from moe_jax.training.loop import Stopped
 
     if options.quick and options.model is not None:
         raise InputError("--quick makes its own model; leave out --model")
@@ -56,9 +58,12 @@ def run(options: Options) -> None:
             raise InputError(f"steps must be at least 1, got {getattr(options, name)}")
     # The commands print on standard output; the console must not hold back lines between them.
     shell = Shell(rich.console.Console(soft_wrap=True), main)
-    if options.model is not None:
-        run_real_demo(options.dir, options.model, steps=options.tuning_steps, shell=shell)
-        return
-    if not options.quick:
+    if options.model is None and not options.quick:
         shell.console.print("no --model: the demo on a small model (make demo fetches a real one)", highlight=False)
-    run_quick_demo(options.dir, dense_steps=options.dense_steps, more_steps=options.more_steps, shell=shell)
+    try:
+        if options.model is not None:
+            run_real_demo(options.dir, options.model, steps=options.tuning_steps, shell=shell)
+        else:
+            run_quick_demo(options.dir, dense_steps=options.dense_steps, more_steps=options.more_steps, shell=shell)
+    except Stopped as stopped:
+        raise Interrupted(stopped.signal) from None

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moe_jax.core.errors import InputError
-from moe_jax.files.staging import check_writable, replace_file
+from moe_jax.files.staging import check_writable
+from moe_jax.files.storage_path import as_path
 
 if TYPE_CHECKING:
     from moe_jax.api.model import Model
@@ -108,9 +109,9 @@ def evaluate_on_tasks(
     results["config"] = _config(model, options, batch_size)
     text = json.dumps(results, indent=2, default=_plain, ensure_ascii=False)
     if options.output is not None:
-        replace_file(options.output, (text + "\n").encode())
+        as_path(options.output).replace_content((text + "\n").encode())
     if options.samples is not None:
-        replace_file(options.samples, "".join(line + "\n" for line in lines).encode())
+        as_path(options.samples).replace_content("".join(line + "\n" for line in lines).encode())
         print(f"{len(lines):,} samples in {options.samples}", file=sys.stderr)
     print(text if options.json else _table(results))
 

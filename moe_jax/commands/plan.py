@@ -11,7 +11,7 @@ from moe_jax.commands.adapt import AdaptFlags, adapt_options
 from moe_jax.commands.line.mesh_option import mesh_section, parse_mesh
 from moe_jax.commands.upcycle import UpcycleFlags
 from moe_jax.core.errors import InputError, flag_of
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 
 if TYPE_CHECKING:
     from moe_jax.commands.printed.planned_compression import PlannedCompression

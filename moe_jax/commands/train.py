@@ -132,10 +132,11 @@ def _print_keys(patterns: Sequence[str]) -> None:
     from rich.table import Table
 
     from moe_jax.core.terminal import console_for_tables
-    from moe_jax.training.recipe.recipe_keys import recipe_keys
+    from moe_jax.training.recipe.recipe_toml import recipe_keys
+    from moe_jax.training.recipe.schema import Recipe
 
     table = Table("key", "values", "default", "meaning")
-    for key in recipe_keys(patterns):
+    for key in recipe_keys(Recipe, patterns):
         default = "(required)" if key.is_required else key.default or ""
         table.add_row(*map(escape, (key.name, key.kind, default, key.text)))
     console_for_tables().print(table)

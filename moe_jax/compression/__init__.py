@@ -1,5 +1,15 @@
-"""Trained MoE -> smaller MoE: DeRS compression, ResMoE and its baselines (methods.md 4 and 5)."""
+"""A trained MoE made smaller: DeRS compression, ResMoE and its baselines (methods.md 4 and 5), and their pieces.
 
+`moe_jax.compress` is the verb. Here are the methods by name (`METHODS`, `make_method`), the reports, `sweep`, and the
+barycenter that ResMoE aligns experts by.
+
+    >>> from moe_jax.compression import METHODS, make_method
+    >>> "resmoe" in METHODS, make_method("quantize", {"bits": 4}).bits
+    (True, 4)
+"""
+
+from moe_jax.compression.alignment.barycenter import Barycenter as Barycenter
+from moe_jax.compression.alignment.barycenter import free_support_barycenter as free_support_barycenter
 from moe_jax.compression.calibration.recorded import Calibration as Calibration
 from moe_jax.compression.job.report import LayerReport as LayerReport
 from moe_jax.compression.job.report import Report as Report

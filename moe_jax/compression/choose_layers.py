@@ -47,7 +47,7 @@ def parse_layers(text: str, config: "ModelConfig") -> tuple[int, ...] | None:
 
 
 def _parse(text: str, moe: "tuple[int, ...] | list[int]", where: str) -> tuple[int, ...] | None:
-    """The same within a stack; `moe` are the MoE layers among so many, as they are counted there."""
+    """Reads the layers of one stack; `moe` are its MoE layers, counted within the stack."""
     from moe_jax.core.errors import InputError, shown
 
     if top := re.fullmatch(r"top:(\d{1,9})", text):

@@ -1,14 +1,15 @@
 """The experts of one MoE layer of a model on disk, whatever its bank; kernels are made one at a time."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from moe_jax.compression.calibration.recorded import LayerCalibration, LayerRows
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import cast, check_finite, largest_magnitude
-from moe_jax.experts.forms import ffn_matrices
+from moe_jax.experts.forms import KernelForm, ffn_matrices
+from moe_jax.experts.forms.optional.coding import Wanted
 from moe_jax.experts.on_host import base_kernel, expert_kernels
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import BankConfig, MoEConfig
@@ -63,7 +64,7 @@ class SourceLayer:
 
     @property
     def rows(self) -> LayerRows | None:
-        """What its bank was given on the calibration text; None: not known."""
+        """The inputs of its bank on the calibration text; None: not known."""
         return None if self.calibration is None else self.calibration.rows
 
     @property
@@ -78,8 +79,12 @@ class SourceLayer:
             return dataclasses.replace(self.moe, bank=bank)
         return dataclasses.replace(self.moe, bank=bank, extended=True, universal_dim=None)
 
+    def wanted(self, wanted: Wanted, shares: Sequence[float] | None = None) -> KernelForm:
+        """A form and size for experts of the shape of these; `shares` as of `Wanted.made`."""
+        return wanted.made(self.moe.expert, self.shapes["up"][0], self.num_experts, shares)
+
     def dtype(self, name: str) -> np.dtype:
-        """What the kernels of a matrix are stored in; of a bank with deltas, its base, or else the layer's norm.
+        """The dtype of the stored kernels of a matrix; of a bank with deltas, of its base, or else of the layer's norm.
 
         A base in codes has no dtype of its own.
         """

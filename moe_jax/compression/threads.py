@@ -1,6 +1,6 @@
-"""Work of NumPy on several cores. It lets go of the interpreter in what takes time.
+"""Work of NumPy on several cores; NumPy releases the interpreter's lock in long operations.
 
-JAX's settings of a thread (`jax.default_matmul_precision` and the like) are not those of the threads made here.
+JAX's settings of a thread (`jax.default_matmul_precision` and the like) do not apply to the threads made here.
 """
 
 import itertools
@@ -11,29 +11,29 @@ from typing import TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
-# What NumPy does waits for memory, which a few cores use up; and each thread has arrays of its own.
+# NumPy's operations wait for memory, whose bandwidth a few cores use up; and each thread has arrays of its own.
 _MOST = 8
 
 
 def in_threads(work: Callable[[T], R], items: Iterable[T], *, most: int = _MOST) -> list[R]:
-    """What `work` makes of all items, in their order, with a thread for every core.
+    """Returns the results of `work` for all items, in their order, with a thread for every core.
 
     Args:
-      work: writes nothing that it reads for another item; what it raises, raises here.
+      work: writes nothing that it reads for another item; its errors are raised here.
       items: all of them are taken at once.
-      most: threads, however many cores there are.
+      most: most threads, however many cores there are.
     """
     with ThreadPoolExecutor(min(most, os.cpu_count() or 1)) as threads:
         return list(threads.map(work, items))
 
 
 def ahead(items: Iterable[T]) -> Iterator[T]:
-    """The same items; each is made in a thread of its own while the caller works on the one before.
+    """Yields the same items; each is made in a thread while the caller works on the one before.
 
     Memory holds one item more.
 
     Args:
-      items: what raises there, raises here.
+      items: errors in it are raised here.
     """
     iterator = iter(items)
 

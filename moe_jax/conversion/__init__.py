@@ -1,4 +1,4 @@
-"""Conversion from and to foreign checkpoints: Hugging Face directories, GGUF files, and LoRA of the PEFT library."""
+"""Conversion from and to other libraries' formats: Hugging Face directories, GGUF files, and LoRA of PEFT."""
 
 from moe_jax.conversion.from_hugging_face import convert as convert
 from moe_jax.conversion.gguf.gguf_header import is_gguf as is_gguf

@@ -1,4 +1,4 @@
-"""`CheckpointSource`: a checkpoint in a foreign format, read leaf by leaf as if it were a model directory."""
+"""`CheckpointSource`: a checkpoint in another library's format, read leaf by leaf as if it were a model directory."""
 
 import abc
 import math
@@ -28,7 +28,7 @@ WORKERS = min(4, os.cpu_count() or 1)
 
 
 class CheckpointSource(abc.ABC):
-    """A checkpoint whose tensors are in files. A `ModelSource`; a subclass says which tensors make up which leaf.
+    """A checkpoint whose tensors are in files. A `ModelSource`; a subclass knows which tensors make up which leaf.
 
     Attributes:
       path: of the checkpoint.
@@ -51,7 +51,7 @@ class CheckpointSource(abc.ABC):
     @property
     @abc.abstractmethod
     def lineage(self) -> list[dict[str, Any]]:
-        """How the model came to be, one entry per command."""
+        """The history of the model, one entry per command."""
 
     @cached_property
     @abc.abstractmethod
@@ -72,10 +72,10 @@ class CheckpointSource(abc.ABC):
         """Raises `InputError` if something else took the checkpoint's place since it was opened."""
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Leaf path -> shape and dtype as stored.
+        """Returns shape and dtype, as stored, of every leaf, by path.
 
         Raises:
-          InputError: if the weights are damaged or are not those of the config; all problems are listed.
+          InputError: if the weights are damaged or do not fit the config; all problems are listed.
         """
         specs = {}
         for leaf, pieces in self.weights.pieces.items():
@@ -108,19 +108,19 @@ class CheckpointSource(abc.ABC):
         out = buffer[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
         try:
             list(self._pool.map(lambda chunk: self._fill(out, *chunk), self._chunks(pieces)))
-        except DoesNotFit:  # found in one chunk; said of the whole leaf
+        except DoesNotFit:  # found in one chunk; reported for the whole leaf
             check_fits(path, self.read(path), dtype)
             raise
         self._check_in_place()
         return out
 
     def stored_bytes(self, path: str) -> int:
-        """Bytes of one leaf on disk."""
+        """Number of bytes of one leaf on disk."""
         pieces = self.weights.pieces[path]
         return sum(self.weights.tensors[piece.tensor].stored_bytes(math.prod(piece.shape)) for piece in pieces)
 
     def _chunks(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, int, int]]:
-        """Runs of rows in which a leaf is read. A tensor that is not row-major is read whole."""
+        """Yields the runs of rows in which a leaf is read. A tensor that is not row-major is read whole."""
         for piece in pieces:
             entry = self.weights.tensors[piece.tensor]
             if entry.strides is None:
@@ -149,13 +149,13 @@ class CheckpointSource(abc.ABC):
             whole = np.ascontiguousarray(self._files.read_strided(entry)).reshape(-1)
             return whole[piece.offset :][start * row : stop * row].reshape(stop - start, *piece.shape[1:])
         if entry.interleaved is not None:
-            places = _places(entry.shape[0] // entry.interleaved, start, stop)
+            places = _interleaved_places(entry.shape[0] // entry.interleaved, start, stop)
             first = int(places.min())
             return self._run(entry, piece, first, int(places.max()) + 1)[places - first]
         return self._run(entry, piece, start, stop)
 
     def _run(self, entry: TensorEntry, piece: Piece, start: int, stop: int) -> np.ndarray:
-        """Rows of a piece as they are stored."""
+        """Reads rows of a piece as they are stored."""
         rows = np.empty((stop - start, *piece.shape[1:]), DTYPES[entry.dtype])
         self._files.read_into(entry, piece.offset + start * math.prod(piece.shape[1:]), rows)
         return rows
@@ -184,8 +184,8 @@ def _leaf_shape(piece: Piece, count: int) -> tuple[int, ...]:
     return shape if piece.expert is None else (count, *shape)
 
 
-def _places(width: int, start: int, stop: int) -> np.ndarray:
-    """Where rows of interleaved heads of a width are stored: of every head, first the even ones, then the odd ones."""
+def _interleaved_places(width: int, start: int, stop: int) -> np.ndarray:
+    """Returns where rows of interleaved heads are stored: in every head, first the even ones, then the odd ones."""
     head, row = np.divmod(np.arange(start, stop), width)
     half, index = np.divmod(row, width // 2)
     return head * width + 2 * index + half

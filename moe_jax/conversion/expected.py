@@ -1,4 +1,4 @@
-"""What a checkpoint must hold, from its config.json alone, to be looked at before the weights are fetched."""
+"""The expected tensors of a checkpoint, from its config.json alone, to look at before the weights are fetched."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -14,12 +14,12 @@ from moe_jax.files.json_toml import read_json_object
 
 
 def print_expected(path: Path, dtype: str | None, ignored_keys: Collection[str], console: Console) -> None:
-    """Prints the mapping of a checkpoint that is not there, in the per-expert layout.
+    """Prints the mapping of an absent checkpoint, in the per-expert layout.
 
     Args:
       path: its config.json, or the directory with that file.
-      dtype: that all parameters would be cast to; None: they stay as the config says.
-      ignored_keys: unknown keys of config.json that are taken to change nothing.
+      dtype: of all parameters after conversion; None: they keep that of the config.
+      ignored_keys: unknown keys of config.json that are assumed to change nothing.
       console: where to print.
 
     Raises:

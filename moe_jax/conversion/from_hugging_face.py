@@ -1,4 +1,4 @@
-"""Converts a foreign checkpoint, a Hugging Face directory or a GGUF file, to a model directory."""
+"""Converts a checkpoint, a Hugging Face directory or a GGUF file, to a model directory."""
 
 import math
 from collections import Counter
@@ -23,9 +23,9 @@ from moe_jax.core.errors import check_member
 from moe_jax.core.terminal import ByteProgress, console_for_tables
 from moe_jax.distributed.gather import gathered
 from moe_jax.distributed.processes import first_decides, is_first_process
-from moe_jax.files.remote.remote_path import as_path
 from moe_jax.files.resume import require_space
 from moe_jax.files.staging import check_target, refuse_existing
+from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.hub import local_model, why_a_path
 from moe_jax.model_io.in_memory import InMemory, open_writer
 from moe_jax.model_io.lineage import new_lineage_entry
@@ -42,18 +42,18 @@ def convert(
     dry_run: bool = False,
     console: Console | None = None,
 ) -> None:
-    """Writes a foreign checkpoint as a model directory, leaf by leaf, in memory that does not grow with it.
+    """Writes a checkpoint as a model directory, leaf by leaf, in memory that does not grow with its size.
 
-    Of several processes, each reads and writes its own leaves.
+    With several processes, each reads and writes its own leaves.
 
     Args:
-      src: Hugging Face directory, GGUF file, or name on the Hugging Face Hub; for a dry run, a config.json alone is
-        enough, and of a model on the Hub only that is fetched.
+      src: Hugging Face directory, GGUF file, or name on the Hugging Face Hub; for a dry run a config.json alone is
+        enough, and for a model on the Hub only that is fetched.
       dst: where the model directory appears, which must not exist; or memory.
       dtype: `float32`, `bfloat16` or `float16` for all parameters; None keeps every one bit for bit, and makes
         quantised ones float32.
-      ignore_keys: unknown keys of config.json that are taken to change nothing; others are an error.
-      allow_nonfinite: go on where weights are not finite.
+      ignore_keys: unknown keys of config.json that are assumed to change nothing; others are an error.
+      allow_nonfinite: go on if weights are not finite.
       dry_run: only print the mapping and sizes.
       console: where to print; default standard error, and standard output for a dry run.
 
@@ -61,7 +61,7 @@ def convert(
       FileNotFoundError: if there is nothing at `src`.
       InputError: if the checkpoint is damaged or does not fit its config, weights are not finite or too large for
         `dtype`, or `dst` exists.
-      OSError: if the disk is full. Nothing is at `dst` then, and the same call goes on with what is done.
+      OSError: if the disk is full. Nothing is at `dst` then, and the same call continues the work.
     """
     console = console or console_for_tables(stderr=not dry_run)
     if not is_first_process():
@@ -143,7 +143,7 @@ def _bytes_of(specs: Mapping[str, jax.ShapeDtypeStruct]) -> int:
 def _read_ahead(
     source: CheckpointSource, specs: Mapping[str, jax.ShapeDtypeStruct]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Reads leaves in order, each while the caller works on the previous one.
+    """Yields leaves in order, and reads each while the caller works on the previous one.
 
     Two buffers are used in turn. New memory for every leaf would cost as much as reading it, because the system has to
     clear it.

@@ -13,7 +13,7 @@ from moe_jax.core.formatting import GB
 
 
 class _Line(NamedTuple):
-    """What tensors of one kind have in common."""
+    """The line for all tensors of one kind."""
 
     tensor: str
     tensor_shape: tuple[int, ...]

@@ -1,7 +1,7 @@
-"""What the Hugging Face PEFT library can adapt in a model, and how it packs the factors of LoRA.
+"""The tensors that the Hugging Face PEFT library can adapt in a model, and its packing of LoRA's factors.
 
 PEFT adds LoRA to linear modules, and since 0.17 to parameters that are no module's `weight`, which it calls
-`target_parameters`: of Transformers 5, the two tensors that hold all experts of a layer, and the router. Their names
+`target_parameters`: in Transformers 5, the two tensors that hold all experts of a layer, and the router. Their names
 are those that Transformers has in memory, where experts are fused.
 """
 
@@ -28,7 +28,7 @@ class Part(NamedTuple):
     Attributes:
       path: of the kernel's module, such as `layers/0/mlp/experts/gate`.
       lora: its LoRA.
-      first, last: the tensor's outputs that it has, as a range.
+      first, last: range of the tensor's outputs that belong to it.
     """
 
     path: str
@@ -44,8 +44,8 @@ class Target(NamedTuple):
       tensor: its name, such as `model.layers.0.mlp.experts.gate_up_proj`.
       template: the same with `{i}` for the layer.
       outputs: rows of the tensor, or of one expert of it.
-      experts: E of a tensor that holds those of a layer; None: it holds one matrix.
-      is_parameter: whether PEFT is to be told of a parameter, and not of a linear module.
+      experts: E of a tensor that holds the experts of a layer; None: it holds one matrix.
+      is_parameter: whether PEFT must be given a parameter, and not a linear module.
       parts: its kernels that have LoRA.
     """
 
@@ -58,22 +58,22 @@ class Target(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What PEFT calls it."""
+        """PEFT's name of the target."""
         return self.tensor if self.is_parameter else self.tensor.removesuffix(WEIGHT)
 
     @property
     def rank(self) -> int:
-        """Of all parts together: each has columns of its own."""
+        """Rank of all parts together: each has columns of its own."""
         return sum(part.lora.rank for part in self.parts)
 
     @property
     def scale(self) -> float:
-        """By which the product of the factors is multiplied; that of the first part."""
+        """Factor of the product of the two factors of LoRA, that of the first part."""
         return self.parts[0].lora.scale
 
 
 def problems_of_peft(config: ModelConfig) -> list[str]:
-    """Why PEFT's format cannot hold the adapters of a model, one phrase per kind; none if it can."""
+    """Returns why PEFT's format cannot hold the adapters of a model, one phrase per kind; none if it can."""
     moes = [config.moe(i) for i in config.moe_layers]
     kinds = {
         "adapter experts (PESC)": [not moe.bank.form.has_expert_kernels for moe in moes],
@@ -92,7 +92,7 @@ def problems_of_peft(config: ModelConfig) -> list[str]:
 
 
 def targets_of(config: ModelConfig) -> list[Target]:
-    """The tensors with LoRA of a model, by their names in the checkpoint that `export` would write of its base.
+    """Returns the tensors with LoRA of a model, by their names in the checkpoint that `export` would write of its base.
 
     Raises:
       InputError: if no Hugging Face format can hold the base, or a kernel has no tensor there that PEFT could adapt.
@@ -134,16 +134,16 @@ def targets_of(config: ModelConfig) -> list[Target]:
 
 
 def factors(target: Target, read: Callable[[str], np.ndarray], *, rank: int, scale: float) -> tuple[np.ndarray, ...]:
-    """`lora_A.weight` [rank (E), in] and `lora_B.weight` [out, rank (E)] as PEFT packs them.
+    """Returns `lora_A.weight` [rank (E), in] and `lora_B.weight` [out, rank (E)] as PEFT packs them.
 
-    Each part has columns of its own and outputs of its own; a rank that is larger than theirs is filled up with zeros.
-    Of experts, rows of A are ordered by expert first, and columns of B by column first.
+    Each part has columns and outputs of its own; a rank that is larger than theirs is filled up with zeros. For
+    experts, rows of A are ordered by expert first, and columns of B by column first.
 
     Args:
-      target: what is adapted.
+      target: the tensor with LoRA.
       read: leaf path -> leaf.
       rank: of the result, at least that of the target.
-      scale: that PEFT will multiply the product by; a part with another one has it in its B.
+      scale: by which PEFT will multiply the product; a part with another scale gets the quotient into its B.
     """
     one = [_with_experts(read(f"{part.path}/lora/a")) for part in target.parts]
     count, inputs, dtype = one[0].shape[0], one[0].shape[1], one[0].dtype
@@ -160,9 +160,9 @@ def factors(target: Target, read: Callable[[str], np.ndarray], *, rank: int, sca
 
 
 def tensor_names(targets: Sequence[Target]) -> Iterator[tuple[Target, str]]:
-    """Every target with the name under which PEFT stores its factors, without `.lora_A.weight`.
+    """Yields every target with the name under which PEFT stores its factors, without `.lora_A.weight`.
 
-    Of two parameters of one module, PEFT wraps the module twice: the one that is registered first is inside.
+    For two parameters of one module, PEFT wraps the module twice: the one that is registered first is inside.
     """
     inner: dict[str, int] = {}
     for target in targets:
@@ -179,7 +179,7 @@ def tensor_names(targets: Sequence[Target]) -> Iterator[tuple[Target, str]]:
 
 
 def _loras(layer: LayerConfig) -> dict[str, LoRAConfig]:
-    """Path of a kernel's module inside the layer -> its LoRA."""
+    """Returns the LoRA of every kernel of a layer, by the path of its module inside the layer."""
     found = {}
     if layer.attention.lora is not None:
         found |= {f"attention/{name}": layer.attention.lora for name in layer.attention.lora.targets}
@@ -195,17 +195,17 @@ def _loras(layer: LayerConfig) -> dict[str, LoRAConfig]:
 
 
 def _in_order(names: Iterable[str]) -> list[str]:
-    """Kernels of an FFN in the order in which Transformers registers them: `gate_up_proj` before `down_proj`."""
+    """Returns kernels of an FFN in the order that Transformers registers them: `gate_up_proj` before `down_proj`."""
     return sorted(names, key=lambda name: (name == "down", name))
 
 
 def _is_parameter(tensor: str, parts: Sequence[Part]) -> bool:
-    """Routers of Transformers are no linear modules, and tensors of experts have no module of their own."""
+    """Whether a tensor is no module's weight: routers are no linear modules, fused experts no modules."""
     return not tensor.endswith(WEIGHT) or parts[0].path.endswith("/router")
 
 
 def _kernel_shape(config: ModelConfig, path: str) -> tuple[int, ...]:
-    """Of the kernel that the factors are for, which may be stored as NF4."""
+    """Returns the shape of the kernel that the factors are for, which may be stored as NF4."""
     a, b = (leaf_specs(config)[f"{path}/lora/{name}"].shape for name in "ab")
     return (*a[:-1], b[-1])
 

@@ -1,6 +1,6 @@
 """The mapping tables of families, and their application to a model.
 
-A table is a tuple of rows. A row maps a foreign tensor to the leaf, or leaves, that it holds:
+A table is a tuple of rows. A row maps a tensor of the Hugging Face checkpoint to the leaf, or leaves, that it holds:
 
     Row("model.layers.{i}.self_attn.q_proj.weight", "layers/{i}/attention/q/kernel", transpose=True)
 
@@ -8,12 +8,12 @@ A table is a tuple of rows. A row maps a foreign tensor to the leaf, or leaves, 
 and each works in both directions:
 
 - rename: always;
-- transpose: the foreign matrix is [out, in], the leaf [in, out];
+- transpose: the tensor is [out, in], the leaf [in, out];
 - stack: a row whose tensor has `{e}` is one expert of a leaf [E, ...]; without `{e}` the tensor has the E axis too;
-- join: a row with several leaves is a fused tensor, the leaves joined along the rows of the foreign matrix.
+- join: a row with several leaves is a fused tensor, the leaves joined along the rows of the tensor.
 
 A row applies if the model has its leaves. So one table serves models with and without biases, tied heads, q/k norms,
-dense and MoE layers. The one condition beside it: that the model has some other leaf, too, or has it not.
+dense and MoE layers. There is one further condition: that the model has, or does not have, some other leaf.
 """
 
 import dataclasses
@@ -31,15 +31,15 @@ LAYOUTS = (PER_EXPERT, FUSED)
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One foreign tensor and the leaves that it holds.
+    """One tensor of a checkpoint and the leaves that it holds.
 
     Attributes:
       tensor: its name, with `{i}` for the layer, counted within its stack, and `{e}` for the expert or head.
       leaves: leaf path or paths, with `{i}`; several are joined along the tensor's rows.
       transpose: the last two axes are swapped.
       layout: the expert layout (`LAYOUTS`) this row belongs to; None: both.
-      stack: the stack whose layers `{i}` counts, where there are two: a decoder's leaves follow the encoder's.
-      beside: the row applies to models that have this leaf, with `{i}`, as well.
+      stack: in models with two stacks, the one whose layers `{i}` counts: a decoder's leaves follow the encoder's.
+      beside: the row applies to models that also have this leaf, with `{i}`.
       without: the row applies to models that do not have this leaf.
     """
 
@@ -54,7 +54,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Ignored:
-    """Foreign tensors that need not be converted: a regular expression for the whole name, and the reason."""
+    """Tensors that need not be converted: a regular expression for the whole name, and the reason."""
 
     pattern: str
     why: str
@@ -73,7 +73,7 @@ Table = tuple[Entry, ...]
 
 
 def linear(tensor: str, leaf: str, layout: str | None = None) -> tuple[Row, ...]:
-    """Rows of a linear map: `weight` is the transposed `kernel`; `bias`, if there is one."""
+    """Returns the rows of a linear map: `weight` is the transposed `kernel`; `bias`, if there is one."""
     return (
         Row(f"{tensor}.weight", f"{leaf}/kernel", transpose=True, layout=layout),
         Row(f"{tensor}.bias", f"{leaf}/bias", layout=layout),
@@ -81,7 +81,7 @@ def linear(tensor: str, leaf: str, layout: str | None = None) -> tuple[Row, ...]
 
 
 def norm(tensor: str, leaf: str) -> tuple[Row, ...]:
-    """Rows of a norm: `weight` is `scale`; `bias`, if there is one."""
+    """Returns the rows of a norm: `weight` is `scale`; `bias`, if there is one."""
     return (Row(f"{tensor}.weight", f"{leaf}/scale"), Row(f"{tensor}.bias", f"{leaf}/bias"))
 
 
@@ -90,7 +90,7 @@ class Piece(NamedTuple):
 
     Attributes:
       tensor: name of the tensor.
-      offset: elements of the tensor before the piece.
+      offset: number of elements of the tensor before the piece.
       shape: of the piece in the tensor.
       leaf: path of the leaf.
       expert: index on the leaf's first axis, of an expert or a head; None: the piece is the whole leaf.
@@ -108,14 +108,14 @@ class Piece(NamedTuple):
 
 
 class Mapped(NamedTuple):
-    """A table applied to a model: shapes of the foreign tensors, and the pieces that fill each leaf."""
+    """A table applied to a model: shapes of the tensors, and the pieces that fill each leaf."""
 
     tensors: dict[str, tuple[int, ...]]
     pieces: dict[str, list[Piece]]
 
 
 def in_stack(stack: Literal["encoder", "decoder"], rows: Iterable[Row]) -> tuple[Row, ...]:
-    """The rows of one of two stacks."""
+    """Returns the rows as rows of one of two stacks."""
     return tuple(dataclasses.replace(row, stack=stack) for row in rows)
 
 
@@ -136,7 +136,7 @@ def apply_table(
       num_layers: of the model, encoder's and decoder's.
       layout: one of `LAYOUTS`.
       family: its name, for messages.
-      num_encoder_layers: how many of the layers are the encoder's.
+      num_encoder_layers: number of layers of the encoder.
 
     Returns:
       Every tensor and every leaf of the model, each covered exactly once.
@@ -163,7 +163,7 @@ def apply_table(
 
 
 def _apply_row(row: Row, i: int | None, before: int, leaves: Mapping[str, Any], mapped: Mapped) -> None:
-    """Adds what a row maps of layer `i`, which is the one after `before` others in the names of its tensors."""
+    """Adds the mapping of layer `i` by a row; `before` layers of other stacks do not count in names of tensors."""
     templates = (row.leaves,) if isinstance(row.leaves, str) else row.leaves
     paths = [template.replace("{i}", str(i)) for template in templates]
     if not all(path in leaves for path in paths):
@@ -193,7 +193,7 @@ def _piece_shape(shape: tuple[int, ...], transpose: bool) -> tuple[int, ...]:
 
 
 def _tensor_shape(row: Row, shapes: list[tuple[int, ...]], *, stacked: bool) -> tuple[int, ...]:
-    """Shape of the tensor of a row, all experts included unless it has one tensor per expert."""
+    """Returns the shape of the tensor of a row, all experts included unless it has one tensor per expert."""
     pieces = [_piece_shape(shape[1:] if stacked else shape, row.transpose) for shape in shapes]
     joined = (sum(piece[0] for piece in pieces), *pieces[0][1:])
     return (shapes[0][0], *joined) if stacked and "{e}" not in row.tensor else joined
@@ -213,7 +213,7 @@ def detect_layout(table: Table, names: Iterable[str]) -> str:
 
 
 def _first_match(table: Table, names: Iterable[str], layout: str) -> str | None:
-    """The first name that only rows of `layout` match."""
+    """Returns the first name that only rows of `layout` match."""
     templates = [re.escape(row.tensor) for row in table if isinstance(row, Row) and row.layout == layout]
     if not templates:
         return None

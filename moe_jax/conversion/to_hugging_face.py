@@ -19,7 +19,7 @@ from moe_jax.conversion.formats.packed_experts import Packing
 from moe_jax.conversion.formats.safetensors_writer import PlannedTensor, ShardWriter, shard_writer
 from moe_jax.conversion.formats.tensors import DTYPE_NAMES
 from moe_jax.conversion.hf.hf_changes import print_changes
-from moe_jax.conversion.hf.hf_config import foreign_keys, read_hf_config, write_hf_config
+from moe_jax.conversion.hf.hf_config import kept_keys, read_hf_config, write_hf_config
 from moe_jax.conversion.hf.hf_format import exported_config
 from moe_jax.conversion.hf.hf_view import MergedModel
 from moe_jax.conversion.mapping_report import print_mapping
@@ -30,10 +30,10 @@ from moe_jax.core.finite import REMEDY, check_finite, check_fits
 from moe_jax.core.formatting import parse_bytes
 from moe_jax.core.terminal import ByteProgress, console_for_tables
 from moe_jax.files.local_paths import check_beside
-from moe_jax.files.remote.remote_path import BucketPath, as_path
 from moe_jax.files.remote.remote_work import RemoteWork
 from moe_jax.files.resume import Workplace, open_work, require_space
-from moe_jax.files.staging import check_target, refuse_existing, write_durably
+from moe_jax.files.staging import check_target, refuse_existing
+from moe_jax.files.storage_path import as_path
 from moe_jax.files.tokenizer_files import list_companions, read_companion
 from moe_jax.model_io.lineage import LINEAGE_FILE, job_of, new_lineage_entry
 from moe_jax.model_io.loading import leaf_specs
@@ -42,7 +42,7 @@ from moe_jax.model_io.tuned_base import is_tuned
 from moe_jax.models import ModelConfig
 
 Pack = Callable[[ModelConfig, ModelConfig], Packing]
-"""How the experts of a model are written in codes, by its config and the one that is written."""
+"""Returns how the experts of a model are written in codes, given its config and the config that is written."""
 
 DENSE_LAYERS = ("replicate", "refuse")
 SHARD_SIZE, SHARD_SIZE_IN_BUCKETS = "5GB", "500MB"
@@ -61,26 +61,26 @@ def export(
     dry_run: bool = False,
     console: Console | None = None,
 ) -> None:
-    """Writes a model as a Hugging Face directory that Transformers loads, in memory that does not grow with it.
+    """Writes a model as a Hugging Face directory that Transformers loads, in memory that does not grow with its size.
 
     Args:
       source: model directory, or Hugging Face directory.
       dst: where the directory appears; must not exist.
-      max_shard_size: such as `5GB`, which it is by default; a larger tensor has a file of its own. In a bucket, where a
-        few files are in memory until they are full, it is `500MB`.
+      max_shard_size: such as `5GB`, the default; a larger tensor has a file of its own. In a bucket, where a few files
+        are in memory until they are complete, the default is `500MB`.
       expert_layout: `per-expert` tensors, as on the hub and readable by every release of Transformers, or the `fused`
         ones of release 5.
       dense_layers: what to do with dense layers if a format needs an MoE in every layer: `replicate` their FFN as equal
         experts; or `refuse`, which takes another format that holds the model, or stops.
       dtype: `float32`, `bfloat16` or `float16` for all tensors; None keeps every one bit for bit.
       packed: how experts are written in codes; None: as they are.
-      allow_nonfinite: go on where weights are not finite.
+      allow_nonfinite: go on if weights are not finite.
       dry_run: only print the mapping and sizes.
       console: where to print; default standard error, and standard output for a dry run.
 
     Raises:
       InputError: if no format can hold the model, weights are not finite or too large for `dtype`, or `dst` exists.
-      OSError: if the disk is full. Nothing is at `dst` then, and the same call goes on with what is done.
+      OSError: if the disk is full. Nothing is at `dst` then, and the same call continues the work.
     """
     console = console or console_for_tables(stderr=not dry_run)
     check_member("expert layout", expert_layout, LAYOUTS)
@@ -89,7 +89,7 @@ def export(
         check_member("dtype", dtype, tuple(DTYPES_BY_NAME))
     dst = as_path(dst)
     if max_shard_size is None:
-        max_shard_size = SHARD_SIZE_IN_BUCKETS if isinstance(dst, BucketPath) else SHARD_SIZE
+        max_shard_size = SHARD_SIZE if dst.renames else SHARD_SIZE_IN_BUCKETS
     max_bytes = parse_bytes(max_shard_size, flag="--max-shard-size")
     (refuse_existing if dry_run else check_target)(dst, buckets=True)
     check_beside(dst, [source.path])
@@ -143,27 +143,26 @@ def export(
     with ByteProgress(console, "exporting", total) as progress:
         with open_work(dst, job_of(lineage)) as work:
             folder = work.folder
-            # Before the weights, so that nothing that is copied can take their place.
+            # Before the weights, so that no copied file can take their place.
             files = source.tokenizer_files
             for file in files:
-                write_durably(folder / file.name, read_companion(file))
-            if isinstance(folder, BucketPath):
-                list_companions(folder, [file.name for file in files])
+                as_path(folder / file.name).write_durably(read_companion(file))
+            list_companions(folder, [file.name for file in files])
             with shard_writer(work, tensors, max_bytes) as writer:
                 _write_layers(model, mapped, specs, writer, work, progress, packing, allow_nonfinite=allow_nonfinite)
             keys = write_hf_config(replace(config, dtype=_main_dtype(specs)))
             lineage[-1]["measured"] = progress.measured()
-            write_durably(folder / LINEAGE_FILE, (json.dumps(lineage, indent=2) + "\n").encode())
+            as_path(folder / LINEAGE_FILE).write_durably((json.dumps(lineage, indent=2) + "\n").encode())
             # Opens all files and compares them with the config, which is written last.
             found = open_checkpoint(folder)
             if packing is None:
-                written = read_hf_config(keys, ignored=foreign_keys(config))
+                written = read_hf_config(keys, ignored=kept_keys(config))
                 match_weights(found, written, leaf_specs(written), str(folder))
             else:
                 _check_planned(found, tensors)
                 keys["quantization_config"] = packing.describe(mapped)
             work.check_alone()
-            write_durably(folder / "config.json", (json.dumps(keys, indent=2) + "\n").encode())
+            as_path(folder / "config.json").write_durably((json.dumps(keys, indent=2) + "\n").encode())
             work.complete()
     console.print(f"wrote {dst}: {progress.summary()}", markup=False)
 
@@ -217,7 +216,7 @@ def _write_packed(
     progress: ByteProgress,
     packing: Packing,
 ) -> None:
-    """Writes the kernels of the experts of one matrix in codes: in those that they have, or else in new ones."""
+    """Writes the expert kernels of one matrix in codes: in stored codes, or else in new ones."""
     by_expert = {piece.expert: piece for piece in pieces}
     for expert, codes in model.codes(path, packing):
         for name, values in packing.tensors(by_expert.pop(expert), codes, dtype):
@@ -263,7 +262,7 @@ def _write_leaf(
 
 
 def _parts_of(model: MergedModel, path: str, pieces: list[Piece]) -> Iterator[tuple[int | None, np.ndarray]]:
-    """The parts of a leaf, cut as its pieces are: heads that have a tensor each are stacked in one part."""
+    """Yields the parts of a leaf, cut as its pieces are: heads that have a tensor each are stacked in one part."""
     for expert, part in model.parts(path):
         if expert is None and pieces[0].expert is not None:
             yield from enumerate(part)
@@ -286,7 +285,7 @@ def _write_rows(
 ) -> None:
     """Writes some rows of a tensor from the leaf, or the expert of a leaf, that holds them."""
     start, stop = rows
-    with np.errstate(all="ignore"):  # what is not finite was found before, or is meant
+    with np.errstate(all="ignore"):  # numbers that are not finite were found before, or are allowed
         cut = (part[:, start:stop] if piece.transpose else part[start:stop]).astype(dtype, copy=False)
     if piece.transpose:
         values = np.empty(cut.shape[::-1], dtype)
@@ -298,7 +297,7 @@ def _write_rows(
 
 
 def _tensor_dtypes(mapped: Mapped, specs: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, np.dtype]:
-    """The dtype of every tensor, in the order of the table; a fused tensor needs leaves of one dtype."""
+    """Returns the dtype of every tensor, in the order of the table; a fused tensor needs leaves of one dtype."""
     dtypes: dict[str, np.dtype] = {}
     for path, pieces in mapped.pieces.items():
         for piece in pieces:
@@ -312,7 +311,7 @@ def _tensor_dtypes(mapped: Mapped, specs: Mapping[str, jax.ShapeDtypeStruct]) ->
 
 
 def _main_dtype(specs: Mapping[str, jax.ShapeDtypeStruct]) -> str:
-    """The dtype of most bytes. Transformers loads a checkpoint in the single dtype that its config names."""
+    """Returns the dtype of most bytes: Transformers loads a checkpoint in the single dtype that its config names."""
     sizes: dict[str, int] = {}
     for spec in specs.values():
         name = str(spec.dtype)

@@ -20,9 +20,9 @@ from moe_jax.core.errors import InputError, raise_if_any
 from moe_jax.core.finite import REMEDY, check_finite
 from moe_jax.core.terminal import console_for_tables
 from moe_jax.files.local_paths import check_beside
-from moe_jax.files.remote.remote_path import as_path
 from moe_jax.files.resume import staged_directory
-from moe_jax.files.staging import check_target, write_durably
+from moe_jax.files.staging import check_target
+from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.hub import hub_origin
 from moe_jax.model_io.lineage import LINEAGE_FILE, new_lineage_entry
 from moe_jax.model_io.model_source import ModelSource, OverBase
@@ -63,10 +63,10 @@ def export_peft(
     options = {"format": "peft", "allow_nonfinite": allow_nonfinite}
     lineage = [*source.lineage, new_lineage_entry("export", options, [source])]
     with staged_directory(dst) as folder:
-        write_durably(folder / WEIGHTS_FILE, _safetensors(tensors))
-        write_durably(folder / LINEAGE_FILE, _json(lineage))
+        as_path(folder / WEIGHTS_FILE).write_durably(_safetensors(tensors))
+        as_path(folder / LINEAGE_FILE).write_durably(_json(lineage))
         read_header(folder / WEIGHTS_FILE)  # compares it with the file
-        write_durably(folder / CONFIG_FILE, _json(config))  # last: in a bucket the adapter counts from then on
+        as_path(folder / CONFIG_FILE).write_durably(_json(config))  # last: in a bucket the adapter counts from then on
     parameters = sum(target.is_parameter for target in targets)
     console.print(f"wrote {dst}: LoRA beside {len(targets) - parameters} linear modules", markup=False, end="")
     console.print(f" and {parameters} parameters" if parameters else "", markup=False)
@@ -77,15 +77,15 @@ def export_peft(
 
 
 def peft_config(targets: Sequence[Target], *, model: ModelConfig, base: str | None) -> dict[str, Any]:
-    """The adapter_config.json, with the tensors that have LoRA, and their ranks and scales.
+    """Returns the adapter_config.json, with the tensors that have LoRA, and their ranks and scales.
 
-    PEFT has one dropout, and of parameters none. It does not affect inference; that of the first target is written
-    where all are linear modules.
+    PEFT has one dropout for all linear modules, and none for parameters. It does not affect inference; that of the
+    first target is written if all are linear modules.
 
     Args:
-      targets: all with LoRA.
+      targets: all tensors with LoRA.
       model: that has them.
-      base: the Hugging Face checkpoint of the base; None: not known.
+      base: the Hugging Face checkpoint of the base; None: unknown.
     """
     rank, scale = _common(targets)
     modules = [target for target in targets if not target.is_parameter]
@@ -112,7 +112,7 @@ def peft_config(targets: Sequence[Target], *, model: ModelConfig, base: str | No
 
 
 def base_name(base: ModelSource) -> str | None:
-    """The Hugging Face checkpoint that a model is, or was converted from unchanged; None if it is another one."""
+    """Returns the Hugging Face checkpoint that a model is, or was converted from unchanged; None: there is none."""
     if isinstance(base, HuggingFaceDirectory):
         return hub_origin(base.path) or str(base.path.resolve())
     entries = list(base.lineage)
@@ -124,14 +124,14 @@ def base_name(base: ModelSource) -> str | None:
 
 
 def _common(targets: Sequence[Target]) -> tuple[int, float]:
-    """The rank and scale that a config gives to all; those of parameters, where there are any, must be these."""
+    """Returns the rank and scale for all targets in a config; those of parameters, if any, must be these."""
     parameters = [target for target in targets if target.is_parameter]
     rank = max((target.rank for target in parameters), default=targets[0].rank)
     return rank, (parameters or targets)[0].scale
 
 
 def _names(targets: Sequence[Target], model: ModelConfig) -> list[str]:
-    """Short names such as `q_proj` for tensors with LoRA in every layer that may have them; full names for others."""
+    """Returns short names such as `q_proj` for tensors with LoRA in every possible layer; full names for others."""
     if model.has_encoder:  # the projections of cross-attention have the same short names
         return [target.name for target in targets]
     by_template: dict[str, list[Target]] = {}
@@ -146,18 +146,18 @@ def _names(targets: Sequence[Target], model: ModelConfig) -> list[str]:
 
 
 def _alpha(scale: float, rank: int) -> float:
-    """The alpha of a scale alpha/r; as an integer if it is whole."""
+    """Returns the alpha of a scale alpha/r; as an integer if it is whole."""
     alpha = scale * rank
     return int(alpha) if alpha == int(alpha) else alpha
 
 
 def _others(values: Mapping[str, float], default: float) -> dict[str, float]:
-    """Values that differ from the default, by module name. PEFT matches the ends of names, without `model.`."""
+    """Returns values that differ from the default, by module name. PEFT matches ends of names, without `model.`."""
     return {name.removeprefix("model."): value for name, value in values.items() if value != default}
 
 
 def _problems(config: ModelConfig, own: Collection[str]) -> list[str]:
-    """Why PEFT's format cannot hold the leaves of an adapter directory."""
+    """Returns why PEFT's format cannot hold the leaves of an adapter directory."""
     problems = problems_of_peft(config)
     retrained = sorted(set(own) - own_leaves(config))
     if retrained:
@@ -182,7 +182,7 @@ def _tensors(
 
 
 def _safetensors(tensors: Mapping[str, np.ndarray]) -> bytes:
-    """The content of a safetensors file, in memory because adapters are small."""
+    """Returns the content of a safetensors file, in memory because adapters are small."""
     # Widest dtypes first, as the reference implementation does: every tensor then begins aligned.
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
     spans, end = {}, 0

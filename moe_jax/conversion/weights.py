@@ -13,12 +13,12 @@ from moe_jax.models import ModelConfig
 
 
 class Weights(NamedTuple):
-    """A checkpoint in which every tensor is accounted for.
+    """A checkpoint in which every tensor has a known use.
 
     Attributes:
       tensors: positions of all tensors that fill a leaf.
       pieces: leaf path -> the pieces that fill it.
-      layout: of its experts.
+      layout: expert layout of the checkpoint.
       duplicates: tensors that must equal another one: name -> name of the other.
       ignored: tensors that are not converted: name -> reason.
     """
@@ -47,7 +47,7 @@ def match_weights(
       leaves: leaf path -> anything with a `shape`, for every leaf of the model.
       where: for messages.
       table: of the tensors; None: that of the model's family.
-      described_by: what the config was read from, for messages.
+      described_by: the file that the config was read from, for messages.
 
     Raises:
       InputError: listing every tensor that is missing, unexpected, misshapen or of a dtype we cannot read.
@@ -70,7 +70,7 @@ def match_weights(
 
     problems = [f"{name} is missing" for name in mapped.tensors if name not in checkpoint.tensors] + unexpected
     expected = {**mapped.tensors, **{name: mapped.tensors[other] for name, other in duplicates.items()}}
-    problems += _unlike(checkpoint, expected, described_by)
+    problems += _shape_problems(checkpoint, expected, described_by)
     if not problems:
         problems = _mixed_dtypes(checkpoint, mapped)
     raise_if_any(problems, f"{where} does not hold the model its {described_by} describes")
@@ -79,7 +79,7 @@ def match_weights(
 
 
 def _declared(table: Any, name: str) -> Tied | Ignored | None:
-    """The entry of the table that allows a tensor although it fills no leaf."""
+    """Returns the entry of the table that allows a tensor although it fills no leaf."""
     for entry in table:
         if isinstance(entry, Tied) and entry.tensor == name:
             return entry
@@ -88,7 +88,9 @@ def _declared(table: Any, name: str) -> Tied | Ignored | None:
     return None
 
 
-def _unlike(checkpoint: CheckpointFiles, expected: Mapping[str, tuple[int, ...]], described_by: str) -> list[str]:
+def _shape_problems(
+    checkpoint: CheckpointFiles, expected: Mapping[str, tuple[int, ...]], described_by: str
+) -> list[str]:
     problems = []
     for name, shape in expected.items():
         found = checkpoint.tensors.get(name)
@@ -100,7 +102,7 @@ def _unlike(checkpoint: CheckpointFiles, expected: Mapping[str, tuple[int, ...]]
 
 
 def _mixed_dtypes(checkpoint: CheckpointFiles, mapped: Mapped) -> list[str]:
-    """Leaves stacked from tensors of several dtypes, which no leaf can hold bit for bit."""
+    """Returns a problem for each leaf stacked from tensors of several dtypes, which it cannot hold bit for bit."""
     problems = []
     for leaf, pieces in mapped.pieces.items():
         dtypes = {checkpoint.tensors[piece.tensor].dtype for piece in pieces}

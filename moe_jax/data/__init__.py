@@ -1,1 +1,1 @@
-"""Text to batches: sections of a recipe, sources, tokens, packing."""
+"""From text to batches: data sections of a recipe, sources, tokens, packing."""

@@ -1,6 +1,6 @@
-"""What a row of data says: a text, a prompt and its response, or a conversation.
+"""Examples from rows of data: a text, a prompt and its response, or a conversation.
 
-Rows are objects of a JSON file, or rows of a table. Which of their keys hold what is known by their names, or told.
+Rows are objects of a JSON file, or rows of a table. The keys that hold the content are known by their names, or given.
 """
 
 import itertools
@@ -15,12 +15,12 @@ from moe_jax.data.tokens.chat_template import ChatTemplate
 from moe_jax.files.json_toml import is_unicode
 
 PAIR_KEYS = (("prompt", "response"), ("input", "target"))
-"""Keys of rows that are pairs: what is given, and what is to be said."""
+"""Keys of rows that are pairs: the input, and the response to it."""
 
 CHAT_KEYS = ("messages", "conversations")
 """Keys of rows that are conversations."""
 
-# Names of roles and keys in conversations of ShareGPT and the data sets that took its form from it.
+# Names of roles in conversations of ShareGPT and of data sets in its format.
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
 _ROLE_KEYS = (("role", "content"), ("from", "value"))
 
@@ -33,8 +33,8 @@ class Example(NamedTuple):
       prompt_chars: characters at its beginning that are not scored.
       begins, ends: whether the document begins and ends here; otherwise it continues in a neighbouring record.
       is_response: whether it is an answer to a prompt.
-      spans: of a conversation: begin and end of what is scored, in characters, in order. Its text has all its special
-        tokens already.
+      spans: in a conversation, begin and end of the scored parts, in characters, in order. The text of a conversation
+        has all its special tokens already.
     """
 
     text: str
@@ -58,13 +58,13 @@ class Document(NamedTuple):
 
 
 class RowReader:
-    """Makes examples of rows.
+    """Makes examples from rows.
 
     Args:
-      fields: which keys hold what; None: known by their names, of which a row must have those of one kind alone.
-      template: gives the template that conversations are written with; called when there is the first.
+      fields: the keys that hold the content; None: known by their names, and a row may have keys of one kind only.
+      template: returns the template that conversations are written with; called when the first conversation comes.
       chat: pairs are written with the template as well, as a conversation of two turns.
-      kinds: which kinds of rows are taken.
+      kinds: the kinds of rows that are accepted.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class RowReader:
 
     @property
     def keys(self) -> frozenset[str]:
-        """All keys of rows that are looked at."""
+        """All keys of rows that are read."""
         return frozenset(itertools.chain(*self._kind_of))
 
     @property
     def expected(self) -> str:
-        """The rows that are taken, in words."""
+        """The rows that are accepted, in words."""
 
         def shape(keys: tuple[str, ...]) -> str:
             value = "[...]" if self._kind_of[keys] == "chat" else '"..."'
@@ -102,7 +102,7 @@ class RowReader:
         return " or ".join(map(shape, self._kind_of))
 
     def __call__(self, row: Any) -> list[Example]:
-        """The examples of a row: one, or of a conversation as many as `ChatTemplate.scored` makes of it.
+        """Returns the examples of a row: one, or for a conversation as many as `ChatTemplate.scored` returns.
 
         Raises:
           InputError: if the row holds something else.
@@ -141,7 +141,7 @@ class RowReader:
         return [Example(scored.text, spans=scored.spans) for scored in self._template().scored(messages)]
 
     def _messages(self, value: Any, key: str) -> list[dict[str, Any]]:
-        """Messages as chat templates take them. What is null, as columns of tables are, is left out."""
+        """Converts messages to the form that chat templates take; null values, as tables have them, are left out."""
         if not isinstance(value, list) or not value:
             got = f"{shown(key)} holding {shown(value)} that should be a list of messages"
             raise InputError(f"expected {self.expected}, got {got}")
@@ -155,6 +155,6 @@ class RowReader:
             wanted = " or ".join(shown(role) for role, _ in self._role_keys)
             raise InputError(f"message {number} has no {wanted}, but {clipped(', '.join(map(shown, message)))}")
         role, content = (message.get(name) for name in names)
-        rest = {key: item for key, item in message.items() if key not in names and item is not None}
+        others = {key: item for key, item in message.items() if key not in names and item is not None}
         known = _ROLES.get(role, role) if isinstance(role, str) else role
-        return {"role": known, "content": content, **rest}
+        return {"role": known, "content": content, **others}

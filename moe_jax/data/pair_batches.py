@@ -1,4 +1,4 @@
-"""Batches of pairs, an input and its target, for models with an encoder: a pair has a row for itself."""
+"""Batches of pairs, an input and its target, for models with an encoder: every pair has a row of its own."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,9 +11,9 @@ from moe_jax.data.tokens.tokenizer import Pair
 
 
 class PairBatches(grain.IterDataset):
-    """An endless iterator of batches of pairs, padded to equal lengths: after the last one, everything is padding.
+    """An endless iterator over batches of pairs, padded to equal lengths; after the last pair, everything is padding.
 
-    Every batch holds, beside what one of `PackedBatches` does (a row has one segment at most), for the R rows of this
+    Every batch holds what a batch of `PackedBatches` holds (a row has at most one segment) and, for the R rows of this
     process and S = `input_len`:
       inputs Int32[R, S], inputs_valid Bool[R, S] (false: padding),
       cut Int32[R, 2]: whether input and target were cut.
@@ -22,7 +22,7 @@ class PairBatches(grain.IterDataset):
 
     Args:
       records: the records in training order, each a list of pairs, one or none.
-      rows: which rows of the global batch this process prepares.
+      rows: the rows of the global batch that this process prepares.
       num_rows: B, rows of the global batch.
       input_len: S; no input is longer.
       seq_len: T; no target is longer.
@@ -50,7 +50,7 @@ class PairBatches(grain.IterDataset):
 
 
 class _PairRow:
-    """One row of the batch. `offset` is always 0: a pair is not cut in two."""
+    """One row of the batch. `offset` is always 0: a pair is never divided between two rows."""
 
     def __init__(self, records: grain.MapDataset, number: int, stride: int, input_len: int, seq_len: int):
         self.number = self.record = number
@@ -60,9 +60,11 @@ class _PairRow:
         self._lengths = input_len, seq_len
 
     def seek(self, record: int, offset: int) -> None:
+        """Moves to a record; `offset` must be 0."""
         self.record, self.offset = record, offset
 
     def fill(self) -> Batch:
+        """Returns the arrays of the next pair, padded; at the end of the data all padding."""
         found: Any = []
         while not found and self.record < len(self._records):
             found = self._records[self.record]
@@ -73,12 +75,12 @@ class _PairRow:
 
 
 def stack_pairs(pairs: Sequence[Pair], rows: int, *, input_len: int | None, seq_len: int) -> Batch:
-    """Pairs as a batch, as `PairBatches` describes it.
+    """Returns pairs as a batch, as `PairBatches` describes it.
 
     Args:
       pairs: at most one for every row; further rows are padding.
       rows: R.
-      input_len: S; None: for a model without encoder, and the batch has no inputs.
+      input_len: S; None: the model has no encoder, and the batch no inputs.
       seq_len: T.
     """
     counted = ("tokens", "targets", "segment_ids", "positions")

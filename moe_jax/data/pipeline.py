@@ -15,13 +15,12 @@ from moe_jax.data.sequence_packing import PackedBatches
 from moe_jax.data.sources.opening import open_sources
 from moe_jax.data.sources.text_files import Files
 from moe_jax.data.tokens.tokenizer import Pair, Pairs, Tokenizer
-from moe_jax.files.remote.address import is_in_bucket
-from moe_jax.files.remote.objects import AT_ONCE
+from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig
 
 PairMaker = Callable[[list[Example]], list[Pair]]
 
-# So many pairs of every source are looked at before training, to tell how many are too long.
+# Number of pairs of every source that are read before training, to count those that are too long.
 _PAIRS_LOOKED_AT = 1000
 
 
@@ -46,7 +45,7 @@ def open_data(
       seed: decides the order of the records.
       batch_size: B, rows of the global batch.
       rows: rows of it that this process prepares.
-      note: called with what is worth knowing of the data, a line each.
+      note: called with remarks on the data, a line each.
 
     Raises:
       FileNotFoundError: a path or pattern that matches no file.
@@ -60,7 +59,7 @@ def open_data(
         num_rows=batch_size,
         seq_len=section.seq_len,
         identity={"records": sum(map(len, sources)), "bytes": sum(sizes)},
-        at_once=AT_ONCE if any(is_in_bucket(source.path) for source in section.sources) else 1,
+        at_once=max(as_path(source.path).at_once for source in section.sources),
     )
     records = _ordered(section, sources, sizes, seed)
     if config.has_encoder:
@@ -85,7 +84,7 @@ def open_data(
 def _describe_cuts(
     section: DataSection, sources: Sequence[Files], make_pairs: Callable[[Any], list[Pair]]
 ) -> str | None:
-    """Says how many of the first pairs of every source are too long for the recipe; None if none is.
+    """Returns a sentence on how many of the first pairs of every source are too long for the recipe; None if none is.
 
     Raises:
       InputError: for a source without pairs.

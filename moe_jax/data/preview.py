@@ -1,4 +1,4 @@
-"""What a model is trained on: the first documents of every source as tokens, and counts."""
+"""A preview of the training data: the first documents of every source as tokens, and counts."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -13,13 +13,13 @@ from moe_jax.data.sources.text_files import Files
 from moe_jax.data.tokens.tokenizer import Tokenizer
 from moe_jax.models import ModelConfig
 
-# So many documents of a source are counted at most.
+# Most documents of a source that are counted.
 MOST_DOCUMENTS = 1000
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Tokens next to each other, as text, all of which are scored or none is."""
+    """Neighbouring tokens as text; either all of them are scored or none is."""
 
     text: str
     scored: bool
@@ -31,10 +31,10 @@ class SourcePreview:
 
     Attributes:
       path, form: as in the recipe.
-      records, bytes: of all.
-      counted_records, documents, tokens, scored: of the first, which were tokenised.
-      longest: tokens of the longest of them.
-      too_long: how many of them do not fit into a sequence.
+      records, bytes: of the whole source.
+      counted_records, documents, tokens, scored: of the first records, which were tokenised.
+      longest: number of tokens of the longest of these documents.
+      too_long: number of these documents that do not fit into a sequence.
       estimated_tokens: of all records, if the others are like the first.
       shown: the first documents.
     """
@@ -62,11 +62,11 @@ def preview(
       section: its `[data]`.
       config: of the model.
       tokenizer_path: a `tokenizer.json`.
-      batch_size: rows of a batch, which decides how long texts are cut.
+      batch_size: rows of a batch, on which the length of pieces of long texts depends.
       count: documents to show of every source.
 
     Raises:
-      FileNotFoundError, InputError: see `open_sources`; and for what the tokenizer cannot do.
+      FileNotFoundError, InputError: see `open_sources`; also for text that the tokenizer cannot encode.
     """
     tokenizer = Tokenizer(tokenizer_path, config, bos=section.bos, eos=section.eos)
     sources = open_sources(section, config, batch_size, tokenizer_path)
@@ -95,13 +95,13 @@ def preview(
 
 
 def parts(document: Document, tokenizer: Tokenizer) -> Iterator[Part]:
-    """A document as text, cut where what is scored begins and ends. The first token is scored by nobody."""
+    """Returns a document as text, cut where scored parts begin and end. The first token is never scored."""
     scored = document.scored > 0
     scored[:1] = False
     edges = [0, *(np.flatnonzero(np.diff(scored)) + 1).tolist(), len(scored)]
     before = ""
     for begin, end in zip(edges[:-1], edges[1:], strict=True):
-        # Tokenizers of SentencePiece leave out the space at the beginning of what they decode.
+        # Tokenizers of SentencePiece leave out the space at the beginning of a decoded text.
         text = tokenizer.decode(document.ids[:end].tolist(), special=True)
         if not text.startswith(before):  # a character is divided between tokens of both parts
             yield Part(tokenizer.decode(document.ids[begin:end].tolist(), special=True), bool(scored[begin]))
@@ -111,7 +111,7 @@ def parts(document: Document, tokenizer: Tokenizer) -> Iterator[Part]:
 
 
 def _first_documents(files: Files, tokenizer: Tokenizer) -> tuple[int, list[Document]]:
-    """How many records were read, and their documents."""
+    """Returns the number of records read, and their documents."""
     documents: list[Document] = []
     for index in range(len(files)):
         if len(documents) >= MOST_DOCUMENTS:

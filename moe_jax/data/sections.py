@@ -1,26 +1,40 @@
-"""The sections of a recipe that say what data there is, and what becomes of it."""
+"""The sections of a recipe that describe the data and how it becomes batches."""
 
 import dataclasses
 from pathlib import PurePath
 from typing import Literal
 
-from moe_jax.core.errors import InputError, is_finite
-from moe_jax.data.ranges import at_least
+from moe_jax.core.errors import MAX_FLOAT32, MAX_SIZE, InputError, is_finite, shown
+
+
+def at_least(section: object, least: int, *names: str) -> None:
+    """Raises `InputError` for the first of these fields that is below `least`, or not finite; None is not checked."""
+    for name in names:
+        value = getattr(section, name)
+        if value is None:
+            continue
+        most = MAX_SIZE if isinstance(value, int) else MAX_FLOAT32
+        if not value >= least:
+            raise InputError(f"{name} = {shown(value)} must be at least {least}")
+        if value > most:
+            raise InputError(f"{name} = {shown(value)} must be at most {most:,}")
+
 
 Format = Literal["auto", "text", "jsonl", "parquet", "arrow", "tokens"]
-"""Of files of data; see `SourceSection`."""
+"""Formats of data files; see `SourceSection`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FieldsSection:
-    """Which keys of rows hold what: `text`, or `prompt` and `response`, or `messages`. Other keys are ignored.
+    """The keys of rows that hold the content: `text`, or `prompt` and `response`, or `messages`. Other keys are
+    ignored.
 
     Attributes:
-      text: of a text.
-      prompt, response: of a pair, of which the response is scored.
-      messages: of a conversation, a list of messages.
-      role, content: keys of a message. Roles are those that the template knows, and human and gpt, which are called
-        user and assistant.
+      text: key of a text.
+      prompt, response: keys of a pair, of which the response is scored.
+      messages: key of a conversation, a list of messages.
+      role, content: keys of a message. Roles are those that the template knows, and human and gpt, which stand for user
+        and assistant.
     """
 
     text: str | None = None
@@ -36,7 +50,7 @@ class FieldsSection:
             raise InputError("name the key of text, or those of prompt and response, or that of messages")
 
     def keys_by_kind(self) -> dict[str, tuple[str, ...]]:
-        """The keys of rows by what they hold; empty where they are not named."""
+        """Returns the keys of rows by the kind of content; empty where they are not named."""
         return {
             "text": tuple(key for key in (self.text,) if key is not None),
             "pair": tuple(key for key in (self.prompt, self.response) if key is not None),
@@ -50,15 +64,14 @@ class SourceSection:
 
     Attributes:
       path: a file or a glob pattern, on a disk or in a bucket.
-      format: `text`; `jsonl`, an object on every line; `parquet` or `arrow` (also Hugging Face's), a table each row of
-        which is an object; or `tokens`, *.array_record that `moe-jax data tokenize` wrote. `auto` decides by the
-        suffix (arrow: .arrow, .feather). Texts and JSON lines may be compressed: .gz, .zst. An object is a text,
-        `{"text": ...}`; or a pair, `{"input": ..., "target": ...}` or `{"prompt": ..., "response": ...}`, which mean
-        the same; or a conversation, `{"messages": [{"role": ..., "content": ...}, ...]}`, or as ShareGPT has it,
-        `{"conversations": [{"from": ..., "value": ...}, ...]}`. Conversations are written with the chat template of
-        the tokenizer, and what the assistant says is scored (`chat_template`). Models with an encoder are
-        trained on pairs alone.
-      fields: which keys of the objects hold what, where they have other names, such as
+      format: `text`; `jsonl`, an object on every line; `parquet` or `arrow` (also Hugging Face's), a table whose rows
+        are objects; or `tokens`, *.array_record that `moe-jax data tokenize` wrote. `auto` decides by the suffix
+        (arrow: .arrow, .feather). Texts and JSON lines may be compressed: .gz, .zst. An object is a text, `{"text":
+        ...}`; or a pair, `{"input": ..., "target": ...}` or `{"prompt": ..., "response": ...}`, which mean the same; or
+        a conversation, `{"messages": [{"role": ..., "content": ...}, ...]}`, or as ShareGPT has it, `{"conversations":
+        [{"from": ..., "value": ...}, ...]}`. Conversations are written with the chat template of the tokenizer, and the
+        assistant's messages are scored (`chat_template`). Models with an encoder are trained only on pairs.
+      fields: the keys of the objects that hold the content, where they have other names, such as
         `{ prompt = "question", response = "answer" }`.
       chat: whether pairs are written with the chat template, as a question of the user and the assistant's answer.
       weight: share of the training text (in bytes) that comes from this source, relative to the other sources'.
@@ -83,10 +96,10 @@ class SourceSection:
 
     @property
     def form(self) -> str:
-        """The format, also where the suffix decides."""
+        """The format; with `auto`, the one that the suffix stands for."""
         if self.format != "auto":
             return self.format
-        # Of a pattern such as `part.jsonl*`, files of all compressions are meant.
+        # A pattern such as `part.jsonl*` means files of all compressions.
         suffixes = [suffix.rstrip("*") for suffix in PurePath(self.path).suffixes]
         suffixes = [suffix for suffix in suffixes if suffix not in (".gz", ".zst", ".", "")]
         return _FORMS.get(suffixes[-1] if suffixes else "", "text")
@@ -107,12 +120,13 @@ class DataSection:
 
     Attributes:
       sources: the files. May be empty only for `--compile-only`.
-      seq_len: length T of a packed sequence. Of a model with an encoder, the length of targets: a pair has a row for
-        itself, and is padded, or cut, to both lengths.
+      seq_len: length T of a packed sequence. For a model with an encoder, the length of targets: every pair has a row
+        of its own, and is padded, or cut, to both lengths.
       input_len: length S of the encoder's inputs. None: that of the targets.
       tokenizer: a tokenizer.json. None: the model's own.
-      chat_template: a file with the template for conversations, for example of a model that has none; it goes with
-        the trained model. None: the tokenizer's own.
+      chat_template: a file with the template for conversations, for example of a model that has none; it is kept with
+        the
+        trained model. None: the tokenizer's own.
       bos: whether documents begin with the BOS token; `auto`: where the tokenizer itself puts one. A conversation has
         the tokens that its template writes, and no others.
       eos: whether documents end with the EOS token; `auto`: responses do, and other documents do unless they begin
@@ -140,7 +154,7 @@ class DataSection:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "seq_len", "piece_kib", "epochs")
-        # One token of an input, and EOS.
+        # An input has at least one token and EOS.
         at_least(self, 2, "input_len")
         at_least(self, 0, "prefetch")
         if len({source.weight is None for source in self.sources}) > 1:
@@ -148,5 +162,5 @@ class DataSection:
 
 
 def input_length(data: DataSection) -> int:
-    """Tokens that an encoder's inputs have in training."""
+    """Number of tokens of an encoder's inputs in training."""
     return data.seq_len if data.input_len is None else data.input_len

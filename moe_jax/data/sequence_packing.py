@@ -19,7 +19,7 @@ Batch = dict[str, np.ndarray]
 
 
 class PackedBatches(grain.IterDataset):
-    """An endless iterator of batches of packed sequences: after the last record, everything is padding.
+    """An endless iterator over batches of packed sequences; after the last record, everything is padding.
 
     Every batch holds, for the R rows of this process and T = `seq_len`:
       tokens Int32[R, T], targets Int32[R, T], weights Float32[R, T] (0: not scored),
@@ -28,12 +28,12 @@ class PackedBatches(grain.IterDataset):
 
     Args:
       records: the records in training order, each as `Pairs`.
-      rows: which rows of the global batch this process prepares.
+      rows: the rows of the global batch that this process prepares.
       num_rows: B, rows of the global batch.
       seq_len: T.
       whole: start a new sequence rather than cut a document that fits into one.
       identity: identifies the data; a position that belongs to other data is refused.
-      at_once: how many rows are filled at the same time, where records have to be waited for.
+      at_once: number of rows that are filled at the same time, if records have to be waited for.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Row(Protocol):
 
 
 class RowsIterator(grain.DatasetIterator):
-    """An iterator over batches whose rows are filled one by one; its position is that of every row.
+    """An iterator over batches whose rows are filled one by one; its position consists of the positions of the rows.
 
     Args:
       rows: of this process.
@@ -114,6 +114,7 @@ class _Row:
         self._pairs: Pairs | None = None
 
     def seek(self, record: int, offset: int) -> None:
+        """Moves to a position: a record, and an offset in its pairs."""
         self.record, self.offset, self._pairs = record, offset, None
 
     def fill(self) -> Batch:
@@ -151,13 +152,13 @@ class _Row:
         }
 
     def _take(self, space: int) -> int:
-        """How many pairs to put into the `space` left in the row; 0 to end the row here."""
+        """Returns the number of pairs to put into the `space` left in the row; 0 to end the row here."""
         assert self._pairs is not None
-        rest = len(self._pairs.tokens) - self.offset
+        left = len(self._pairs.tokens) - self.offset
         if not self._whole:
-            return min(space, rest)
+            return min(space, left)
         later_starts = np.flatnonzero(self._pairs.starts[self.offset + 1 :])
-        document = int(later_starts[0]) + 1 if len(later_starts) else rest
+        document = int(later_starts[0]) + 1 if len(later_starts) else left
         if document <= space:
             return document
         return 0 if space < self._seq_len else space

@@ -11,9 +11,7 @@ from rich.markup import escape
 from moe_jax.core.formatting import show_bytes
 from moe_jax.figures.canvas import DrawnTo
 from moe_jax.figures.curves import Curve, plot_curves
-from moe_jax.report.elements import picture, section, table
-from moe_jax.report.html_page import html_page
-from moe_jax.report.markup import element, joined
+from moe_jax.report.elements import html_page, picture, said, section, table
 from moe_jax.report.pictures import drawn
 from moe_jax.training.log.metrics import Record
 
@@ -74,25 +72,13 @@ def write_page(
       records: of the steps of the tuning.
       model: name of the model.
     """
-    said = [
-        joined(
-            element("h3", answer.question),
-            element(
-                "dl",
-                *(element("dt", "before"), element("dd", answer.before)),
-                *(element("dt", "now"), element("dd", answer.after)),
-                class_="said",
-            ),
-        )
-        for answer in answers
-    ]
     compared = table("What was made of the model, and how well it does", COLUMNS, map(_cells, rows))
     first, last = records[0], records[-1]
     alt = f"training loss from {first['loss']:.3f} at step {first['step']} to {last['loss']:.3f} at step {last['step']}"
     curve = picture(drawn(lambda file: plot(file, records), alt), "Training loss on word problems")
     page = html_page(
         f"moe-jax demo: {model}",
-        section("What it said before, and says now", *said),
+        section("What it said before, and says now", *map(said, answers)),
         section("Models", compared),
         section("Tuning", curve),
     )

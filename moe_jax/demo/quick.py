@@ -74,6 +74,7 @@ def run_quick_demo(folder: Path, *, dense_steps: int, more_steps: int, shell: Sh
 
     Raises:
       InputError: if the folder holds something else, or a command fails.
+      Stopped: after a signal that ended a training.
     """
     began, console = time.monotonic(), shell.console
     make_folder(folder)
@@ -98,7 +99,7 @@ def run_quick_demo(folder: Path, *, dense_steps: int, more_steps: int, shell: Sh
     )
 
     console.rule("a small dense model, as a Hugging Face directory")
-    shell.type("train", folder / "dense.toml")
+    shell.train(folder / "dense.toml")
     shell.type("export", folder / "runs/dense/model", folder / "hf-dense")
 
     console.rule("convert, and upcycle it in two ways")
@@ -111,7 +112,7 @@ def run_quick_demo(folder: Path, *, dense_steps: int, more_steps: int, shell: Sh
     names = {"dense-longer": folder / "dense", "vanilla": folder / "vanilla", "ders-lm": folder / "ders-lm"}
     runs = {name: folder / "runs" / name for name in names}
     for name, model in names.items():
-        shell.type("train", folder / "continue.toml", "--set", f"model.path={model}", f"run_dir={runs[name]}")
+        shell.train(folder / "continue.toml", f"model.path={model}", f"run_dir={runs[name]}")
 
     console.rule("evaluate on held-out text")
     models = {"dense": folder / "dense", **{name: run / "model" for name, run in runs.items()}}

@@ -71,6 +71,7 @@ def run_real_demo(folder: Path, model: Path, *, steps: int, shell: Shell) -> Non
 
     Raises:
       InputError: if the folder holds something else, the model has no chat template, or a command fails.
+      Stopped: after a signal that ended the tuning.
     """
     began, console = time.monotonic(), shell.console
     make_folder(folder)
@@ -86,7 +87,7 @@ def run_real_demo(folder: Path, model: Path, *, steps: int, shell: Shell) -> Non
 
     console.rule("upcycle it (DeRS: one shared FFN, low-rank deltas), and tune it on word problems")
     shell.type("upcycle", paths["dense"], paths["moe"], *"--experts 4 --top-k 2 --every 6 --delta low-rank:16".split())
-    shell.type("train", folder / "tune.toml")
+    shell.train(folder / "tune.toml")
 
     console.rule("make it smaller in two ways")
     # The deltas of DeRS are small already: residuals of low rank are what can be smaller than they are.

@@ -12,7 +12,9 @@ from typing import Any
 import rich.console
 from rich.markup import escape
 
+from moe_jax.api.train import run_recipe
 from moe_jax.core.errors import InputError
+from moe_jax.training.recipe.schema import load_recipe
 
 # A folder with this file was made by a demo, and another demo may replace it.
 MARKER = ".made-by-moe-jax-demo"
@@ -46,6 +48,17 @@ class Shell:
     def type(self, *words: object) -> None:
         """Runs a command that prints what it does."""
         self._run(self._typed(words))
+
+    def train(self, recipe: Path, *overrides: str) -> None:
+        """Runs `train`. A signal that ends the training ends the demo, too: there is no model to go on with.
+
+        Raises:
+          Stopped: after such a signal, when a checkpoint is on the disk.
+        """
+        words = ["train", recipe, *(["--set", *overrides] if overrides else [])]
+        again = shlex.join(["moe-jax", *map(str, words), "--resume"])
+        self._typed(words)
+        run_recipe(load_recipe(recipe, overrides), continue_command=again)
 
     def json(self, *words: object) -> dict:
         """Runs a command that prints JSON; prints and returns the JSON."""

@@ -1,1 +1,1 @@
-"""Several devices and several processes: meshes, sharding rules, and what processes tell each other."""
+"""Several devices and several processes: meshes, sharding rules, and communication between processes."""

@@ -14,13 +14,13 @@ from moe_jax.distributed.sharding import batch_spec
 
 
 def batch_sharding(mesh: Mesh, length: int) -> NamedSharding:
-    """The sharding of an array [B, length] of a batch on the mesh; what `sequence` does not divide has whole rows."""
+    """Returns the sharding of an array [B, length] of a batch; rows are whole if `sequence` does not divide them."""
     rows, tokens = batch_spec()
     return NamedSharding(mesh, P(rows, None if length % mesh.shape["sequence"] else tokens))
 
 
 def batch_shards(mesh: Mesh) -> int:
-    """The number of parts into which the rows of a batch are split."""
+    """Returns the number of parts into which the rows of a batch are split."""
     return mesh.shape["data"] * mesh.shape["fsdp"] * mesh.shape["expert"]
 
 
@@ -36,7 +36,7 @@ def check_batch_divides(mesh: Mesh, batch_size: int, accumulation: int) -> None:
 
 
 def local_rows(mesh: Mesh, batch_size: int) -> list[int]:
-    """Rows of the global batch that the devices of this process hold, sorted."""
+    """Returns the rows of the global batch that the devices of this process hold, sorted."""
     rows = np.zeros(batch_size, bool)
     for index in batch_sharding(mesh, 1).addressable_devices_indices_map((batch_size, 1)).values():
         assert index is not None
@@ -45,7 +45,7 @@ def local_rows(mesh: Mesh, batch_size: int) -> list[int]:
 
 
 def place(batch: Mapping[str, np.ndarray], rows: list[int], mesh: Mesh, batch_size: int) -> dict[str, jax.Array]:
-    """Global arrays [B, ...] from the rows this process holds.
+    """Makes global arrays [B, ...] from the rows that this process holds.
 
     Args:
       batch: arrays [R, T], the given rows of the global batch.
@@ -66,7 +66,7 @@ def place(batch: Mapping[str, np.ndarray], rows: list[int], mesh: Mesh, batch_si
 
 
 def merge_positions(state: Mapping[str, Any], batch_size: int) -> dict[str, Any]:
-    """The data position of the whole batch, from those of each process's rows (see `PackedBatches`)."""
+    """Returns the data position of the whole batch, from those of each process's rows (see `PackedBatches`)."""
     if jax.process_count() == 1:
         return dict(state)
     table = np.full((batch_size, 2), -1, np.int64)

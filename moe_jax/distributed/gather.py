@@ -1,4 +1,4 @@
-"""What each of several processes has found out, heard by all."""
+"""Gathers values, arrays and bytes from all processes to all processes."""
 
 import io
 import json
@@ -14,10 +14,10 @@ from moe_jax.functional.buckets import bucket
 
 
 def gathered(said: Any) -> list[Any]:
-    """What every process says, in the order of the processes. All make the call.
+    """Returns the values of all processes, in the order of the processes. Every process makes the call.
 
     Args:
-      said: what JSON can hold.
+      said: this process's value, JSON-able.
     """
     if jax.process_count() == 1:
         return [said]
@@ -25,10 +25,10 @@ def gathered(said: Any) -> list[Any]:
 
 
 def gathered_arrays(said: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays of all processes, each of which has its own names. All make the call.
+    """Returns the arrays of all processes, each of which has its own names. Every process makes the call.
 
     Args:
-      said: arrays that NumPy writes without pickling.
+      said: this process's arrays, by name, that NumPy can write without pickling.
     """
     if jax.process_count() == 1:
         return dict(said)
@@ -42,7 +42,7 @@ def gathered_arrays(said: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def gathered_bytes(said: bytes) -> list[bytes]:
-    """What every process says, in the order of the processes. All make the call."""
+    """Returns the bytes of all processes, in the order of the processes. Every process makes the call."""
     if jax.process_count() == 1:
         return [said]
     meet()

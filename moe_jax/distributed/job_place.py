@@ -1,5 +1,6 @@
-"""Where this process stands among those of a job: what environment variables and clusters say."""
+"""The place of this process among those of a job, from environment variables and cluster managers."""
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import os
@@ -9,18 +10,42 @@ from pathlib import Path
 
 import moe_jax
 from moe_jax.core.errors import InputError, shown
-from moe_jax.distributed.peers import Place
 
 VARIABLE = "MOE_JAX_DISTRIBUTED"
 LOCAL_DEVICES = "MOE_JAX_LOCAL_DEVICES"
-_SECONDS = {"MOE_JAX_DISTRIBUTED_WAIT": 300.0, "MOE_JAX_DISTRIBUTED_SILENCE": 90.0}
+_SECONDS = {"MOE_JAX_DISTRIBUTED_WAIT": 300.0, "MOE_JAX_DISTRIBUTED_SILENCE": 20.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a process stands among all.
+
+    Attributes:
+      address: host and port at which the first process listens.
+      count: of processes.
+      index: of this one, from 0.
+      local_devices: indices of the accelerators of this machine that are this process's; None: all.
+    """
+
+    address: str
+    count: int
+    index: int
+    local_devices: tuple[int, ...] | None = None
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+    @property
+    def host(self) -> str:
+        return self.address.rpartition(":")[0].strip("[]")
 
 
 def find_place() -> Place | None:
-    """What `MOE_JAX_DISTRIBUTED` says of this process; None: it is alone.
+    """Returns the place of this process from `MOE_JAX_DISTRIBUTED`; None: it is alone.
 
     Raises:
-      InputError: if it says neither `auto`, where there is a cluster that JAX knows, nor `HOST:PORT,N,I`.
+      InputError: if the value is neither `auto`, where there is a cluster that JAX knows, nor `HOST:PORT,N,I`.
     """
     value = os.environ.get(VARIABLE)
     if not value:
@@ -30,10 +55,10 @@ def find_place() -> Place | None:
 
 
 def waits() -> tuple[float, float]:
-    """Seconds: for which processes wait for each other at the start, and of silence after which one is dead.
+    """Returns seconds: how long processes wait for each other at the start, and how long one may be silent.
 
     Raises:
-      InputError: if a variable does not say so.
+      InputError: if a variable is not a number of seconds.
     """
     found = []
     for name, default in _SECONDS.items():
@@ -49,7 +74,7 @@ def waits() -> tuple[float, float]:
 
 
 def expected_local_devices() -> int | None:
-    """The number of accelerators that this process must find: as `MOE_JAX_LOCAL_DEVICES` says, or Slurm; None: any.
+    """Returns the number of accelerators that this process must find, from `MOE_JAX_LOCAL_DEVICES` or Slurm; None: any.
 
     Raises:
       InputError: if the variable is not a number.
@@ -65,7 +90,7 @@ def expected_local_devices() -> int | None:
 
 
 def versions() -> dict[str, str]:
-    """What has to be the same in all processes, as text: of the library its source, too."""
+    """Returns the versions, as text, that must be equal in all processes; for the library also its source."""
     return {
         "moe_jax": f"{moe_jax.__version__} (source {_digest_of_source()})",
         "jax": importlib.metadata.version("jax"),
@@ -85,7 +110,7 @@ def _parsed(value: str) -> Place:
 
 
 def _detected() -> Place:
-    """As JAX finds it out, but for the devices: of a node it would give one GPU to each process."""
+    """Finds the place as JAX does, except for the devices: JAX would give each process one GPU of a node."""
     from jax._src import clusters  # no public function says these without starting what they are for
 
     try:
@@ -107,7 +132,7 @@ def _detected() -> Place:
 
 
 def _devices_of_slurm() -> tuple[int, ...] | None:
-    """The share of this process in the GPUs of its node; None: all that it sees."""
+    """Returns the share of this process in the GPUs of its node; None: all that it sees."""
     on_node = os.environ.get("SLURM_GPUS_ON_NODE", "")
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     if not on_node.isdecimal() or (visible and len(visible) != int(on_node)):
@@ -120,7 +145,7 @@ def _devices_of_slurm() -> tuple[int, ...] | None:
 
 
 def _tasks_on_node() -> int:
-    # As in 2(x3),1: of the nodes in their order.
+    # Such as 2(x3),1: the nodes in their order.
     counts: list[int] = []
     text = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE") or "1"
     for part in text.split(","):

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -14,15 +13,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from moe_jax.core.errors import InputError, clipped
-from moe_jax.distributed.job_place import expected_local_devices, find_place, versions, waits
-from moe_jax.distributed.peers import Peers, Place
+from moe_jax.distributed.coordination import Coordination
+from moe_jax.distributed.job_place import Place, expected_local_devices, find_place, versions, waits
 from moe_jax.functional.buckets import bucket
 
 T = TypeVar("T")
 
-_SECONDS_FOR_THE_REASON = 15
-
-_peers: Peers | None = None
+_others: Coordination | None = None
 
 
 def join_processes() -> None:
@@ -34,8 +31,8 @@ def join_processes() -> None:
     processes of one node under Slurm share those of the node evenly.
 
     From then on the processes end together: if one is killed, fails, or is not heard of for
-    `MOE_JAX_DISTRIBUTED_SILENCE` seconds (90), the others end with one line that says so (`peers`). For each other
-    they wait `MOE_JAX_DISTRIBUTED_WAIT` seconds (300). `MOE_JAX_LOCAL_DEVICES` says how many accelerators each must
+    `MOE_JAX_DISTRIBUTED_SILENCE` seconds (20), the others end with one line that says so. For each other they
+    wait `MOE_JAX_DISTRIBUTED_WAIT` seconds (300). `MOE_JAX_LOCAL_DEVICES` says how many accelerators each must
     find, so that no job goes on with fewer; under Slurm that is known. What others than the first print on standard
     output is dropped.
 
@@ -47,27 +44,12 @@ def join_processes() -> None:
     if place is None:
         _check_devices(None)
         return
-    wait, silence = waits()
-    address = _connect(place)
-    # Signals are agreed on by `peers`. JAX's own service for that has made processes wait for each other for ever, one
-    # for its answer and one in a collective.
-    jax.config.update("jax_enable_preemption_service", False)
-    jax.distributed.initialize(
-        address,
-        place.count,
-        place.index,
-        local_device_ids=place.local_devices,
-        cluster_detection_method="deactivate",
-        coordinator_bind_address=address,
-        initialization_timeout=int(wait),
-        # Peers notice silence first; JAX would abort the process.
-        heartbeat_timeout_seconds=int(10 * silence),
-    )
+    _connect(place)
     _check_devices(place)
 
 
 def let_first_work() -> bool:
-    """For a command that one process does: joins the others if there are any, and says whether this is the first.
+    """For a command that one process runs: joins the others if there are any, and returns whether this is the first.
 
     In the others this returns when the first one is done, however long that takes; if it fails, they end with it.
 
@@ -77,26 +59,25 @@ def let_first_work() -> bool:
     place = find_place()
     if place is None:
         return True
-    _connect(place)
+    others = _connect(place, one_works=True)
     if place.index == 0:
         return True
-    assert _peers is not None
-    _peers.wait_for_first()
+    others.leave()
     return False
 
 
-def _connect(place: Place) -> str:
-    global _peers
+def _connect(place: Place, *, one_works: bool = False) -> Coordination:
+    global _others
     wait, silence = waits()
-    peers = Peers(place, versions(), wait=wait, silence=silence)
-    address = peers.join()
-    _peers = peers
+    others = Coordination(place, wait=wait, silence=silence)
+    _others = others  # also if it is refused: then all hear why
+    others.join(versions(), one_works=one_works)
     _keep_output_apart(place)
-    return address
+    return others
 
 
 def _keep_output_apart(place: Place) -> None:
-    """Standard output is the first process's, and this program's alone: what libraries print goes to standard error.
+    """Keeps standard output for the first process and this program: what libraries print goes to standard error.
 
     Gloo prints its connections, from C++.
     """
@@ -114,7 +95,7 @@ def _keep_output_apart(place: Place) -> None:
 
 
 def _check_devices(place: Place | None) -> None:
-    """Raises `InputError` if this process, or another, does not see what it should."""
+    """Raises `InputError` if this process, or another, does not see the devices that it should."""
     expected = expected_local_devices()
     if place is None and expected is None:
         return
@@ -133,7 +114,7 @@ def _check_devices(place: Place | None) -> None:
 
 
 def describe_devices() -> str | None:
-    """The devices of all processes, and of this one, in words; None: this process is alone."""
+    """Returns a sentence on the devices of all processes, and of this one; None: this process is alone."""
     if jax.process_count() == 1:
         return None
     local, kind = jax.local_device_count(), jax.devices()[0].device_kind
@@ -142,70 +123,68 @@ def describe_devices() -> str | None:
 
 def leave_processes() -> None:
     """Ends what `join_processes` began, at the end of a command that went well."""
-    global _peers
-    if _peers is not None:
-        if jax.distributed.is_initialized():
-            jax.distributed.shutdown()  # waits for the others
-        _peers.finish()
-        _peers = None
+    global _others
+    if _others is not None:
+        _others.leave()
+        _others = None
 
 
 def ask_all_to_stop(number: int) -> None:
     """Asks all processes of `join_processes` to stop after one of the next steps, because of a signal."""
-    if _peers is not None:
-        _peers.ask_to_stop(number)
+    if _others is not None:
+        _others.ask_to_stop(number)
 
 
 def stop_after(step: int) -> int | None:
-    """The signal because of which all processes stop after a step that they have started; None: they go on.
+    """Returns the signal because of which all processes stop after a step that they have started; None: they go on.
 
     Every process makes this call after every step, and does not start one before the last but one is computed.
     """
-    if _peers is not None:
-        return _peers.stop_after(step)
+    if _others is not None:
+        return _others.stop_after(step)
     if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
         return signal.SIGTERM
     return None
 
 
-def is_joined_by_peers() -> bool:
+def has_coordination() -> bool:
     """Whether `join_processes` has joined other processes, so that `stop_after` hears of any signal."""
-    return _peers is not None
+    return _others is not None
 
 
 def fail_together(code: int, message: str) -> None:
-    """Before this process ends: tells the others, which end too, with this message. What is said first counts."""
-    if _peers is not None:
-        _peers.fail(code, message)
+    """Before this process ends: tells the others, which end too, with this message. The first message counts."""
+    if _others is not None:
+        _others.fail(code, message)
 
 
 def tell_first(news: Any) -> None:
-    """Tells the first process, from another one, how far the work is: what JSON can hold, and short."""
-    if _peers is not None:
-        _peers.tell_first(news)
+    """Tells the first process, from another one, about progress; JSON-able, and short."""
+    if _others is not None:
+        _others.tell_first(news)
 
 
 def news(seconds: float = 0.0) -> list[Any]:
-    """What other processes have told this one, the first, since the last call.
+    """Returns the messages that other processes have sent to this one, the first, since the last call.
 
     Args:
-      seconds: to wait for, if that is nothing yet.
+      seconds: how long to wait if there is none yet.
     """
-    return [] if _peers is None else _peers.news(seconds)
+    return [] if _others is None else _others.news(seconds)
 
 
 def await_the_reason() -> None:
-    """After a computation of all processes failed: waits a little, in case that was because another one is gone.
+    """Waits a little after a computation of all processes failed, in case the reason is that another one is gone.
 
-    Then this process hears of that, which comes at once, and ends with a line that says so.
+    Then this process hears of that, and ends with a line that says so.
     """
-    if _peers is not None:
-        time.sleep(_SECONDS_FOR_THE_REASON)
+    if _others is not None:
+        _others.await_reason()
 
 
 def has_joined() -> bool:
     """Whether there are other processes, which wait for this one."""
-    return _peers is not None or jax.process_count() > 1
+    return _others is not None or jax.process_count() > 1
 
 
 def is_first_process() -> bool:
@@ -214,13 +193,13 @@ def is_first_process() -> bool:
 
 
 def first_decides(action: Callable[[], T]) -> T:
-    """Does something in the first process; all return what it returned, or raise what it raised.
+    """Runs an action in the first process; all processes return what it returned, or raise what it raised.
 
-    What a process sees of a disk may be another's yesterday, and one that stops alone leaves the others waiting. So
-    the first process looks, decides and writes.
+    A process may see an outdated state of a shared disk, and one that stops alone leaves the others waiting. So the
+    first process looks, decides and writes.
 
     Args:
-      action: returns what JSON can hold. A tuple comes back as a list in the other processes.
+      action: its result must be JSON-able. A tuple comes back as a list in the other processes.
 
     Raises:
       InputError, OSError: as the first process did.
@@ -265,13 +244,13 @@ def _hear() -> Any:
 
 
 def check_equal(values: Mapping[str, Any]) -> None:
-    """Compares what must be the same in all processes, by name. Every process makes this call, and hears of it.
+    """Checks that values are equal in all processes. Every process makes this call, and gets the same error.
 
     Args:
-      values: what JSON can hold.
+      values: JSON-able, by name.
 
     Raises:
-      InputError: in all processes, if a value is not that of the first one; names it.
+      InputError: in all processes, if a value differs from that of the first one; names it.
     """
     if jax.process_count() == 1:
         return
@@ -291,7 +270,7 @@ def check_equal(values: Mapping[str, Any]) -> None:
 
 
 def _gather(said: Any) -> list[Any]:
-    """What every process said, in all of them."""
+    """Returns the values of all processes."""
     meet()
     content = np.frombuffer(json.dumps(said).encode(), np.uint8)
     sizes = np.asarray(multihost_utils.process_allgather(np.int32(content.size)))
@@ -302,7 +281,7 @@ def _gather(said: Any) -> list[Any]:
 
 
 def on_host(array: jax.Array) -> np.ndarray:
-    """The whole of an array that may lie on devices of several processes. All of them make this call."""
+    """Returns the whole of an array that may lie on devices of several processes. Every process makes this call."""
     if not array.is_fully_addressable and not array.is_fully_replicated:
         array = multihost_utils.process_allgather(array, tiled=True)
     return np.asarray(array)
@@ -321,5 +300,5 @@ def meet() -> None:
     A collective of JAX gives up after a while (half an hour on CPUs), or keeps a device busy, if one process comes much
     later than the others.
     """
-    if _peers is not None:
-        _peers.meet()
+    if _others is not None:
+        _others.meet()

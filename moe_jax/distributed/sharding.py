@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.core.errors import InputError, nearest, raise_if_any, shown
 from moe_jax.experts.forms.by_name import delta_specs, shared_delta_specs
-from moe_jax.experts.forms.lora import whole_kernel_specs
+from moe_jax.experts.forms.kinds.lora import whole_kernel_specs
 from moe_jax.experts.forms.matrix import Split
 from moe_jax.experts.layout.mesh import spec_on_mesh
 
@@ -51,10 +51,10 @@ RULES: tuple[tuple[str, P], ...] = (
     (r".*down/bias", P()),
 )
 
-# All other leaves are of kernels. How these lie is said by their form (`experts.forms`), given the axis of the kernel
-# that `tensor` splits: of the linear maps with these paths its rows (`in`) or its columns (`out`). Rows only where the
-# input is split alike: of maps that take activations as a whole, programs were compiled (by XLA of JAX 0.10.2, with a
-# batch of one row for each device) that gave other results.
+# All other leaves belong to kernels. Their form (`experts.forms`) says how they are split, given the axis of the kernel
+# that `tensor` splits: for the linear maps with these paths its rows (`in`) or its columns (`out`). Rows only if the
+# input is split alike: for maps that take whole activations, programs were compiled (by XLA of JAX 0.10.2, with a batch
+# of one row for each device) that gave wrong results.
 LINEAR_MAPS: tuple[tuple[str, Split], ...] = (
     (r".*attention/([qkv]|q_down|kv_down)|.*(gate|up)", "out"),
     (r".*attention/o|.*down", "in"),
@@ -62,11 +62,11 @@ LINEAR_MAPS: tuple[tuple[str, Split], ...] = (
 
 
 def mesh_sizes(axes: Mapping[str, int], count: int) -> dict[str, int]:
-    """The sizes of all axes of a mesh.
+    """Returns the sizes of all axes of a mesh.
 
     Args:
-      axes: size of every axis; absent ones are 1, and one may be -1, "the rest of the devices".
-      count: of devices.
+      axes: size of every axis; absent ones are 1, and one may be -1, for all remaining devices.
+      count: number of devices.
 
     Raises:
       InputError: unknown axes, or sizes whose product is not the number of devices.
@@ -86,7 +86,7 @@ def mesh_sizes(axes: Mapping[str, int], count: int) -> dict[str, int]:
 
 
 def unknown_axes(axes: Iterable[str]) -> list[str]:
-    """A problem for every axis that is none of `AXES`."""
+    """Returns a problem, in words, for every axis that is not in `AXES`."""
     return [f"unknown mesh axis {shown(name)}{nearest(name, AXES)}" for name in axes if name not in AXES]
 
 
@@ -94,7 +94,7 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> 
     """Makes the mesh `data x fsdp x expert x sequence x tensor`.
 
     Args:
-      axes: size of every axis; absent ones are 1, and one may be -1, "the rest of the devices".
+      axes: size of every axis; absent ones are 1, and one may be -1, for all remaining devices.
       devices: default all.
 
     Raises:
@@ -102,18 +102,18 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> 
     """
     devices = list(jax.devices() if devices is None else devices)
     sizes = mesh_sizes(axes, len(devices))
-    # A mesh axis of 8 on a torus of 4 x 4 x 4 chips is laid over parts of two of its sides.
+    # A mesh axis of 8 on a torus of 4 x 4 x 4 chips covers parts of two of the torus's sides.
     placed = mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
     return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def batch_spec() -> P:
-    """The PartitionSpec of a batch [B, T]: split over every axis except `tensor`."""
+    """Returns the PartitionSpec of a batch [B, T]: split over every axis except `tensor`."""
     return P(("data", "fsdp", "expert"), "sequence")
 
 
 def leaf_spec(path: str) -> P:
-    """The PartitionSpec that the rule table gives a parameter.
+    """Returns the PartitionSpec of a parameter, from the table of rules.
 
     Args:
       path: "/"-joined path in memory (`stack/segments/0/blocks/1/...`) or on disk (`layers/3/...`).
@@ -133,7 +133,7 @@ _STACKED_EXPERTS = re.compile(r"(?:.*/)?experts/\w+")
 
 
 def _kernel_spec(path: str) -> P | None:
-    """That of a leaf of a kernel in one of the registered forms."""
+    """Returns the PartitionSpec of a leaf of a kernel in one of the registered forms; None: it is none."""
     if match := _DELTA.fullmatch(path):
         matrix, leaf = match.groups()
         shared = shared_delta_specs().get(f"{matrix}/{leaf}")
@@ -147,10 +147,10 @@ def _kernel_spec(path: str) -> P | None:
 
 
 def state_shardings(state: nnx.State, mesh: Mesh) -> Any:
-    """Shardings for a state of a model.
+    """Returns shardings for a state of a model.
 
     Args:
-      state: arrays or ShapeDtypeStructs as `nnx.state` gives them.
+      state: arrays or ShapeDtypeStructs, from `nnx.state`.
       mesh: from `make_mesh`.
 
     Returns:
@@ -178,13 +178,13 @@ def state_shardings(state: nnx.State, mesh: Mesh) -> Any:
 
 
 def parts(axis: str | tuple[str, ...] | None, mesh: Mapping[str, int]) -> int:
-    """Into how many parts an entry of a PartitionSpec splits an array; absent axes are 1."""
+    """Number of parts into which an entry of a PartitionSpec splits an array; absent axes are 1."""
     names = axis if isinstance(axis, tuple) else (axis,)
     return math.prod(mesh.get(name, 1) for name in names if name is not None)
 
 
 def undivided(shape: tuple[int, ...], spec: P, mesh: Mapping[str, int]) -> list[str]:
-    """Sizes of a parameter that the axes which split them do not divide, in words."""
+    """Returns, in words, the sizes of a parameter that the axes which split them do not divide."""
     return [
         f"{size} is not divisible by mesh axis {axis}={parts(axis, mesh)}"
         for size, axis in zip(shape, spec, strict=False)
@@ -193,13 +193,13 @@ def undivided(shape: tuple[int, ...], spec: P, mesh: Mapping[str, int]) -> list[
 
 
 def mesh_of(state: nnx.State) -> Mesh | None:
-    """The devices that the arrays of a state are split over; None: they are on one."""
+    """Returns the mesh that the arrays of a state are split over; None: they are on one device."""
     shardings = {leaf.sharding for leaf in jax.tree.leaves(state)}
     meshes = (one.mesh for one in shardings if isinstance(one, NamedSharding))
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
 
 
 def path_name(path: tuple) -> str:
-    """`stack/segments/0/blocks/1/mlp/...` from a key path of a state."""
+    """Returns a name such as `stack/segments/0/blocks/1/mlp/...` from a key path of a state."""
     parts = (getattr(key, "key", getattr(key, "idx", getattr(key, "name", None))) for key in path)
     return "/".join(str(part) for part in parts if part not in ("value", None))

@@ -1,6 +1,6 @@
-"""Which label a model gives a text: by a head that scores classes, or by how likely it is to say the label.
+"""Classification of texts: by a head that scores classes, or by how likely the model is to answer with the label.
 
-The second is how models that were trained on tasks as texts (T5, Switch) solve the tasks of GLUE.
+The second way is how models that were trained on tasks as texts (T5, Switch) solve the tasks of GLUE.
 """
 
 import math
@@ -22,10 +22,10 @@ from moe_jax.data.tokens.tokenizer import Pair, Tokenizer
 from moe_jax.evaluation.forward import Batch, run_model
 from moe_jax.evaluation.pair_loss import PairEvaluator, RowScores
 from moe_jax.files.json_toml import ANYTHING, is_unicode, parse_json
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig
 
-# Names that data sets have for what is to be labelled; the first that a line has all of counts.
+# Names that data sets have for the texts to be labelled; the first entry of which a line has all names counts.
 TEXT_KEYS = (
     ("text",), ("sentence",), ("input",), ("prompt",), ("sentence1", "sentence2"), ("premise", "hypothesis"),
     ("question1", "question2"), ("question", "sentence"), ("question", "passage"),
@@ -35,27 +35,27 @@ _FIELD = re.compile(r"\{(\w+)\}")
 
 
 class Labelled(NamedTuple):
-    """A text and the label that it should have: the name of a class, or its number."""
+    """A text and its true label: the name of a class, or its number."""
 
     text: str
     label: str | int
 
 
 class Classification(NamedTuple):
-    """How often a model gives texts the labels that they should have.
+    """Compares the labels that a model gives texts with the true ones.
 
         >>> moe_jax.Classification(0.5, (0.09, 0.91), 1, 2, ("bad", "good"), ((1, 0), (1, 0)), (0, 0), "head").correct
         1
 
     Attributes:
-      accuracy: share of the texts that it does so.
+      accuracy: share of the texts with the right label.
       interval: 95% confidence interval of the share, after Wilson.
-      correct, count: texts, and all of them.
+      correct, count: number of texts with the right label, and of all texts.
       labels: names of the classes.
-      confusion: number of texts by label, and by label given.
+      confusion: number of texts by true label, and by label given.
       predictions: the index of the label given to every text.
       by: `head`, or `likelihood`.
-      cut: texts that were too long, and were cut.
+      cut: number of texts that were too long, and were cut.
     """
 
     accuracy: float
@@ -70,16 +70,16 @@ class Classification(NamedTuple):
 
 
 def read_labelled(path: str | Path, template: str | None = None) -> list[Labelled]:
-    """The texts of a file of JSON lines, in the style of GLUE; blank lines are skipped.
+    """Reads the texts of a file of JSON lines, in the style of GLUE; blank lines are skipped.
 
     Args:
       path: of lines with `label`, a string or a number from 0 on, and a text: `text`, `sentence`, or `input`, or two:
         `sentence1` and `sentence2`, or others of `TEXT_KEYS`, which are joined by a blank.
-      template: what the text is instead: `"sst2 sentence: {sentence}"`, with keys of the lines in braces.
+      template: makes the text instead: `"sst2 sentence: {sentence}"`, with keys of the lines in braces.
 
     Raises:
       FileNotFoundError: no such file.
-      InputError: for a line that is none such, with its number; or a file without lines.
+      InputError: for a line of another form, with its number; or a file without lines.
     """
     path = as_path(path)
     if not path.is_file():
@@ -125,13 +125,13 @@ def _labelled(line: bytes, template: str | None) -> Labelled:
 def names_of_labels(
     examples: Iterable[Labelled], labels: Sequence[str] | None, known: Sequence[str] | None, count: int | None
 ) -> tuple[str, ...]:
-    """The names of all labels, in the order of their numbers.
+    """Returns the names of all labels, in the order of their numbers.
 
     Args:
       examples: the texts.
-      labels: names that are given.
+      labels: names given by the user.
       known: names that the model has for its classes.
-      count: how many classes the head of the model has; None: it scores tokens.
+      count: number of classes of the model's head; None: it scores tokens.
 
     Raises:
       InputError: if there are too few, or more than classes, or names are needed and none are known.
@@ -157,12 +157,12 @@ def names_of_labels(
 
 
 class ClassScorer:
-    """The scores of a head for classes, at the last token of every text.
+    """Computes the scores of a head for classes, at the last token of every text.
 
     Args:
       graphdef: of the model.
       config: of the model.
-      texts: ids of texts, at least one of each. Where there is an encoder, it and the decoder are both given the text.
+      texts: ids of texts, at least one of each. With an encoder, the encoder and the decoder both get the text.
       batch_size: see `RowScores`.
       mesh: see `RowScores`.
     """
@@ -176,22 +176,22 @@ class ClassScorer:
         batch_size: int,
         mesh: Mesh | None = None,
     ):
-        rows = [_whole(np.asarray(ids, np.int32), config.decoder_start_id) for ids in texts]
+        rows = [_text_row(np.asarray(ids, np.int32), config.decoder_start_id) for ids in texts]
         self._scores = RowScores(_class_scores, graphdef, rows, batch_size=batch_size, mesh=mesh)
 
     def __call__(self, *states: nnx.State) -> Float[np.ndarray, "n C"]:
-        """Logits of the classes, with parameters given as the states of `nnx.merge(graphdef, *states)`."""
+        """Returns logits of the classes, given parameters as the states of `nnx.merge(graphdef, *states)`."""
         return self._scores(*states)
 
 
 def _class_scores(graphdef: nnx.GraphDef, states: tuple[nnx.State, ...], batch: Batch) -> Float[Array, "B C"]:
-    # Rows without a text are padding, and their scores not looked at.
+    # Rows without a text are padding, whose scores are ignored.
     last = jnp.maximum(jnp.sum(batch["segment_ids"], axis=1) - 1, 0)
     return run_model(nnx.merge(graphdef, *states), batch, last_only=last).logits[:, 0]
 
 
-def _whole(ids: np.ndarray, start: int | None) -> Pair:
-    """A text as a row."""
+def _text_row(ids: np.ndarray, start: int | None) -> Pair:
+    """Makes a row of a whole text."""
     nothing = np.zeros(len(ids), np.float32)
     if start is None:
         return Pair(ids, ids, nothing)
@@ -209,12 +209,12 @@ def scores_by_head(
     batch_size: int,
     mesh: Mesh | None,
 ) -> tuple[Float[np.ndarray, "n C"], int]:
-    """The head's logits for every text, and how many texts were cut to `input_len` tokens: their ends are left out."""
+    """Returns the head's logits for every text, and the number of texts whose end was cut to `input_len` tokens."""
     to_ids = tokenizer.inputs if config.has_encoder else tokenizer.prompt
     ids = [to_ids(text) for text in texts]
     if not all(map(len, ids)):
         raise InputError("a text to be labelled has no tokens")
-    # Of an encoder's input, the token that ends it stays.
+    # An encoder's input keeps the token that ends it.
     ends = int(config.has_encoder)
     cut = [np.concatenate([one[: input_len - ends], one[len(one) - ends :]]) if len(one) > input_len else one
            for one in ids]  # fmt: skip
@@ -234,7 +234,7 @@ def scores_by_likelihood(
     batch_size: int,
     mesh: Mesh | None,
 ) -> tuple[Float[np.ndarray, "n C"], int]:
-    """The log-likelihood of every label after every text, and how many texts were cut to `input_len` tokens.
+    """Returns the log-likelihood of every label after every text, and how many texts were cut to `input_len` tokens.
 
     Without an encoder, a blank stands between text and label unless the text ends with white space.
     """
@@ -253,7 +253,7 @@ def scores_by_likelihood(
 def count_labels(
     examples: Sequence[Labelled], scores: Float[np.ndarray, "n C"], labels: Sequence[str], by: str, cut: int
 ) -> Classification:
-    """Accuracy and confusion of the labels with the highest scores; the first of equal ones.
+    """Computes accuracy and confusion of the labels with the highest scores; the first of equal ones.
 
     Raises:
       InputError: for scores that are not finite.
@@ -281,7 +281,7 @@ def count_labels(
 
 
 def wilson_interval(correct: int, count: int) -> tuple[float, float]:
-    """The 95% confidence interval of a share (Wilson, 1927)."""
+    """Returns the 95% confidence interval of a share (Wilson, 1927)."""
     share, z2 = correct / count, _Z**2
     middle = (share + z2 / (2 * count)) / (1 + z2 / count)
     half = _Z / (1 + z2 / count) * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2))

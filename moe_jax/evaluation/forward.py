@@ -1,4 +1,4 @@
-"""A model on a batch, the same in training and evaluation."""
+"""Runs a model on a batch, in the same way in training and evaluation."""
 
 from typing import Any
 
@@ -11,20 +11,22 @@ from moe_jax.nn.stack import StackOutput
 
 Batch = dict[str, Array]
 """tokens, targets, segment_ids, positions Int32[B, T] and weights Float32[B, T]; see `PackedBatches`. For a model with
-an encoder also what `PairBatches` adds."""
+an encoder also the arrays that `PairBatches` adds.
+"""
 
 
 def run_model(
     model: Decoder, batch: Batch, key: jax.Array | None = None, *, last_only: Int[Array, " B"] | None = None
 ) -> DecoderOutput:
-    """What the model gives for a batch; without `positions`, every row is one document. The rest as in the model."""
+    """Returns the model's output for a batch; without `positions`, a row is one document. Arguments as in the model."""
     return model(**_arguments(batch), key=key, last_only=last_only)
 
 
 def run_to_head(model: Decoder, batch: Batch, key: jax.Array | None = None) -> StackOutput:
-    """The same, but what the head is given in place of what it makes of it.
+    """Returns the activations that the head takes, for a batch.
 
-    From there `Decoder.token_losses` and `Decoder.weighted_loss` go on, which never hold the logits of all tokens.
+    `Decoder.token_losses` and `Decoder.weighted_loss` compute losses from them without the logits of all tokens at
+    once.
     """
     return model.activations(**_arguments(batch), key=key)
 

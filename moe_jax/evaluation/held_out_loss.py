@@ -18,7 +18,7 @@ from moe_jax.data.tokens.tokenizer import Tokenizer
 from moe_jax.distributed.batch_placement import batch_shards, local_rows, place
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.evaluation.forward import Batch, run_to_head
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.nn import Decoder
 
 
@@ -29,12 +29,12 @@ class Evaluation(NamedTuple):
         3
 
     Attributes:
-      tokens: tokens scored.
+      tokens: number of tokens scored.
       nll: mean negative log-likelihood of a scored token, natural log.
-      perplexity: exp(nll); inf where that is too large for a float.
+      perplexity: exp(nll); inf if that is too large for a float.
       total_nll: sum over the scored tokens.
-      windows: windows the text was cut into, or pairs.
-      cut: pairs that were too long, and were cut.
+      windows: number of windows the text was cut into, or of pairs.
+      cut: number of pairs that were too long, and were cut.
     """
 
     tokens: int
@@ -46,12 +46,12 @@ class Evaluation(NamedTuple):
 
 
 def read_text(path: str | Path, tokenizer: Tokenizer, *, name: str | None = None) -> np.ndarray:
-    """Int32[n] ids of a whole text file, without special tokens.
+    """Returns the ids, Int32[n], of a whole text file, without special tokens.
 
     Args:
       path: the file.
       tokenizer: of the model.
-      name: what the file is called in messages; by default its path.
+      name: name of the file in messages; by default its path.
 
     Raises:
       FileNotFoundError: no such file.
@@ -72,13 +72,13 @@ def read_text(path: str | Path, tokenizer: Tokenizer, *, name: str | None = None
 
 
 class Evaluator:
-    """Scores a text: cut into consecutive windows of N tokens, every token but the first of each window is scored.
+    """Scores a text in consecutive windows of N tokens: every token of a window but the first.
 
     The last window may be shorter. Windows are independent of each other.
 
     Args:
       graphdef: of the model.
-      ids: Int32[n], the text, as `read_text` gives it.
+      ids: Int32[n], the text, from `read_text`.
       seq_len: N, at least 2.
       batch_size: windows computed at once, rounded up to a multiple of the mesh's batch shards. Affects only the last
         bits of the result.
@@ -104,7 +104,7 @@ class Evaluator:
         self._row_losses = jax.jit(row_losses, out_shardings=NamedSharding(self._mesh, P()))
 
     def __call__(self, *states: nnx.State) -> Evaluation:
-        """Scores the text with parameters given as the states of `nnx.merge(graphdef, *states)`."""
+        """Scores the text, given parameters as the states of `nnx.merge(graphdef, *states)`."""
         rows = local_rows(self._mesh, self._batch_size)
         total = 0.0
         with jax.set_mesh(self._mesh):
@@ -113,11 +113,11 @@ class Evaluator:
                 total += float(np.asarray(self._row_losses(states, placed), np.float64).sum())
         tokens = len(self._ids) - self._windows
         nll = total / tokens
-        return Evaluation(tokens, nll, exp(nll), total, self._windows)
+        return Evaluation(tokens, nll, exp_or_inf(nll), total, self._windows)
 
 
 def next_token_row_losses(model: Decoder, batch: Batch) -> Float[Array, " B"]:
-    """The losses of the tokens of every row of `text_windows`, but its first, added up."""
+    """Returns for every row of `text_windows` the sum of the losses of its tokens but the first."""
     losses = model.token_losses(run_to_head(model, batch).x, jnp.roll(batch["tokens"], -1, axis=1))
     return jnp.sum(losses[:, :-1] * batch["segment_ids"][:, 1:].astype(jnp.float32), axis=1)
 
@@ -143,8 +143,8 @@ def text_windows(ids: np.ndarray, *, seq_len: int, batch_size: int) -> Iterator[
         yield {"tokens": tokens.reshape(shape), "segment_ids": inside.reshape(shape)}
 
 
-def exp(value: float) -> float:
-    """Inf where it is too large for a float."""
+def exp_or_inf(value: float) -> float:
+    """Returns the exponential, or inf if it is too large for a float."""
     try:
         return math.exp(value)
     except OverflowError:

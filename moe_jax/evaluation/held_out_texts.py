@@ -1,4 +1,4 @@
-"""What a model is evaluated on, read from files of every form that training data has."""
+"""Reads held-out texts for evaluation, from files of every format that training data may have."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -12,30 +12,30 @@ from moe_jax.data.sections import DataSection, SourceSection, input_length
 from moe_jax.data.sources.opening import check_form, named_files, open_files, template_loader
 from moe_jax.data.tokens.tokenizer import Pair, Tokenizer
 from moe_jax.evaluation.held_out_loss import read_text
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig
 
 HeldOut = np.ndarray | list[Pair]
-"""A text as Int32[n] token ids; or what is scored row by row."""
+"""A text as Int32[n] token ids; or rows that are scored one by one."""
 
 
 def read_held_out(source: SourceSection, data: DataSection, config: ModelConfig, tokenizer_path: Path) -> HeldOut:
     """Reads files as a whole.
 
-    A file of text is one text, without special tokens, unless the source has a separator or names several. All else is
-    rows: a pair or conversation, of which the response, or what the assistant says, is scored (of those that are too
-    long, see `Tokenizer.pair`); or up to `seq_len` tokens of a document, with the special tokens that documents have in
-    training, and every token but the document's first is scored.
+    A file of text is one text, without special tokens, unless the source has a separator or names several files.
+    Everything else is rows. A pair or conversation is a row, of which the response, or the assistant's messages, are
+    scored (for those that are too long, see `Tokenizer.pair`). Other documents are rows of up to `seq_len` tokens, with
+    the special tokens that documents have in training, of which every token but the document's first is scored.
 
     Args:
       source: the files.
-      data: lengths of rows, special tokens, and the chat template; its own sources are not looked at.
+      data: lengths of rows, special tokens, and the chat template; its own sources are ignored.
       config: of the model.
       tokenizer_path: a `tokenizer.json`.
 
     Raises:
       FileNotFoundError: if there is no such file.
-      InputError: for a file that cannot be read or holds nothing to score, or what a model with an encoder is not
+      InputError: for a file that cannot be read or holds nothing to score, or that a model with an encoder is not
         scored on.
     """
     if not any(character in source.path for character in "*?[") and not as_path(source.path).is_file():
@@ -75,6 +75,6 @@ def _rows(example: Example | Document, tokenizer: Tokenizer, *, input_len: int, 
 
 
 def with_lengths(data: DataSection, *, seq_len: int, input_len: int | None = None) -> DataSection:
-    """The section with other lengths of rows, and without sources."""
+    """Returns the section with other lengths of rows, and without sources."""
     input_len = input_length(data) if input_len is None else input_len
     return dataclasses.replace(data, sources=(), seq_len=seq_len, input_len=input_len)

@@ -1,4 +1,4 @@
-"""How well a model predicts the targets of pairs, given their inputs and what precedes in the target."""
+"""The loss of the targets of pairs, given their inputs and the preceding tokens of the target."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +15,9 @@ from moe_jax.data.tokens.tokenizer import Pair
 from moe_jax.distributed.batch_placement import batch_shards, local_rows, place
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.evaluation.forward import Batch, run_to_head
-from moe_jax.evaluation.held_out_loss import Evaluation, exp
+from moe_jax.evaluation.held_out_loss import Evaluation, exp_or_inf
 
-# Pairs are padded to a power of two of tokens, and to no less than this: few programs for pairs of all lengths.
+# Pairs are padded to a power of two of tokens, at least this: few programs for pairs of all lengths.
 _SHORTEST = 16
 
 
@@ -25,7 +25,7 @@ RowScore = Callable[[nnx.GraphDef, tuple[nnx.State, ...], Batch], jax.Array]
 
 
 class RowScores:
-    """Computes something for every one of many rows, which are padded and batched with others of like lengths.
+    """Computes a score for each of many rows, which are padded and batched with others of similar length.
 
     Args:
       score: a function of this library, `score(graphdef, states, batch) -> [B, ...]`.
@@ -52,7 +52,7 @@ class RowScores:
         self._score = _compiled(score, graphdef, self._mesh)
 
     def __call__(self, *states: nnx.State) -> Float[np.ndarray, "n ..."]:
-        """What there is for every pair, float64, with parameters given as states."""
+        """Returns the score of every pair, float64, given parameters as states."""
         rows = local_rows(self._mesh, self._batch_size)
         found: dict[int, np.ndarray] = {}
         with jax.set_mesh(self._mesh):
@@ -63,8 +63,8 @@ class RowScores:
         return np.stack([found[index] for index in range(len(self._pairs))])
 
     def _batches(self) -> Iterator[tuple[list[int], dict[str, np.ndarray]]]:
-        """Batches of pairs of like lengths, and which pairs their first rows hold."""
-        # Here and not above: with it comes Grain, which other commands that evaluate nothing import in vain.
+        """Yields batches of pairs of similar length, and the indices of the pairs in their first rows."""
+        # Imported here because it imports Grain, which commands that evaluate nothing should not load.
         from moe_jax.data.pair_batches import stack_pairs
 
         groups: dict[tuple[int, int | None], list[int]] = {}
@@ -79,13 +79,11 @@ class RowScores:
 
 
 class PairEvaluator:
-    """Scores the targets of pairs: teacher-forced, each token given the input and the tokens before it.
+    """Scores the targets of pairs, teacher-forced: each token is predicted from the input and the tokens before it.
 
     Args:
       graphdef: of the model.
-      pairs: see `RowScores`, as for the rest.
-      batch_size: see there.
-      mesh: see there.
+      pairs, batch_size, mesh: see `RowScores`.
     """
 
     def __init__(self, graphdef: nnx.GraphDef, pairs: Sequence[Pair], *, batch_size: int, mesh: Mesh | None = None):
@@ -93,15 +91,15 @@ class PairEvaluator:
         self._losses = RowScores(_row_losses, graphdef, pairs, batch_size=batch_size, mesh=mesh)
 
     def __call__(self, *states: nnx.State) -> Evaluation:
-        """Scores the pairs with parameters given as the states of `nnx.merge(graphdef, *states)`."""
+        """Scores the pairs, given parameters as the states of `nnx.merge(graphdef, *states)`."""
         total = float(self.losses(*states).sum())
         tokens = int(sum(pair.weights.sum() for pair in self._pairs))
         cut = sum(pair.input_was_cut or pair.target_was_cut for pair in self._pairs)
         nll = total / tokens
-        return Evaluation(tokens, nll, exp(nll), total, len(self._pairs), cut)
+        return Evaluation(tokens, nll, exp_or_inf(nll), total, len(self._pairs), cut)
 
     def losses(self, *states: nnx.State) -> Float[np.ndarray, " n"]:
-        """The negative log-likelihood of every pair's target, float64, with parameters as in the call."""
+        """Returns the negative log-likelihood of every pair's target, float64; parameters as in the call."""
         return self._losses(*states)
 
 

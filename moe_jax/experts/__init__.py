@@ -1,4 +1,16 @@
-"""Expert banks: everything the experts of a layer are made of, behind one interface."""
+"""Banks of experts: all experts of a layer behind one interface, and the forms that their kernels may have.
+
+`make_bank` makes a bank from a `BankConfig`, whose form is one of those here or one that `register` has added. A bank
+is an NNX module that is called with the tokens and a routing.
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from moe_jax.experts import BankConfig, FFNConfig, LowRank, make_bank
+    >>> bank = make_bank(BankConfig(LowRank(rank=2)), FFNConfig(dim=32), 4, 16, rngs=nnx.Rngs(0))
+    >>> routing, _ = moe_jax.route(jnp.zeros((3, 4)), 2, "topk_softmax")
+    >>> bank(jnp.ones((3, 16)), routing).shape
+    (3, 16)
+"""
 
 from moe_jax.experts.adapters import AdapterBank as AdapterBank
 from moe_jax.experts.adapters import AdapterExperts as AdapterExperts
@@ -6,7 +18,16 @@ from moe_jax.experts.bank import ExpertBank as ExpertBank
 from moe_jax.experts.bank import set_exchange as set_exchange
 from moe_jax.experts.bank import set_strategy as set_strategy
 from moe_jax.experts.bank_config import BankConfig as BankConfig
-from moe_jax.experts.base_codes import BaseCodes as BaseCodes
+from moe_jax.experts.forms import ExpertForm as ExpertForm
+from moe_jax.experts.forms import Full as Full
+from moe_jax.experts.forms import JointLowRank as JointLowRank
+from moe_jax.experts.forms import KernelForm as KernelForm
+from moe_jax.experts.forms import LowRank as LowRank
+from moe_jax.experts.forms import MixtureOfBases as MixtureOfBases
+from moe_jax.experts.forms import Quantized as Quantized
+from moe_jax.experts.forms import Sparse as Sparse
+from moe_jax.experts.forms import register as register
+from moe_jax.experts.forms.base_codes import BaseCodes as BaseCodes
 from moe_jax.experts.kernel_bank import KernelBank as KernelBank
 from moe_jax.experts.kernel_bank import make_bank as make_bank
 from moe_jax.experts.layout.config import AdapterConfig as AdapterConfig

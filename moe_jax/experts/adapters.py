@@ -15,14 +15,13 @@ from moe_jax.experts.bank import ExpertBank
 from moe_jax.experts.bank_config import BankConfig
 from moe_jax.experts.forms.by_name import register
 from moe_jax.experts.forms.fresh import uniform_factor
-from moe_jax.experts.forms.protocol import ExpertForm
+from moe_jax.experts.forms.protocol import BesideBase, ExpertForm
 from moe_jax.experts.layout.config import AdapterConfig, FFNConfig
 from moe_jax.experts.layout.mesh import current_mesh, token_axes
 from moe_jax.experts.layout.platforms import Platform, current_chip
 from moe_jax.experts.linear import apply_ffn, ffn_linears
 from moe_jax.functional.adapters import all_adapters, cheaper_way, routed_adapters
-from moe_jax.functional.dropout import dropout
-from moe_jax.functional.keys import fold_in
+from moe_jax.functional.keys import dropout, fold_in
 from moe_jax.functional.routing.decision import Routing
 
 
@@ -98,13 +97,14 @@ class AdapterBank(ExpertBank):
 
 @register("adapter")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AdapterExperts(ExpertForm):
+class AdapterExperts(BesideBase, ExpertForm):
     """The experts are adapters after the base, an FFN that is applied once; see `AdapterBank`.
 
     Attributes:
       adapter: the shape of an adapter.
     """
 
+    allowed_bases: ClassVar[tuple[str, ...]] = ("shared",)
     bank: ClassVar[type | None] = AdapterBank
     has_expert_kernels: ClassVar[bool] = False
     needs_unit_weights: ClassVar[bool] = True
@@ -112,27 +112,22 @@ class AdapterExperts(ExpertForm):
     adapter: AdapterConfig
 
     def check_base(self, base: str) -> None:
-        """See `ExpertForm`."""
         super().check_base(base)
         if base == "none":
             raise InputError("adapter experts come after a shared FFN, and base 'none' leaves it out")
 
     @property
     def beside_base_model(self) -> bool:
-        """See `ExpertForm`."""
         return not self.adapter.of_base
 
     @property
     def why_not_merged(self) -> str:
-        """See `ExpertForm`."""
         if self.adapter.activation == "none":
             return "come after the FFN that all experts share, so that they would need kernels of their own"
         return f"come after the FFN that all experts share and are nonlinear ({self.adapter.activation})"
 
     def as_part_of_base(self, of_base: bool) -> "AdapterExperts":
-        """See `ExpertForm`."""
         return AdapterExperts(adapter=dataclasses.replace(self.adapter, of_base=of_base))
 
     def multiplied_entries(self, expert: FFNConfig, d_model: int) -> int:
-        """See `ExpertForm`."""
         return 2 * d_model * self.adapter.rank

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from moe_jax.experts.layout.config import FFNConfig
-from moe_jax.experts.parallel.exchange_choice import Exchange, exchange_from_environment
+from moe_jax.experts.parallel.exchange import Exchange, exchange_from_environment
 from moe_jax.experts.strategy import check_strategy, strategy_from_environment
 from moe_jax.functional.routing.decision import Routing
 

@@ -1,20 +1,21 @@
-"""What the experts of a layer are made of."""
+"""The config of a bank: the form of its experts, and how their shared base is stored."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from moe_jax.core.errors import InputError, check_member, shown
-from moe_jax.experts.base_codes import BaseCodes
 from moe_jax.experts.forms import ExpertForm, Full, KernelForm, ffn_matrices
+from moe_jax.experts.forms.base_codes import BaseCodes
 from moe_jax.experts.forms.by_name import form_named, kinds_with
-from moe_jax.experts.forms.positions import ENCODINGS
+from moe_jax.experts.forms.kinds.positions import ENCODINGS
+from moe_jax.experts.forms.optional.own_form import ByExpert
 from moe_jax.experts.layout.config import FFNConfig
 
 
 @dataclasses.dataclass(frozen=True, init=False)
 class BankConfig:
-    """What the experts of a layer are made of (methods.md 2.1-2.3, 4, 5, 6).
+    """The form of the experts of a layer, and how their shared base is stored (methods.md 2.1-2.3, 4, 5, 6).
 
         >>> moe_jax.BankConfig(kind="low-rank", rank=4).has_base, moe_jax.BankConfig().has_base
         (True, False)
@@ -116,6 +117,11 @@ class BankConfig:
         if self.has_base and not any(map(self.has_base_of, matrices)):
             raise InputError("base_codes of a base of no matrix at all: leave them out, and give base 'none'")
 
+    def check_count(self, num_experts: int) -> None:
+        """Raises `InputError` if the options are those of another number of experts."""
+        if isinstance(self.form, ByExpert):
+            self.form.check_count(num_experts)
+
     def multiplied_entries(self, expert: FFNConfig, d_model: int, top_k: int) -> int:
         """How many entries of the bank's matrices a token is multiplied with: of the base once, and of k experts."""
         shapes = expert.shapes(d_model)
@@ -128,7 +134,7 @@ class BankConfig:
         return base + lora + top_k * own
 
     def given(self) -> dict[str, Any]:
-        """What `inspect` shows: the kind, `train_base`, and every option that differs from its default."""
+        """Returns the kind, `train_base`, and every option that differs from its default, as `inspect` shows them."""
         values = dataclasses.asdict(self.form)
         fields = (field for field in dataclasses.fields(self.form) if values[field.name] != field.default)
         base = {} if self.base == "shared" else {"base": self.base}

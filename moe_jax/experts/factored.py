@@ -5,7 +5,7 @@ token's experts are summed before it. Only the activation and the products with 
 
 - `side-by-side`: the low-rank factors of all experts form one matrix `[in, E r]`, and coefficients of experts that were
   not chosen are set to zero. Tokens are not permuted, which is best for few or small experts.
-- Otherwise, rows are sorted by expert and multiplied with the delta of their expert by `KernelForm.grouped_delta`.
+- Otherwise, rows are sorted by expert and multiplied with the delta of their expert by `Factored.grouped_delta`.
 
 Over a mesh every device does this with its own tokens and the deltas of all experts, so that no token is exchanged.
 """
@@ -23,12 +23,18 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from moe_jax.experts.forms.matrix import Part
+from moe_jax.experts.forms.optional.costs import Factored, SideBySide
 from moe_jax.experts.hidden_rows import Kernels
 from moe_jax.experts.layout.mesh import current_mesh, token_axes
 from moe_jax.experts.parallel.over_mesh import biases_once, num_experts, parts_of
 from moe_jax.functional.ffn import hidden
 from moe_jax.functional.products.linear import Product, linear, product_of_float32
-from moe_jax.functional.products.low_rank_hidden import Projection, low_rank_hidden, of_hidden, of_projection
+from moe_jax.functional.products.low_rank_hidden import (
+    Projection,
+    down_projection_inputs,
+    hidden_products,
+    low_rank_hidden,
+)
 from moe_jax.functional.routing.decision import Routing
 from moe_jax.functional.routing.dispatch import combine, dispatch, row_biases, sort_by_expert, weighted_sum
 
@@ -85,7 +91,7 @@ class _Place(NamedTuple):
     is_divided: bool = False
 
     def total(self, sums: Array) -> Array:
-        """Of sums over the neurons that this device has."""
+        """Completes sums over the neurons that this device has."""
         return lax.psum(sums, "tensor") if self.is_divided else sums
 
 
@@ -120,7 +126,11 @@ def _by_expert(
 
     def delta_product(rows: Array, name: str) -> Array:
         form, matrix, arrays, _ = deltas[name]
-        y = form.grouped_delta(rows, arrays, order.group_sizes, matrix, way, place.parts.get(name))
+        part = place.parts.get(name)
+        if isinstance(form, Factored):
+            y = form.grouped_delta(rows, arrays, order.group_sizes, matrix, way, part)
+        else:
+            y = form.grouped(rows, arrays, order.group_sizes, matrix, part)
         return y + row_biases(biases[name], order.group_sizes, rows.shape[0]) if name in biases else y
 
     def into_hidden(name: str) -> Float[Array, "M f"]:
@@ -204,7 +214,7 @@ def _before_down(
     place: _Place,
     activation: str,
 ) -> tuple[Float[Array, "T f"], Product, Float[Array, "T d"] | None]:
-    """What `_side_by_side` ends with: sums of hidden states, the product with the deltas of `down`, and its bias."""
+    """Returns sums of hidden states, and the product with the deltas of `down` and its bias, still to be added."""
     experts = num_experts(deltas["up"])
     is_chosen = jax.nn.one_hot(routing.experts, experts, dtype=x.dtype)
     factors = {name: _beside(delta, x.dtype) for name, delta in deltas.items()}
@@ -218,12 +228,12 @@ def _before_down(
         return Projection(base, linear(x, a), b)
 
     def into_hidden(name: str) -> Float[Array, "T k f"]:
-        return of_projection(projection(name), routing.experts, experts) + bias_of(name)
+        return hidden_products(projection(name), routing.experts, experts) + bias_of(name)
 
     a, b = factors["down"]
     if "gate" not in deltas or biases:
         h = hidden(into_hidden("up"), into_hidden("gate") if "gate" in deltas else None, activation)
-        h = of_hidden(h, a, routing, experts)
+        h = down_projection_inputs(h, a, routing, experts)
     else:
         h = low_rank_hidden(projection("gate"), projection("up"), a, routing, experts, activation)
     # The sum over the choices comes before the second product, which then is one of T rows; and so does what the
@@ -234,5 +244,6 @@ def _before_down(
 
 def _beside(delta: Kernels, dtype: DTypeLike) -> tuple[Float[Array, "i n"], Float[Array, "n o"]]:
     """The first factors of all experts as columns of one matrix, and the second ones as rows of one."""
+    assert isinstance(delta.form, SideBySide)
     a, b = (factor.astype(dtype) for factor in delta.form.factors(delta.arrays))
     return jnp.swapaxes(a, 0, 1).reshape(a.shape[1], -1), b.reshape(-1, b.shape[2])

@@ -9,14 +9,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from moe_jax.experts.forms.kernel_of_codes import Coded
+from moe_jax.experts.forms.kinds.kernel_of_codes import Coded
 from moe_jax.experts.forms.matrix import BASE, ORIGIN, Arrays, Matrix, Part, Window
+from moe_jax.experts.forms.optional.backends import FormTiles
 from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.functional.ffn import hidden
 from moe_jax.functional.products.gated import GATE, UP, gated_product
 from moe_jax.functional.routing.dispatch import row_biases
+from moe_jax.kernels.by_platform import PRODUCT
 from moe_jax.kernels.deferred import Bound
-from moe_jax.kernels.saved_name import PRODUCT
 from moe_jax.kernels.tpu.tiles.fused_tile import FusedTile
 
 _BELOW_BASE = f"{BASE}/"
@@ -45,7 +46,7 @@ class Kernels(NamedTuple):
         return path == BASE or self.form.is_trained(path, self.arrays[path])
 
     def over(self, base: Coded, arrays: Arrays) -> "Kernels":
-        """The same over a base in codes, given the arrays of its kernel."""
+        """Returns these kernels over a base in codes, given the arrays of its kernel."""
         return self._replace(base=base, arrays=self.arrays | {_BELOW_BASE + path: arrays[path] for path in arrays})
 
     def specs(self) -> dict[str, P]:
@@ -59,12 +60,13 @@ class Kernels(NamedTuple):
         return specs
 
     def stored_rounded_specs(self) -> dict[str, P]:
-        """How the arrays are stored that are rounded before they are gathered; see `KernelForm.rounded_specs`.
+        """How the arrays are stored that are rounded before they are gathered; see `KernelForm.rounded_leaves`.
 
         A base is one of them: what is added to it in float32 is rounded to the same dtype in the end.
         """
         split = self.matrix.split
-        specs = self.form.rounded_specs(split)
+        stored = self.form.stored_specs(split)
+        specs = {path: stored[path] for path in self.form.rounded_leaves}
         if BASE in self.arrays:
             specs[BASE] = P("tensor", "fsdp") if split == "in" else P("fsdp", "tensor")
         return specs
@@ -139,7 +141,7 @@ def hidden_rows(
 
 
 class _Static(NamedTuple):
-    """What is known of kernels without their arrays; `part` is the shape of the part that the device has, or None."""
+    """Kernels without their arrays; `part` is the shape of the part that the device has, or None."""
 
     form: KernelForm
     matrix: Matrix
@@ -166,7 +168,7 @@ class _Stored(NamedTuple):
         fixed = {name: array for name, array in arrays.items() if name not in trained}
         if part is not None:
             fixed[ORIGIN] = jnp.broadcast_to(part.origin[None, :], (group_sizes.shape[0], 2))
-        return cls(static, form.fused_tile(static.shape, matrix.shape), trained, fixed)
+        return cls(static, FormTiles(form, static.shape, matrix.shape).fused(), trained, fixed)
 
 
 def _apart(
@@ -179,7 +181,7 @@ def _apart(
     up: _Static,
     activation: str,
 ) -> Array:
-    """The same as two products."""
+    """Makes the hidden rows as two products."""
     products = []
     for name, (form, matrix, shape) in ((GATE, gate), (UP, up)):
         arrays = trained[name] | fixed[name]

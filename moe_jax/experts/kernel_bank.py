@@ -8,11 +8,14 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from moe_jax.core.errors import InputError, shown
 from moe_jax.experts.bank import ExpertBank
 from moe_jax.experts.bank_config import BankConfig
 from moe_jax.experts.factored import factored_ffn
-from moe_jax.experts.forms.lora import whole_form
+from moe_jax.experts.forms.kinds.lora import whole_form
 from moe_jax.experts.forms.matrix import BASE, Load, Matrix, ffn_matrices
+from moe_jax.experts.forms.optional.coding import CodedJointly
+from moe_jax.experts.forms.optional.own_form import own_of
 from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.hidden_rows import Kernels
 from moe_jax.experts.layout.config import FFNConfig
@@ -54,7 +57,7 @@ class KernelBank(ExpertBank):
         fresh = {name: self._form(name).fresh(rngs, matrix, stack, dtype) for name, matrix in self._matrices.items()}
         own = self._own_form
         if own.over_base:
-            delta = own.fresh_shared(expert, stack, dtype)
+            delta = own.fresh_shared(expert, stack, dtype) if isinstance(own, CodedJointly) else {}
             delta |= {f"{name}/{path}": leaf for name, leaves in fresh.items() for path, leaf in leaves.items()}
             self.delta = Leaves(delta, own.is_trained)
             fresh = {name: {} for name in fresh}
@@ -100,7 +103,7 @@ class KernelBank(ExpertBank):
         kernels = {}
         for name, matrix in self._matrices.items():
             base = self.base[name].materialise() if self.config.has_base_of(name) else None
-            own = self._form(name).of_expert(expert)
+            own = own_of(self._form(name), expert)
             kernels[name] = own.form.materialise(base, own.arrays(self._arrays(name)), matrix)
         return kernels
 
@@ -156,6 +159,13 @@ def make_bank(
       d_model: width of the model.
       rngs: random keys, stream `params`.
       dtype: dtype of the parameters.
+
+    Raises:
+      InputError: if a size is below 1, or the form does not fit experts of this shape, such as a rank above it.
     """
+    for name, size in (("num_experts", num_experts), ("d_model", d_model)):
+        if not isinstance(size, int) or size < 1:
+            raise InputError(f"{name}={shown(size)} must be a positive integer")
+    config.check_fits(expert, d_model)
     bank = config.form.bank or KernelBank
     return bank(config, expert, num_experts, d_model, rngs=rngs, dtype=jnp.dtype(dtype))

@@ -6,14 +6,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from moe_jax.experts.forms.kernel_of_codes import Coded
-from moe_jax.experts.forms.lora import whole_form
+from moe_jax.experts.forms.kinds.full import Full
+from moe_jax.experts.forms.kinds.kernel_of_codes import Coded
+from moe_jax.experts.forms.kinds.lora import whole_form
 from moe_jax.experts.forms.matrix import Matrix, Split, ffn_matrices
 from moe_jax.experts.layout.config import FFNConfig, LoRAConfig
 from moe_jax.experts.variables import Leaves
 from moe_jax.functional.ffn import hidden
 from moe_jax.functional.keys import fold_in
-from moe_jax.functional.products.linear import Product
+from moe_jax.functional.products.linear import Product, linear, sum_of_products
 
 BIAS = "bias"
 
@@ -64,10 +65,12 @@ class Linear(Leaves):
           key: random key for LoRA's dropout in training; None: no dropout.
           more: a product that is added; None: there is none.
         """
-        if more is None:
-            y = self.form.apply(x, self._kernel(), self.matrix, key)
+        kernel = self._kernel()
+        if more is not None and isinstance(self.form, Full):
+            y = sum_of_products(Product(x, kernel["kernel"].astype(x.dtype)), more)
         else:
-            y = self.form.apply_and_add(x, self._kernel(), self.matrix, key, more)
+            y = self.form.apply(x, kernel, self.matrix, key)
+            y = y if more is None else y + linear(*more)
         return y + _as_row(self.bias[...].astype(x.dtype), y.ndim) if self.has_bias else y
 
     def materialise(self) -> Float[Array, "i o"]:

@@ -12,9 +12,11 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.core.errors import InputError
 from moe_jax.experts.forms.by_name import register
+from moe_jax.experts.forms.kinds.quantized import Quantized
 from moe_jax.experts.forms.matrix import Arrays, Matrix, Split, Window
-from moe_jax.experts.forms.protocol import KernelForm, Own
-from moe_jax.experts.forms.quantized import Quantized
+from moe_jax.experts.forms.optional.costs import CostModel
+from moe_jax.experts.forms.optional.own_form import ByExpert, Own
+from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.hidden_rows import Kernels
 from moe_jax.experts.kernel_bank import KernelBank
 from moe_jax.experts.layout.platforms import Platform
@@ -63,7 +65,7 @@ class MixedBank(KernelBank):
 
 @register("mixed")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mixed(KernelForm):
+class Mixed(ByExpert, CostModel, KernelForm):
     """Parts of the experts, each in codes of its own: leaves `part0/codes` [E_0, bytes, out] and so on.
 
     The arrays of one expert are those of its part, without that folder: `of_expert` says which form they have.
@@ -88,16 +90,14 @@ class Mixed(KernelForm):
             )
 
     def check_count(self, num_experts: int) -> None:
-        """See `ExpertForm`."""
+        """Raises `InputError` if the options are not those of so many experts."""
         if num_experts != len(self.part_of):
             raise InputError(f"part_of names the parts of {len(self.part_of)} experts, and there are {num_experts}")
 
     def of_matrix(self, matrix: Matrix) -> "Mixed":
-        """See `KernelForm`."""
         return dataclasses.replace(self, parts=tuple(part.of_matrix(matrix) for part in self.parts))
 
     def of_expert(self, expert: int) -> Own:
-        """See `KernelForm`."""
         part = self.part_of[expert]
         return Own(self.parts[part], _folder(part), self.part_of[:expert].count(part))
 
@@ -105,37 +105,29 @@ class Mixed(KernelForm):
         """The experts of a part, by their numbers in the layer."""
         return [expert for expert, own in enumerate(self.part_of) if own == part]
 
-    def count_experts(self, arrays: dict[str, Any]) -> int:
-        """See `KernelForm`."""
+    @property
+    def num_experts(self) -> int:
         return len(self.part_of)
 
     def experts_with(self, leaf: str) -> list[int]:
-        """See `KernelForm`."""
         return self.experts_of(next(part for part in range(len(self.parts)) if leaf.startswith(_folder(part))))
 
     @property
     def has_codes(self) -> bool:
-        """See `ExpertForm`."""
         return True
 
     def describe(self) -> str:
-        """See `ExpertForm`."""
         count = collections.Counter(self.part_of)
         return "mixed: " + "; ".join(f"{count[i]} experts {part.describe()}" for i, part in enumerate(self.parts))
 
     # ---- what is stored ---------------------------------------------------------------------------------------------
 
     def leaf_names(self, matrix: Matrix) -> tuple[str, ...]:
-        """See `KernelForm`."""
         every = (part.of_matrix(matrix).leaf_names(matrix) for part in self.parts)
         return tuple(_folder(number) + leaf for number, names in enumerate(every) for leaf in names)
 
     def fresh(self, rngs: nnx.Rngs, matrix: Matrix, stack: tuple[int, ...], dtype: jnp.dtype) -> dict[str, Array]:
-        """See `KernelForm`.
-
-        Raises:
-          InputError: if there are not as many experts as `part_of` has.
-        """
+        """Raises `InputError` if there are not as many experts as `part_of` has."""
         self.check_count(*stack)
         leaves = {}
         for number, part in enumerate(self.parts):
@@ -145,27 +137,23 @@ class Mixed(KernelForm):
 
     @classmethod
     def stored_specs(cls, split: Split) -> dict[str, P]:
-        """See `KernelForm`."""
         own = Quantized.stored_specs(split)
         return {_folder(number) + leaf: spec for number in range(MAX_PARTS) for leaf, spec in own.items()}
 
     def specs(self, split: Split) -> dict[str, P]:
-        """See `KernelForm`."""
         every = (part.specs(split) for part in self.parts)
         return {_folder(number) + leaf: spec for number, own in enumerate(every) for leaf, spec in own.items()}
 
     def tile(self, base: Float[Array, "i w"] | None, arrays: Arrays, window: Window) -> Float[Array, "i w"]:
-        """See `KernelForm`. Never asked: tiles are made by the form of their expert."""
+        """Never asked: tiles are made by the form of their expert."""
         raise NotImplementedError("tiles are made by the form of their expert; see `of_expert`")
 
     # ---- what it costs: the mean over experts -----------------------------------------------------------------------
 
     def own_bytes(self, matrices: Any, itemsize: int) -> float:
-        """See `KernelForm`."""
         return float(np.mean([self.parts[part].own_bytes(matrices, itemsize) for part in self.part_of]))
 
     def making(self, matrices: Any, platform: Platform) -> float:
-        """See `KernelForm`."""
         return float(np.mean([self.parts[part].making(matrices, platform) for part in self.part_of]))
 
 

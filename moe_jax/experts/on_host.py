@@ -11,8 +11,10 @@ from jaxtyping import Array, Float
 
 from moe_jax.core.errors import InputError
 from moe_jax.experts.bank_config import BankConfig
-from moe_jax.experts.forms.kernel_of_codes import Coded
+from moe_jax.experts.forms.kinds.kernel_of_codes import Coded
 from moe_jax.experts.forms.matrix import Matrix, Window, ffn_matrices
+from moe_jax.experts.forms.optional.coding import CodedJointly
+from moe_jax.experts.forms.optional.own_form import ByExpert, own_of
 from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.layout.config import FFNConfig
 
@@ -61,12 +63,19 @@ def expert_kernels(
     shared: dict[str, Any] = {leaf: read(f"{bank}/delta/{leaf}") for leaf in form.shared_leaves}
     dtype = np.dtype(dtype or (np.float32 if base is None else base.dtype))
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        for expert in range(form.count_experts(own | shared)) if experts is None else experts:
-            place = form.of_expert(expert)
+        for expert in range(_count(form, own | shared)) if experts is None else experts:
+            place = own_of(form, expert)
             leaves = place.arrays(own)
             common = {leaf: array if leaf in form.common_leaves else array[expert] for leaf, array in shared.items()}
             arrays = place.form.combine(matrix, leaves, common)
             yield np.asarray(_kernel(base, arrays, form=place.form, matrix=matrix, dtype=dtype))
+
+
+def _count(form: KernelForm, arrays: Mapping[str, Any]) -> int:
+    """The number of experts in the stored leaves of a matrix."""
+    if isinstance(form, ByExpert):
+        return form.num_experts
+    return next(array for path, array in arrays.items() if path not in form.common_leaves).shape[0]
 
 
 def base_kernel(read: Reader, config: BankConfig, bank: str, matrix: Matrix) -> np.ndarray:
@@ -143,5 +152,8 @@ def leaves_from_dense(
         own = form.from_dense(kernel, matrix, num_experts, partial(streams, name))
         yield from ((f"{folder}/{leaf}", array) for leaf, array in own.items())
     dtype = jnp.dtype(kernels["up"].dtype)
-    for leaf, array in form.fresh_shared(expert, (num_experts,), dtype).items():
-        yield f"delta/{leaf}", np.asarray(array)
+    if isinstance(form, CodedJointly):
+        yield from (
+            (f"delta/{leaf}", np.asarray(array))
+            for leaf, array in form.fresh_shared(expert, (num_experts,), dtype).items()
+        )

@@ -17,8 +17,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from moe_jax.core.errors import InputError, nearest, shown
-from moe_jax.experts.forms.lora import whole_form
+from moe_jax.experts.forms.kinds.lora import whole_form
 from moe_jax.experts.forms.matrix import Load, ffn_matrices
+from moe_jax.experts.forms.optional.costs import costs_by_strategy
 from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.layout.config import FFNConfig
 from moe_jax.experts.layout.mesh import current_mesh
@@ -81,14 +82,14 @@ def strategy_on(
     *,
     alone: bool,
 ) -> str:
-    """What `choose_strategy` chooses on a platform, with one device or over a mesh (not `alone`)."""
+    """Does what `choose_strategy` does for a given platform, with one device or over a mesh (not `alone`)."""
     return _choose(config, expert, d_model, load, asked, alone, platform)
 
 
 def strategy_costs(
     config: "BankConfig", expert: FFNConfig, d_model: int, load: Load, platform: Platform, *, alone: bool = True
 ) -> dict[str, Cost]:
-    """What the strategies take, those that a bank has; none if nothing is chosen for such experts.
+    """Returns the cost of every strategy that a bank has; empty if nothing is chosen for such experts.
 
     Args:
       config, expert, d_model, load: see `choose_strategy`. Whole kernels have one way, `grouped`; their LoRA is
@@ -98,13 +99,14 @@ def strategy_costs(
     """
     matrices = tuple(ffn_matrices(expert, d_model).values())
     if not config.form.over_base:
-        return {"grouped": whole_form(expert.nf4, None).cost(matrices, load, platform, based=())["synthesised"]}
+        costs = costs_by_strategy(whole_form(expert.nf4, None), matrices, load, platform, based=())
+        return {"grouped": costs["synthesised"]}
     if not isinstance(config.form, KernelForm):
         return {}
-    # The kernels of a base in codes are not read as they are, but made: see `KernelForm.cost`.
+    # The kernels of a base in codes are not read as they are, but made: see `costs_by_strategy`.
     codes = None if config.base_codes is None else config.base_codes.form
     based = tuple(matrix for matrix in matrices if config.has_base_of(matrix.name))
-    costs = config.form.cost(matrices, load, platform, based=based, codes=codes)
+    costs = costs_by_strategy(config.form, matrices, load, platform, based=based, codes=codes)
     if config.has_base and (expert.nf4 or expert.lora is not None):
         # Inside a kernel's tile, LoRA would become `W + A B`, without its dropout.
         costs.pop("synthesised")

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from moe_jax.figures.plots import plot_between, plot_load, plot_to_base
 from moe_jax.figures.similarity import LayerSimilarity
 from moe_jax.files.resume import staged_directory
-from moe_jax.files.staging import write_durably
+from moe_jax.files.storage_path import as_path
 
 TO_BASE, BETWEEN, LOAD, NUMBERS = "cosine_to_base.png", "cosine_between_experts.png", "expert_load.png", "figures.json"
 
@@ -56,7 +56,7 @@ def write_figures(
             "layers": [_numbers(layer, None if shares is None else shares[layer.layer]) for layer in layers]
             or [{"layer": layer, "load": share.tolist()} for layer, share in (shares or {}).items()],
         }
-        write_durably(folder / NUMBERS, json.dumps(numbers, indent=1).encode())
+        as_path(folder / NUMBERS).write_durably(json.dumps(numbers, indent=1).encode())
     return [dst / file for file in (*files, NUMBERS)]
 
 

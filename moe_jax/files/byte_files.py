@@ -17,9 +17,8 @@ import numpy as np
 
 from moe_jax.core.errors import InputError
 from moe_jax.files.regular_files import open_regular, pread_into
-from moe_jax.files.remote.address import is_in_bucket
 from moe_jax.files.remote.objects import AT_ONCE, Found, TooShort
-from moe_jax.files.remote.remote_path import BucketPath, as_path
+from moe_jax.files.storage_path import BucketPath, as_path
 
 HEAD_BYTES = 64 << 10
 """Of an object that are read when it is opened: headers and small files are then there."""
@@ -223,11 +222,21 @@ def open_bytes(path: Path | str) -> ByteFile:
       InputError: if it is not a regular file, or may not be read.
       OSError: if the bucket does not answer.
     """
-    if is_in_bucket(path):
-        place = as_path(path)
-        assert isinstance(place, BucketPath)
-        return ObjectFile(place)
-    return DiskFile(Path(path))
+    place = as_path(path)
+    return ObjectFile(place) if isinstance(place, BucketPath) else DiskFile(place)
+
+
+def open_to_stay(path: Path | str) -> ByteFile | None:
+    """Opens an object for as long as it is used, and reads nothing of it yet.
+
+    Returns None for a file of a disk: it is opened anew whenever it is read, since there may be more files than a
+    process can hold open.
+
+    Raises:
+      FileNotFoundError, OSError: see `open_bytes`.
+    """
+    place = as_path(path)
+    return ObjectFile(place, head_bytes=0) if isinstance(place, BucketPath) else None
 
 
 def size_of(path: Path | str) -> int:
@@ -236,7 +245,8 @@ def size_of(path: Path | str) -> int:
     Raises:
       FileNotFoundError: if there is none.
     """
-    if not is_in_bucket(path):
-        return Path(path).stat().st_size
-    with open_bytes(path) as file:
+    place = as_path(path)
+    if not isinstance(place, BucketPath):
+        return place.stat().st_size
+    with ObjectFile(place) as file:
         return file.size

@@ -6,14 +6,18 @@ from pathlib import Path
 
 from moe_jax.core.errors import InputError, shown
 from moe_jax.files.remote.address import is_in_bucket, parse_address, written_out
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 
 _LONGEST = 4096
 
 
-def check_local(path: Path | str) -> None:
-    """Raises `InputError` for an address such as `gs://bucket/model`, and for what no path can hold."""
+def check_local(path: Path | str, *, buckets: bool = False) -> None:
+    """Raises `InputError` for what no path can hold, and for an address such as `gs://bucket/model`, unless it is one
+    of a bucket and these are taken."""
     text = os.fspath(path)
+    if buckets and is_in_bucket(path):
+        parse_address(path)
+        return
     if len(text) > _LONGEST:
         raise InputError(f"{shown(text)} has {len(text):,} characters, more than a path can have")
     address = written_out(text)
@@ -29,10 +33,7 @@ def check_local(path: Path | str) -> None:
 def check_model_path(path: Path | str) -> None:
     """Raises `InputError` unless a model can lie at `path`: in a bucket, or on a disk, see `check_local`; and the path
     has to be UTF-8."""
-    if is_in_bucket(path):
-        parse_address(path)
-    else:
-        check_local(path)
+    check_local(path, buckets=True)
     try:
         os.fspath(path).encode()
     except UnicodeEncodeError:

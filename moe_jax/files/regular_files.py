@@ -13,9 +13,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from moe_jax.core.errors import InputError
-from moe_jax.files.remote.address import is_in_bucket
-from moe_jax.files.remote.remote_path import BucketDirectory, BucketPath, as_path
 from moe_jax.files.remote.traffic import count
+from moe_jax.files.storage_path import BucketPath, as_path
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -92,6 +91,71 @@ class HeldDirectory:
                     raise InputError(f"{self.path / name} was cut while it was read")
 
 
+class BucketDirectory:
+    """A folder of a bucket that is read; it has what is read of a `HeldDirectory`.
+
+    Attributes:
+      path: of the folder.
+    """
+
+    def __init__(self, path: BucketPath):
+        self.path = path
+        self._objects, self._folder = path.objects, path.key
+
+    def check_in_place(self) -> None:
+        """Does nothing: objects are not replaced together, and of each that is read, the size is checked."""
+
+    def is_file(self, name: str) -> bool:
+        """Whether it has an object of this name."""
+        return self._objects.generation(self._key(name)) is not None
+
+    def read(self, name: str, *, max_bytes: int) -> bytes:
+        """An object.
+
+        Raises:
+          FileNotFoundError: if there is none.
+          InputError: if it has more than `max_bytes` bytes.
+        """
+        if self._objects.has(self._key(name), max_bytes):
+            raise InputError(f"{self.path / name} has more than {max_bytes:,} bytes, which is more than it can need")
+        found = self._objects.read(self._key(name))
+        if found is None:
+            raise FileNotFoundError(f"{self.path / name} does not exist")
+        return found.content
+
+    def size(self, name: str) -> int:
+        """Bytes of an object; see `Objects.size`."""
+        found = self._objects.size(self._key(name))
+        if found is None:
+            raise FileNotFoundError(f"{self.path / name} does not exist")
+        return found.size
+
+    def read_ranges(self, name: str, ranges: Sequence[tuple[int, np.ndarray]]) -> None:
+        """Reads parts of an object at the same time, and counts their bytes.
+
+        Args:
+          name: of the object, relative to the folder.
+          ranges: where each part begins, and bytes to fill with it.
+
+        Raises:
+          FileNotFoundError: if there is no such object.
+          InputError: if it ends before a part does.
+        """
+
+        def read(part: tuple[int, np.ndarray]) -> None:
+            start, out = part
+            found = self._objects.read(self._key(name), start, start + out.size)
+            if found is None:
+                raise FileNotFoundError(f"{self.path / name} does not exist")
+            out[...] = np.frombuffer(found.content, np.uint8)
+            count(read=out.size)
+
+        self.path.map(read, ranges)
+
+    def _key(self, name: str) -> str:
+        return f"{self._folder}/{name}" if self._folder else name
+
+
 Directory = HeldDirectory | BucketDirectory
 
 
@@ -103,11 +167,8 @@ def hold(path: Path | str, *, inside: Directory | None = None) -> Directory:
     """
     if isinstance(inside, BucketDirectory):
         return BucketDirectory(inside.path / path)
-    if inside is None and is_in_bucket(path):
-        address = as_path(path)
-        assert isinstance(address, BucketPath)
-        return BucketDirectory(address)
-    return HeldDirectory(path, inside=inside)
+    place = None if inside is not None else as_path(path)
+    return BucketDirectory(place) if isinstance(place, BucketPath) else HeldDirectory(path, inside=inside)
 
 
 def pread_into(descriptor: int, start: int, out: np.ndarray) -> int:
@@ -164,9 +225,9 @@ def read_regular(path: Path | str, *, max_bytes: int, inside: Directory | None =
       FileNotFoundError: if there is none.
       InputError: if it is not a regular file, or larger.
     """
-    if inside is None and is_in_bucket(path):
-        whole = as_path(path)
-        inside, path = hold(whole.parent), whole.name
+    whole = None if inside is not None else as_path(path)
+    if isinstance(whole, BucketPath):
+        inside, path = BucketDirectory(whole.parent), whole.name
     if isinstance(inside, BucketDirectory):
         return inside.read(str(path), max_bytes=max_bytes)
     with open_regular(path, inside=inside) as file:

@@ -21,17 +21,9 @@ from typing import Any, Self
 from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import show_bytes
 from moe_jax.files.local_paths import check_local
-from moe_jax.files.remote.remote_path import BucketPath
 from moe_jax.files.remote.remote_work import RemoteWork, is_begun, remove_begun
-from moe_jax.files.staging import (
-    lock_directory,
-    refuse_existing,
-    remove_content,
-    remove_directory,
-    rename_durably,
-    replace_file,
-    write_durably,
-)
+from moe_jax.files.staging import lock_directory, refuse_existing, remove_content, rename_durably
+from moe_jax.files.storage_path import BucketPath, StoragePath, as_path
 
 _JOB = "job.sha256"
 _NOTES = "notes"
@@ -62,8 +54,8 @@ class Workplace:
           suffix: the folder is called `.NAME.SUFFIX`.
         """
         check_local(target)
-        self._target = Path(target).absolute()
-        self.folder = self._target.with_name(f".{self._target.name}.{suffix}")
+        self._target = as_path(target).absolute()
+        self.folder = self._target.beside(suffix)
         self._goes_on = job is not None
         self._completed = False
         self._job = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
@@ -89,12 +81,12 @@ class Workplace:
     def begin_anew(self) -> None:
         """Removes what an earlier command left in the folder."""
         remove_content(self.folder)
-        write_durably(self.folder / _JOB, self._job.encode())
+        (self.folder / _JOB).write_durably(self._job.encode())
 
     def note(self, name: str, data: Any) -> None:
         """Stores JSON-able data for when the job goes on. Any process of it may do so, each under its own names."""
         (self.folder / _NOTES).mkdir(exist_ok=True)
-        replace_file(self.folder / _NOTES / f"{name}.json", json.dumps(data).encode())
+        (self.folder / _NOTES / f"{name}.json").replace_content(json.dumps(data).encode())
 
     def notes(self, names: Iterable[str] | None = None) -> dict[str, Any]:
         """The data stored by `note`, by name; also before a kill. Of some names, or of all."""
@@ -113,7 +105,7 @@ class Workplace:
         """
         (self.folder / _JOB).unlink()
         if (self.folder / _NOTES).exists():
-            remove_directory(self.folder / _NOTES)
+            (self.folder / _NOTES).remove_tree()
         rename_durably(self.folder, self._target)
         self._completed = True
 
@@ -129,7 +121,7 @@ class Workplace:
             elif not self._completed:
                 if error is not None:
                     _take_back_notes(error, self.folder)
-                remove_directory(self.folder)
+                self.folder.remove_tree()
                 _remove_empty(self._made)
         finally:
             os.close(self._lock)
@@ -141,9 +133,8 @@ class Workplace:
 
 def open_work(target: Path, job: Any = None) -> Workplace | RemoteWork:
     """A `Workplace` for a target, on a disk or in a bucket."""
-    if isinstance(target, BucketPath):
-        return RemoteWork(target, job, suffix=PARTIAL)
-    return Workplace(target, job)
+    target = as_path(target)
+    return RemoteWork(target, job, suffix=PARTIAL) if isinstance(target, BucketPath) else Workplace(target, job)
 
 
 def require_space(target: Path, needed: int) -> None:
@@ -151,9 +142,9 @@ def require_space(target: Path, needed: int) -> None:
 
     What an interrupted command has written of it counts as room: it is gone on with, or removed.
     """
+    target = as_path(target).absolute()
     if isinstance(target, BucketPath):
         return
-    target = Path(target).absolute()
     existing = next(parent for parent in target.parents if parent.exists())
     begun = Workplace(target).folder
     free = shutil.disk_usage(existing).free
@@ -189,7 +180,7 @@ def _take_back_notes(error: BaseException, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def staged_directory(target: Path) -> Iterator[Path]:
+def staged_directory(target: Path) -> Iterator[StoragePath]:
     """Yields a folder beside the target, which becomes the target if the block ends without an error, else is removed.
 
     The remains of a killed command are removed first. In a bucket the folder is the target, and what is written last
@@ -204,47 +195,49 @@ def staged_directory(target: Path) -> Iterator[Path]:
         work.complete()
 
 
-def leftovers(directory: Path) -> list[Path]:
+def leftovers(directory: Path) -> list[StoragePath]:
     """What interrupted commands left of a target, or of targets in a directory.
 
     Args:
       directory: what the command was to make, or the folder in which it was to make something.
     """
+    directory = as_path(directory).absolute()
     if isinstance(directory, BucketPath):
         matches = (re.fullmatch(rf"\.(.+)\.{PARTIAL}", child.name) for child in directory.iterdir())
         targets = [directory, *(directory / match[1] for match in matches if match)]
         return [target for target in targets if is_begun(target, PARTIAL)]
-    directory = Path(directory).absolute()
-    beside = [directory.with_name(f".{directory.name}.{suffix}") for suffix in (PARTIAL, ANALYSIS)]
+    beside = [directory.beside(suffix) for suffix in (PARTIAL, ANALYSIS)]
     inside = []
     if directory.is_dir():
         inside = [file for suffix in (PARTIAL, ANALYSIS) for file in directory.glob(f".*.{suffix}")]
     return [folder for folder in (*beside, *sorted(inside)) if _is_workplace(folder)]
 
 
-def remove_leftover(folder: Path) -> None:
-    """Removes one of the `leftovers`.
+def remove_leftover(folder: StoragePath) -> int | None:
+    """Removes one of the `leftovers`; returns how many bytes that frees, None in a bucket.
 
     Raises:
       InputError: if a command is working there.
     """
     if isinstance(folder, BucketPath):
         remove_begun(folder, PARTIAL)
-        return
+        return None
+    freed = sum(file.lstat().st_size for file in folder.rglob("*"))
     lock = _make_and_lock(folder, folder)
     try:
-        remove_directory(folder)
+        folder.remove_tree()
     finally:
         os.close(lock)
+    return freed
 
 
-def _is_workplace(folder: Path) -> bool:
+def _is_workplace(folder: StoragePath) -> bool:
     if folder.is_symlink() or not folder.is_dir():
         return False
     return (folder / _JOB).is_file() or not any(folder.iterdir())
 
 
-def _make_and_lock(folder: Path, target: Path) -> int:
+def _make_and_lock(folder: StoragePath, target: StoragePath) -> int:
     """Makes a folder and locks it against other processes, for as long as the returned descriptor is open.
 
     Raises:

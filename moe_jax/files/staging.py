@@ -1,19 +1,19 @@
-"""Atomic writing of files and directories: written beside their target and renamed at the end. See also `resume`."""
+"""Atomic writing of directories: beside their target, and renamed at the end. See also `resume`."""
 
 import contextlib
+import datetime
 import errno
 import fcntl
 import os
 import shutil
-import time
-from collections.abc import Iterator
+import socket
 from pathlib import Path
-from typing import BinaryIO
 
 from moe_jax.core.errors import InputError
 from moe_jax.files.local_paths import check_local, check_model_path
-from moe_jax.files.remote.remote_path import BucketPath
-from moe_jax.files.remote.remote_work import refuse_finished
+from moe_jax.files.remote.lease import Lease
+from moe_jax.files.remote.remote_work import refuse_finished, remove_finished
+from moe_jax.files.storage_path import BucketPath, StoragePath, as_path
 
 
 def refuse_existing(target: Path, *, buckets: bool = False) -> None:
@@ -23,6 +23,7 @@ def refuse_existing(target: Path, *, buckets: bool = False) -> None:
       target: what is to be made.
       buckets: whether it can be made in a bucket.
     """
+    target = as_path(target)
     if buckets and isinstance(target, BucketPath):
         refuse_finished(target)
         return
@@ -47,16 +48,16 @@ def check_writable(target: Path) -> None:
     A folder is made there and removed: rights do not tell of file systems such as /proc, and not root of its own. In a
     bucket it is an object.
     """
+    target = as_path(target).absolute()
     if isinstance(target, BucketPath):
-        attempt = _beside(target, "attempt")
+        attempt = target.beside("attempt")
         attempt.write_bytes(b"")
         attempt.unlink()
         return
-    target = Path(target).absolute()
     above = next(parent for parent in target.parents if os.path.lexists(parent))
     if not above.is_dir():
         raise InputError(f"{target} cannot be made: {above} is not a directory; choose another place")
-    attempt = _beside(above / target.name, "attempt")  # as long as the name that the work would have
+    attempt = (above / target.name).beside("attempt")  # as long as the name that the work would have
     try:
         attempt.mkdir()
     except FileExistsError:
@@ -71,30 +72,47 @@ def check_writable(target: Path) -> None:
         attempt.rmdir()
 
 
-def rename_durably(directory: Path, target: Path) -> None:
+def rename_durably(directory: StoragePath, target: StoragePath) -> None:
     """Renames a complete directory, and waits until this is on disk.
 
     Raises:
       InputError: if something has appeared at `target`.
     """
-    sync(directory)
+    directory.sync()
     refuse_existing(target)
     directory.rename(target)
-    sync(target.parent)
+    target.parent.sync()
 
 
-def replace_directory(target: Path, fresh: Path) -> None:
-    """Moves `fresh` to `target` and removes the old directory there. `remove_replaced` cleans up after a kill."""
-    old = _beside(target, "old")
+def place_to_replace(target: StoragePath) -> StoragePath:
+    """Returns where a directory is made that will take the place of another, and removes what a kill has left there.
+
+    In a bucket nothing takes another's place at once: it is the same place, and the old directory is removed.
+    """
+    if isinstance(target, BucketPath):
+        remove_finished(target)
+        return target
+    fresh = target.with_name(f"{target.name}.new")
+    remove_replaced(target)
+    if fresh.exists():
+        fresh.remove_tree()
+    return fresh
+
+
+def replace_directory(target: StoragePath, fresh: StoragePath) -> None:
+    """Moves what was made at `place_to_replace` to `target`, and removes the old directory there."""
+    if fresh == target:
+        return
+    old = target.beside("old")
     if target.exists():
         target.rename(old)
     rename_durably(fresh, target)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def remove_replaced(target: Path) -> None:
+def remove_replaced(target: StoragePath) -> None:
     """Removes the old directory that a killed `replace_directory` left; puts it back where the new one is not there."""
-    old = _beside(target, "old")
+    old = target.beside("old")
     if old.exists() and not target.exists():
         old.rename(target)
     if old.exists():
@@ -118,6 +136,44 @@ def lock_directory(directory: Path, target: Path) -> int:
     return descriptor
 
 
+class DirectoryLock:
+    """A directory that no other process works in until `release`; a file in it says which process this is."""
+
+    def __init__(self, directory: StoragePath, holder: str):
+        directory.mkdir(parents=True, exist_ok=True)
+        self._holder = directory / holder
+        try:
+            self._descriptor = lock_directory(directory, directory)
+        except InputError:
+            who = self._holder.read_text(encoding="utf-8")[:80] if self._holder.is_file() else "another process"
+            raise InputError(f"{directory} is in use by {who}; wait for it, or choose another run_dir") from None
+        now = datetime.datetime.now(datetime.UTC).isoformat(sep=" ", timespec="seconds")
+        self._holder.write_text(f"process {os.getpid()} on {socket.gethostname()} since {now}", encoding="utf-8")
+
+    def release(self) -> None:
+        """Lets others in."""
+        self._holder.unlink(missing_ok=True)
+        os.close(self._descriptor)
+
+
+def hold_alone(directory: StoragePath, holder: str) -> DirectoryLock | Lease:
+    """Keeps all other processes out of a directory, which is created if necessary, until `release`.
+
+    Args:
+      directory: on a disk, where it is locked, or in a bucket, where the file is a lease.
+      holder: the name of a file that says who is at work.
+
+    Raises:
+      InputError: if another process is at work; the message says which. A lease that nobody renews any more is waited
+        for.
+    """
+    if not isinstance(directory, BucketPath):
+        return DirectoryLock(directory, holder)
+    lease = Lease(directory / holder, directory)
+    lease.take()
+    return lease
+
+
 def remove_content(directory: Path) -> None:
     """Empties a directory."""
     for child in directory.iterdir():
@@ -125,68 +181,3 @@ def remove_content(directory: Path) -> None:
             shutil.rmtree(child)
         else:
             child.unlink()
-
-
-def remove_directory(directory: Path) -> None:
-    """Removes a directory, even if threads of a failed write are still writing into it."""
-    if isinstance(directory, BucketPath):
-        directory.objects.remove_all(directory.key)
-        return
-    for _ in range(100):
-        shutil.rmtree(directory, ignore_errors=True)
-        if not directory.exists():
-            return
-        time.sleep(0.05)
-    shutil.rmtree(directory)
-
-
-@contextlib.contextmanager
-def replacing(file: Path) -> Iterator[BinaryIO]:
-    """Yields a file to write to, which replaces `file` when the block ends without an error.
-
-    At any time `file` has either the old content or all of the new one, which is on disk on return.
-    """
-    fresh = _beside(file, "new")
-    try:
-        with open(fresh, "wb") as handle:
-            yield handle
-            handle.flush()
-            os.fsync(handle.fileno())
-        fresh.replace(file)
-    except BaseException:
-        fresh.unlink(missing_ok=True)
-        raise
-    sync(file.parent)
-
-
-def replace_file(file: Path, content: bytes) -> None:
-    """Replaces the content of a file atomically; see `replacing`."""
-    if isinstance(file, BucketPath):
-        file.write_bytes(content)
-        return
-    with replacing(file) as handle:
-        handle.write(content)
-
-
-def write_durably(file: Path, content: bytes | memoryview) -> None:
-    """Writes a file and waits until it is on disk, or in the bucket."""
-    if isinstance(file, BucketPath):
-        file.write_bytes(content)
-        return
-    with open(file, "wb") as handle:
-        handle.write(content)
-        handle.flush()
-        os.fsync(handle.fileno())
-
-
-def sync(path: Path) -> None:
-    """Waits until a file, or the list of files in a directory, is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _beside(path: Path, suffix: str) -> Path:
-    return path.with_name(f".{path.name}.{suffix}")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from moe_jax.core.errors import InputError
 from moe_jax.files.regular_files import read_regular
-from moe_jax.files.remote.remote_path import BucketPath
+from moe_jax.files.storage_path import BucketPath, StoragePath, as_path
 
 TOKENIZER = "tokenizer.json"
 MAX_BYTES = 256 << 20
@@ -24,6 +24,7 @@ def companions_in(directory: Path) -> tuple[Path, ...]:
     Raises:
       InputError: see `refuse_links_out`.
     """
+    directory = as_path(directory)
     if isinstance(directory, BucketPath):
         return tuple(file for file in _in_bucket(directory) if is_companion(file.name))
     files = sorted(file for file in directory.iterdir() if is_companion(file.name) and file.is_file())
@@ -31,8 +32,10 @@ def companions_in(directory: Path) -> tuple[Path, ...]:
     return tuple(files)
 
 
-def list_companions(directory: BucketPath, names: Iterable[str]) -> None:
-    """Writes down which files go with a model in a bucket: a listing may not show them yet."""
+def list_companions(directory: StoragePath, names: Iterable[str]) -> None:
+    """Writes down which files go with a model, where listings may not show them yet: in a bucket."""
+    if not isinstance(directory, BucketPath):
+        return
     (directory / _LIST).write_bytes(json.dumps({"files": sorted(names)}).encode())
 
 
@@ -90,12 +93,12 @@ def tokenizer_files(file: Path) -> dict[str, Path]:
     Raises:
       InputError: see `refuse_links_out`.
     """
-    if isinstance(file, BucketPath):
-        there = _in_bucket(file.parent)
-        return {path.name: path for path in there if is_of_tokenizer(path.name)} | {TOKENIZER: file}
+    directory, own = as_path(file).parent, {TOKENIZER: file}
+    if isinstance(directory, BucketPath):
+        return {path.name: path for path in _in_bucket(directory) if is_of_tokenizer(path.name)} | own
     beside = [path for path in sorted(file.parent.iterdir()) if is_of_tokenizer(path.name) and path.is_file()]
     refuse_links_out(file.parent, [path for path in beside if path != file])
-    return {path.name: path for path in beside} | {TOKENIZER: file}
+    return {path.name: path for path in beside} | own
 
 
 def with_tokenizer(files: Iterable[Path], tokenizer: Path) -> dict[str, Path]:

@@ -1,4 +1,4 @@
-"""Adapters: `scale * act(x Down) Up`, one for all tokens, or several, weighted by each token (methods.md 6, 7).
+"""Adapters, `scale * act(x Down) Up`: one for all tokens, or several, which each token weights (methods.md 6, 7).
 
 The cost is that of the two thin products: `Down Up`, which is as large as the kernels beside it, is never computed.
 """
@@ -20,26 +20,26 @@ _BYTES_PER_SORTED_ENTRY = 8 * 4
 
 
 def activate(h: Float[Array, "..."], activation: str) -> Float[Array, "..."]:
-    """Applies the activation function of this name, a key of `ACTIVATION_FUNCTIONS`; `none` is the identity."""
+    """Applies the activation function of this name: a key of `ACTIVATION_FUNCTIONS`, or `none` for the identity."""
     return h if activation == "none" else ACTIVATION_FUNCTIONS[activation](h)
 
 
 def adapter(
     x: Float[Array, "... d"], down: Float[Array, "d r"], up: Float[Array, "r o"], activation: str, scale: float
 ) -> Float[Array, "... o"]:
-    """One adapter, or LoRA: `scale * act(x Down) Up` in the dtype of `x`."""
+    """Applies one adapter, or LoRA: returns `scale * act(x Down) Up` in the dtype of `x`."""
     return linear(activate(linear(x, down), activation), up) * jnp.asarray(scale, x.dtype)
 
 
 def all_adapters(
     x: Float[Array, "T d"], down: Float[Array, "M d r"], up: Float[Array, "M r d"], activation: str, scale: float
 ) -> Float[Array, "T d"]:
-    """The sum of M adapters, each with weight 1 (PERFT-D and PERFT-S), computed as one adapter of M times the rank."""
+    """Returns the sum of M adapters with weight 1 (PERFT-D, PERFT-S), computed as one adapter of M times the rank."""
     return adapter(x, _side_by_side(down), up.reshape(-1, up.shape[2]), activation, scale)
 
 
 def cheaper_way(num_adapters: int, rank: int, top_k: int, operations_per_byte: float) -> str:
-    """The one of `WAYS` (see `routed_adapters`) that costs less, by a count of operations per entry of a token.
+    """Returns the cheaper one of `WAYS` (see `routed_adapters`), by a count of operations per entry of a token.
 
     Args:
       num_adapters, rank, top_k: M, r and k.
@@ -58,7 +58,7 @@ def routed_adapters(
     scale: float,
     way: str,
 ) -> Float[Array, "T d"]:
-    """`sum_j w_j * scale * act(x Down_j) Up_j` over the chosen adapters of every token.
+    """Returns `sum_j w_j * scale * act(x Down_j) Up_j` over the adapters that each token chose.
 
     Args:
       x: tokens.
@@ -66,8 +66,8 @@ def routed_adapters(
       down, up: kernels of all adapters.
       activation: a key of `ACTIVATION_FUNCTIONS`, or `none`.
       scale: s.
-      way: `side-by-side` applies all adapters to every token, and those that it did not choose have weight zero;
-        `grouped` sorts the tokens by adapter and applies to each only the adapters that it chose.
+      way: `side-by-side` applies all adapters to every token, with weight zero for those that the token did not choose;
+        `grouped` sorts the tokens by adapter and applies to each token only the adapters that it chose.
     """
     assert way in WAYS, way
     apply = _weighted if way == "side-by-side" else _grouped

@@ -1,8 +1,8 @@
-"""Lengths in buckets, so that a program that was compiled for one serves many."""
+"""Rounds lengths up to few sizes ("buckets"), so that one compiled program serves many lengths."""
 
 
 def bucket(length: int, *, least: int = 16) -> int:
-    """The smallest of `least`, 1.5 `least`, 2 `least`, 3 `least`, 4 `least`, ... that is not below `length`.
+    """Returns the smallest of `least`, 1.5 `least`, 2 `least`, 3 `least`, 4 `least`, ... that is at least `length`.
 
     Args:
       length: at least 1.

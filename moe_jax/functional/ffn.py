@@ -9,7 +9,7 @@ from moe_jax.kernels.activations import ACTIVATION_FUNCTIONS
 
 
 def hidden(up: Float[Array, "... f"], gate: Float[Array, "... f"] | None, activation: str) -> Float[Array, "... f"]:
-    """`act(gate) * up` of a gated FFN, or `act(up)` of a plain one (`gate` is None)."""
+    """Returns `act(gate) * up` for a gated FFN, or `act(up)` for a plain one (`gate` is None)."""
     act = ACTIVATION_FUNCTIONS[activation]
     return act(up) if gate is None else act(gate) * up
 
@@ -20,7 +20,7 @@ def ffn(
     biases: Mapping[str, Float[Array, " o"]],
     activation: str,
 ) -> Float[Array, "... d"]:
-    """A dense FFN.
+    """Returns the output of a dense FFN.
 
     Args:
       x: activations.
@@ -37,6 +37,6 @@ def ffn_hidden(
     biases: Mapping[str, Float[Array, " f"]],
     activation: str,
 ) -> Float[Array, "... f"]:
-    """What the `down` kernel of a dense FFN is given; arguments as of `ffn`, where those of `down` may be missing."""
+    """Returns the hidden state, the input of `down`, of a dense FFN. Arguments as for `ffn`; `down` may be missing."""
     gate = linear(x, kernels["gate"], biases.get("gate")) if "gate" in kernels else None
     return hidden(linear(x, kernels["up"], biases.get("up")), gate, activation)

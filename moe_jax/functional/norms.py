@@ -18,7 +18,7 @@ def rms_norm(
       x: the input.
       scale: one factor per element of the last axis.
       eps: added to the mean square.
-      plus_one: the factors are `1 + scale`, of which the sum is float32 too (Gemma).
+      plus_one: the factors are `1 + scale`, added in float32 (Gemma).
     """
     x32 = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
@@ -29,7 +29,7 @@ def rms_norm(
 def layer_norm(
     x: Float[Array, "... d"], scale: Float[Array, "*axes d"], bias: Float[Array, " d"] | None, eps: float
 ) -> Float[Array, "... d"]:
-    """Layer norm over the last axis (Ba et al., 2016). A scale with more axes than one differs along those of `x`."""
+    """Layer norm over the last axis (Ba et al., 2016). A scale with several axes varies along those axes of `x`."""
     x32 = x.astype(jnp.float32)
     centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
     inverse = jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps)

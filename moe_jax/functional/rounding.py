@@ -1,4 +1,4 @@
-"""Stochastic rounding: to one of the two nearest numbers of a narrower dtype, so that the mean is the number itself.
+"""Stochastic rounding to one of the two nearest numbers of a narrower dtype, such that the mean is the number itself.
 
 A weight in bfloat16 has steps of 2^-8 of its size. A smaller update is lost if it is rounded to the nearest number,
 every time; rounded stochastically it takes the whole step with the probability that is its share of one (Gupta et al.
@@ -20,7 +20,8 @@ def round_stochastically(x: Float[Array, "*n"], key: Array) -> BFloat16[Array, "
       x: float32.
       key: random key.
     """
-    # A bfloat16 is the upper half of a float32. What is added to the lower half carries as often as that is large.
+    # A bfloat16 is the upper half of a float32. A random number added to the lower half carries with a probability in
+    # proportion to the lower half.
     bits = lax.bitcast_convert_type(x, jnp.uint32) + jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
     upper = lax.shift_right_logical(bits, jnp.full(x.shape, 16, jnp.uint32)).astype(jnp.uint16)
     return jnp.where(jnp.isfinite(x), lax.bitcast_convert_type(upper, jnp.bfloat16), x.astype(jnp.bfloat16))

@@ -1,6 +1,6 @@
 """Answers of a model to requests, kept in a file, so that an interrupted or repeated evaluation does not ask again.
 
-The file is an SQLite database of JSON. lm-eval's own cache is one of pickles, which execute what they hold.
+The file is an SQLite database of JSON. lm-eval's own cache consists of pickles, which execute their content.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ class AnswerCache:
     """Answers by request.
 
     Args:
-      path: of the file, which is made if there is none.
-      model: what tells this model from others, as its answers are kept in the same file.
+      path: of the file, which is created if there is none.
+      model: identifies the model, as answers of several models may be in the same file.
 
     Raises:
       InputError: if there is something else at the path.
@@ -39,14 +39,14 @@ class AnswerCache:
             )
 
     def close(self) -> None:
-        """Nothing can be asked afterwards."""
+        """Closes the file; the cache cannot be used afterwards."""
         self._database.close()
 
     def find(self, kind: str, request: Sequence[Any]) -> Answer | None:
-        """The answer to a request that was kept; None if there is none.
+        """Returns the stored answer to a request; None if there is none.
 
         Raises:
-          InputError: if it is none of the kind.
+          InputError: if the stored answer is not of this kind.
         """
         with self._errors():
             row = self._database.execute(
@@ -60,7 +60,7 @@ class AnswerCache:
             raise InputError(f"{self._path} holds no answers: {first_sentence(error)}") from None
 
     def keep(self, kind: str, request: Sequence[Any], answer: Answer) -> None:
-        """Keeps an answer."""
+        """Stores an answer."""
         with self._errors():
             self._database.execute(
                 "INSERT OR REPLACE INTO answers VALUES (?, ?)", (self._key(kind, request), json.dumps(answer))

@@ -1,9 +1,9 @@
-"""A model of this library as lm-eval asks one: log-likelihoods, rolling ones, and texts until a stop string.
+"""A model of this library as lm-eval calls it: log-likelihoods, rolling ones, and texts until a stop string.
 
 Tokens are made and counted as by lm-eval's own backend for Transformers (`hf`), so that figures can be compared.
 
-Several processes ask alike. Where each has the model on its own devices, it answers its share of the requests, and all
-hear all answers; where they hold it together, they answer together.
+All of several processes make the same calls. If each has the model on its own devices, it answers its share of the
+requests, and all get all answers; if they hold the model together, they answer together.
 """
 
 import hashlib
@@ -31,28 +31,28 @@ from moe_jax.harness.answer_cache import Answer, AnswerCache
 from moe_jax.harness.likelihood import Continuation, Likelihoods
 from moe_jax.nn import Decoder, unstacked
 
-# Of each process, between two times that the answers of all are gathered and kept.
+# Batches of each process between two times that the answers of all are gathered and stored.
 _BATCHES = 64
 
-# As many as lm-eval's other backends add where a task says nothing.
+# As many as lm-eval's other backends add if a task says nothing.
 MAX_NEW_TOKENS = 256
 _LENGTH_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _KEYS = ("until", "do_sample", "temperature", "top_k", "top_p", *_LENGTH_KEYS)
 
 
 class HarnessModel(TemplateLM):
-    """What lm-eval evaluates.
+    """The model that lm-eval evaluates.
 
     Args:
       model: the decoder.
       tokenizer: of the model.
-      max_length: tokens that the model is given at most; of what is longer the beginning is left out. By default those
-        that it was made for.
+      max_length: most tokens of an input; the beginning of longer ones is left out. Default: the model's context
+        length.
       batch_size: rows computed at once. Does not change a result.
-      mesh: the mesh that the model is on, of devices of this process alone or of all; None: its first device.
+      mesh: the mesh that the model is on, with devices of this process alone or of all; None: its first device.
       seed: of tasks that sample.
-      cache: where answers are kept and found, of several processes by the first; None: nowhere.
-      progress: is told how far it is.
+      cache: stores answers and finds stored ones, in the first of several processes; None: there is none.
+      progress: is told of the progress.
 
     Raises:
       InputError: if the model has an encoder or a head for classes, or names neither BOS nor EOS.
@@ -90,30 +90,30 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The first token that ends a text; that which begins one if there is none."""
+        """The first token that ends a text; without one, the token that begins a text."""
         return self._eos_ids[0] if self._eos_ids else self.prefix_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that has no context."""
+        """The token before a text that has no context."""
         assert self._prefix is not None
         return self._prefix
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids; BOS comes before them where the tokenizer does so, unless the text has it or it is unwanted."""
+        """Returns token ids; after BOS if the tokenizer adds one, unless the text has it already or it is unwanted."""
         has_bos = self._bos is not None and string.startswith(self._tokens.token(self._bos))
         plain = add_special_tokens is False or (add_special_tokens is None and has_bos)
         return (self._tokens.encode(string) if plain else self._tokens.prompt(string)).tolist()
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Of continuations given their contexts: logarithms of probabilities, and whether they are the greedy ones."""
+        """Returns for each continuation of a context its log-likelihood, and whether it is the greedy one."""
         make = super().loglikelihood
         return self._answered("loglikelihood", requests, lambda rest: make(rest, disable_tqdm=disable_tqdm))
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Of texts (None for a window of a longer one), tokens of contexts, and tokens of continuations."""
+        """Does so for texts (None for a window of a longer one), tokens of contexts, and tokens of continuations."""
         del disable_tqdm
         asked = [Continuation(context, tokens) for _, context, tokens in requests]
 
@@ -125,7 +125,7 @@ class HarnessModel(TemplateLM):
         return [(one.log_likelihood, one.is_greedy) for one in found]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
-        """Of whole texts, in windows of `max_length` tokens, every token scored once."""
+        """Returns the log-likelihoods of whole texts, in windows of `max_length` tokens, every token scored once."""
         del disable_tqdm
         return self._answered("loglikelihood_rolling", requests, self._rolling)
 
@@ -147,7 +147,7 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Texts that end before a stop string, greedy unless a task says otherwise."""
+        """Returns texts that end before a stop string, greedy unless a task says otherwise."""
         del disable_tqdm
         return self._answered("generate_until", requests, self._generate)
 
@@ -155,7 +155,7 @@ class HarnessModel(TemplateLM):
         if self._unstacked is None:
             self._unstacked = unstacked(self._model)
         prompts = [self.tok_encode(request.args[0]) for request in requests]
-        settings = [_settings(_wanted(request)) for request in requests]
+        settings = [_settings(_generation_options(request)) for request in requests]
         groups: dict[str, list[int]] = {}
         for index in sorted(range(len(requests)), key=lambda index: -len(prompts[index])):
             groups.setdefault(repr(settings[index]), []).append(index)
@@ -178,7 +178,8 @@ class HarnessModel(TemplateLM):
         return [texts[index] for index in range(len(requests))]
 
     def _continued(self, prompts: Sequence[Sequence[int]], *, stop: Sequence[str], **how: Any) -> list[str]:
-        """Texts until one of `stop`, a token that ends texts, or as many tokens as `how` says; without what ended them.
+        """Returns texts until one of `stop`, an end token, or the most tokens that `how` allows; without the stop
+        itself.
 
         Special tokens are no text.
         """
@@ -197,7 +198,7 @@ class HarnessModel(TemplateLM):
         return [text.text for text in texts]
 
     def _answered(self, kind: str, requests: list[Instance], make: Callable[[list[Instance]], list[Any]]) -> list[Any]:
-        """Answers from the cache, and those to the other requests."""
+        """Returns the stored answers, and new ones to the other requests."""
         if jax.process_count() > 1:
             asked = json.dumps([request.args for request in requests], default=str).encode()
             check_equal({"what the tasks ask": hashlib.sha256(asked).hexdigest()})
@@ -217,8 +218,11 @@ class HarnessModel(TemplateLM):
         return None if _is_random(kind, request) else self._cache.find(kind, request.args)
 
     def _shared(self, kind: str, requests: list[Instance], make: Callable[[list[Instance]], list[Any]]) -> list[Any]:
-        """Answers, made by all processes: each makes its own, but all of them those that are drawn, which would differ
-        with the number of processes."""
+        """Returns answers that all processes make together.
+
+        Each makes its own share; but all make all answers that are drawn, which would differ with the number of
+        processes.
+        """
         if self._parts == 1 or any(_is_random(kind, request) for request in requests):
             return make(requests)
         made: list[Any] = []
@@ -240,7 +244,7 @@ class HarnessModel(TemplateLM):
             self._cache.keep(kind, request, answer)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as the model's text; one that is to be continued ends with the assistant's own words."""
+        """Returns a conversation as the model's text; one to be continued ends with the assistant's own words."""
         if self._template is None:
             self._template = load_chat_template(self._tokens.path)
         text = self._template(chat_history, add_generation_prompt=add_generation_prompt)
@@ -253,28 +257,28 @@ class HarnessModel(TemplateLM):
         return text[: begin + len(last)]
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template's source; None if there is none or none is wanted."""
+        """Returns the template's source; None if there is none or none is wanted."""
         found = find_chat_template(self._tokens.path) if chat_template else None
         return None if found is None else found.source
 
     @property
     def tokenizer_name(self) -> str:
-        """What tells tokenizers apart in lm-eval's cache of requests."""
+        """A name that identifies the tokenizer in lm-eval's cache of requests."""
         return hashlib.sha256(self._tokens.path.read_bytes()).hexdigest()
 
 
-def _wanted(request: Instance) -> dict[str, Any]:
-    """The `generation_kwargs` of a request for a text."""
+def _generation_options(request: Instance) -> dict[str, Any]:
+    """Returns the `generation_kwargs` of a request for a text."""
     _, wanted = cast(tuple[str, dict[str, Any]], request.args)
     return wanted
 
 
 def _is_random(kind: str, request: Instance) -> bool:
-    return kind == "generate_until" and _settings(_wanted(request))["temperature"] > 0
+    return kind == "generate_until" and _settings(_generation_options(request))["temperature"] > 0
 
 
 def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """How a task wants texts to be made, as `HarnessModel._continued` takes it."""
+    """Converts a task's settings for texts to arguments of `HarnessModel._continued`."""
     for name in given:
         if name not in _KEYS:
             raise InputError(f"generation_kwargs: {name!r} is not known{nearest(name, _KEYS)}: {', '.join(_KEYS)}")
@@ -295,7 +299,7 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _special_ids(tokenizer: Tokenizer, bos: int | None, eos: Sequence[int]) -> tuple[int | None, int | None]:
-    """BOS and EOS: as tokenizer_config.json names them, which is what `hf` goes by, or else as the model does."""
+    """Returns BOS and EOS: from tokenizer_config.json, as `hf` takes them, or else from the model."""
     file = tokenizer.path.with_name("tokenizer_config.json")
     settings = read_json_object(file, allow=ANYTHING) if file.exists() else {}
     found = []

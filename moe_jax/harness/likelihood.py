@@ -1,4 +1,4 @@
-"""Log-likelihoods of continuations, many at a time: rows of like lengths share a batch, and batches few programs."""
+"""Log-likelihoods of many continuations: rows of similar length share a batch, and few programs serve all batches."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -21,15 +21,16 @@ from moe_jax.functional.buckets import bucket
 from moe_jax.functional.heads.head_chunks import chunk_size
 from moe_jax.nn import Decoder
 
-# Of a batch; where the logits of a few positions more are cheaper than another program.
+# Smallest length of a batch, and fewest scored positions: logits of a few more positions are cheaper than another
+# program.
 _SHORTEST, _FEWEST_SCORED = 32, 8
 WHAT = "scoring"
 
 
 class Continuation(NamedTuple):
     """Attributes:
-    context: at least one token, which is not scored.
-    tokens: at least one, which are.
+    context: at least one token; it is not scored.
+    tokens: at least one token; all are scored.
     """
 
     context: Sequence[int]
@@ -39,7 +40,7 @@ class Continuation(NamedTuple):
 class Likelihood(NamedTuple):
     """Attributes:
     log_likelihood: of the continuation given the context, natural logarithm.
-    is_greedy: whether every token of it is the likeliest one at its place.
+    is_greedy: whether every token of it is the most likely one at its place.
     """
 
     log_likelihood: float
@@ -51,7 +52,7 @@ class Likelihoods:
 
     Args:
       model: the decoder.
-      max_length: tokens that the model is given at most; of a longer row the beginning is left out.
+      max_length: most tokens of an input; the beginning of a longer row is left out.
       batch_size: rows computed at once, rounded up to a multiple of the mesh's batch shards. Affects only the last bits
         of the result.
       mesh: the mesh that the model is on; None: the first device of this process.
@@ -77,12 +78,12 @@ class Likelihoods:
         progress: Progress = no_progress,
         answered: Callable[[int, Likelihood], object] = lambda index, answer: None,
     ) -> list[Likelihood]:
-        """What there is for every continuation; equal ones are computed once.
+        """Returns the likelihood of every continuation; equal ones are computed once.
 
         Args:
           asked: the continuations.
-          progress: is told how far it is.
-          answered: is given every answer, and which it is, as soon as it is there.
+          progress: is told of the progress.
+          answered: called with the index of a continuation and its answer as soon as that is known.
 
         Raises:
           InputError: if a context or a continuation is empty, a continuation is longer than `max_length`, or logits are
@@ -109,7 +110,7 @@ class Likelihoods:
         return [answers[index] for index in range(len(asked))]
 
     def _checked(self, one: Continuation) -> "_Row":
-        """The tokens that the model is given, and how many of the last are scored, with what follows the last."""
+        """Returns a continuation's row: its tokens, cut to the longest input, and how many of the last are scored."""
         context, tokens = tuple(one.context), tuple(one.tokens)
         if not context or not tokens:
             raise InputError("a log-likelihood takes at least one token of context and one that is scored")
@@ -121,7 +122,7 @@ class Likelihoods:
         return (*context, *tokens)[-(self._max_length + 1) :], len(tokens)
 
     def _chunks(self, rows: Sequence["_Row"]) -> Iterator[tuple[list["_Row"], int]]:
-        """Rows whose lengths have the same bucket, at most a batch, and positions that are scored, padding included."""
+        """Yields rows with lengths of the same bucket, at most a batch, and the scored positions, padding included."""
         groups: dict[int, list[_Row]] = {}
         for row in rows:
             groups.setdefault(self._length(row), []).append(row)
@@ -137,7 +138,7 @@ class Likelihoods:
         return min(size, self._max_length) if self._config.bounded_positions else size
 
     def _batch(self, rows: Sequence["_Row"], most_scored: int) -> dict[str, np.ndarray]:
-        """Rows padded on the right, and empty ones up to the size of a batch."""
+        """Returns rows padded on the right, and empty rows up to the size of a batch."""
         shape = (self._batch_size, self._length(rows[0]))
         scored_shape = (self._batch_size, most_scored)
         tokens, inside = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
@@ -172,7 +173,7 @@ def _compiled(graphdef: nnx.GraphDef, mesh: Mesh) -> Callable[..., tuple[jax.Arr
 def _losses_and_likeliest(
     model: Decoder, x: Float[Array, "B K d"], targets: Int[Array, "B K"]
 ) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:
-    """Of a few columns at a time, whose logits are not large."""
+    """Computes a few columns at a time, whose logits are not large."""
     rows, columns = targets.shape
     size = max(1, min(columns, chunk_size(rows * columns, model.config.vocab_size) // rows))
     chunks = -(-columns // size)

@@ -1,4 +1,4 @@
-"""What a model wrote for the tasks of a benchmark, as another program reads it that judges: EvalPlus, for one.
+"""A model's answers to the tasks of a benchmark, in the form that another program reads to judge them, as EvalPlus.
 
 A task file says under `metadata.samples` what a line has: keys, and templates of their values, which know the keys of
 the example and `completion`, the text that the model wrote. Nothing that a model wrote is executed here.
@@ -15,10 +15,10 @@ ONLY_WRITTEN = "bypass"
 
 
 def samples_of(results: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-    """One line for every example of the tasks that say what their samples have.
+    """Yields a line for every example of the tasks that describe their samples.
 
     Args:
-      results: of `evaluate_tasks`.
+      results: from `evaluate_tasks`.
 
     Raises:
       InputError: if a template fails.
@@ -41,7 +41,7 @@ def samples_of(results: Mapping[str, Any]) -> Iterator[dict[str, str]]:
 
 
 def without_unjudged(results: Mapping[str, Any]) -> dict[str, Any]:
-    """The results without the figure that lm-eval gives tasks that nobody judged."""
+    """Returns the results without the figure that lm-eval gives tasks that nobody judged."""
     kept = {
         name: {
             key: value for key, value in figures.items() if key.split(",")[0].removesuffix("_stderr") != ONLY_WRITTEN

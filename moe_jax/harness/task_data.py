@@ -1,4 +1,4 @@
-"""The examples of a task file: JSON lines or a JSON list, perhaps compressed with gzip, read as data alone."""
+"""The examples of a task file: JSON lines or a JSON list, perhaps compressed with gzip, read as data only."""
 
 import gzip
 import io
@@ -11,25 +11,25 @@ from moe_jax.files.json_toml import ANYTHING, parse_json
 from moe_jax.files.regular_files import read_regular
 
 MAX_BYTES = 1 << 30
-"""Of a file, and of what a compressed one holds."""
+"""Most bytes of a file, and of the content of a compressed one."""
 
 
 def read_examples(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file, in order.
+    """Returns the objects of a file, in order.
 
     Args:
       path: a file of JSON lines (blank ones are skipped) or of one JSON list; compressed if its name ends in `.gz`.
 
     Raises:
       FileNotFoundError: no such file.
-      InputError: if it is neither, holds something else than objects, or nothing.
+      InputError: if it is neither, holds anything but objects, or nothing.
     """
     if not path.is_file():
         raise FileNotFoundError(f"no data at {path}")
     content = read_regular(path, max_bytes=MAX_BYTES)
     if path.suffix == ".gz":
         content = _unpacked(content, path)
-    examples = _of_list(content, path) if content.lstrip()[:1] == b"[" else _of_lines(content, path)
+    examples = _read_list(content, path) if content.lstrip()[:1] == b"[" else _read_lines(content, path)
     if not examples:
         raise InputError(f"{path} holds no examples")
     return examples
@@ -46,14 +46,14 @@ def _unpacked(content: bytes, path: Path) -> bytes:
     return unpacked
 
 
-def _of_list(content: bytes, path: Path) -> list[dict[str, Any]]:
+def _read_list(content: bytes, path: Path) -> list[dict[str, Any]]:
     found = parse_json(content, where=str(path), allow=ANYTHING, max_values=len(content))
     for number, example in enumerate(found, start=1):
         _check(example, f"{path}, example {number}")
     return found
 
 
-def _of_lines(content: bytes, path: Path) -> list[dict[str, Any]]:
+def _read_lines(content: bytes, path: Path) -> list[dict[str, Any]]:
     examples = []
     for number, line in enumerate(content.split(b"\n"), start=1):
         if line and not line.isspace():

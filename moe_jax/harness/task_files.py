@@ -1,10 +1,10 @@
-"""Task files in lm-eval's YAML, read as data: a task is configured and nothing that a file says is executed.
+"""Task files in lm-eval's YAML, read as data: a task is configured, and nothing that a file says is executed.
 
 lm-eval itself imports the functions that a task file names (`!function`), runs Python files beside it, loads metrics as
 scripts, and renders templates without a sandbox. Here a task file may have the keys that only describe a task, and the
 rest is refused. Templates are rendered in a sandbox (`sandboxed_templates`).
 
-A folder of task files is read whole; a file that is refused is in nobody's way until its task is asked for.
+A folder of task files is read whole; a refused file is an error only once its task is asked for.
 """
 
 import contextlib
@@ -60,9 +60,9 @@ class TaskFolder(NamedTuple):
 
     Attributes:
       tasks: configurations as lm-eval takes them, by name; data is not read yet.
-      groups: of tasks, by name: their configurations.
+      groups: configurations of groups of tasks, by name.
       tags: names of tasks, by tag.
-      refused: why a task or group cannot be had, by name.
+      refused: reason why a task or group is refused, by name.
     """
 
     tasks: dict[str, dict[str, Any]]
@@ -71,7 +71,7 @@ class TaskFolder(NamedTuple):
     refused: dict[str, str]
 
     def names(self) -> list[str]:
-        """What can be asked for."""
+        """Returns all names that can be asked for."""
         return sorted({*self.tasks, *self.groups, *self.tags})
 
 
@@ -80,7 +80,7 @@ def read_task_folder(folder: Path, *, data: Path | None = None) -> TaskFolder:
 
     Args:
       folder: of task files. A file without `task` and `group` is there to be included.
-      data: where relative `data_files` begin; None: at the task file's own folder.
+      data: the folder that relative `data_files` start from; None: the task file's own folder.
 
     Raises:
       FileNotFoundError: no such folder.
@@ -126,7 +126,7 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Of plain values; functions become `_Function`s, which the checks refuse."""
+        """Loads plain values; functions become `_Function`s, which the checks refuse."""
 
     def refuse(loader: Any, suffix: str, node: Any) -> Any:
         return _Tagged(f"!{suffix} {shown(getattr(node, 'value', ''))}")
@@ -145,7 +145,7 @@ def _read_yaml(file: Path) -> dict[str, Any]:
 
 
 def _check_events(events: Any) -> None:
-    """Aliases make a small file describe an endless value."""
+    """Refuses aliases: with them a small file can describe an endless value."""
     import yaml
 
     if any(isinstance(event, yaml.AliasEvent) for event in events):
@@ -153,11 +153,11 @@ def _check_events(events: Any) -> None:
 
 
 class _Tagged(str):
-    """What a tag stands before that is not one of plain YAML."""
+    """The value after a tag that is not one of plain YAML."""
 
 
 def _with_includes(raw: Mapping[str, Any], file: Path, folder: Path, depth: int = 0) -> dict[str, Any]:
-    """A configuration with those that it includes, of which it overrides what it has itself."""
+    """Returns a configuration merged with those that it includes, whose keys it overrides."""
     if depth > _MAX_DEPTH:
         raise InputError(f"{file}: includes are nested more than {_MAX_DEPTH} deep")
     own = {key: value for key, value in raw.items() if key != "include"}
@@ -248,7 +248,7 @@ def _entries(value: Any, what: str, key: str) -> list[dict[str, Any]]:
 
 
 def _dataset(config: Mapping[str, Any], file: Path, data: Path | None) -> dict[str, Any]:
-    """What a configuration says of its data: local files are read by us, anything else is a name on the Hub."""
+    """Returns the data of a configuration: local files are read by us, anything else is a name on the Hub."""
     path, kwargs = config.get("dataset_path"), config.get("dataset_kwargs") or {}
     if not isinstance(path, str) or not isinstance(kwargs, dict):
         raise InputError(f"dataset_path {shown(path)}: expected 'json', or the name of a data set on the Hub")
@@ -275,10 +275,10 @@ def _dataset(config: Mapping[str, Any], file: Path, data: Path | None) -> dict[s
 
 
 def local_data(*, data_files: Mapping[str, str], **_: Any) -> dict[str, Any]:
-    """The splits of local JSON files, as lm-eval takes the data of a task.
+    """Returns the splits of local JSON files, as lm-eval takes the data of a task.
 
     Raises:
-      FileNotFoundError, InputError: see `read_examples`; or if the examples of a file have values of unlike types.
+      FileNotFoundError, InputError: see `read_examples`; or if the examples of a file have values of different types.
     """
     import datasets
     import pyarrow
@@ -295,7 +295,7 @@ def local_data(*, data_files: Mapping[str, str], **_: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def sandboxed_templates() -> Iterator[None]:
-    """Templates that lm-eval renders inside of the block are rendered in a sandbox, in bounds, with the same result.
+    """Renders the templates of lm-eval inside of the block in a sandbox, within limits, with the same result.
 
     An error of a template becomes an `InputError`.
     """
@@ -310,9 +310,10 @@ def sandboxed_templates() -> Iterator[None]:
 
 
 class _Sandbox:
-    """What lm-eval asks a Jinja environment for."""
+    """The part of a Jinja environment that lm-eval uses."""
 
     def from_string(self, source: str) -> "_Prompt":
+        """Compiles a template."""
         return _compiled(source)
 
 
@@ -323,6 +324,7 @@ class _Prompt:
             self._template = Template(source, of_task=True)
 
     def render(self, /, **example: Any) -> str:
+        """Returns the text of an example."""
         with _template_errors(self._source):
             return self._template.render(example).text
 

@@ -1,4 +1,4 @@
-"""Evaluates a model on tasks: task files of this library, of a folder, and lm-eval's own."""
+"""Evaluates a model on tasks: from task files of this library, from a folder's, and lm-eval's own."""
 
 import contextlib
 import importlib.util
@@ -14,7 +14,7 @@ from typing import Any
 from moe_jax.core.errors import InputError, first_sentence, nearest, shown
 from moe_jax.harness.task_files import SHIPPED, TaskFolder, read_task_folder
 
-# As lm-eval's own: with the same examples before a question, and the same resampling, come the same figures.
+# As in lm-eval: equal examples before a question, and equal resampling, give equal figures.
 _SEED = 1234
 _HUB = "https://huggingface.co"
 _SECONDS_TO_CONNECT = 5.0
@@ -27,7 +27,7 @@ def check_installed() -> None:
 
 
 def known_tasks(folder: Path | None = None, *, data: Path | None = None) -> TaskFolder:
-    """The task files of this library and of a folder, which comes before it.
+    """Returns the task files of this library and of a folder, which takes precedence.
 
     Raises:
       FileNotFoundError, InputError: see `read_task_folder`.
@@ -42,14 +42,14 @@ def known_tasks(folder: Path | None = None, *, data: Path | None = None) -> Task
 
 
 def load_tasks(names: Sequence[str], known: TaskFolder) -> dict[str, Any]:
-    """The tasks of names, with their data, as lm-eval's `evaluate` takes them. Call it in `sandboxed_templates`.
+    """Loads the tasks of these names, with their data, for lm-eval's `evaluate`. Call it in `sandboxed_templates`.
 
     Args:
       names: of tasks, groups or tags.
-      known: task files; what they do not have is looked for among lm-eval's own, whose data the Hub has.
+      known: task files; other names are looked for among lm-eval's own tasks, whose data is on the Hub.
 
     Raises:
-      InputError: for an unknown or refused task, or one whose data cannot be had.
+      InputError: for an unknown or refused task, or one whose data is not available.
     """
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks._index import Entry, Kind
@@ -74,11 +74,11 @@ def load_tasks(names: Sequence[str], known: TaskFolder) -> dict[str, Any]:
         manager.task_index[name] = Entry(name, Kind.GROUP, None, config)
     on_hub = [name for name in sorted(needed) if "custom_dataset" not in known.tasks.get(name, {}) and
               name not in known.groups]  # fmt: skip
-    with _quiet(), _hub(on_hub):
+    with _quiet(), _hub_errors(on_hub):
         loaded: dict[str, Any] = dict(manager.load(list(wanted)))
     for task in loaded["tasks"].values():
         _check_safe(task)
-        # It is no part of what the results say of a task.
+        # It does not belong to the description of a task in the results.
         task.set_config("custom_dataset", None)
     return loaded
 
@@ -97,17 +97,18 @@ def evaluate_tasks(
     Args:
       model: an `lm_eval.api.model.LM`.
       tasks: from `load_tasks`.
-      limit: examples of every task, the first; None: all.
-      num_fewshot: examples with their answers before a question; None: what a task says. Those of a task that says 0
-        stay 0, as with lm-eval.
+      limit: number of examples of every task, the first ones; None: all.
+      num_fewshot: number of examples with answers before a question; None: as the task says. A task that says 0 keeps
+        0, as with lm-eval.
       apply_chat_template: whether prompts are messages of a conversation; examples are turns of it.
       system: the system prompt.
 
     Returns:
-      lm-eval's results, JSON but for `samples`: `results`, `groups`, `configs`, `versions`, `n-shot`, `n-samples`, ...
+      lm-eval's results, JSON except for `samples`: `results`, `groups`, `configs`, `versions`, `n-shot`, `n-samples`,
+      ...
 
-    Raises:
-      InputError: if there are no answers to be counted, or templates fail.
+      Raises:
+        InputError: if there are no answers to count, or templates fail.
     """
     import lm_eval.evaluator
 
@@ -140,7 +141,7 @@ def _version() -> str:
 
 
 def _check_safe(task: Any) -> None:
-    """lm-eval's own tasks may run what a model writes."""
+    """Raises `InputError` for tasks that run what a model writes, as some of lm-eval's own do."""
     if getattr(task, "UNSAFE_CODE", False) or task.get_config("unsafe_code"):
         raise InputError(
             f"task {task.config.task!r} runs code that the model writes, which is never done here; write samples for "
@@ -150,7 +151,7 @@ def _check_safe(task: Any) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """lm-eval and its libraries report on themselves only from warnings on."""
+    """Silences lm-eval and its libraries except for warnings."""
     names = ("lm_eval", "datasets", "huggingface_hub", "evaluate", "httpx")
     before = {name: logging.getLogger(name).level for name in names}
     for name in names:
@@ -163,10 +164,10 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _hub(names: Iterable[str]) -> Iterator[None]:
-    """Says in one line what goes wrong with the data of tasks that lies on the Hub, and at once if there is no network.
+def _hub_errors(names: Iterable[str]) -> Iterator[None]:
+    """Reports a problem with a task's data on the Hub in one line, and at once if there is no network.
 
-    Data that was fetched before is found without one.
+    Data that was fetched before is found without a network.
     """
     names = list(names)
     if not names:
@@ -197,7 +198,7 @@ def _hub(names: Iterable[str]) -> Iterator[None]:
 
 def _reaches_hub(endpoint: str) -> bool:
     proxied = any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"))
-    if proxied:  # then it is not for us to connect
+    if proxied:  # then the connection is not ours to try
         return True
     parts = urllib.parse.urlsplit(endpoint)
     port = parts.port or (80 if parts.scheme == "http" else 443)

@@ -1,1 +1,1 @@
-"""Kernels of grouped products, each operation beside its plain reference; `functional` picks them."""
+"""Kernels of grouped products, each operation with a plain reference; `functional` chooses between them."""

@@ -16,8 +16,8 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Array], Array]] = {
 
 
 def activated(gate: Float[Array, "m n"], activation: str) -> Float[Array, "m n"]:
-    """The activation of a gate, float32, in operations that Mosaic has."""
+    """Returns the activation of a gate, float32, computed with operations that Mosaic has."""
     if activation == "gelu":
-        # Mosaic has no `erfc`, with which it is computed elsewhere.
+        # Mosaic lacks `erfc`, which other platforms use here.
         return 0.5 * gate * (1.0 + lax.erf(gate * 0.5**0.5))
     return ACTIVATION_FUNCTIONS[activation](gate)

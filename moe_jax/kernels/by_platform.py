@@ -1,4 +1,4 @@
-"""Which implementation of a product a program gets: decided in one place, for the platform that it is lowered for."""
+"""Chooses the implementation of a product, in one place, by the platform that a program is lowered for."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,8 +11,21 @@ from jaxtyping import PyTree
 
 from moe_jax.kernels.deferred import Bound, deferred
 from moe_jax.kernels.gpu.nvidia import compute_capability, triton_fits
-from moe_jax.kernels.one_device import one_device
 from moe_jax.kernels.tpu.chip import current_core
+
+
+def one_device() -> bool:
+    """Whether the function being traced runs on one device, or is the part of one inside `shard_map`.
+
+    Only there can it call a kernel: the compiler cannot divide one between devices.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.empty or mesh.size == 1 or all(kind == jax.sharding.AxisType.Manual for kind in mesh.axis_types)
+
+
+# Rematerialisation recognises a plain product by its primitive. Products of sorted rows, or with kernels that are
+# unpacked or made on the way, are loops or a platform's own kernels and need a name.
+PRODUCT = "kernel_product"
 
 
 def by_platform(
@@ -23,12 +36,12 @@ def by_platform(
     tpu: Bound | None = None,
     gpu: Bound | None = None,
 ) -> Callable[..., Any]:
-    """A function of arrays that is, when the program is lowered:
+    """Returns a function of arrays that becomes, when the program is lowered:
 
     - for a TPU, `tpu`, with the option `core`;
-    - for an NVIDIA GPU that Triton has products of the dtype for, `gpu`, with the option `capability`;
-    - otherwise `loops`. So it is, too, where the compiler divides arrays between devices, as it cannot do with a
-      kernel: the mesh in use says so, or where there is none the program, when it is lowered.
+    - for an NVIDIA GPU for which Triton has products of the dtype, `gpu`, with the option `capability`;
+    - otherwise, and wherever the compiler divides arrays between devices, `loops`: a kernel cannot be divided. Whether
+      arrays are divided is known from the mesh in use, or without a mesh from the program, when it is lowered.
 
     Args:
       loops: plain XLA.

@@ -1,4 +1,4 @@
-"""Functions that are traced only if the program is lowered with them.
+"""Functions that are traced only if the program that is lowered uses them.
 
 `lax.platform_dependent` traces the branches of all platforms, though a program is mostly lowered for one. A kernel
 takes some tenths of a second to import and to trace, which a program for another platform should not pay.
@@ -26,18 +26,17 @@ def deferred(
     divided: Callable[..., PyTree[Array]] | None = None,
     **options: Hashable,
 ) -> PyTree[Array]:
-    """`function(*arguments, **options)`, which is traced when the program is lowered.
+    """Returns `function(*arguments, **options)`; the function is traced when the program is lowered.
 
-    It can be batched, but has no derivative. It does not see the context of the caller: what depends on the mesh in use
-    is for the caller to find out, and to pass as an option.
+    The call can be batched, but has no derivative. The function does not see the context of the caller: the caller must
+    find out what depends on the mesh in use, and pass it as an option.
 
     Args:
-      function: programs are the same if it and the options are.
+      function: programs are the same if the function and the options are equal.
       arguments: trees of arrays.
       out: shapes and dtypes of the result.
-      divided: takes the function's place in a program for several devices that the compiler divides between them, as it
-        cannot divide a kernel; it is called without the options. None: the function is no kernel, or is known to be
-        called on one device.
+      divided: called, without the options, in place of the function if the compiler divides the program between several
+        devices, as it cannot divide a kernel. None: the function is no kernel, or is known to run on one device.
       options: further arguments.
     """
     arrays, structure = jax.tree.flatten(arguments)
@@ -50,7 +49,7 @@ def deferred(
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Bound:
-    """A function with some of its options. Unlike a `functools.partial` it equals another with the same."""
+    """A function with some of its options. Two with equal parts are equal, unlike two of `functools.partial`."""
 
     function: Callable[..., PyTree[Array]]
     options: tuple[tuple[str, Hashable], ...]
@@ -65,7 +64,7 @@ class Bound:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A function of trees, as one of their leaves."""
+    """A function of trees, with flat lists of arrays as arguments and result."""
 
     function: Callable[..., PyTree[Array]]
     structure: Any
@@ -76,7 +75,7 @@ class _Call:
 
 @dataclasses.dataclass(frozen=True)
 class _Mapped:
-    """A function of arrays, mapped over axes of them."""
+    """A function of arrays, mapped over some of their axes."""
 
     call: Callable[..., list[Array]]
     axes: tuple[int | None, ...]
@@ -107,7 +106,7 @@ def _batched(arrays: Sequence[Array], axes: Sequence[int | None], **params: Any)
 
 
 def _lowered(context: mlir.LoweringRuleContext, *arrays: Any, call: Any, divided: Any, shapes: tuple) -> Any:
-    # Only a program that the compiler divides says there of how many devices; inside `shard_map` it has none.
+    # The context has a number of devices only if the compiler divides the program; inside `shard_map` it has none.
     devices = getattr(context.module_context.axis_context, "num_devices", 1)
     chosen = call if devices == 1 else divided
     return mlir.lower_fun(_traced, multiple_results=True)(context, *arrays, call=chosen, shapes=shapes)

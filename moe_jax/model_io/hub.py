@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_jax.core.errors import InputError, first_sentence
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.files.tokenizer_files import is_companion
 
 CONFIG = "config.json"

@@ -31,10 +31,10 @@ from moe_jax.distributed.processes import fail_together, first_decides, has_join
 from moe_jax.files.json_toml import read_json_object
 from moe_jax.files.local_paths import check_beside
 from moe_jax.files.regular_files import hold
-from moe_jax.files.remote.remote_path import as_path
 from moe_jax.files.remote.remote_work import RemoteWork
 from moe_jax.files.resume import open_work
-from moe_jax.files.staging import check_target, remove_directory, write_durably
+from moe_jax.files.staging import check_target
+from moe_jax.files.storage_path import as_path
 from moe_jax.files.tokenizer_files import companions_in, list_companions, read_companion
 from moe_jax.model_io.leaves_to_write import ExpectedLeaves
 from moe_jax.model_io.lineage import LINEAGE_FILE, job_of
@@ -319,7 +319,7 @@ class ModelDirectoryWriter:
         try:
             # Before the weights, so that nothing that is copied can take their place.
             for file in self._files:
-                write_durably(self._work.folder / file.name, read_companion(file))
+                as_path(self._work.folder / file.name).write_durably(read_companion(file))
             if isinstance(self._work, RemoteWork):
                 list_companions(self._work.folder, [file.name for file in self._files])
                 return False, self._work.beginning
@@ -330,7 +330,7 @@ class ModelDirectoryWriter:
                     self._check_leaves()
                     return True, ""
                 if (self._params / COMPLETED).exists():  # and yet damaged
-                    remove_directory(self._params)
+                    as_path(self._params).remove_tree()
             return False, ""
         except BaseException as error:
             self._leave(error)
@@ -357,7 +357,7 @@ class ModelDirectoryWriter:
         for name, content in documents.items():
             if name == _CONFIG:
                 self._work.check_alone()
-            write_durably(self._work.folder / name, json.dumps(content, indent=2).encode())
+            as_path(self._work.folder / name).write_durably(json.dumps(content, indent=2).encode())
         ModelDirectory(self._work.folder)
         self._work.complete()
 

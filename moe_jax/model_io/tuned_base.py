@@ -8,6 +8,7 @@ import dataclasses
 import re
 from typing import Any
 
+from moe_jax.experts.forms.protocol import BesideBase
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
 
@@ -120,7 +121,7 @@ def _is_pesc(layer: LayerConfig) -> bool:
 
 def with_of_base(layer: LayerConfig, of_base: bool) -> LayerConfig:
     """The layer with adapter experts, where it has any, that are the base's or stand beside it."""
-    if not isinstance(layer.mlp, MoEConfig):
+    if not isinstance(layer.mlp, MoEConfig) or not isinstance(layer.mlp.bank.form, BesideBase):
         return layer
     bank = dataclasses.replace(layer.mlp.bank, form=layer.mlp.bank.form.as_part_of_base(of_base))
     return dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, bank=bank))

@@ -1,4 +1,4 @@
-"""`AttentionConfig`: what the attention of a layer is."""
+"""`AttentionConfig`: the description of a layer's attention."""
 
 import dataclasses
 import math
@@ -12,16 +12,17 @@ from moe_jax.functional.attention.rope import RopeConfig
 
 PROJECTIONS = ("q", "k", "v", "o")
 
-# Of latent attention: those that can have a bias.
+# Projections of latent attention that can have a bias.
 LATENT_BIASES = ("q_down", "kv_down", "o")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentConfig:
-    """What makes attention multi-head latent attention (DeepSeek-V2): keys and values are made of one small latent.
+    """The part of a config that makes attention multi-head latent attention (DeepSeek-V2).
 
-    A token's latent and one rotated key, which all heads share, are all that a cache holds. A head's queries and keys
-    are `head_dim` wide: first the part that is not rotated, made of latents, then the rotated one.
+    Keys and values are computed from one small latent. A cache holds only a token's latent and one rotated key, which
+    all heads share. A head's queries and keys are `head_dim` wide: first the part that is not rotated, computed from
+    latents, then the rotated part.
 
         >>> latent = moe_jax.LatentConfig(kv_rank=16, rope_dim=4, value_dim=8)
         >>> moe_jax.AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=12, latent=latent).projections
@@ -31,7 +32,7 @@ class LatentConfig:
       kv_rank: width of the latent of keys and values.
       rope_dim: width of the rotated part of queries and keys.
       value_dim: width of a head's values.
-      q_rank: width of a latent that queries are made of; None: they are made of the activations.
+      q_rank: width of a latent that queries are computed from; None: they are computed from the activations.
       interleaved: rotated pairs are neighbours, (2i, 2i + 1), and not (i, i + rope_dim/2).
       norm_eps: epsilon of the RMSNorms of latents.
     """
@@ -61,24 +62,23 @@ class AttentionConfig:
       num_heads: query heads H.
       num_kv_heads: key/value heads, a divisor of H.
       head_dim: width of a head, not necessarily d/H.
-      biases: which of the `projections` have one, in their order.
+      biases: the `projections` that have one, in their order.
       qk_norm: on queries and keys: RMSNorm over the whole `projection` (OLMoE) or per `head` (Qwen3); or `head_layer`,
         LayerNorm without bias per head, each with scales of its own (StableLM-2 12B); or none. An RMSNorm has factors
         `1 + scale` where the norms of the model have them.
       clip_qkv: clamps the projections to [-c, c] (OLMoE); None: no clamp.
-      mask: `causal`: a token sees those before it and itself; `bidirectional`: all; `prefix`: causal, and all see the
-        prefix of their row.
+      mask: `causal`: a token sees itself and those before it; `bidirectional`: all; `prefix`: causal, and all tokens
+        see the prefix of their row.
       sliding_window: a query sees tokens less than this many positions away, itself included; None: all.
       scale: of the scores; None: 1/sqrt(head_dim).
-      score_soft_cap: scores become `c tanh(scores / c)` after that (Gemma 2); None: they stay.
+      score_soft_cap: scaled scores become `c tanh(scores / c)` (Gemma 2); None: no cap.
       rope: the layer's own rotary embedding; None: that of the model.
-      relative_bias: a bias for the distance of key and query is added to the scores; its table is that of all layers of
-        the stack (T5). None: none is.
-      source_dim: width of the activations that keys and values are made of, where it is not the model's: in
-        cross-attention.
+      relative_bias: a bias for the distance of key and query is added to the scores; all layers of the stack share its
+        table (T5). None: no bias.
+      source_dim: in cross-attention, width of the input of keys and values, where it is not the model's.
       nf4: the kernels are kept as NF4 codes and frozen.
       lora: beside the kernels of any of the `projections`.
-      latent: keys and values are made of latents; then `num_kv_heads` is `num_heads`.
+      latent: keys and values are computed from latents; then `num_kv_heads` is `num_heads`.
     """
 
     num_heads: int
@@ -108,7 +108,7 @@ class AttentionConfig:
         for name in self.biases:
             check_member("bias", name, self.projections)
         if tuple(name for name in self.projections if name in self.biases) != self.biases:
-            # One way to write each choice: layers are compared to find those that repeat.
+            # Each choice has one way to be written: layers are compared to find those that repeat.
             given, order = shown(list(self.biases)), ", ".join(self.projections)
             raise InputError(f"biases={given} must name projections once each, in the order {order}")
         if self.num_heads % self.num_kv_heads:
@@ -148,7 +148,7 @@ class AttentionConfig:
 
     @property
     def rope_dim(self) -> int:
-        """Width of the part of a head that rotary embeddings are for."""
+        """Width of the part of a head that rotary embeddings apply to."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
@@ -158,11 +158,11 @@ class AttentionConfig:
 
     @property
     def score_scale(self) -> float:
-        """What scores are multiplied by."""
+        """The factor of scores."""
         return 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
 
     def shapes(self, d_model: int) -> dict[str, tuple[int, int]]:
-        """Shapes [in, out] of the kernels of all projections, in activations of width `d_model`."""
+        """Returns the shapes [in, out] of the kernels of all projections, for activations of width `d_model`."""
         latent, heads = self.latent, self.num_heads
         q_width, o_shape = heads * self.head_dim, (heads * self.value_dim, d_model)
         if latent is None:

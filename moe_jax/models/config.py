@@ -21,7 +21,7 @@ from moe_jax.models.moe_config import PerftConfig as PerftConfig
 
 NORM_POSITIONS = ("pre", "post", "output", "both")
 
-# Far above any model that is known, and low enough that a config of this size can be handled.
+# Far above any known model, and low enough that a config of this size can be handled.
 MAX_LAYERS = 10_000
 
 
@@ -34,13 +34,13 @@ class LayerConfig:
         'silu'
 
     Attributes:
-      attention: of the tokens to each other.
+      attention: attention of the tokens to each other.
       mlp: the FFN or the MoE.
       cross: attention to the output of an encoder, between the two; its mask is `bidirectional` and it rotates nothing.
       norm_position: where norms `n` stand around a branch `f`. `pre`: `x + f(n(x))`; `post`: `n(x + f(x))` (the first
         Transformers, BERT); `output`: `x + n(f(x))` (OLMo 2); `both`: `x + n'(f(n(x)))` (Gemma 2).
       parallel: attention and FFN have the same input, and both are added to it (GPT-J, Phi).
-      shared_norm: both have the same norm, too (`attention_norm`).
+      shared_norm: both also have the same norm (`attention_norm`).
     """
 
     attention: AttentionConfig
@@ -74,7 +74,7 @@ class LayerConfig:
 
 
 def check_num_layers(count: int) -> None:
-    """Raises `InputError` unless a model can have so many layers. To be asked before they are made."""
+    """Raises `InputError` unless a model can have this many layers; to be called before the layers are made."""
     if count < 1:
         raise InputError("a model needs at least one layer")
     if count > MAX_LAYERS:
@@ -92,14 +92,14 @@ class ModelConfig:
         (2, ())
 
     Attributes:
-      family: the foreign format that it was imported from and is exported to (`moe_jax/conversion/families/`).
+      family: the Hugging Face format that it was imported from and is exported to (`moe_jax/conversion/families/`).
       vocab_size, d_model: V and d.
       max_positions: the context length it was trained for.
-      bounded_positions: rows longer than that are refused: what the model does with them is not computed here.
-      layers: one description per layer; of a model with an encoder, first the encoder's layers and then the decoder's.
-      num_encoder_layers: how many of the layers are the encoder's, whose mask is `bidirectional`; the others, which
-        have cross-attention, are the decoder's. Both stacks have the embedding in common. 0: there is no encoder.
-      decoder_start_id: the token that a decoder begins with where there is an encoder.
+      bounded_positions: rows longer than that are refused, as the model's behaviour beyond it is not computed here.
+      layers: one description per layer; in a model with an encoder, first the encoder's layers and then the decoder's.
+      num_encoder_layers: number of layers of the encoder, whose mask is `bidirectional`; the others, which have
+        cross-attention, are the decoder's. Both stacks share the embedding. 0: there is no encoder.
+      decoder_start_id: the token that a decoder begins with if there is an encoder.
       rope: rotary embedding of all layers that have none of their own; fraction 0: nothing is rotated.
       learned_positions: an embedding of every position up to `max_positions` is added to that of the token.
       embed_scale: token embeddings are multiplied by it.
@@ -110,7 +110,7 @@ class ModelConfig:
       tie_embeddings: the output head is the transposed embedding.
       head_bias: a bias on the output head.
       logit_scale: logits are multiplied by it.
-      logit_soft_cap: logits become `c tanh(logits / c)` after that; None: they stay.
+      logit_soft_cap: scaled logits become `c tanh(logits / c)`; None: no cap.
       num_classes: the head scores classes and not tokens; None: it scores the vocabulary.
       head_hidden: before it scores, the head has a linear map d -> d with a bias, and tanh (classifiers of T5).
       bos_id, eos_ids: special tokens, where they are known.
@@ -212,6 +212,7 @@ class ModelConfig:
 
     @property
     def has_encoder(self) -> bool:
+        """Whether the model has an encoder."""
         return self.num_encoder_layers > 0
 
     @property
@@ -223,14 +224,14 @@ class ModelConfig:
 
     @property
     def decoder(self) -> "ModelConfig":
-        """The decoder, which without an encoder is the whole model."""
+        """The decoder; in a model without an encoder, the whole model."""
         if not self.has_encoder:
             return self
         layers = self.layers[self.num_encoder_layers :]
         return dataclasses.replace(self, layers=layers, num_encoder_layers=0, decoder_start_id=None)
 
     def check_no_encoder(self, what: str) -> None:
-        """Raises `InputError` for a model with an encoder: `what` is for the others, so far."""
+        """Raises `InputError` for a model with an encoder, which `what` does not support yet."""
         if self.has_encoder:
             raise InputError(f"{what} is not supported for a model with an encoder, as {self.family!r} models are")
 
@@ -240,12 +241,13 @@ class ModelConfig:
             raise InputError(f"the model scores {self.num_classes} classes and not tokens, which {what} needs")
 
     def shared_bias(self) -> AttentionConfig | None:
-        """The attention of the first layer with relative biases, whose table is that of all; of one stack alone."""
+        """The attention of the first layer with relative biases, whose table all share; of one stack only."""
         assert not self.has_encoder, "each of the two stacks has a table"
         return next((one.attention for one in self.layers if one.attention.relative_bias is not None), None)
 
     @property
     def num_layers(self) -> int:
+        """Number of layers, those of an encoder included."""
         return len(self.layers)
 
     @property
@@ -254,22 +256,22 @@ class ModelConfig:
         return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.mlp, MoEConfig))
 
     def moe(self, layer: int) -> MoEConfig:
-        """The MoE of a layer that holds one."""
+        """Returns the MoE of a layer that has one."""
         mlp = self.layers[layer].mlp
         assert isinstance(mlp, MoEConfig), f"layer {layer} is dense"
         return mlp
 
     def ffn(self, layer: int) -> FFNConfig:
-        """The FFN of a dense layer."""
+        """Returns the FFN of a dense layer."""
         mlp = self.layers[layer].mlp
         assert isinstance(mlp, FFNConfig), f"layer {layer} is an MoE"
         return mlp
 
     @property
     def num_outputs(self) -> int:
-        """How many logits the head gives for a position."""
+        """Number of logits that the head returns for a position."""
         return self.vocab_size if self.num_classes is None else self.num_classes
 
     def rope_of(self, layer: LayerConfig) -> RopeConfig:
-        """The rotary embedding of a layer."""
+        """Returns the rotary embedding of a layer."""
         return self.rope if layer.attention.rope is None else layer.attention.rope

@@ -1,4 +1,4 @@
-"""`MoEConfig`: what the Mixture-of-Experts of a layer is, with what bounds its choice and what stands beside it."""
+"""`MoEConfig`: the description of a layer's Mixture-of-Experts, with its selection and its PEFT experts."""
 
 import dataclasses
 from typing import Literal
@@ -11,7 +11,7 @@ from moe_jax.functional.routing.universal import GATE_BESIDE, UNIVERSAL
 
 VARIANTS = ("routed", "embedded", "dense", "single")
 
-# Of a layer, and of all layers together: far above any model that is known, and few enough to be handled.
+# Most experts of a layer, and of all layers together: far above any known model, and few enough to be handled.
 MAX_EXPERTS = 100_000
 
 
@@ -24,11 +24,12 @@ class PerftConfig:
 
     Attributes:
       variant: `routed` (R): M adapters with a router of their own; `embedded` (E): one adapter for every output of
-        the MoE's router, with its weights; `dense` (D): M adapters that see every token; `single` (S): one of them.
+        the MoE's router, with its weights; `dense` (D): M adapters that see every token; `single` (S): one such
+        adapter.
       adapter: the form of each adapter.
       num_experts: M; for `embedded`, the number of experts of the MoE.
       top_k: adapters per token K; for `routed` only.
-      gate: how the router of `routed` weights them, one of `functional.routing.gates.GATES`.
+      gate: gate of the router of `routed`, one of `functional.routing.gates.GATES`.
       balance_coef, z_coef: of that router's auxiliary losses.
     """
 
@@ -63,13 +64,13 @@ class PerftConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SelectionConfig:
-    """What bounds the choice of experts besides the logits of the router (DeepSeek-V2 and -V3).
+    """Restricts the choice of experts beyond the router's logits (DeepSeek-V2 and -V3).
 
     Attributes:
       bias: the router has a bias that is added to the scores to choose by, and to nothing else.
-      groups: experts are this many groups of consecutive ones.
-      top_groups: experts are chosen from this many groups, the best.
-      group_score: a group is as good as its `best` expert (V2), or as the sum of its `best_two` (V3).
+      groups: number of groups of consecutive experts.
+      top_groups: experts are chosen from this many best groups.
+      group_score: a group's score is that of its `best` expert (V2), or the sum of its `best_two` (V3).
     """
 
     bias: bool = False
@@ -84,7 +85,7 @@ class SelectionConfig:
             raise InputError(f"top_groups={self.top_groups} is above groups={self.groups}")
 
     def check_fits(self, num_experts: int, top_k: int) -> None:
-        """Raises `InputError` unless `top_k` of so many experts can be chosen so."""
+        """Raises `InputError` unless `top_k` of this many experts can be chosen in this way."""
         if num_experts % self.groups:
             raise InputError(f"{num_experts} experts cannot be divided into groups={self.groups}")
         size = num_experts // self.groups
@@ -106,11 +107,11 @@ class MoEConfig:
       expert: shape of one expert.
       num_experts: E.
       top_k: experts per token k.
-      gate: one of `gates.GATES` (methods.md 1). A universal FFN that brings its own leaves it as it is.
-        With top_k 1, one whose weights sum to 1 is for checkpoints that are so: see `router_learns`.
-      gate_scale: the weights that the gate gives are multiplied by it.
-      selection: what bounds the choice of experts besides the logits.
-      bank: what the experts are made of.
+      gate: one of `gates.GATES` (methods.md 1). It has no effect beside a universal FFN that brings a gate of its own.
+        With top_k 1, a gate whose weights sum to 1 is meant for existing checkpoints with it: see `router_learns`.
+      gate_scale: factor of the gate's weights.
+      selection: restricts the choice of experts beyond the logits.
+      bank: the form of the experts' kernels.
       balance_coef, z_coef, cv_coef: coefficients of the auxiliary losses; 0 leaves a loss out.
       capacity_factor: None is dropless; otherwise an expert takes at most `ceil(capacity_factor * n * k / E)`
         assignments of a sequence of n tokens, padding not counted; the others are dropped (residual only).
@@ -163,7 +164,7 @@ class MoEConfig:
             )
         self._check_universal()
         self._check_adapters()
-        self.bank.form.check_count(self.bank_experts)
+        self.bank.check_count(self.bank_experts)
 
     def _check_adapters(self) -> None:
         if self.bank.form.needs_unit_weights:
@@ -219,12 +220,12 @@ class MoEConfig:
 
     @property
     def weighting(self) -> str:
-        """The gate that `route` uses: that of the universal FFN if there is one, otherwise `gate`."""
+        """The gate that `route` uses: that of the universal FFN if it brings one, otherwise `gate`."""
         return GATE_BESIDE.get(self.universal, self.gate)
 
     @property
     def router_learns(self) -> bool:
-        """Whether a gradient of the task reaches the router; else auxiliary losses alone train it."""
+        """Whether a gradient of the task reaches the router; otherwise only auxiliary losses train it."""
         return not weights_are_constant(self.weighting, self.top_k, self.num_experts)
 
     @property
@@ -239,17 +240,17 @@ class MoEConfig:
 
     @property
     def routed_experts(self) -> int:
-        """Experts of the bank that the router chooses from: E, or G if they are merged."""
+        """Number of the bank's experts that the router chooses from: E, or G if they are merged."""
         return self.num_experts if self.merged_experts is None else self.merged_experts
 
     @property
     def bank_experts(self) -> int:
-        """Experts in the bank: E, or G if they are merged, and one more if the universal FFN is its last."""
+        """Number of experts in the bank: E, or G if they are merged, and one more if the universal FFN is its last."""
         return self.routed_experts + self.extended
 
     @property
     def perft_top_k(self) -> int:
-        """PEFT experts that a token is routed to; 0 if there are none."""
+        """Number of PEFT experts that a token is routed to; 0 if there are none."""
         if self.perft is None:
             return 0
         chosen = {"routed": self.perft.top_k, "embedded": self.top_k}
@@ -257,5 +258,5 @@ class MoEConfig:
 
     @property
     def bank_top_k(self) -> int:
-        """Experts of the bank that a token is routed to: k, and the universal FFN if it is in the bank."""
+        """Number of the bank's experts that a token is routed to: k, plus 1 if the universal FFN is in the bank."""
         return self.top_k + self.extended

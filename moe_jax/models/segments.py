@@ -19,7 +19,7 @@ class Segment(NamedTuple):
     repeats: int
 
     def layer(self, repeat: int, position: int) -> int:
-        """Index in the model of the layer at `position` of the pattern, in the given repeat."""
+        """Returns the index in the model of the layer at `position` of the pattern, in the given repeat."""
         return self.start + repeat * len(self.pattern) + position
 
 
@@ -51,7 +51,7 @@ def segments_of(layers: tuple[LayerConfig, ...]) -> tuple[Segment, ...]:
 
 
 def single_layers(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
-    """The same layers in segments of one repeat each: what a program that is not to scan over layers is made of."""
+    """Returns the same layers in segments of one repeat each, for a program that does not scan over layers."""
     return tuple(
         Segment(segment.layer(repeat, 0), segment.pattern, 1)
         for segment in segments

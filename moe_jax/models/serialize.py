@@ -11,7 +11,7 @@ from moe_jax.models.config import AttentionConfig, LayerConfig, ModelConfig, MoE
 from moe_jax.models.segments import segments_of
 
 FORMAT = "moe_jax.model"
-# 2: codes of a quantised delta stand for all 2^bits levels. In version 1 they were as many bits, and stood for others.
+# Version 2: codes of a quantised delta stand for all 2^bits levels. Version 1 had as many bits, with other meanings.
 VERSION = 2
 
 
@@ -35,8 +35,8 @@ def config_from_json(data: Mapping[str, Any], *, where: str = "config.json") -> 
       where: the file, named in errors.
 
     Raises:
-      InputError: if `data` is not what `config_to_json` writes, all problems listed; or if it is of version 1, which is
-        read otherwise, and describes quantised experts.
+      InputError: if `data` is not what `config_to_json` writes, all problems listed; or if it is of version 1, in which
+        codes had other meanings, and describes quantised experts.
     """
     is_first = data.get("version") == 1 and data["version"] is not True
     fields = strict.without_format({**data, "version": VERSION} if is_first else data, FORMAT, VERSION, where=where)
@@ -74,6 +74,7 @@ class _Layer:
             raise InputError("a layer has either 'ffn' or 'moe'")
 
     def config(self) -> LayerConfig:
+        """Returns the layer as `ModelConfig` holds it."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         ffn, moe = fields.pop("ffn"), fields.pop("moe")
         return LayerConfig(mlp=ffn if moe is None else moe, **fields)
@@ -81,7 +82,7 @@ class _Layer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Run:
-    """A pattern of layers and how often it is repeated."""
+    """A pattern of layers and the number of its repeats."""
 
     repeats: int
     pattern: tuple[_Layer, ...]
@@ -106,7 +107,7 @@ def _layer_to_json(layer: LayerConfig) -> dict[str, Any]:
 
 
 def _with_biases(segments: Any) -> Any:
-    """Layers of files that say `qkv_bias` and `out_bias`, as they did before every projection had a choice."""
+    """Converts layers of older files, which say `qkv_bias` and `out_bias` instead of naming projections."""
     if isinstance(segments, list):
         return [_with_biases(item) for item in segments]
     if not isinstance(segments, Mapping):

@@ -1,5 +1,17 @@
-"""Flax NNX modules: thin shells that own parameters and call `functional/` and `experts/`."""
+"""Flax NNX modules: a whole model (`Decoder`), and the layers that it is made of.
 
+They own parameters and call the pure functions of `moe_jax.functional` and the banks of `moe_jax.experts`. Each is made
+from a config, a width and `nnx.Rngs`, and may stand in a model of your own.
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> ffn = moe_jax.nn.FFN(moe_jax.FFNConfig(dim=32), 16, rngs=nnx.Rngs(0), dtype=jnp.dtype("float32"))
+    >>> ffn(jnp.ones((3, 16))).shape
+    (3, 16)
+"""
+
+from moe_jax.nn.attention import Attention as Attention
+from moe_jax.nn.block import Block as Block
 from moe_jax.nn.cache import Caches as Caches
 from moe_jax.nn.cache import init_cache as init_cache
 from moe_jax.nn.decoder import Decoder as Decoder
@@ -7,6 +19,13 @@ from moe_jax.nn.decoder import DecoderOutput as DecoderOutput
 from moe_jax.nn.decoder import Encoded as Encoded
 from moe_jax.nn.embed import Embed as Embed
 from moe_jax.nn.head import Head as Head
+from moe_jax.nn.latent_attention import LatentAttention as LatentAttention
+from moe_jax.nn.layers import FFN as FFN
+from moe_jax.nn.layers import Norm as Norm
+from moe_jax.nn.moe import MoE as MoE
+from moe_jax.nn.perft import Perft as Perft
+from moe_jax.nn.router import CoderRouter as CoderRouter
+from moe_jax.nn.router import LinearRouter as LinearRouter
 from moe_jax.nn.router_stats import auxiliary_loss as auxiliary_loss
 from moe_jax.nn.router_stats import load_per_layer as load_per_layer
 from moe_jax.nn.stack import Stack as Stack

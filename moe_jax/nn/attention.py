@@ -1,4 +1,4 @@
-"""The attention module."""
+"""The attention module: grouped-query attention with its projections and cache."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -16,10 +16,10 @@ from moe_jax.nn.layers import Linear, Norm
 
 
 def make_projections(config: AttentionConfig, d_model: int, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> dict[str, Linear]:
-    """The linear maps of an attention, by name."""
+    """Makes the linear maps of an attention, by name."""
     linears = {}
     for name, shape in config.shapes(d_model).items():
-        # Where `tensor` splits heads, they are the outputs of what makes them and the inputs of what they are made to.
+        # Where `tensor` splits heads, it splits the outputs of q, k and v, and the inputs of o.
         split = "in" if name == "o" else "out"
         bias, lora = name in config.biases, lora_for(config.lora, name)
         linears[name] = Linear(shape, bias=bias, nf4=config.nf4, lora=lora, split=split, rngs=rngs, dtype=dtype)
@@ -27,7 +27,7 @@ def make_projections(config: AttentionConfig, d_model: int, *, rngs: nnx.Rngs, d
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention: of tokens to each other, or to those of another sequence."""
+    """Grouped-query attention: of tokens to each other, or to the tokens of another sequence."""
 
     q: Linear
     k: Linear
@@ -64,11 +64,11 @@ class Attention(nnx.Module):
         """Attends to the input itself, or to a cache of it.
 
         Args:
-          x: what queries are made of.
+          x: input of the queries; without a cache also of keys and values.
           visible: which queries see which keys.
           rope: cosines and sines for queries and keys; None: neither is rotated.
           cache: keys and values of the row so far; those of `x` are written into it.
-          slots: where; with a cache.
+          slots: where they are written; needed with a cache.
           bias: per head and distance (see `functional.attention.grouped_query`).
           key: for LoRA's dropout in training.
         """
@@ -90,7 +90,7 @@ class Attention(nnx.Module):
             y = self._attend_to_cache(q, cache, visible, bias)
         return self.o(y, keys["o"]), cache
 
-    def across(
+    def attend_across(
         self,
         x: Float[Array, "B T d"],
         visible: Visibility,
@@ -102,10 +102,10 @@ class Attention(nnx.Module):
         """Attends to another sequence.
 
         Args:
-          x: what queries are made of.
+          x: input of the queries.
           visible: which queries see which keys.
-          source: what keys and values are made of; None: those in the cache are taken.
-          cache: of the source; keys and values that are made are kept there.
+          source: input of keys and values; None: keys and values are taken from the cache.
+          cache: of the source; keys and values made from `source` are kept there.
           key: for LoRA's dropout in training.
         """
         keys = {name: fold_in(key, index) for index, name in enumerate(PROJECTIONS)}
@@ -130,7 +130,7 @@ class Attention(nnx.Module):
         return self._heads(self.k(x, key_of_k), "k_norm"), self._heads(self.v(x, key_of_v), None)
 
     def _heads(self, projected: Float[Array, "B T w"], norm: str | None) -> Float[Array, "B T h D"]:
-        """A projection, normed and clamped, as heads."""
+        """Divides a projection into heads, after its norm and clamp."""
         kind = "none" if norm is None else self.config.qk_norm
         if kind == "projection":
             projected = getattr(self, norm or "")(projected)

@@ -19,7 +19,7 @@ from moe_jax.nn.moe import MoE
 
 
 class Block(nnx.Module):
-    """One layer. Every branch has a norm, `attention_norm` and so on, where `LayerConfig.norm_position` says."""
+    """One layer. Every branch has a norm, such as `attention_norm`, placed as `LayerConfig.norm_position` says."""
 
     attention_norm: Norm
     mlp_norm: Norm
@@ -44,7 +44,7 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T d"], context: Context, cache: Cache | None, key: Array | None = None
     ) -> tuple[Float[Array, "B T d"], Cache | None, tuple[RouterStats, ...]]:
-        """Applies the layer; `key` is its own random key in training. Also gives the statistics of its routers."""
+        """Applies the layer; `key` is its random key in training. Also returns the statistics of its routers."""
 
         def attend(x: Array) -> tuple[Array, Cache | None]:
             rope, bias = context.rope[self.rope], context.relative_bias if self.is_biased else None
@@ -57,7 +57,7 @@ class Block(nnx.Module):
             assert context.source is not None
             source, visible = context.source
             kept, cross_key = None if cache is None else cache.cross, keys.fold_in(key, keys.CROSS_ATTENTION)
-            return self.cross_attention.across(x, visible, source=source, cache=kept, key=cross_key)
+            return self.cross_attention.attend_across(x, visible, source=source, cache=kept, key=cross_key)
 
         def apply_mlp(x: Array) -> tuple[Array, tuple[RouterStats, ...]]:
             if self.is_moe:
@@ -77,13 +77,13 @@ class Block(nnx.Module):
         return x, cache, stats
 
     def _add(self, name: str, branch: Callable[[Array], tuple[Array, Any]], x: Array) -> tuple[Array, Any]:
-        """The input with a branch of it added, with norms where they belong; and what else the branch gives."""
+        """Returns the input plus a branch of it, with norms at their places, and the branch's second result."""
         norm = getattr(self, f"{name}_norm")
         if self.norm_position == "post":
-            y, rest = branch(x)
-            return norm(x + y), rest
+            y, extra = branch(x)
+            return norm(x + y), extra
         if self.norm_position == "output":
-            y, rest = branch(x)
-            return x + norm(y), rest
-        y, rest = branch(norm(x))
-        return x + (getattr(self, f"{name}_output_norm")(y) if self.norm_position == "both" else y), rest
+            y, extra = branch(x)
+            return x + norm(y), extra
+        y, extra = branch(norm(x))
+        return x + (getattr(self, f"{name}_output_norm")(y) if self.norm_position == "both" else y), extra

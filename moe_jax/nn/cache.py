@@ -1,7 +1,7 @@
-"""Caches of attention: what was made of a row's tokens before, kept for the tokens after them.
+"""Caches of attention: keys and values of the tokens of a row so far, for the tokens after them.
 
-A cache of S slots holds the token at position p in slot `p mod S`: a cache with a slot for every position of the row
-in order, a shorter one as a ring, in which a token takes the place of the one S positions before it.
+A cache of S slots holds the token at position p in slot `p mod S`. A cache with a slot for every position of the row
+holds the row in order; a shorter one is a ring, in which a token overwrites the one S positions before it.
 """
 
 from functools import partial
@@ -21,7 +21,7 @@ class KVCache(NamedTuple):
     """Keys (rotated) and values of one layer.
 
     Attributes:
-      cross: the same of cross-attention, where slot s holds token s of the encoder's output; None: it has none.
+      cross: the cache of cross-attention, where slot s holds token s of the encoder's output; None: it has none.
     """
 
     k: Float[Array, "B K S D"]
@@ -30,7 +30,7 @@ class KVCache(NamedTuple):
 
 
 class LatentCache(NamedTuple):
-    """Latents (normed) and shared keys (rotated) of one layer. There is never a cache of cross-attention in it."""
+    """Latents (normed) and shared keys (rotated) of one layer. It never has a cache of cross-attention."""
 
     latent: Float[Array, "B S r"]
     key: Float[Array, "B S p"]
@@ -39,15 +39,15 @@ class LatentCache(NamedTuple):
 
 Cache = KVCache | LatentCache
 Caches = tuple[tuple[Cache, ...], ...]
-"""Per segment, per block of its pattern: a cache whose arrays are stacked over the repeats."""
+"""Per segment, one cache per block of its pattern, with arrays stacked over the repeats."""
 
 
 class Slots(NamedTuple):
-    """Where the tokens of a call go.
+    """The slots in caches that the tokens of a call are written to.
 
     Attributes:
       positions: of the tokens.
-      last: position of the last token of every row that is not padding.
+      last: for every row, the position of the last token that is not padding.
       begins: whether the rows begin with this call, so that its tokens see each other and nothing in the caches.
     """
 
@@ -56,13 +56,13 @@ class Slots(NamedTuple):
     begins: bool
 
     def key_positions(self, size: int) -> Int[Array, "B S"]:
-        """Position of the token in every one of `size` slots after this call; in an empty one, a later position."""
+        """Returns the position of the token in each of `size` slots after this call; a later one for empty slots."""
         slot = jnp.arange(size, dtype=jnp.int32)[None, :]
         behind = (self.last[:, None] - slot) % size
         return jnp.where(behind <= self.last[:, None], self.last[:, None] - behind, slot)
 
     def write(self, cache: Float[Array, "B *H S w"], tokens: Float[Array, "B *H T w"]) -> Float[Array, "B *H S w"]:
-        """A cache, of heads or of none, with what the tokens of this call bring."""
+        """Returns a cache, with or without an axis of heads, with the tokens of this call written to it."""
         return shard_cache(self._written(cache, tokens))
 
     def _written(self, cache: Float[Array, "B *H S w"], tokens: Float[Array, "B *H T w"]) -> Float[Array, "B *H S w"]:
@@ -90,9 +90,10 @@ def _put_tokens(cache: Array, tokens: Array, slots: Int[Array, " B"]) -> Array:
 
 
 def _put_one_by_one(cache: Array, tokens: Array, slots: Int[Array, " B"]) -> Array:
-    """The same as a loop, which XLA:CPU leaves as it is.
+    """Does the same as a loop, which XLA:CPU leaves as it is.
 
-    An update that it sees it joins with everything that reads the cache afterwards, each time with a copy of the cache.
+    XLA:CPU would fuse a plain update with everything that reads the cache afterwards, each time with a copy of the
+    cache.
     """
 
     def put(row: Array, cache: Array) -> Array:
@@ -100,7 +101,7 @@ def _put_one_by_one(cache: Array, tokens: Array, slots: Int[Array, " B"]) -> Arr
         zero = jnp.zeros((), jnp.int32)
         return jax.lax.dynamic_update_slice(cache, token, (row, *[zero] * (cache.ndim - 3), slots[row], zero))
 
-    # A loop whose turns can be counted would be unrolled if it has but one. Slots are never negative.
+    # A loop with a known single turn would be unrolled; slots are never negative, but the compiler does not know it.
     rows = jnp.where(slots[0] >= 0, jnp.int32(cache.shape[0]), jnp.int32(0))
     return jax.lax.fori_loop(jnp.int32(0), rows, put, cache)
 
@@ -115,18 +116,18 @@ def init_cache(
     stacked: bool = True,
     rings: bool = False,
 ) -> Caches:
-    """Empty caches of a decoder.
+    """Returns empty caches for a decoder.
 
     Args:
       config: of the model.
       batch: rows.
-      slots: tokens that a row has at most.
+      slots: most tokens of a row.
       dtype: of the caches.
-      source_slots: tokens of the encoder's output, for cross-attention: the first call with the caches brings the
-        output, and later ones find in them what was made of it. None: every call brings it.
+      source_slots: tokens of the encoder's output, for cross-attention: the first call with the caches is given the
+        output, and later ones find its keys and values in the caches. None: every call is given it.
       stacked: for a model whose layers are stacked, as they are unless they were unstacked (`nn.unstacked`).
-      rings: layers with a sliding window have only the slots that it needs. The first call then has to begin the rows
-        (`begins`), and later ones to bring one token of each.
+      rings: layers with a sliding window have only the slots that the window needs. The first call then must begin the
+        rows (`begins`), and later calls must have one token per row.
     """
     segments = segments_of(config.decoder.layers)
 
@@ -154,14 +155,14 @@ def init_cache(
 
 
 def longest_row(caches: Caches | None) -> int | None:
-    """Slots of the longest cache, stacked or not; None without caches."""
+    """Returns the slots of the longest cache, stacked or not; None without caches."""
     if caches is None:
         return None
     return max(cache[0].shape[-2] for segment in caches for cache in segment)
 
 
 def source_slots(caches: Caches | None) -> int | None:
-    """Tokens of the encoder's output that the caches have room for; None: they keep nothing of it."""
+    """Returns how many tokens of the encoder's output the caches have room for; None: they hold nothing of it."""
     every = (cache for segment in caches or () for cache in segment if isinstance(cache, KVCache))
     found = [cache.cross.k.shape[-2] for cache in every if cache.cross is not None]
     return found[0] if found else None

@@ -1,4 +1,4 @@
-"""What is the same for all layers of a forward pass: who sees whom, rotation, and what counts."""
+"""The arguments that all layers of a forward pass share: visibility, rotary tables, and which tokens are padding."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -14,18 +14,18 @@ from moe_jax.nn.cache import Slots
 from moe_jax.nn.embed import default_positions
 
 RopeTables = tuple[Float[Array, "B T r"], Float[Array, "B T r"]]
-"""Cosines and sines."""
+"""Cosines and sines of a rotary embedding."""
 
 FixedContext = tuple[tuple[tuple[RopeConfig, int], ...], bool]
-"""What of a context is no array: which rotary embeddings there are tables of, and whether the rows begin."""
+"""The static part of a context: the keys of its rotary tables, and whether the rows begin."""
 
 
 class Source(NamedTuple):
-    """What cross-attention attends to.
+    """The sequence that cross-attention attends to.
 
     Attributes:
-      output: of an encoder; None: keys and values that were made of it are in the caches.
-      visible: who sees what of it.
+      output: of an encoder; None: keys and values made from it are in the caches.
+      visible: which queries see which tokens of it.
     """
 
     output: Float[Array, "B S e"] | None
@@ -33,15 +33,15 @@ class Source(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What is the same for all layers of a forward pass.
+    """The arguments that all layers of a forward pass share.
 
     Attributes:
-      rope: tables for the tokens, by rotary embedding and width of what it is for.
-      visible: which tokens see which; with caches, of queries and not of keys, which every cache has of its own.
+      rope: tables for the tokens, by rotary embedding and width of the rotated part of a head.
+      visible: which tokens see which; with caches only the queries' part, as every cache has key positions of its own.
       valid: tokens that are not padding; None: all.
       source: for cross-attention; None: there is none.
-      relative_bias: of attention that has one, per head and distance.
-      slots: where in the caches the tokens go; None: there are none.
+      relative_bias: per head and distance, for layers whose attention has one.
+      slots: the slots in the caches that the tokens are written to; None: there are no caches.
     """
 
     rope: Mapping[tuple[RopeConfig, int], RopeTables]
@@ -52,14 +52,14 @@ class Context(NamedTuple):
     slots: Slots | None = None
 
     def split(self) -> tuple["Context", FixedContext]:
-        """A pytree of its arrays alone, and all else, hashable: what a program takes as two arguments."""
+        """Splits the context into a pytree of arrays and a hashable rest, which a program takes as two arguments."""
         slots = None if self.slots is None else self.slots._replace(begins=None)
         arrays = self._replace(rope=tuple(self.rope.values()), slots=slots)
         return arrays, (tuple(self.rope), self.slots is not None and self.slots.begins)
 
     @classmethod
     def joined(cls, arrays: "Context", fixed: FixedContext) -> "Context":
-        """The context whose parts `split` gave."""
+        """Returns the context from the two parts that `split` returned."""
         rotations, begins = fixed
         slots = None if arrays.slots is None else arrays.slots._replace(begins=begins)
         return arrays._replace(rope=dict(zip(rotations, arrays.rope, strict=True)), slots=slots)
@@ -85,19 +85,13 @@ def make_context(
     Args:
       config: of the model.
       shape: batch and length.
-      positions: see `Stack`.
-      segment_ids: see `Stack`.
-      valid: see `Stack`.
-      prefix: see `Stack`.
-      encoder_output: see `Stack`.
-      encoder_valid: see `Stack`.
+      positions, segment_ids, valid, prefix, encoder_output, encoder_valid, begins: see `Stack`.
       num_slots: of the longest cache; None: there are none.
       num_source_slots: of the caches of cross-attention; None: there are none.
-      begins: see `Stack`.
       relative_bias: see `Context`.
 
     Raises:
-      InputError: if the arguments do not go together or with the model.
+      InputError: if the arguments do not fit each other or the model.
     """
     source_length = num_source_slots if encoder_output is None else encoder_output.shape[1]
     _check(config, segment_ids, prefix, source_length, encoder_valid, num_slots)
@@ -110,11 +104,11 @@ def make_context(
     positions = in_row if positions is None else positions
     if valid is None and segment_ids is not None:
         valid = segment_ids > 0
-    # Padding is a document of its own: nothing of a text sees it, and it does not make a text longer.
+    # Padding is a document of its own: no text sees it, and it does not make a text longer.
     segments = valid.astype(jnp.int32) if segment_ids is None and valid is not None else segment_ids
     slots = None
     if num_slots is not None:
-        # What padding leaves in a cache lies after the last token, where no query looks before it is written again.
+        # Padding is written after the last token, where no query looks before the slot is written again.
         last = positions if valid is None else jnp.where(valid, positions, -1)
         slots = Slots(positions, jnp.max(last, axis=1), begins)
     if num_slots is None or begins:

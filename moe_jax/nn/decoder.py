@@ -1,4 +1,4 @@
-"""The model of a `ModelConfig`, whatever the family: embedding, stack and head, and in some an encoder."""
+"""The model that a `ModelConfig` describes, for every family: embedding, stack and head, and in some an encoder."""
 
 from typing import Any, NamedTuple
 
@@ -22,7 +22,8 @@ class DecoderOutput(NamedTuple):
     """Attributes:
     logits: float32; of the last position only, if asked for.
     caches: updated caches, or None without caches.
-    router: what the routers did (see `StackedStats`); of an encoder that ran in the same call, before the decoder's.
+    router: statistics of the routers (see `StackedStats`); if an encoder ran in the same call, its statistics come
+      first.
     """
 
     logits: Float[Array, "B T V"]
@@ -32,9 +33,9 @@ class DecoderOutput(NamedTuple):
 
 class Encoded(NamedTuple):
     """Attributes:
-    output: of the encoder, after its final norm: what cross-attention attends to.
+    output: of the encoder, after its final norm: the sequence that cross-attention attends to.
     valid: tokens of it that are not padding; None: all.
-    router: what the encoder's routers did (see `StackedStats`).
+    router: statistics of the encoder's routers (see `StackedStats`).
     """
 
     output: Float[Array, "B S d"]
@@ -56,7 +57,7 @@ class Decoder(nnx.Module):
 
         model(tokens, inputs=inputs, inputs_valid=inputs_valid)
 
-    `tokens` are what the decoder is given: `config.decoder_start_id`, then the target without its last token. To encode
+    `tokens` are the decoder's input: `config.decoder_start_id`, then the target without its last token. To encode
     once and decode step by step:
 
         encoded = model.encode(inputs, valid=inputs_valid)
@@ -65,7 +66,7 @@ class Decoder(nnx.Module):
         out = model(next, encoder_valid=encoded.valid, caches=out.caches, positions=...)
 
     Attributes:
-      config: the description it was built from.
+      config: the description that the model was built from.
       compute_dtype: dtype of the activations; parameters keep their own and are cast where they are used.
     """
 
@@ -93,9 +94,9 @@ class Decoder(nnx.Module):
 
         Args:
           inputs: token ids.
-          embeddings: in place of tokens, what `Embed.look_up` gives for them.
+          embeddings: in place of tokens, as `Embed.look_up` returns them.
           valid: tokens that are not padding, which may be anywhere; None: all.
-          key: as in the call, for the same pass; None: deterministic.
+          key: random key of the pass, as in the call; None: deterministic.
 
         Raises:
           InputError: if the model has no encoder.
@@ -124,26 +125,26 @@ class Decoder(nnx.Module):
         last_only: Int[Array, " B"] | None = None,
         key: Array | None = None,
     ) -> DecoderOutput:
-        """Next-token logits.
+        """Returns next-token logits.
 
         Args:
           tokens: token ids.
           inputs: token ids for the encoder, which is run first. In place of them `encoder_output` may be given.
           inputs_valid: inputs that are not padding; None: all.
-          embeddings: in place of tokens, what `Embed.look_up` gives for them.
-          positions: see `Stack`, as for all that is not explained here.
+          embeddings: in place of tokens, as `Embed.look_up` returns them.
+          positions: position of every token; details of this and of the following arguments are in `Stack`.
           segment_ids: documents packed in a row.
           valid: tokens that are not padding.
           prefix: lengths of prefixes.
-          encoder_output: for cross-attention; that of `encode`, or of an encoder elsewhere.
+          encoder_output: for cross-attention; from `encode`, or from an encoder elsewhere.
           encoder_valid: tokens of it that are not padding.
           caches: to continue a row.
           begins: with caches, whether rows begin with this call.
           last_only: index of the one position per row whose logits are wanted; None: all.
-          key: of all that is random in training (the noise of `coder` routers); None, as at evaluation: nothing is.
+          key: random key for everything random in training (such as the noise of `coder` routers); None: deterministic.
 
         Raises:
-          InputError: if the arguments do not go together or with the model.
+          InputError: if the arguments do not fit each other or the model.
         """
         x, caches, router = self.activations(
             tokens,
@@ -178,7 +179,7 @@ class Decoder(nnx.Module):
         key: Array | None = None,
         **of_stack: Any,
     ) -> StackOutput:
-        """What the head is given, with arguments as in the call."""
+        """Returns the activations that the head takes; arguments as in the call."""
         encoder_router: StackedStats = ()
         if inputs is not None:
             if encoder_output is not None or encoder_valid is not None:
@@ -198,17 +199,17 @@ class Decoder(nnx.Module):
         return StackOutput(x, caches, (*encoder_router, *router))
 
     def logits(self, x: Float[Array, "B T d"]) -> Float[Array, "B T V"]:
-        """Next-token logits, float32, given the activations."""
+        """Returns next-token logits, float32, given the activations."""
         return self.lm_head(x, self._tied())
 
     def token_losses(self, x: Float[Array, "B T d"], targets: Int[Array, "B T"]) -> Float[Array, "B T"]:
-        """Negative log-likelihood of every target, given the activations; see `Head.token_losses`."""
+        """Returns the negative log-likelihood of every target, given the activations; see `Head.token_losses`."""
         return self.lm_head.token_losses(x, targets, self._tied())
 
     def weighted_loss(
         self, x: Float[Array, "B T d"], targets: Int[Array, "B T"], weights: Float[Array, "B T"]
     ) -> Float[Array, ""]:
-        """The weighted sum of `token_losses`, for training; see `Head.weighted_loss`."""
+        """Returns the weighted sum of `token_losses`, for training; see `Head.weighted_loss`."""
         return self.lm_head.weighted_loss(x, targets, weights, self._tied())
 
     def distilled_loss(
@@ -222,7 +223,7 @@ class Decoder(nnx.Module):
         weight: float,
         temperature: float,
     ) -> DistilledLoss:
-        """The weighted sum of `token_losses`, mixed with the divergence from a teacher (methods.md 9).
+        """Returns the weighted sum of `token_losses`, mixed with the divergence from a teacher (methods.md 9).
 
         Args:
           x: the activations.
@@ -231,9 +232,9 @@ class Decoder(nnx.Module):
           teacher: another model with the same vocabulary; it gets no gradient.
           teacher_x: its activations for the same tokens.
           weight: of the divergence, in (0, 1].
-          temperature: of both models' logits in it.
+          temperature: divides both models' logits in the divergence.
         """
-        right, head = teacher.lm_head.to_distill(teacher_x, teacher._tied())
+        right, head = teacher.lm_head.teacher_inputs(teacher_x, teacher._tied())
         mixing = {"weight": weight, "temperature": temperature}
         return self.lm_head.distilled_loss(x, targets, weights, self._tied(), right, head, **mixing)
 

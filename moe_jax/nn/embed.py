@@ -35,12 +35,12 @@ class Embed(nnx.Module):
         *,
         embeddings: Float[Array, "B T d"] | None = None,
     ) -> Float[Array, "B T d"]:
-        """Activations for the first layer.
+        """Returns the activations for the first layer.
 
         Args:
           tokens: token ids.
           positions: position of every token in its document, for learned positions; None: 0, 1, ...
-          embeddings: in place of tokens, what `look_up` would give for them.
+          embeddings: in place of tokens, as `look_up` returns them.
 
         Raises:
           InputError: unless exactly one of tokens and embeddings is given.
@@ -59,21 +59,21 @@ class Embed(nnx.Module):
         return x + jnp.take(self.positions[...], positions, axis=0).astype(self.compute_dtype)
 
     def look_up(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T d"]:
-        """Scaled token embeddings: what embeddings of another kind, of images say, may be spliced into."""
+        """Returns scaled token embeddings, into which other embeddings, for example of images, may be spliced."""
         x = jnp.take(_whole_rows(self.embedding[...]), tokens, axis=0).astype(self.compute_dtype)
         return x if self.scale == 1.0 else x * jnp.asarray(self.scale, self.compute_dtype)
 
 
 def default_positions(shape: tuple[int, ...]) -> Int[Array, "B T"]:
-    """0, 1, ... in every row."""
+    """Returns positions 0, 1, ... in every row."""
     return jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32)[None, :], shape)
 
 
 def _whole_rows(embedding: Float[Array, "V d"]) -> Float[Array, "V d"]:
-    """Over a mesh, an embedding is gathered over `fsdp` before tokens are looked up.
+    """Gathers the embedding over `fsdp`, on a mesh, before tokens are looked up.
 
-    Looked up in slices of `d`, activations would have to change from a split width to a split batch, for which the
-    compiler knows nothing better than to copy the whole batch to every device.
+    If tokens were looked up in slices of `d`, activations would have to change from a split width to a split batch, for
+    which the compiler would copy the whole batch to every device.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:

@@ -20,9 +20,9 @@ from moe_jax.models.config import ModelConfig
 
 
 class Head(Leaves):
-    """`cap(scale * (x W + b))`, float32; W is a kernel [d, V] of its own, or the transposed embedding.
+    """Computes logits `cap(scale * (x W + b))`, float32; W is a kernel [d, V], or the transposed embedding.
 
-    With `head_hidden`, x is `tanh(x H + h)` before that: leaves `hidden/kernel` [d, d] and `hidden/bias` [d].
+    With `head_hidden`, x is first replaced by `tanh(x H + h)`: leaves `hidden/kernel` [d, d] and `hidden/bias` [d].
     """
 
     kernel: nnx.Param
@@ -44,7 +44,7 @@ class Head(Leaves):
         self.scale, self.soft_cap = config.logit_scale, config.logit_soft_cap
 
     def __call__(self, x: Float[Array, "B T d"], embedding: Float[Array, "V d"] | None = None) -> Float[Array, "B T V"]:
-        """Logits; a tied head needs the embedding."""
+        """Returns the logits; a tied head needs the embedding."""
         kernel, bias = self._arrays(embedding)
         logits = linear_float32(self._hidden(x), kernel.T if self.is_tied else kernel)
         return finish_logits(logits, bias, self.scale, self.soft_cap)
@@ -52,7 +52,7 @@ class Head(Leaves):
     def token_losses(
         self, x: Float[Array, "B T d"], targets: Int[Array, "B T"], embedding: Float[Array, "V d"] | None = None
     ) -> Float[Array, "B T"]:
-        """Negative log-likelihood of every target, float32; logits are those of a chunk of tokens at a time."""
+        """Returns the negative log-likelihood of every target, float32; only a chunk's logits exist at a time."""
         x, kernel, bias = self._hidden(x), *self._arrays(embedding)
         return token_cross_entropies(self._options(x, kernel), x, kernel, bias, targets)
 
@@ -63,7 +63,7 @@ class Head(Leaves):
         weights: Float[Array, "B T"],
         embedding: Float[Array, "V d"] | None = None,
     ) -> Float[Array, ""]:
-        """The sum of `weights * token_losses`, whose gradient costs less than that of a sum of theirs."""
+        """Returns the sum of `weights * token_losses`; its gradient costs less than that of the sum written out."""
         x, kernel, bias = self._hidden(x), *self._arrays(embedding)
         return weighted_cross_entropy(self._options(x, kernel), x, kernel, bias, targets, weights)
 
@@ -79,20 +79,20 @@ class Head(Leaves):
         weight: float,
         temperature: float,
     ) -> DistilledLoss:
-        """`weighted_loss` mixed with the divergence from a teacher, of which `to_distill` gives the rest."""
+        """Returns `weighted_loss` mixed with the divergence from a teacher; see `teacher_inputs`."""
         x, kernel, bias = self._hidden(x), *self._arrays(embedding)
         mixing = Distillation(weight, temperature, teacher_head)
         return distilled_cross_entropy(self._options(x, kernel), mixing, x, kernel, bias, targets, weights, teacher)
 
-    def to_distill(
+    def teacher_inputs(
         self, x: Float[Array, "B T d"], embedding: Float[Array, "V d"] | None = None
     ) -> tuple[TeacherArrays, HeadOptions]:
-        """What a student's `distilled_loss` takes of its teacher, in place of the logits of all tokens."""
+        """Returns the arrays and options of a teacher that a student's `distilled_loss` takes instead of logits."""
         x, kernel, bias = self._hidden(x), *self._arrays(embedding)
         return TeacherArrays(x, kernel, bias), self._options(x, kernel)
 
     def _hidden(self, x: Float[Array, "B T d"]) -> Float[Array, "B T d"]:
-        """What meets the kernel."""
+        """Returns the input of the kernel: `x`, or the hidden state of a head that has one."""
         if not self.is_hidden:
             return x
         arrays = self.hidden.arrays()
@@ -100,7 +100,7 @@ class Head(Leaves):
         return jnp.tanh(hidden).astype(x.dtype)
 
     def _arrays(self, embedding: Array | None) -> tuple[Array, Array | None]:
-        """The kernel, which is [V, d] in a tied head, and the bias."""
+        """Returns the kernel, which is [V, d] in a tied head, and the bias."""
         assert (embedding is not None) == self.is_tied, "the embedding goes with a tied head, and only with it"
         return self.kernel[...] if embedding is None else embedding, self.bias[...] if self.has_bias else None
 
@@ -110,7 +110,7 @@ class Head(Leaves):
 
 
 def _axes(batch: tuple[int, ...], width: int, vocabulary: int) -> LossAxes | None:
-    """How the mesh in use splits the operands of a loss: as its rule table does, where that divides them."""
+    """Returns how the mesh in use splits the operands of a loss: as its rule table says, if sizes are divisible."""
     mesh = current_mesh()
     if mesh is None:
         return None

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2), with a cache that holds latents and no keys or values."""
+"""Multi-head latent attention (DeepSeek-V2), with a cache that holds latents instead of keys and values."""
 
 from functools import partial
 
@@ -18,11 +18,11 @@ from moe_jax.nn.layers import Linear, Norm
 
 
 class LatentAttention(nnx.Module):
-    """Attention whose keys and values are made of one latent per token (see `LatentConfig`).
+    """Attention whose keys and values are computed from one latent per token (see `LatentConfig`).
 
-    There are two ways to the same result. Either keys and values are made of all latents, or, since they are linear in
-    these, what makes them is applied to queries and results, and heads attend to the latents themselves. The second is
-    cheaper for few queries: a token that is generated costs as much as with a single key head.
+    There are two ways to the same result. Either keys and values are computed from all latents; or, since they are
+    linear in the latents, their kernel is applied to queries and results instead, and heads attend to the latents
+    themselves. The second is cheaper for few queries: a generated token costs as much as with a single key head.
     """
 
     q: Linear
@@ -59,7 +59,7 @@ class LatentAttention(nnx.Module):
         else:
             q = self.q_up(self.q_norm(shard_batch(self.q_down(x, keys["q_down"]))), keys["q_up"])
         q = q.reshape(*x.shape[:2], -1, self.config.head_dim)
-        # Every device needs a latent as a whole: norms are over it, and heads are made of it.
+        # Every device needs whole latents: norms are over their width, and heads are computed from all of it.
         down = shard_batch(self.kv_down(x, keys["kv_down"]))
         latent, shared = self.kv_norm(down[..., : self._latent.kv_rank]), down[..., self._latent.kv_rank :]
         if rope is not None:
@@ -82,7 +82,7 @@ class LatentAttention(nnx.Module):
     def _attend_to_heads(
         self, q: Array, latent: Array, shared: Array, visible: Visibility, key: Array | None, *, aligned: bool
     ) -> Float[Array, "B T H W"]:
-        """Makes the keys and values of every head."""
+        """Attends to keys and values of every head, computed from the latents."""
         made = self.kv_up(latent, key).reshape(*latent.shape[:2], self.config.num_heads, -1)
         of_all = jnp.broadcast_to(shared[:, :, None, :], (*made.shape[:3], shared.shape[-1]))
         k = jnp.concatenate([made[..., : self._plain], of_all], axis=-1)
@@ -91,7 +91,7 @@ class LatentAttention(nnx.Module):
     def _attend_to_latents(
         self, q: Array, latent: Array, shared: Array, visible: Visibility
     ) -> Float[Array, "B T H W"]:
-        """Turns queries into queries of latents, and results of latents into those of heads; for caches."""
+        """Attends to latents, for caches: turns queries into queries of latents, and results into results of heads."""
         up = self.kv_up.materialise().astype(q.dtype).reshape(self._latent.kv_rank, self.config.num_heads, -1)
         of_latents = jnp.einsum("bthn,rhn->bthr", q[..., : self._plain], up[..., : self._plain])
         if q.shape[1] <= MOST_QUERIES:

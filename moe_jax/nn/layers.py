@@ -11,7 +11,7 @@ from moe_jax.functional.norms import layer_norm, rms_norm
 
 
 class Norm(nnx.Module):
-    """Over the last axis.
+    """Normalises the last axis.
 
     RMSNorm (`rms`), the same with factors `1 + scale` (`rms_plus_one`), LayerNorm (`layer`), the same without bias
     (`layer_unbiased`), or `none`.

@@ -1,4 +1,4 @@
-"""The Mixture-of-Experts module: a router, a bank, and perhaps a universal FFN and PEFT experts."""
+"""The Mixture-of-Experts module: a router, a bank of experts, and perhaps a universal FFN and PEFT experts."""
 
 import math
 
@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float
 from moe_jax.experts.kernel_bank import make_bank
 from moe_jax.experts.variables import Fixed
 from moe_jax.functional import keys
+from moe_jax.functional.array_checks import check_shape
 from moe_jax.functional.routing.decision import NO_EXPERT, RouterStats, route
 from moe_jax.functional.routing.gates import Selection
 from moe_jax.functional.routing.universal import add_choice, add_weighted, universal_weight
@@ -21,11 +22,11 @@ from moe_jax.nn.router_stats import router_losses
 
 
 class MoE(nnx.Module):
-    """Routes every token to `top_k` experts of a bank, and to the universal FFN where there is one (methods.md 2.4).
+    """Routes every token to `top_k` experts of a bank, and to the universal FFN if there is one (methods.md 2.4).
 
-    The universal FFN stands beside the bank, or with `extended` is the bank's last expert. Of merged experts the bank
-    holds fewer than the router has outputs, and `groups` int32[E] says which one each output means. PEFT experts add to
-    what all these give (methods.md 7).
+    The universal FFN stands beside the bank, or with `extended` is the bank's last expert. With merged experts, the
+    bank holds fewer experts than the router has outputs, and `groups` int32[E] has the expert of each output. PEFT
+    experts add to the sum of all these (methods.md 7).
 
         >>> import jax.numpy as jnp
         >>> from flax import nnx
@@ -47,6 +48,7 @@ class MoE(nnx.Module):
         """
         dtype = jnp.dtype(dtype)
         self.config = config
+        self.d_model = d_model
         if config.universal == "coder":
             self.router = CoderRouter(d_model, config.num_experts, rngs=rngs, dtype=dtype)
         else:
@@ -61,7 +63,7 @@ class MoE(nnx.Module):
             )
         self.experts = make_bank(config.bank, config.expert, config.bank_experts, d_model, rngs=rngs, dtype=dtype)
         if config.merged_experts is not None:
-            # Which expert of the bank every output of the router stands for.
+            # The expert of the bank for every output of the router.
             self.groups = Fixed(jnp.arange(config.num_experts, dtype=jnp.int32) % config.merged_experts)
         if config.universal_beside:
             self.universal = FFN(config.universal_ffn, d_model, rngs=rngs, dtype=dtype)
@@ -71,7 +73,7 @@ class MoE(nnx.Module):
     def __call__(
         self, x: Float[Array, "*B T d"], valid: Bool[Array, "*B T"] | None = None, key: Array | None = None
     ) -> tuple[Float[Array, "*B T d"], tuple[RouterStats, ...]]:
-        """Applies the layer. What it gives for a token depends on its own sequence alone, and on no padding.
+        """Applies the layer. Its output for a token depends only on the token's own sequence, and not on padding.
 
         Args:
           x: activations of any number of sequences.
@@ -79,8 +81,14 @@ class MoE(nnx.Module):
           key: the layer's random key in training; None: deterministic.
 
         Returns:
-          The layer's output, and what its router did, and that of its PEFT experts where they have one.
+          The layer's output, and the statistics of its router and of the router of its PEFT experts, if they have one.
+
+        Raises:
+          InputError: if `x` is not of width `d_model`, or `valid` has not one entry for each token.
         """
+        check_shape("x", x, (..., None, self.d_model))
+        if valid is not None:
+            check_shape("valid", valid, x.shape[:-1])
         tokens = x.reshape(-1, x.shape[-1])
         valid = None if valid is None else valid.reshape(-1)
         logits = self.router(tokens, keys.fold_in(key, keys.ROUTER_NOISE))
@@ -112,7 +120,7 @@ class MoE(nnx.Module):
         return (y + added).reshape(x.shape), (stats, *own_stats)
 
     def auxiliary_loss(self, stats: tuple[RouterStats, ...]) -> Float[Array, ""]:
-        """What is added to the loss in training (methods.md 1), float32; `stats` is what calling the layer gave."""
+        """Returns the layer's term of the training loss (methods.md 1), float32; `stats` as the call returned them."""
         return router_losses(self.config, stats)
 
     def _selection(self) -> Selection:
@@ -120,7 +128,7 @@ class MoE(nnx.Module):
         bias = None
         if given.bias:
             assert isinstance(self.router, LinearRouter)
-            # A checkpoint may hold it in another dtype.
+            # A checkpoint may hold the bias in another dtype.
             bias = self.router.selection_bias[...].astype(jnp.float32)
         return Selection(bias, given.groups, given.top_groups, given.group_score)
 

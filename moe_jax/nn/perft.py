@@ -13,8 +13,8 @@ from moe_jax.nn.router import LinearRouter
 class Perft(nnx.Module):
     """Adapters on the MoE's input, whose sum is added to the MoE's output.
 
-    Of `routed` a router of its own weights them, and a gradient of the task reaches it through these weights; of
-    `embedded` the MoE's router does; `dense` and `single` have no weights.
+    Adapters of the variant `routed` are weighted by a router of their own, which the gradient of the task reaches
+    through these weights; those of `embedded` by the MoE's router; those of `dense` and `single` have no weights.
     """
 
     def __init__(self, config: PerftConfig, d_model: int, *, rngs: nnx.Rngs, dtype: jnp.dtype):
@@ -26,11 +26,11 @@ class Perft(nnx.Module):
     def __call__(
         self, x: Float[Array, "T d"], moe: Routing, valid: Bool[Array, " T"] | None, key: Array | None
     ) -> tuple[Float[Array, "T d"], tuple[RouterStats, ...]]:
-        """What is added to the MoE's output, and what the adapters' own router did.
+        """Returns the term that is added to the MoE's output, and the statistics of the adapters' own router, if any.
 
         Args:
           x: the MoE's input.
-          moe: the decision of its router, among all its outputs.
+          moe: the decision of the MoE's router, in terms of the router's outputs.
           valid: tokens that are not padding; None: all.
           key: for dropout in training.
         """

@@ -1,7 +1,7 @@
-"""Routers: modules that own the parameters of logits.
+"""Routers: modules that own the parameters of router logits.
 
-Float32 whatever the compute dtype, and products in the highest precision (methods.md 1): by default a TPU would round
-the operands of a float32 product to bfloat16, a GPU to TF32, which changes whom a token goes to.
+Logits are float32 whatever the compute dtype, and products have the highest precision (methods.md 1): by default a TPU
+would round the operands of a float32 product to bfloat16, a GPU to TF32, which changes the experts that are chosen.
 """
 
 import jax
@@ -16,10 +16,10 @@ from moe_jax.nn.layers import Linear
 
 
 class LinearRouter(Linear):
-    """`x W`; kernel [d, E], perhaps with LoRA beside it.
+    """Computes logits `x W`; kernel [d, E], perhaps with LoRA beside it.
 
-    With `selection_bias` there is one, [E], float32, zero at first and trained by no gradient. With `weighs_universal`
-    a kernel of its own, `universal` [d, 1], makes the logit of a universal FFN's weight.
+    With `selection_bias` it has such a bias, [E], float32, zero at first and trained by no gradient. With
+    `weighs_universal` another kernel, `universal` [d, 1], computes the logit of a universal FFN's weight.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class LinearRouter(Linear):
             self.universal = Linear((d_model, 1), rngs=rngs, dtype=dtype)
 
     def __call__(self, x: Float[Array, "T d"], key: Array | None = None) -> Float[Array, "T E"]:
-        """Logits, float32; the key is for LoRA's dropout in training."""
+        """Returns logits, float32; the key is for LoRA's dropout in training."""
         with jax.default_matmul_precision("highest"):
             return super().__call__(x.astype(jnp.float32), key)
 
     def universal_logit(self, x: Float[Array, "T d"]) -> Float[Array, " T"]:
-        """Logit of the universal FFN's weight, float32."""
+        """Returns the logit of the universal FFN's weight, float32."""
         with jax.default_matmul_precision("highest"):
             return self.universal(x.astype(jnp.float32))[:, 0]
 
@@ -59,7 +59,7 @@ class CoderRouter(nnx.Module):
         self.noise = Leaves({"kernel": jnp.zeros((d_model, num_experts), dtype)})
 
     def __call__(self, x: Float[Array, "T d"], key: Array | None = None) -> Float[Array, "T E"]:
-        """Logits, float32; with a key, that is in training, noise of a learned size is added."""
+        """Returns logits, float32; with a key, that is in training, noise of a learned size is added."""
         x = x.astype(jnp.float32)
         with jax.default_matmul_precision("highest"):
             logits = coder_logits(x, self.hidden.kernel[...], self.out.kernel[...])

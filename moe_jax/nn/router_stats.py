@@ -1,4 +1,4 @@
-"""From what routers report to the auxiliary loss and the load of every layer."""
+"""Statistics of routers: the auxiliary loss, and the load of every layer."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,11 +13,12 @@ from moe_jax.models.segments import segments_of
 
 StackedStats = tuple[RouterStats, ...]
 """One entry per router of every MoE position of every segment, in order; its arrays are stacked over the repeats. The
-router of a position's PEFT experts, where they have one, comes after the MoE's."""
+router of a position's PEFT experts, if they have one, comes after the MoE's.
+"""
 
 
 class RouterStatistics(NamedTuple):
-    """One router on all tokens of a text.
+    """Statistics of one router over all tokens of a text.
 
     Attributes:
       usage: share of the assignments that every expert got; float64, sums to 1.
@@ -31,21 +32,21 @@ class RouterStatistics(NamedTuple):
 
 
 class RouterSums:
-    """Adds up what a router did with one batch after another; in float64, on the host."""
+    """Accumulates the statistics of a router over batches; in float64, on the host."""
 
     def __init__(self) -> None:
         self._tokens = 0
         self._load, self._probability, self._gram = np.zeros(()), np.zeros(()), np.zeros(())
 
     def add(self, stats: RouterStats, tokens: int) -> None:
-        """Adds a batch: its means, and over how many tokens they are."""
+        """Adds the means of a batch, with the number of tokens that they are over."""
         self._tokens += tokens
         self._load = self._load + tokens * np.asarray(stats.load, np.float64)
         self._probability = self._probability + tokens * np.asarray(stats.probability, np.float64)
         self._gram = self._gram + tokens * np.asarray(stats.gram, np.float64)
 
     def statistics(self) -> RouterStatistics:
-        """Of all batches."""
+        """Returns the statistics over all batches."""
         norms = np.sqrt(np.outer(np.diag(self._gram), np.diag(self._gram)))
         # The cosine with logits that are always zero is undefined; such an expert counts as similar to no other.
         similarity = np.divide(self._gram, norms, out=np.zeros_like(norms), where=norms > 0)
@@ -53,24 +54,24 @@ class RouterSums:
 
 
 def auxiliary_loss(config: ModelConfig, router: StackedStats) -> Float[Array, ""]:
-    """Sum over all routers of `balance_coef * balance + z_coef * z + cv_coef * cv` (methods.md 1), float32."""
+    """Sums `balance_coef * balance + z_coef * z + cv_coef * cv` over all routers (methods.md 1), float32."""
     return _weighted([position.coefficients for position in _routers(config)], router)
 
 
 def router_losses(moe: MoEConfig, stats: Sequence[RouterStats]) -> Float[Array, ""]:
-    """The same of the routers of one MoE layer."""
+    """Returns the sum of auxiliary losses over the routers of one MoE layer."""
     return _weighted(_coefficients(moe), stats)
 
 
 def load_per_layer(config: ModelConfig, router: StackedStats) -> dict[int, Float[Array, " E"]]:
-    """Share of the assignments per expert, by layer index."""
+    """Returns the share of the assignments per expert, by layer index."""
     return {layer: stats.load for layer, stats in stats_per_layer(config, router).items()}
 
 
 def stats_per_layer(config: ModelConfig, router: StackedStats, *, of_perft: bool = False) -> dict[int, RouterStats]:
-    """What every MoE's router did, or with `of_perft` that of its PEFT experts; unstacked, by layer index.
+    """Returns the statistics of every MoE's router by layer index, or with `of_perft` of its PEFT experts' router.
 
-    Arrays may be NumPy's.
+    The arrays are unstacked, and may be NumPy's.
     """
     per_layer = {}
     for position, stats in zip(_routers(config), router, strict=True):
@@ -81,7 +82,7 @@ def stats_per_layer(config: ModelConfig, router: StackedStats, *, of_perft: bool
 
 
 class _Router(NamedTuple):
-    """A router as it is stacked, and the layers that it stands for."""
+    """A router, perhaps stacked over several layers, and these layers."""
 
     layers: list[int]
     of_perft: bool
@@ -89,7 +90,7 @@ class _Router(NamedTuple):
 
 
 class _Coefficients(NamedTuple):
-    """Of the auxiliary losses of a router."""
+    """Coefficients of the auxiliary losses of a router."""
 
     balance: float
     z: float
@@ -97,7 +98,7 @@ class _Coefficients(NamedTuple):
 
 
 def _coefficients(moe: MoEConfig) -> list[_Coefficients]:
-    """Of every router of an MoE layer, in the order in which they report."""
+    """Returns the coefficients of every router of an MoE layer, in the order in which they report."""
     found = [_Coefficients(moe.balance_coef, moe.z_coef, moe.cv_coef)]
     if moe.perft is not None and moe.perft.variant == "routed":
         found.append(_Coefficients(moe.perft.balance_coef, moe.perft.z_coef, 0.0))
@@ -113,7 +114,7 @@ def _weighted(coefficients: Sequence[_Coefficients], routers: Sequence[RouterSta
 
 
 def _routers(config: ModelConfig) -> list[_Router]:
-    """The routers of every MoE position of every segment, in the order in which they report."""
+    """Returns the routers of every MoE position of every segment, in the order in which they report."""
     routers = []
     for segment in segments_of(config.layers):
         for position, layer in enumerate(segment.pattern):

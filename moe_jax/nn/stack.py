@@ -15,7 +15,7 @@ from moe_jax.experts.layout.mesh import shard_batch
 from moe_jax.functional import keys
 from moe_jax.functional.attention.relative_bias import bias_by_distance
 from moe_jax.functional.routing.decision import RouterStats
-from moe_jax.kernels.saved_name import PRODUCT
+from moe_jax.kernels.by_platform import PRODUCT
 from moe_jax.models.config import AttentionConfig, LayerConfig, ModelConfig
 from moe_jax.models.segments import Segment, segments_of
 from moe_jax.nn.block import Block
@@ -24,7 +24,7 @@ from moe_jax.nn.context import Context, FixedContext, make_context
 from moe_jax.nn.layers import Norm
 from moe_jax.nn.router_stats import StackedStats
 
-# What the backward pass finds saved: nothing but the input of a repeat, or also every product with a kernel.
+# What is saved for the backward pass: only the input of a repeat, or also every product with a kernel.
 REMAT_POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.save_from_both_policies(
@@ -38,7 +38,7 @@ class StackOutput(NamedTuple):
     """Attributes:
     x: activations, after the final norm where there is one.
     caches: updated caches, or None without caches.
-    router: what the routers did (see `StackedStats`).
+    router: statistics of the routers (see `StackedStats`).
     """
 
     x: Float[Array, "B T d"]
@@ -50,7 +50,7 @@ class Stack(nnx.Module):
     """The layers of a model and its final norm: a decoder's, an encoder's, or those of any tokens given as embeddings.
 
     Attributes:
-      config: the description it was built from; what it says of embedding and head does not matter here.
+      config: the description that the stack was built from; embedding and head in it are ignored.
       remat: what the backward pass recomputes: `none`, `dots` (all but matrix products) or `full`.
     """
 
@@ -86,20 +86,20 @@ class Stack(nnx.Module):
 
         Args:
           x: activations; their dtype is that of the computation.
-          positions: position of every token in its document; default 0, 1, ... With caches it says which slot the
-            token takes, and a query sees what was written for positions up to its own.
+          positions: position of every token in its document; default 0, 1, ... With caches it decides the slot that the
+            token takes, and a query sees tokens at positions up to its own.
           segment_ids: document of every token when several are packed in a row, counted from 1; attention stays inside
             a document and 0 marks padding.
-          valid: tokens that are not padding; with caches, only padding may follow padding. None: those of a document,
-            or all.
+          valid: tokens that are not padding; with caches, only padding may follow padding. None: all tokens, or with
+            `segment_ids` all tokens of documents.
           prefix: length of the prefix of every row, for attention with that mask.
-          encoder_output: what cross-attention attends to; with caches, only in the first call: keys and values that are
-            made of it are kept there.
+          encoder_output: the sequence that cross-attention attends to; with caches, only in the first call: its keys
+            and values are kept there.
           encoder_valid: tokens of it that are not padding; None: all.
           caches: from `init_cache`, to continue a row.
-          begins: with caches, that the rows begin with this call, at position 0: its tokens then see each other alone,
-            which costs nothing for slots that are still empty.
-          key: of all that is random in training; None, as at evaluation: nothing is.
+          begins: with caches, whether the rows begin with this call, at position 0: its tokens then see only each
+            other, at no cost for slots that are still empty.
+          key: random key for everything random in training; None: deterministic.
 
         Raises:
           InputError: if the arguments do not go together or with the model.
@@ -129,7 +129,7 @@ class Stack(nnx.Module):
 
 
 class RelativeBias(nnx.Module):
-    """The table of relative biases [buckets, H] that all attention of a stack has in common."""
+    """The table of relative biases [buckets, H] that all attention layers of a stack share."""
 
     def __init__(self, config: AttentionConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         assert config.relative_bias is not None
@@ -137,13 +137,13 @@ class RelativeBias(nnx.Module):
         self.table = nnx.Param(normal_kernel(rngs, (config.relative_bias.buckets, config.num_heads), dtype))
 
     def __call__(self) -> Float[Array, "H n"]:
-        """The bias of every distance, float32 (see `bias_by_distance`)."""
+        """Returns the bias of every distance, float32 (see `bias_by_distance`)."""
         assert self.attention.relative_bias is not None
         return bias_by_distance(self.table[...], self.attention.relative_bias, self.attention.mask)
 
 
 def make_final_norm(config: ModelConfig) -> Norm:
-    """The norm after the last layer, which does nothing where the model has none."""
+    """Makes the norm after the last layer, which does nothing in models without one."""
     kind = config.norm if config.final_norm else "none"
     return Norm(kind, config.d_model, config.norm_eps, dtype=jnp.dtype(config.dtype))
 
@@ -153,7 +153,7 @@ class BlockStack(nnx.Module):
 
     Attributes:
       start: index in the stack of the first layer.
-      repeats: of the pattern.
+      repeats: number of repeats of the pattern.
       blocks: one per layer of the pattern.
     """
 
@@ -176,7 +176,7 @@ class BlockStack(nnx.Module):
           x: activations.
           context: of the forward pass.
           caches: one per block of the pattern, arrays stacked over the repeats, or None.
-          remat: `none`, or a key of `REMAT_POLICIES`: what the backward pass finds saved.
+          remat: `none`, or a key of `REMAT_POLICIES`: what is saved for the backward pass.
           key: random key of the forward pass in training; None: deterministic.
 
         Returns:
@@ -185,7 +185,7 @@ class BlockStack(nnx.Module):
         graphdef, params = nnx.split(self.blocks)
         fills_cross = context.source is not None and context.source.output is not None
         if caches is not None and self.repeats == 1:
-            # Not through a loop of one turn, whose caches would be copied into it and out of it.
+            # Without a loop: caches would be copied into and out of a loop of one turn.
             first = jax.tree.map(lambda array: array[0], (params, caches))
             arrays, fixed = context.split()
             x, (new_caches, stats) = _apply_once(graphdef, fixed, x, (*first, jnp.int32(self.start)), arrays, key)
@@ -206,14 +206,14 @@ class BlockStack(nnx.Module):
 def _apply_pattern(
     graphdef: nnx.GraphDef, x: Array, given: tuple, context: Context, key: Array | None
 ) -> tuple[Array, tuple]:
-    """Applies blocks one after another; `given` are their parameters, their caches, and the index of the first."""
+    """Applies blocks in order; `given` are their parameters, their caches, and the index of the first block."""
     params, caches, first_layer = given
     fills_cross = context.source is not None and context.source.output is not None
     new_caches, stats = [], []
     for position, block in enumerate(nnx.merge(graphdef, params)):
         layer_key = keys.fold_in(key, first_layer + position)
         x, cache, router = block(x, context, None if caches is None else caches[position], layer_key)
-        # What is in the caches of cross-attention already is not to be copied for every token.
+        # Caches of cross-attention that are filled already must not be copied for every token.
         new_caches.append(cache if cache is None or fills_cross else cache._replace(cross=None))
         stats.extend(router)
     return x, (None if caches is None else tuple(new_caches), tuple(stats))
@@ -223,12 +223,12 @@ def _apply_pattern(
 def _apply_once(
     graphdef: nnx.GraphDef, fixed: FixedContext, x: Array, given: tuple, arrays: Any, key: Array | None
 ) -> tuple[Array, tuple]:
-    """The same as a program of its own: layers that are alike, but not stacked, are traced once for all."""
+    """Does the same as a program of its own: equal layers that are not stacked are traced only once."""
     return _apply_pattern(graphdef, x, given, Context.joined(arrays, fixed), key)
 
 
 def _with_cross(new: tuple[Cache, ...], old: tuple[Cache, ...], filled: bool) -> tuple[Cache, ...]:
-    """The caches with those of cross-attention, which are the old ones unless they were filled just now."""
+    """Returns the new caches with those of cross-attention, which are the old ones unless they were just filled."""
     return new if filled else tuple(a._replace(cross=b.cross) for a, b in zip(new, old, strict=True))
 
 
@@ -244,6 +244,6 @@ def _stack(layer: LayerConfig, model: ModelConfig, repeats: int, rngs: nnx.Rngs,
     graphdef, shapes = nnx.split(shapes_of(make))
     if isinstance(rngs, ShapesOnly):
         return nnx.merge(graphdef, jax.tree.map(lambda leaf: jnp.zeros((repeats, *leaf.shape), leaf.dtype), shapes))
-    # lax.map and not vmap: a fresh layer is drawn at a time, so that drawing needs no room of its own.
+    # With lax.map and not vmap, one fresh layer is drawn at a time, so that drawing needs no extra memory.
     random_keys = jax.random.split(rngs.params(), repeats)
     return nnx.merge(graphdef, jax.lax.map(lambda key: nnx.state(make(nnx.Rngs(params=key))), random_keys))

@@ -1,8 +1,8 @@
-"""A model whose layers lie in arrays of their own.
+"""A model in which every layer has arrays of its own, for generation.
 
-A scan over stacked layers copies every layer's parameters and caches out of the stack for each of its turns. In
-training that is nothing beside the work on many tokens. For a token that is generated it is as much as the work itself,
-and of experts it would be all where few are used. So generation runs a program in which no layer is looped over.
+A scan over stacked layers copies every layer's parameters and caches out of the stack on each turn. In training this is
+negligible beside the work on many tokens. For a single generated token it is as much as the work itself, and it copies
+all experts where few are used. So generation runs a program that loops over no layers.
 """
 
 import jax
@@ -13,9 +13,9 @@ from moe_jax.nn.stack import BlockStack, Stack
 
 
 def unstacked(model: Decoder) -> Decoder:
-    """The same model in segments of one repeat; the model itself if it has no others.
+    """Returns the same model in segments of one repeat; the model itself if it has no others.
 
-    Takes as much memory as the layers for as long as the two models live.
+    While both models live, they take the memory of the layers twice.
     """
     if not is_stacked(model):
         return model
@@ -45,9 +45,9 @@ def _single_layers(segment: BlockStack) -> list[BlockStack]:
 
 
 def _parts(state: nnx.State, repeats: int) -> list[nnx.State]:
-    """Slices [1, ...] of stacked parameters, one per repeat, split over devices as these are."""
+    """Slices stacked parameters into parts [1, ...], one per repeat, split over devices as the stacks are."""
     if all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
-        # A tree for each: NNX takes variables that are the same object for tied ones.
+        # One tree for each: NNX takes variables that are the same object for tied ones.
         one = lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype)  # noqa: E731
         return [jax.tree.map(one, state) for _ in range(repeats)]
     return _cut(state, repeats)

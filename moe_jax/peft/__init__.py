@@ -1,4 +1,17 @@
-"""Parameter-efficient tuning: PERFT, LoRA, and the partition into trained and frozen parameters."""
+"""Parameter-efficient tuning: LoRA and PERFT, and the partition of a model into trained and frozen parameters.
 
+`moe_jax.adapt` adds adapters and `moe_jax.merge` multiplies them in; what is here serves a training loop of your own:
+`trainable_paths` says what patterns train, and `split_model` gives `(graphdef, trained, frozen)`.
+
+    >>> from moe_jax.peft import split_model, trainable_paths
+    >>> moe = moe_jax.tiny_model(experts=4)
+    >>> paths = trainable_paths(moe.config, train=["layers/.*/mlp/router/.*"])
+    >>> sorted(paths)
+    ['layers/0/mlp/router/kernel', 'layers/1/mlp/router/kernel']
+    >>> graphdef, trained, frozen = split_model(moe.decoder, paths)
+"""
+
+from moe_jax.models import LoRAConfig as LoRAConfig
+from moe_jax.models import PerftConfig as PerftConfig
 from moe_jax.peft.partition import split_model as split_model
 from moe_jax.peft.partition import trainable_paths as trainable_paths

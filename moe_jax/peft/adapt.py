@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from moe_jax.checks.predictions import ProbeText, TextComparison
-from moe_jax.checks.probe import Probe
-from moe_jax.checks.step0 import Step0
+from moe_jax.checks.step0 import Probe, Step0
 from moe_jax.core.counting import count_bytes
 from moe_jax.core.errors import InputError
 from moe_jax.core.terminal import Progress, no_progress

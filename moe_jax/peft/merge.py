@@ -18,6 +18,7 @@ from moe_jax.core.finite import cast
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.distributed.processes import check_equal, first_decides
 from moe_jax.experts.forms import ffn_matrices
+from moe_jax.experts.forms.protocol import BesideBase
 from moe_jax.experts.layout.config import FFNConfig, LoRAConfig
 from moe_jax.experts.on_host import base_kernel
 from moe_jax.functional.products.nf4 import dequantize_nf4
@@ -115,7 +116,7 @@ def unmergeable(config: ModelConfig) -> dict[str, str]:
     found: dict[str, tuple[str, list[int]]] = {}
     for i in config.moe_layers:
         moe = config.moe(i)
-        if moe.bank.form.beside_base_model:
+        if isinstance(moe.bank.form, BesideBase) and moe.bank.form.beside_base_model:
             why = moe.bank.form.why_not_merged
             found.setdefault("adapter experts (PESC)", (why, []))[1].append(i)
         if moe.perft is not None:

@@ -1,1 +1,1 @@
-"""What a model and its training will cost: parameters, bytes, the compiled step. From configs alone."""
+"""The cost of a model and its training: parameters, bytes, the compiled step. From configs alone."""

@@ -1,8 +1,8 @@
 """Compiles the training step for an absent accelerator.
 
-The `libtpu` wheel holds the TPU compiler and runs on any x86 CPU machine; JAX's CUDA plugin holds that for GPUs, and
-needs neither GPU nor driver (`gpu_topology`). The step is the same one that `loop` runs, here on abstract arrays: no
-weights are loaded or made.
+The `libtpu` wheel holds the TPU compiler and runs on any x86 CPU machine; JAX's CUDA plugin holds the compiler for
+GPUs, and needs neither GPU nor driver (`gpu_topology`). The step is the one that `loop` runs, here on abstract arrays:
+no weights are loaded or made.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # they import JAX, and the environment has to be described be
     from moe_jax.training.program import Program
 
 TIGHT = 0.9
-"""Of a device's memory: what a step should not need more than."""
+"""A step should need no more than this share of a device's memory."""
 
 # "Used 16.50G of 15.75G hbm", in the message of the TPU compiler.
 _USED = re.compile(r"\bUsed ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm")
@@ -61,15 +61,15 @@ def compile_only(
       recipe: the run; its data is not read.
       config: of the model.
       topology: generation and shape of the slice.
-      teacher: config of the model that the recipe's `distill` names, if it does. The compiled step has its parameters
-        and its forward pass, and so have the bytes; `model_flops` and `estimate` are without it.
+      teacher: config of the model that the recipe's `distill` names, if it does. The compiled step and its bytes
+        include the teacher's parameters and forward pass; `model_flops` and `estimate` do not.
 
     Returns:
       JSON-able: `topology`, `device_kind`, `chips`, `mesh`; per chip `bytes` (`arguments`, `outputs`, `aliased`,
       `temporaries`, `code`, `total`, `hbm`), `model_flops` (see `flops.py`) and `compiler_flops` (which counts a
-      loop over layers once); `fits`, None if the memory of a chip is not known; `largest` arrays that the step makes,
+      loop over layers once); `fits`, None if the memory of a chip is unknown; `largest` arrays that the step makes,
       in words; `collectives` by kind with `count` and `bytes`, loops counted in full; and `estimate`,
-      the least time of a step by data sheets (`StepRoofline`); None: there is no data sheet of the chip.
+      the least time of a step by data sheets (`StepRoofline`); None: the chip has no data sheet.
 
     Raises:
       InputError: no compiler for the topology, an unknown one, a step that does not fit into the chips' memory, or a
@@ -129,7 +129,7 @@ class DoesNotFit(Exception):
     """The compiler finds no room for the step in the memory of a device.
 
     Attributes:
-      used: bytes that it would need; None: the compiler does not say.
+      used: bytes that the step would need; None: the compiler does not say.
       largest: the largest arrays that it would hold, each in words; empty: the compiler does not say.
     """
 
@@ -166,7 +166,7 @@ def compiled_step(program: "Program", recipe: Recipe, options: dict[str, Any] | 
 
 
 def bytes_of(compiled: Any) -> dict[str, int]:
-    """Bytes that a compiled program takes of every device.
+    """Returns the bytes that a compiled program takes on every device.
 
     Returns:
       `arguments`, `outputs`, `aliased` (outputs that lie in the buffers of donated arguments, and count once in the
@@ -186,12 +186,12 @@ def bytes_of(compiled: Any) -> dict[str, int]:
 
 
 def is_tight(used: int, memory: int) -> bool:
-    """Whether so little of a device's memory is left that nobody should rely on it: versions of the compiler differ."""
+    """Whether so little of a device's memory is left that it may not suffice with another version of the compiler."""
     return used > TIGHT * memory
 
 
 def print_report(report: dict[str, Any], *, as_json: bool) -> None:
-    """Prints what `compile_only` found, as a table or as JSON and nothing else."""
+    """Prints the report of `compile_only`, as a table or as JSON and nothing else."""
     if as_json:
         print(json.dumps(report, indent=2))
         return
@@ -221,7 +221,7 @@ def print_report(report: dict[str, Any], *, as_json: bool) -> None:
 
 
 def described_devices(topology: str) -> list[Any]:
-    """The devices of a topology such as `v5e:4x4` or `h100:8`, for a mesh.
+    """Returns the devices of a topology such as `v5e:4x4` or `h100:8`, for a mesh.
 
     Raises:
       InputError: no compiler for the topology, or an unknown one.
@@ -261,7 +261,7 @@ def _named(arrays: Sequence[str]) -> str:
 
 
 def allocations(message: str, count: int = 3) -> list[str]:
-    """The largest arrays in a message of the TPU compiler: size, shape, and the operation that makes it."""
+    """Returns the largest arrays in a message of the TPU compiler: size, shape, and the operation that makes it."""
     found = []
     for part in re.split(r"\n\s*\d+\. Size: ", message)[1 : count + 1]:
         size, shape = part.split(None, 1)[0], re.search(r"Shape: (\w+\[[\d,]*\])", part)

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs that are not there, for the compiler: XLA:GPU compiles for a description of a GPU as well as for a GPU.
+"""Describes NVIDIA GPUs that are absent, for the compiler: XLA:GPU compiles for a description as well as for a GPU.
 
 A topology is named by the GPU, then how many hosts and how many GPUs on each: `h100:2x8`, or `h100:8` for one host.
 """
@@ -16,16 +16,16 @@ _ENVIRONMENT = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 
 
 class GPU(NamedTuple):
-    """A GPU as XLA has to know it, from CUDA's properties of the device; its memory is in `moe_jax.core.data_sheets`.
+    """A GPU as XLA has to know it, from CUDA's device properties; its memory is in `moe_jax.core.data_sheets`.
 
     Attributes:
-      name: as the driver gives it.
+      name: as the driver reports it.
       capability: compute capability.
-      cores: streaming multiprocessors.
+      cores: number of streaming multiprocessors.
       fpus: float32 units of each.
       shared_kib: shared memory of each; a program may have 1 KiB less.
       l2_mib: second-level cache.
-      clock_ghz: the highest.
+      clock_ghz: highest clock rate.
     """
 
     name: str
@@ -61,7 +61,7 @@ device_description_str: "{gpu.name}"
 
 
 def prepare_environment() -> None:
-    """Call it before JAX is imported."""
+    """Lets JAX use the plugin without a driver; call it before JAX is imported."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
@@ -77,7 +77,7 @@ def has_plugin() -> bool:
 
 
 def shape_of(topology: str) -> tuple[int, int]:
-    """The number of hosts, and of GPUs on each.
+    """Returns the number of hosts, and of GPUs on each.
 
     Raises:
       InputError: there is no such topology.
@@ -90,7 +90,7 @@ def shape_of(topology: str) -> tuple[int, int]:
 
 
 def gpu_devices(topology: str) -> list[Any]:
-    """Devices of a topology such as `h100:2x8`, for a mesh.
+    """Returns the devices of a topology such as `h100:2x8`, for a mesh.
 
     Raises:
       InputError: there is no such topology, or no compiler for it.
@@ -111,7 +111,7 @@ def gpu_devices(topology: str) -> list[Any]:
 
 
 def target(gpu: GPU) -> str:
-    """XLA's description of a GPU, a `GpuTargetConfigProto` as text."""
+    """Returns XLA's description of a GPU, a `GpuTargetConfigProto` as text."""
     shared, chip = gpu.shared_kib * 1024, chip_of_kind(gpu.name)
     assert chip is not None, f"{gpu.name} is not in the table of chips"
     return _TARGET.format(

@@ -1,4 +1,4 @@
-"""Collectives in the text of a compiled program: how many of each kind, and their sizes."""
+"""Collectives and large arrays in the text of a compiled program (HLO)."""
 
 import math
 import re
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moe_jax.experts.parallel.rounds import FURTHER_ROUNDS
+from moe_jax.experts.parallel.over_mesh import FURTHER_ROUNDS
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 
@@ -16,11 +16,11 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 # `%name = shape kind(operands), ...`; an asynchronous collective is counted where it starts.
 _COLLECTIVE = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = (.*?) (" + "|".join(KINDS) + r")(-start)?\(([^)]*)\)(.*)$")
 _SHAPE = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
-# {{0,1},{2,3}}; or [2,4]<=[4,2]T(1,0), the numbers of an array in another order of its axes, cut into groups.
+# {{0,1},{2,3}}; or [2,4]<=[4,2]T(1,0): the numbers of an array with its axes reordered, cut into groups.
 _GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=\{\{([\d, ]*)\}")
 _COUNTED_GROUPS = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MADE = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = ([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]\S* ([\w-]+)\(")
-# Names for arrays that are there already.
+# Operations that only name arrays which exist already.
 _NOT_MADE = ("parameter", "get-tuple-element", "bitcast", "constant", "tuple", "opt-barrier")
 _OPERATION = re.compile(r'op_name="([^"]*)"')
 _CHANNEL = re.compile(r"channel_id=(\d+)")
@@ -41,7 +41,7 @@ class Collectives(NamedTuple):
     """All collectives of one kind in one run of the program.
 
     Attributes:
-      count: how often they run.
+      count: number of runs.
       bytes: the sum over these runs of the bytes on one device. The bytes of a collective are those of the whole array:
         the result of an all-gather, the operand of a reduce-scatter.
     """
@@ -54,10 +54,10 @@ class Transfer(NamedTuple):
     """One collective of a program.
 
     Attributes:
-      kind: of `KINDS`.
-      count: how often it runs.
+      kind: one of `KINDS`.
+      count: number of runs.
       bytes: of one run; see `Collectives`.
-      group: numbers of devices that take part together; those of other groups do the same. Empty: all, or not known.
+      group: numbers of devices that take part together; other groups do the same. Empty: all devices, or unknown.
     """
 
     kind: str
@@ -67,7 +67,7 @@ class Transfer(NamedTuple):
 
 
 def collectives(hlo: str) -> dict[str, Collectives]:
-    """Collectives of a compiled program (`compiled.as_text()`) by kind; see `transfers`."""
+    """Returns the collectives of a compiled program (`compiled.as_text()`) by kind; see `transfers`."""
     totals: dict[str, Collectives] = {}
     for kind, count, size, _ in transfers(hlo):
         before = totals.get(kind, Collectives(0, 0))
@@ -76,7 +76,7 @@ def collectives(hlo: str) -> dict[str, Collectives]:
 
 
 def transfers(hlo: str) -> list[Transfer]:
-    """All collectives of a compiled program; those in a loop count once per iteration.
+    """Returns all collectives of a compiled program; those in a loop count once per iteration.
 
     Rounds of an exchange after the first (`experts.parallel.exchange`) are not counted: usually there are none.
     """
@@ -88,8 +88,8 @@ def transfers(hlo: str) -> list[Transfer]:
         for line in computations.get(name, []):
             if found := _COLLECTIVE.match(line):
                 shape, kind, start, operands, attributes = found.groups()
-                # The TPU compiler overlaps a collective with computation by spreading it over a chain of fusions,
-                # each of which shows it once more.
+                # The TPU compiler overlaps a collective with computation by spreading it over a chain of fusions, each
+                # of which shows it once more.
                 if chain := _CHAIN.search(attributes):
                     channel = _CHANNEL.search(attributes)
                     key = (chain[1], channel[1] if channel else "")
@@ -114,9 +114,9 @@ def transfers(hlo: str) -> list[Transfer]:
 
 
 def largest_arrays(hlo: str, count: int = 3) -> list[str]:
-    """The largest arrays that operations of a program make, each once by shape: size, shape, and where it comes from.
+    """Returns the largest arrays that operations of a program make, once per shape: size, shape, and origin.
 
-    Arguments are not among them, nor what is inside a fusion, which lies in no memory of its own.
+    Arguments are not among them, nor arrays inside a fusion, which have no memory of their own.
     """
     entry, computations = computations_of(hlo)
     inside = {callee for lines in computations.values() for line in lines for callee in _CALLED.findall(line)}
@@ -135,7 +135,7 @@ def largest_arrays(hlo: str, count: int = 3) -> list[str]:
 
 
 def _group(attributes: str) -> tuple[int, ...]:
-    """The first group of devices of a collective, or the first pair of a permutation."""
+    """Returns the first group of devices of a collective, or the first pair of a permutation."""
     if listed := _GROUPS.search(attributes):
         return tuple(int(number) for number in listed[1].split(",") if number.strip())
     if counted := _COUNTED_GROUPS.search(attributes):
@@ -148,7 +148,7 @@ def _group(attributes: str) -> tuple[int, ...]:
 
 
 def computations_of(hlo: str) -> tuple[str, dict[str, list[str]]]:
-    """Name of the entry computation, and the lines of every computation by name."""
+    """Returns the name of the entry computation, and the lines of every computation by name."""
     entry = name = ""
     lines: dict[str, list[str]] = {}
     for line in hlo.splitlines():
@@ -162,7 +162,7 @@ def computations_of(hlo: str) -> tuple[str, dict[str, list[str]]]:
 
 
 def _calls(line: str, computations: dict[str, list[str]]) -> Iterator[tuple[str, int]]:
-    """The computations that an instruction runs, and how often it runs each."""
+    """Yields the computations that an instruction runs, and how often it runs each."""
     if (loop := _LOOP.search(line)) and FURTHER_ROUNDS not in line:
         yield loop[2], _trips(line, computations.get(loop[1], []), computations.get(loop[2], []))
     for callee in _CALLED.findall(line):
@@ -173,7 +173,7 @@ def _calls(line: str, computations: dict[str, list[str]]) -> Iterator[tuple[str,
 
 
 def _trips(line: str, condition: list[str], body: list[str]) -> int:
-    """Iterations of a loop: from the compiler's annotation, else from its counter, which begins with 0; else 1."""
+    """Returns a loop's iterations: from the compiler's annotation, else from its counter, which begins at 0; else 1."""
     if known := _TRIPS.search(line):
         return int(known[1])
     compared = next((_NAMES.findall(found[1]) for text in condition if (found := _COMPARED.match(text))), [])
@@ -186,8 +186,10 @@ def _trips(line: str, condition: list[str], body: list[str]) -> int:
 
 
 def _step(counter: int | None, body: list[str]) -> int:
-    """By how much a loop's counter, the element of its state with this number, grows in an iteration. A ring of the TPU
-    compiler is unrolled twice, and counts by two."""
+    """Returns the increment of a loop's counter, the element of its state with this number, in an iteration.
+
+    A ring of the TPU compiler is unrolled twice, and counts by two.
+    """
     results = next((_NAMES.findall(found[1]) for text in body if (found := _RESULTS.match(text))), [])
     if counter is None or counter >= len(results):
         return 1
@@ -198,7 +200,7 @@ def _step(counter: int | None, body: list[str]) -> int:
 
 
 def _shape_of(operands: str, computation: list[str]) -> str:
-    """The shapes of operands that are written without shapes, from their definitions."""
+    """Returns the shapes of operands that are written without shapes, from their definitions."""
     names = re.findall(r"%([\w.-]+)", operands)
     definitions = [re.compile(rf"\s*(?:ROOT )?%{re.escape(name)} = (.*?) [\w-]+\(") for name in names]
     defined = (definition.match(line) for definition in definitions for line in computation)

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from moe_jax.core.counting import count_bytes
 from moe_jax.core.errors import raise_if_any
 from moe_jax.distributed.sharding import AXES, leaf_spec, parts, path_name, undivided, unknown_axes
+from moe_jax.experts.forms.optional.costs import costs_of
 from moe_jax.experts.layout.mesh import spec_on_mesh
 from moe_jax.model_io.loading import abstract_model, disk_paths, leaf_specs
 from moe_jax.model_io.tuned_base import base_config, own_leaves
@@ -30,8 +31,10 @@ from moe_jax.training.recipe.schema import OptimizerSection
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Parameters are floating-point numbers that could be trained; positions of sparse deltas are not among them. Of a
-    kernel kept as NF4 they are the weights that it stands for.
+    """The counts of a model.
+
+    Parameters are floating-point numbers that could be trained; positions of sparse deltas do not count. A kernel kept
+    as NF4 counts the weights that it stands for.
 
     Attributes:
       dense_params: of the dense model: the one that is upcycled, or, for an MoE, the one it would be with a single
@@ -43,9 +46,9 @@ class Plan:
       expert_params: of all expert banks: kernels or shared bases, deltas, adapters, and per-expert biases.
       universal_params: of universal FFNs beside the banks; one that is a bank's last delta counts as an expert.
       norm_params: of all norms.
-      active_params: parameters that one token meets, norms left out, as PERFT counts them (methods.md 8): embedding and
-        head, attention, dense and universal FFNs, routers, shared bases, and `top_k` of E of what experts have of their
-        own (all of them where fewer are left after merging).
+      active_params: parameters that one token meets, without norms, as PERFT counts them (methods.md 8): embedding and
+        head, attention, dense and universal FFNs, routers, shared bases, and `top_k` of E of the experts' own
+        parameters (all of them if fewer are left after merging).
       trainable_params: parameters that training changes if no recipe says otherwise: all but frozen bases.
       param_bytes: everything a checkpoint holds, positions included, in the dtype of the config.
       formula_added_params: `added_params` as published counts of DeRS and PESC are made: without `universal_params`,
@@ -70,12 +73,12 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingMemory:
-    """Bytes per chip that training holds all the time, activations left out.
+    """Bytes per chip that training holds all the time, without activations.
 
     Attributes:
-      params: all of them, positions included.
+      params: of all parameters, positions included.
       gradients: of trained parameters.
-      optimizer: its state: two moments of AdamW per trained parameter, float32, or what another optimizer keeps.
+      optimizer: of its state: two moments of AdamW per trained parameter, float32, or what another optimizer keeps.
       total: the sum.
     """
 
@@ -90,7 +93,7 @@ def make_plan(config: ModelConfig, origin: ModelConfig | None = None) -> Plan:
 
     Args:
       config: of the model.
-      origin: the dense model that it is made from, where that is known.
+      origin: the dense model that it is made from, if known.
     """
     params = parameter_sizes(config)
     total = sum(params.values())
@@ -120,12 +123,12 @@ def make_plan(config: ModelConfig, origin: ModelConfig | None = None) -> Plan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TunedParameters:
-    """What is trained of a model with a frozen base (methods.md 8).
+    """The trained parameters of a model with a frozen base (methods.md 8).
 
     Attributes:
-      total_params: adapters, LoRA, and the routers that choose among adapters.
-      active_params: what one token meets of them: of S, D and LoRA all, of E and PESC k of E adapters, of R K of M; and
-        routers as a whole.
+      total_params: of adapters, LoRA, and the routers that choose among adapters.
+      active_params: the part that one token meets: for S, D and LoRA all, for E and PESC k of E adapters, for R K of M;
+        and whole routers.
       active_fraction: `active_params`, as a share of the active parameters of the base model.
     """
 
@@ -135,7 +138,7 @@ class TunedParameters:
 
 
 def tuned_parameters(config: ModelConfig) -> TunedParameters | None:
-    """Counts what tuning trains; None for a model whose base is not frozen."""
+    """Counts the parameters that tuning trains; None for a model whose base is not frozen."""
     if not config.frozen_base:
         return None
     added = own_leaves(config)
@@ -156,13 +159,13 @@ def training_memory(
     param_dtype: str = "float32",
     optimizer: OptimizerSection | None = None,
 ) -> TrainingMemory:
-    """What training holds on each chip, sharded by the rule table.
+    """Returns the bytes that training holds on each chip, sharded by the rule table.
 
     Args:
       config: of the model.
       mesh: size of every axis; absent ones are 1.
       param_dtype: of trained parameters and gradients; frozen ones are in the dtype of the config.
-      optimizer: that of a recipe; by default AdamW.
+      optimizer: section of a recipe; by default AdamW.
 
     Raises:
       InputError: for unknown axes or sizes, or a dimension that its axes do not divide; all are listed.
@@ -183,7 +186,7 @@ def training_memory(
 
 
 def _optimizer_bytes(config: ModelConfig, mesh: Mapping[str, int], section: OptimizerSection) -> int:
-    """Bytes on each chip of an optimizer's state, which is made of shapes alone; its counters count nothing."""
+    """Returns the bytes on each chip of an optimizer's state, from shapes alone; its counters are left out."""
     model = abstract_model(config)
     _, params, _ = split_model(model, trainable_paths(model))
     leaves = [(path_name(path), leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
@@ -199,7 +202,7 @@ def _optimizer_bytes(config: ModelConfig, mesh: Mapping[str, int], section: Opti
 
 
 def dense_config(config: ModelConfig) -> ModelConfig:
-    """The model with one expert of every MoE layer in place of the layer, and no adapters."""
+    """Returns the model with one expert of every MoE layer in place of the layer, and no adapters."""
     base = base_config(config)
     layers = (
         dataclasses.replace(layer, mlp=layer.mlp.expert) if isinstance(layer.mlp, MoEConfig) else layer
@@ -209,13 +212,13 @@ def dense_config(config: ModelConfig) -> ModelConfig:
 
 
 def trained_leaves(config: ModelConfig) -> frozenset[str]:
-    """Leaf paths of what training changes if no recipe says otherwise."""
+    """Returns the paths of the leaves that training changes if no recipe says otherwise."""
     model = abstract_model(config)
     return frozenset(leaf for path in trainable_paths(model) for leaf in disk_paths(config, path))
 
 
 def _active(config: ModelConfig, params: Mapping[str, int]) -> int:
-    """How many of these parameters one token meets."""
+    """Returns how many of these parameters one token meets."""
     return sum(active_size(config, path, size) for path, size in params.items())
 
 
@@ -224,11 +227,11 @@ def _norms(params: Mapping[str, int]) -> int:
 
 
 def _rounded_away(config: ModelConfig, layer: LayerConfig) -> float:
-    """Entries of sparse deltas that a whole number per matrix and expert leaves out (or, negative, adds)."""
+    """Returns the entries of sparse deltas lost by rounding to whole numbers per matrix and expert (or added: < 0)."""
     if not isinstance(layer.mlp, MoEConfig):
         return 0.0
     form, experts = layer.mlp.bank.form, (layer.mlp.expert, config.d_model)
-    by_formula = form.formula_entries(*experts)
+    by_formula = costs_of(form).formula_entries(*experts)
     return 0.0 if by_formula is None else layer.mlp.bank_experts * (by_formula - form.multiplied_entries(*experts))
 
 

@@ -1,4 +1,4 @@
-"""The parameters of a program as they lie on a mesh of any size, which need not be there."""
+"""The parameters of a program as they would lie on a mesh of any size, which need not exist."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -13,19 +13,19 @@ from moe_jax.distributed.sharding import leaf_spec, parts, path_name, undivided
 from moe_jax.experts.layout.mesh import spec_on_mesh
 from moe_jax.training.program import Program
 
-# Axes that split parameters of which every device along them needs the whole.
+# Axes that split parameters which every device along them needs as a whole.
 _GATHERED = ("fsdp", "sequence")
 
 
 class PlacedLeaf(NamedTuple):
-    """A parameter.
+    """A parameter on a mesh.
 
     Attributes:
       path: in memory, see `distributed.sharding.leaf_spec`.
-      shape: of one layer's.
-      layers: that have one.
+      shape: of one layer's parameter.
+      layers: number of layers that have one.
       dtype: as it is stored.
-      axes: which mesh axes split it, with their sizes above 1.
+      axes: mesh axes that split it, with their sizes above 1.
       trained: whether a step changes it.
     """
 
@@ -38,17 +38,17 @@ class PlacedLeaf(NamedTuple):
 
     @property
     def gathered_over(self) -> tuple[str, ...]:
-        """The axes along which every device needs the whole."""
+        """The axes along which every device needs the whole parameter."""
         return tuple(axis for axis in _GATHERED if axis in self.axes)
 
     @property
     def held(self) -> int:
-        """Numbers of one layer's that a device keeps."""
+        """Number of one layer's entries that a device keeps."""
         return math.prod(self.shape) // math.prod(self.axes.values())
 
     @property
     def gathered(self) -> int:
-        """Numbers of one layer's when it is gathered."""
+        """Number of one layer's entries when it is gathered."""
         return self.held * math.prod(self.axes[axis] for axis in self.gathered_over)
 
     @property
@@ -58,7 +58,7 @@ class PlacedLeaf(NamedTuple):
 
 
 def placed_leaves(program: Program, mesh: Mapping[str, int]) -> list[PlacedLeaf]:
-    """All parameters of a program on a mesh whose axes have these sizes; the program may be of another.
+    """Returns all parameters of a program on a mesh with axes of these sizes; the program's own mesh may be another.
 
     Raises:
       InputError: a dimension that its axes do not divide; all are listed.

@@ -22,11 +22,11 @@ _GPUS_OF_HOST = 8
 class PlannedDevices(NamedTuple):
     """Attributes:
     name: as it is printed.
-    devices: for the mesh; None: no compiler for them is here, or none is asked.
-    count: how many.
+    devices: for the mesh; None: their compiler is not installed, or none is needed.
+    count: number of devices.
     chip: in the table of data sheets; None: it is not there.
-    missing: the compiler that is not here; empty: the step is not to be compiled.
-    per_host: devices of a host, where others are reached over the network.
+    missing: the compiler that is not installed; empty: the step is not to be compiled.
+    per_host: devices of a host, if others are reached over the network.
     """
 
     name: str
@@ -38,16 +38,16 @@ class PlannedDevices(NamedTuple):
 
 
 def planned_devices(mesh: MeshSection, platform: str | None, *, compiles: bool) -> PlannedDevices:
-    """The devices of a platform.
+    """Returns the devices of a platform.
 
     Args:
-      mesh: of the recipe; of a chip without a topology there are as many as it needs at least.
+      mesh: of the recipe; for a chip without a topology, the number of devices is the least that the mesh needs.
       platform: `cpu`, the name of a chip, or a topology such as `v5e:4x4` or `h100:2x8`. None: those of this machine.
-      compiles: whether a step is to be compiled for them. If not, nothing but their number and data sheet is known,
-        a CPU's aside.
+      compiles: whether a step is to be compiled for them. If not, only their number and data sheet are known, except
+        for a CPU.
 
     Raises:
-      InputError: an unknown platform, or more chips than fit into the smallest slice where none is named.
+      InputError: an unknown platform, or more chips than fit into the smallest slice if no topology is named.
     """
     if platform in (None, "cpu"):
         devices = jax.devices() if platform is None else jax.devices("cpu")
@@ -78,10 +78,10 @@ def planned_devices(mesh: MeshSection, platform: str | None, *, compiles: bool) 
 
 
 def _least(mesh: MeshSection) -> int:
-    """Devices that a mesh needs at least."""
+    """Returns the least number of devices that a mesh needs."""
     return math.prod(size for size in dataclasses.astuple(mesh) if size != -1)
 
 
 def _per_host(shape: str, count: int) -> int:
-    """GPUs of a host: of `4x8` there are 8, and otherwise as many as one has, or fewer in all."""
+    """Returns the GPUs of a host: for `4x8` they are 8, otherwise as many as a host has, or all if there are fewer."""
     return int(shape.split("x")[-1]) if "x" in shape else min(count, _GPUS_OF_HOST)

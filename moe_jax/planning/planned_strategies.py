@@ -1,4 +1,4 @@
-"""Which strategy the experts of a model would be applied with on a chip, and what each would take; for `plan`."""
+"""The strategies by which a chip would apply a model's experts, and the time of each; for `plan`."""
 
 import dataclasses
 from collections import Counter
@@ -13,7 +13,7 @@ from moe_jax.experts.strategy import cheapest, strategy_costs
 from moe_jax.models import ModelConfig, MoEConfig
 
 TOKENS = 8192
-"""Of a training batch on one device, if nothing else is asked for: two sequences of 4096."""
+"""Tokens of a training batch on one device by default: two sequences of 4096."""
 DECODED = 8
 """Rows of a decoding step."""
 
@@ -24,8 +24,8 @@ class StrategyTime:
 
     Attributes:
       products: in the matrix unit, at its peak.
-      bytes: what is read of parameters, and of rows that are sorted, at the bandwidth of the memory.
-      making: entries of kernels that are made of what is stored; estimated.
+      bytes: for reading parameters, and rows that are sorted, at the bandwidth of the memory.
+      making: for entries of kernels that are synthesised from stored arrays; estimated.
       total: the sum, by which strategies are compared.
       bound: the largest part: `products`, `bytes` or `making`.
     """
@@ -39,11 +39,11 @@ class StrategyTime:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerStrategies:
-    """One kind of expert bank under one load.
+    """The strategies of one kind of expert bank under one load.
 
     Attributes:
-      experts: what they are, such as `low-rank experts`.
-      layers: that have such a bank.
+      experts: kind of the experts, such as `low-rank experts`.
+      layers: indices of the layers that have such a bank.
       use: `training` or `decoding`.
       tokens: of the call.
       num_experts, top_k: of the layers.
@@ -63,16 +63,16 @@ class LayerStrategies:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedStrategies:
-    """What `plan` says of a chip.
+    """The strategies of all expert banks of a model on a chip.
 
     Attributes:
       platform: its name, a key of `CHIPS`.
       operations_per_second: of products in the dtype of the config.
       bytes_per_second: of the memory.
-      source: of the two.
+      source: of these two numbers.
       dtype: of the config, in which activations and parameters are counted.
       layers: one for every kind of bank and load.
-      left_out: experts that have no such choice, with the number of their layers.
+      left_out: kinds of experts without a choice of strategies, with the number of their layers.
     """
 
     platform: str
@@ -85,12 +85,12 @@ class PlannedStrategies:
 
 
 def planned_strategies(config: ModelConfig, platform: str, tokens: int | None = None) -> PlannedStrategies:
-    """Asks the cost model what it would choose on one device, without a mesh.
+    """Returns the strategies that the cost model would choose on one device, without a mesh.
 
     Args:
       config: of the model.
       platform: a key of `CHIPS`.
-      tokens: of a training batch on the device; None: `TOKENS`.
+      tokens: number in a training batch on the device; None: `TOKENS`.
 
     Raises:
       InputError: for an unknown platform, or a number of tokens below 1.

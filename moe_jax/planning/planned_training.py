@@ -1,8 +1,8 @@
-"""What training by a recipe will take of every device, in bytes and seconds; for `plan --train`.
+"""Plans training by a recipe: the bytes and seconds that it will take on every device; for `plan --train`.
 
-What a run holds all the time is counted on the real state, made by `eval_shape`. What a step holds meanwhile is what
-the compiler says of that very step, compiled for the device; without a compiler for it, it is what JAX keeps for the
-backward pass, and an estimate.
+The arrays that a run holds all the time are counted on the real state, made by `eval_shape`. The temporary memory of a
+step is read from the compiled step; without a compiler for the device, it is the bytes that JAX keeps for the backward
+pass, and an estimate.
 """
 
 import dataclasses
@@ -21,8 +21,7 @@ from moe_jax.distributed.sharding import AXES, mesh_sizes, path_name
 from moe_jax.experts.layout.mesh import spec_on_mesh
 from moe_jax.models import ModelConfig
 from moe_jax.planning.compile_only import DoesNotFit, bytes_of, compiled_step, is_tight
-from moe_jax.planning.expected_step import expected_step
-from moe_jax.planning.expected_transfers import totals
+from moe_jax.planning.expected_step import expected_step, sums_by_kind
 from moe_jax.planning.placed_leaves import placed_leaves
 from moe_jax.planning.planned_devices import PlannedDevices, planned_devices
 from moe_jax.planning.planned_strategies import TOKENS
@@ -46,18 +45,18 @@ from moe_jax.training.recipe.schema import (
     TrainSection,
 )
 
-# Of the steps in `benchmarks/pods.py`: 50 to 110 MiB.
+# In the steps of `benchmarks/pods.py` it is 50 to 110 MiB.
 _USUAL_PROGRAM = 100 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Item:
+class MemoryItem:
     """Bytes on every device, or on a CPU of the process.
 
     Attributes:
       name: what they are.
-      bytes: how many.
-      note: how they are known.
+      bytes: their number.
+      note: how the number is known.
     """
 
     name: str
@@ -70,7 +69,7 @@ class Sent:
     """Collectives of one kind in a step.
 
     Attributes:
-      runs: how often they run.
+      runs: number of runs.
       bytes: of the whole arrays in all runs, see `planning.hlo.Collectives`.
     """
 
@@ -80,33 +79,33 @@ class Sent:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedTraining:
-    """What a run will take.
+    """The memory and time that a run will take.
 
     Attributes:
-      platform: where, such as `v5e:4x4`, or the kind of this machine's devices.
-      devices: of the mesh.
+      platform: such as `v5e:4x4`, or the kind of this machine's devices.
+      devices: number of devices of the mesh.
       mesh: its axes.
-      items: what lies in the memory of every device while it computes a step; on a CPU in that of the process.
+      items: the contents of the memory of every device while it computes a step; on a CPU of the process's memory.
       total: the sum of the items.
-      memory: of a device; on a CPU of the machine. None: not known.
+      memory: of a device; on a CPU of the machine. None: unknown.
       is_compiled: whether the step was compiled for the device; if not, `items` has estimates.
-      fits: whether the total is at most the memory, and the compiler finds room; None: the memory is not known.
-      tight: whether it is more than nine tenths of it.
-      time: of a step; None: the rates of the device are not known.
+      fits: whether the total is at most the memory, and the compiler finds room; None: the memory is unknown.
+      tight: whether it is more than nine tenths of the memory.
+      time: of a step; None: the rates of the device are unknown.
       is_least: whether no step can be faster (by a data sheet), or the time is an estimate (from what was measured).
       rates: where the time or its rates come from.
       steps: of the run.
       run_seconds: of all steps, without compiling, evaluation and checkpoints.
-      sent: collectives of a step by kind, on every device; None: the step was compiled, and `train --compile-only` says
-        it.
+      sent: collectives of a step by kind, on every device; None: the step was compiled, and `train --compile-only`
+        shows them.
       model_flops: operations of a device in a step, without those done again; None as above.
-      roofline: the least time with what is sent, by a data sheet; None as above.
+      roofline: the least time, transfers included, by a data sheet; None as above.
     """
 
     platform: str
     devices: int
     mesh: dict[str, int]
-    items: tuple[Item, ...]
+    items: tuple[MemoryItem, ...]
     total: int
     memory: int | None
     is_compiled: bool
@@ -130,27 +129,26 @@ def planned_training(
     compiles: bool = True,
     teacher: ModelConfig | None = None,
 ) -> PlannedTraining:
-    """Foretells a run. No weights and no data are read, and nothing is written.
+    """Predicts what a run will take. No weights and no data are read, and nothing is written.
 
     Args:
       recipe: the run.
       config: of its model.
       platform: `cpu`, the name of a chip, or a topology such as `v5e:4x4` or `h100:2x8`. None: the devices of this
-        machine. Of a chip there are as many as the recipe's mesh needs at least.
-      compiles: whether the step is compiled, where there is a compiler for the platform. If not, what a step holds is
-        expected from shapes (`expected_step`), which takes seconds for any mesh. Of a CPU it is always compiled.
-      teacher: config of the model that the recipe's `distill` names, if it does. Its parameters are counted, and where
-        the step is compiled its forward pass too; what is expected from shapes is without that, as collectives and
-        roofline are.
+        machine. For the name of a chip, the number of devices is the least that the recipe's mesh needs.
+      compiles: whether the step is compiled, if there is a compiler for the platform. If not, its memory is estimated
+        from shapes (`expected_step`), which takes seconds for any mesh. For a CPU it is always compiled.
+      teacher: config of the model that the recipe's `distill` names, if it does. Its parameters are counted, and if the
+        step is compiled also its forward pass; estimates from shapes, collectives and the roofline are without that.
 
     Raises:
-      InputError: an unknown platform, or a recipe that does not go with the model or the devices.
+      InputError: an unknown platform, or a recipe that does not fit the model or the devices.
     """
     target = planned_devices(recipe.mesh, platform, compiles=compiles)
     if target.devices is None:
-        return _expected(recipe, config, target, teacher)
+        return _planned_from_shapes(recipe, config, target, teacher)
     program = make_program(recipe, config, target.devices, teacher=teacher)
-    exact = _held(program, recipe, dict(program.mesh.shape))
+    exact = _held_bytes(program, recipe, dict(program.mesh.shape))
     used: int | None = None
     sizes: dict[str, int] = {}
     try:
@@ -162,21 +160,21 @@ def planned_training(
     items = list(exact.items())
     held = exact.total
     if sizes:
-        items += _working(exact, sizes["temporaries"])
+        items += _temporary_items(exact, sizes["temporaries"])
         padding = sizes["arguments"] - held
         if padding > 0:
-            items.append(Item(name="padding", bytes=padding, note="of the above, as arrays lie in this memory"))
-        items.append(Item(name="results", bytes=sizes["outputs"] - sizes["aliased"], note="metrics of the step"))
+            items.append(MemoryItem(name="padding", bytes=padding, note="of the above, as arrays lie in this memory"))
+        items.append(MemoryItem(name="results", bytes=sizes["outputs"] - sizes["aliased"], note="metrics of the step"))
         if sizes["code"]:
-            items.append(Item(name="program", bytes=sizes["code"], note="the compiled step"))
+            items.append(MemoryItem(name="program", bytes=sizes["code"], note="the compiled step"))
     else:
         note = "the compiler says no more than that there is too little room"
-        items += _working(exact, max(0, used - held) if used is not None else exact.gradients, note)
+        items += _temporary_items(exact, max(0, used - held) if used is not None else exact.gradients, note)
     if is_cpu:
-        items += _checkpoint(exact, recipe)
+        items += _checkpoint_items(exact, recipe)
         # All devices of a CPU are in one process.
         items = [dataclasses.replace(item, bytes=item.bytes * target.count) for item in items]
-        items += _process()
+        items += _process_items()
     activations = next(item.bytes for item in items if item.name == _ACTIVATIONS) // (target.count if is_cpu else 1)
     memory = total_memory() if is_cpu else None if target.chip is None else target.chip.memory
     known: dict[str, Any] = {"is_compiled": True, "fits": fits, "teacher": teacher}
@@ -186,7 +184,7 @@ def planned_training(
 def assumed_recipe(
     config: ModelConfig, mesh: MeshSection, optimizer: Literal["adamw", "adafactor", "lion", "muon"], tokens: int | None
 ) -> Recipe:
-    """A recipe for training a model on a mesh, where there is none yet: in bfloat16, with every layer computed again.
+    """Returns a recipe for training a model on a mesh, if there is none yet: in bfloat16, with full rematerialisation.
 
     Args:
       config: of the model.
@@ -215,16 +213,16 @@ def assumed_recipe(
 
 
 TEACHER_ITEM = "parameters, teacher"
-"""The item that says that there is a teacher."""
+"""Name of the item that exists if there is a teacher."""
 _ACTIVATIONS = "activations"
 
 
-class _Held(NamedTuple):
+class _HeldBytes(NamedTuple):
     """Bytes on every device that are known exactly.
 
     Attributes:
       params, frozen, teacher, optimizer, average, batch: as in the names of items.
-      gradients: which are among what a step holds meanwhile.
+      gradients: part of what a step holds temporarily.
       operations: of the optimizer's products, on all devices.
       notes: by attribute.
     """
@@ -241,10 +239,10 @@ class _Held(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Of what is held all the time, with the batch."""
+        """Bytes that are held all the time, with the batch."""
         return self.params + self.frozen + self.teacher + self.optimizer + self.average + self.batch
 
-    def items(self) -> list[Item]:
+    def items(self) -> list[MemoryItem]:
         names = {
             "params": "parameters, trained",
             "frozen": "parameters, frozen",
@@ -254,13 +252,13 @@ class _Held(NamedTuple):
             "batch": "batch",
         }
         return [
-            Item(name=name, bytes=getattr(self, key), note=self.notes.get(key, ""))
+            MemoryItem(name=name, bytes=getattr(self, key), note=self.notes.get(key, ""))
             for key, name in names.items()
             if getattr(self, key)
         ]
 
 
-def _held(program: Program, recipe: Recipe, mesh: dict[str, int]) -> _Held:
+def _held_bytes(program: Program, recipe: Recipe, mesh: dict[str, int]) -> _HeldBytes:
     """Counts the arrays of a state, a batch and gradients on one device of a mesh with these axes."""
     abstract = AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Auto,) * len(mesh))
 
@@ -278,7 +276,7 @@ def _held(program: Program, recipe: Recipe, mesh: dict[str, int]) -> _Held:
     state = program.state
     section = recipe.optimizer
     moments = "float32" if section.moments == "float32" else f"first moments {section.moments}, the rest float32"
-    return _Held(
+    return _HeldBytes(
         params=count(state.params),
         frozen=count(program.frozen),
         teacher=count(program.arguments),
@@ -300,12 +298,12 @@ def _held(program: Program, recipe: Recipe, mesh: dict[str, int]) -> _Held:
     )
 
 
-def _working(exact: _Held, temporaries: int, note: str = "") -> list[Item]:
-    """What a step holds meanwhile. XLA may reuse the memory of gradients, so that these take no more than all."""
+def _temporary_items(exact: _HeldBytes, temporaries: int, note: str = "") -> list[MemoryItem]:
+    """Returns the temporary memory of a step. XLA may reuse memory of gradients: they take no more than all of it."""
     gradients = min(exact.gradients, temporaries)
     return [
-        Item(name="gradients", bytes=gradients, note="float32"),
-        Item(
+        MemoryItem(name="gradients", bytes=gradients, note="float32"),
+        MemoryItem(
             name=_ACTIVATIONS,
             bytes=temporaries - gradients,
             note=note or "and what else the compiled step holds meanwhile",
@@ -313,28 +311,33 @@ def _working(exact: _Held, temporaries: int, note: str = "") -> list[Item]:
     ]
 
 
-def _checkpoint(exact: _Held, recipe: Recipe) -> list[Item]:
-    """What a step holds on a CPU while a checkpoint is written: buffers that are read cannot be donated to the step,
-    whose results then lie in new ones; and the writer makes its own copy. Of accelerators it lies on their host."""
+def _checkpoint_items(exact: _HeldBytes, recipe: Recipe) -> list[MemoryItem]:
+    """Returns the additional memory of a step on a CPU while a checkpoint is written.
+
+    Buffers that are read cannot be donated to the step, whose results then lie in new ones; and the writer makes a copy
+    of its own. For accelerators this is memory of their host.
+    """
     if recipe.train.steps <= recipe.checkpoint.every:
         return []
     size = 2 * (exact.params + exact.optimizer + exact.average)
     note = "the state before, which is written while the next step runs, and the writer's copy of it"
-    return [Item(name="checkpoint", bytes=size, note=note)]
+    return [MemoryItem(name="checkpoint", bytes=size, note=note)]
 
 
-def _process() -> list[Item]:
-    """What this process has with the step compiled, which the process that trains will have as well."""
+def _process_items() -> list[MemoryItem]:
+    """Returns this process's own memory with the step compiled; the process that trains will have as much."""
     resident = resident_memory()
     if resident is None:
         return []
-    return [Item(name="process", bytes=resident, note="Python, its libraries and the compiled step, as measured here")]
+    return [
+        MemoryItem(name="process", bytes=resident, note="Python, its libraries and the compiled step, as measured here")
+    ]
 
 
-def _expected(
+def _planned_from_shapes(
     recipe: Recipe, config: ModelConfig, target: PlannedDevices, teacher: ModelConfig | None
 ) -> PlannedTraining:
-    """Without compiling."""
+    """Predicts a run from shapes, without compiling its step."""
     assert target.chip is not None
     mesh = mesh_sizes(dataclasses.asdict(recipe.mesh), target.count)
     one = dataclasses.replace(recipe, mesh=MeshSection(data=1, fsdp=1, expert=1, sequence=1, tensor=1))
@@ -342,17 +345,17 @@ def _expected(
     abstract: Any = AbstractMesh(tuple(mesh.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
     check_batch_divides(abstract, recipe.train.batch_size, recipe.train.accumulation)
     leaves = placed_leaves(program, mesh)
-    exact = _held(program, recipe, mesh)
+    exact = _held_bytes(program, recipe, mesh)
     changed = exact.params + exact.optimizer + exact.average
     expected = expected_step(recipe, config, program, leaves, mesh, target.chip, changed, target.per_host)
     why = f", for {target.missing} is not installed" if target.missing else ""
     without = "" if teacher is None else ", without what the teacher's forward pass holds"
     note = f"and what else a step holds; from shapes, not compiled{why}{without}"
-    program_size = Item(name="program", bytes=_USUAL_PROGRAM, note="the compiled step; usually as much")
-    items = [*exact.items(), *_working(exact, expected.temporaries, note), program_size]
+    program_size = MemoryItem(name="program", bytes=_USUAL_PROGRAM, note="the compiled step; usually as much")
+    items = [*exact.items(), *_temporary_items(exact, expected.temporaries, note), program_size]
     known: dict[str, Any] = {"is_compiled": False, "fits": True, "teacher": teacher}
     planned = _planned(recipe, config, target, items, target.chip.memory, exact, expected.kept, **known)
-    sent = {kind: Sent(runs=one.count, bytes=one.bytes) for kind, one in totals(expected.sent).items()}
+    sent = {kind: Sent(runs=one.count, bytes=one.bytes) for kind, one in sums_by_kind(expected.sent).items()}
     return dataclasses.replace(planned, sent=sent, model_flops=expected.model_flops, roofline=expected.roofline)
 
 
@@ -360,9 +363,9 @@ def _planned(
     recipe: Recipe,
     config: ModelConfig,
     target: PlannedDevices,
-    items: list[Item],
+    items: list[MemoryItem],
     memory: int | None,
-    exact: _Held,
+    exact: _HeldBytes,
     activations: int,
     *,
     is_compiled: bool,
@@ -385,7 +388,7 @@ def _planned(
     elif target.chip is not None:
         rates, is_least = rates_of_chip(target.chip, recipe.model.compute_dtype), True
     if rates is not None:
-        # The devices of a CPU share it.
+        # All devices of a CPU share its rates.
         cpu = rates.overlap is False
         time = step_time(recipe, config, moved, 1 if cpu else target.count, rates, exact.operations, teacher)
         source = rates.source

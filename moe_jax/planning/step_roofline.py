@@ -1,8 +1,8 @@
 """The least time of a compiled step on every chip of a slice, by data sheets: an estimate that no program reaches.
 
 A step takes at least as long as its matrix products at the peak of the matrix units, as the bytes that it has to move
-between the chip and its memory, and as what it sends to other chips. Where all three overlap perfectly, the longest of
-them is the time. Waiting, and work of other units, is in none of them.
+between the chip and its memory, and as its transfers to other chips. If all three overlap perfectly, the longest of
+them is the time. None of them includes waiting, or work of other units.
 """
 
 import math
@@ -22,13 +22,12 @@ from moe_jax.training.recipe.schema import Recipe
 class StepRoofline(NamedTuple):
     """An estimate for one chip.
 
-    Attributes:
-      matrix: seconds of the products, with those that `remat` does again.
-      memory: seconds of the bytes that go to its memory or come from there.
-      links: seconds of what it sends; None: the links of the chip are not known.
-      seconds: the longest of them.
-      bound: its name.
-      utilisation: share of the peak that the model's own operations would have in this time.
+    matrix: seconds of the products, with those that `remat` does again.
+    memory: seconds for the bytes that are moved to and from its memory.
+    links: seconds for the bytes that it sends; None: the links of the chip are unknown.
+    seconds: the longest of them.
+    bound: the name of the longest.
+    utilisation: share of the peak that the model's own operations would reach in this time.
     """
 
     matrix: float
@@ -40,12 +39,12 @@ class StepRoofline(NamedTuple):
 
 
 class StateNumbers(NamedTuple):
-    """What a chip reads and writes of parameters and of the optimizer's state in a step.
+    """Parameters and optimizer state that a chip reads and writes in a step.
 
     Attributes:
-      used: numbers of all parameters, those that other chips keep a part of (`fsdp`, `sequence`) as a whole.
-      changed: bytes of what a step changes: trained parameters, the optimizer's state and a moving average.
-      trained: numbers of the trained parameters.
+      used: number of all parameters, those that other chips keep a part of (`fsdp`, `sequence`) as a whole.
+      changed: bytes that a step changes: trained parameters, the optimizer's state and a moving average.
+      trained: number of the trained parameters.
     """
 
     used: int
@@ -54,7 +53,7 @@ class StateNumbers(NamedTuple):
 
     @classmethod
     def of(cls, program: Program) -> "StateNumbers":
-        """Of a program on its mesh."""
+        """Returns the numbers of a program on its mesh."""
         parameters = jax.tree.leaves((program.state.params, program.frozen))
         changed = jax.tree.leaves((program.state.params, program.state.opt_state, program.state.ema))
         return cls(
@@ -83,10 +82,10 @@ def step_roofline(
       recipe: of the run.
       chip: of the mesh.
       model_flops: operations of a chip in a step, without those done again.
-      state: that the step reads and writes.
-      temporaries: bytes that a step holds meanwhile; they are written once and read once.
+      state: parameters and optimizer state that the step reads and writes.
+      temporaries: bytes that a step holds temporarily; they are written once and read once.
       sent: the collectives of the step.
-      devices: of the mesh.
+      devices: number of devices of the mesh.
       per_host: devices of a host, which reach others over the network; None: all are in one slice.
     """  # fmt: skip
     itemsize = np.dtype(recipe.model.compute_dtype).itemsize
@@ -106,10 +105,10 @@ def step_roofline(
 
 
 def sending_seconds(one: Transfer, chip: Chip, devices: int, per_host: int | None) -> float:
-    """One run of a collective, over the links of one axis of the slice, or over the network where it leaves a host.
+    """Returns the seconds of a collective, over the links of one axis of the slice, or the network between hosts.
 
-    Of an array that n devices gather or scatter each sends (n - 1) / n; an all-reduce is both. Rows of an all-to-all
-    are assumed to be spread evenly.
+    If n devices gather or scatter an array, each sends (n - 1) / n of it; an all-reduce does both. Rows of an
+    all-to-all are assumed to be spread evenly.
     """
     group = one.group or tuple(range(devices))
     if len(group) < 2:
@@ -121,7 +120,7 @@ def sending_seconds(one: Transfer, chip: Chip, devices: int, per_host: int | Non
 
 
 def _shard(leaf: jax.ShapeDtypeStruct, gathered: tuple[str, ...] = ()) -> int:
-    """Numbers of a leaf on a device, or those that it has when the axes `gathered` are undone."""
+    """Returns the entries of a leaf on a device, or those it has when it is gathered over the axes `gathered`."""
     assert isinstance(leaf.sharding, NamedSharding)
     size = math.prod(leaf.sharding.shard_shape(leaf.shape))
     axes = [axis for part in leaf.sharding.spec for axis in (part if isinstance(part, tuple) else (part,))]

@@ -1,8 +1,7 @@
-"""How long a training step takes: its operations and bytes, at the rates of a data sheet or of this machine.
+"""The time of a training step: its operations and bytes, at the rates of a data sheet or of this machine.
 
-A data sheet says what no program reaches, so on an accelerator the time is the least there can be. On a CPU it is an
-estimate from rates that are measured here, for where `timed_step` finds no room. Neither counts what devices send each
-other.
+No program reaches the rates of a data sheet, so on an accelerator this is the least time. On a CPU it is an estimate
+from rates that are measured here, for when `timed_step` finds no room. Neither includes transfers between devices.
 """
 
 import dataclasses
@@ -28,12 +27,12 @@ _ROWS = 1024
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What a device can do in a second.
+    """The rates of a device, per second.
 
     Attributes:
       operations: of matrix products in the recipe's dtype.
       bytes: of its memory, read or written.
-      source: of the two.
+      source: of these two numbers.
       overlap: whether the memory is read while products are computed.
     """
 
@@ -45,11 +44,11 @@ class Rates:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepBytes:
-    """Bytes on one device between which and the memory a step moves data.
+    """Bytes on one device that a step moves from or to memory.
 
     Attributes:
       params: trained parameters.
-      frozen: the others.
+      frozen: the other parameters.
       optimizer: its state.
       average: the moving average.
       gradients: float32.
@@ -71,11 +70,11 @@ class StepTime:
     """Time of one step on every device.
 
     Attributes:
-      seconds: in all.
+      seconds: of the whole step.
       products: seconds of the matrix products alone; None: steps were timed, not their parts.
       bytes: seconds of the memory alone; None as above.
       operations: floating-point operations of the products on one device, with those done again (`remat`).
-      tokens_per_second: of all devices, every row of a batch full.
+      tokens_per_second: on all devices, with every row of a batch full.
     """
 
     seconds: float
@@ -85,7 +84,7 @@ class StepTime:
     tokens_per_second: float
 
     def timed(self, seconds: float) -> "StepTime":
-        """The same step, which takes so many seconds as was found by running it."""
+        """Returns the same step with the seconds that were measured by running it."""
         tokens = self.tokens_per_second * self.seconds / seconds
         return dataclasses.replace(self, seconds=seconds, products=None, bytes=None, tokens_per_second=tokens)
 
@@ -117,7 +116,7 @@ def step_time(
     again = recipe.model.remat == "full"
     held = moved.params + moved.frozen
     trained = moved.params / held if held else 0.0
-    # Of six parts two are forward, two the gradient of what goes in, and two that of the weights, if they are trained.
+    # Of six parts two are forward, two the gradient of the input, and two that of the weights, if they are trained.
     operations = model * (4 + 2 * trained + (2 if again else 0)) / 6 + optimizer / devices
     if teacher is not None:
         operations += rows * seq_len * train_flops_per_token(teacher, seq_len) / 3 / devices
@@ -138,10 +137,10 @@ def step_time(
 
 
 def optimizer_operations(section: OptimizerSection, shapes: Mapping[str, tuple[int, ...]]) -> float:
-    """Operations of an optimizer's matrix products in a step: those with which Muon makes updates orthogonal.
+    """Returns the operations of an optimizer's matrix products in a step: those that make Muon's updates orthogonal.
 
     Five times the product of `[m, n]`, m at most n, with its transpose, the square of that, and its product with the
-    matrix (Newton-Schulz, as `optax.contrib.muon` has it).
+    matrix (Newton-Schulz, as in `optax.contrib.muon`).
 
     Args:
       section: of the recipe.
@@ -158,13 +157,13 @@ def optimizer_operations(section: OptimizerSection, shapes: Mapping[str, tuple[i
 
 
 def rates_of_chip(chip: Chip, compute_dtype: str) -> Rates:
-    """The peaks of an accelerator's data sheet."""
+    """Returns the peak rates of an accelerator's data sheet."""
     operations = chip.operations_per_second(jnp.dtype(compute_dtype).itemsize)
     return Rates(operations=operations, bytes=chip.bandwidth, source=chip.source, overlap=True)
 
 
 def measured_rates(config: ModelConfig, compute_dtype: str, device: Any) -> Rates:
-    """Rates of this machine: of a product as wide as the model's, and of a copy; takes a second or less."""
+    """Measures rates of this machine: a product as wide as the model's, and a copy; takes a second or less."""
     with jax.default_device(device):
         width = max(config.d_model, 256)
         rows, kernel = jnp.ones((_ROWS, width), compute_dtype), jnp.ones((width, 4 * width), compute_dtype)
@@ -177,7 +176,7 @@ def measured_rates(config: ModelConfig, compute_dtype: str, device: Any) -> Rate
 
 
 def _seconds(run: Callable[[], Any]) -> float:
-    """The median of five runs after the first, which compiles."""
+    """Returns the median of five runs after the first, which compiles."""
     times = []
     for _ in range(6):
         start = time.perf_counter()

@@ -1,7 +1,7 @@
-"""How long a step takes on this machine, from steps of the same model with fewer layers.
+"""Measures the time of a step on this machine, on models like the given one with fewer layers.
 
-Layers repeat, so that the time of a deep model is that of a shallow one and of the repeats that it lacks. The
-programs, the optimizer and the shapes are those of the run; only depth, weights and tokens are others.
+Layers repeat, so the time of a deep model is that of a shallow one plus that of the missing repeats. The programs, the
+optimizer and the shapes are those of the run; only depth, weights and tokens differ.
 """
 
 import dataclasses
@@ -22,29 +22,29 @@ from moe_jax.models.segments import segments_of
 from moe_jax.training.program import Program, abstract_batch, first_state, make_program
 from moe_jax.training.recipe.schema import Recipe
 
-# Repeats of a segment in the shallow model, and in the one that tells what a repeat takes. Two are stacked and scanned
-# as many are.
+# Repeats of a segment in the shallow model, and in the deeper one that gives the time of a repeat. Two repeats are
+# stacked and scanned, as more are.
 _SHALLOW, _DEEPER = 2, 8
 _ROUNDS = 8  # at most
 _MOST_SECONDS = 10.0  # of the steps that count
-# A step holds less than this times what it reads and what it updates; then it is not tried where memory is short.
+# A step holds less than this times what it reads and updates; if that is more than the free memory, it is not tried.
 _HELD = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class TimedStep:
-    """A step's time.
+    """The measured time of a step.
 
     Attributes:
-      seconds: of the whole model.
-      layers: of the models that were run.
+      seconds: for the whole model.
+      layers: numbers of layers of the models that were run.
     """
 
     seconds: float
     layers: tuple[int, ...]
 
     def source(self, num_layers: int) -> str:
-        """How the time is known, of a model with so many layers."""
+        """Returns a sentence on how the time of a model with this many layers is known."""
         if self.layers == (num_layers,):
             return "measured here just now, on the model with random weights"
         *first, last = map(str, self.layers)
@@ -62,7 +62,7 @@ def timed_step(
       config: of its model.
       devices: for the mesh.
       teacher: config of the model that the recipe's `distill` names, if it does; it has all its layers beside each of
-        the models that are run, so that its time comes in once.
+        the models that are run, so that its time counts once.
 
     Returns:
       None if even a model of few layers may not find room in the memory that is free, or lacks the layers that the
@@ -71,7 +71,7 @@ def timed_step(
     segments = segments_of(config.layers)
     shallow = [min(segment.repeats, _SHALLOW) for segment in segments]
     deeper = [shallow[:i] + [min(segment.repeats, _DEEPER)] + shallow[i + 1 :] for i, segment in enumerate(segments)]
-    # How often the difference between a deeper model and the shallow one is lacking.
+    # Multiples of the difference between a deeper model and the shallow one that are missing.
     lacking = {
         index: (segment.repeats - shallow[index]) / (deeper[index][index] - shallow[index])
         for index, segment in enumerate(segments)
@@ -92,7 +92,7 @@ def timed_step(
 
 
 def _with_repeats(config: ModelConfig, repeats: list[int]) -> ModelConfig:
-    """The model with so many repeats of each of its segments."""
+    """Returns the model with this many repeats of each of its segments."""
     layers, encoder = [], 0
     for segment, count in zip(segments_of(config.layers), repeats, strict=True):
         layers += [*segment.pattern] * count
@@ -107,10 +107,11 @@ def _bytes(program: Program) -> int:
 
 
 def _rounds(programs: list[Program], recipe: Recipe) -> list[list[float]]:
-    """Seconds of a step of each program, several times, after one that is compiled.
+    """Returns seconds of a step of each program, several times, after one that is compiled.
 
-    They take turns: what else a machine does now and then would be multiplied, if it hit the steps of one. In each turn
-    a step that does not count comes first: after another program's, memory has to be had from the system again.
+    The programs take turns: a disturbance by other work of the machine would be multiplied if it affected only one of
+    them. In each turn the first step does not count: after another program, memory has to be allocated by the system
+    again.
     """
     steps = [_stepping(program, recipe) for program in programs]
     for step in steps:
@@ -122,7 +123,7 @@ def _rounds(programs: list[Program], recipe: Recipe) -> list[list[float]]:
 
 
 def _stepping(program: Program, recipe: Recipe) -> Callable[[], float]:
-    """A function that runs one step after another, and returns the seconds of each."""
+    """Returns a function that runs one step after another, and returns the seconds of each."""
     with jax.set_mesh(program.mesh):
         params, frozen, teacher = _drawn((program.state.params, program.frozen, program.arguments))
         state, batch = first_state(program, params), _batch(recipe, program)
@@ -139,9 +140,9 @@ def _stepping(program: Program, recipe: Recipe) -> Callable[[], float]:
 
 
 def _drawn(tree: Any) -> Any:
-    """Arrays in the place of abstract ones: small numbers, and scales of 1, as a model has them.
+    """Returns arrays in place of abstract ones: small numbers, and scales of 1, as a model has them.
 
-    Numbers too small for the usual format would take a processor many times as long.
+    Numbers too small for the usual format (subnormal) would slow a processor down many times.
     """
     random = np.random.default_rng(0)
 
@@ -158,7 +159,7 @@ def _drawn(tree: Any) -> Any:
 
 
 def _batch(recipe: Recipe, program: Program) -> dict[str, jax.Array]:
-    """A full batch of tokens that are scored."""
+    """Returns a full batch of tokens that are scored."""
     random = np.random.default_rng(0)
 
     def one(name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:

@@ -4,19 +4,19 @@ import datetime
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from markupsafe import Markup
+
 import moe_jax
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.files.local_paths import check_beside
-from moe_jax.files.remote.remote_path import BucketPath, as_path
-from moe_jax.files.staging import check_target, replace_file
+from moe_jax.files.staging import check_target
+from moe_jax.files.storage_path import as_path
 from moe_jax.report.bytes_and_errors import compression_tables, sweep_pictures
 from moe_jax.report.comparison import side_by_side_table
 from moe_jax.report.describe_model import Sizes, model_facts, sizes_of
-from moe_jax.report.elements import note, section
+from moe_jax.report.elements import html_page, joined, note, section
 from moe_jax.report.expert_pictures import measure_layers, measured_pictures, similarity_pictures
-from moe_jax.report.html_page import html_page
 from moe_jax.report.lineage_steps import lineage_steps
-from moe_jax.report.markup import Markup, joined
 from moe_jax.report.run_curves import recipe_text, training_curves, training_facts, use_of_experts
 from moe_jax.report.scores import score_tables
 from moe_jax.report.subjects import Subject, named, open_subject, with_evaluations
@@ -51,12 +51,11 @@ def write_report(
     out = as_path(out)
     check_target(out, buckets=True)
     check_beside(out, [path for path in paths if as_path(path).is_dir()])
-    if not isinstance(out, BucketPath) and not out.parent.is_dir():
-        raise FileNotFoundError(f"no directory {out.parent} to write {out.name} to")
+    out.check_parent()
     given = {as_path(path).resolve(): path for path in paths}
     subjects = named(with_evaluations([open_subject(path, base=base) for path in given.values()]))
     content = build_report(subjects, weights=weights, progress=progress).encode()
-    replace_file(out, content)
+    out.replace_content(content)
     return len(content)
 
 
@@ -76,8 +75,8 @@ def build_report(subjects: Sequence[Subject], *, weights: bool = True, progress:
     return html_page(f"Report: {names}", compared, joined(*sections), subtitle=subtitle, contents=contents)
 
 
-def _parts(subject: Subject, sizes: Sizes | None, weights: bool, progress: Progress) -> Iterator[Markup | None]:
-    """The sections about one subject; None is what there is nothing to say of."""
+def _parts(subject: Subject, sizes: Sizes | None, weights: bool, progress: Progress) -> Iterator[Markup]:
+    """Yields the sections about one subject; empty is what there is nothing to say of."""
     title = subject.name
     if subject.model is not None and sizes is not None:
         yield section("The model", model_facts(subject.model, sizes), level=3)

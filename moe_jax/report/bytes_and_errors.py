@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from markupsafe import Markup
+
 from moe_jax.compression import LayerReport, Sweep
 from moe_jax.compression.coding.storage import bytes_by_part
 from moe_jax.compression.job.layer_columns import WORDS, layer_columns
@@ -13,7 +15,6 @@ from moe_jax.figures.canvas import DrawnTo
 from moe_jax.files.strict import parse
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.report.elements import facts, picture, table, warning
-from moe_jax.report.markup import Markup
 from moe_jax.report.pictures import drawn
 
 _COMMAND = "compress"
@@ -25,7 +26,7 @@ def last_compression(source: ModelSource) -> Mapping[str, Any] | None:
     return last if last.get("command") == _COMMAND else None
 
 
-def compression_tables(source: ModelSource) -> list[Markup | None]:
+def compression_tables(source: ModelSource) -> list[Markup]:
     """Bytes before and after, what stays of the experts, and a table of the layers; nothing without a compression.
 
     Raises:
@@ -60,7 +61,7 @@ def compression_tables(source: ModelSource) -> list[Markup | None]:
     ]
 
 
-def sweep_pictures(sweep: Sweep, title: str) -> Iterator[Markup | None]:
+def sweep_pictures(sweep: Sweep, title: str) -> Iterator[Markup]:
     """Quality against bytes, drawn and as a table."""
 
     def draw(file: DrawnTo) -> None:

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 
+from markupsafe import Markup
+
 from moe_jax.core.formatting import show_bytes
 from moe_jax.report.bytes_and_errors import last_compression
 from moe_jax.report.describe_model import Sizes, experts_in_words
-from moe_jax.report.elements import Cell, table
-from moe_jax.report.markup import Markup, element, joined
+from moe_jax.report.elements import Cell, lines, table, with_spread
 from moe_jax.report.run_curves import median_speed, numbers, overlaid_losses
-from moe_jax.report.scores import with_spread
+from moe_jax.report.scores import spread_of, value_of
 from moe_jax.report.subjects import Subject
 
 _ORDER = (
@@ -27,7 +28,7 @@ _ORDER = (
 )
 
 
-def side_by_side_table(subjects: Sequence[Subject], sizes: Sequence[Sizes | None]) -> list[Markup | None]:
+def side_by_side_table(subjects: Sequence[Subject], sizes: Sequence[Sizes | None]) -> list[Markup]:
     """A column for everything that has a model, a run or an evaluation; nothing for fewer than two.
 
     Args:
@@ -58,9 +59,7 @@ def _figures(subject: Subject, sizes: Sizes | None) -> dict[str, Cell]:
         if sizes.own is not None:
             figures["of its own"] = f"{sizes.own:,}"
         figures["on the disk"] = show_bytes(sizes.stored)
-        experts = [joined(element("br") if index else None, line)
-                   for index, line in enumerate(experts_in_words(subject.model.config))]  # fmt: skip
-        figures["experts"] = joined(*experts) if experts else "none"
+        figures["experts"] = lines(experts_in_words(subject.model.config)) or "none"
         entry = last_compression(subject.model)
         if entry is not None:
             measured, options = entry.get("measured", {}), entry.get("options", {})
@@ -79,5 +78,5 @@ def _figures(subject: Subject, sizes: Sizes | None) -> dict[str, Cell]:
             figures["training tokens/s, median"] = f"{speed:,.0f}"
     for evaluation in subject.evaluations:
         for score in evaluation.scores:
-            figures[f"{score.task}: {score.metric}"] = with_spread(score)
+            figures[f"{score.task}: {score.metric}"] = with_spread(value_of(score), spread_of(score))
     return figures

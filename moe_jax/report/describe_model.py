@@ -3,13 +3,14 @@
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from markupsafe import Markup
+
 from moe_jax.core.counting import count_bytes, is_parameter
 from moe_jax.core.formatting import index_set, show_bytes
 from moe_jax.model_io.model_source import ModelSource, OverBase
 from moe_jax.models import ModelConfig
 from moe_jax.peft.parameter_sizes import active_size, parameter_sizes
-from moe_jax.report.elements import facts, table
-from moe_jax.report.markup import Markup, joined
+from moe_jax.report.elements import facts, joined, table
 
 
 class Sizes(NamedTuple):
@@ -77,7 +78,7 @@ def model_facts(source: ModelSource, sizes: Sizes) -> Markup:
     return joined(shown, parts_table(source))
 
 
-def parts_table(source: ModelSource) -> Markup | None:
+def parts_table(source: ModelSource) -> Markup:
     """Parameters and bytes by part."""
     specs = source.specs()
     sizes = parameter_sizes(source.config)

@@ -1,11 +1,25 @@
-"""What pages are made of: sections, tables, lists of facts, pictures."""
+"""The parts of pages: sections, tables, lists of facts, pictures, written by the macros of `elements.html`.
 
+Jinja escapes what is given as text, so that whatever a file holds is shown, and is never HTML. What a function here
+returns is HTML, and empty where there is nothing to show.
+"""
+
+import functools
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from moe_jax.report.markup import Markup, element
+import jinja2
+from markupsafe import Markup
+
 from moe_jax.report.pictures import Picture
 
 Cell = str | Markup
+
+# What no page may hold: control characters, halves of characters, and what is no character.
+_CONTROLS = {*range(0x20), *range(0x7F, 0xA0)} - {0x09, 0x0A}
+_FORBIDDEN = dict.fromkeys(
+    {*_CONTROLS, *range(0xD800, 0xE000), *range(0xFFFE, 0x110000, 0x10000), *range(0xFFFF, 0x110000, 0x10000)}, "\ufffd"
+)
 
 
 def table(
@@ -16,8 +30,8 @@ def table(
     words: int | Iterable[int] = 1,
     last_is_total: bool = False,
     class_: str | None = None,
-) -> Markup | None:
-    """A table with a caption; None if it has no rows. The first column names its row.
+) -> Markup:
+    """Returns a table with a caption, if it has rows. The first column names its row.
 
     Args:
       caption: says what it shows.
@@ -28,83 +42,112 @@ def table(
       last_is_total: whether the last row sums up the others.
       class_: by which the style knows it.
     """
-    rows = [list(row) for row in rows]
-    if not rows:
-        return None
     left = set(range(words)) if isinstance(words, int) else set(words)
-    classes = ["words" if index in left else "figure" for index in range(len(columns))]
-    head = [element("th", title, scope="col", class_=name) for title, name in zip(columns, classes, strict=True)]
-    body = []
-    for number, row in enumerate(rows, start=1):
-        cells = [
-            element("td", cell, class_=name) if index else element("th", cell, scope="row", class_=name)
-            for index, (cell, name) in enumerate(zip(row, classes, strict=True))
-        ]
-        total = last_is_total and number == len(rows) > 1
-        body.append(element("tr", *cells, class_="total" if total else None))
-    whole = element(
-        "table",
-        element("caption", caption),
-        element("thead", element("tr", *head)),
-        element("tbody", *body),
-        class_=class_,
-    )
-    # A wide table scrolls by itself; with the keyboard only what has the focus does.
-    return element("div", whole, class_="wide", tabindex="0", role="region", aria_label=caption)
+    return _macros().table(caption, columns, list(rows), left, last_is_total, class_)
 
 
-def facts(pairs: Mapping[str, Cell | None]) -> Markup | None:
-    """A short list of names and values; those that are None are left out."""
-    items = [
-        element("div", element("dt", name), element("dd", value)) for name, value in pairs.items() if value is not None
-    ]
-    return element("dl", *items, class_="facts") if items else None
+def facts(pairs: Mapping[str, Cell | None]) -> Markup:
+    """Returns a short list of names and values; those that are None are left out."""
+    return _macros().facts({name: value for name, value in pairs.items() if value is not None})
 
 
 def picture(drawn: Picture, caption: str, *, wide: bool = False) -> Markup:
-    """A picture for a light and a dark page, with what it shows in words for those who do not see it.
+    """Returns a picture for a light and a dark page, with what it shows in words for those who do not see it.
 
     Args:
       drawn: the picture.
       caption: stands below it.
       wide: whether it needs the whole width of the page.
     """
-    # Paper is white, whatever the screen is.
-    dark = element("source", srcset=drawn.dark, media="screen and (prefers-color-scheme: dark)")
-    both = element("picture", dark, element("img", src=drawn.light, alt=drawn.alt))
-    return element("figure", both, element("figcaption", caption), class_="full" if wide else None)
+    return _macros().picture(drawn, caption, wide)
 
 
-def section(title: str, *content: Markup | None, level: int = 2, id_: str | None = None) -> Markup | None:
-    """A heading and what is below it; None if there is nothing."""
-    present = [part for part in content if part]
-    if not present:
-        return None
-    return element("section", element(f"h{level}", title), *present, id=id_)
+def joined(*parts: Markup) -> Markup:
+    """Returns parts one after another."""
+    return Markup("").join(parts)
 
 
-def side_by_side(*pictures: Markup | None) -> Markup | None:
-    """Pictures in as many columns as there is room for."""
-    present = [one for one in pictures if one]
-    return element("div", *present, class_="pictures") if present else None
+def section(title: str, *content: Markup, level: int = 2, id_: str | None = None) -> Markup:
+    """Returns a heading and what is below it, if there is anything."""
+    return _macros().section(title, joined(*content), level, id_)
 
 
-def folded(title: str, *content: Markup | None) -> Markup | None:
-    """What is shown when its title is clicked, and on paper; None if there is nothing."""
-    present = [part for part in content if part]
-    return element("details", element("summary", title), *present) if present else None
+def side_by_side(*pictures: Markup) -> Markup:
+    """Returns pictures in as many columns as there is room for."""
+    return _macros().side_by_side(joined(*pictures))
+
+
+def folded(title: str, *content: Markup) -> Markup:
+    """Returns what is shown when its title is clicked, and on paper, if there is anything."""
+    return _macros().folded(title, joined(*content))
 
 
 def code(text: str, label: str) -> Markup:
-    """Text with the line breaks that it has, in a font of even width."""
-    return element("pre", element("code", text), tabindex="0", role="region", aria_label=label)
+    """Returns text with the line breaks that it has, in a font of even width."""
+    return _macros().code(text, label)
 
 
 def note(text: Cell) -> Markup:
-    """A line in a low voice."""
-    return element("p", text, class_="note")
+    """Returns a line in a low voice."""
+    return _macros().note(text)
 
 
 def warning(text: Cell) -> Markup:
-    """A line that must not be missed."""
-    return element("p", element("strong", "Note: "), text, class_="warning")
+    """Returns a line that must not be missed."""
+    return _macros().warning(text)
+
+
+def lines(texts: Iterable[str]) -> Markup:
+    """Returns a cell with a line for every text."""
+    return _macros().lines(texts)
+
+
+def with_spread(value: str, spread: str) -> Markup:
+    """Returns a cell with a figure and how sure it is, which may be empty."""
+    return _macros().with_spread(value, spread)
+
+
+def steps(entries: Sequence[Mapping[str, Any]]) -> Markup:
+    """Returns the commands of a lineage in their order.
+
+    Args:
+      entries: each with `command`, `date`, `sources` (pairs of a name and a fingerprint) and `content`.
+    """
+    return _macros().steps(entries)
+
+
+def said(answer: Any) -> Markup:
+    """Returns a `question`, and what a model said to it `before` and `after` it was tuned."""
+    return _macros().said(answer)
+
+
+def html_page(
+    title: str, *content: Markup, subtitle: str | None = None, contents: Sequence[tuple[str, str]] = ()
+) -> str:
+    """Returns a page as the text of one file that needs nothing else: no script, no font, no request to a network.
+
+    Args:
+      title: of the page.
+      content: what is below the title.
+      subtitle: a line below the title.
+      contents: id and title of the sections that a list of contents leads to; none without at least two.
+    """
+    return str(_macros().page(title, joined(*content), subtitle, contents))
+
+
+@functools.cache
+def _macros() -> Any:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("moe_jax.report", "."),
+        autoescape=True,
+        finalize=_showable,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template("elements.html").module
+
+
+def _showable(value: Any) -> Any:
+    return value.translate(_FORBIDDEN) if isinstance(value, str) and not isinstance(value, Markup) else value

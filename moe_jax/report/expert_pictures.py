@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+from markupsafe import Markup
 
 from moe_jax.core.terminal import Progress
 from moe_jax.figures import LayerSimilarity, comparable_layers, measure_similarity
@@ -10,7 +11,6 @@ from moe_jax.figures.canvas import DrawnTo
 from moe_jax.figures.plots import plot_between, plot_load, plot_to_base
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.report.elements import folded, picture, table
-from moe_jax.report.markup import Markup
 from moe_jax.report.pictures import drawn
 from moe_jax.report.subjects import Measured
 
@@ -24,7 +24,7 @@ def measure_layers(source: ModelSource, progress: Progress) -> list[LayerSimilar
     return found
 
 
-def similarity_pictures(layers: Sequence[LayerSimilarity], title: str) -> list[Markup | None]:
+def similarity_pictures(layers: Sequence[LayerSimilarity], title: str) -> list[Markup]:
     """Cosines over the layers and between experts, drawn and as a table; nothing if there are no layers."""
     if not layers:
         return []
@@ -59,7 +59,7 @@ def similarity_pictures(layers: Sequence[LayerSimilarity], title: str) -> list[M
     ]
 
 
-def measured_pictures(measured: Measured) -> list[Markup | None]:
+def measured_pictures(measured: Measured) -> list[Markup]:
     """What `inspect --plots` measured."""
     found = similarity_pictures(measured.layers, measured.model)
     if measured.shares:

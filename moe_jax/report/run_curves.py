@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
+from markupsafe import Markup
 
 from moe_jax.figures.canvas import DrawnTo
 from moe_jax.figures.curves import Curve, plot_curves
 from moe_jax.figures.plots import plot_load
 from moe_jax.figures.use_over_time import plot_use_over_time
 from moe_jax.report.elements import code, facts, folded, picture, side_by_side, table
-from moe_jax.report.markup import Markup
 from moe_jax.report.pictures import drawn
 from moe_jax.report.subjects import Run
 from moe_jax.training.log.metrics import Record
@@ -49,11 +49,11 @@ _KINDS = (
 )  # fmt: skip
 
 
-def training_facts(run: Run) -> Markup | None:
+def training_facts(run: Run) -> Markup:
     """The figures that sum a run up."""
     records = run.records
     if not records:
-        return None
+        return Markup()
     losses, held_out = numbers(records, "loss"), numbers(records, "eval_loss")
     tokens = numbers(records, "tokens")
     speed = median_speed(run)
@@ -71,7 +71,7 @@ def training_facts(run: Run) -> Markup | None:
     )
 
 
-def training_curves(run: Run) -> list[Markup | None]:
+def training_curves(run: Run) -> list[Markup]:
     """The curves side by side, and what they begin and end with as a table."""
     pictures, rows = [], []
     for kind in _KINDS:
@@ -89,18 +89,18 @@ def training_curves(run: Run) -> list[Markup | None]:
     return [side_by_side(*pictures), folded("the curves in figures", table("Curves in figures", columns, rows))]
 
 
-def overlaid_losses(runs: dict[str, Run]) -> Markup | None:
-    """The losses of several runs in one picture; None for fewer than two."""
+def overlaid_losses(runs: dict[str, Run]) -> Markup:
+    """The losses of several runs in one picture; nothing for fewer than two."""
     curves = [numbers(run.records, "loss")._replace(name=name) for name, run in runs.items()]
     curves = [curve for curve in curves if curve.steps]
     if len(curves) < 2:
-        return None
+        return Markup()
     return picture(drawn(partial(_draw, curves, "nats per token"), _in_words("Training loss", curves)), "Training loss")
 
 
-def use_of_experts(run: Run, title: str) -> list[Markup | None]:
+def use_of_experts(run: Run, title: str) -> list[Markup]:
     """How often the experts were chosen: over the steps, and at the end."""
-    found: list[Markup | None] = []
+    found: list[Markup] = []
     for key, whose in (("expert_load", "experts"), ("perft_load", "adapters")):
         steps, shares = shares_over_time(run.records, key)
         if not shares:
@@ -121,7 +121,7 @@ def use_of_experts(run: Run, title: str) -> list[Markup | None]:
     return found
 
 
-def recipe_text(run: Run) -> Markup | None:
+def recipe_text(run: Run) -> Markup:
     """The recipe as it was resolved, folded."""
     return folded("the recipe with every key", code(run.recipe, "recipe"))
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 
+from markupsafe import Markup
+
 from moe_jax.report.elements import table
 from moe_jax.report.evaluation_files import Evaluation, Score
-from moe_jax.report.markup import Markup, element, joined
 
 
-def score_tables(evaluations: Sequence[Evaluation]) -> list[Markup | None]:
+def score_tables(evaluations: Sequence[Evaluation]) -> list[Markup]:
     """All figures of a model, and the labels of its classifications; nothing without an evaluation."""
     rows = [
         (score.task, score.metric, value_of(score), spread_of(score), "" if score.count is None else f"{score.count:,}")
@@ -37,9 +38,3 @@ def spread_of(score: Score) -> str:
     if score.interval is not None:
         return f"{score.interval[0]:.4f} to {score.interval[1]:.4f}"
     return "" if score.error is None else f"± {score.error:.4f}"
-
-
-def with_spread(score: Score) -> Markup:
-    """Both in one cell."""
-    spread = spread_of(score)
-    return joined(value_of(score), element("span", f" {spread}", class_="spread") if spread else None)

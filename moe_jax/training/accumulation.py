@@ -12,20 +12,20 @@ from jaxtyping import Array, Float
 def sum_of_gradients(
     loss: Callable[[nnx.State, Any], tuple[Float[Array, ""], Any]], params: nnx.State, microbatches: Any
 ) -> tuple[nnx.State, Any]:
-    """The sum of the gradients of all microbatches, float32, and what was found beside their losses.
+    """Returns the sum of the gradients of all microbatches, float32, and the second results of the losses.
 
-    Where parameters are float32, the backward pass of a layer adds to the sum where that lies, so that no microbatch
-    has gradients of its own: they would take as much memory as the sum. Gradients in bfloat16 JAX cannot add to sums in
-    float32. Where only a few parameters are in bfloat16, as the scales of quantised deltas are, the loss gets these in
-    float32 instead. Where all are, the gradients of a microbatch are there as a whole, in half as many bytes.
+    Where parameters are float32, the backward pass of a layer adds to the sum in place, so that no microbatch has
+    gradients of its own: they would take as much memory as the sum. JAX cannot add bfloat16 gradients to float32 sums.
+    Where only a few parameters are in bfloat16, as the scales of quantised deltas are, the loss gets these in float32
+    instead. Where all are, the gradients of a microbatch exist as a whole, in half as many bytes.
 
     Args:
       loss: `(params, microbatch) -> (loss, anything else)`.
-      params: what it is differentiated by.
+      params: the loss is differentiated with respect to them.
       microbatches: a tree of arrays [number, ...].
 
     Returns:
-      The sum, like `params`, and what was found, with a leading axis [number].
+      The sum, like `params`, and the second results, with a leading axis [number].
     """
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
     if any(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params)):

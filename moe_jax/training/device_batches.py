@@ -1,6 +1,6 @@
 """The batches of a run on the devices of a mesh, up to the end of the data.
 
-Here and not in `placement`: with it comes Grain, which commands that do not train would import in vain.
+Apart from `placement` because it imports Grain, which commands that do not train should not load.
 """
 
 from collections.abc import Mapping
@@ -17,14 +17,14 @@ from moe_jax.distributed.batch_placement import local_rows, merge_positions, pla
 
 
 class BatchesOnDevices:
-    """The batches of the data as global arrays, up to its end.
+    """The batches of the data as global arrays, up to the end of the data.
 
-    With several processes, only all together know whether any of them has data left. They are asked one batch ahead, by
-    a program of its own that the devices run before the step: no process waits for an answer before it starts a step.
+    With several processes, only all of them together know whether any has data left. They find out one batch ahead, by
+    a program of its own that the devices run before the step, so that no process waits for the answer before a step.
 
     Args:
       data: local rows of endless batches, padding after the last record.
-      mesh: where the batches are put.
+      mesh: the batches are put on its devices.
       batch_size: B.
       ends: whether the batches end with the data; False: it is repeated for ever.
     """
@@ -33,13 +33,13 @@ class BatchesOnDevices:
         self._data, self._mesh, self._batch_size, self._ends = data, mesh, batch_size, ends
         self._rows = local_rows(mesh, batch_size)
         self._asks = ends and jax.process_count() > 1
-        # The batch after the one that was given out, with the answer, and the position before it.
+        # The batch after the last one returned, with the answer, and the position before it.
         self._ahead: tuple[dict[str, jax.Array], jax.Array] | None = None
         self._before: dict[str, Any] | None = None
         self._any = jax.jit(lambda ids: jnp.any(ids > 0), out_shardings=NamedSharding(mesh, P()))
 
     def next(self) -> dict[str, jax.Array] | None:
-        """The next batch; None: the data has ended. Every process makes this call."""
+        """Returns the next batch; None: the data has ended. Every process makes this call."""
         if not self._asks:
             batch = next(self._data)
             return None if self._ends and not batch["segment_ids"].any() else self._placed(batch)
@@ -49,7 +49,7 @@ class BatchesOnDevices:
         return batch if bool(holds_some) else None
 
     def position(self) -> dict[str, Any]:
-        """The data position after the batches that were given out, of all rows. Every process makes this call."""
+        """Returns the data position after the batches returned so far, for all rows. Every process makes this call."""
         return merge_positions(self._before or self._data.get_state(), self._batch_size)
 
     def _read(self) -> tuple[dict[str, jax.Array], jax.Array]:

@@ -1,4 +1,4 @@
-"""Statistics of routers on a text: how often each expert is chosen, and what methods that merge experts need."""
+"""Statistics of routers on a text: how often each expert is chosen, and similarities for methods that merge experts."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from moe_jax.nn.router_stats import RouterStatistics, RouterSums, StackedStats, 
 
 
 class ExpertLoad(NamedTuple):
-    """How often experts are chosen.
+    """How often each expert is chosen.
 
     Attributes:
       tokens: number of tokens in the text.
@@ -28,7 +28,7 @@ class ExpertLoad(NamedTuple):
 
 
 def measure_load(model: Decoder, ids: np.ndarray, *, seq_len: int, batch_size: int, mesh: Mesh) -> ExpertLoad:
-    """Runs the model on a text, cut into windows as in `Evaluator`, and counts which experts its tokens are routed to.
+    """Runs the model on a text, cut into windows as in `Evaluator`, and counts how often its tokens choose each expert.
 
     Args:
       model: with MoE layers, on the mesh.
@@ -48,7 +48,7 @@ def measure_load(model: Decoder, ids: np.ndarray, *, seq_len: int, batch_size: i
 def measure_router_statistics(
     model: Decoder, ids: np.ndarray, *, seq_len: int, batch_size: int, mesh: Mesh
 ) -> dict[int, RouterStatistics]:
-    """The router statistics of the same run, by layer index: shares, mean probabilities, and the similarity of logits.
+    """Returns router statistics on a text by layer index: shares, mean probabilities and similarities of logits.
 
     Args:
       model, ids, seq_len, batch_size, mesh: see `measure_load`.

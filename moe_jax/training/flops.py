@@ -1,4 +1,4 @@
-"""How much arithmetic a model needs, from its config alone."""
+"""Counts the arithmetic of a model, from its config alone."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig,
 
 
 def active_matmul_params(config: ModelConfig) -> int:
-    """Entries of the matrices that one token is multiplied with; the embedding is a look-up and counts nothing.
+    """Number of entries of the matrices that one token is multiplied with; the embedding, a look-up, counts nothing.
 
     Experts over a shared base count the base once and the deltas of the k chosen experts (methods.md 3).
     """
@@ -26,13 +26,13 @@ def active_matmul_params(config: ModelConfig) -> int:
 
 
 def train_flops_per_token(config: ModelConfig, seq_len: int) -> float:
-    """Floating-point operations of one training step per token: what is meant by model FLOPs.
+    """Returns the floating-point operations of one training step per token, usually called model FLOPs.
 
-    Forward and twice as much backward: `6 * active_matmul_params`, and for attention `6 * H` times the widths of a
+    Forward, and twice as much backward: `6 * active_matmul_params`, and for attention `6 * H` times the widths of a
     head's keys and values times the mean number of positions a query sees in a sequence of `seq_len` (about half of it
-    if causal, and at most the window).
-    What is computed again for rematerialisation does not count, and frozen parameters count like trained ones. Of
-    cross-attention the projections count, as if the source were as long, and not the scores.
+    if causal, and at most the window). Operations repeated for rematerialisation do not count, and frozen parameters
+    count like trained ones. For cross-attention the projections count, as if the source were as long, but not the
+    scores.
     """
     attention = sum(
         6 * one.num_heads * (one.head_dim + one.value_dim) * _mean_context(layer, seq_len)
@@ -43,13 +43,13 @@ def train_flops_per_token(config: ModelConfig, seq_len: int) -> float:
 
 
 def peak_flops(kind: str, platform: str, dtype: str, given: float | None) -> float | None:
-    """Operations per second that a device can do in products; None if that is not known.
+    """Returns the operations per second that a device can do in products; None if unknown.
 
     Args:
       kind: JAX's `device_kind`.
-      platform: of the device; CPUs are called alike however fast they are.
+      platform: of the device; all CPUs have one kind, however fast they are.
       dtype: of the products.
-      given: by a recipe; counts before any table.
+      given: the recipe's number; counts before any table.
     """
     chip = None if platform == "cpu" else chip_of_kind(kind)
     if given is not None or chip is None:
@@ -58,7 +58,7 @@ def peak_flops(kind: str, platform: str, dtype: str, given: float | None) -> flo
 
 
 def step_flops(config: ModelConfig, seq_len: int, input_len: int) -> Callable[[int, int], float]:
-    """Floating-point operations of a training step, by its tokens and those of the encoder's inputs.
+    """Returns the floating-point operations of a training step as a function of its tokens and its encoder inputs.
 
     As `train_flops_per_token`, in sequences of `seq_len` tokens. With an encoder, inputs of `input_len` tokens pass
     through its layers, and through the projections of keys and values of cross-attention, whose scores count, too.
@@ -95,7 +95,7 @@ def _mlp_params(layer: LayerConfig, config: ModelConfig) -> int:
 
 
 def _router_params(mlp: MoEConfig, d_model: int) -> int:
-    """Of a linear router; or of a `coder` router's two matrices and that of its noise, which training needs."""
+    """Parameters of a linear router; or of a `coder` router's two matrices and the noise matrix for training."""
     linear = d_model * mlp.num_experts
     lora = _lora_params(mlp.router_lora, {"router": (d_model, mlp.num_experts)})
     own = d_model if mlp.universal == "sigmoid" else 0
@@ -127,6 +127,6 @@ def _mean_context(layer: LayerConfig, seq_len: int) -> float:
         return seq_len
     window = min(seq_len, layer.attention.sliding_window or seq_len)
     before = window * (window + 1) // 2 + (seq_len - window) * window
-    # With as much after a query as before it, the query itself counts once.
+    # With as many tokens after a query as before it, the query itself counts once.
     seen = 2 * before - seq_len if layer.attention.mask == "bidirectional" else before
     return seen / seq_len

@@ -1,4 +1,4 @@
-"""Training on batches that are in memory: the steps of a run, without its files."""
+"""Training on batches in memory: the steps of a run, without its files."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,7 +28,7 @@ _DTYPES = {
     "segment_ids": np.int32,
     "positions": np.int32,
 }
-# Of a model with an encoder, besides.
+# Further arrays for a model with an encoder.
 _INPUTS = {"inputs": np.int32, "inputs_valid": np.bool_}
 
 
@@ -43,8 +43,8 @@ def train_on_batches(
 ) -> tuple[Decoder, Record]:
     """Trains until `recipe.train.steps` steps are done or there are no batches left.
 
-    Args:
-      recipe: optimizer, schedule, partition, dtypes, mesh, seed. Its run directory, data, checkpoints, log and
+    recipe: optimizer, schedule, partition, dtypes, mesh, seed. Its run directory, data, checkpoints, log and evaluation
+      are ignored.
         evaluation do not count.
       source: the model to begin with, which is not changed.
       batches: see `read_batch`; all of one shape, with the recipe's number of rows.
@@ -56,7 +56,7 @@ def train_on_batches(
       The trained model, and the record of the last step, empty if there was none.
 
     Raises:
-      InputError: for a batch that cannot be read, and as `make_program`; `Diverged` if the loss is no number any more.
+      InputError: for a batch that cannot be read, and as `make_program`; `Diverged` if the loss is no longer finite.
     """
     program = make_program(recipe, source.config, devices, teacher=None if teacher is None else teacher.config)
     rows, last = local_rows(program.mesh, recipe.train.batch_size), {}
@@ -81,7 +81,7 @@ def train_on_batches(
             local = {name: array[rows] for name, array in arrays.items()}
             placed = place(local, rows, program.mesh, recipe.train.batch_size)
             state, metrics = program.step(state, frozen, placed, *taught)
-            # The devices are at work on this step while the one before is reported.
+            # The devices are at work on this step while the previous one is reported.
             if pending is not None:
                 last = report(to_record(program.config, *pending))
             pending = step, metrics
@@ -93,7 +93,7 @@ def train_on_batches(
 
 
 def read_batch(batch: Batch, config: ModelConfig) -> dict[str, np.ndarray]:
-    """A batch as the training step takes it.
+    """Converts a batch to the arrays of a training step.
 
     Args:
       batch: token ids [B, T + 1], rows of one document each, of which every token but the first is a target. Or a
@@ -127,7 +127,7 @@ def read_batch(batch: Batch, config: ModelConfig) -> dict[str, np.ndarray]:
 
 
 def _read_pairs(batch: Batch, config: ModelConfig) -> dict[str, np.ndarray]:
-    """A batch for a model with an encoder."""
+    """Converts a batch for a model with an encoder."""
     given = {name: np.asarray(array) for name, array in batch.items()} if isinstance(batch, Mapping) else {}
     if not {"inputs", "targets"} <= given.keys() <= {*_DTYPES, *_INPUTS}:
         raise InputError(
@@ -149,7 +149,7 @@ def _read_pairs(batch: Batch, config: ModelConfig) -> dict[str, np.ndarray]:
 
 
 def _checked(given: dict[str, np.ndarray], vocab_size: int) -> dict[str, np.ndarray]:
-    """What is given for [B, T] tokens, checked, and what is not given."""
+    """Checks the arrays given for [B, T] tokens, and adds the missing ones."""
     shape = given["targets"].shape if "tokens" not in given else given["tokens"].shape
     for name, array in given.items():
         if array.ndim != 2 or array.shape != shape:
@@ -176,14 +176,14 @@ def _check_ids(name: str, ids: np.ndarray, vocab_size: int) -> None:
 
 
 def _positions(segment_ids: Tokens) -> Tokens:
-    """Places of tokens in their documents, from 0."""
+    """Returns the positions of tokens in their documents, from 0."""
     index = np.arange(segment_ids.shape[1])
     starts = np.diff(segment_ids, axis=1, prepend=segment_ids[:, :1] - 1) != 0
     return index - np.maximum.accumulate(index * starts, axis=1)
 
 
 def _first(batches: Iterable[Batch], count: int) -> Iterator[Batch]:
-    """At most `count` batches; none is taken that is not used."""
+    """Yields at most `count` batches, and takes no batch from the iterator that it does not yield."""
     if count:
         for taken, batch in enumerate(batches, start=1):
             yield batch

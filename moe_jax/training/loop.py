@@ -15,7 +15,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.data.sections import input_length
 from moe_jax.evaluation.held_out_loss import Evaluator
 from moe_jax.evaluation.pair_loss import PairEvaluator
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.training.device_batches import BatchesOnDevices
 from moe_jax.training.exchange_check import exchange_check
 from moe_jax.training.flops import peak_flops, step_flops
@@ -48,13 +48,13 @@ class Loop:
 
     Args:
       recipe: the run.
-      program: what it computes.
+      program: the model, its step and its state, without weights.
       frozen: the parameters that are not trained.
       data: batches, positioned where training continues.
       checkpoints: of the run.
       evaluator: scores held-out text, or pairs; None: no evaluation.
       console: for progress.
-      continue_command: what to type to continue the run.
+      continue_command: the command that continues the run.
       teacher: parameters of the program's teacher, if it has one.
     """
 
@@ -185,7 +185,7 @@ class Loop:
         return record
 
     def _evaluated(self, state: TrainState) -> nnx.State:
-        """The parameters whose held-out loss is reported."""
+        """Returns the parameters whose held-out loss is reported: the trained ones, or their average."""
         if self._recipe.ema is None or not self._recipe.ema.evaluate:
             return state.params
         assert state.ema is not None

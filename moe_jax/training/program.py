@@ -37,7 +37,7 @@ class Teacher:
 
     Attributes:
       graphdef: of the teacher.
-      state: its abstract parameters, with shardings. Its dtypes are the config's; those of a checkpoint may differ.
+      state: its abstract parameters, with shardings. Its dtypes are the config's; a checkpoint's may differ.
     """
 
     graphdef: nnx.GraphDef
@@ -57,9 +57,9 @@ class Program:
       optimizer: over the trained parameters.
       state: abstract `TrainState`, every leaf with its sharding.
       frozen: abstract state of the parameters that are not trained, with shardings. Its dtypes are the recipe's or the
-        config's; those of a checkpoint may differ.
-      step: the jitted step `(state, frozen, batch) -> (state, metrics)`; run it under `jax.set_mesh(mesh)`. Where there
-        is a teacher, its parameters are a fourth argument.
+        config's; a checkpoint's may differ.
+      step: the jitted step `(state, frozen, batch) -> (state, metrics)`; run it under `jax.set_mesh(mesh)`. With a
+        teacher, its parameters are a fourth argument.
       teacher: None: nothing is distilled.
     """
 
@@ -76,12 +76,12 @@ class Program:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """Abstract arguments of the step that come after the batch."""
+        """The abstract arguments of the step after the batch."""
         return () if self.teacher is None else (self.teacher.state,)
 
 
 def mesh_for(recipe: Recipe, config: ModelConfig, devices: list[Any] | None = None) -> Mesh:
-    """The mesh of a recipe for a model; takes no time.
+    """Makes the mesh of a recipe for a model, without building the model.
 
     Args:
       recipe: the run.
@@ -147,7 +147,7 @@ def make_program(
 
 
 def check_teacher(config: ModelConfig, teacher: ModelConfig) -> None:
-    """Raises `InputError` unless a model can learn from the logits of another; one line says why."""
+    """Raises `InputError` unless a model can learn from the logits of another; the message says why in one line."""
     if config.has_encoder or teacher.has_encoder:
         which = "distill.teacher" if teacher.has_encoder else "the model"
         raise InputError(f"distill is for models without an encoder, and {which} has one")
@@ -168,7 +168,7 @@ def _teacher(recipe: Recipe, config: ModelConfig, mesh: Mesh) -> Teacher:
 
 
 def load_teacher(program: Program, source: ModelSource) -> nnx.State:
-    """The parameters of a program's teacher, on the mesh, as they are stored.
+    """Loads the parameters of a program's teacher, on the mesh, in the dtypes in which they are stored.
 
     Raises:
       InputError: if the source is incomplete, or its weights are not finite.
@@ -178,12 +178,12 @@ def load_teacher(program: Program, source: ModelSource) -> nnx.State:
 
 
 def metrics_of(recipe: Recipe, program: Program, change: Callable[[Decoder], None]) -> Callable[..., StepMetrics]:
-    """The metrics of a step of a program whose model is changed, jitted; it updates nothing and donates nothing.
+    """Returns a jitted function: the metrics of a program's step with a changed model; no update, no donation.
 
     Args:
       recipe: of the program.
-      program: is left as it is.
-      change: changes a model that it is given, but no parameter. A teacher stays as it is.
+      program: is not modified.
+      change: changes the model that it is given, but no parameter. A teacher stays as it is.
     """
     model = nnx.clone(program.model)
     change(model)
@@ -219,7 +219,7 @@ def _schedule(recipe: Recipe) -> optax.Schedule:
 
 
 def abstract_batch(recipe: Recipe, config: ModelConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes, dtypes and shardings of a recipe's batch for a model."""
+    """Returns shapes, dtypes and shardings of a recipe's batch for a model."""
     like = stack_pairs(
         [],
         recipe.train.batch_size,
@@ -233,7 +233,8 @@ def abstract_batch(recipe: Recipe, config: ModelConfig, mesh: Mesh) -> dict[str,
 
 
 def initial_states(program: Program, recipe: Recipe, source: ModelSource | None) -> tuple[nnx.State, nnx.State]:
-    """Parameters before the first step, `(trained, frozen)`: from the source, or drawn with the recipe's seed.
+    """Returns the parameters before the first step, `(trained, frozen)`: from the source, or drawn with the recipe's
+    seed.
 
     Raises:
       InputError: if the source is incomplete, or its weights are not finite or too large for the recipe's dtypes.
@@ -259,13 +260,13 @@ def initial_states(program: Program, recipe: Recipe, source: ModelSource | None)
 
 
 def draw_model(config: ModelConfig, seed: int) -> Decoder:
-    """New weights, those that `initial_states` draws, on one device."""
+    """Draws the new weights of `initial_states`, on one device."""
     state = jax.jit(lambda: nnx.state(Decoder(config, rngs=nnx.Rngs(seed))))()
     return nnx.merge(nnx.graphdef(abstract_model(config)), state)
 
 
 def first_state(program: Program, params: nnx.State) -> TrainState:
-    """The state before the first step; donates the buffers of `params`."""
+    """Returns the state before the first step; donates the buffers of `params`."""
     ema = program.state.ema is not None
     make = jax.jit(
         lambda params: init_state(params, program.optimizer, ema=ema),
@@ -276,10 +277,10 @@ def first_state(program: Program, params: nnx.State) -> TrainState:
 
 
 def completed_state(program: Program, state: TrainState) -> TrainState:
-    """A state with what it lacks of that of the program. Donates the buffers.
+    """Adds the missing parts of a program's state to a state, whose buffers are donated.
 
-    Without an optimizer's state, the optimizer has seen no gradient yet, and the learning rate is that of the step; an
-    average that there was not begins with the parameters.
+    Without an optimizer's state, the optimizer begins as before its first gradient, with the learning rate of the step;
+    a missing average begins with the parameters.
     """
 
     def make(state: TrainState) -> TrainState:
@@ -292,7 +293,7 @@ def completed_state(program: Program, state: TrainState) -> TrainState:
 
 
 def _abstract_state(params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh, *, ema: bool) -> TrainState:
-    """The train state with shardings; that of the optimizer lies as `state_specs` says."""
+    """Returns the train state with shardings; that of the optimizer is split as `state_specs` says."""
     shardings = state_shardings(params, mesh)
     replicated = NamedSharding(mesh, P())
     state = jax.eval_shape(lambda params: init_state(params, optimizer, ema=ema), params)
@@ -309,7 +310,7 @@ def _abstract_state(params: nnx.State, optimizer: optax.GradientTransformation, 
 
 
 def _cast(frozen: nnx.State, dtype: str) -> nnx.State:
-    """An abstract state in another dtype, except for leaves that may not be cast."""
+    """Casts an abstract state to another dtype, except for leaves that may not be cast."""
 
     def cast(path: tuple, leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, dtype if may_be_cast(path_name(path), leaf.dtype) else leaf.dtype)

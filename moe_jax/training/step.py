@@ -29,9 +29,9 @@ class TrainState(NamedTuple):
     """Everything that a step changes.
 
     Attributes:
-      step: optimizer steps done.
+      step: number of optimizer steps done.
       params: trained parameters (`nnx.State`).
-      opt_state: the optimizer's.
+      opt_state: state of the optimizer.
       ema: the moving average of `params`, float32; None: the recipe asks for none.
     """
 
@@ -47,14 +47,14 @@ class StepMetrics(NamedTuple):
     Attributes:
       loss: mean negative log-likelihood of the scored tokens, before the update.
       auxiliary: the sum of the auxiliary losses, with their coefficients (methods.md 1).
-      distillation: mean of what the scored tokens diverge from the teacher, times the squared temperature, and without
-        the weight that it has in the loss (methods.md 9); None: there is no teacher.
+      distillation: mean divergence of the scored tokens from the teacher, times the squared temperature, without its
+        weight in the loss (methods.md 9); None: there is no teacher.
       grad_norm: global norm of the gradient, before clipping.
       learning_rate: of this step.
-      scored: tokens scored.
-      tokens: tokens that are not padding, the encoder's inputs aside.
-      input_tokens: tokens of the encoder's inputs that are not padding; 0 without an encoder.
-      cut: how many inputs and targets of pairs were cut; zeros without an encoder.
+      scored: number of tokens scored.
+      tokens: number of tokens that are not padding, the encoder's inputs aside.
+      input_tokens: number of tokens of the encoder's inputs that are not padding; 0 without an encoder.
+      cut: number of inputs and number of targets of pairs that were cut; zeros without an encoder.
       router: statistics of every router, means over the microbatches.
     """
 
@@ -71,7 +71,7 @@ class StepMetrics(NamedTuple):
 
 
 class Teaching(NamedTuple):
-    """A teacher whose logits are distilled, but for its parameters.
+    """A teacher whose logits are distilled, without its parameters.
 
     Attributes:
       graphdef: of the teacher; its parameters are an argument of the step.
@@ -85,7 +85,7 @@ class Teaching(NamedTuple):
 
 
 def init_state(params: nnx.State, optimizer: optax.GradientTransformation, *, ema: bool = False) -> TrainState:
-    """The state before the first step; with `ema`, an average is kept."""
+    """Returns the state before the first step; with `ema`, an average is kept."""
     average = first_average(params) if ema else None
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), average)
 
@@ -159,7 +159,7 @@ def make_step(
             router=router,
             distillation=distillation,
         )
-        params = updated(state.params, updates, jax.random.fold_in(key, _ROUNDING))
+        params = updated_params(state.params, updates, jax.random.fold_in(key, _ROUNDING))
         average = state.ema
         if average is not None:
             assert ema_decay is not None
@@ -180,7 +180,7 @@ def make_loss(
     Returns:
       `(params, frozen, batch, scored, key, teacher) -> (loss, (cross-entropy of the tokens, auxiliary losses, router
       statistics, divergence from the teacher))`, where `scored` is the weight of all tokens of the batch, and `teacher`
-      has the parameters of one, or is None, as the divergence then is.
+      has a teacher's parameters; without one, it and the divergence are None.
     """
 
     def microbatch_loss(
@@ -188,7 +188,7 @@ def make_loss(
     ) -> tuple[Array, tuple]:
         model = nnx.merge(graphdef, params, frozen)
         out = run_to_head(model, batch, key)
-        # The divisor is part of the weights: so the gradient is made as it is, and not rounded before it is divided.
+        # The divisor is part of the weights, so that the gradient is not rounded before it is divided.
         if teaching is None:
             loss = model.weighted_loss(out.x, batch["targets"], batch["weights"] / scored)
             auxiliary = auxiliary_loss(config, out.router) / accumulation
@@ -199,7 +199,7 @@ def make_loss(
             batch["targets"],
             batch["weights"] / scored,
             teacher=right,
-            # Without a key: as at evaluation, nothing that it does is random.
+            # Without a key, as at evaluation, nothing in the teacher is random.
             teacher_x=run_to_head(right, batch).x,
             weight=teaching.weight,
             temperature=teaching.temperature,
@@ -210,9 +210,10 @@ def make_loss(
     return microbatch_loss
 
 
-def updated(params: nnx.State, updates: optax.Updates, key: Array) -> nnx.State:
-    """Parameters after an update; those in bfloat16, most of whose updates are less than its steps, are rounded
-    stochastically.
+def updated_params(params: nnx.State, updates: optax.Updates, key: Array) -> nnx.State:
+    """Returns the parameters after an update.
+
+    Parameters in bfloat16 are rounded stochastically, as most of their updates are smaller than a step of bfloat16.
 
     Args:
       params: of the model.
@@ -232,12 +233,12 @@ def updated(params: nnx.State, updates: optax.Updates, key: Array) -> nnx.State:
 
 
 def step_key(seed: int, step: int | Int[Array, ""]) -> Array:
-    """The random key of the step that follows `step` steps."""
+    """Returns the random key of the step that follows `step` steps."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _STEPS), step)
 
 
 def split_batch(array: Array, parts: int) -> Array:
-    """`[B, T]` to `[parts, B / parts, T]`; part p takes rows p, p + parts, ..., so that no row changes its device."""
+    """Reshapes `[B, T]` to `[parts, B / parts, T]`; part p takes rows p, p + parts, ...: no row changes its device."""
     rows, length = array.shape
     microbatches = array.reshape(rows // parts, parts, length).swapaxes(0, 1)
     if jax.sharding.get_abstract_mesh().empty:

@@ -1,4 +1,13 @@
-"""Dense model to MoE model (methods.md 2, 6): vanilla copies, a shared base with deltas, or adapter experts (PESC)."""
+"""A dense model made into an MoE (methods.md 2, 6): of copies, of a shared base with deltas, or of adapters (PESC).
+
+`moe_jax.upcycle` is the verb. Here are its options as one object, the config that they give, and the check that the new
+model computes what the old one did.
+
+    >>> from moe_jax.upcycling import UpcycleOptions, upcycled_config
+    >>> dense = moe_jax.tiny_model().config
+    >>> upcycled_config(dense, UpcycleOptions(num_experts=4, every=1)).moe_layers
+    (0, 1)
+"""
 
 from moe_jax.checks.step0 import Step0 as Step0
 from moe_jax.upcycling.choose import chosen_options as chosen_options

@@ -9,7 +9,7 @@ import tokenizers
 
 from moe_jax.core.errors import InputError, first_sentence, shown
 from moe_jax.files.regular_files import read_regular
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.files.tokenizer_files import TOKENIZER
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig

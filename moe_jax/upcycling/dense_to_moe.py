@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moe_jax.checks.predictions import ProbeText, TextComparison
-from moe_jax.checks.probe import Probe
-from moe_jax.checks.step0 import Step0, probe_tokens
+from moe_jax.checks.step0 import Probe, Step0, probe_tokens
 from moe_jax.core.counting import count_bytes, count_parameters
 from moe_jax.core.errors import InputError, raise_if_any
 from moe_jax.core.terminal import Progress, no_progress

@@ -1,26 +1,28 @@
-"""The programs in examples/, and the program in README.md."""
+"""The programs in examples/ and convert/, and the program in README.md."""
 
 import importlib.util
+import pathlib
 import re
 import runpy
 import sys
 
 import numpy as np
+import pytest
 
 import moe_jax
 from tests.support.environment import ROOT
 from tests.support.tiers import long
 
-EXAMPLES = ROOT / "examples"
+EXAMPLES, CONVERT = ROOT / "examples", ROOT / "convert"
 
 
 # The last one by tests/harness.
 EXAMPLES_TESTED = {"moe_layer", "upcycle", "compress_layer", "barycenter", "last_words"}
 
 
-def main_of(name: str):
-    """The `main` of an example."""
-    spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
+def main_of(name: str, folder: pathlib.Path = EXAMPLES):
+    """Returns the `main` of a program."""
+    spec = importlib.util.spec_from_file_location(f"{folder.name}_{name}", folder / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -59,6 +61,20 @@ def test_the_barycenter_is_nearer_than_the_noise(monkeypatch, capsys):
     assert barycenter <= 3 * 0.05**2 < 0.01 * plain
     runpy.run_path(str(EXAMPLES / "barycenter.py"), run_name="__main__")
     assert "converged: True" in capsys.readouterr().out
+
+
+def test_checkpoints_are_converted_there_and_back(tmp_path, capsys):
+    checkpoint = moe_jax.export(moe_jax.tiny_model(), tmp_path / "tiny")
+    for _ in range(2):
+        (model,) = main_of("hf_to_orbax", CONVERT)(str(checkpoint), str(tmp_path / "models"))
+    assert f"{model} is there" in capsys.readouterr().out
+    back = main_of("orbax_to_hf", CONVERT)
+    assert back(str(model), str(tmp_path / "back"), str(checkpoint)) > 10
+    other = moe_jax.export(moe_jax.tiny_model(seed=1), tmp_path / "other")
+    with pytest.raises(moe_jax.InputError, match="differ from"):
+        back(str(model), str(tmp_path / "again"), str(other))
+    upcycled = main_of("upcycled_to_hf", CONVERT)(str(model), str(tmp_path / "moe"))
+    assert moe_jax.convert(upcycled).config.family == "mixtral"
 
 
 def test_the_program_of_the_readme_runs(tmp_path, monkeypatch, capsys):

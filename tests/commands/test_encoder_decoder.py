@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -224,7 +225,7 @@ def test_padding_changes_nothing(switch):
     call = nnx.jit(lambda model, inputs: model(TOKENS, inputs=inputs, inputs_valid=VALID))
     a, b = call(model, INPUTS), call(model, jnp.where(VALID, INPUTS, 63 - INPUTS))
     np.testing.assert_array_equal(a.logits, b.logits)
-    jax.tree.map(np.testing.assert_array_equal, a.router, b.router)
+    chex.assert_trees_all_equal(a.router, b.router)
 
 
 def test_lora_of_both_stacks_is_named_in_full(t5, tmp_path):

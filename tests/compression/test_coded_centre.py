@@ -22,7 +22,7 @@ from tests.compression.test_export import logits
 from tests.support.dense_models import random_leaves
 from tests.support.hf_checkpoints import CONFIGS
 from tests.support.moe_models import RECIPE, MemorySource, run
-from tests.support.tiers import one_in
+from tests.support.tiers import long, one_in
 from tests.support.training_models import recipe_of
 
 PERFT = ("--method", "perft-r", "--experts", "4", "--top-k", "2", "--adapter", "lora:2")
@@ -94,6 +94,7 @@ def factored(models, tmp_path_factory):
     return out
 
 
+@long
 @pytest.mark.parametrize("form", ["small", "factored"])
 def test_with_perft_experts_beside_it_eight_devices_learn_and_say_what_one_does(form, request, small, tmp_path):
     code, out = small
@@ -120,6 +121,7 @@ def test_with_perft_experts_beside_it_eight_devices_learn_and_say_what_one_does(
     assert said_by_eight == said
 
 
+@one_in(2, first=1)
 @pytest.mark.parametrize(
     ("added", "moving", "of_base"),
     [

@@ -16,7 +16,7 @@ from moe_jax.conversion import HuggingFaceDirectory, export, read_hf_config
 from moe_jax.conversion.families import FAMILIES
 from moe_jax.conversion.hf.hf_format import exported_config
 from moe_jax.core.errors import InputError
-from moe_jax.experts.forms.positions import to_csr
+from moe_jax.experts.forms.kinds.positions import to_csr
 from moe_jax.model_io.loading import leaf_specs, load_model
 from moe_jax.model_io.model_dir import ModelDirectory, ModelDirectoryWriter
 from moe_jax.model_io.model_source import ModelSource
@@ -99,8 +99,9 @@ EXPORTS = {
 @one_in(4)
 @pytest.mark.parametrize("name", EXPORTS)
 def test_transformers_gives_the_same_logits(tmp_path: pathlib.Path, name: str):
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    import torch
+    import transformers
+
     config, architecture = EXPORTS[name]
     source = write_model(tmp_path / "ours", config)
     export(source, tmp_path / "back", console=QUIET, max_shard_size="50kB")
@@ -114,6 +115,7 @@ def test_transformers_gives_the_same_logits(tmp_path: pathlib.Path, name: str):
     assert np.abs(ours - theirs).max() < 2e-5 * np.abs(theirs).max()
 
 
+@one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", BANKS)
 def test_experts_are_base_plus_delta_in_the_dtype_of_the_base(tmp_path: pathlib.Path, kind: str, dtype: str):

@@ -66,8 +66,11 @@ def logits(source) -> np.ndarray:
 
 def logits_of_peft(base: HuggingFaceDirectory, adapter) -> tuple[np.ndarray, np.ndarray]:
     """Logits of Transformers without the adapter, and with it as PEFT loads it."""
-    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
-    theirs = pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained(base.path)
+    import peft
+    import torch
+    import transformers
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(base.path)
     with torch.no_grad():
         plain = theirs(torch.tensor(TOKENS)).logits.numpy()
         # It warns of keys that are missing or unexpected; the first sort would be left at random, the second out.

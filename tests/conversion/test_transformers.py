@@ -6,6 +6,8 @@ import pathlib
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from rich.console import Console
 
 from moe_jax.conversion import HuggingFaceDirectory, convert, export
@@ -14,9 +16,6 @@ from moe_jax.conversion.table import FUSED, LAYOUTS, PER_EXPERT
 from moe_jax.model_io.model_dir import ModelDirectory
 from tests.support.hf_checkpoints import CONFIGS, assert_same_bits, read_tensors
 from tests.support.tiers import one_in
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
 
 QUIET = Console(quiet=True)
 # Models with an encoder: tests/families/test_encoder_decoder.py.

@@ -1,9 +1,13 @@
 """Chat templates: text and learnt spans as Transformers has them, where a template lies, what is refused, bounds."""
 
+import concurrent.futures
 import json
+import multiprocessing
+import resource
 
 import pytest
 
+from moe_jax.core import template_sandbox
 from moe_jax.core.errors import InputError
 from moe_jax.data.tokens.chat_template import ChatTemplate, check_messages, find_chat_template, load_chat_template
 from tests.support.byte_tokenizer import byte_tokenizer
@@ -11,7 +15,8 @@ from tests.support.chat_templates import REASONING, SPECIAL, STYLES, SYSTEM, TUR
 
 
 def transformers_tokenizer(tmp_path, template):
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     file = str(byte_tokenizer(tmp_path / "tokenizer.json"))
     return transformers.PreTrainedTokenizerFast(tokenizer_file=file, chat_template=template, **SPECIAL)
 
@@ -186,7 +191,42 @@ def test_what_a_template_refuses_is_one_line(tmp_path):
 
 
 GROWS = "{% set ns = namespace(x='aa') %}{% for i in range(60) %}{% set ns.x = STEP %}{% endfor %}"
-LARGE = "writes more than 16,777,216 characters"
+LISTS = GROWS.replace("STEP", "[ns.x, ns.x]")
+ENDLESS = (
+    "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
+    "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(99) }}",
+    "{% macro m(n) %}{{ m(n) }}{% endmacro %}{{ m(1) }}",
+    "{{ 'a' * 10 ** 9 }}",
+    "{{ (messages * 99999999) | length }}",
+    "{{ (10 ** (10 ** 10)) is odd }}",
+    GROWS.replace("STEP", "ns.x ~ ns.x"),
+    GROWS.replace("STEP", "ns.x + ns.x"),
+    GROWS.replace("STEP", "ns.x | replace('a', 'aa')"),
+    GROWS.replace("STEP", "ns.x.replace('a', 'aa')"),
+    GROWS.replace("STEP", "[ns.x, ns.x] | join"),
+    GROWS.replace("STEP", "''.join([ns.x, ns.x])"),
+    GROWS.replace(" = STEP %}", " %}{{ ns.x }}{{ ns.x }}{% endset %}"),
+    LISTS + "{{ ns.x }}",
+    LISTS + "{{ ns.x | tojson }}",
+    "{{ '%1000000000d' % 1 }}",
+    "{{ '%*d' % (1000000000, 1) }}",
+    "{{ '{:1000000000}'.format(1) }}",
+    "{{ '{:{}}'.format(1, 1000000000) }}",
+    "{{ 'a'.center(10 ** 10) }}",
+    "{{ 'a' | indent(10 ** 10) }}",
+    "{{ messages | tojson(indent=10 ** 10) }}",
+)
+
+
+@pytest.mark.parametrize("text", ENDLESS)
+def test_templates_end_in_bounded_time_and_memory(text, monkeypatch):
+    monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.3)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(InputError, match="does not end: |writes more than 16,777,216 characters") as error:
+        ChatTemplate(text)(TURNS)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 300
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + (64 << 10)  # KiB
+    assert ChatTemplate("{{ messages | length }}")(TURNS) == str(len(TURNS))  # those that come after it are rendered
 
 
 @pytest.mark.parametrize(
@@ -195,36 +235,29 @@ LARGE = "writes more than 16,777,216 characters"
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),
         ("{{ messages[0].update(role='x') }}", "unsafe"),
-        ("{% set ns = namespace(__class__=1) %}", "a namespace cannot hold"),
+        ("{% set ns = namespace(__class__=1) %}{{ ns.__class__.__mro__ }}", "unsafe"),
         ("{% include 'x' %}", "no loader"),
         ("{{ 1 / 0 }}", "division by zero"),
         ("{{ x.y.z }}", "'x' is undefined"),
-        ("{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}", "more than 100,000 steps"),
-        ("{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(99) }}", "100,000 steps"),
-        ("{% macro m(n) %}{{ m(n) }}{% endmacro %}{{ m(1) }}", "does not end: RecursionError"),
-        ("{{ 'a' * 10 ** 9 }}", LARGE),
-        ("{{ (messages * 99999999) | length }}", LARGE),
-        ("{{ 10 ** 99999 }}", "more than 4096 bits"),
-        (GROWS.replace("STEP", "ns.x ~ ns.x"), LARGE),
-        (GROWS.replace("STEP", "ns.x + ns.x"), LARGE),
-        (GROWS.replace("STEP", "ns.x | replace('a', 'aa')"), LARGE),
-        (GROWS.replace("STEP", "ns.x.replace('a', 'aa')"), LARGE),
-        (GROWS.replace("STEP", "[ns.x, ns.x] | join"), LARGE),
-        (GROWS.replace("STEP", "''.join([ns.x, ns.x])"), LARGE),
-        (GROWS.replace(" = STEP %}", " %}{{ ns.x }}{{ ns.x }}{% endset %}"), LARGE),
-        ("{% for i in range(99999) %}" + "x" * 1000 + "{% endfor %}", LARGE),
-        ("{{ '%1000000000d' % 1 }}", "has a width"),
-        ("{{ '%*d' % (1000000000, 1) }}", "has a width"),
-        ("{{ '{:1000000000}'.format(1) }}", "has a width"),
-        ("{{ '{:{}}'.format(1, 1000000000) }}", "has a width"),
-        ("{{ strftime_now('%1000000000Y') }}", "has a width"),
-        ("{{ 'a'.center(10 ** 10) }}", "unsafe"),
-        ("{{ 'a' | indent(10 ** 10) }}", "wider than 64"),
-        ("{{ messages | tojson(indent=10 ** 10) }}", "wider than 64"),
+        ("{{ 10 ** 99999 }}", "4300 digits"),
+        ("{% for i in range(99999) %}" + "x" * 1000 + "{% endfor %}", "writes more than 16,777,216 characters"),
         ("{% set y %}{% generation %}a{% endgeneration %}{% endset %}b{{ y }}", "inside of a macro or a block"),
     ],
 )
-def test_templates_reach_nothing_of_python_and_end_in_bounded_memory(text, complaint):
+def test_templates_reach_nothing_of_python(text, complaint):
     with pytest.raises(InputError, match=complaint) as error:
         ChatTemplate(text)(TURNS)
     assert "\n" not in str(error.value) and len(str(error.value)) < 300
+
+
+def test_threads_and_workers_get_their_own_texts():
+    template = ChatTemplate("{{ messages[0].content }}")
+    texts = [f"text {number} " * number for number in range(1, 60)]
+
+    def render(text):
+        return template([{"role": "user", "content": text}])
+
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(render, texts)) == texts
+    with multiprocessing.get_context("spawn").Pool(1) as pool:  # a worker of the data pipeline
+        assert pool.map(template, [[{"role": "user", "content": text}] for text in texts[:3]]) == texts[:3]

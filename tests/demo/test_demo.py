@@ -3,16 +3,19 @@
 import json
 import random
 import re
+import signal
 
 import pytest
 import rich.console
 
 from moe_jax.commands.line.cli import main
+from moe_jax.demo import shell
 from moe_jax.demo.page import Answers, Row, print_page, write_page
 from moe_jax.demo.problems import KINDS, write_problems
 from moe_jax.demo.real import MODELS, QUESTIONS
 from moe_jax.demo.results import Result, median_speed, plot, table
 from moe_jax.demo.text import byte_tokenizer, write_text
+from moe_jax.training.loop import Stopped
 from tests.support.environment import ROOT
 from tests.support.walkthroughs import blocks_of, form
 
@@ -47,6 +50,19 @@ def test_steps_below_one_are_refused(tmp_path, capsys):
     assert main(["demo", "--dir", str(tmp_path / "d"), "--more-steps", "0"]) == 2
     assert "steps must be at least 1" in capsys.readouterr().err
     assert not (tmp_path / "d").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_ends_a_training_ends_the_demo(tmp_path, capsys, monkeypatch, number):
+    def stopped(recipe, *, continue_command):
+        assert recipe.train.steps == 7 and continue_command == f"moe-jax train {tmp_path / 'd/dense.toml'} --resume"
+        raise Stopped(number)
+
+    monkeypatch.setattr(shell, "run_recipe", stopped)
+    assert main(["demo", "--dir", str(tmp_path / "d"), "--quick", "--dense-steps", "7"]) == 128 + number
+    said = capsys.readouterr()
+    assert said.err.splitlines() == [f"moe-jax: interrupted by {number.name}"]
+    assert said.out.count("$ moe-jax") == 1 and not (tmp_path / "d/hf-dense").exists()
 
 
 @pytest.fixture

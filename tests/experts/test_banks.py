@@ -18,8 +18,9 @@ from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import leaf_spec, make_mesh, path_name
 from moe_jax.experts import BankConfig, BaseCodes, FFNConfig, Mixed, make_bank, set_strategy
 from moe_jax.experts.forms import Quantized
+from moe_jax.experts.forms.kinds.positions import from_csr, to_csr
 from moe_jax.experts.forms.matrix import Load, ffn_matrices
-from moe_jax.experts.forms.positions import from_csr, to_csr
+from moe_jax.experts.forms.optional.costs import costs_by_strategy
 from moe_jax.experts.layout.mesh import spec_on_mesh
 from moe_jax.experts.layout.platforms import Platform, current_chip
 from moe_jax.experts.strategy import _choose, choose_strategy, strategy_costs
@@ -27,7 +28,7 @@ from moe_jax.functional.ffn import ffn
 from moe_jax.functional.products.sparse_tile import entry_rows
 from moe_jax.functional.routing.decision import Routing
 from tests.support.numerics import assert_close, made_at_once, randomised
-from tests.support.tiers import one_in
+from tests.support.tiers import examples, one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -153,7 +154,7 @@ def draw(rng, tokens, top_k, concentration):
 )
 def test_bank_equals_one_ffn_per_expert(kind, strategy, ffn_kind):
     # The shapes are few, so that programs are compiled once; routing, which is data, is drawn freely.
-    @settings(max_examples=12, deadline=None)
+    @settings(max_examples=examples(12), deadline=None)
     @given(st.sampled_from(SHAPES[ffn_kind]), st.sampled_from([0.05, 5.0]), st.integers(0, 999))
     def check(shape, concentration, seed):
         data = draw(np.random.default_rng(seed), *shape, concentration)
@@ -165,7 +166,7 @@ def test_bank_equals_one_ffn_per_expert(kind, strategy, ffn_kind):
     check()
 
 
-@one_in(19)
+@one_in(25)
 @pytest.mark.parametrize(
     ("kind", "strategy"),
     [
@@ -288,7 +289,10 @@ def test_costs_belong_to_the_platform():
     config, expert = BankConfig(kind="quantized", bits=2, group_size=128), FFNConfig(dim=2816)
     matrices = tuple(ffn_matrices(expert, 1024).values())
     platforms = {name: Platform.of(chip, 2) for name, chip in CHIPS.items()}
-    costs = [config.form.cost(matrices, Load(8, 64, 2), platform, based=matrices) for platform in platforms.values()]
+    costs = [
+        costs_by_strategy(config.form, matrices, Load(8, 64, 2), platform, based=matrices)
+        for platform in platforms.values()
+    ]
     assert len({cost["synthesised"] for cost in costs}) == len(CHIPS)
     # Bytes are dearer beside operations on an accelerator, so that more tokens are needed to outweigh reading them.
     reading = {name: platform.operations_per_byte for name, platform in platforms.items()}
@@ -428,7 +432,7 @@ def test_sparse_positions_are_distinct_and_differ_between_experts():
     assert len({tuple(one) for one in positions}) == 4
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(st.integers(1, 7), st.integers(1, 9), st.floats(0, 1), st.integers(0, 99))
 def test_csr_gives_the_positions_back(rows, columns, share, seed):
     count = max(1, round(share * rows * columns))
@@ -436,3 +440,16 @@ def test_csr_gives_the_positions_back(rows, columns, share, seed):
     packed = to_csr(positions, (rows, columns))
     np.testing.assert_array_equal(from_csr(*packed, (rows, columns)), positions)
     np.testing.assert_array_equal(entry_rows(jnp.asarray(packed[1]), count), positions // columns)
+
+
+@pytest.mark.parametrize(
+    ("bank", "num_experts", "d_model", "complaint"),
+    [
+        (BankConfig(), 0, 8, "num_experts=0"),
+        (BankConfig(), 4, 8.0, "d_model=8.0"),
+        (BankConfig(kind="low-rank", rank=9), 4, 8, "rank 9 is above"),
+    ],
+)
+def test_a_bank_that_does_not_fit_is_not_made(bank, num_experts, d_model, complaint):
+    with pytest.raises(InputError, match=complaint):
+        make_bank(bank, FFNConfig(dim=16), num_experts, d_model, rngs=nnx.Rngs(0))

@@ -17,7 +17,7 @@ from moe_jax.experts.forms.matrix import Matrix, Window
 from moe_jax.functional.routing.decision import Routing
 from tests.experts.code_reference import decoded
 from tests.support.numerics import assert_close, normal, randomised
-from tests.support.tiers import one_in
+from tests.support.tiers import examples, one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -50,7 +50,7 @@ def random_leaves(form, matrix, seed, stack=()):
     return {name: draw(leaf) for name, leaf in fresh.items()}
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(st.sampled_from(sorted(FORMATS)), st.integers(1, 50), st.integers(1, 7), st.integers(0, 99))
 def test_kernels_are_what_the_format_says(name, rows, columns, seed):
     form, matrix = FORMATS[name], Matrix("up", (rows, columns))
@@ -96,7 +96,7 @@ def test_gradients_are_those_of_finite_differences(name):
             assert float(gradients[leaf][place]) == pytest.approx(slope, rel=1e-3, abs=1e-3)
 
 
-@one_in(5)
+@one_in(9)
 @pytest.mark.parametrize(
     ("name", "axes"),
     [
@@ -138,6 +138,7 @@ def test_banks_over_a_mesh_are_those_of_one_device(name, axes):
         assert_close(jax.jit(program)(params, rest, x), expected)
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", FORMATS)
 def test_fresh_deltas_are_zero_and_no_kernel_in_pallas_is_asked_for_them(name):
     form, matrix = FORMATS[name], Matrix("up", (32, 8))

@@ -18,8 +18,10 @@ from moe_jax.core.data_sheets import CHIPS
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import leaf_spec, make_mesh, path_name
 from moe_jax.experts import BankConfig, BaseCodes, FFNConfig, LoRAConfig, make_bank, set_strategy
-from moe_jax.experts.base_codes import CODES
+from moe_jax.experts.forms.base_codes import CODES
 from moe_jax.experts.forms.matrix import Load, Matrix, ffn_matrices
+from moe_jax.experts.forms.optional.coding import Residual
+from moe_jax.experts.forms.optional.costs import costs_of
 from moe_jax.experts.layout.platforms import Platform
 from moe_jax.experts.linear import Linear
 from moe_jax.experts.on_host import base_kernel, base_leaves, expert_kernels, leaves_from_dense
@@ -27,7 +29,7 @@ from moe_jax.experts.strategy import _choose, strategy_costs
 from moe_jax.functional.routing.decision import Routing
 from moe_jax.models import MoEConfig
 from tests.support.numerics import assert_close, normal, randomised
-from tests.support.tiers import one_in
+from tests.support.tiers import examples, one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -79,7 +81,7 @@ def draw(tokens, top_k=2, seed=0):
 def encoded(form, kernel, matrix):
     """Leaves and what they stand for. Compression is not held to strict promotion."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        return form.encode(kernel, matrix, np.dtype(np.float32), LeastError())
+        return form.encode(Residual(kernel, np.dtype(np.float32)), matrix, LeastError())
 
 
 def gradients(graphdef, strategy):
@@ -94,7 +96,7 @@ def gradients(graphdef, strategy):
     return jax.jit(jax.grad(value, argnums=(0, 2, 3), has_aux=True))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(st.sampled_from(CODES), st.integers(1, 70), st.integers(1, 9), st.sampled_from([8, 16, 64]))
 def test_what_is_encoded_is_what_is_read(code, rows, columns, group_size):
     """Odd widths, and groups that do not divide them; on the host and in a linear map."""
@@ -299,7 +301,7 @@ def test_a_base_that_is_made_costs_what_is_read_and_written_for_it(name):
     assert coded.keys() == whole.keys()
     assert coded["factored-side-by-side"].reading < whole["factored-side-by-side"].reading
     assert coded["synthesised"].reading > whole["synthesised"].reading
-    unpacked = codes.form.making(tuple(ffn_matrices(expert, 1024).values()), Platform.of(CHIPS[name], 2))
+    unpacked = costs_of(codes.form).making(tuple(ffn_matrices(expert, 1024).values()), Platform.of(CHIPS[name], 2))
     for strategy, cost in coded.items():
         assert (
             cost.making == pytest.approx(whole[strategy].making + unpacked)

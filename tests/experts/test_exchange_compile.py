@@ -68,6 +68,10 @@ def test_what_a_chip_sends_does_not_grow_with_the_slice():
     assert sixteen["ragged-all-to-all"] == Collectives(4, 4 * TOP_K * ROWS)
     # What all devices get is how many rows go where.
     assert sum(found.bytes for kind, found in sixteen.items() if kind != "ragged-all-to-all") < ROWS / 50
+
+
+@long
+def test_by_all_gather_it_does():
     gathered = collectives(program(BankConfig(), "v5e:4x4", {"expert": 16}, "all-gather"))
     assert "ragged-all-to-all" not in gathered and gathered["all-gather"].bytes > 16 * ROWS
 

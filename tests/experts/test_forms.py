@@ -28,8 +28,10 @@ from moe_jax.experts.forms import (
     Sparse,
     ffn_matrices,
 )
-from moe_jax.experts.forms.by_name import delta_options, form_of_option, registered
+from moe_jax.experts.forms.by_name import delta_options, form_of_option, option_of_form, registered
 from moe_jax.experts.forms.fresh import shapes_of
+from moe_jax.experts.forms.optional.coding import CodedJointly
+from moe_jax.experts.forms.optional.own_form import experts_with
 from moe_jax.experts.on_host import expert_kernels, leaves_from_dense
 from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig, MoEConfig, config_from_json, config_to_json
 from tests.support.environment import ROOT
@@ -111,8 +113,10 @@ def test_every_leaf_has_a_place_on_a_mesh_and_the_kind_it_says(bank, ffn):
         assert tuple(fresh) == form.leaf_names(matrix) and fresh.keys() <= bank.form.stored_specs("in").keys()
         for leaf, array in fresh.items():
             assert (f"{folder}{name}/{leaf}" in params) == form.is_trained(leaf, array)
-            assert leaf in form.common_leaves or array.shape[0] == len(np.arange(EXPERTS)[form.experts_with(leaf)])
-        shared = nnx.eval_shape(lambda: bank.form.fresh_shared(FFNS[ffn], (EXPERTS,), jnp.float32))
+            assert leaf in form.common_leaves or array.shape[0] == len(np.arange(EXPERTS)[experts_with(form, leaf)])
+        shared = {}
+        if isinstance(bank.form, CodedJointly):
+            shared = nnx.eval_shape(lambda: bank.form.fresh_shared(FFNS[ffn], (EXPERTS,), jnp.float32))
         assert tuple(shared) == bank.form.shared_leaves
         combined = jax.eval_shape(partial(form.combine, matrix), fresh, shared)
         for split in ("in", "out"):
@@ -129,7 +133,7 @@ def test_a_bank_whose_shapes_alone_are_wanted_is_that_which_is_drawn(bank):
     assert nnx.split(shapes_of(make)) == nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
 
 
-@one_in(2)
+@one_in(3)
 @pytest.mark.parametrize(("ffn", "dtype"), [("gated", "float32"), ("plain", "bfloat16")])
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_experts_made_from_a_dense_ffn_are_that_ffn(form, ffn, dtype):
@@ -167,6 +171,21 @@ def test_delta_options_are_those_that_the_command_shows():
         kind, _, number = option.partition(":")
         form = form_of_option(f"{kind}:{0.5 if number == 'RATE' else 2}" if number else kind)
         assert form.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("form", "option"),
+    [(Full(), "full"), (LowRank(rank=16), "low-rank:16"), (Sparse(rate=0.9), "sparse:0.9"), ("sparse:.9", "sparse:.9")],
+)
+def test_a_form_may_stand_where_its_option_may(form, option):
+    assert option_of_form(form) == option
+    assert form_of_option(option) == form_of_option(option_of_form(form_of_option(option)))
+
+
+@pytest.mark.parametrize("form", [Quantized(bits=4), 16, Sparse(rate=0.5, encoding="bitmap")])
+def test_a_form_that_no_option_means_is_refused(form):
+    with pytest.raises(InputError, match="delta="):
+        option_of_form(form)
 
 
 def test_a_form_or_its_kind():

@@ -1,7 +1,8 @@
 """A form that the library does not know, `W diag(s_e)`, through everything a model goes through.
 
-It is defined and registered here alone. What it adds to its base depends on the base, so that nothing which assumes an
-additive delta can be right by accident.
+It is defined and registered here alone, with the four methods of every form, and one more by which experts are
+compressed to it. What it adds to its base depends on the base, so that nothing which assumes an additive delta can be
+right by accident.
 """
 
 import dataclasses
@@ -17,11 +18,14 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.api.open_source import open_source
 from moe_jax.commands.line import cli
+from moe_jax.compression.methods.registry import make_method
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import leaf_spec, make_mesh
 from moe_jax.experts import BankConfig, make_bank
-from moe_jax.experts.forms import KernelForm
+from moe_jax.experts.forms import KernelForm, ffn_matrices
 from moe_jax.experts.forms.by_name import register, unregister
+from moe_jax.experts.forms.optional.coding import Encodable
+from moe_jax.experts.on_host import expert_kernels
 from moe_jax.functional.ffn import ffn
 from moe_jax.functional.routing.decision import Routing
 from moe_jax.model_io.loading import load_model
@@ -41,7 +45,7 @@ def scaled():
 
     @register("scaled")
     @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Scaled(KernelForm):
+    class Scaled(Encodable, KernelForm):
         """`W diag(s)`: `factor_out` [E, out], a factor for every output, 1 at first."""
 
         adds_to_base: ClassVar[bool] = False
@@ -59,6 +63,12 @@ def scaled():
 
         def tile(self, base, arrays, window):
             return base * window.columns(arrays["factor_out"][None, :].astype(jnp.float32))
+
+        def encode(self, residual, matrix, coder):
+            """Of every column the factor of least squared error."""
+            base, kernel = residual.base, residual.base + residual.values
+            factors = ((base * kernel).sum(0) / (base**2).sum(0)).astype(residual.dtype)
+            return {"factor_out": factors}, base * (factors.astype(np.float32) - 1)
 
     yield Scaled
     unregister("scaled")
@@ -212,6 +222,48 @@ def test_its_experts_are_compressed_to_another_form(trained, folder):
     np.testing.assert_array_equal(compressed.read(f"{at}/base/up/kernel"), base)
     scales = np.abs(compressed.read(f"{at}/delta/up/scales").astype(np.float32)).max(axis=(1, 2))
     assert (scales > 0).any() and (scales < np.abs(base[None] * (factors[:, None, :] - 1)).max(axis=(1, 2))).all()
+
+
+COMPRESSED_TO = ["--method", "resmoe", "--residual", "scaled", "--solver", "identity"]
+
+
+def test_experts_are_compressed_to_it(folder, capsys):
+    """Experts of one base with a factor for every output have no error in this form, whatever their mean is."""
+    source, at = ModelDirectory(folder / "moe"), "layers/1/mlp/experts"
+    leaves, random = {path: source.read(path) for path in source.specs()}, np.random.default_rng(0)
+    for path, leaf in leaves.items():
+        if path.endswith("factor_out"):
+            leaves[path] = random.uniform(0.5, 1.5, leaf.shape).astype(leaf.dtype)
+    write_model(folder / "grown", source.config, leaves)
+    assert cli.main(["compress", str(folder / "grown"), str(folder / "again"), *COMPRESSED_TO]) == 0
+    again = ModelDirectory(folder / "again")
+    bank = again.config.layers[1].mlp.bank
+    assert bank.given() == {"kind": "scaled", "train_base": True} and bank.has_base
+    assert again.read(f"{at}/delta/down/factor_out").shape == (EXPERTS, 16)
+    for layer in again.lineage[-1]["measured"]["layers"]:
+        assert layer["relative_error"] < 1e-6
+    grown = ModelDirectory(folder / "grown")
+    for matrix in ffn_matrices(again.config.moe(1).expert, 16).values():
+        made, whole = (list(expert_kernels(one.read, bank, at, matrix)) for one in (again, grown))
+        assert_close(np.stack(made), np.stack(whole))
+    # What the plan says beforehand is what lies on the disk.
+    capsys.readouterr()
+    assert cli.main(["plan", str(folder / "grown"), "--compress", "resmoe", "--residual", "scaled", "--json"]) == 0
+    (planned,) = json.loads(capsys.readouterr().out)["compression"]["forms"]
+    specs = again.specs().items()
+    nbytes = sum(spec.size * spec.dtype.itemsize for path, spec in specs if "/mlp/experts/" in path)
+    assert planned["form"] == "scaled" and planned["written"] and planned["expert_bytes"] == nbytes
+
+
+def test_a_size_that_it_does_not_have_is_refused(folder, capsys):
+    for option in (["--keep", "0.5"], ["--bits", "4"], ["--levels", "fitted"]):
+        assert cli.main(["compress", str(folder / "moe"), str(folder / "none"), *COMPRESSED_TO, *option]) == 2
+        assert capsys.readouterr().err.count("\n") == 1 and not (folder / "none").exists()
+
+
+def test_it_can_be_chosen_under_a_budget(scaled):
+    every = make_method("resmoe", {"residual": "scaled", "budget_bits": 20.0}).choice.sizes
+    assert [size.form for size in every] == [scaled]
 
 
 def test_its_experts_are_exported_as_full_kernels(trained, folder, logits):

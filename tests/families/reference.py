@@ -12,9 +12,9 @@ import torch
 import transformers
 
 from moe_jax.conversion import HuggingFaceDirectory
-from moe_jax.functional.heads.losses import next_token_loss
 from moe_jax.model_io.loading import leaf_specs, load_model
 from tests.families.cases import SMALL
+from tests.support.losses import next_token_loss
 
 
 def random_model(file: ModuleType, name: str) -> Any:

@@ -5,11 +5,10 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from flax import nnx
 from rich.console import Console
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
 
 from moe_jax.conversion import HuggingFaceDirectory, convert, export  # noqa: E402
 from moe_jax.conversion.hf.hf_config import class_names, read_hf_config, write_hf_config  # noqa: E402

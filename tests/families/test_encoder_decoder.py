@@ -10,18 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+import transformers
 from flax import nnx
 from rich.console import Console
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
 from moe_jax.conversion import HuggingFaceDirectory, convert, export  # noqa: E402
 from moe_jax.functional.attention.relative_bias import RelativeBiasConfig  # noqa: E402
-from moe_jax.functional.heads.losses import next_token_loss  # noqa: E402
 from moe_jax.model_io.loading import leaf_specs, load_model, model_leaves  # noqa: E402
 from moe_jax.model_io.model_dir import ModelDirectory  # noqa: E402
 from moe_jax.nn import init_cache  # noqa: E402
+from tests.support.losses import next_token_loss  # noqa: E402
 from tests.support.tiers import EVERY, one_in  # noqa: E402
 
 SMALL = dict(vocab_size=96, d_model=32, d_kv=8, d_ff=48, num_layers=3, num_heads=4, decoder_start_token_id=0)

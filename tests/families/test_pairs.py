@@ -3,10 +3,8 @@
 import jax
 import numpy as np
 import pytest
+import torch
 from flax import nnx
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
 
 from moe_jax.data.tokens.tokenizer import Pair  # noqa: E402
 from moe_jax.evaluation.pair_loss import PairEvaluator  # noqa: E402

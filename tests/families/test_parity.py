@@ -4,10 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from flax import nnx
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
 
 from moe_jax.generation.prompt_batches import generate  # noqa: E402
 from moe_jax.model_io.loading import load_model, model_leaves  # noqa: E402

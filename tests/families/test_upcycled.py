@@ -8,7 +8,7 @@ import pytest
 
 from moe_jax.commands.line import cli
 from moe_jax.files.tokenizer_files import TOKENIZER
-from tests.conversion.test_tiktoken_file import ids_by_ranks, learned_ranks, write_ranks
+from tests.data.test_tiktoken_file import ids_by_ranks, learned_ranks, write_ranks
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.hf_checkpoints import CONFIGS, expected_tensors, write_checkpoint
 from tests.support.tiers import long

@@ -12,14 +12,8 @@ from moe_jax.core.errors import InputError
 from moe_jax.data.sources import opening as open_sources
 from moe_jax.files import resume
 from moe_jax.files.resume import Workplace, staged_directory
-from moe_jax.files.staging import (
-    check_target,
-    check_writable,
-    remove_replaced,
-    replace_directory,
-    replace_file,
-    replacing,
-)
+from moe_jax.files.staging import check_target, check_writable, remove_replaced, replace_directory
+from moe_jax.files.storage_path import as_path
 from tests.support.hf_checkpoints import CONFIGS, random_tensors, write_checkpoint
 
 
@@ -101,18 +95,19 @@ def test_commands_say_at_once_that_nothing_can_be_written(tmp_path, monkeypatch,
 
 def test_a_file_has_the_old_content_or_the_new(tmp_path):
     file = tmp_path / "file"
-    replace_file(file, b"one")
-    replace_file(file, b"two")
-    with pytest.raises(ZeroDivisionError), replacing(file) as handle:
+    as_path(file).replace_content(b"one")
+    as_path(file).replace_content(b"two")
+    with pytest.raises(ZeroDivisionError), as_path(file).replacing() as handle:
         handle.write(b"thr")
         assert file.read_bytes() == b"two"
         raise ZeroDivisionError
     assert file.read_bytes() == b"two" and names(tmp_path) == ["file"]
-    replace_file(file, b"three")
+    as_path(file).replace_content(b"three")
     assert file.read_bytes() == b"three" and names(tmp_path) == ["file"]
 
 
 def test_a_directory_is_replaced(tmp_path):
+    tmp_path = as_path(tmp_path)
     replace_directory(tmp_path / "model", folder(tmp_path / "fresh", "one"))
     replace_directory(tmp_path / "model", folder(tmp_path / "fresh", "two"))
     remove_replaced(tmp_path / "model")
@@ -121,6 +116,7 @@ def test_a_directory_is_replaced(tmp_path):
 
 @pytest.mark.parametrize("killed", ["before the new one is there", "before the old one is removed"])
 def test_killed_while_a_directory_is_replaced_one_of_the_two_is_left(tmp_path, monkeypatch, killed):
+    tmp_path = as_path(tmp_path)
     target, fresh = folder(tmp_path / "model", "old"), folder(tmp_path / "fresh", "new")
     step = "rename_durably" if killed == "before the new one is there" else "shutil.rmtree"
 

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +17,7 @@ from moe_jax.functional.attention import grouped_query as module
 from moe_jax.functional.attention.grouped_query import Placement, Visibility, attention
 from moe_jax.functional.attention.relative_bias import RelativeBiasConfig, bias_by_distance
 from tests.support.jaxprs import equations
-from tests.support.tiers import one_in
+from tests.support.tiers import examples, one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -76,7 +77,7 @@ def values_and_gradients(q, k, v, weight, segments, prefix, *, form, mask, windo
 def test_masks_values_and_gradients(length, heads, mask, window, scale, soft_cap, chunk, monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK", chunk)
 
-    @settings(max_examples=8, deadline=None)
+    @settings(max_examples=examples(8), deadline=None)
     @given(boundary=st.floats(0, 1), seed=st.integers(0, 999))
     def check(boundary, seed):
         rng = np.random.default_rng(seed)
@@ -88,7 +89,7 @@ def test_masks_values_and_gradients(length, heads, mask, window, scale, soft_cap
         expected = values_and_gradients(q, k, v, weight, segments, prefix, form="reference", **given)
         for form in ("aligned", "unaligned"):
             got = values_and_gradients(q, k, v, weight, segments, prefix, form=form, **given)
-            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), got, expected)
+            chex.assert_trees_all_close(got, expected, rtol=2e-5, atol=2e-5)
 
     check()
 
@@ -279,7 +280,7 @@ def test_a_kernel_is_called_by_every_device_for_its_rows_and_heads(sizes, rows, 
     axes, parts = ("tensor", *["sequence"] * ("sequence" in sizes)), sizes.get("tensor", 1) * sizes.get("sequence", 1)
     batch = ("data", "fsdp", "expert") if rows == 4 else ()
     assert placement == Placement("cpu", batch, axes, parts, 8, sequence)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)
+    chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("mask", ["causal", "bidirectional"])

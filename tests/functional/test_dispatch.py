@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +20,7 @@ from moe_jax.functional.routing.dispatch import (
     weighted_sum,
 )
 from moe_jax.kernels.tpu.chip import Core
+from tests.support.tiers import examples
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -56,7 +58,7 @@ def test_order_and_gradients(shape, seed):
     draw = lambda *s: jnp.asarray(rng.standard_normal(s), jnp.float32)  # noqa: E731
     arrays = experts, draw(tokens, 3), draw(tokens, top_k), draw(tokens, 3), draw(flat.size, 1)
     got, expected = (values_and_gradients(*arrays, num_experts=num_experts, plain=plain) for plain in (False, True))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)
+    chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 @partial(jax.jit, static_argnames=("num_experts", "room"))
@@ -75,7 +77,7 @@ def sum_of_parts(experts, x, weights, target, *, num_experts, room):
     return jax.value_and_grad(value, argnums=(0, 1))(x, weights)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.sampled_from([(12, 3, 4), (7, 2, 5)]), st.sampled_from([3, 5]), st.integers(0, 999))
 def test_parts_of_the_sorted_rows_add_up_to_the_whole(shape, room, seed):
     tokens, top_k, num_experts = shape
@@ -86,7 +88,7 @@ def test_parts_of_the_sorted_rows_add_up_to_the_whole(shape, room, seed):
     )
     rooms = (room, experts.size)
     parts, whole = (sum_of_parts(experts, x, weights, target, num_experts=num_experts, room=one) for one in rooms)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), parts, whole)
+    chex.assert_trees_all_close(parts, whole, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("tokens", "parts"), [(512, [128, 128, 128, 128]), (300, [128, 128, 44])])

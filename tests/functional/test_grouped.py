@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from moe_jax.functional.products import grouped
 from moe_jax.functional.products.grouped import FEW_ROWS, TILE_ENTRIES, TILE_ENTRIES_FOR_FEW, grouped_matmul, tile_width
+from tests.support.tiers import examples
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -37,7 +39,7 @@ def values_and_gradients(backend, lhs, rhs, group_sizes, weight):
 
 
 # The shapes are few, so that programs are compiled once; the groups, which are data, are drawn freely.
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     shape=st.sampled_from([(1, 3, 6, 4), (40, 1, 5, 7), (40, 4, 6, 4)]),
     cuts=st.lists(st.integers(0, 40), min_size=4, max_size=4),
@@ -56,7 +58,7 @@ def test_product_and_gradients(shape, cuts, seed):
     expected = values_and_gradients("reference", lhs, rhs, group_sizes, weight)
     for backend in ("blocked", "ragged_dot", "auto"):
         got = values_and_gradients(backend, lhs, rhs, group_sizes, weight)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4), got, expected)
+        chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-4)
 
 
 def test_groups_longer_than_a_tile(monkeypatch):
@@ -97,7 +99,7 @@ def test_columns_that_tiles_do_not_divide(fan_out, monkeypatch):
     lhs, rhs, weight = (jnp.asarray(a, jnp.float32) for a in arrays)
     group_sizes = jnp.asarray(sizes, jnp.int32)
     got, expected = (values_and_gradients(b, lhs, rhs, group_sizes, weight) for b in ("blocked", "reference"))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4), got, expected)
+    chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-4)
 
 
 def test_bfloat16_is_within_its_rounding():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.special
 
-from moe_jax.functional.heads.losses import next_token_loss, token_losses
+from tests.support.losses import next_token_loss, token_losses
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 

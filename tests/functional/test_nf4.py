@@ -8,8 +8,8 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.experts.forms.nf4 import NF4
-from moe_jax.experts.forms.protocol import FormTiles
+from moe_jax.experts.forms.kinds.nf4 import NF4
+from moe_jax.experts.forms.optional.backends import FormTiles
 from moe_jax.functional.products import grouped
 from moe_jax.functional.products.nf4 import (
     BLOCK,
@@ -62,7 +62,8 @@ def test_levels_of_scales_are_the_published_ones():
 
 
 def test_equals_bitsandbytes():
-    torch = pytest.importorskip("torch")
+    import torch
+
     theirs = pytest.importorskip("bitsandbytes").functional
     np.testing.assert_array_equal(LEVELS, theirs.get_4bit_type("nf4", device="cpu").numpy())
     np.testing.assert_allclose(SCALE_LEVELS, theirs.create_dynamic_map().numpy(), rtol=2e-7)

@@ -1,5 +1,6 @@
 """Routing and its auxiliary losses (methods.md 1)."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_jax.core.errors import InputError
 from moe_jax.functional.routing.decision import NO_EXPERT, route
 from moe_jax.functional.routing.dispatch import sort_by_expert
+from tests.support.tiers import examples
 
 # What is said of losses here is said of them all; the others are in `test_gates`.
 SOFTMAX_GATES = ("softmax_topk", "topk_softmax", "top1", "coder")
@@ -131,7 +134,7 @@ def test_padding_does_not_count():
     valid = jnp.arange(12) < 7
     _, padded = jitted_route(logits, 2, "topk_softmax", valid=valid)
     _, cut = jitted_route(logits[:7], 2, "topk_softmax")
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), padded, cut)
+    chex.assert_trees_all_close(padded, cut, rtol=1e-5)
 
 
 def capacity_reference(experts, valid, num_experts, factor, num_sequences):
@@ -148,7 +151,7 @@ def capacity_reference(experts, valid, num_experts, factor, num_sequences):
     return kept
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     st.sampled_from([0.25, 1.0, 1.2, 2.0]),
     st.sampled_from([(1, 16), (3, 8)]),
@@ -189,3 +192,23 @@ def test_what_no_expert_sees_is_in_no_group(factor):
     kept = round(float((1 - stats.dropped) * 8 * 2))
     assert jnp.sum(sort_by_expert(routing.experts, 4).group_sizes) == kept
     assert kept == 16 if factor is None else kept < 16
+
+
+LOGITS = jnp.zeros((4, 3))
+
+
+@pytest.mark.parametrize(
+    ("logits", "top_k", "options", "complaint"),
+    [
+        (LOGITS[0], 2, {}, r"logits has the shape \(3,\), expected \(any, any\)"),
+        (LOGITS[None], 2, {}, r"logits has the shape \(1, 4, 3\)"),
+        (LOGITS.astype(jnp.bfloat16), 2, {}, "bfloat16, expected float32"),
+        (LOGITS, 4, {}, "top_k=4 must lie between 1 and the number of experts, 3"),
+        (LOGITS, 0, {}, "top_k=0"),
+        (LOGITS, 2, {"valid": jnp.ones((3,), bool)}, r"valid has the shape \(3,\), expected \(4\)"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused_when_they_are_traced_too(logits, top_k, options, complaint):
+    for function in (route, jitted_route):
+        with pytest.raises(InputError, match=complaint):
+            function(logits, top_k, "topk_softmax", **options)

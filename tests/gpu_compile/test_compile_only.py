@@ -5,8 +5,8 @@ import json
 import pytest
 
 from tests.gpu_compile.compiling import needs_xla_gpu
+from tests.planning.test_compile_only import compile_for, folder  # noqa: F401  (a fixture)
 from tests.support.tiers import long
-from tests.training.test_compile_only import compile_for, folder  # noqa: F401  (a fixture)
 
 pytestmark = needs_xla_gpu
 

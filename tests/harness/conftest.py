@@ -7,8 +7,6 @@ import pytest
 from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer  # noqa: E402
 from tests.support.task_files import QUESTIONS, TASKS, write_task
 
-pytest.importorskip("lm_eval")
-
 
 @pytest.fixture
 def folder(tmp_path):
@@ -22,8 +20,9 @@ def folder(tmp_path):
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory):
     """A Hugging Face directory."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    import torch
+    import transformers
+
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=258,

@@ -64,6 +64,7 @@ def answers(cache) -> dict:
         return {key: json.loads(text) for key, text in database.execute("SELECT request, answer FROM answers")}
 
 
+@long
 def test_two_processes_share_the_requests_and_give_the_figures_of_one(tiny_llama, folder):
     options = ("--tasks", NAMES, "--cache", folder / "answers.db")
     expected = alone(tiny_llama, folder, NAMES)

@@ -1,5 +1,6 @@
 """Functions that are traced when the program is lowered."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,7 +58,7 @@ def test_trees_go_in_and_come_out():
     tree = {"a": A, "c": np.int32(3)}
     out = jax.eval_shape(lambda tree, b: function(tree, None, b, sign=-1), tree, A)
     got = jax.jit(lambda tree, b: deferred(function, tree, None, b, out=out, sign=-1))(tree, A + 1)
-    jax.tree.map(np.testing.assert_array_equal, got, {"sum": 2 * A + 1, "pair": (-A - 1, np.int32(3))})
+    chex.assert_trees_all_equal(got, {"sum": 2 * A + 1, "pair": (-A - 1, np.int32(3))})
 
 
 def test_a_program_that_the_compiler_divides_has_another_function():

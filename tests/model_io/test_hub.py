@@ -12,6 +12,7 @@ import threading
 import urllib.parse
 
 import pytest
+import torch
 
 from moe_jax.api.open_source import open_source, read_config
 from moe_jax.conversion import convert
@@ -19,8 +20,6 @@ from moe_jax.core.errors import InputError
 from moe_jax.model_io.hub import hub_origin, is_hub_name, local_model
 from tests.support.hf_checkpoints import CONFIGS, random_tensors, write_checkpoint
 
-pytest.importorskip("huggingface_hub")
-torch = pytest.importorskip("torch")
 ROOT = {"PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
 COMMITS = {"main": "a" * 40, "v1": "b" * 40}
 

@@ -19,7 +19,7 @@ from moe_jax.model_io.in_memory import LeavesInMemory, ModelInMemory
 from moe_jax.model_io.lineage import read_lineage
 from moe_jax.model_io.loading import load_model
 from moe_jax.training.recipe.schema import ModelSection, Recipe
-from moe_jax.training.run.run_directory import _outputs
+from moe_jax.training.run.run_directory import _written_leaves
 from tests.support.hf_checkpoints import CONFIGS, random_tensors, write_checkpoint
 
 UP, EXPERTS_UP = "layers/1/mlp/up/kernel", "layers/1/mlp/experts/up/kernel"
@@ -116,7 +116,7 @@ def test_casts_at_loading_and_at_the_end_of_a_run(dense):
     with pytest.raises(DoesNotFit, match=f"{UP}: 70000 does not fit in float16"):
         Model.of_source(large.source, Loading(dtype="float16")).read()
     with pytest.raises(DoesNotFit, match=f"{UP}: 70000 does not fit in float16"):
-        list(_outputs(large.decoder, narrow, None, None))
+        list(_written_leaves(large.decoder, narrow, None, None))
     with pytest.raises(InputError, match=f"{UP}: 1 of 512 numbers not finite"):
         load_model(changed(dense, UP, np.inf).source, finite=True)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,7 +59,7 @@ def test_padding_changes_neither_logits_nor_statistics(strict_numerics):
     segments = jnp.where(jnp.arange(12)[None] < 9, 1, 0) * jnp.ones((8, 1), jnp.int32)
     padded, cut = apply(model, TOKENS, segment_ids=segments), apply(model, TOKENS[:, :9])
     np.testing.assert_allclose(padded.logits[:, :9], cut.logits, atol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), padded.router, cut.router)
+    chex.assert_trees_all_close(padded.router, cut.router, rtol=1e-5)
 
 
 @pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
@@ -91,7 +92,7 @@ def test_rematerialisation_changes_nothing_but_memory():
     expected = plain(state)
     for remat in ("full", "dots"):
         program = compiled(remat)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), program(state), expected)
+        chex.assert_trees_all_close(program(state), expected, rtol=1e-7, atol=1e-6)
         assert program.memory_analysis().temp_size_in_bytes < plain.memory_analysis().temp_size_in_bytes
 
 
@@ -168,7 +169,7 @@ def test_same_seed_same_parameters_on_any_mesh():
     mesh = make_mesh({"data": 1, "fsdp": 4, "tensor": 2})
     shardings = state_shardings(state, mesh)
     make = jax.jit(lambda: nnx.state(Decoder(small, rngs=nnx.Rngs(3))), out_shardings=shardings)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), make(), state)
+    chex.assert_trees_all_close(make(), state, rtol=1e-6)
 
 
 def test_compute_dtype_is_not_the_dtype_of_the_parameters(strict_numerics):

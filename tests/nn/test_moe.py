@@ -11,6 +11,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import leaf_spec, make_mesh, path_name
 from moe_jax.functional.ffn import ffn
 from moe_jax.models import BankConfig, FFNConfig, MoEConfig, SelectionConfig
@@ -205,3 +206,17 @@ def test_capacity_drops_routed_experts_and_not_the_universal_ffn():
     y, (stats,) = apply(moe, x)
     assert stats.dropped > 0.6
     np.testing.assert_allclose(y[:, -1], moe.universal(x)[:, -1], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "valid", "complaint"),
+    [
+        ((5, D_MODEL + 1), None, r"x has the shape \(5, 9\), expected \(\.\.\., any, 8\)"),
+        ((D_MODEL,), None, r"x has the shape \(8,\)"),
+        ((2, 5, D_MODEL), (5,), r"valid has the shape \(5,\), expected \(2, 5\)"),
+    ],
+)
+def test_activations_that_do_not_fit_are_refused(shape, valid, complaint):
+    layer = MoE(config("none", GATED), D_MODEL, rngs=nnx.Rngs(0))
+    with pytest.raises(InputError, match=complaint):
+        layer(jnp.ones(shape), None if valid is None else jnp.ones(valid, bool))

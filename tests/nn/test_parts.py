@@ -2,7 +2,7 @@
 
 import dataclasses
 
-import jax
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -159,7 +159,8 @@ def test_an_encoder_and_a_decoder():
     plain.check_values_and_gradients(decoder, decode, jnp.asarray(TOKENS), **given)
 
     # Token by token, with caches: of the decoder's own keys and values alone, or also of those of the encoder's output.
-    step = nnx.jit(lambda model, tokens, **options: model(tokens, **options))
+    # Each kind of step is compiled once, whatever the position: the last is with the encoder's output in the cache.
+    step = nnx.jit(chex.assert_max_traces(lambda model, tokens, **options: model(tokens, **options), n=3))
     expected = decode(plain.named(DECODER, nnx.state(decoder)))
     for source_slots in (None, output.shape[1]):
         caches = init_cache(DECODER, 2, 7, jnp.float32, source_slots=source_slots)
@@ -246,7 +247,7 @@ def test_padding_reaches_the_router_of_a_padded_prompt():
     apply = nnx.jit(lambda model, tokens, **options: model(tokens, **options).router)
     padded = apply(model, tokens, positions=positions, valid=valid, caches=init_cache(config, 1, 9, jnp.float32))
     cut = apply(model, tokens[:, :4])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), padded, cut)
+    chex.assert_trees_all_close(padded, cut, rtol=1e-4, atol=1e-5)
 
 
 def test_a_model_of_many_kinds_of_parts_is_written_and_read(tmp_path):

@@ -257,6 +257,7 @@ def test_bad_input_is_one_line(folder, one_device, capsys, words, message):
     assert captured.out == "" and captured.err.count("moe-jax: error:") == 1 and message in captured.err
 
 
+@long
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is not installed")
 def test_bytes_of_a_slice_are_those_of_compile_only(folder):
     attention = AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=32)

@@ -15,7 +15,7 @@ from tests.support.environment import ROOT
 ROOMS = (
     *("core", "files", "kernels", "functional", "experts", "distributed", "models", "checkpoints", "data", "nn"),
     *("evaluation", "generation", "model_io", "harness", "checks", "conversion", "figures", "peft", "compression"),
-    *("training", "upcycling", "planning", "api", "report", "serve", "demo", "commands"),
+    *("training", "upcycling", "planning", "configs", "api", "report", "serve", "demo", "commands"),
 )
 STRANGERS = (("training", "conversion"), ("conversion", "training"))
 # Where one file stands for one thing that a user names: more of them do not make a room harder to enter.
@@ -26,8 +26,8 @@ FORBIDDEN = ("torch", "transformers", "tensorflow")
 
 # Here the same name is the same operation on purpose: as a pure function, as a kernel, with parameters, as a config.
 CORE = ("functional", "kernels", "experts", "nn", "models")
-# `commands/NAME.py` and `api/NAME.py` are the faces of the verb or the room NAME.
-FACES = ("commands", "api")
+# `commands/NAME.py` and `api/NAME.py` are the faces of the verb or the room NAME; `configs` is that of all configs.
+FACES = ("commands", "api", "configs")
 # Names that say what a module is to its room, and not what it is about.
 ROLES = {"options": "what a verb is asked to do", "report": "what a job says at its end"}
 
@@ -225,6 +225,14 @@ def test_what_is_imported_exists(imports):
 def test_one_file_imports_orbax(imports):
     importers = {module for module, found in imports.items() if any(_is_of(i.module, "orbax") for i in found)}
     assert importers == {ONLY_IMPORTER_OF_ORBAX}
+
+
+def test_nobody_outside_of_files_asks_whether_a_path_is_in_a_bucket():
+    """What is different there is a method or an attribute of `StoragePath`."""
+    words = re.compile(r"\b(BucketPath|DiskPath|BucketDirectory|is_in_bucket|in_bucket)\b")
+    files = {file.relative_to(ROOT): file for file in (ROOT / "moe_jax").rglob("*.py")}
+    found = [str(name) for name, file in files.items() if name.parts[1] != "files" and words.search(file.read_text())]
+    assert not found
 
 
 def test_the_library_imports_no_other_framework(imports):

@@ -73,7 +73,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "hf"
 
 
-@one_in(2)
+@one_in(4)
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_a_walkthrough_does_what_it_says(name, tiny_checkpoint, tmp_path, monkeypatch):
     if "--compile-only" in text_of(name) and importlib.util.find_spec("libtpu") is None:

@@ -13,7 +13,7 @@ from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.report.comparison import side_by_side_table
 from moe_jax.report.subjects import named, open_subject, with_evaluations
 from tests.report.subjects_on_disk import EVIL, STEPS, write_run, write_subjects
-from tests.report.test_markup import Reader, read
+from tests.report.test_elements import Reader, read
 from tests.support.browser import Browser
 
 _PICTURE = "data:image/svg+xml;base64,"

@@ -4,14 +4,11 @@ import signal
 import subprocess
 import sys
 
-import pytest
+import openai
 
 from moe_jax.commands.line import cli
 from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.environment import ROOT
-
-openai = pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
 
 
 def test_it_says_where_it_listens_and_ends_cleanly(served_dir):

@@ -12,6 +12,7 @@ import urllib.request
 import jax
 import jax.numpy as jnp
 import numpy as np
+import openai
 import pytest
 
 import moe_jax
@@ -20,9 +21,6 @@ from moe_jax.serve.requests import read_chat
 from moe_jax.serve.scheduler import Scheduler
 from tests.support.byte_tokenizer import BOS
 from tests.support.served_models import CONTEXT, serving
-
-openai = pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
 
 
 @pytest.fixture(scope="module")

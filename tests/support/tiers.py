@@ -22,6 +22,11 @@ def one_in(n: int, *, first: int = 0) -> pytest.MarkDecorator:
     return pytest.mark.one_in(n, first=first)
 
 
+def examples(most: int) -> int:
+    """So many examples of a property that compiles a program for nearly each, of which `make test` has a third."""
+    return most if EVERY else max(2, most // 3)
+
+
 def chosen(items: list[Any]) -> tuple[list[Any], list[Any]]:
     """The tests to run, and those that are left to `make test-all`."""
     seen: Counter[str] = Counter()

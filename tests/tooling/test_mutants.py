@@ -2,7 +2,8 @@
 
 import ast
 
-from tests.tooling import mutants
+from tests.support.environment import ROOT
+from tests.tooling import mutants, mutate
 
 SOURCE = '''"""Sums: 1 + 1."""
 
@@ -45,3 +46,16 @@ def test_a_larger_sample_adds_to_a_smaller_one():
     assert small == large[:6] and len(large) == 9
     assert [mutant.path for mutant in small] == ["a.py", "b.py", "c.py"] * 2
     assert mutants.sample(sources, 6, seed=2) != small
+
+
+def test_what_is_written_down_is_about_the_present_code():
+    planted, problems = mutants.semantic(ROOT)
+    assert planted and not problems
+    for mutant in planted:
+        ast.parse(mutant.mutated)
+    without_file = [pattern for pattern in mutate.TARGETS if not any(ROOT.glob(pattern))]
+    assert not without_file
+    stale = [
+        f"{path}: {before}" for path, before, _ in mutants.equivalents() if before not in (ROOT / path).read_text()
+    ]
+    assert not stale

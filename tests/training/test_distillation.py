@@ -114,6 +114,7 @@ def test_loss_and_gradient_of_routers_are_those_of_a_plain_reference():
         np.testing.assert_allclose(moment / (1 - 0.9), clipped, rtol=1e-4, atol=1e-4 * np.abs(clipped).max())
 
 
+@long
 def test_a_mesh_of_eight_devices_trains_like_one(one_device):
     found, _, state = run(distilling(mesh=MeshSection(fsdp=2, expert=2, tensor=2)), devices=8)
     np.testing.assert_allclose(found, one_device[0], rtol=1e-4, atol=1e-5)
@@ -229,6 +230,7 @@ def test_only_routers_and_norms_move_and_the_student_comes_nearer(workplace, mon
     assert (options["distill.teacher"], options["distill.weight"]) == ("teacher", 1.0)
 
 
+@long
 def test_a_run_that_goes_on_gives_the_same_bits_with_a_teacher_that_was_moved(workplace, monkeypatch, capsys):
     monkeypatch.chdir(workplace)
     parts = ["train", "recipe.toml", "--set", "run_dir=parts", "schedule.steps=4"]

@@ -21,7 +21,7 @@ def recipe_with(**keys):
 
 def first_step(recipe):
     """Compares the first step of a program, as the loop does."""
-    config = config_of(moe(), moe())
+    config = config_of(moe())
     program = make_program(recipe, config)
     check = exchange_check(recipe, program)
     assert check is not None

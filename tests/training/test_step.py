@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,11 +16,11 @@ from moe_jax.core.errors import InputError
 from moe_jax.data.sections import DataSection
 from moe_jax.distributed.batch_placement import local_rows, place
 from moe_jax.distributed.sharding import make_mesh, path_name, state_shardings
-from moe_jax.functional.heads.losses import token_losses
 from moe_jax.models import FFNConfig, LayerConfig, ModelConfig
 from moe_jax.nn import Decoder
 from moe_jax.peft import split_model
 from moe_jax.planning.compile_only import bytes_of, compiled_step
+from moe_jax.training import program as program_module
 from moe_jax.training.program import Program, first_state, make_program
 from moe_jax.training.recipe.schema import (
     MeshSection,
@@ -29,8 +30,9 @@ from moe_jax.training.recipe.schema import (
     ScheduleSection,
     TrainSection,
 )
-from moe_jax.training.step import StepMetrics, TrainState, step_key, updated
-from tests.support.tiers import one_in
+from moe_jax.training.step import StepMetrics, TrainState, step_key, updated_params
+from tests.support.losses import token_losses
+from tests.support.tiers import long, one_in
 from tests.support.training_models import ATTENTION, BANKS, FFN, config_of, moe, recipe_of
 
 
@@ -132,6 +134,7 @@ def one_device():
     return *run(recipe_of(), EVERYTHING, kept=kept), kept[-1]
 
 
+@long
 def test_noise_is_the_same_after_an_interruption(one_device):
     records, program, state, frozen, before = one_device
     with jax.set_mesh(program.mesh):
@@ -154,6 +157,13 @@ def test_the_loss_is_the_mean_over_scored_tokens_and_the_auxiliary_losses_are_re
     balance = sum(0.01 * float(jnp.sum(stats.balance)) for stats in out.router)
     np.testing.assert_allclose(records[0][1], balance, rtol=1e-5)
     assert balance > 0
+
+
+def test_all_steps_of_a_run_are_one_program(monkeypatch):
+    make = program_module._make_step
+    monkeypatch.setattr(program_module, "_make_step", lambda *given: chex.assert_max_traces(make(*given), n=1))
+    losses, *_ = run(recipe_of(), config_of(FFN), steps=4)
+    assert np.isfinite(losses).all()
 
 
 def test_without_a_score_the_router_is_trained_by_the_balance_loss_alone():
@@ -318,7 +328,7 @@ def test_updates_of_bfloat16_are_not_lost_and_the_same_on_every_mesh():
     shape, weight, update = (256, 128), 2.0**-6, 2.0**-15
     params = {"a": jnp.full(shape, weight, jnp.bfloat16), "b": jnp.full(shape, weight, jnp.float32)}
     updates = jax.tree.map(lambda leaf: jnp.full(leaf.shape, update, jnp.float32), params)
-    moved = jax.jit(updated)(params, updates, jax.random.key(3))
+    moved = jax.jit(updated_params)(params, updates, jax.random.key(3))
     assert moved["a"].dtype == jnp.bfloat16 and (moved["b"] == weight + update).all()
     change, step = moved["a"].astype(jnp.float32) - weight, 2.0**-13
     share = update / step
@@ -326,4 +336,4 @@ def test_updates_of_bfloat16_are_not_lost_and_the_same_on_every_mesh():
     assert abs(float(change.mean()) / step - share) < 4 * np.sqrt(share * (1 - share) / change.size)
     mesh = make_mesh({"fsdp": 4, "tensor": 2})
     split = jax.device_put((params, updates), NamedSharding(mesh, P("fsdp", "tensor")))
-    assert (jax.jit(updated)(*split, jax.random.key(3))["a"] == moved["a"]).all()
+    assert (jax.jit(updated_params)(*split, jax.random.key(3))["a"] == moved["a"]).all()

@@ -13,6 +13,7 @@ from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.upcycling import Start, UpcycleOptions, upcycled_config
 from moe_jax.upcycling.branches import Branches, LazyLeaves
 from tests.support.dense_models import dense_config, random_leaves, write_model
+from tests.support.tiers import one_in
 from tests.upcycling.test_start import lineage_of, run
 
 CONFIG = dense_config(num_layers=3, bias=True)
@@ -41,6 +42,7 @@ def models(tmp_path):
     return [branch(tmp_path, name, number) for number, name in enumerate(("base", "one", "two", "three"))]
 
 
+@one_in(5)
 @pytest.mark.parametrize("rest_from", ["mean", "base"])
 @pytest.mark.parametrize("options", ["--every 2", "--layers 0 1 2 --universal coder", "--layers 2 --granularity 2"])
 def test_every_expert_is_the_ffn_of_its_model_and_the_rest_is_the_mean(options, rest_from, models, tmp_path, capsys):

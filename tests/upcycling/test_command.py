@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moe_jax.api.open_source import open_source
-from moe_jax.checks import probe, step0
+from moe_jax.checks import step0
 from moe_jax.commands.line import cli
 from moe_jax.model_io.loading import leaf_specs, load_model
 from moe_jax.model_io.model_dir import ModelDirectory
@@ -173,7 +173,7 @@ def test_a_wrong_leaf_fails_the_check(delta, dense_model, tmp_path, failing, mon
 
 
 def test_a_check_beyond_memory_is_refused_before_anything_is_written(dense_model, tmp_path, failing, monkeypatch):
-    monkeypatch.setattr(probe, "available_memory", lambda: 1000)
+    monkeypatch.setattr(step0, "available_memory", lambda: 1000)
     monkeypatch.setattr(step0.StreamedModel, "logits", None)
     err = failing(dense_model, tmp_path / "moe")
     assert "the step-0 check needs" in err and "--no-step0-check" in err and err.count("\n") == 1

@@ -47,7 +47,9 @@ def test_the_first_layer_without_attention_by_hand(tmp_path):
 
 
 def test_hidden_states_are_those_of_transformers(stories):
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    import torch
+    import transformers
+
     source = open_source(stories)
     prompts = read_prompts(source, TEXTS)
     found = router_kernels(source, prompts, range(5))

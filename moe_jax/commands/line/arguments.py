@@ -15,8 +15,7 @@ from moe_jax.core.dtype_names import full_name
 from moe_jax.core.errors import InputError, clipped, flag_of, nearest, shown
 from moe_jax.files.json_toml import fits_64_bits
 from moe_jax.files.local_paths import check_local
-from moe_jax.files.remote.address import is_in_bucket
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 
 T = TypeVar("T")
 _MISSING = "missing: "
@@ -196,8 +195,8 @@ def _check_values(options: Any) -> None:
                 raise _Rejected(f"{flag_of(field.name)}: expected a finite number, got {value}")
             if isinstance(value, int) and not fits_64_bits(value):
                 raise _Rejected(f"{flag_of(field.name)}: {shown(value)} does not fit into 64 bits")
-            if isinstance(value, Path) and not (field.name in _in_buckets(options) and is_in_bucket(value)):
-                check_local(value)
+            if isinstance(value, Path):
+                check_local(value, buckets=field.name in _in_buckets(options))
 
 
 def _with_addresses(options: Any) -> Any:

@@ -108,7 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (InputError, OSError) as error:
         return _end(USER_ERROR, f"error: {_message(error)}{_notes(error)}")
     except KeyboardInterrupt as error:
-        number = error.number if isinstance(error, Interrupted) else signal.SIGINT
+        # By its attribute: run as `python -m`, this module is there twice, and so is the class `Interrupted`.
+        number = getattr(error, "number", signal.SIGINT)
         return _end(SIGNALLED + number, f"interrupted by {signal.Signals(number).name}{_notes(error)}")
     except BaseException as error:
         if _is_out_of_memory(error):

@@ -1,14 +1,21 @@
-"""What `moe-jax COMMAND --help` prints: what the command does, its arguments and options by group, and examples."""
+"""What `moe-jax COMMAND --help` prints: what the command does, its arguments and options by group, and examples.
 
+argparse lays it out. The help of tyro, which parses the arguments, is not used: it has no groups of options and no
+examples, keeps the line breaks of a docstring wherever they are, and does not fill the description; the parser that
+it would give to argparse is deprecated.
+"""
+
+import argparse
 import ast
 import dataclasses
+import functools
 import inspect
 import re
 import shutil
 import textwrap
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tyro
@@ -17,8 +24,6 @@ from moe_jax.core.errors import flag_of
 
 WIDEST = 110
 """Columns of the help on a wide terminal; longer lines are hard to read."""
-_INDENT = 24
-_OTHERS = "options"
 _POSITIONAL = typing.get_args(tyro.conf.Positional[int])[1]
 _WORDS = {int: "N", float: "X", str: "TEXT"}
 
@@ -72,31 +77,31 @@ def help_of(
     arguments = explained(options)
     positional = [argument for argument in arguments if argument.is_positional]
     options_too = ["[OPTIONS]"] if len(positional) < len(arguments) else []
-    usage = " ".join(["usage: moe-jax", command, "[-h]", *options_too, *(argument.call for argument in positional)])
-    parts = [usage, *(_filled(part, width) for part in inspect.cleandoc(options.__doc__ or "").split("\n\n"))]
-    parts.append(_group("arguments", positional, width))
+    parser = argparse.ArgumentParser(
+        usage=" ".join(["moe-jax", command, "[-h]", *options_too, *(argument.call for argument in positional)]),
+        description="\n\n".join(_filled(part, width) for part in inspect.cleandoc(options.__doc__ or "").split("\n\n")),
+        epilog="examples:\n" + textwrap.indent(inspect.cleandoc(examples), "  ") if examples else None,
+        formatter_class=functools.partial(_Formatter, width=width),
+        add_help=False,
+    )
     left = {argument.name: argument for argument in arguments if not argument.is_positional}
-    for title, names in (groups or {}).items():
-        parts.append(_group(title, [left.pop(name) for name in names], width))
-    parts.append(_group(_OTHERS if not groups else "other options", left.values(), width))
-    if examples:
-        parts.append("examples:\n" + textwrap.indent(inspect.cleandoc(examples), "  "))
-    return "\n\n".join(part for part in parts if part)
+    grouped = {title: [left.pop(name) for name in names] for title, names in (groups or {}).items()}
+    grouped = {"arguments": positional, **grouped, "other options" if groups else "options": list(left.values())}
+    for title, members in grouped.items():
+        group = parser.add_argument_group(title)
+        for argument in members:
+            name, _, value = argument.call.partition(" ")
+            name, value = (argument.name, argument.call) if argument.is_positional else (name, value)
+            given: dict[str, Any] = {"action": "store_true"} if argument.is_switch else {"metavar": value}
+            group.add_argument(name, help=f"{argument.text} {argument.default}".strip().replace("%", "%%"), **given)
+    return parser.format_help().rstrip()
 
 
-def _group(title: str, arguments: Iterable[Explained], width: int) -> str:
-    shown = [_shown(argument, width) for argument in arguments]
-    return "\n".join([f"{title}:", *shown]) if shown else ""
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """argparse's, but a line break in the text of an option stays, and no word is broken at its hyphen."""
 
-
-def _shown(argument: Explained, width: int) -> str:
-    paragraphs = f"{argument.text} {argument.default}".strip().split("\n")
-    text = "\n".join(_filled(paragraph, width - _INDENT) for paragraph in paragraphs)
-    text = textwrap.indent(text, " " * _INDENT)
-    call = f"  {argument.call}"
-    if len(call) > _INDENT - 2:
-        return f"{call}\n{text}"
-    return (call.ljust(_INDENT) + text[_INDENT:]).rstrip()
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return [line for part in text.split("\n") for line in _filled(part, width).split("\n")]
 
 
 def _filled(text: str, width: int) -> str:

@@ -8,15 +8,16 @@ from rich.table import Table
 
 from moe_jax.commands.printed.compression_tables import console
 from moe_jax.compression.choose_layers import parse_layers
-from moe_jax.compression.coding.centre import codes_of_options
-from moe_jax.compression.coding.schemes import Levels, check_levels
-from moe_jax.compression.coding.storage import FULL, RESIDUAL_FORMS, Stored, stored_bytes
+from moe_jax.compression.coding.coder import Levels, check_levels
+from moe_jax.compression.coding.shared_base import codes_of_options
+from moe_jax.compression.coding.storage import FULL, AnyLayout, Fewer, Stored, stored_bytes
 from moe_jax.compression.job.stream import choose_layers
 from moe_jax.compression.methods.delta_base import NO_BASE
-from moe_jax.compression.methods.registry import METHODS, check_method, check_options
-from moe_jax.compression.methods.resmoe import DEFAULT_BITS
+from moe_jax.compression.methods.registry import METHODS, check_method, check_options, options_of
+from moe_jax.compression.methods.resmoe import DEFAULT_BITS, residual_forms
 from moe_jax.core.errors import InputError, check_member
-from moe_jax.experts.forms.quantized import check_scale_bits
+from moe_jax.experts.forms.kinds.quantized import check_scale_bits
+from moe_jax.experts.forms.optional.coding import Layout
 
 if TYPE_CHECKING:
     from moe_jax.models import ModelConfig
@@ -89,7 +90,6 @@ def planned_compression(
       InputError: for options that do not go together, or a model without experts.
     """
     check_method(method)
-    forms = METHODS[method].forms
     base = "none" if METHODS[method].origin == NO_BASE else "shared"
     given = {"levels": levels, "scale_bits": scale_bits, "zero_points": zero_points, "row_scales": row_scales}
     check_options([method], [name for name, value in given.items() if value])
@@ -100,52 +100,43 @@ def planned_compression(
     of_centre = {"table": levels == "fitted", "scale_bits": more.get("scale_bits", 16)}
     planned_bits = METHODS[method].planned_centre_bits
     base_codes = codes_of_options(centre_bits or planned_bits, centre_group_size, **of_centre)
-    asked = "centre_bits" in {field.name for field in dataclasses.fields(METHODS[method])}
+    asked = "centre_bits" in options_of(method)
     if base_codes is not None and planned_bits is None and not asked:
         raise InputError(f"--centre-bits does not go with {method}, which has no centre")
     indices = choose_layers(config, parse_layers(layers, config) if layers is not None else None)
-    forms = _asked_for(method, forms, residual, storage, bits)
-    if keep is None and not {FULL, *RESIDUAL_FORMS["quantized"]}.issuperset(forms):
+    layouts = _asked_for(method, residual, storage, bits)
+    if keep is None and any(isinstance(layout, Fewer) or "keep" in layout.form.asks_for for layout in layouts):
         raise InputError(f"--compress {method} needs --keep, the share of the experts that is kept")
     dtype = dtype or config.dtype
-    stored = []
-    for form in forms:
-        value_bits = bits if form in RESIDUAL_FORMS["up"] else None
-        stored += stored_bytes(
-            config,
-            indices,
-            [form],
-            keep=1.0 if keep is None else keep,
-            base=base,
-            base_codes=base_codes,
-            value_bits=value_bits,
-            codes=format_,
-            dtype=dtype,
-        )
+    sizes = {"keep": 1.0 if keep is None else keep, "bits": bits, **format_}
+    stored = stored_bytes(config, indices, layouts, sizes, base=base, base_codes=base_codes, dtype=dtype)
     return PlannedCompression(method=method, keep=keep, dtype=dtype, layers=indices, stored=tuple(stored))
 
 
-def _asked_for(
-    method: str, forms: Sequence[str], residual: str | None, storage: str | None, bits: int | None
-) -> tuple[str, ...]:
-    """The forms of a method that the other options leave, and full kernels to compare with where there are none."""
+def _asked_for(method: str, residual: str | None, storage: str | None, bits: int | None) -> tuple[AnyLayout, ...]:
+    """The layouts of a method that the other options leave, and full kernels to compare with where there are none."""
+    every = METHODS[method].layouts
     if residual is None and storage is None and bits is None:
-        return (*forms, FULL)
-    chosen = tuple(forms)
+        return (*every, FULL)
+    chosen = every
     if residual is not None:
-        kind = residual.partition(":")[0]
-        check_member("residual", kind, tuple(RESIDUAL_FORMS))
-        wanted = RESIDUAL_FORMS[kind] if residual == kind else (residual,)
-        chosen = tuple(form for form in chosen if form in wanted)
+        kind, colon, _ = residual.partition(":")
+        forms = residual_forms()
+        check_member("residual", kind, tuple(forms))
+        if "residual" in options_of(method):  # then it takes every form that residuals can be encoded in
+            chosen = forms[kind].layouts()
+        chosen = tuple(layout for layout in chosen if isinstance(layout, Layout) and layout.form is forms[kind])
+        chosen = tuple(layout for layout in chosen if not colon or layout.name == residual)
         if not chosen:
-            raise InputError(f"--residual {residual} does not go with {method}, which has {', '.join(forms)}")
+            names = ", ".join(layout.name for layout in every)
+            raise InputError(f"--residual {residual} does not go with {method}, which has {names}")
     if bits is not None:
-        chosen = tuple(form for form in chosen if form in (*RESIDUAL_FORMS["up"], f"quantized:{bits}"))
+        chosen = tuple(layout for layout in chosen if isinstance(layout, Layout) and layout.has_bits(bits))
         if not chosen:
             raise InputError(f"--bits {bits}: no form of {method} that the other options leave has them")
     if storage is not None:
-        check_member("storage", storage, chosen)
-        chosen = (storage,)
+        check_member("storage", storage, [layout.name for layout in chosen])
+        chosen = tuple(layout for layout in chosen if layout.name == storage)
     return chosen
 
 
@@ -175,12 +166,12 @@ def _table(stored: Sequence[Stored]) -> Table:
 
 def _fewest(stored: Sequence[Stored]) -> str | None:
     """Of the forms that hold the same sparse entries, and can be written, the one of fewest bytes."""
-    sparse = [form for form in stored if form.form in RESIDUAL_FORMS["up"] and form.written]
+    sparse = [form for form in stored if form.layer.places and form.written]
     return min(sparse, key=lambda form: form.expert_bytes).form if len(sparse) > 1 else None
 
 
 def _note(form: Stored, fewest: str | None) -> str:
-    if form.form == FULL:
+    if form.form == FULL.name:
         return "not compressed"
     if form.form == fewest:
         return "fewest bytes for sparse residuals"

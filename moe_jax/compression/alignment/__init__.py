@@ -1,1 +1,1 @@
-"""Experts brought into one order of neurons: transport, matching, barycenter."""
+"""Brings the neurons of experts into one order: transport, matching, barycenter."""

@@ -3,7 +3,7 @@
     min over W and permutations T_k of (1/E) sum_k ||T_k W_k - W||_F^2
 
 With equal sizes and uniform weights optimal plans are permutations, so the search is over orders of the clouds, and the
-barycenter is the mean of the clouds in these orders. Beside `free_support_barycenter` there are, for methods that need
+barycenter is the mean of the clouds in these orders. Besides `free_support_barycenter` there are, for methods that need
 only a part of it:
 
 - `align(points, target)`: the order of one cloud that is nearest to another one, exactly;
@@ -25,16 +25,16 @@ from moe_jax.core.errors import InputError, check_member
 
 SOLVERS = ("auto", "assignment", "alternation", "sinkhorn")
 
-# `auto` does not anneal if less than this share of all places changes in a round: the clouds' order is then plain.
+# `auto` does not anneal if less than this share of all places changes in a round: the clouds' order is then clear.
 _SETTLED = 0.02
-# Nor larger clouds than these, nor on CPUs any whose rounds are large: there Sinkhorn goes on for longer than it is
-# worth, elsewhere the memory ends.
+# It does not anneal clouds larger than these either, nor on CPUs clouds whose rounds are large: there Sinkhorn would
+# take longer than it is worth, elsewhere it would run out of memory.
 _ANNEALED_POINTS_CPU = 2048
 _ANNEALED_POINTS = 16384
 
 _MAX_ROUNDS_SMALL, _MAX_ROUNDS_LARGE = 100, 20
-# Rounds of large clouds end when those to come would gain up to twice this part of the objective, see `descend`: it is
-# to be right to 0.1 %.
+# Rounds of large clouds end when further ones would gain at most twice this part of the objective, see `descend`: the
+# objective shall be right to 0.1 %.
 _WORTH_LARGE = 3.5e-4
 
 
@@ -51,14 +51,14 @@ class Barycenter(NamedTuple):
       points: float32[n, D].
       permutations: int32[E, n]; `clouds[k][permutations[k]]` is aligned with the points.
       objective: (1/E) sum_k ||clouds[k][permutations[k]] - points||_F^2 after every round, in float64.
-      rounds: how many there were.
-      converged: False if the last round still changed an order: `max_rounds` came first or, of large clouds, a round
-        that gained next to nothing.
+      rounds: number of rounds.
+      converged: False if the last round still changed an order: `max_rounds` was reached or, for large clouds, a round
+        gained next to nothing.
       optimality: "exact": the plans are solutions of the assignment problems, not blurred or rounded ones. The
         barycenter is a local minimum of a problem that is NP-hard for more than two clouds.
-      duality_gap: by how much the potentials of the last entropic plans fail to prove that the assignments they were
-        rounded to were optimal, in parts of the cost; of large clouds that were not annealed, by how much the prices of
-        the last round fail to prove its assignments, in parts of the objective. None if all pairs were searched.
+      duality_gap: how much the potentials of the last entropic plans leave unproven of the optimality of the rounded
+        assignments, relative to their cost; for large clouds that were not annealed, how much the prices of the last
+        round leave unproven of its assignments, relative to the objective. None if all pairs were searched.
     """
 
     points: Float[np.ndarray, "n D"]
@@ -87,7 +87,7 @@ def free_support_barycenter(
         >>> np.sort(moe_jax.free_support_barycenter(clouds).points, axis=0).tolist()
         [[1.0], [11.0]]
 
-    Neither the order of the clouds nor that of their points changes anything in the result but the permutations.
+    The order of the clouds, and that of their points, affects only the permutations in the result.
 
     All solvers but `alternation` end with coordinate descent, in which each cloud is aligned to the mean of the others
     until no order changes:
@@ -259,7 +259,7 @@ def _check(clouds, start, starts: int, max_rounds: int | None) -> int:
 
 
 def _starts(clouds, orders, start, count: int, seed: int) -> Iterator[tuple[Float[np.ndarray, "n D"], int | None]]:
-    """Where to begin, and the cloud that it is, if any.
+    """Yields the points to begin with, and the cloud that they are, if they are one.
 
     These are the given start or the first cloud, then the other clouds, then points drawn from all.
     """

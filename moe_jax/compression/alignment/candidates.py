@@ -1,9 +1,9 @@
 """Exact assignments of large clouds from few candidate pairs: a proof over all pairs, and repair where it fails.
 
-Of n^2 pairs an optimal assignment uses n, nearly all of them among the nearest few of a row or a column. So the
-problem is solved on these pairs alone, prices are made of the solution, and with these prices one look at all pairs
-either proves that no assignment is better, or finds the pairs that were missing: they become candidates, and it is
-solved again.
+An optimal assignment uses n of n^2 pairs, nearly all of them among the nearest few of a row or a column. So the problem
+is solved on these pairs alone, and prices are derived from the solution. With these prices one look at all pairs either
+proves that no assignment is better, or finds the missing pairs: they become candidates, and the problem is solved
+again.
 """
 
 from typing import NamedTuple
@@ -16,23 +16,24 @@ from scipy.sparse.csgraph import min_weight_full_bipartite_matching
 from moe_jax.compression.alignment.transport import assign, row_blocks
 from moe_jax.compression.threads import in_threads
 
-# Candidates of every row, and about so many of every column. On Gaussian costs of 3584 points 16 leave 1e-5 of the gain
-# to repairs and 32 nothing; what is solved is then little beside what finding the candidates takes.
+# Candidates of every row, and about as many of every column. On Gaussian costs of 3584 points 16 leave 1e-5 of the gain
+# to repairs and 32 nothing; solving then takes little time beside finding the candidates.
 _NEAREST = 32
-# Of so many costs, at least, rows and columns choose theirs: exact thresholds would take longer than all the rest.
+# Rows and columns choose candidates by a threshold estimated from at least this many costs: exact thresholds would take
+# longer than everything else.
 _SAMPLED = 4096
-# Missing pairs that a row is given in one repair; and repairs, after which all pairs are searched instead.
+# Most missing pairs that a row gets in one repair; and most repairs, after which all pairs are searched instead.
 _REPAIRS_OF_A_ROW, _MOST_REPAIRS = 8, 40
-# Prices settle to this part of the spread of the costs.
+# Prices converge to this part of the spread of the costs.
 _SETTLED = 1e-10
 
 
 class Pinned(NamedTuple):
-    """Rows of which only the nearest column is known, and by how much every other one is further away.
+    """Rows for which only the nearest column is known, and a bound for all other columns.
 
     Attributes:
-      columns: int[n]; -1 for rows of which all costs are known. All others differ.
-      slack: float[n], what every other column costs more, at least.
+      columns: int[n]; -1 for rows whose costs are all known. All others differ.
+      slack: float[n], how much more every other column costs, at least.
     """
 
     columns: Int[np.ndarray, " n"]
@@ -40,12 +41,12 @@ class Pinned(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """An assignment, and a proof that it is at most `gap` above the least.
+    """An assignment, and a proof that its cost is at most `gap` above the least.
 
     Attributes:
       order: int32[n], a column for every row.
-      gap: what prices leave unproven, in units of the costs and over all rows.
-      wanted: pinned rows whose column the others want so much that the proof needs their costs; if there are any, the
+      gap: the unproven part, in units of the costs and over all rows.
+      wanted: pinned rows whose column other rows want so much that the proof needs their costs; if there are any, the
         gap does not hold.
     """
 
@@ -61,13 +62,13 @@ def assign_proven(
     *,
     tolerance: float = 0.0,
 ) -> Assignment:
-    """For every row a column, all different, with the least sum of costs.
+    """Returns a column for every row, all different, with the least sum of costs.
 
     Args:
       costs: float32 or float64, of the rows that are known.
-      rows: which they are; None: all.
-      pinned: what is known of the others.
-      tolerance: a gap that is small enough. Otherwise, and up to rounding, there is none.
+      rows: indices of these rows; None: all.
+      pinned: bounds for the other rows.
+      tolerance: a gap that is small enough. Without it the gap is zero, up to rounding.
     """
     m, n = costs.shape
     if rows is None or pinned is None:
@@ -87,21 +88,21 @@ def assign_proven(
         prices = _prices(costs, pairs, found)
         gap, missing = _check(costs, found, prices)
         before, pairs = pairs, np.union1d(pairs, missing)
-        # Pairs that are candidates already are missed by rounding only.
+        # Pairs that are candidates already can be missed only by rounding.
         if gap <= tolerance or len(pairs) == len(before):
             order[rows] = found
             held = np.flatnonzero(pinned.columns >= 0)
-            # A pinned row may keep its column if no other one is cheaper for it at these prices.
+            # A pinned row may keep its column if no other column is cheaper for it at these prices.
             wants = pinned.slack[held] < prices.max() - prices[pinned.columns[held]]
             return Assignment(order, gap, held[wants])
-    if m < n:  # Rare: without pinned rows there is nothing to prove.
+    if m < n:  # rare: without pinned rows there is nothing to prove
         order[rows] = free[assign(costs[:, free])]
         return Assignment(order, np.inf, np.flatnonzero(pinned.columns >= 0))
     return Assignment(assign(costs), 0.0, np.arange(0))
 
 
 def _nearest_pairs(costs: Float[np.ndarray, "m n"]) -> Int[np.ndarray, " c"]:
-    """The nearest pairs of every row and every column, about so many, as places in the flat matrix."""
+    """Returns about the nearest `_NEAREST` pairs of every row and every column, as places in the flat matrix."""
     m, n = costs.shape
 
     def of_rows(part: slice) -> Int[np.ndarray, " c"]:
@@ -117,7 +118,7 @@ def _nearest_pairs(costs: Float[np.ndarray, "m n"]) -> Int[np.ndarray, " c"]:
 
 
 def _near(sampled: Float[np.ndarray, "r s"], of: int) -> Float[np.ndarray, " r"]:
-    """What about `_NEAREST` costs of each row do not exceed, by some of the `of` that it has."""
+    """Returns a threshold of each row that about `_NEAREST` of its `of` costs do not exceed, from a sample of them."""
     size = sampled.shape[1]
     nearest = max(1, round(_NEAREST * size / of))
     if nearest >= size:
@@ -126,11 +127,11 @@ def _near(sampled: Float[np.ndarray, "r s"], of: int) -> Float[np.ndarray, " r"]
 
 
 def _solve(costs: np.ndarray, pairs: Int[np.ndarray, " c"], free: np.ndarray, place: np.ndarray) -> np.ndarray:
-    """The best assignment that uses candidate pairs only: the column of every row."""
+    """Returns the best assignment that uses only candidate pairs: the column of every row."""
     (m, n), values = costs.shape, costs.reshape(-1)
     inside = pairs[place[pairs % n] >= 0]
     weights = values[inside].astype(np.float64)
-    # What is common to all changes no assignment, and zero would say that there is no pair.
+    # A constant added to all costs changes no assignment; a weight of zero would mean that there is no pair.
     weights += 1 + np.ptp(weights) - weights.min()
     graph = csr_array((weights, (inside // n, place[inside % n])), shape=(m, m))
     found_rows, found_columns = min_weight_full_bipartite_matching(graph)
@@ -140,10 +141,10 @@ def _solve(costs: np.ndarray, pairs: Int[np.ndarray, " c"], free: np.ndarray, pl
 
 
 def _prices(costs: np.ndarray, pairs: Int[np.ndarray, " c"], found: np.ndarray) -> Float[np.ndarray, " n"]:
-    """Prices at which, among the candidates, no row would rather have another column than its own.
+    """Returns prices at which, among the candidates, no row would rather have another column than its own.
 
     They are shortest distances (Bellman and Ford) in the graph in which a row leads from its own column to its other
-    candidates, at the difference of costs: of an optimal assignment it has no negative cycle.
+    candidates, at the difference of costs; for an optimal assignment it has no negative cycle.
     """
     (m, n), values = costs.shape, costs.reshape(-1)
     rows, columns = pairs // n, pairs % n
@@ -168,7 +169,7 @@ def _prices(costs: np.ndarray, pairs: Int[np.ndarray, " c"], found: np.ndarray) 
 def _check(
     costs: np.ndarray, found: np.ndarray, prices: Float[np.ndarray, " n"]
 ) -> tuple[float, Int[np.ndarray, " c"]]:
-    """What all pairs leave unproven of an assignment, and the pairs that were missing.
+    """Returns how much all pairs leave unproven of an assignment, and the missing pairs.
 
     Prices v and u_i = min_j (c_ij - v_j) are a feasible dual: any assignment costs at least sum u + sum v.
     """

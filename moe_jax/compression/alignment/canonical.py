@@ -1,4 +1,4 @@
-"""A canonical order of point clouds and of their points, whatever the order in which they are given."""
+"""A canonical order of point clouds and of their points, independent of the order in which they are given."""
 
 import hashlib
 from collections.abc import Sequence
@@ -41,10 +41,10 @@ def canonical_order(clouds: Sequence[Float[np.ndarray, "n D"]]) -> tuple[list[in
 
 
 def squared_row_norms(cloud: Float[np.ndarray, "n D"], index: int) -> Float[np.ndarray, " n"]:
-    """float64.
+    """Returns the squared norms of the points, float64.
 
     Raises:
-      InputError: that names the cloud by its index, for values that are not finite.
+      InputError: for values that are not finite; names the cloud by its index.
     """
     squares = np.empty(len(cloud))
     for rows in row_blocks(*cloud.shape):

@@ -1,7 +1,7 @@
 """The design matrix of an expert: a row for every neuron (methods.md 5; ResMoE, arXiv 2503.06881, section 4.1).
 
-Gated: [G^T | U^T | D], f x 3d; plain: [W1^T | W2], f x 2d; with biases, those of the input side are columns more. The
-rows are points, an expert is a cloud of them, and their order means nothing.
+Gated: [G^T | U^T | D], f x 3d; plain: [W1^T | W2], f x 2d; with biases, those of the input side are further columns.
+The rows are points, an expert is a cloud of them, and their order has no meaning.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,7 +16,7 @@ _SQUARE = 256
 
 
 def design_matrices(layer: SourceLayer) -> list[Float[np.ndarray, "f D"]]:
-    """Those of all experts, in the dtype in which the kernels come.
+    """Returns the design matrices of all experts, in the dtype in which the kernels are read.
 
     Raises:
       InputError: if a weight is not finite.
@@ -54,7 +54,7 @@ def aligned_kernels(
 def aligned_experts(
     layer: SourceLayer, permutations: Int[np.ndarray, "E f"]
 ) -> Iterator[dict[str, Float[np.ndarray, "i o"]]]:
-    """All matrices of one expert after another, aligned; float32. Memory holds the stored leaves of all matrices."""
+    """Yields all matrices of one expert after another, aligned; float32. Memory holds their stored leaves."""
     every = [aligned_kernels(layer, name, permutations) for name in layer.shapes]
     for kernels in zip(*every, strict=True):
         yield dict(zip(layer.shapes, kernels, strict=True))
@@ -63,7 +63,7 @@ def aligned_experts(
 def aligned_biases(
     layer: SourceLayer, name: str, permutations: Int[np.ndarray, "E f"]
 ) -> Float[np.ndarray, "E o"] | None:
-    """The biases that go with `aligned_kernels`; None where the FFN has none."""
+    """Returns the biases that belong to `aligned_kernels`; None if the FFN has none."""
     biases = layer.biases(name)
     if biases is None or name == "down":  # an output bias belongs to no neuron
         return biases
@@ -71,12 +71,12 @@ def aligned_biases(
 
 
 def unaligned(layer: SourceLayer) -> Int[np.ndarray, "E f"]:
-    """The orders of neurons that leave them as they are."""
+    """Returns the orders that leave neurons where they are."""
     return np.tile(np.arange(layer.moe.expert.dim, dtype=np.int32), (layer.num_experts, 1))
 
 
 def mean_kernel(kernels: Iterable[np.ndarray]) -> np.ndarray:
-    """The mean of kernels, added up in float32 one after another; float32[in, out]."""
+    """Returns the mean of kernels, added up in float32 one after another; float32[in, out]."""
     kernels = iter(ahead(kernels))
     total, count = next(kernels).astype(np.float32), 1
     for kernel in kernels:
@@ -86,13 +86,15 @@ def mean_kernel(kernels: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def neuron_rows(name: str, kernel: Float[np.ndarray, "i o"]) -> Float[np.ndarray, "f d"]:
-    """A kernel with a row for every neuron; the same again makes it a kernel."""
+    """Returns a kernel with a row for every neuron; applied twice it returns the kernel."""
     return kernel if name == "down" else kernel.T
 
 
 def _copy(source: np.ndarray, target: np.ndarray) -> None:
-    """Fills the target; in squares that fit into the cache, for one of the two may be the transpose of what is stored
-    (a quarter of the time)."""
+    """Copies the source into the target in squares that fit into the cache.
+
+    One of the two may be the transpose of what is stored; plain copying would then take four times as long.
+    """
 
     def fill(rows: slice) -> None:
         for start in range(0, source.shape[1], _SQUARE):
@@ -103,6 +105,6 @@ def _copy(source: np.ndarray, target: np.ndarray) -> None:
 
 
 def _width(layer: SourceLayer, name: str) -> int:
-    """Columns of the design matrix that a matrix of the FFN gives."""
+    """Number of columns of the design matrix that a matrix of the FFN contributes."""
     rows, columns = layer.shapes[name]
     return columns if name == "down" else rows + layer.moe.expert.bias

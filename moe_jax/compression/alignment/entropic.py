@@ -1,10 +1,10 @@
 """Orders of point clouds by entropic transport under falling temperature (OTT's Sinkhorn).
 
-At a high temperature the plans are blurred and no point is held where it is; as the temperature falls they harden, and
-the last ones are rounded by an exact assignment. The orders found have lower objectives than exact assignments alone
+At a high temperature the plans are blurred and no point keeps its place; as the temperature falls they harden, and the
+last ones are rounded by an exact assignment. The orders found have lower objectives than exact assignments alone
 reach.
-Every cloud is transported to the mean of the others, as in `Matching.descend`: to a mean that contains the cloud
-itself, annealing gains a fifth as much or less.
+Every cloud is transported to the mean of the others, as in `Matching.descend`: with a mean that contains the cloud
+itself, annealing gains at most a fifth as much.
 """
 
 from typing import NamedTuple
@@ -29,12 +29,12 @@ Potentials = tuple[Float[Array, " n"], Float[Array, " n"]]
 
 
 class Annealed(NamedTuple):
-    """What annealing found.
+    """The result of annealing.
 
     Attributes:
       permutations: int32[E, n], the orders.
-      duality_gap: how far the cost of the last assignments can be above the least one by what the entropic potentials
-        prove (their c-transform is a feasible dual), in parts of that cost; over all clouds.
+      duality_gap: upper bound, proven by the entropic potentials (their c-transform is a feasible dual), on how far the
+        cost of the last assignments is above the least, relative to that cost; over all clouds.
     """
 
     permutations: Int[np.ndarray, "E n"]
@@ -44,10 +44,10 @@ class Annealed(NamedTuple):
 def anneal(matching: Matching, progress: AlignmentProgress | None = None) -> Annealed:
     """Melts the orders of a matching, and lets them set again.
 
-    One plan at a time. The blurred clouds are kept, of large ones in bfloat16: they only guide.
+    Computes one plan at a time. The blurred clouds are kept, large ones in bfloat16: they only guide the search.
 
     Args:
-      matching: of at least two clouds; it stays as it is.
+      matching: of at least two clouds; it is not changed.
       progress: called after every transport; the round is the next one of the matching.
     """
     count, n = matching.permutations.shape
@@ -75,11 +75,11 @@ def anneal(matching: Matching, progress: AlignmentProgress | None = None) -> Ann
 
 
 class _Costs(NamedTuple):
-    """Squared distances: |target_i - points_j|^2 = offset + spread * matrix_ij + what i or j alone decides.
+    """Squared distances |target_i - points_j|^2 = offset + spread * matrix_ij + terms that depend only on i or j.
 
     Attributes:
       matrix: [n, n], of mean 0 in every row and column, and of standard deviation 1.
-      spread: what it was divided by.
+      spread: the divisor that normalised it.
       offset: the mean of all squared distances.
     """
 
@@ -92,10 +92,10 @@ def _costs(points: Float[Array, "n D"], target: Float[Array, "n D"]) -> _Costs:
     products = jnp.einsum("id,jd->ij", target, points, precision="highest")
     squares = jnp.mean(jnp.sum(target**2, axis=1)) + jnp.mean(jnp.sum(points**2, axis=1))
     offset = squares - 2 * jnp.mean(products)
-    # What is common to a row or to a column decides nothing, and would hide how far the rest is spread.
+    # A constant of a row or column changes no assignment, and would hide the spread of the rest.
     products -= jnp.mean(products, axis=1, keepdims=True)
     products -= jnp.mean(products, axis=0, keepdims=True)
-    # Of equal points there is nothing left but rounding, which must not be blown up.
+    # For equal points only rounding is left, which must not be amplified.
     spread = jnp.maximum(jnp.std(products), jnp.finfo(products.dtype).eps * squares + jnp.finfo(products.dtype).tiny)
     return _Costs(-products / spread, 2 * spread, offset)
 
@@ -107,8 +107,8 @@ def transport(
     potentials: Potentials,
     temperature: Float[Array, ""],
 ) -> tuple[Float[Array, "n D"], Potentials]:
-    """The barycentric projection of an entropic plan: where the points go, in the places of the target."""
-    # OTT takes a traced temperature, although it only speaks of floats.
+    """Returns the barycentric projection of an entropic plan: the points, blurred, in the places of the target."""
+    # OTT accepts a traced temperature, although its type says float.
     geometry = Geometry(cost_matrix=_costs(points, target).matrix, epsilon=temperature)  # pyright: ignore[reportArgumentType]
     solver = Sinkhorn(
         threshold=-1.0, min_iterations=_ITERATIONS, inner_iterations=_ITERATIONS, max_iterations=_ITERATIONS
@@ -120,7 +120,7 @@ def transport(
 
 
 class _Rounded(NamedTuple):
-    """An exact assignment; its cost is the sum of squared distances, in parts of n, and at most `gap` too much."""
+    """An exact assignment; its cost is the sum of squared distances divided by n, at most `gap` above the least."""
 
     order: Int[np.ndarray, " n"]
     cost: float
@@ -141,7 +141,7 @@ def _round(points: Float[Array, "n D"], target: Float[Array, "n D"], potentials:
 def _reduced_costs(
     points: Float[Array, "n D"], target: Float[Array, "n D"], potentials: Potentials
 ) -> tuple[Float[Array, "n n"], Float[Array, ""], Float[Array, ""]]:
-    """c_ij - f_i - g_j, the dual objective as a squared distance, and what a cost of 1 is as one.
+    """Returns c_ij - f_i - g_j, the dual objective as a squared distance, and a cost of 1 as a squared distance.
 
     An assignment is the same for these as for the costs themselves, and SciPy finds it several times faster.
     """

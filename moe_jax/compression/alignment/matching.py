@@ -20,25 +20,25 @@ from moe_jax.compression.threads import in_threads
 # Called after every alignment: the round (from 1), clouds done in it, and the objective after the last whole round.
 AlignmentProgress = Callable[[int, int, float], None]
 
-# A new order is taken if it gains more than rounding could make up: a part of the mean squared norm of the clouds.
+# A new order is accepted if its gain, relative to the mean squared norm of the clouds, is more than rounding.
 _LEAST_GAIN = 1e-13
-# Clouds are small up to so many multiplications for a round: some seconds in float64, searches included. Assignments of
-# larger ones are made of few candidates and proven, in float32.
+# Clouds are small up to this many multiplications per round: some seconds in float64, searches included. Larger clouds
+# are assigned from few candidates and proven, in float32.
 _SMALL_ROUND = 2**37
 
 
 class Matching:
-    """E clouds, an order of each, and their mean. Memory holds, beside the clouds, the mean and one cloud at a time.
+    """E clouds, an order of each, and their mean. Memory holds, besides the clouds, the mean and one cloud at a time.
 
     Attributes:
       clouds: [n, D] each.
       permutations: Int32[E, n]; cloud k in its order is `clouds[k][permutations[k]]`.
-      mean: [n, D] of the clouds in their orders, float64 if they are small and else float32.
+      mean: [n, D] of the clouds in their orders, float64 for small clouds and else float32.
       objectives: (1/E) sum_k ||cloud k in its order - mean||_F^2 after every round.
       converged: whether the last search ended because no order changed any more.
       moved: number of points, over all clouds, that changed their position in the last round.
-      gap: by how much, in parts of the objective, the last assignment of every cloud may be above the least, together,
-        but for the rounding of products; None if they were searched among all pairs.
+      gap: how much, relative to the objective, the last assignments of all clouds together may be above the least,
+        apart from the rounding of products; None if they were searched among all pairs.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Matching:
         *,
         first_round_follows: bool = False,
     ):
-        """Takes the mean, unless `align_all` or `align_in_turn` is called next and takes it itself."""
+        """Computes the mean, unless `align_all` or `align_in_turn` is called next and computes it itself."""
         self.clouds = clouds
         self.permutations = np.array(permutations, np.int32)
         n, dim = clouds[0].shape
@@ -68,36 +68,36 @@ class Matching:
 
     @property
     def objective(self) -> float:
-        """(1/E) sum_k ||cloud k in its order - mean||_F^2, as it was at the end of the last round."""
+        """The objective (1/E) sum_k ||cloud k in its order - mean||_F^2 at the end of the last round."""
         return float(self._deviations.sum()) / len(self.clouds)
 
     @property
     def gap(self) -> float | None:
-        """See the class."""
+        """See the attribute `gap` of the class."""
         if self.is_small:
             return None
         unproven = sum(self._unproven.values())
         return 2 * unproven / (len(self.clouds) ** 2 * self.objective) if unproven else 0.0
 
     def copy(self) -> "Matching":
-        """An independent copy; the clouds are shared."""
+        """Returns an independent copy; the clouds are shared."""
         other = Matching(self.clouds, self.permutations)
         other.objectives = list(self.objectives)
         return other
 
     def rows(self, k: int, dtype: npt.DTypeLike, places: Int[np.ndarray, " m"] | slice = slice(None)) -> np.ndarray:
-        """A copy of cloud k in its order, or of some places of it."""
+        """Returns a copy of cloud k in its order, or of some places of it."""
         return self.clouds[k][self.permutations[k][places]].astype(dtype, copy=False)
 
     def align_all(
         self, target: Float[np.ndarray, "n D"], progress: AlignmentProgress | None = None, *, source: int | None = None
     ) -> None:
-        """The first round: every cloud gets the order nearest to the target, whatever its order was.
+        """Runs the first round: every cloud gets the order nearest to the target, whatever its order was.
 
         Args:
-          target: what to align to.
+          target: [n, D].
           progress: see `AlignmentProgress`.
-          source: the cloud that is the target, in the order that it has.
+          source: the cloud that is the target, in its present order.
         """
         for k in range(len(self.clouds)):
             if k != source:
@@ -106,9 +106,9 @@ class Matching:
         self._end_round(np.ones(len(target), bool))
 
     def align_in_turn(self, first: int, progress: AlignmentProgress | None = None) -> None:
-        """The first round otherwise: every cloud is aligned to the sum of those before it, from one on.
+        """Runs another first round: every cloud is aligned to the sum of those before it, beginning with `first`.
 
-        Where there is no common order that takes clouds as far as `align_all` and four rounds of `descend`.
+        Without a common order this comes as far as `align_all` and four rounds of `descend`.
         """
         total = self.rows(first, self.mean.dtype)
         for done, k in enumerate([first, *(k for k in range(len(self.clouds)) if k != first)]):
@@ -120,7 +120,7 @@ class Matching:
         self._end_round(np.ones(len(self.mean), bool))
 
     def alternate(self, max_rounds: int, progress: AlignmentProgress | None = None) -> None:
-        """Aligns all clouds to the mean, takes the mean, and so on until no order changes."""
+        """Aligns all clouds to the mean, computes the mean, and repeats both until no order changes."""
         self.converged = False
         while not self.converged and len(self.objectives) < max_rounds:
             changed = np.zeros(len(self.mean), bool)
@@ -137,19 +137,21 @@ class Matching:
     def descend(self, max_rounds: int, progress: AlignmentProgress | None = None, *, worth: float = 0.0) -> None:
         """Aligns one cloud after another to the sum of the others until no order changes.
 
-        It ends also when all rounds to come will hardly lower the objective by twice `worth` of it. Without a common
-        order the r-th round gains about as much as 1 / r^2, so that those after it gain one to two times r times that.
-        What the first round gains shows after a quarter of the clouds then, if those come first that were aligned last
-        (but for the very last, which is in its best order): the others are in the sums that these were aligned to, and
-        gain less. All rounds together gain some two and a half times that (Gaussian clouds, up to 64 of 3000 points).
+        It also ends when all further rounds together would lower the objective by hardly twice `worth` of it. Without a
+        common order the r-th round gains about 1 / r^2 of a constant, so the rounds after it gain one to two times r
+        times as much as it did. The gain of the first round can then be predicted from its first quarter, if the clouds
+        that were aligned last come first (except the very last, which is in its best order): the others are in the sums
+        that these were aligned to, and gain less. All rounds together gain some two and a half times that (Gaussian
+        clouds, up to 64 of 3000 points).
 
-        This is coordinate descent on sum_{j<k} ||cloud j - cloud k||^2, which is E^2 times the objective. Without the
-        pull of a cloud towards where it is already, it leaves most of the orders in which `alternate` is stuck: its
-        fixed points are fixed points of `alternate` as well, and not the other way round.
+        This is coordinate descent on sum_{j<k} ||cloud j - cloud k||^2, which is E^2 times the objective. The sum
+        leaves out the cloud itself, which would pull it to where it is already. So this escapes from most of the orders
+        in which `alternate` is stuck: its fixed points are fixed points of `alternate` as well, but not the other way
+        round.
         """
         count, apart = len(self.clouds), self._are_apart
         turns = [*reversed(range(count - 1)), count - 1] if apart else range(count)
-        # Clouds in a row that are in their best order. Of two, one is if the other is.
+        # Number of consecutive clouds that are in their best order. With two clouds, one is if the other is.
         settled, enough = 0, 1 if count == 2 else count
         done = 0
         self.converged = False
@@ -175,9 +177,9 @@ class Matching:
                 break
 
     def _better_order(self, k: int, target: Float[np.ndarray, "n D"]) -> tuple[np.ndarray, np.ndarray, float]:
-        """Places at which cloud k should have another point, the points, and what that adds to <target, cloud k>.
+        """Returns places at which cloud k should have another point, these points, and the gain in <target, cloud k>.
 
-        There are none if the cloud is in the best order.
+        There are no places if the cloud is in the best order.
         """
         relative = self._nearest_order(k, target)
         places = np.flatnonzero(relative != np.arange(len(relative)))
@@ -192,7 +194,7 @@ class Matching:
         return places, order, gain
 
     def _nearest_order(self, k: int, target: Float[np.ndarray, "n D"], *, far: bool = False) -> Int[np.ndarray, " n"]:
-        """The best order of cloud k, relative to the one it has: between equal ones nothing moves.
+        """Returns the best order of cloud k, relative to its present one: between equal ones nothing moves.
 
         `far` says that the order is not yet near the target; it makes the search faster, and changes nothing else.
         """
@@ -240,7 +242,7 @@ class Matching:
         return total
 
     def _combine(self, operation: np.ufunc, total: Float[np.ndarray, "n D"], k: int) -> None:
-        """Adds cloud k in its order to the total, or takes it away."""
+        """Adds cloud k in its order to the total, or subtracts it."""
 
         def combine(part: slice) -> None:
             operation(total[part], self.rows(k, total.dtype, part), out=total[part])
@@ -261,7 +263,7 @@ class Matching:
         self.objectives.append(self.objective)
 
     def _refresh(self, changed: np.ndarray) -> None:
-        """Takes the mean and the deviations from it anew in the changed places, so that no error grows."""
+        """Computes the mean and the deviations from it anew in the changed places, so that no error grows."""
         places, count = np.flatnonzero(changed), len(self.clouds)
         whole = len(places) == len(changed)
 
@@ -290,5 +292,5 @@ class Matching:
 
 
 def is_small(count: int, n: int, dim: int) -> bool:
-    """Whether assignments of so many clouds, [n, D] each, are searched among all pairs, from products in float64."""
+    """Whether assignments of `count` clouds [n, D] are searched among all pairs, from products in float64."""
     return count * n * n * dim <= _SMALL_ROUND and working_dtype(n, dim) == np.float64

@@ -1,13 +1,13 @@
-"""The order of a large cloud that is nearest to a target, by no more products than it takes to prove it.
+"""Finds the order of a large cloud that is nearest to a target, with no more products than its proof needs.
 
-Products are made of an eighth of the columns at first, and bounded from there: by Cauchy and Schwarz the rest of a
-product is at most that of the norms of what is left of two points. Where clouds have a common origin that proves of
-most rows which point is nearest; only the others go on, with twice as many columns, and what is left of them is
-searched with all costs known (`candidates.py`). An order that is planted takes an eighth of the product or a quarter.
+At first products are computed from an eighth of the columns, and bounded: by Cauchy and Schwarz the rest of a product
+is at most the product of the norms of the remaining parts of two points. If clouds have a common origin, this proves
+for most rows which point is nearest. Only the other rows continue, with twice as many columns, and the last of them are
+searched with all costs known (`candidates.py`). A planted order takes an eighth or a quarter of the whole product.
 
-Clouds without a common order take all of it, once. Their products are made of numbers rounded to bfloat16 and summed in
-float32, which is twice as fast on CPUs that have such products. Nothing hangs on single products there: errors of 2^-9
-of the factors, with independent signs, are 1e-3 of what the products of different points differ by.
+Clouds without a common order take the whole product, once. It is computed from numbers rounded to bfloat16 and summed
+in float32, which is twice as fast on CPUs with such products. Single products do not matter there: errors of 2^-9 of
+the factors, with independent signs, are 1e-3 of the differences between the products of different points.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,22 +21,23 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.compression.alignment.candidates import Pinned, assign_proven
 
-# Parts of the columns after which rows are looked at.
+# Parts of the columns after which rows are examined.
 _PARTS = (1 / 8, 1 / 4, 1 / 2)
-# Where fewer rows have their guess nearest after the first part, or fewer points are nearest to a row if there was no
-# guess, clouds have no common order, and bounds prove nothing before all columns are there. Without one, 0.63 are.
+# Clouds have no common order, and bounds prove nothing before all columns are there, if fewer rows than the first share
+# have their guess nearest after the first part, or without a guess, if fewer points than the second share are nearest
+# to a row. For clouds without a common order the latter is 0.63.
 _COMMON, _DISTINCT = 1 / 2, 0.8
-# Rows with all costs known, in parts of all, from which on the others are made known, too: pinning them saves little.
+# From this share of rows with all costs known, the others are computed, too: pinning them would save little.
 _MANY = 1 / 4
-# A gap between an assignment and its proof, in parts of the squared norms. Rounding leaves as much.
+# Accepted gap between an assignment and its proof, relative to the squared norms. Rounding leaves as much.
 _TOLERANCE = 1e-6
-# Products that are made at a time.
+# Products that are computed at a time.
 _BLOCK_PRODUCTS = 2**23
 # Numbers that the caches of a core hold.
 _CACHED = 2**17
 
 Points = Callable[[Int[np.ndarray, " r"] | slice, slice, npt.DTypeLike], Float[np.ndarray, "r m"]]
-"""Some rows and columns of a cloud in a dtype."""
+"""Returns some rows and columns of a cloud in a dtype."""
 
 _COARSE = jnp.bfloat16
 
@@ -46,9 +47,9 @@ class NearestOrder(NamedTuple):
 
     Attributes:
       order: int32[n]; `points[order]` is nearest to the target.
-      gap: by how much sum_i <target_i, points_order(i)> may be below the greatest, but for the rounding of products.
-      share: of the n^2 D multiplications, how many were made.
-      is_common: whether the clouds have a common order, so that products were of float32.
+      gap: how much sum_i <target_i, points_order(i)> may be below the greatest, apart from the rounding of products.
+      share: of the n^2 D multiplications, the share that was made.
+      is_common: whether the clouds have a common order, so that products were computed in float32.
     """
 
     order: Int[np.ndarray, " n"]
@@ -65,14 +66,14 @@ def nearest_order(
     guess: Int[np.ndarray, " n"] | None = None,
     may_be_common: bool = True,
 ) -> NearestOrder:
-    """The order of points that is nearest to the target.
+    """Returns the order of points that is nearest to the target.
 
     Args:
       target: float32.
       points: those of the cloud that is to be ordered.
       squares: float64, their squared norms.
       guess: an order that may be the nearest one; None: the nearest points by the first columns are tried.
-      may_be_common: whether the clouds may have a common order. False: that is not looked for.
+      may_be_common: whether the clouds may have a common order. False: this is not examined.
     """
     search = _Search(target, points, squares, guess)
     is_common = may_be_common and search.prove()
@@ -88,12 +89,12 @@ def nearest_order(
 
 
 class _Search:
-    """What is known of scores <t_i, x_j> - |x_j|^2 / 2.
+    """Scores <t_i, x_j> - |x_j|^2 / 2, as far as they are known.
 
     Attributes:
-      rows: those of which all scores are known, or are being made.
-      made: multiplications.
-      scale: what the costs of an assignment are compared with.
+      rows: rows whose scores are all known, or are being computed.
+      made: number of multiplications.
+      scale: the unit of costs of an assignment.
     """
 
     def __init__(self, target: np.ndarray, points: Points, squares: np.ndarray, guess: np.ndarray | None):
@@ -101,28 +102,28 @@ class _Search:
         n, self._dim = target.shape
         self._target_squares = np.einsum("id,id->i", target, target).astype(np.float64)
         eps = float(np.finfo(np.float32).eps)
-        # What sums of D products in float32 may be wrong in, at most.
+        # Largest possible error of a sum of D products in float32.
         greatest = float(np.sqrt(self._target_squares.max() * squares.max()))
         self._rounding = 2 * self._dim * eps * (greatest + float(squares.max()) / 2)
         self.scale = float(np.sqrt(self._target_squares.sum() * squares.sum()))
         self.rows = np.arange(n)
         self.made = 0
-        # Memory is taken only where it is written: of rows that are proven early nothing is.
+        # Memory is taken only where it is written: rows that are proven early take none.
         self._products = np.empty((n, n), np.float32)
         self._columns, self._slack = np.full(n, -1), np.zeros(n)
         # CPUs have the products in their memory, and NumPy can look at them there, without copies.
         self._on_host = jax.default_backend() == "cpu"
-        self._are_costs = 0  # rows whose products were made costs
-        self._multiplied = 0  # columns, of the rows that are left
+        self._are_costs = 0  # number of rows whose products became costs
+        self._multiplied = 0  # number of columns computed, for the remaining rows
 
     def prove(self) -> bool:
-        """Makes products, part by part, until of every row the nearest point is proven or everything is known.
+        """Computes products, part by part, until the nearest point of every row is proven or everything is known.
 
         Returns:
-          Whether it came to that: False if the clouds have no common order, after the first part.
+          False if, after the first part, the clouds turn out to have no common order; else True.
         """
         eps = float(np.finfo(np.float32).eps)
-        # What is left of squared norms, rounded up.
+        # Remaining squared norms, rounded up.
         left_target = self._target_squares * (1 + self._dim * eps)
         left_points = self._squares * (1 + self._dim * eps)
         for part in (*_PARTS, 1.0):
@@ -145,12 +146,12 @@ class _Search:
         return True
 
     def finish_coarsely(self) -> None:
-        """Makes all products that are left of numbers rounded to bfloat16."""
-        rest = slice(self._multiplied, self._dim)
-        self._finish(rest, self._points(slice(None), rest, _COARSE))
+        """Computes all remaining products from numbers rounded to bfloat16."""
+        remaining = slice(self._multiplied, self._dim)
+        self._finish(remaining, self._points(slice(None), remaining, _COARSE))
 
     def _look(self, columns: slice, chunk: np.ndarray, left_target: np.ndarray, left_points: np.ndarray) -> bool:
-        """Adds products of some columns and keeps the rows of which they prove nothing.
+        """Adds products of some columns and keeps the rows for which they prove nothing.
 
         Returns:
           Whether bounds are of use: False if hardly any row has its guess nearest.
@@ -192,11 +193,11 @@ class _Search:
         return bool(np.mean(every_nearest == self._guess[rows]) >= _COMMON)
 
     def _finish(self, columns: slice, chunk: np.ndarray) -> None:
-        """Adds the products of all other columns to the rows that are left."""
+        """Adds the products of all other columns to the remaining rows."""
         on_device, made = jnp.asarray(chunk), None
         for begin, block, before in self._blocks(self.rows, columns.start == 0):
             products = _added(jnp.asarray(self._target[block, columns].astype(chunk.dtype)), before, on_device)
-            # One block is fetched while the next one is made.
+            # One block is fetched while the next one is computed.
             self._keep(made)
             made = begin, products
         self._keep(made)
@@ -204,14 +205,14 @@ class _Search:
         self._unpin_twice()
 
     def _keep(self, made: tuple[int, Array] | None) -> None:
-        """Keeps products of the rows that are left, from one of them on; more rows in the last block are repeats."""
+        """Stores products of a block of the remaining rows; further rows in the last block are repeats."""
         if made is not None:
             begin, products = made
             done = min(begin + len(products), len(self.rows))
             self._products[begin:done] = np.asarray(products)[: done - begin]
 
     def _unpin_twice(self) -> None:
-        """Two rows may have the same nearest point: all of their scores are made known."""
+        """Computes all scores of rows that share their nearest point with another row."""
         held = np.flatnonzero(self._columns >= 0)
         columns, times = np.unique(self._columns[held], return_counts=True)
         twice = np.isin(self._columns[held], columns[times > 1])
@@ -221,7 +222,7 @@ class _Search:
             self.complete(np.flatnonzero(self._columns >= 0))
 
     def complete(self, rows: Int[np.ndarray, " r"]) -> None:
-        """Makes all scores of rows known that were pinned."""
+        """Computes all scores of rows that were pinned."""
         if not len(rows):
             return
         chunk = jnp.asarray(self._points(slice(None), slice(None), np.float32))
@@ -235,7 +236,7 @@ class _Search:
         self.made += len(rows) * len(self._target) * self._dim
 
     def costs(self) -> Float[np.ndarray, "r n"]:
-        """Half of the squared distances of the known rows, but for the norm of the target; where the products were."""
+        """Returns half the squared distances of the known rows, without the target's norm; overwrites the products."""
         halves = (self._squares / 2).astype(np.float32)
         costs = self._products[: len(self.rows)]
         new = costs[self._are_costs :]
@@ -244,7 +245,7 @@ class _Search:
         return costs
 
     def pinned(self) -> Pinned:
-        """What is known of the other rows."""
+        """Returns the bounds of the other rows."""
         return Pinned(self._columns, self._slack)
 
     def _own_scores(self, rows: np.ndarray, columns: np.ndarray) -> Float[np.ndarray, " r"]:
@@ -252,7 +253,7 @@ class _Search:
         return own.astype(np.float64) - self._squares[columns] / 2
 
     def _blocks(self, rows: Int[np.ndarray, " r"], first: bool) -> Iterator[tuple[int, np.ndarray, Array]]:
-        """Where a block of rows begins, its rows, as many in every block (the last is repeated), and their products."""
+        """Yields the position of a block of rows, its rows (the last is repeated to fill it), and their products."""
         n = len(self._target)
         size = min(n, max(1, _BLOCK_PRODUCTS // n))
         for begin in range(0, len(rows), size):
@@ -266,7 +267,7 @@ class _Search:
 
 @jax.jit
 def _added(target: Float[Array, "b m"], before: Float[Array, "#b #n"], points: Float[Array, "n m"]) -> Array:
-    # Of float32 in full: TPUs would round to bfloat16 and GPUs to TF32, too coarse for a proof.
+    # In full float32: TPUs would round to bfloat16 and GPUs to TF32, too coarse for a proof.
     return before + jnp.einsum("id,jd->ij", target, points, precision="highest", preferred_element_type=jnp.float32)
 
 
@@ -279,9 +280,9 @@ def _look_on_device(
     halves: Float[Array, " n"],
     halves_so_far: Float[Array, " n"],
 ) -> tuple[Int[Array, " b"], Float[Array, " b"]]:
-    """The nearest point by some columns, and the greatest score that a point beside the guess can have.
+    """Returns the nearest point by some columns, and the greatest score that a point other than the guess can have.
 
-    Where there is no guess, which is -1 then, it is the nearest point.
+    Without a guess, which is then -1, the nearest point takes its place.
     """
     nearest = jnp.argmax(products - halves_so_far[None, :], axis=1).astype(jnp.int32)
     guess = jnp.where(guess < 0, nearest, guess)
@@ -298,15 +299,15 @@ def _look_on_host(
     halves: Float[np.ndarray, " n"],
     halves_so_far: Float[np.ndarray, " n"],
 ) -> tuple[Int[np.ndarray, " b"], Float[np.ndarray, " b"]]:
-    """The same as `_look_on_device`, a few rows at a time, which stay in the cache."""
-    some = np.asarray(products)
-    nearest, second = np.empty_like(guess), np.empty(len(some), np.float32)
-    rows = max(1, _CACHED // some.shape[1])
-    for part in (slice(begin, begin + rows) for begin in range(0, len(some), rows)):
-        scores = some[part] - halves_so_far
+    """Does the same as `_look_on_device`, a few rows at a time, which stay in the cache."""
+    values = np.asarray(products)
+    nearest, second = np.empty_like(guess), np.empty(len(values), np.float32)
+    rows = max(1, _CACHED // values.shape[1])
+    for part in (slice(begin, begin + rows) for begin in range(0, len(values), rows)):
+        scores = values[part] - halves_so_far
         nearest[part] = scores.argmax(axis=1)
         np.multiply(left_target[part, None], left_points, out=scores)
-        scores += some[part]
+        scores += values[part]
         scores -= halves
         guessed = np.where(guess[part] < 0, nearest[part], guess[part])
         scores[np.arange(len(scores)), guessed] = -np.inf

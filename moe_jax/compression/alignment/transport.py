@@ -1,7 +1,7 @@
 """Exact transport between two point clouds of equal size: one matrix product, one linear assignment.
 
-Both clouds have uniform weights, so an optimal plan is a permutation (Birkhoff). Merging methods
-use `align` to bring the neurons of one expert into the order of another; `barycenter.py` is built on the same steps.
+Both clouds have uniform weights, so an optimal plan is a permutation (Birkhoff). Merging methods use `align` to bring
+the neurons of one expert into the order of another; `barycenter.py` is built on the same steps.
 """
 
 from collections.abc import Iterator
@@ -14,10 +14,10 @@ from scipy.optimize import linear_sum_assignment
 
 from moe_jax.core.errors import InputError
 
-# Clouds are small up to so many multiplications. Their products are made in float64, so that near-ties are decided as
-# any exact solver decides them; the others' in float32 on the device, for theirs take seconds and more.
+# Clouds are small up to this many multiplications. Their products are computed in float64, so that near-ties are
+# decided as by any exact solver; products of larger ones in float32 on the device, as they take seconds and more.
 _FLOAT64_PRODUCT = 2**36
-# Rows that are converted, gathered or moved to the device at a time: this many values.
+# Values that are converted, gathered or moved to the device at a time.
 _BLOCK_VALUES = 2**22
 
 
@@ -45,15 +45,15 @@ def align(points: Float[np.ndarray, "n D"], target: Float[np.ndarray, "n D"]) ->
 
 
 def assign(costs: Float[np.ndarray, "n n"]) -> Int[np.ndarray, " n"]:
-    """For every row a column, all different, with the least sum of costs (SciPy's shortest augmenting paths)."""
+    """Returns a column for every row, all different, with the least sum of costs (SciPy: shortest augmenting paths)."""
     return linear_sum_assignment(costs)[1].astype(np.int32)
 
 
 def reduce_costs(costs: Float[np.ndarray, "n n"]) -> Float[np.ndarray, "n n"]:
-    """The same assignment problem with minima of 0 in every row, then in every column; overwrites `costs`.
+    """Returns the same assignment problem with minima of 0 in every row, then in every column; overwrites `costs`.
 
-    SciPy's search starts from dual prices of zero. Where points lie far from their targets, better ones save a third of
-    its time; where nearly all are in place already, computing them takes longer than the search.
+    SciPy's search starts from dual prices of zero. If points lie far from their targets, better prices save a third of
+    its time; if nearly all are in place already, computing them takes longer than the search.
     """
     costs -= costs.min(axis=1, keepdims=True)
     costs -= costs.min(axis=0, keepdims=True)
@@ -63,13 +63,13 @@ def reduce_costs(costs: Float[np.ndarray, "n n"]) -> Float[np.ndarray, "n n"]:
 def distinct_nearest(
     costs: Float[np.ndarray, "n n"], target: Float[np.ndarray, "n D"], points: Float[np.ndarray, "n D"]
 ) -> Int[np.ndarray, " n"] | None:
-    """The optimal assignment, where it can be read off: every target has a nearest point, each another one.
+    """Returns the optimal assignment if it can be read off: every target has a nearest point, each another one.
 
-    No assignment costs less than the sum of the least distances. Clouds of a common origin are such nearly always, and
-    need no search.
+    No assignment costs less than the sum of the least distances. Clouds of a common origin are nearly always of this
+    kind, and need no search.
 
     Args:
-      costs: float32, as `transport_costs` gives them.
+      costs: float32, from `transport_costs`.
       target, points: float32.
 
     Returns:
@@ -92,12 +92,12 @@ def distinct_nearest(
 
 
 def working_dtype(n: int, dim: int) -> np.dtype:
-    """float64 for clouds that are small enough, else float32."""
+    """Returns float64 for clouds that are small enough, else float32."""
     return np.dtype(np.float64 if n * n * dim <= _FLOAT64_PRODUCT else np.float32)
 
 
 def transport_costs(target: Float[np.ndarray, "n D"], points: Float[np.ndarray, "n D"]) -> Float[np.ndarray, "n n"]:
-    """-<target_i, points_j>: all that an assignment needs of |target_i - points_j|^2, norms being the same for any.
+    """Returns -<target_i, points_j>: the part of |target_i - points_j|^2 / 2 on which the assignment depends.
 
     Args:
       target, points: both float64, or both float32. Large ones are multiplied on the default device.
@@ -118,7 +118,7 @@ def _negative_product(target: Float[Array, "b D"], points: Float[Array, "n D"]) 
 
 
 def row_blocks(n: int, dim: int) -> Iterator[slice]:
-    """Slices of rows that are small enough to be copied."""
+    """Yields slices of rows that are small enough to be copied."""
     size = max(1, _BLOCK_VALUES // max(dim, 1))
     for begin in range(0, n, size):
         yield slice(begin, min(begin + size, n))

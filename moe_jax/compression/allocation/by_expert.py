@@ -72,7 +72,7 @@ def in_two_parts(some: Sequence[Alike], *, multiple: int = 1) -> list[Candidate]
 
 
 def without_worse(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those of which none other is as small and as good."""
+    """Returns the candidates that no other one equals or beats in both bytes and error."""
     best: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda c: (c.nbytes, c.error)):
         if not best or candidate.error < best[-1].error:

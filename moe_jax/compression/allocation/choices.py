@@ -7,12 +7,13 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from moe_jax.compression.alignment.design_matrix import aligned_kernels, mean_kernel
+from moe_jax.compression.allocation.sensitivity_pass import output_error
 from moe_jax.compression.allocation.together import Together
-from moe_jax.compression.calibration.expert_coders import centre_coder, expert_coders
-from moe_jax.compression.calibration.sensitivity_pass import output_error
 from moe_jax.compression.coding.coder import LeastError, LeastOutputError
-from moe_jax.compression.coding.schemes import LowRank
+from moe_jax.compression.coding.expert_coders import expert_coders, shared_base_coder
 from moe_jax.compression.source_layer import SourceLayer
+from moe_jax.experts.forms import LowRank
+from moe_jax.experts.forms.optional.coding import Wanted
 
 CHOICES: tuple[tuple[int | None, int], ...] = (
     *((None, bits) for bits in (2, 3, 4, 8)),
@@ -25,7 +26,7 @@ CHOICES: tuple[tuple[int | None, int], ...] = (
 FACTORED: tuple[tuple[int, float], ...] = tuple((centre, keep) for centre in (2, 3, 4, 8) for keep in (0.01, 0.04))
 """Bits of the centre of a matrix, and the share of numbers in low-rank factors of every expert."""
 ADDED = ("zero_points", "row_scales")
-"""What codes of experts may have beside scales of groups: options of `forms.Quantized`. A centre has none of it."""
+"""Options of `forms.Quantized` that codes of experts may have beside scales of groups. A centre has none of them."""
 _COLUMNS = 128
 
 Format = Callable[..., dict[str, Any]]
@@ -39,7 +40,7 @@ class Choice(NamedTuple):
       centre: bits of the codes of a shared centre; None: there is none.
       bits: of the codes of every expert; None: it has low-rank factors, and there is a centre.
       added: of `ADDED`; the same for all matrices of an expert.
-      keep: the share of numbers in these factors, see `schemes.LowRank`; likewise.
+      keep: the share of numbers in these factors, see `Wanted`; likewise.
     """
 
     centre: int | None
@@ -49,13 +50,15 @@ class Choice(NamedTuple):
 
     @property
     def format(self) -> tuple[tuple[str, ...], float | None]:
-        """What all matrices of an expert have in common."""
+        """The part of a choice that all matrices of an expert have in common."""
         return self.added, self.keep
 
 
 def rank_of(layer: SourceLayer, keep: float) -> int:
-    """That of factors with a share of the numbers: matrices have their own factors, so that each is judged alone."""
-    return LowRank(keep=keep, design="separate").rank(layer.moe.expert, layer.shapes["up"][0])
+    """Returns the rank of factors with a share of the numbers; each matrix has its own, so that it is judged alone."""
+    form = layer.wanted(Wanted(form=LowRank, keep=keep, design="separate"))
+    assert isinstance(form, LowRank)
+    return form.rank
 
 
 def errors_of_choices(
@@ -66,7 +69,7 @@ def errors_of_choices(
     format_: Format,
     together: Together,
 ) -> Float[np.ndarray, "E c"]:
-    """What every expert adds to the error of a matrix's outputs, relative and squared, for every choice.
+    """Returns what every expert adds to the error of a matrix's outputs, relative and squared, for every choice.
 
     Codes are tried on some columns: with error feedback, too, the columns of a kernel are coded each on its own.
     Factors are made of whole kernels. They also take up some of what codes of the centre leave, which is not counted.
@@ -89,7 +92,7 @@ def errors_of_choices(
     of_codes = _centres(LeastError(), mean[:, columns], (c.centre for c in choices if c.bits is not None), format_)
     ranks = {choice.keep: rank_of(layer, choice.keep) for choice in choices if choice.keep is not None}
     # Moments of all experts are summed for it, which takes a while.
-    shared = centre_coder(layer, name, permutations) if ranks else LeastError()
+    shared = shared_base_coder(layer, name, permutations) if ranks else LeastError()
     of_factors = _centres(shared, mean[:, columns], (c.centre for c in choices if c.bits is None), format_)
     errors, norm = np.zeros((layer.num_experts, len(choices))), 0.0
     coders = expert_coders(layer, name, permutations)
@@ -115,7 +118,7 @@ def errors_of_choices(
 def _centres(
     coder: LeastError | LeastOutputError, mean: np.ndarray, every: Iterable[int | None], format_: Format
 ) -> dict[int | None, np.ndarray]:
-    """What codes of so many bits stand for; None: nothing."""
+    """Returns the centres that codes of so many bits stand for; None: zeros."""
     centres: dict[int | None, np.ndarray] = {None: np.zeros((1, 1), np.float32)}
     for bits in {*every}:
         if bits is not None:

@@ -24,7 +24,7 @@ TOKENS = 512
 
 
 class Together(NamedTuple):
-    """What errors of all experts and matrices are together, by the sum of what each is on its own.
+    """The error of all experts and matrices together, divided by the sum of what each makes on its own.
 
     Attributes:
       centre: for an error of the centre, which each matrix makes independently of the others.
@@ -98,7 +98,7 @@ def _lost(
     *,
     activation: str,
 ) -> tuple[Float[Array, "n d"], Float[Array, ""]]:
-    """What the mean of all matrices changes in weighted outputs; the sum of squares of what that of each changes."""
+    """Returns how the mean of all matrices changes weighted outputs, and the sum of squares for each mean alone."""
 
     def change(kernels: dict[str, Array]) -> Float[Array, "n d"]:
         return weights[:, None] * (ffn_hidden(x, kernels, biases, activation) @ kernels["down"]) - outputs

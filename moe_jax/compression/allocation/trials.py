@@ -12,16 +12,16 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from moe_jax.compression.alignment.design_matrix import aligned_experts, aligned_kernels, mean_kernel, neuron_rows
-from moe_jax.compression.coding.centre import encoded_centre
 from moe_jax.compression.coding.coder import LeastError
 from moe_jax.compression.coding.pruning import concat_counts, prune, squared
 from moe_jax.compression.coding.quantizer import quantize
-from moe_jax.compression.coding.schemes import DEFAULT_GROUP_SIZE, LowRank, Pruned, Quantized, Scheme
 from moe_jax.compression.coding.truncated_svd import truncated_svd
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.compression.threads import ahead
 from moe_jax.experts import BaseCodes
-from moe_jax.experts.forms import Matrix
+from moe_jax.experts.forms import JointLowRank, LowRank, Matrix, Sparse
+from moe_jax.experts.forms.optional.coding import DEFAULT_GROUP_SIZE, Encodable, Residual, Wanted
+from moe_jax.experts.forms.optional.costs import SideBySide
 
 SAMPLED_NEURONS = 2 * DEFAULT_GROUP_SIZE
 
@@ -30,15 +30,15 @@ Matrices = Mapping[str, Float[np.ndarray, "E i o"]]
 
 
 class Trial(NamedTuple):
-    """What a scheme would make of a layer.
+    """The result of trying a form and size on a layer.
 
     Attributes:
-      scheme: it.
+      wanted: what was tried.
       error: ||W^ - W||^2 / ||W||^2 over all experts.
-      shares: of the matrices in the entries that stay, where the scheme needs them; else zeros.
+      shares: of the matrices in the entries that stay, where these are needed; else zeros.
     """
 
-    scheme: Scheme
+    wanted: Wanted
     error: float
     shares: Float[np.ndarray, " m"]
 
@@ -46,18 +46,18 @@ class Trial(NamedTuple):
 def trials(
     layer: SourceLayer,
     permutations: Int[np.ndarray, "E f"],
-    tried: Sequence[Scheme],
+    tried: Sequence[Wanted],
     *,
     refit: bool,
     codes: BaseCodes | None = None,
 ) -> list[Trial]:
-    """Tries schemes on a layer, around the mean of its aligned experts.
+    """Tries forms and sizes on a layer, around the mean of its aligned experts.
 
     Args:
       layer: its experts.
       permutations: the order of every expert's neurons.
-      tried: the schemes.
-      refit: the centre is refitted to what a scheme prunes; to codes, it is not for a trial.
+      tried: the forms and sizes.
+      refit: the centre is refitted to what is pruned; to codes, it is not for a trial.
       codes: of the centre; None: it has the dtype of the model.
 
     Returns:
@@ -69,22 +69,25 @@ def trials(
     sampled = _sampled(layer, permutations)
     centres = {name: mean_kernel(kernels) for name, kernels in sampled.items()}
     norm = sum(squared(kernels) for kernels in sampled.values()) or 1.0  # experts of zeros have no errors either
-    factored = _Factored(layer, permutations, [scheme for scheme in tried if isinstance(scheme, LowRank)], codes)
+    factored = _Factored(
+        layer, permutations, [wanted for wanted in tried if issubclass(wanted.form, SideBySide)], codes
+    )
     stored = {name: _stored(centre, codes) for name, centre in centres.items()}
     nothing = np.zeros(len(sampled))
     found: list[Trial] = []
-    pruned: dict[Pruned, _Remainder] = {}
-    for scheme in tried:
-        if isinstance(scheme, Quantized):
-            found.append(Trial(scheme, _quantized_error(sampled, stored, scheme) / norm, nothing))
-        elif isinstance(scheme, LowRank):
-            found.append(Trial(scheme, factored.error(scheme), nothing))
-        else:
-            of_floats = dataclasses.replace(scheme, bits=None)  # what is pruned is the same for all bits
+    pruned: dict[Wanted, _Remainder] = {}
+    for wanted in tried:
+        # Two forms have a shorter way: pruning is the same for all bits, and one decomposition serves all ranks.
+        if issubclass(wanted.form, SideBySide):
+            found.append(Trial(wanted, factored.error(wanted), nothing))
+        elif wanted.form.counts_largest:
+            of_floats = dataclasses.replace(wanted, bits=None)
             if of_floats not in pruned:
                 pruned[of_floats] = _prune(sampled, centres, of_floats, codes, refit=refit)
             remainder = pruned[of_floats]
-            found.append(Trial(scheme, remainder.error(sampled, scheme.bits) / norm, remainder.shares))
+            found.append(Trial(wanted, remainder.error(sampled, wanted.bits) / norm, remainder.shares))
+        else:
+            found.append(Trial(wanted, _encoded_error(layer, sampled, stored, wanted) / norm, nothing))
     return found
 
 
@@ -111,14 +114,14 @@ class _Remainder(NamedTuple):
 
 
 def _prune(
-    sampled: Matrices, centres: Mapping[str, np.ndarray], scheme: Pruned, codes: BaseCodes | None, *, refit: bool
+    sampled: Matrices, centres: Mapping[str, np.ndarray], wanted: Wanted, codes: BaseCodes | None, *, refit: bool
 ) -> _Remainder:
     shares = np.zeros(len(sampled))
-    if scheme.needs_shares:
+    if wanted.needs_shares:
         experts = range(len(sampled["up"]))
         each = ({name: kernels[expert].copy() for name, kernels in sampled.items()} for expert in experts)
-        shares = mean_shares(each, centres, scheme.keep)
-    counts = scheme.counts([kernels[0].size for kernels in sampled.values()], shares.tolist())
+        shares = mean_shares(each, centres, wanted.keep or 1.0)
+    counts = Sparse.counts_for(wanted, [kernels[0].size for kernels in sampled.values()], shares.tolist())
     refitted = {
         name: prune(lambda kernels=kernels: iter(kernels), centres[name], count, refit=refit)
         for (name, kernels), count in zip(sampled.items(), counts, strict=True)
@@ -136,7 +139,7 @@ def _prune(
 
 def _stored(centre: np.ndarray, codes: BaseCodes | None) -> np.ndarray:
     """The centre that its codes stand for."""
-    return centre if codes is None else encoded_centre(codes, centre, Matrix("", centre.shape), LeastError())[1]
+    return centre if codes is None else codes.form.stored(centre, Matrix("", centre.shape), LeastError())[1]
 
 
 def mean_shares(
@@ -157,19 +160,21 @@ def mean_shares(
 
 
 def _magnitudes(kernels: Mapping[str, np.ndarray], centres: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-    """Of the residuals, in the place of the kernels: two experts in memory are enough."""
+    """Returns the magnitudes of residuals, in the place of the kernels: two experts in memory are enough."""
     for name, kernel in kernels.items():
         np.abs(np.subtract(kernel, centres[name], out=kernel), out=kernel)
     return kernels
 
 
-def _quantized_error(sampled: Matrices, centres: Mapping[str, np.ndarray], scheme: Quantized) -> float:
-    total = 0.0
+def _encoded_error(layer: SourceLayer, sampled: Matrices, centres: Mapping[str, np.ndarray], wanted: Wanted) -> float:
+    form, total = layer.wanted(wanted), 0.0
+    assert isinstance(form, Encodable)
     for name, kernels in sampled.items():
+        matrix = dataclasses.replace(layer.matrices[name], shape=kernels.shape[1:])
         for kernel in kernels:
             residual = kernel - centres[name]
-            made = LeastError().quantize(residual, **dataclasses.asdict(scheme))
-            total += squared(np.asarray(made.approximation) - residual)
+            given = Residual(residual, np.dtype(np.float32), centres[name])
+            total += squared(np.asarray(form.encode(given, matrix, LeastError())[1]) - residual)
     return total
 
 
@@ -180,31 +185,33 @@ class _Factored:
         self,
         layer: SourceLayer,
         permutations: Int[np.ndarray, "E f"],
-        tried: Sequence[LowRank],
+        tried: Sequence[Wanted],
         codes: BaseCodes | None,
     ):
         self._layer, self._permutations, self._tried, self._codes = layer, permutations, tried, codes
         self._spectra: dict[str, tuple[list[np.ndarray], float]] = {}
         self._norm = 0.0
 
-    def error(self, scheme: LowRank) -> float:
+    def error(self, wanted: Wanted) -> float:
         """||W^ - W||^2 / ||W||^2."""
-        if scheme.design not in self._spectra:
-            self._spectra[scheme.design] = self._compute(scheme.design)
-        spectra, norm = self._spectra[scheme.design]
-        rank = self._rank(scheme)
+        if wanted.design not in self._spectra:
+            self._spectra[wanted.design] = self._compute(wanted.design)
+        spectra, norm = self._spectra[wanted.design]
+        rank = self._rank(wanted)
         kept = sum(float(np.sum(spectrum[:rank].astype(np.float64) ** 2)) for spectrum in spectra)
         return max(0.0, norm - kept) / self._norm
 
-    def _rank(self, scheme: LowRank) -> int:
-        return scheme.rank(self._layer.moe.expert, self._layer.shapes["up"][0])
+    def _rank(self, wanted: Wanted) -> int:
+        form = self._layer.wanted(wanted)
+        assert isinstance(form, LowRank | JointLowRank)
+        return form.rank
 
     def _compute(self, design: str) -> tuple[list[np.ndarray], float]:
         """The largest singular values of all residuals, and the squared norm of these."""
         layer, permutations = self._layer, self._permutations
         means = {name: mean_kernel(aligned_kernels(layer, name, permutations)) for name in layer.shapes}
         centres = {name: _stored(mean, self._codes) for name, mean in means.items()}
-        rank = max(self._rank(scheme) for scheme in self._tried if scheme.design == design)
+        rank = max(self._rank(wanted) for wanted in self._tried if wanted.design == design)
         spectra, norm, self._norm = [], 0.0, 0.0
         for expert in aligned_experts(layer, permutations):
             self._norm += sum(map(squared, expert.values()))

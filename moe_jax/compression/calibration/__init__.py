@@ -1,1 +1,1 @@
-"""What is known of the experts from running the model on a text."""
+"""Data about the experts from running the model on a text."""

@@ -1,4 +1,4 @@
-"""What the experts of a calibrated layer give for tokens of the text, before they are weighted."""
+"""Outputs of the experts of a calibrated layer for tokens of the text, before they are weighted."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
@@ -13,14 +13,16 @@ from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.functional.ffn import ffn
 
 Outputs = Callable[[Int[np.ndarray, " n"]], Iterator[tuple[slice, Float[np.ndarray, "c d"]]]]
-"""Of one expert, for some tokens by their indices: part after part, which of them and float32 outputs."""
+"""For one expert and tokens given by their indices: yields slices of these, and their float32 outputs."""
 
-# Tokens of a part: one program serves all experts, and outputs of a long text never are in memory together.
+# Tokens of a part: one program serves all experts, and the outputs of a long text are never all in memory.
 _CHUNK = 1024
 
 
 def expert_outputs(layer: SourceLayer) -> Iterator[Outputs]:
-    """One after another, the experts that the router chooses from. Memory holds the kernels of a layer.
+    """Yields the outputs of one expert after another, of those that the router chooses from.
+
+    Memory holds the kernels of a layer.
 
     Raises:
       InputError: if a weight is not finite.

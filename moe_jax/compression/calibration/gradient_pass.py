@@ -1,13 +1,13 @@
-"""How much the loss depends on what an MoE layer gives for each token: squared gradients, one layer after another.
+"""Measures how much the loss depends on the output of each MoE layer for each token: squared gradients, layer by layer.
 
-An error e of the experts' output for a token changes the loss by about `g . e`, g being the gradient of the loss with
-respect to what the layer gives there. Without knowing e, its square is `|g|^2 |e|^2 / d` on average: so tokens count by
-`|g|^2`, the trace of the empirical Fisher information of that output. Where a norm stands between the experts and what
-the layer gives, its scale is not looked at.
+An error e of the experts' output for a token changes the loss by about `g . e`, where g is the gradient of the loss
+with respect to the layer's output for that token. If e is unknown, the square of this is `|g|^2 |e|^2 / d` on average.
+So tokens are weighted by `|g|^2`, the trace of the empirical Fisher information of that output. If a norm stands
+between the experts and the layer's output, its scale is ignored.
 
-The model runs forwards over the text, and what every layer is given is kept on the disk, in bfloat16; then the
-gradients run backwards. Memory holds one layer and one batch, and a pass that was killed goes on at the layer where it
-was.
+The model runs forwards over the text, and the input of every layer is stored on the disk, in bfloat16; then the
+gradients run backwards. Memory holds one layer and one batch, and a pass that was killed continues at the layer where
+it was.
 """
 
 import shutil
@@ -26,7 +26,7 @@ from moe_jax.compression.calibration.recorded import gradients_file
 from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import show_bytes
 from moe_jax.core.terminal import Progress, no_progress
-from moe_jax.files.staging import replace_file, replacing
+from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.model_source import ModelSource
 
 # Below the folder of the recording, as long as the pass is not complete.
@@ -35,7 +35,7 @@ _FORWARDS, _BACKWARDS = "forwards", "backwards"
 
 
 def has_gradients(folder: Path, layers: tuple[int, ...]) -> bool:
-    """Whether a recording has those of all these layers."""
+    """Whether a recording has the gradients of all these layers."""
     return not (folder / _STATES / _NEXT).exists() and all(gradients_file(folder, i).is_file() for i in layers)
 
 
@@ -48,14 +48,14 @@ def record_gradients(
     batch_size: int = 8,
     progress: Progress = no_progress,
 ) -> None:
-    """Adds to a recording how much the loss of its text depends on every token, or goes on with that.
+    """Adds the weights of tokens by their squared gradients to a recording, or continues an interrupted pass.
 
     Args:
       source: the model.
       windows: of the text, those of the recording.
       folder: of the recording.
-      mesh: as of `layerwise_pass.record`.
-      batch_size: windows at a time, rounded up to what the mesh divides.
+      mesh: as for `layerwise_pass.record`.
+      batch_size: windows at a time, rounded up to a multiple of what the mesh divides.
       progress: called after every layer, forwards and backwards.
 
     Raises:
@@ -67,19 +67,19 @@ def record_gradients(
     states.mkdir(exist_ok=True)
     layers = source.config.num_layers
     _check_room(states, windows.size, source.config.d_model, layers)
-    it = _Pass(source, windows, folder, states, mesh, batch_size, progress)
+    work = _Pass(source, windows, folder, states, mesh, batch_size, progress)
     direction, begin = _begin(states)
     if direction == _FORWARDS:
-        it.forwards(begin)
-        it.turn()
+        work.forwards(begin)
+        work.begin_backwards()
         begin = layers
-    it.backwards(begin)
+    work.backwards(begin)
     (states / _NEXT).unlink()  # from here on a pass that is stopped has nothing left to do
     shutil.rmtree(states)
 
 
 class _Pass:
-    """The steps of the pass; each goes on at a layer and ends with all that the next one needs on the disk."""
+    """The steps of the pass; each continues at a layer and ends with everything on the disk that the next one needs."""
 
     def __init__(
         self,
@@ -100,25 +100,27 @@ class _Pass:
         self._progress = progress
 
     def forwards(self, begin: int) -> None:
-        """Keeps what every layer is given from layer `begin` on, and what the last one gives."""
+        """Stores the input of every layer from layer `begin` on, and the output of the last one."""
         if begin == 0:
             leaves = self._leaves("embed/")
-            given = _halves(self._states, 0, self._shape)
+            given = _inputs_of(self._states, 0, self._shape)
             for batch in self._batches:
                 given[batch] = _bits(embed_tokens(self._config, leaves, self._windows[batch]))
-            _go_on(self._states, given, _FORWARDS, 0)
+            _note_progress(self._states, given, _FORWARDS, 0)
         with jax.set_mesh(self._mesh):
             for i in range(begin, self._layers):
                 self._tell(i)
                 layer = PlacedLayer(self._source, i, self._mesh, self._programs)
-                given, after = _halves(self._states, i), _halves(self._states, i + 1, self._shape)
+                given, after = _inputs_of(self._states, i), _inputs_of(self._states, i + 1, self._shape)
                 for batch in self._batches:
-                    after[batch] = _bits(layer.of_batch(_floats(given[batch]), self._size)[0])
-                _go_on(self._states, after, _FORWARDS, i + 1)
+                    after[batch] = _bits(layer.apply(_floats(given[batch]), self._size)[0])
+                _note_progress(self._states, after, _FORWARDS, i + 1)
 
-    def turn(self) -> None:
-        """Keeps the gradient of the loss with respect to what the last layer gives; the logits of one window are in
-        memory at a time."""
+    def begin_backwards(self) -> None:
+        """Stores the gradient of the loss with respect to the output of the last layer.
+
+        The logits of one window are in memory at a time.
+        """
         leaves = self._leaves("final_norm/", "lm_head/", *([EMBEDDING] if self._config.tie_embeddings else []))
         placed = jax.tree.map(jnp.asarray, leaves)
 
@@ -126,13 +128,13 @@ class _Pass:
             return text_loss(self._config, placed, x[None], tokens[None])
 
         of_window = jax.jit(jax.grad(loss))
-        given, gradients = _halves(self._states, self._layers), _gradients(self._states, self._layers, self._shape)
+        given, gradients = _inputs_of(self._states, self._layers), _gradients(self._states, self._layers, self._shape)
         for n, tokens in enumerate(self._windows):
             gradients[n] = np.asarray(of_window(_floats(given[n]), placed, tokens))
-        _go_on(self._states, gradients, _BACKWARDS, self._layers)
+        _note_progress(self._states, gradients, _BACKWARDS, self._layers)
 
     def backwards(self, begin: int) -> None:
-        """Takes the gradient with respect to what layer `begin` is given back to the first MoE layer."""
+        """Takes the gradient with respect to the input of layer `begin` back to the first MoE layer."""
         with jax.set_mesh(self._mesh):
             for i in range(begin - 1, self._first - 1, -1):
                 self._tell(2 * self._layers - 1 - i)
@@ -142,11 +144,11 @@ class _Pass:
                 if i == self._first:
                     break
                 layer = PlacedLayer(self._source, i, self._mesh, self._programs)
-                given, before = _halves(self._states, i), _gradients(self._states, i, self._shape)
+                given, before = _inputs_of(self._states, i), _gradients(self._states, i, self._shape)
                 for batch in self._batches:
                     gradient = np.asarray(after[batch])
                     before[batch] = layer.gradient_before(_floats(given[batch]), gradient, self._size)
-                _go_on(self._states, before, _BACKWARDS, i)
+                _note_progress(self._states, before, _BACKWARDS, i)
         self._tell(2 * self._layers - self._first)
 
     def _leaves(self, *prefixes: str) -> dict[str, np.ndarray]:
@@ -157,38 +159,38 @@ class _Pass:
 
 
 def _write(folder: Path, layer: int, gradients: Float[np.ndarray, "N L d"]) -> None:
-    """Their squared norms, divided by the mean."""
+    """Writes the squared norms of gradients, divided by their mean."""
     squares = np.concatenate([np.sum(np.square(g, dtype=np.float64), axis=1) for g in gradients])
     mean = float(squares.mean())
     if not np.isfinite(mean):
         raise InputError(f"calibration: the gradients at what layer {layer} gives are not finite; mend the model")
     if mean <= 0:
         raise InputError(f"calibration: the loss of the text does not depend on what layer {layer} gives")
-    with replacing(gradients_file(folder, layer)) as file:
+    with as_path(gradients_file(folder, layer)).replacing() as file:
         np.save(file, (squares / mean).astype(np.float32), allow_pickle=False)
 
 
 def _begin(states: Path) -> tuple[str, int]:
-    """Which way the pass goes, and where it goes on."""
+    """Returns the direction of the pass, and the layer at which it continues."""
     if not (states / _NEXT).is_file():
         return _FORWARDS, 0
     direction, layer = (states / _NEXT).read_text().split()
     return direction, int(layer)
 
 
-def _go_on(states: Path, made: np.memmap, direction: str, layer: int) -> None:
-    """Notes what is complete: forwards, what the layer is given; backwards, the gradients of that."""
+def _note_progress(states: Path, made: np.memmap, direction: str, layer: int) -> None:
+    """Notes that a file is complete: forwards, the layer's input; backwards, the gradients with respect to it."""
     made.flush()
-    replace_file(states / _NEXT, f"{direction} {layer}".encode())
+    as_path(states / _NEXT).replace_content(f"{direction} {layer}".encode())
 
 
-def _halves(states: Path, layer: int, shape: tuple[int, int, int] | None = None) -> np.memmap:
-    """What a layer is given, bfloat16 as 16 bits: a file to read, or with a shape to fill."""
+def _inputs_of(states: Path, layer: int, shape: tuple[int, int, int] | None = None) -> np.memmap:
+    """Opens the input of a layer, bfloat16 as 16 bits: a file to read, or with a shape to fill."""
     return _memmap(states / f"{layer}.npy", np.uint16, shape)
 
 
 def _gradients(states: Path, layer: int, shape: tuple[int, int, int] | None = None) -> np.memmap:
-    """Gradients with respect to what a layer is given, float32; likewise."""
+    """Opens the gradients with respect to the input of a layer, float32: a file to read, or with a shape to fill."""
     # Two files in turn: that of the layer after is whole until this one is.
     return _memmap(states / f"backwards{layer % 2}.npy", np.float32, shape)
 
@@ -208,7 +210,7 @@ def _floats(bits: np.ndarray) -> Float[np.ndarray, "... d"]:
 
 
 def _check_room(states: Path, tokens: int, d_model: int, layers: int) -> None:
-    """Raises `InputError` unless what all layers are given and two times gradients fit on the disk."""
+    """Raises `InputError` unless the inputs of all layers and gradients of two layers fit on the disk."""
     needed = tokens * d_model * (2 * (layers + 1) + 8) - sum(file.stat().st_size for file in states.iterdir())
     free = shutil.disk_usage(states).free
     if needed > free:

@@ -1,7 +1,7 @@
-"""The calibration pass: a model runs over a text layer after layer, and what its banks are given is kept on the disk.
+"""The calibration pass: runs a model over a text layer after layer, and stores the inputs of its banks on the disk.
 
 Memory holds one layer and one batch, whatever the sizes of model and text: the activations between two layers are a
-file. So one pass over the model's files is enough, and a pass that was killed goes on at the layer where it was.
+file. So one pass over the model's files is enough, and a pass that was killed continues at the layer where it was.
 """
 
 import copy
@@ -25,11 +25,41 @@ from moe_jax.core.formatting import show_bytes
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.distributed.sharding import batch_spec, leaf_spec
 from moe_jax.experts.layout.mesh import spec_on_mesh
-from moe_jax.files.staging import replace_file
+from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.nn.router_stats import RouterSums
 
-# Which layer comes next, of a pass that is not complete.
+DEFAULT_SAMPLES = 128
+"""Default number of windows, if the text has as many: as many as GPTQ's authors took."""
+
+
+def sample_windows(
+    ids: Int[np.ndarray, " n"], *, seq_len: int, samples: int | None = None, seed: int = 0
+) -> Int[np.ndarray, "N L"]:
+    """Draws windows, none of them twice; in the order of the text.
+
+    Args:
+      ids: of the tokens of the text.
+      seq_len: L, tokens of a window; for a shorter text all of it.
+      samples: N; None: `DEFAULT_SAMPLES`, or as many as there are.
+      seed: of the draw.
+
+    Raises:
+      InputError: if the text has fewer windows than requested.
+    """
+    length = min(seq_len, len(ids))
+    count = len(ids) // length
+    if samples is not None and not 1 <= samples <= count:
+        raise InputError(
+            f"samples={samples}: the calibration text has {len(ids)} tokens, which are {count} windows of {length}; "
+            "ask for at most so many, or give a longer text"
+        )
+    wanted = min(DEFAULT_SAMPLES, count) if samples is None else samples
+    chosen = np.sort(np.random.Generator(np.random.Philox(seed)).permutation(count)[:wanted])
+    return ids[: count * length].reshape(count, length)[chosen].astype(np.int32)
+
+
+# Name of the file with the index of the next layer, while a pass is not complete.
 _NEXT = "next"
 
 
@@ -43,16 +73,16 @@ def record(
     batch_size: int = 8,
     progress: Progress = no_progress,
 ) -> None:
-    """Makes the recording of a model on a text, or goes on with it; activations are float32.
+    """Makes the recording of a model on a text, or continues it; activations are float32.
 
     Args:
       source: the model.
-      windows: of the text, as `sample_windows` draws them.
+      windows: of the text, from `sample_windows`.
       folder: where it is written; of this recording alone.
-      key: what it is a recording of; JSON.
+      key: describes the recording; JSON.
       mesh: devices that share the windows of a batch; the weights of a layer are placed as in training.
-      batch_size: windows at a time, rounded up to what the mesh divides. Does not change the result but in the last
-        bits.
+      batch_size: windows at a time, rounded up to a multiple of what the mesh divides. Affects only the last bits of
+        the result.
       progress: called after every layer.
 
     Raises:
@@ -75,7 +105,7 @@ def record(
         for batch in batches:
             states[batch] = np.asarray(embed_tokens(config, embedding, windows[batch]))
         del embedding
-        _go_on(folder, states, 0)
+        _note_progress(folder, states, 0)
     programs: dict[Any, Any] = {}
     with jax.set_mesh(mesh):
         for i in range(begin, last + 1):
@@ -83,7 +113,7 @@ def record(
             before, after = _states(folder, i), _states(folder, i + 1, shape)
             layer = PlacedLayer(source, i, mesh, programs)
             _run(layer, before, after, batches, size, folder)
-            _go_on(folder, after, i + 1)
+            _note_progress(folder, after, i + 1)
     progress("calibrating", last + 1, last + 1)
     for parity in (0, 1):  # a pass that is stopped from here on has nothing left to do
         _states_file(folder, parity).unlink(missing_ok=True)
@@ -109,32 +139,32 @@ class PlacedLayer:
         self._paths = paths
         self._leaves = {name: self._placed(path, source.read(path)) for name, path in paths.items()}
 
-    def having(self, leaves: Mapping[str, np.ndarray]) -> "PlacedLayer":
-        """The layer with others of some leaves, by their names below it."""
+    def with_leaves(self, leaves: Mapping[str, np.ndarray]) -> "PlacedLayer":
+        """Returns the layer with some leaves replaced, by their names below it."""
         changed = copy.copy(self)
         placed = {name: self._placed(self._paths[name], leaf) for name, leaf in leaves.items()}
         changed._leaves = self._leaves | placed
         return changed
 
-    def of_batch(self, x: Float[np.ndarray, "B L d"], size: int) -> tuple[Float[np.ndarray, "B L d"], list[BankCall]]:
-        """What the layer makes of up to `size` windows, which are filled up to so many; and what its bank was given."""
-        y, calls = self._program(self._leaves, self._filled(x, size), self._valid(x, size))
+    def apply(self, x: Float[np.ndarray, "B L d"], size: int) -> tuple[Float[np.ndarray, "B L d"], list[BankCall]]:
+        """Applies the layer to at most `size` windows, padded to this many; also returns the calls of its bank."""
+        y, calls = self._program(self._leaves, self._padded(x, size), self._valid(x, size))
         return np.asarray(y)[: len(x)], calls
 
     def gradient_before(
         self, x: Float[np.ndarray, "B L d"], after: Float[np.ndarray, "B L d"], size: int
     ) -> Float[np.ndarray, "B L d"]:
-        """The gradient of a loss with respect to what the layer is given, from that with respect to what it gives."""
+        """Returns the gradient of a loss with respect to the layer's input, given that with respect to its output."""
         valid = self._valid(x, size)
-        return np.asarray(self._pull(self._leaves, self._filled(x, size), valid, self._filled(after, size)))[: len(x)]
+        return np.asarray(self._pull(self._leaves, self._padded(x, size), valid, self._padded(after, size)))[: len(x)]
 
-    def _filled(self, x: Float[np.ndarray, "B L d"], size: int) -> jax.Array:
-        """With windows of zeros, so many that there are `size`; on the mesh."""
-        filled = np.concatenate([x, np.zeros((size - len(x), *x.shape[1:]), x.dtype)])
-        return jax.device_put(filled, NamedSharding(self._mesh, P(batch_spec()[0])))
+    def _padded(self, x: Float[np.ndarray, "B L d"], size: int) -> jax.Array:
+        """Returns `size` windows on the mesh, with zeros after the given ones."""
+        padded = np.concatenate([x, np.zeros((size - len(x), *x.shape[1:]), x.dtype)])
+        return jax.device_put(padded, NamedSharding(self._mesh, P(batch_spec()[0])))
 
     def _valid(self, x: Float[np.ndarray, "B L d"], size: int) -> jax.Array:
-        """Bool[size, L]: what was not filled."""
+        """Returns Bool[size, L], false for the windows that were added."""
         valid = np.broadcast_to(np.arange(size) < len(x), (x.shape[1], size)).T
         return jax.device_put(valid, NamedSharding(self._mesh, P(batch_spec()[0])))
 
@@ -143,14 +173,14 @@ class PlacedLayer:
         return jax.device_put(leaf, NamedSharding(self._mesh, spec))
 
 
-def applied(layer: PlacedLayer, x: Float[np.ndarray, "N L d"], batch_size: int, mesh: Mesh) -> np.ndarray:
-    """What a layer makes of windows, a batch of them after another."""
+def apply_in_batches(layer: PlacedLayer, x: Float[np.ndarray, "N L d"], batch_size: int, mesh: Mesh) -> np.ndarray:
+    """Applies a layer to windows, one batch after another."""
     size, batches = batches_of(len(x), batch_size, mesh)
-    return np.concatenate([layer.of_batch(x[batch], size)[0] for batch in batches])
+    return np.concatenate([layer.apply(x[batch], size)[0] for batch in batches])
 
 
 def batches_of(windows: int, batch_size: int, mesh: Mesh) -> tuple[int, list[slice]]:
-    """How many windows are computed at a time, a multiple of what the mesh divides them into; and which."""
+    """Returns the number of windows of a batch, a multiple of what the mesh divides them into; and the batches."""
     rows, _ = batch_spec()
     shards = int(np.prod([mesh.shape[axis] for axis in rows]))
     size = -(-min(batch_size, windows) // shards) * shards
@@ -175,14 +205,14 @@ def _run(
     size: int,
     folder: Path,
 ) -> None:
-    """Applies a layer to all windows, and keeps what its bank was given."""
+    """Applies a layer to all windows, and stores the inputs of its bank."""
     windows, length, width = before.shape
-    # Of a pass that was stopped, the layer may be complete while what comes after it is not.
+    # If a pass was stopped, the layer may be complete while the next layer's input is not.
     recorded = layer_file(folder, layer.index).is_file()
     inputs = create_inputs(folder, layer.index, (windows * length, width)) if layer.moe and not recorded else None
     experts, weights, sums = [], [], RouterSums()
     for batch in batches:
-        y, calls = layer.of_batch(np.asarray(before[batch]), size)
+        y, calls = layer.apply(np.asarray(before[batch]), size)
         if not np.isfinite(y).all():
             raise InputError(f"calibration: what layer {layer.index} gives is not finite; mend the model")
         after[batch] = y
@@ -202,7 +232,7 @@ def _run(
 
 
 def _check_room(folder: Path, tokens: int, d_model: int, layers: int) -> None:
-    """Raises `InputError` unless inputs of all layers and two times activations fit on the disk."""
+    """Raises `InputError` unless inputs of all layers and activations of two layers fit on the disk."""
     needed = tokens * d_model * (2 * layers + 8) - sum(file.stat().st_size for file in folder.iterdir())
     free = shutil.disk_usage(folder).free
     if needed > free:
@@ -218,14 +248,14 @@ def _states_file(folder: Path, index: int) -> Path:
 
 
 def _states(folder: Path, index: int, shape: tuple[int, int, int] | None = None) -> np.memmap:
-    """What layer `index` is given: a file to read, or with a shape to fill."""
+    """Opens the input of layer `index`: a file to read, or with a shape to fill."""
     file = _states_file(folder, index)
     if shape is None:
         return np.lib.format.open_memmap(file, mode="r")
     return np.lib.format.open_memmap(file, mode="w+", dtype=np.float32, shape=shape)
 
 
-def _go_on(folder: Path, states: np.memmap, index: int) -> None:
-    """Notes that all before layer `index` is done."""
+def _note_progress(folder: Path, states: np.memmap, index: int) -> None:
+    """Notes that everything before layer `index` is done."""
     states.flush()
-    replace_file(folder / _NEXT, str(index).encode())
+    as_path(folder / _NEXT).replace_content(str(index).encode())

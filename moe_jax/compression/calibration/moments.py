@@ -1,10 +1,10 @@
-"""Second moments of what the matrices of every expert are given on the calibration text.
+"""Second moments of the inputs of every expert's matrices on the calibration text.
 
-A routed expert adds `w (h W_down)` to the output of a token: what an error of its matrices changes there grows with the
-square of the router weight w. So the moments of an expert are sums of `w^2 x x^T` over the tokens that are routed to
-it, x being its input for `gate` and `up`, and its hidden activations for `down`. A universal FFN beside the bank that
-counts as an expert is given all tokens, alike. Where it is known how much the loss depends on every token
-(`gradient_pass`), tokens also count by that.
+A routed expert adds `w (h W_down)` to the output of a token: the effect of an error of its matrices there grows with
+the square of the router weight w. So the moments of an expert are sums of `w^2 x x^T` over the tokens that are routed
+to it, where x is its input for `gate` and `up`, and its hidden activations for `down`. A universal FFN beside the bank
+that counts as an expert gets all tokens, with equal weights. If it is known how much the loss depends on every token
+(`gradient_pass`), tokens are weighted by that, too.
 
 An expert to which few tokens are routed would have a moment of low rank, by which most of its weights would not matter.
 So some tokens of the whole layer count for every expert, together as much as `BACKGROUND` tokens that are routed to it:
@@ -25,7 +25,7 @@ from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.functional.ffn import ffn_hidden
 
 BACKGROUND = 64
-"""What the tokens of the whole layer count for, in tokens that are routed to an expert."""
+"""Weight of the tokens of the whole layer, in tokens that are routed to an expert."""
 _BACKGROUND_ROWS = 512
 
 # Rows of one product.
@@ -37,7 +37,7 @@ class _Rows(NamedTuple):
 
     Attributes:
       index: of each among the tokens of the layer.
-      weights: by which they count, float32: squares of router weights, times what the loss depends on the token.
+      weights: float32: squares of router weights, times the dependence of the loss on the token.
     """
 
     index: np.ndarray
@@ -45,10 +45,10 @@ class _Rows(NamedTuple):
 
 
 def moments(layer: SourceLayer, name: str) -> Iterator[Float[np.ndarray, "i i"]]:
-    """The second moment of the inputs of a matrix, for one expert after another; float32, a sum over tokens.
+    """Yields the second moment of the inputs of a matrix, for one expert after another; float32, a sum over tokens.
 
     Args:
-      layer: that was calibrated. Its experts' neurons are in the order in which they are stored.
+      layer: a calibrated layer. Its experts' neurons are in the order in which they are stored.
       name: of the matrix.
 
     Raises:
@@ -76,20 +76,20 @@ def moments(layer: SourceLayer, name: str) -> Iterator[Float[np.ndarray, "i i"]]
 
 
 def tokens_per_expert(layer: SourceLayer) -> np.ndarray:
-    """How many tokens of the text are routed to every expert of the bank."""
+    """Returns how many tokens of the text are routed to every expert of the bank."""
     assert layer.rows is not None
     experts = layer.rows.experts
     return np.bincount(experts[experts >= 0], minlength=layer.num_experts)
 
 
 def _rows_of(rows: LayerRows, expert: int | None) -> _Rows:
-    """Of an expert of the bank; None: of one that all tokens go to."""
+    """Returns the tokens of an expert of the bank; None: of an expert that all tokens go to."""
     if expert is None:
         index, weights = np.arange(len(rows.experts)), np.ones(len(rows.experts), np.float32)
     else:
         chosen = rows.experts == expert
         index = np.flatnonzero(chosen.any(axis=1))
-        # Of merged experts a token may have chosen the same one twice: it is applied with both weights.
+        # A token may have chosen the same merged expert twice: it is applied with both weights.
         weights = np.where(chosen[index], rows.weights[index], 0).sum(axis=1, dtype=np.float32) ** 2
     background = np.linspace(0, len(rows.experts) - 1, min(_BACKGROUND_ROWS, len(rows.experts))).astype(int)
     usual = float(np.mean(weights)) if len(weights) else 1.0
@@ -100,7 +100,7 @@ def _rows_of(rows: LayerRows, expert: int | None) -> _Rows:
 
 
 def _sum(rows: LayerRows, own: _Rows, apply: Callable[[Array], Array], size: int) -> Float[np.ndarray, "i i"]:
-    """The sum of w a a^T over rows, a being what `apply` makes of an input."""
+    """Returns the sum of w a a^T over rows, where a is the result of `apply` for an input."""
     total = jnp.zeros((size, size), jnp.float32)
     for start in range(0, len(own.index), _CHUNK):
         part = slice(start, start + _CHUNK)

@@ -1,4 +1,4 @@
-"""What was recorded of a model on a calibration text: for every MoE layer, what its bank was given."""
+"""The recording of a model on a calibration text: for every MoE layer, the inputs of its bank."""
 
 import json
 import zipfile
@@ -12,18 +12,18 @@ from jaxtyping import Float, Int
 
 from moe_jax.core.errors import InputError
 from moe_jax.files.json_toml import ANYTHING, read_json
-from moe_jax.files.staging import replace_file, replacing, write_durably
+from moe_jax.files.storage_path import as_path
 from moe_jax.nn.router_stats import RouterStatistics
 
 FORMAT = 2
-"""Of the files of a recording. One with another number is made anew."""
+"""Version of the files of a recording. A recording of another version is made anew."""
 KEY_FILE = "calibration.json"
-# Where tokens count by gradients, errors are other ones.
+# Sensitivities differ if tokens are weighted by gradients.
 _SENSITIVITIES = {False: "sensitivities.json", True: "sensitivities-gradients.json"}
 
 
 class LayerRows(NamedTuple):
-    """What the bank of a layer was given, T tokens.
+    """The inputs of the bank of a layer, for T tokens.
 
     Attributes:
       inputs: bfloat16, on the disk.
@@ -40,11 +40,11 @@ class LayerRows(NamedTuple):
 
 
 class LayerCalibration(NamedTuple):
-    """Of one layer.
+    """Calibration data of one layer.
 
     Attributes:
       statistics: of its router.
-      rows: what its bank was given; None: only the router was looked at.
+      rows: inputs of its bank; None: only the router was recorded.
       sensitivities: of every matrix, see `sensitivity_pass`; None: not measured.
     """
 
@@ -53,21 +53,21 @@ class LayerCalibration(NamedTuple):
     sensitivities: Mapping[str, float] | None = None
 
 
-PROMISED = LayerCalibration(
+NOT_YET_RECORDED = LayerCalibration(
     RouterStatistics(np.zeros(0), np.zeros(0), np.zeros((0, 0))),
     LayerRows(np.zeros((0, 0), np.float32), np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)),
 )
-"""In place of what is not recorded yet, for checks beforehand; nobody looks into it."""
+"""Stands for a recording that does not exist yet, in checks beforehand; nobody reads its content."""
 
 
 class Calibration(NamedTuple):
-    """What was recorded of a model on a text.
+    """The recording of a model on a text.
 
     Attributes:
       text: the file.
       layers: by the index of the MoE layer.
-      folder: where the recording is; None: in memory.
-      keep: what has to live as long as this, if that is a temporary folder.
+      folder: of the recording; None: in memory.
+      keep: an object that must live as long as this: its folder, if that is a temporary one.
     """
 
     text: Path
@@ -77,17 +77,17 @@ class Calibration(NamedTuple):
 
 
 def inputs_file(folder: Path, layer: int) -> Path:
-    """Where the inputs of a layer's bank are kept."""
+    """Returns the file of the inputs of a layer's bank."""
     return folder / f"{layer}.inputs.npy"
 
 
 def layer_file(folder: Path, layer: int) -> Path:
-    """The file of what else is kept of a layer; where it is, the layer is complete."""
+    """Returns the file of a layer's other data; if it exists, the layer is complete."""
     return folder / f"{layer}.npz"
 
 
 def create_inputs(folder: Path, layer: int, shape: tuple[int, int]) -> np.memmap:
-    """A new file of inputs, to be filled; bfloat16, which NumPy's format knows as 16 bits."""
+    """Makes a new file of inputs, to be filled; bfloat16, which NumPy's format stores as 16 bits."""
     return np.lib.format.open_memmap(inputs_file(folder, layer), mode="w+", dtype=np.uint16, shape=shape)
 
 
@@ -99,22 +99,22 @@ def write_layer(
     statistics: RouterStatistics,
 ) -> None:
     """Completes a layer whose inputs are on the disk."""
-    with replacing(layer_file(folder, layer)) as file:
+    with as_path(layer_file(folder, layer)).replacing() as file:
         np.savez(file, allow_pickle=False, experts=experts, weights=weights, **statistics._asdict())
 
 
 def gradients_file(folder: Path, layer: int) -> Path:
-    """Where it is kept how much the loss depends on every token."""
+    """Returns the file of the weights of tokens, see `gradient_pass`."""
     return folder / f"{layer}.gradients.npy"
 
 
 def read_layer(folder: Path, layer: int, *, gradients: bool = False) -> LayerCalibration:
-    """A complete layer.
+    """Reads a complete layer.
 
     Args:
       folder: of the recording.
       layer: its index.
-      gradients: whether tokens count by the loss's gradients, which are there then.
+      gradients: whether tokens are weighted by the loss's gradients, which must then be recorded.
 
     Raises:
       InputError: if the files are not those of a recording.
@@ -136,12 +136,12 @@ def read_layer(folder: Path, layer: int, *, gradients: bool = False) -> LayerCal
 def write_sensitivities(
     folder: Path, sensitivities: Mapping[int, Mapping[str, float]], *, gradients: bool = False
 ) -> None:
-    """Keeps what `sensitivity_pass` measured, by layer index and matrix; `gradients` as of `read_layer`."""
-    replace_file(folder / _SENSITIVITIES[gradients], json.dumps(sensitivities).encode())
+    """Writes the results of `sensitivity_pass`, by layer index and matrix; `gradients` as for `read_layer`."""
+    as_path(folder / _SENSITIVITIES[gradients]).replace_content(json.dumps(sensitivities).encode())
 
 
 def read_sensitivities(folder: Path, *, gradients: bool = False) -> dict[int, dict[str, float]] | None:
-    """What `write_sensitivities` kept; None: nothing.
+    """Reads the results that `write_sensitivities` wrote; None: there are none.
 
     Raises:
       InputError: if the file is damaged.
@@ -160,7 +160,7 @@ def is_complete(folder: Path, key: Mapping[str, Any]) -> bool:
     """Whether a folder holds the whole recording that `key` describes.
 
     Raises:
-      InputError: if it is another one.
+      InputError: if it is another recording.
     """
     file = folder / KEY_FILE
     if not file.is_file():
@@ -172,5 +172,5 @@ def is_complete(folder: Path, key: Mapping[str, Any]) -> bool:
 
 
 def complete(folder: Path, key: Mapping[str, Any]) -> None:
-    """Says that the recording is whole."""
-    write_durably(folder / KEY_FILE, json.dumps(dict(key), indent=1).encode())
+    """Marks the recording as complete."""
+    as_path(folder / KEY_FILE).write_durably(json.dumps(dict(key), indent=1).encode())

@@ -1,4 +1,4 @@
-"""How the experts are used: on a text, or as far as the weights of the router say (methods.md 5)."""
+"""Usage of the experts: measured on a text, or derived from the weights of the router (methods.md 5)."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from moe_jax.nn.router_stats import RouterStatistics
 
 
 def statistics_of(layer: SourceLayer) -> RouterStatistics:
-    """Statistics of the router for the experts in the bank: measured on a text, or else derived from its weights.
+    """Returns statistics of the router for the experts in the bank: measured on a text, or derived from its weights.
 
     Without a text all experts count as used alike, and are as similar as the columns of the router's (last) matrix.
 
@@ -25,7 +25,7 @@ def statistics_of(layer: SourceLayer) -> RouterStatistics:
         known = RouterStatistics(uniform, uniform, similarity)
     if layer.moe.merged_experts is None:
         return known
-    # Experts that are merged already: what goes to one of them is added up.
+    # For merged experts: what goes to one of them is added up.
     member = np.eye(layer.moe.merged_experts)[layer.leaf("groups")]
     share = member / member.sum(axis=0)
     return RouterStatistics(known.usage @ member, known.score @ member, share.T @ known.similarity @ share)

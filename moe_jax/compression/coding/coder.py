@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, Literal, Unpack, get_args
 
 import jax
 import numpy as np
@@ -15,13 +15,27 @@ from moe_jax.compression.coding.joint_factors import joint_factors
 from moe_jax.compression.coding.quantizer import quantize
 from moe_jax.compression.coding.row_scales import best_row_scales, scales_of_magnitudes
 from moe_jax.compression.coding.truncated_svd import truncated_svd
-from moe_jax.experts.forms.encoded import Encoded, MoreOfCodes
+from moe_jax.core.errors import InputError, check_member
+from moe_jax.experts.forms.optional.coding import Encoded, MoreOfCodes
 from moe_jax.functional.products.packing import SCALE_DTYPE
+
+Levels = Literal["any", "even", "fitted"]
+LEVELS: tuple[str, ...] = get_args(Levels)
+"""Levels of codes: per group the better of two grids, always the one with a zero, or a table fitted to every kernel."""
+
+
+def check_levels(levels: str, bits: int, *, zero_points: bool = False) -> None:
+    """Raises `InputError` if codes of so many bits have no such levels."""
+    check_member("levels", levels, LEVELS)
+    if bits == 1 and levels == "even":
+        raise InputError("levels=even: one bit has no zero; choose 2 bits or more")
+    if zero_points and levels != "any":
+        raise InputError(f"levels={levels} do not go with zero points, which say where levels lie")
 
 
 @dataclass(frozen=True)
 class LeastError:
-    """What has the least squared error.
+    """Codes and factors of the least squared error.
 
     Attributes:
       fit: grids and scales of codes are chosen so, and not for the largest absolute value.
@@ -35,7 +49,7 @@ class LeastError:
     even: bool = False
 
     def factors(self, matrix: Float[np.ndarray, "n w"], rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """See `Coder`. The singular values go to both factors alike."""
+        """The singular values go to both factors alike."""
         u, s, v = truncated_svd(matrix, rank)
         root = np.sqrt(s)
         return u * root, v * root
@@ -43,7 +57,6 @@ class LeastError:
     def quantize(
         self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None, **more: Unpack[MoreOfCodes]
     ) -> Encoded:
-        """See `Coder`."""
         options: dict[str, Any] = {"bits": bits, "group_size": group_size, "fit": self.fit, "even": self.even, **more}
         if not options.pop("row_scales", False):
             return jax.tree.map(np.asarray, quantize(values, **options))
@@ -53,7 +66,7 @@ class LeastError:
 
 @dataclass(frozen=True, eq=False)
 class LeastOutputError:
-    """What changes the outputs of a kernel least, for inputs whose second moment H [i, i] is known: tr(E^T H E).
+    """Codes and factors that change the outputs of a kernel least, for inputs of second moment H [i, i]: tr(E^T H E).
 
     Attributes:
       moment: H of the kernel's inputs, float32; any multiple of it does the same. Of zeros it counts as the identity.
@@ -68,7 +81,7 @@ class LeastOutputError:
     even: bool = False
 
     def factors(self, matrix: Float[np.ndarray, "n w"], rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """See `Coder`. Rows of the matrix belong to inputs.
+        """Rows of the matrix belong to inputs.
 
         With H = R R^T, the error is the squared norm of R^T E: the best factors are those of R^T W, of which the first
         is taken back by R^-T (SVD-LLM, arXiv 2403.07378, section 3.1).
@@ -85,7 +98,6 @@ class LeastOutputError:
     def quantize(
         self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None, **more: Unpack[MoreOfCodes]
     ) -> Encoded:
-        """See `Coder`."""
         options: dict[str, Any] = {"bits": bits, "group_size": group_size, "fit": self.fit, "even": self.even, **more}
         if not options.pop("row_scales", False):
             return jax.tree.map(np.asarray, self._quantized(values, 1, options, feedback=self.feedback))
@@ -108,7 +120,7 @@ class LeastOutputError:
 
     @property
     def importances(self) -> Float[np.ndarray, " i"]:
-        """What an entry of each row counts for when entries are chosen: the root of H_ii (Wanda, arXiv 2306.11695)."""
+        """The weight of every row's entries when entries are chosen: the root of H_ii (Wanda, arXiv 2306.11695)."""
         return np.sqrt(self._diagonal)
 
     @property
@@ -123,7 +135,7 @@ class LeastOutputError:
 
 @dataclass(frozen=True, eq=False)
 class LeastJointError:
-    """Factors all matrices of an expert together; see `experts.forms.encoded.JointCoder`.
+    """Factors all matrices of an expert together; see `experts.forms.optional.coding.JointCoder`.
 
     Attributes:
       moments: second moments of what the matrices are given, by name, float32. With them the outputs change least, and
@@ -138,7 +150,6 @@ class LeastJointError:
     def factors(
         self, rows: Mapping[str, Float[np.ndarray, "f d"]], rank: int
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """See `JointCoder`."""
         if self.moments:
             return joint_factors(rows, self.kernels, self.moments["up"], self.moments["down"], rank)
         left, right = LeastError().factors(np.concatenate(list(rows.values()), axis=1), rank)
@@ -147,7 +158,7 @@ class LeastJointError:
 
 
 def with_row_scales(made: Encoded, rows: Float[np.ndarray, " i"]) -> Encoded:
-    """What was quantised without row scales, with them."""
+    """Returns a kernel that was quantised without row scales, with them."""
     leaves = {name: np.asarray(leaf) for name, leaf in made.leaves.items()}
     leaves["row_scales"] = rows[:, None].astype(SCALE_DTYPE)
     return Encoded(leaves, np.asarray(made.approximation) * rows[:, None])

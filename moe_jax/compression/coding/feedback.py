@@ -21,11 +21,11 @@ from jaxtyping import Array, Float
 
 from moe_jax.compression.coding.quantizer import best_grid, fitted_table, nearest_codes, stored
 from moe_jax.core.errors import InputError
-from moe_jax.experts.forms.encoded import Encoded
+from moe_jax.experts.forms.optional.coding import Encoded
 from moe_jax.functional.products.packing import Grid
 
 DAMPING = 0.01
-"""Of the mean of its diagonal, added to the diagonal of a second moment: as published."""
+"""The share of the mean of its diagonal that is added to the diagonal of a second moment: as published."""
 
 
 def triangular_factor(moment: Float[np.ndarray, "i i"]) -> Float[np.ndarray, "i i"]:

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 from moe_jax.compression.coding.coder import LeastError
 from moe_jax.compression.coding.quantizer import nearest_codes, stored
 from moe_jax.compression.coding.zero_points import read_grid
-from moe_jax.experts.forms.encoded import Encoded, MoreOfCodes
+from moe_jax.experts.forms.optional.coding import Encoded, MoreOfCodes
 from moe_jax.functional.products.packing import Grid
 
 NORM, BETA, GROWTH, ROUNDS = 0.7, 10.0, 1.01, 20
@@ -38,7 +38,7 @@ class HalfQuadratic(LeastError):
     def quantize(
         self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None, **more: Unpack[MoreOfCodes]
     ) -> Encoded:
-        """See `Coder`; in groups, with zero points, and no table."""
+        """Quantises in groups, with zero points and without a table."""
         assert group_size is not None and more.get("zero_points") and not more.get("table")
         made = half_quadratic(values, bits=bits, group_size=group_size, scale_bits=more.get("scale_bits", 16))
         return jax.tree.map(np.asarray, made)

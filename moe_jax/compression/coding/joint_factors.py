@@ -39,7 +39,7 @@ from moe_jax.compression.coding.truncated_svd import product, truncated_svd
 
 ROUNDS = 12
 LEAST_GAIN = 1e-3
-"""What a round has to gain of the error, for another to follow."""
+"""The share of the error that a round has to gain for another to follow."""
 _STEPS = 5  # of conjugate gradients in a round
 _BEYOND = 1.5  # times the way to the solution for L
 # Of all that there is, what may be nothing but rounding.
@@ -65,7 +65,7 @@ class Fit(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What factors are looked for; outputs of the kernels have a squared norm of 1 over the number of matrices each.
+    """The problem whose factors are sought; outputs of each kernel have a squared norm of 1 / number of matrices.
 
     Attributes:
       into: A_1 C, ... side by side, in these units.
@@ -182,7 +182,7 @@ def best_for(problem: Problem, left: Float[Array, "f r"]) -> Fit:
 
 
 def _towards_best(problem: Problem, fit: Fit) -> Float[Array, "f r"]:
-    """What leads from L to the best L for the same R."""
+    """Returns the step from L to the best L for the same R."""
     into = np.asarray(fit.into, np.float64)
     shared = fit.down @ fit.down.T
     both = into @ into.T + shared  # for S like the identity

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from moe_jax.compression.coding.coder import LeastError
 from moe_jax.compression.coding.quantizer import nearest_codes, stored
-from moe_jax.experts.forms.encoded import Encoded, MoreOfCodes
+from moe_jax.experts.forms.optional.coding import Encoded, MoreOfCodes
 from moe_jax.functional.products.nf4 import LEVELS
 from moe_jax.functional.products.packing import SCALE_DTYPE, Grid, scale_leaves, scales_of
 
@@ -27,7 +27,7 @@ class NormalFloat(LeastError):
     def quantize(
         self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None, **more: Unpack[MoreOfCodes]
     ) -> Encoded:
-        """See `Coder`; four bits in groups, with a table."""
+        """Quantises to four bits in groups, with a table."""
         assert bits == 4 and group_size is not None and more.get("table")
         made = normal_float(values, group_size=group_size, scale_bits=more.get("scale_bits", 16))
         return jax.tree.map(np.asarray, made)

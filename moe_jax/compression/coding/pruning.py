@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float
 
 from moe_jax.compression.threads import in_threads
 from moe_jax.core.finite import largest_magnitude
+from moe_jax.experts.forms.kinds.positions import kept_entries
 
 # Refitting ends when a round gains less than this part of the error, or after so many rounds.
 LEAST_GAIN, MOST_ROUNDS = 1e-3, 20
@@ -40,11 +41,6 @@ class Refit(NamedTuple):
     rounds: int
 
 
-def kept_entries(size: int, keep: float) -> int:
-    """How many of `size` entries a share is; at least one."""
-    return min(size, max(1, round(size * keep)))
-
-
 def concat_counts(magnitudes: Mapping[str, Float[np.ndarray, "..."]], keep: float) -> dict[str, int]:
     """How many of the largest entries of one expert lie in each of its matrices.
 
@@ -64,24 +60,6 @@ def concat_counts(magnitudes: Mapping[str, Float[np.ndarray, "..."]], keep: floa
         equal = min(left, int(np.count_nonzero(magnitude == least)))
         counts[name], left = counts[name] + equal, left - equal
     return counts
-
-
-def common_counts(shares: Sequence[float], sizes: Sequence[int], keep: float) -> tuple[int, ...]:
-    """Entries that every expert keeps of each matrix, so that the kept share is exact and storage has no gaps.
-
-    Args:
-      shares: of each matrix in what is kept, averaged over experts; they sum to 1.
-      sizes: entries of each matrix.
-      keep: share of all entries that stays.
-    """
-    total = kept_entries(sum(sizes), keep)
-    counts = [min(size, max(1, math.floor(total * share))) for share, size in zip(shares, sizes, strict=True)]
-    while (missing := total - sum(counts)) > 0:
-        # What rounding took away, or a matrix had no room for, goes to those that have.
-        open_ = [m for m, size in enumerate(sizes) if counts[m] < size]
-        for m in open_:
-            counts[m] += min(sizes[m] - counts[m], math.ceil(missing / len(open_)), total - sum(counts))
-    return tuple(counts)
 
 
 def largest_mask(residual: Float[np.ndarray, "..."], count: int) -> Bool[np.ndarray, "..."]:

@@ -75,7 +75,7 @@ def best_row_scales(
     moment: Float[np.ndarray, "i i"],
     coded: Callable[[np.ndarray, np.ndarray], np.ndarray],
 ) -> Float[np.ndarray, " i"]:
-    """Of the `candidates`, those with which codes change the outputs least, tr(E^T H E), on some of the columns.
+    """Returns the `candidates` with which codes change the outputs least, tr(E^T H E), on some of the columns.
 
     Args:
       kernel, group_size, moment: see `candidates`.

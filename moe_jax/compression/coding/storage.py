@@ -1,4 +1,4 @@
-"""Bytes of compressed experts in every form in which they can be stored, from a config alone (methods.md 5 and 8).
+"""Bytes of compressed experts in every layout in which they can be stored, from a config alone (methods.md 5 and 8).
 
 The bank itself is built by `eval_shape` and its leaves are counted: no weights are needed, and no formula can disagree
 with the disk.
@@ -6,53 +6,65 @@ with the disk.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moe_jax.compression.coding.schemes import LowRank, Pruned, Quantized, Scheme, check_keep
 from moe_jax.core.counting import count_bytes
-from moe_jax.core.errors import InputError, check_member
 from moe_jax.distributed.sharding import path_name
-from moe_jax.experts import BankConfig, BaseCodes, FFNConfig, make_bank
-from moe_jax.experts.forms import MixtureOfBases
+from moe_jax.experts import BankConfig, BaseCodes, make_bank
+from moe_jax.experts.forms import ExpertForm, Full, ffn_matrices
 from moe_jax.experts.forms.fresh import shapes_of
-from moe_jax.experts.forms.mixture_of_bases import BasisActivation
-from moe_jax.experts.forms.positions import ENCODINGS, POSITION_LEAVES
-from moe_jax.experts.forms.quantized import BITS, TABLE_BITS
+from moe_jax.experts.forms.optional.coding import Encodable, Layout, Storable, Wanted, check_keep
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.models import ModelConfig, MoEConfig
 
-INT32_BYTES, INT64_BYTES = 4, 8
+INT32_BYTES = 4
 # What Zarr keeps of an array beside its bytes, at most.
 LEAF_OVERHEAD = 256
-SPARSE = ("csr16", "csr32", "bitmap", "coo", "coo64")
-LOW_RANK = ("svd", "svd-separate")
-_BITS = {f"quantized:{bits}": bits for bits in BITS}
-QUANTIZED = tuple(_BITS)
-RESIDUAL_FORMS = {"up": SPARSE, "svd": LOW_RANK, "quantized": QUANTIZED}
-"""Forms by the kind of residual."""
 
-FULL, NARROWED, MERGED = "full", "narrowed", "merged"
-"""Forms of full kernels: as many as there are experts, with fewer neurons, and fewer of them."""
-REMOVED = "removed"
-"""Fewer experts as they are, and a router of fewer outputs."""
-BASES = "bases"
-"""Factors of gate and up, one of them mixed of shared bases; `keep` is the share of these kernels."""
-FORMS = (*SPARSE, *LOW_RANK, *QUANTIZED, BASES, FULL, NARROWED, MERGED, REMOVED)
 
-COMPARISONS = ("csr32", "coo64")
-"""Forms that are never written: CSR has int16 columns where these are enough, and int64 is what public code stores."""
+class Fewer(NamedTuple):
+    """A layout of experts that stay full kernels, and are fewer or smaller.
+
+    Attributes:
+      name: as of `Layout`.
+      layer: `layer(moe, keep)` is the layer when the share `keep` of it is left.
+    """
+
+    name: str
+    layer: Callable[[MoEConfig, float], MoEConfig]
+
+
+AnyLayout = Layout | Fewer
+
+
+def _narrowed(moe: MoEConfig, keep: float) -> MoEConfig:
+    universal_dim = moe.universal_ffn.dim if moe.universal_beside else None
+    narrow = dataclasses.replace(moe.expert, dim=max(1, round(keep * moe.expert.dim)))
+    return dataclasses.replace(moe, expert=narrow, bank=BankConfig(), universal_dim=universal_dim)
+
+
+def _merged(moe: MoEConfig, keep: float) -> MoEConfig:
+    return dataclasses.replace(moe, bank=BankConfig(), merged_experts=max(1, round(keep * moe.num_experts)))
+
+
+def _removed(moe: MoEConfig, keep: float) -> MoEConfig:
+    return dataclasses.replace(moe, num_experts=max(1, round(keep * moe.num_experts)))
+
+
+NARROWED, MERGED, REMOVED = Fewer("narrowed", _narrowed), Fewer("merged", _merged), Fewer("removed", _removed)
+"""As many full experts with fewer neurons; fewer of them; fewer as they are, and a router of fewer outputs."""
+(FULL,) = Full.layouts()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerBytes:
-    """Of the experts of one layer.
+    """The bytes of the experts of one layer, by what they are for.
 
     Attributes:
       values: kernels, entries, factors, or codes and scales.
@@ -70,7 +82,7 @@ class LayerBytes:
 
     @property
     def total(self) -> int:
-        """Of all of them."""
+        """The sum of all."""
         return self.values + self.places + self.row_pointers + self.centre + self.biases
 
 
@@ -100,33 +112,30 @@ class Stored:
 def stored_bytes(
     config: ModelConfig,
     layers: Sequence[int],
-    forms: Iterable[str],
+    layouts: Iterable[AnyLayout],
+    asked: Mapping[str, Any],
     *,
-    keep: float,
     base: Literal["shared", "none"] = "shared",
     base_codes: BaseCodes | None = None,
-    value_bits: int | None = None,
-    codes: Mapping[str, Any] = MappingProxyType({}),
     dtype: str | None = None,
 ) -> list[Stored]:
-    """Counts a model in several forms.
+    """Counts a model in several layouts.
 
     Args:
       config: of the model.
       layers: the MoE layers that are compressed.
-      forms: of `FORMS`.
-      keep: share, in (0, 1], of the entries of an expert that sparse forms keep; low-rank ones have as many numbers.
-        Of neurons or experts, where these are fewer.
+      layouts: of its experts.
+      asked: fields of `Wanted`, of which every form takes what it asks for. `keep` is the share, in (0, 1], of the
+        entries of an expert that sparse forms keep; low-rank ones have as many numbers; or of neurons or experts, where
+        these are fewer. `bits` are those of the entries of sparse forms.
       base: whether the experts share a centre.
       base_codes: of the centre, in forms that have one; None: it has the dtype of the model.
-      value_bits: of the entries of sparse forms; None: they have the dtype of the model.
-      codes: options of `schemes.Quantized` beside the bits. A table only where codes of so many bits have one.
       dtype: of all parameters; None: that of the config.
 
     Raises:
-      InputError: if a form is not known, or does not go with the options or the shape of the experts.
+      InputError: if a form does not go with the options or the shape of the experts.
     """
-    check_keep(keep)
+    check_keep(asked.get("keep", 1.0))
     kind = jnp.dtype(dtype or config.dtype)
     specs = leaf_specs(config, dtype)
     prefixes = tuple(f"layers/{i}/mlp/experts/" for i in layers)
@@ -134,97 +143,65 @@ def stored_bytes(
     whole = count_bytes(specs.values())
     weights = sum(_weights(config.moe(i), config.d_model) for i in layers)
     counted = []
-    for form in forms:
+    for layout in layouts:
         of_shape: dict[MoEConfig, LayerBytes] = {}  # layers are mostly alike, and are counted once
+        left: dict[MoEConfig, int] = {}
         outputs = 0
         for i in layers:
             moe = config.moe(i)
             if moe not in of_shape:
-                target = form_layer(
-                    form,
-                    moe,
-                    config.d_model,
-                    keep=keep,
-                    base=base,
-                    base_codes=base_codes,
-                    value_bits=value_bits,
-                    codes=codes,
-                )
-                of_shape[moe] = _compared(form, target, layer_bytes(target, config.d_model, kind))
-            if form == REMOVED:
-                left = max(1, round(keep * moe.num_experts))
-                outputs += _router_bytes(specs, i) * (moe.num_experts - left) // moe.num_experts
+                target = layer_in(layout, moe, config.d_model, asked, base=base, base_codes=base_codes)
+                of_shape[moe] = _compared(layout, target, config.d_model, layer_bytes(target, config.d_model, kind))
+                left[moe] = target.num_experts
+            outputs += _router_bytes(specs, i) * (moe.num_experts - left[moe]) // moe.num_experts
         experts = sum(of_shape[config.moe(i)].total for i in layers)
         counted.append(
             Stored(
-                form=form,
+                form=layout.name,
                 layer=of_shape[config.moe(layers[0])],
                 expert_bytes=experts,
                 model_bytes=whole - before + experts - outputs,
                 share=experts / before,
                 bits_per_weight=8 * experts / weights,
-                written=form not in COMPARISONS,
+                written=not (isinstance(layout, Layout) and layout.position_bytes),
             )
         )
     return counted
 
 
-def form_layer(
-    form: str,
+def layer_in(
+    layout: AnyLayout,
     moe: MoEConfig,
     d_model: int,
+    asked: Mapping[str, Any],
     *,
-    keep: float,
     base: Literal["shared", "none"] = "shared",
     base_codes: BaseCodes | None = None,
-    value_bits: int | None = None,
-    codes: Mapping[str, Any] = MappingProxyType({}),
 ) -> MoEConfig:
-    """A layer with its experts in a form; of a form that is never written, the one that it is compared with.
+    """A layer with its experts in a layout; of one that is never written, the one that it is compared with.
 
     Args:
-      form, keep, base, base_codes, value_bits, codes: see `stored_bytes`.
+      layout: of the experts.
       moe: the layer as it is.
       d_model: width of the model.
+      asked, base, base_codes: see `stored_bytes`.
 
     Raises:
       InputError: see `stored_bytes`.
     """
-    check_member("form of storage", form, FORMS)
-    expert = moe.expert
-    if value_bits is not None and form not in SPARSE:
-        raise InputError(f"value_bits={value_bits} does not go with {form}: only {', '.join(SPARSE)} have entries")
-    if form == NARROWED:
-        universal_dim = moe.universal_ffn.dim if moe.universal_beside else None
-        narrow = dataclasses.replace(expert, dim=max(1, round(keep * expert.dim)))
-        return dataclasses.replace(moe, expert=narrow, bank=BankConfig(), universal_dim=universal_dim)
-    if form == MERGED:
-        return dataclasses.replace(moe, bank=BankConfig(), merged_experts=max(1, round(keep * moe.num_experts)))
-    if form == REMOVED:
-        return dataclasses.replace(moe, num_experts=max(1, round(keep * moe.num_experts)))
-    if form in SPARSE:
-        bank = _bank(Pruned(keep=keep, bits=value_bits, design="separate"), moe, d_model, base)
-        encoding = form if form in ENCODINGS else "csr"
-        bank = dataclasses.replace(bank, form=dataclasses.replace(bank.form, encoding=encoding))
-    elif form in LOW_RANK:
-        design = "concat" if form == "svd" else "separate"
-        bank = _bank(LowRank(keep=keep, design=design), moe, d_model, base)
-    elif form in QUANTIZED:
-        bits = _BITS[form]
-        table = codes.get("table", False) and bits in TABLE_BITS
-        bank = _bank(Quantized(bits=bits, **{**codes, "table": table}), moe, d_model, base)
-    elif form == BASES:
-        bank = mobe_bank(expert, d_model, moe.bank_experts, keep=keep)
-    else:
-        bank = BankConfig()
+    if isinstance(layout, Fewer):
+        return layout.layer(moe, asked["keep"])
+    own = {name: value for name, value in asked.items() if name in layout.form.asks_for}
+    form = Wanted(form=layout.form, **{**own, **layout.options}).made(moe.expert, d_model, moe.bank_experts)
+    bank = BankConfig(form, base=base if base in form.allowed_bases else "none")
     if bank.has_base:
         bank = dataclasses.replace(bank, base_codes=base_codes)
-    bank.check_fits(expert, d_model)
+    bank.check_fits(moe.expert, d_model)
     return dataclasses.replace(moe, bank=bank)
 
 
 def disk_bytes(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> int:
-    """What the experts of a layer take on the disk, Zarr's metadata included; see `layer_bytes`."""
+    """Returns the bytes of the experts of a layer on the disk, Zarr's metadata included; see `layer_bytes`."""
     return layer_bytes(moe, d_model, dtype).total + LEAF_OVERHEAD * len(_bank_leaves(moe, d_model, dtype))
 
 
@@ -238,7 +215,7 @@ def disk_bytes_by_matrix(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> dict
 
 
 def layer_bytes(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> LayerBytes:
-    """What the experts of a layer take.
+    """Returns the bytes of the experts of a layer.
 
     Args:
       moe: the layer.
@@ -247,7 +224,7 @@ def layer_bytes(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> LayerBytes:
     """
     sizes = dict.fromkeys((field.name for field in dataclasses.fields(LayerBytes)), 0)
     for path, leaf in _bank_leaves(moe, d_model, dtype).items():
-        sizes[_part(path)] += count_bytes([leaf])
+        sizes[_part(path, moe.bank.form)] += count_bytes([leaf])
     if moe.merged_experts is not None:  # which of them each output of the router stands for
         sizes["places"] += moe.num_experts * INT32_BYTES
     return LayerBytes(**sizes)
@@ -263,7 +240,7 @@ _PARTS = {
 
 
 def bytes_by_part(config: ModelConfig, layers: Iterable[int]) -> dict[str, int]:
-    """What the experts of some layers take, by part in words, in the dtype of the config where there are no codes."""
+    """Returns the bytes of the experts of some layers, by part in words; what has no codes has the config's dtype."""
     parts = [layer_bytes(config.moe(layer), config.d_model, jnp.dtype(config.dtype)) for layer in layers]
     return {title: sum(getattr(part, name) for part in parts for name in names) for title, names in _PARTS.items()}
 
@@ -276,65 +253,35 @@ def _bank_leaves(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> dict[str, ja
 
 
 def _router_bytes(specs: Mapping[str, jax.ShapeDtypeStruct], layer: int) -> int:
-    """Of what the router of a layer has for every expert."""
+    """Returns the bytes of what the router of a layer has for every expert."""
     names = ("kernel", "selection_bias")
     paths = (f"layers/{layer}/mlp/router/{name}" for name in names)
     return count_bytes(specs[path] for path in paths if path in specs)
 
 
-def mobe_bank(
-    expert: FFNConfig,
-    d_model: int,
-    num_experts: int,
-    *,
-    keep: float | None = None,
-    rank: int | None = None,
-    bases: int | None = None,
-    activation: BasisActivation = "silu",
-) -> BankConfig:
-    """The bank of MoBE: gate and up take the share `keep` of their numbers, or have the rank.
-
-    Args:
-      expert: the shape of an expert.
-      d_model: d.
-      num_experts: E.
-      keep: share; None: the rank is given.
-      rank: None: min(d, f), which with `keep` is the most.
-      bases: m; None: a quarter of E, and at least one.
-      activation: of mixed bases.
-    """
-    short, long = sorted((d_model, expert.dim))
-    bases = max(1, num_experts // 4) if bases is None else bases
-    if keep is not None:
-        numbers = num_experts * (keep * short * long - bases)
-        rank = max(1, min(short, int(numbers / (num_experts * short + bases * long))))
-    form = MixtureOfBases(rank=short if rank is None else rank, bases=bases, activation=activation)
-    return BankConfig(form, base="none")
-
-
-def _bank(scheme: Scheme, moe: MoEConfig, d_model: int, base: Literal["shared", "none"]) -> BankConfig:
-    return scheme.bank(moe.expert, d_model, base=base)
-
-
-def _compared(form: str, moe: MoEConfig, counted: LayerBytes) -> LayerBytes:
-    """The same layer in a form that is never written."""
-    if form not in COMPARISONS:
+def _compared(layout: AnyLayout, moe: MoEConfig, d_model: int, counted: LayerBytes) -> LayerBytes:
+    """Returns the bytes of the layer in a layout that is never written."""
+    if isinstance(layout, Fewer) or layout.position_bytes is None:
         return counted
-    sparse: Any = moe.bank.form
-    entries = moe.bank_experts * sum(sparse.entries)
-    if form == "csr32":
-        return dataclasses.replace(counted, places=entries * INT32_BYTES)
-    return dataclasses.replace(counted, places=entries * 2 * INT64_BYTES, row_pointers=0)
+    form = moe.bank.form
+    assert isinstance(form, Encodable)
+    entries = sum(form.kept_entries(matrix) or 0 for matrix in ffn_matrices(moe.expert, d_model).values())
+    places = moe.bank_experts * entries * layout.position_bytes
+    return dataclasses.replace(
+        counted, places=places, row_pointers=counted.row_pointers if layout.has_row_pointers else 0
+    )
 
 
-def _part(path: str) -> str:
+def _part(path: str, form: ExpertForm) -> str:
     """The field of `LayerBytes` that a leaf of a bank counts for."""
     leaf = path.rpartition("/")[2]
     if path.startswith("base/"):
         return "centre"
-    if leaf in ("bias", "row_ends"):
-        return "biases" if leaf == "bias" else "row_pointers"
-    return "places" if any(leaf in leaves for leaves in POSITION_LEAVES.values()) else "values"
+    if leaf == "bias":
+        return "biases"
+    if not isinstance(form, Storable) or leaf not in form.places:
+        return "values"
+    return "row_pointers" if leaf in form.row_pointers else "places"
 
 
 def _weights(moe: MoEConfig, d_model: int) -> int:

@@ -1,4 +1,4 @@
-"""The experts of a layer written in the form of a bank: centre, residuals and biases (methods.md 5)."""
+"""The experts of a layer written in the form of a bank: base, residuals and biases (methods.md 5)."""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -14,14 +14,16 @@ from moe_jax.compression.alignment.design_matrix import (
     mean_kernel,
     neuron_rows,
 )
-from moe_jax.compression.calibration.expert_coders import ExpertCoder, centre_coder, expert_coders, joint_moments
-from moe_jax.compression.coding.centre import REFITS, code_residuals, stack, stored_centre, write_centre
 from moe_jax.compression.coding.coder import LeastError, LeastJointError
+from moe_jax.compression.coding.expert_coders import ExpertCoder, expert_coders, joint_moments, shared_base_coder
 from moe_jax.compression.coding.pruning import prune
+from moe_jax.compression.coding.shared_base import REFITS, code_residuals, stack, stored_base, write_base
 from moe_jax.compression.layer_figures import Measure
 from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.experts import BankConfig
 from moe_jax.experts.forms import KernelForm, Matrix
+from moe_jax.experts.forms.optional.coding import CodedJointly, Encodable, Residual
+from moe_jax.experts.forms.optional.own_form import ByExpert, experts_with, own_of
 
 CODER = LeastError()
 
@@ -37,14 +39,14 @@ def write_experts(
     even: bool = False,
     coder: ExpertCoder | None = None,
 ) -> Measure:
-    """Writes the experts of a layer in the form of a bank, around a centre if it has a base.
+    """Writes the experts of a layer in the form of a bank, around a shared base if it has one.
 
     Args:
       layer: the experts as they are.
       bank: what they become.
       permutations: the order of every expert's neurons.
       write: takes the leaves.
-      refit: the centre is refitted to what a sparse bank leaves out; in codes, to the codes of the residuals.
+      refit: the base is refitted to what a sparse bank leaves out; in codes, to the codes of the residuals.
       feedback: see `LeastOutputError`; of a layer that was calibrated.
       even: see `LeastError`.
       coder: of all kernels; None: those of `expert_coders`. Matrices that are encoded together
@@ -60,15 +62,15 @@ def write_experts(
 
     form = bank.form
     assert isinstance(form, KernelForm)
-    of_centre = partial(coder_of_centre, layer, bank, permutations=permutations, feedback=feedback, even=even)
-    if form.couples_matrices:
-        _write_jointly(layer, bank, form, permutations, write, measure, of_centre)
+    of_base = partial(coder_of_base, layer, bank, permutations=permutations, feedback=feedback, even=even)
+    if isinstance(form, CodedJointly):
+        _write_jointly(layer, bank, form, permutations, write, measure, of_base)
     else:
         for name in layer.shapes:
             coders = partial(expert_coders, layer, name, permutations, feedback=feedback, even=even)
             if coder is not None:
                 coders = partial(itertools.repeat, coder, layer.num_experts)
-            _write_matrix(layer, bank, form, name, permutations, write, measure, coders, of_centre, refit=refit)
+            _write_matrix(layer, bank, form, name, permutations, write, measure, coders, of_base, refit=refit)
     for name in layer.shapes:
         biases = aligned_biases(layer, name, permutations)
         if biases is not None:
@@ -85,49 +87,52 @@ def _write_matrix(
     write: Write,
     measure: Measure,
     coders: Callable[[], Iterable[ExpertCoder]],
-    of_centre: Callable[[str], ExpertCoder],
+    of_base: Callable[[str], ExpertCoder],
     *,
     refit: bool,
 ) -> None:
     dtype, matrix = layer.dtype(name), layer.matrices[name]
     kernels = list(aligned_kernels(layer, name, permutations))  # gone through again and again
     layer.forget()
+    assert isinstance(form, Encodable | ByExpert), form
     has_base = bank.has_base_of(name)
-    centre = mean_kernel(kernels) if has_base else np.zeros((1, 1), np.float32)
-    count, masks = form.kept_entries(matrix), None
+    base = mean_kernel(kernels) if has_base else np.zeros((1, 1), np.float32)
+    count, masks = form.kept_entries(matrix) if isinstance(form, Encodable) else None, None
     if count is not None:
-        start = np.broadcast_to(centre, matrix.shape)
+        start = np.broadcast_to(base, matrix.shape)
         importances = None if layer.rows is None else [coder.importances for coder in coders()]
         pruned = prune(lambda: kernels, start, count, refit=refit and has_base, importances=importances)
         masks = pruned.masks
-        centre = pruned.centre if has_base else centre
+        base = pruned.centre if has_base else base
 
-    def encode(expert: int, residual: np.ndarray, coder: ExpertCoder) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        own = form.of_expert(expert)
+    def encode(expert: int, residual: Residual, coder: ExpertCoder) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        own = own_of(form, expert)
+        assert isinstance(own.form, Encodable)
         if masks is None:
-            leaves, made = own.form.encode(residual, matrix, dtype, coder)
+            leaves, made = own.form.encode(residual, matrix, coder)
             return {own.folder + leaf: array for leaf, array in leaves.items()}, made
         # Entries that were chosen by their inputs are coded one by one.
-        return form.encode(residual, matrix, dtype, CODER, masks[expert])
+        return own.form.encode(residual._replace(kept=masks[expert]), matrix, CODER)
 
-    chosen = of_centre(name) if has_base else CODER
+    chosen = of_base(name) if has_base else CODER
     coded = code_residuals(
         lambda: kernels,
-        centre if has_base else None,
-        lambda centre: stored_centre(layer, bank, name, centre, chosen),
+        base if has_base else None,
+        lambda base: stored_base(layer, bank, name, base, chosen),
         coders,
         encode,
         lambda: Measure(layer.num_experts, layer.moe.expert.dim),
         num_experts=layer.num_experts,
+        dtype=dtype,
         refits=refits_for(layer, bank, matrix) if refit else 0,
     )
     # Of a leaf that not all experts have, the rest is not filled in.
-    coded = coded._replace(leaves={leaf: array[form.experts_with(leaf)] for leaf, array in coded.leaves.items()})
+    coded = coded._replace(leaves={leaf: array[experts_with(form, leaf)] for leaf, array in coded.leaves.items()})
     coded.write(name, write)
     measure.include(coded.measure)
 
 
-def coder_of_centre(
+def coder_of_base(
     layer: SourceLayer,
     bank: BankConfig,
     name: str,
@@ -137,14 +142,14 @@ def coder_of_centre(
     feedback: bool = True,
     even: bool = False,
 ) -> ExpertCoder:
-    """For the least change of outputs; `rounded` where codes of every entry make up for the errors of a centre's.
+    """Returns the coder of a shared base: for the least change of outputs, or `rounded` where residuals make up for it.
 
     Args:
       layer: of the experts.
       bank: what they become.
       name: of the matrix.
-      permutations, feedback, even: see `centre_coder`.
-      rounded: also for a centre without codes.
+      permutations, feedback, even: see `shared_base_coder`.
+      rounded: also for a base without codes.
 
     Raises:
       InputError: if a weight is not finite.
@@ -153,19 +158,19 @@ def coder_of_centre(
     assert isinstance(form, KernelForm)
     if bank.base_codes is None or codes_all_entries(form, layer.matrices[name]):
         return rounded
-    return centre_coder(layer, name, permutations, feedback=feedback, even=even)
+    return shared_base_coder(layer, name, permutations, feedback=feedback, even=even)
 
 
 def codes_all_entries(form: KernelForm, matrix: Matrix) -> bool:
     """Whether residuals in this form have a code for every entry."""
-    return form.has_codes and form.kept_entries(matrix) is None
+    return form.has_codes and not (isinstance(form, Encodable) and form.kept_entries(matrix) is not None)
 
 
 def refits_for(layer: SourceLayer, bank: BankConfig, matrix: Matrix) -> int:
-    """How often a centre is refitted to the codes of residuals.
+    """How often a base is refitted to the codes of residuals.
 
-    A centre in the model's dtype stays what it is. One for entries that are kept or left out was refitted to these. The
-    codes of a calibrated layer are not those of least error, for which the mean would be the best centre.
+    A base in the model's dtype stays what it is. One for entries that are kept or left out was refitted to these. The
+    codes of a calibrated layer are not those of least error, for which the mean would be the best base.
     """
     form = bank.form
     has_codes = isinstance(form, KernelForm) and codes_all_entries(form, matrix)
@@ -175,29 +180,29 @@ def refits_for(layer: SourceLayer, bank: BankConfig, matrix: Matrix) -> int:
 def _write_jointly(
     layer: SourceLayer,
     bank: BankConfig,
-    form: KernelForm,
+    form: CodedJointly,
     permutations: Int[np.ndarray, "E f"],
     write: Write,
     measure: Measure,
-    of_centre: Callable[[str], ExpertCoder],
+    of_base: Callable[[str], ExpertCoder],
 ) -> None:
     """One expert after another, all of its matrices at once."""
-    centres: dict[str, np.ndarray] = {}
+    bases: dict[str, np.ndarray] = {}
     for name in filter(bank.has_base_of, layer.shapes):
-        centre = mean_kernel(aligned_kernels(layer, name, permutations))
-        stored = stored_centre(layer, bank, name, centre, of_centre(name))
-        write_centre(name, stored, write)
-        centres[name] = stored.kernel
+        base = mean_kernel(aligned_kernels(layer, name, permutations))
+        stored = stored_base(layer, bank, name, base, of_base(name))
+        write_base(name, stored, write)
+        bases[name] = stored.kernel
     stacked: dict[str, np.ndarray] = {}
     experts = zip(aligned_experts(layer, permutations), joint_moments(layer, permutations), strict=True)
     for expert, (aligned, moments) in enumerate(experts):
-        kernels = {name: neuron_rows(name, kernel) for name, kernel in aligned.items()} if centres else None
+        kernels = {name: neuron_rows(name, kernel) for name, kernel in aligned.items()} if bases else None
         coder = LeastJointError(moments, kernels)
-        residuals = aligned | {name: aligned[name] - centre.astype(np.float32) for name, centre in centres.items()}
+        residuals = aligned | {name: aligned[name] - base.astype(np.float32) for name, base in bases.items()}
         leaves, approximations = form.encode_expert(residuals, layer.matrices, layer.dtype("up"), coder)
         del residuals
         stack(stacked, leaves, expert, layer.num_experts)
         for name, kernel in aligned.items():
-            measure.add(expert, kernel, centres.get(name), approximations[name], moments.get(name))
+            measure.add(expert, kernel, bases.get(name), approximations[name], moments.get(name))
     for path, array in stacked.items():
         write(f"experts/delta/{path}", array)

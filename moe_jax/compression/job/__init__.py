@@ -1,1 +1,1 @@
-"""A model compressed on disk, layer by layer: streamed, resumed, reported, swept."""
+"""Compresses a model on disk, layer by layer: streamed, resumed, reported, swept."""

@@ -1,4 +1,4 @@
-"""Layers that several processes work on, each on its own: what of it the first process shows."""
+"""Progress of layers that several processes work on, each on its own layers, as the first process shows it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -6,25 +6,24 @@ from typing import Any
 import jax
 
 from moe_jax.core.terminal import Progress, no_progress
-from moe_jax.distributed.processes import is_first_process, is_joined_by_peers, news, tell_first
+from moe_jax.distributed.processes import has_coordination, is_first_process, news, tell_first
 
-# While the first process waits for others, it looks so often, in seconds, whether they have told it something.
+# Seconds between two looks of the first process for messages of the others, while it waits for them.
 _LOOKS_EVERY = 0.5
 
 
 class Board:
-    """How far the work on layers is, in all processes that share it.
+    """The progress of the work on layers, in all processes that share it.
 
-    The first process hears of the layers of the others while it works, and shows them as its own. One process has all
-    layers where nothing is shared.
+    The first process is told of the layers of the others while it works, and shows them as its own. If the work is not
+    shared, one process has all layers.
 
     Args:
       what: the work, as `Progress` calls it.
-      layers: all of them, in turn.
+      layers: all of them, in order.
       progress: called in the first process.
-      in_turn: called there for every layer, in turn, with what was found out about it, as soon as those before it are
-        done.
-      shared: whether there are other processes at it.
+      in_turn: called there for every layer, in order, with its result, as soon as the layers before it are done.
+      shared: whether other processes share the work.
     """
 
     def __init__(
@@ -45,16 +44,16 @@ class Board:
         self._progress(what, 0, len(layers))
 
     def working(self, share: float) -> None:
-        """Says what share of the next layer this process has done."""
+        """Reports what share of the next layer this process has done."""
         self._hear()
         self._progress(self._what, min(len(self._found) + share, len(self._layers)), len(self._layers))
 
     def done(self, layer: int, found: Any) -> None:
-        """Says that a layer is done: by this process, or before.
+        """Reports that a layer is done: by this process, or before.
 
         Args:
           layer: its index.
-          found: about it; JSON-able where the work is shared.
+          found: its result; JSON-able if the work is shared.
         """
         if self._shows:
             self._hear()
@@ -63,12 +62,12 @@ class Board:
             tell_first([self._what, layer, found])
 
     def wait(self) -> None:
-        """In the first process, waits for the others, and shows what they do."""
-        while self._shows and self._shared and is_joined_by_peers() and len(self._found) < len(self._layers):
+        """Waits, in the first process, for the others, and shows their progress."""
+        while self._shows and self._shared and has_coordination() and len(self._found) < len(self._layers):
             self._hear(_LOOKS_EVERY)
 
     def complete(self, found: Mapping[int, Any]) -> None:
-        """Shows what is not shown yet of all layers."""
+        """Shows all layers that have not been shown yet."""
         for layer in self._layers:
             if self._shows and layer not in self._found:
                 self._put(layer, found[layer])

@@ -10,7 +10,8 @@ WORDS = ("base", "choice")
 
 
 def layer_columns(layers: Sequence[LayerReport]) -> dict[str, list[str]]:
-    """By title, a text for every layer. A column without a figure in any layer is left out; `-` is where there is none.
+    """Returns a text for every layer, by title. Columns without a figure in any layer are left out; `-` means no
+    figure.
 
     A line break in a title is where it may be divided.
     """
@@ -23,7 +24,7 @@ def layer_columns(layers: Sequence[LayerReport]) -> dict[str, list[str]]:
 
 
 def _number(name: str, form: str) -> Callable[[LayerReport], str | None]:
-    """Shows a figure; None where it has no meaning."""
+    """Returns a function that formats a figure; None if it has no meaning."""
     return lambda layer: None if getattr(layer, name) is None else format(getattr(layer, name), form)
 
 

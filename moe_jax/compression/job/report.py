@@ -7,8 +7,8 @@ from moe_jax.compression.layer_figures import LayerFigures
 from moe_jax.compression.methods.delta_base import DENSE, MEAN, OWN
 from moe_jax.model_io.zero_experts import zero_experts_line
 
-# Measured on stories260K, upcycled and trained for 300 steps: 0.995 at a learning rate of 1e-3, 0.89 at 6e-3.
-# Independent experts have 1/sqrt(E) to their own mean, at most 0.71, and 0 to a base that is not theirs.
+# Measured on stories260K, upcycled and trained for 300 steps: 0.995 at a learning rate of 1e-3, 0.89 at 6e-3. For
+# independent experts it is 1/sqrt(E) to their own mean, at most 0.71, and 0 to a base that is not theirs.
 LOW_COSINE = 0.8
 
 
@@ -18,7 +18,7 @@ class LayerReport(LayerFigures):
 
     Attributes:
       layer: its index.
-      base: what the deltas were taken from.
+      base: the base that the deltas are relative to.
       bytes_before, bytes_after: of its experts and universal FFN, on the disk if the model is there.
     """
 
@@ -30,11 +30,11 @@ class LayerReport(LayerFigures):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """Figures of a model.
+    """Figures of a compressed model.
 
     Attributes:
-      layers: those that were compressed.
-      bytes_before, bytes_after: of all weights, likewise.
+      layers: the layers that were compressed.
+      bytes_before, bytes_after: of all weights, on the disk if the model is there.
     """
 
     layers: tuple[LayerReport, ...]
@@ -43,12 +43,12 @@ class Report:
 
     @property
     def expert_bytes_before(self) -> int:
-        """Of the experts of the compressed layers."""
+        """Number of bytes of the experts of the compressed layers before compression."""
         return sum(layer.bytes_before for layer in self.layers)
 
     @property
     def expert_bytes_after(self) -> int:
-        """Of the experts of the compressed layers."""
+        """Number of bytes of the experts of the compressed layers after compression."""
         return sum(layer.bytes_after for layer in self.layers)
 
     @property
@@ -81,7 +81,7 @@ class Report:
         return tuple(found)
 
     def to_json(self) -> dict[str, Any]:
-        """For the lineage and for programs."""
+        """Returns the figures for the lineage and for programs."""
         return {
             "expert_bytes_before": self.expert_bytes_before,
             "expert_bytes_after": self.expert_bytes_after,
@@ -100,11 +100,11 @@ class Point:
 
     Attributes:
       method: its name.
-      option, value: the option that was swept, such as `drop` and 0.9.
+      option, value: the option that was varied, such as `drop` and 0.9.
       expert_bytes: of the compressed layers' experts on the disk.
-      kept: their share of what they took before.
-      relative_error: of all layers together, ||W^ - W|| / ||W|| averaged over layers.
-      nll, perplexity: of the text; at most `sweep.WORST_NLL`, and that where they are not finite.
+      kept: their share of the bytes before compression.
+      relative_error: ||W^ - W|| / ||W||, averaged over layers.
+      nll, perplexity: of the text; at most `sweep.WORST_NLL`, which also stands for values that are not finite.
     """
 
     method: str
@@ -119,7 +119,7 @@ class Point:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """All of them.
+    """All compressed models of a sweep.
 
     Attributes:
       nll, perplexity: of the text, without compression.

@@ -1,4 +1,4 @@
-"""Trained MoE -> smaller MoE, layer by layer; of several processes, each has its own layers."""
+"""Compresses a trained MoE, layer by layer; with several processes, each has its own layers."""
 
 import contextlib
 import dataclasses
@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from moe_jax.compression.calibration.recorded import PROMISED, Calibration
-from moe_jax.compression.calibration.sensitivity_pass import check_full_experts
+from moe_jax.compression.allocation.sensitivity_pass import check_full_experts
+from moe_jax.compression.calibration.recorded import NOT_YET_RECORDED, Calibration
 from moe_jax.compression.job.analyses import AnalysisStore
 from moe_jax.compression.job.board import Board
 from moe_jax.compression.job.report import LayerReport, Report
@@ -24,8 +24,8 @@ from moe_jax.core.finite import DoesNotFit
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.distributed.gather import gathered, gathered_arrays
 from moe_jax.distributed.processes import check_equal, first_decides, is_first_process
-from moe_jax.files.remote.remote_path import BucketPath
 from moe_jax.files.staging import check_target
+from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.in_memory import Destination, InMemory, ModelWriter, open_writer
 from moe_jax.model_io.leaves_to_write import dealt
 from moe_jax.model_io.lineage import new_lineage_entry
@@ -38,7 +38,7 @@ from moe_jax.models import LayerConfig, ModelConfig, MoEConfig, config_to_json
 T = TypeVar("T")
 
 OnLayer = Callable[[int, LayerFigures, int], None]
-"""Called with a layer that is done, its figures, and the bytes of its experts now."""
+"""Called with the index of a finished layer, its figures, and the bytes of its experts now."""
 
 
 def compress(
@@ -56,33 +56,32 @@ def compress(
 ) -> Report:
     """Writes a model with its experts compressed. Memory holds one layer at a time.
 
-    A job that was killed goes on where it was when it is started again with the same options.
+    A job that was killed continues when it is started again with the same options.
 
     Several processes that make the same call write one directory together. A layer is the work of one of them, which
-    reads, analyses, compresses and writes it; of the other leaves each copies its share. What is found out about a
-    layer, by which the layers share a budget, all of them hear, and plan the same. The result is that of one process,
-    to the last bit. In memory every process has, and makes, all of it.
+    reads, analyses, compresses and writes it; each process copies its share of the other leaves. All processes get the
+    analyses, by which the layers share a budget, and plan the same. The result is that of one process, to the last bit.
+    If the target is in memory, every process makes and has all of it.
 
     Args:
       source: a model with MoE layers, whatever their banks.
       dst: the model directory to write, or memory.
-      method: what to do.
+      method: the method of compression.
       base: the dense model that the experts came from. Without it, a bank's own base, or the mean of the experts.
       extended: the universal FFN beside each bank becomes one more of its deltas.
       layers: the MoE layers to compress; None: all. The others stay as they are.
-      calibration: what the experts are given on a text. Without it, all inputs and all experts count alike.
-      described: the options as the user gave them: for the lineage, and to know the job again.
-      progress: called at the start and after every layer to compress, whichever process does it; in the first.
-      on_layer: called there for every compressed layer in turn, also for those that a killed job had done.
+      calibration: recorded inputs of the experts on a text. Without it, all inputs and all experts count alike.
+      described: the options as the user gave them: for the lineage, and to recognise the job.
+      progress: called in the first process at the start and after every compressed layer, whichever process did it.
+      on_layer: called there for every compressed layer in order, also for those that a killed job had done.
 
     Raises:
-      InputError: if the model has no experts, an option does not go with it, weights are not finite, `dst` exists, or
-        processes were given different things. Nothing is left behind by one process, or where it is the first that
-        fails.
-      OSError: if the disk is full. What is done stays beside `dst`, to be gone on with.
+      InputError: if the model has no experts, an option does not fit it, weights are not finite, `dst` exists, or
+        processes were given different arguments. Nothing is left behind by one process, or if the first one fails.
+      OSError: if the disk is full. Finished work stays beside `dst`, to be continued.
     """
     shared = isinstance(dst, Path)
-    decided = first_decides if shared else _alone
+    decided = first_decides if shared else _decide_alone
     if isinstance(dst, Path):
         first_decides(lambda: check_target(dst, buckets=True))
     indices = choose_layers(source.config, layers)
@@ -109,7 +108,7 @@ def compress(
         given = {name: str(value) for name, value in described.items()}
         check_equal({"the options": given, "the model": config_to_json(source.config)})
     # Not in a bucket: there they are made again.
-    on_disk = None if isinstance(dst, InMemory | BucketPath) else dst
+    on_disk = None if isinstance(dst, InMemory) else as_path(dst).on_disk
     with contextlib.nullcontext() if on_disk is None else AnalysisStore(on_disk, job) as store:
         analyses = _analyse(method, open_layer, _expert_sizes(source, indices), store, progress, shared=shared)
         planned = method.plan([open_layer(i) for i in indices], analyses)
@@ -149,11 +148,11 @@ def _analyse(
     *,
     shared: bool,
 ) -> dict[int, Analysis]:
-    """The analyses of all layers, in every process."""
+    """Returns the analyses of all layers, in every process."""
     if type(method).analyse is Method.analyse:
         return {i: {} for i in sizes}
     analyses: dict[int, Analysis] = {} if store is None else store.known(sizes)
-    before = (first_decides if shared else _alone)(lambda: sorted(analyses))
+    before = (first_decides if shared else _decide_alone)(lambda: sorted(analyses))
     owners = dealt({i: size for i, size in sizes.items() if i not in before})
     board = Board("analysing", tuple(sizes), progress, shared=shared)
     for i in sizes:
@@ -178,7 +177,7 @@ def _below(arrays: Mapping[str, np.ndarray], layer: int) -> Iterable[tuple[str, 
 
 
 def choose_layers(config: ModelConfig, layers: Iterable[int] | None) -> tuple[int, ...]:
-    """The layers to compress, ascending.
+    """Returns the layers to compress, ascending.
 
     Raises:
       InputError: if the model has no experts, or adapters, or a layer is not one of its MoE layers; all are listed.
@@ -198,12 +197,12 @@ def choose_layers(config: ModelConfig, layers: Iterable[int] | None) -> tuple[in
 
 
 def check_before_calibration(source: ModelSource, method: Method, layers: Iterable[int], *, extended: bool) -> None:
-    """Raises `InputError` if a method does not go with a model, whatever a text may say: that takes long to find out.
+    """Raises `InputError` if a method does not fit a model on any text, before a calibration that takes long.
 
     Args:
       source: the model.
-      method: what to do.
-      layers: to compress, as `choose_layers` gives them.
+      method: the method of compression.
+      layers: to compress, from `choose_layers`.
       extended: see `compress`.
     """
     layers = tuple(layers)
@@ -212,7 +211,7 @@ def check_before_calibration(source: ModelSource, method: Method, layers: Iterab
     if extended:
         _check_universal(source.config, layers)
     universal = {i: extended and source.config.moe(i).universal_beside for i in layers}
-    method.check([SourceLayer(source, i, with_universal=universal[i], calibration=PROMISED) for i in layers])
+    method.check([SourceLayer(source, i, with_universal=universal[i], calibration=NOT_YET_RECORDED) for i in layers])
 
 
 def _check_universal(config: ModelConfig, layers: Iterable[int]) -> None:
@@ -253,9 +252,9 @@ def _write(
     for path in specs:
         by_layer.setdefault(int(path.split("/")[1]) if path.startswith("layers/") else -1, []).append(path)
     notes = {int(name): note for name, note in writer.notes(map(str, indices)).items()}
-    # Figures are noted before the last leaves of a layer are on the disk, or after: both have to be there.
+    # Figures may be noted before or after the last leaves of a layer are on the disk: both have to be there.
     left = [i for i in indices if not (i in notes and writer.done.issuperset(by_layer[i]))]
-    owners = _deal(source, writer, by_layer, left)
+    owners = _distribute(source, writer, by_layer, left)
     board = Board(
         "compressing",
         indices,
@@ -276,7 +275,7 @@ def _write(
                 size += leaf.nbytes
                 if path not in writer.done:
                     writer.write({path: leaf})
-                # Of a layer that takes minutes, something is seen before it is done.
+                # A layer may take minutes: its progress is shown before it is done.
                 board.working(min(1.0, size / whole))
 
             figures = compress_layer(i, write)
@@ -294,10 +293,10 @@ def _write(
     return {i: LayerFigures.from_note(notes[i]["figures"]) for i in indices}
 
 
-def _deal(
+def _distribute(
     source: ModelSource, writer: ModelWriter, by_layer: Mapping[int, Sequence[str]], left: Sequence[int]
 ) -> dict[int, int]:
-    """Deals out what is left to do: which process compresses each layer, and copies each of the other leaves."""
+    """Distributes the remaining work: returns which process compresses each layer, and which copies each other leaf."""
     stored, sizes = source.specs(), _expert_sizes(source, left)
     of_experts = {path for i in left for path in by_layer[i] if path.startswith(f"layers/{i}/mlp/")}
     copied = [path for paths in by_layer.values() for path in paths if path not in of_experts | writer.done]
@@ -311,7 +310,7 @@ def _deal(
 
 
 def _expert_sizes(source: ModelSource, layers: Iterable[int]) -> dict[int, int]:
-    """What the experts of layers take, and with them the rest of their MoE: by that the work is shared."""
+    """Returns the bytes of the experts of each layer, with the rest of their MoE, by which the work is shared."""
     sizes = dict.fromkeys(layers, 0)
     for path, spec in source.specs().items():
         names = path.split("/")
@@ -324,13 +323,13 @@ def _nbytes(spec: jax.ShapeDtypeStruct) -> int:
     return spec.size * np.dtype(spec.dtype).itemsize
 
 
-def _alone(action: Callable[[], T]) -> T:
-    """What `first_decides` does of one process."""
+def _decide_alone(action: Callable[[], T]) -> T:
+    """Does for one process what `first_decides` does for several."""
     return action()
 
 
 def _sizes(source: ModelSource, written: StoredLeaves, layers: Sequence[int]) -> dict[str, list[int]]:
-    """Bytes before and after: of the experts of every layer, and of everything."""
+    """Returns the bytes before and after: of the experts of every layer, and of everything."""
     return {
         "experts before": [_expert_bytes(source.specs(), source.stored_bytes, i) for i in layers],
         "experts after": [_expert_bytes(written.specs, written.stored_bytes, i) for i in layers],
@@ -351,6 +350,6 @@ def _report(
 
 
 def _expert_bytes(paths: Iterable[str], stored_bytes: Callable[[str], int], layer: int) -> int:
-    """What a layer's experts and universal FFN take, wherever that FFN is."""
+    """Returns the bytes of a layer's experts and universal FFN, wherever that FFN is."""
     prefixes = (f"layers/{layer}/mlp/experts/", f"layers/{layer}/mlp/universal/")
     return sum(stored_bytes(path) for path in paths if path.startswith(prefixes))

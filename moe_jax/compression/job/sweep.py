@@ -1,4 +1,4 @@
-"""Quality against bytes: a model is compressed by many methods, and every result is scored and removed again."""
+"""Quality against bytes: compresses a model by many methods, and scores and removes every result."""
 
 import contextlib
 import dataclasses
@@ -16,16 +16,17 @@ from moe_jax.core.errors import InputError
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.distributed.processes import first_decides
 from moe_jax.files.resume import staged_directory
-from moe_jax.files.staging import check_target, remove_directory, write_durably
+from moe_jax.files.staging import check_target
+from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.lineage import new_lineage_entry
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.model_io.model_source import ModelSource
 
 Score = Callable[[ModelSource], float]
-"""Mean negative log-likelihood per token of a text, natural log; not finite for a model that is destroyed."""
+"""Returns the mean negative log-likelihood per token of a text, natural log; not finite for a ruined model."""
 
 WORST_NLL = math.log(1e30)
-"""Of a point at most, and of one that is destroyed: it must still fit a picture."""
+"""Largest value of a point, and the value of a ruined model: it must still fit a picture."""
 
 
 def sweep(
@@ -44,7 +45,7 @@ def sweep(
     Args:
       source: the model.
       dst: the folder, which appears when all is done.
-      methods: what to try, by name; each differs from the others of its name in the option that it sweeps.
+      methods: methods to try, by name; those of one name differ in the option that is varied.
       score: see `Score`.
       described: the options as the user gave them.
       sources: the models and the text that were read.
@@ -67,7 +68,7 @@ def sweep(
             warnings |= dict.fromkeys(report.warnings)
             option, found = method.swept[0], score(ModelDirectory(folder / "model"))
             found = min(found, WORST_NLL) if math.isfinite(found) else WORST_NLL
-            first_decides(lambda: remove_directory(folder / "model"))
+            first_decides(lambda: as_path(folder / "model").remove_tree())
             points.append(
                 Point(
                     method=name,
@@ -91,7 +92,7 @@ def sweep(
         entry = new_lineage_entry("compress --sweep", described, sources, dataclasses.asdict(result))
 
         def write() -> None:
-            write_durably(folder / "sweep.json", json.dumps(entry, indent=2).encode())
+            as_path(folder / "sweep.json").write_durably(json.dumps(entry, indent=2).encode())
             plot_sweep(result, folder / "sweep.png", title=str(source.path))
 
         first_decides(write)
@@ -100,7 +101,7 @@ def sweep(
 
 @contextlib.contextmanager
 def _staged(dst: Path) -> Iterator[Path]:
-    """As `staged_directory`, of several processes: the first makes the folder, and moves it to its place."""
+    """As `staged_directory`, for several processes: the first makes the folder, and moves it to its place."""
     with contextlib.ExitStack() as stack:
         folder = first_decides(lambda: str(stack.enter_context(staged_directory(dst))))
         yield Path(folder)

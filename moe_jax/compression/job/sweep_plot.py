@@ -1,4 +1,4 @@
-"""The picture of a sweep."""
+"""The plot of a sweep."""
 
 from typing import TYPE_CHECKING
 
@@ -16,15 +16,15 @@ _LOG_FROM = 3.0
 
 
 def plot_sweep(sweep: "Sweep", file: DrawnTo, *, title: str) -> None:
-    """Draws perplexity and error over the bytes of the experts: a line per method, and the model as it was.
+    """Draws perplexity and error over the bytes of the experts: a line per method, and the original model.
 
-    What was swept stands in the legend, in the order of the points: at the points themselves the labels of several
-    methods would cover each other.
+    The values of the varied option are in the legend, in the order of the points: labels at the points would cover each
+    other.
 
     Args:
-      sweep: what was measured.
+      sweep: the measurements.
       file: where to write it.
-      title: says which model it is.
+      title: names the model.
     """
     unit, name = _unit(sweep.expert_bytes)
     methods: dict[str, list[Point]] = {}

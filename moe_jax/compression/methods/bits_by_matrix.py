@@ -3,7 +3,7 @@
 See methods.md 5. Some matrices of a layer may share a centre while others do not; the neurons of an expert then have
 the order of those that do. Where all of them do, experts may have low-rank factors around the centre instead of codes,
 which take less than the one bit that a code has at least. The divergence of the model's predictions is predicted as the
-sum over matrices of *sensitivity* times the error of their outputs (`calibration.sensitivity_pass`), which is measured
+sum over matrices of *sensitivity* times the error of their outputs (`allocation.sensitivity_pass`), which is measured
 for all candidates (`allocation.choices`). Zero points and row scales, where they are asked for, are tried beside codes
 without them: a layer has what is worth it.
 """
@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
@@ -25,8 +26,8 @@ from moe_jax.compression.allocation.by_expert import Alike, InParts, in_two_part
 from moe_jax.compression.allocation.choices import ADDED, CHOICES, FACTORED, Choice, errors_of_choices, rank_of
 from moe_jax.compression.allocation.knapsack import Candidate, allocate
 from moe_jax.compression.allocation.together import together
-from moe_jax.compression.coding.schemes import DEFAULT_GROUP_SIZE, check_levels
-from moe_jax.compression.coding.storage import LEAF_OVERHEAD, QUANTIZED, disk_bytes_by_matrix
+from moe_jax.compression.coding.coder import check_levels
+from moe_jax.compression.coding.storage import LEAF_OVERHEAD, disk_bytes_by_matrix
 from moe_jax.compression.coding.write_experts import write_experts
 from moe_jax.compression.layer_figures import LayerFigures
 from moe_jax.compression.methods.delta_base import BARYCENTER, Base
@@ -37,15 +38,16 @@ from moe_jax.core.counting import count_bytes
 from moe_jax.core.errors import InputError, check_member, check_positive
 from moe_jax.experts import BankConfig, BaseCodes, Mixed
 from moe_jax.experts.forms import KernelForm, LowRank, Matrix, Quantized
-from moe_jax.experts.forms.fresh import shapes_of
-from moe_jax.experts.forms.quantized import TABLE_BITS
+from moe_jax.experts.forms.kinds.quantized import TABLE_BITS
+from moe_jax.experts.forms.optional.coding import DEFAULT_GROUP_SIZE, Layout
+from moe_jax.experts.forms.optional.own_form import own_of
 from moe_jax.models import MoEConfig
 
 
 def never_worse(
     candidates: Mapping[int, Sequence[Candidate]], alike: Mapping[int, Sequence[Candidate]], room: int
 ) -> dict[int, Candidate]:
-    """What `allocate` gives layers; or what it gives if all matrices of a layer, or all there are, must be alike.
+    """Returns what `allocate` gives layers, or gives them if all matrices of a layer, or all there are, must be alike.
 
     The one with the least error.
 
@@ -110,7 +112,9 @@ class Allocate(Method):
     """
 
     swept: ClassVar[tuple[str, tuple[float, ...]]] = ("budget_bits", (2.0, 2.5, 3.0, 4.0))
-    forms: ClassVar[tuple[str, ...]] = QUANTIZED  # factors have sizes of their own, which no option names
+    layouts: ClassVar[tuple[Layout, ...]] = (
+        Quantized.layouts()
+    )  # factors have sizes of their own, which no option names
     origin: ClassVar[str | None] = BARYCENTER
     planned_centre_bits: ClassVar[int | None] = 4  # the middle of what it chooses from
     needs_calibration: ClassVar[bool] = True
@@ -142,13 +146,13 @@ class Allocate(Method):
     def budget(self) -> Budget:
         """Room for all layers together."""
         if self.target_bytes is not None:
-            return TargetBytes(target=self.target_bytes, schemes=())
+            return TargetBytes(target=self.target_bytes, sizes=())
         assert self.budget_bits is not None
-        return BudgetBits(bits=self.budget_bits, schemes=())
+        return BudgetBits(bits=self.budget_bits, sizes=())
 
     @functools.cached_property
     def _formats(self) -> tuple[tuple[str, ...], ...]:
-        """What codes may have of `ADDED`, first nothing."""
+        """All combinations of `ADDED` that codes may have, the empty one first."""
         asked_for = [name for name in ADDED if getattr(self, name)]
         return tuple(some for n in range(len(asked_for) + 1) for some in itertools.combinations(asked_for, n))
 
@@ -159,7 +163,7 @@ class Allocate(Method):
         return (*in_codes, *(Choice(centre, None, keep=keep) for centre, keep in FACTORED))
 
     def check(self, layers: Sequence[SourceLayer]) -> None:
-        """See `Method`. Also that the smallest candidates are within the budget."""
+        """Also that the smallest candidates are within the budget."""
         check_calibrated(layers)
         none, smallest = self._formats[:1], {}
         for layer in layers:
@@ -168,7 +172,7 @@ class Allocate(Method):
         allocate(smallest, self._room(layers))
 
     def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
-        """See `Method`. Aligns the experts, and tries all choices on some columns of their matrices."""
+        """Aligns the experts, and tries all choices on some columns of their matrices."""
         began = time.monotonic()
         found = in_order(layer) if self.solver == IDENTITY else aligned(layer, self.solver, tick)
         orders = found["permutations"]
@@ -179,7 +183,7 @@ class Allocate(Method):
         return found | {"errors": errors, "seconds": np.asarray(time.monotonic() - began)}
 
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
-        """See `Method`. With all formats of codes, or with the first alone, whichever is better."""
+        """With all formats of codes, or with the first alone, whichever is better."""
         divergences = {layer.index: self._divergences(layer, analyses[layer.index]) for layer in layers}
         tried = dict.fromkeys((self._formats, self._formats[:1]))
         chosen = min((self._chosen(layers, divergences, formats) for formats in tried), key=_error)
@@ -191,7 +195,7 @@ class Allocate(Method):
         divergences: Mapping[int, Float[np.ndarray, "m E c"]],
         formats: Sequence[tuple[str, ...]],
     ) -> dict[int, Candidate]:
-        """What layers get, by index, if codes have one of some formats."""
+        """Returns the choice for every layer, by index, if codes have one of some formats."""
         candidates, alike, in_parts, room = {}, {}, {}, self._room(layers)
         for layer in layers:
             errors = divergences[layer.index]
@@ -205,7 +209,6 @@ class Allocate(Method):
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
-        """See `Method`."""
         began = time.monotonic()
         shared = target.bank.has_base
         orders = analysis["permutations"] if shared else unaligned(layer)
@@ -221,7 +224,7 @@ class Allocate(Method):
         )
 
     def _divergences(self, layer: SourceLayer, analysis: Analysis) -> Float[np.ndarray, "m E c"]:
-        """What every choice for every matrix of every expert adds to the divergence of the predictions.
+        """Returns what every choice for every matrix of every expert adds to the divergence of the predictions.
 
         Raises:
           InputError: if the calibration does not say how much depends on the layer.
@@ -236,7 +239,7 @@ class Allocate(Method):
         return self.budget.nbytes(layers)
 
     def _bank(self, layer: SourceLayer, choice: Sequence[Choice] | InParts) -> BankConfig:
-        """Of a layer, with a choice for every matrix; of experts in two parts, with one for each part."""
+        """Returns the bank of a layer with a choice for every matrix; for experts in two parts, one for each part."""
         parts = choice.parts if isinstance(choice, InParts) else (choice,)
         centres = dict(zip(layer.shapes, (one.centre for one in parts[0]), strict=True))
         if isinstance(choice, InParts):
@@ -288,8 +291,8 @@ class Allocate(Method):
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def _leaves(form: KernelForm, matrix: Matrix) -> list[Any]:
-        """Those of one expert; codes and scales have dtypes of their own."""
-        return list(shapes_of(lambda rngs: form.fresh(rngs, matrix, (1,), np.dtype(np.float32))).values())
+        """The leaves of one expert; codes and scales have dtypes of their own."""
+        return list(form.leaves(matrix, (1,), jnp.dtype(jnp.float32)).values())
 
     def _format(self, *bits: int | None, added: Sequence[str] = ()) -> dict[str, Any]:
         """How codes of so many bits, or if there are several some of them, are stored, with some of `ADDED`."""
@@ -313,7 +316,7 @@ class Allocate(Method):
 
 
 def _alike(by_matrix: Sequence[Sequence[Candidate]]) -> list[Candidate]:
-    """Those with the same choice for all matrices, in the order in which they are tried."""
+    """Returns the candidates with the same choice for all matrices, in the order in which they are tried."""
     return [_together(same) for same in zip(*by_matrix, strict=True)]
 
 
@@ -327,9 +330,9 @@ def _error(chosen: Mapping[int, Candidate]) -> float:
 
 
 def _choice(layer: SourceLayer, bank: BankConfig, matrix: Matrix, expert: int) -> Choice:
-    """What `Allocate._bank` was given for a matrix of an expert."""
+    """Returns the choice that `Allocate._bank` was given for a matrix of an expert."""
     assert isinstance(bank.form, KernelForm)
-    form, centre = bank.form.of_expert(expert).form, None
+    form, centre = own_of(bank.form, expert).form, None
     if bank.base_codes is not None and bank.has_base_of(matrix.name):
         codes = bank.base_codes.form.of_matrix(matrix).codes
         assert isinstance(codes, Quantized)

@@ -8,16 +8,15 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import Float
 
-from moe_jax.compression.allocation.budget import same_scheme
-from moe_jax.compression.calibration.expert_coders import ExpertCoder
+from moe_jax.compression.allocation.budget import all_alike
 from moe_jax.compression.calibration.moments import moments
-from moe_jax.compression.coding.schemes import LowRank
 from moe_jax.compression.layer_figures import LayerFigures
 from moe_jax.compression.methods.delta_base import Base, compress_deltas
 from moe_jax.compression.methods.interface import Analysis, Method, check_calibrated
 from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.core.errors import InputError
-from moe_jax.experts.forms import KernelForm
+from moe_jax.experts.forms import LowRank
+from moe_jax.experts.forms.optional.coding import Layout, Wanted
 from moe_jax.models import MoEConfig
 
 WEIGHTED_MEAN = "mean of the experts, weighted by their inputs"
@@ -35,17 +34,16 @@ class D2MoE(Method):
     """
 
     swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.05, 0.1, 0.15, 0.25, 0.35, 0.5))
-    forms: ClassVar[tuple[str, ...]] = ("svd-separate",)
+    layouts: ClassVar[tuple[Layout, ...]] = LowRank.layouts(design="separate")
     origin: ClassVar[str | None] = WEIGHTED_MEAN
     needs_calibration: ClassVar[bool] = True
 
     keep: float
 
     def __post_init__(self) -> None:
-        self._scheme  # noqa: B018  (checks the share)
+        self._wanted  # noqa: B018  (checks the share)
 
     def check(self, layers: Sequence[SourceLayer]) -> None:
-        """See `Method`."""
         if any(layer.num_experts > layer.moe.bank_experts for layer in layers):
             raise InputError(
                 "--extended does not go with this method: what the universal FFN counts for in a mean is not known"
@@ -53,28 +51,19 @@ class D2MoE(Method):
         check_calibrated(layers)
 
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
-        """See `Method`."""
-        return same_scheme(layers, self._scheme, analyses, base="shared")
+        return all_alike(layers, self._wanted, analyses, base="shared")
 
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
-        """See `Method`. The coders of a calibrated layer whiten the deltas."""
+        """The coders of a calibrated layer whiten the deltas."""
         began = time.monotonic()
-        form = target.bank.form
-        assert isinstance(form, KernelForm)
-
-        def encode(
-            name: str, expert: int, delta: np.ndarray, coder: ExpertCoder
-        ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-            return form.encode(delta, layer.matrices[name], layer.dtype(name), coder)
-
-        figures = compress_deltas(layer, _WeightedMean(layer), target.bank, encode, write)
-        return dataclasses.replace(figures, seconds=time.monotonic() - began, choice=form.describe())
+        figures = compress_deltas(layer, _WeightedMean(layer), target.bank, write)
+        return dataclasses.replace(figures, seconds=time.monotonic() - began, choice=target.bank.form.describe())
 
     @property
-    def _scheme(self) -> LowRank:
-        return LowRank(keep=self.keep, design="separate")
+    def _wanted(self) -> Wanted:
+        return Wanted(form=LowRank, keep=self.keep, design="separate")
 
 
 class _WeightedMean(Base):
@@ -85,7 +74,6 @@ class _WeightedMean(Base):
         self.origin = WEIGHTED_MEAN
 
     def kernel(self, name: str) -> np.ndarray:
-        """See `Base`."""
         return weighted_mean(self._layer, name)
 
 

@@ -9,20 +9,21 @@ import numpy as np
 from jaxtyping import Array
 
 from moe_jax.compression.alignment.design_matrix import mean_kernel
-from moe_jax.compression.calibration.expert_coders import ExpertCoder, expert_coders
-from moe_jax.compression.coding.centre import code_residuals, stored_centre
 from moe_jax.compression.coding.coder import LeastError
-from moe_jax.compression.coding.write_experts import CODER, coder_of_centre, refits_for
+from moe_jax.compression.coding.expert_coders import ExpertCoder, expert_coders
+from moe_jax.compression.coding.shared_base import code_residuals, stored_base
+from moe_jax.compression.coding.write_experts import CODER, coder_of_base, refits_for
 from moe_jax.compression.layer_figures import LayerFigures, Measure
 from moe_jax.compression.source_layer import SourceLayer, Write, check_weights
 from moe_jax.conversion.families import FAMILIES
 from moe_jax.core.errors import InputError
 from moe_jax.experts import BankConfig
+from moe_jax.experts.forms.optional.coding import Encodable, Residual
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig, MoEConfig
 
-Encode = Callable[[str, int, np.ndarray, ExpertCoder], tuple[Mapping[str, np.ndarray], np.ndarray | Array]]
-"""`encode(matrix, expert, delta, coder)`: float32[in, out] -> the leaves that store it, and what they stand for."""
+Encode = Callable[[str, int, Residual, ExpertCoder], tuple[Mapping[str, np.ndarray], np.ndarray | Array]]
+"""`encode(matrix, expert, delta, coder)`: the leaves that store a delta, and the float32 [in, out] they stand for."""
 
 Coders = Callable[[SourceLayer, str], Iterable[ExpertCoder]]
 """The coders of all experts of a layer, for a matrix."""
@@ -80,10 +81,10 @@ def compress_deltas(
     layer: SourceLayer,
     base: Base,
     bank: BankConfig,
-    encode: Encode,
     write: Write,
     coders: Coders = expert_coders,
     *,
+    encode: Encode | None = None,
     rounded: LeastError = CODER,
     refit: bool = False,
 ) -> LayerFigures:
@@ -93,26 +94,35 @@ def compress_deltas(
       layer: the experts as they are.
       base: what deltas are taken from.
       bank: what they become.
-      encode: codes a delta.
       write: takes the leaves.
       coders: of the deltas.
-      rounded: how codes of a base are chosen that those of deltas make up for; see `coder_of_centre`.
+      encode: codes a delta; None: as the form of the bank does.
+      rounded: how codes of a base are chosen that those of deltas make up for; see `coder_of_base`.
       refit: a base in codes is refitted to the codes of the deltas.
 
     Raises:
       InputError: if a kernel, or what it becomes, is not finite.
     """
-    measure = Measure(layer.num_experts, layer.moe.expert.dim)
+    form, measure = bank.form, Measure(layer.num_experts, layer.moe.expert.dim)
+
+    def by_form(
+        name: str, expert: int, delta: Residual, coder: ExpertCoder
+    ) -> tuple[Mapping[str, np.ndarray], np.ndarray]:
+        assert isinstance(form, Encodable)
+        return form.encode(delta, layer.matrices[name], coder)
+
+    encode = encode or by_form
     for name in layer.shapes:
-        of_base = coder_of_centre(layer, bank, name, rounded=rounded)
+        of_base = coder_of_base(layer, bank, name, rounded=rounded)
         coded = code_residuals(
             lambda name=name: layer.kernels(name),
             base.kernel(name),
-            lambda centre, name=name, coder=of_base: stored_centre(layer, bank, name, centre, coder),
+            lambda base, name=name, coder=of_base: stored_base(layer, bank, name, base, coder),
             lambda name=name: coders(layer, name),
             lambda expert, delta, coder, name=name: encode(name, expert, delta, coder),
             lambda: Measure(layer.num_experts, layer.moe.expert.dim),
             num_experts=layer.num_experts,
+            dtype=layer.dtype(name),
             refits=refits_for(layer, bank, layer.matrices[name]) if refit else 0,
         )
         coded.write(name, write)

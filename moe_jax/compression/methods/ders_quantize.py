@@ -5,23 +5,20 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import ClassVar, Literal
 
-import numpy as np
-
-from moe_jax.compression.allocation.budget import same_scheme
-from moe_jax.compression.calibration.expert_coders import ExpertCoder, expert_coders
-from moe_jax.compression.coding.centre import codes_of_options
-from moe_jax.compression.coding.coder import LeastError
-from moe_jax.compression.coding.schemes import DEFAULT_GROUP_SIZE, Levels, Quantized, check_levels
-from moe_jax.compression.coding.storage import QUANTIZED
+from moe_jax.compression.allocation.budget import all_alike
+from moe_jax.compression.coding.coder import LeastError, Levels, check_levels
+from moe_jax.compression.coding.expert_coders import expert_coders
+from moe_jax.compression.coding.shared_base import codes_of_options
 from moe_jax.compression.layer_figures import LayerFigures
 from moe_jax.compression.methods.delta_base import Base, compress_deltas
 from moe_jax.compression.methods.interface import Analysis, Method
 from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.core.errors import InputError, check_member
 from moe_jax.experts import BaseCodes
-from moe_jax.experts.base_codes import Code
-from moe_jax.experts.forms import KernelForm
-from moe_jax.experts.forms.quantized import BITS
+from moe_jax.experts.forms import Quantized
+from moe_jax.experts.forms.base_codes import Code
+from moe_jax.experts.forms.kinds.quantized import BITS
+from moe_jax.experts.forms.optional.coding import DEFAULT_GROUP_SIZE, Layout, Wanted
 from moe_jax.models import MoEConfig
 
 SCALES = ("mse", "absmax")
@@ -52,7 +49,7 @@ class Quantize(Method):
     """
 
     swept: ClassVar[tuple[str, tuple[int, ...]]] = ("bits", BITS)
-    forms: ClassVar[tuple[str, ...]] = QUANTIZED
+    layouts: ClassVar[tuple[Layout, ...]] = Quantized.layouts()
 
     bits: int
     group_size: int = DEFAULT_GROUP_SIZE
@@ -70,28 +67,18 @@ class Quantize(Method):
         check_levels(self.levels, self.bits, zero_points=self.zero_points)
         if self.scale != "mse" and self.levels != "any":
             raise InputError(f"levels={self.levels} have scales of least squared error: leave scale={self.scale} out")
-        self._scheme  # noqa: B018  (checks bits and group size)
+        self._wanted  # noqa: B018  (checks bits and group size)
         self._codes  # noqa: B018  (checks those of the centre)
 
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
-        """See `Method`."""
-        return same_scheme(layers, self._scheme, analyses, base="shared", codes=self._codes)
+        return all_alike(layers, self._wanted, analyses, base="shared", codes=self._codes)
 
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
-        """See `Method`."""
-        form = target.bank.form
-        assert isinstance(form, KernelForm)
-
-        def encode(
-            name: str, expert: int, delta: np.ndarray, coder: ExpertCoder
-        ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-            return form.encode(delta, layer.matrices[name], layer.dtype(name), coder)
-
         fit, even = self.scale == "mse", self.levels == "even"
         coders = partial(expert_coders, fit=fit, feedback=self.feedback, even=even)
-        return compress_deltas(layer, base, target.bank, encode, write, coders, rounded=LeastError(fit=fit), refit=True)
+        return compress_deltas(layer, base, target.bank, write, coders, rounded=LeastError(fit=fit), refit=True)
 
     @property
     def _codes(self) -> BaseCodes | None:
@@ -99,8 +86,9 @@ class Quantize(Method):
         return codes_of_options(self.centre_bits, self.centre_group_size, table=table, scale_bits=self.scale_bits)
 
     @property
-    def _scheme(self) -> Quantized:
-        return Quantized(
+    def _wanted(self) -> Wanted:
+        return Wanted(
+            form=Quantized,
             bits=self.bits,
             group_size=self.group_size or None,
             table=self.levels == "fitted",

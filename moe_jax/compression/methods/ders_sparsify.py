@@ -12,10 +12,9 @@ from typing import ClassVar, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from moe_jax.compression.calibration.expert_coders import ExpertCoder
-from moe_jax.compression.coding.centre import codes_of_options
+from moe_jax.compression.coding.expert_coders import ExpertCoder
 from moe_jax.compression.coding.pruning import largest_mask
-from moe_jax.compression.coding.storage import SPARSE
+from moe_jax.compression.coding.shared_base import codes_of_options
 from moe_jax.compression.layer_figures import LayerFigures
 from moe_jax.compression.methods.delta_base import Base, compress_deltas
 from moe_jax.compression.methods.interface import Analysis, Method
@@ -23,9 +22,10 @@ from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.core.draws import draw_positions
 from moe_jax.core.errors import InputError, check_member
 from moe_jax.experts import BankConfig, BaseCodes, FFNConfig
-from moe_jax.experts.base_codes import Code
 from moe_jax.experts.forms import Sparse
-from moe_jax.experts.forms.positions import encode_positions, smallest_encoding
+from moe_jax.experts.forms.base_codes import Code
+from moe_jax.experts.forms.kinds.positions import encode_positions, smallest_encoding
+from moe_jax.experts.forms.optional.coding import Layout, Residual
 from moe_jax.models import MoEConfig
 
 KEEP = ("random", "exact", "magnitude")
@@ -51,7 +51,7 @@ class Sparsify(Method):
     """
 
     swept: ClassVar[tuple[str, tuple[float, ...]]] = ("drop", (0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.99))
-    forms: ClassVar[tuple[str, ...]] = SPARSE
+    layouts: ClassVar[tuple[Layout, ...]] = Sparse.layouts()
 
     drop: float
     keep: Literal["random", "exact", "magnitude"] = "random"
@@ -68,7 +68,7 @@ class Sparsify(Method):
         self._codes  # noqa: B018  (checks those of the centre)
 
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
-        """See `Method`. Layers of equal shape have room for the same count, the largest, in the fewest bytes."""
+        """Layers of equal shape have room for the same count, the largest, in the fewest bytes."""
         entries: dict[FFNConfig, int] = {}
         if self.keep == "random":
             for layer in layers:
@@ -83,17 +83,17 @@ class Sparsify(Method):
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
-        """See `Method`."""
         form = target.bank.form
         assert isinstance(form, Sparse)
 
         def encode(
-            name: str, expert: int, delta: np.ndarray, coder: ExpertCoder
+            name: str, expert: int, residual: Residual, coder: ExpertCoder
         ) -> tuple[dict[str, np.ndarray], np.ndarray]:
+            delta = residual.values
             entries = form.kept_entries(layer.matrices[name])
             chosen = self._choose(layer.index, name, expert, delta, entries, coder.importances)
             with np.errstate(over="ignore"):  # said in our own words below
-                values = (delta.reshape(-1)[chosen.positions] * chosen.factors).astype(layer.dtype(name))
+                values = (delta.reshape(-1)[chosen.positions] * chosen.factors).astype(residual.dtype)
             if not np.isfinite(values).all():
                 raise InputError(
                     f"values of the {name} delta of expert {expert} in layer {layer.index} are too large for "
@@ -103,7 +103,7 @@ class Sparsify(Method):
             approximation.reshape(-1)[chosen.positions] = values.astype(np.float32)
             return {**encode_positions(chosen.positions, delta.shape, form.encoding), "values": values}, approximation
 
-        return compress_deltas(layer, base, target.bank, encode, write)
+        return compress_deltas(layer, base, target.bank, write, encode=encode)
 
     @property
     def _codes(self) -> BaseCodes | None:

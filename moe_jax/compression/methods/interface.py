@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from moe_jax.compression.coding.storage import AnyLayout
 from moe_jax.compression.layer_figures import LayerFigures
 from moe_jax.compression.methods.delta_base import Base
 from moe_jax.compression.source_layer import SourceLayer, Write
@@ -14,7 +15,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.models import MoEConfig
 
 Analysis = Mapping[str, np.ndarray]
-"""What `Method.analyse` returns for one layer: arrays by name, small enough to be kept for all layers at once."""
+"""Arrays by name, as `Method.analyse` returns them for a layer; small enough to be kept for all layers at once."""
 
 Tick = Callable[[float], None]
 
@@ -27,17 +28,17 @@ class Method(abc.ABC):
 
     Attributes:
       swept: name of the option that says how much is kept, and the values that a sweep tries.
-      forms: those of `storage.FORMS` in which it can store the experts.
-      codes_format: options of `schemes.Quantized` that all of its codes have, whatever its own options are.
+      layouts: the layouts in which it can store the experts, as `moe-jax plan --compress` shows them.
+      codes_format: fields of `Wanted` that all of its codes have, whatever its own options are.
       origin: what takes the place of a base: `BARYCENTER`, or `NO_BASE`; None: the base that the user may give, see
         `delta_base.Base`.
       planned_centre_bits: of a centre that it stores in codes without being asked to, as `moe-jax plan` counts it.
       needs_calibration: whether it can do nothing without a text; a sweep of all methods leaves it out then.
-      needs_sensitivities: whether it has to know how much depends on each layer (`calibration.sensitivity_pass`).
+      needs_sensitivities: whether it has to know how much depends on each layer (`allocation.sensitivity_pass`).
     """
 
     swept: ClassVar[tuple[str, tuple[Any, ...]]]
-    forms: ClassVar[tuple[str, ...]]
+    layouts: ClassVar[tuple[AnyLayout, ...]]
     codes_format: ClassVar[Mapping[str, Any]] = {}
     origin: ClassVar[str | None] = None
     planned_centre_bits: ClassVar[int | None] = None

@@ -9,15 +9,15 @@ from typing import ClassVar
 import numpy as np
 
 from moe_jax.compression.coding.bases import mixed_factors
-from moe_jax.compression.coding.schemes import check_keep
-from moe_jax.compression.coding.storage import BASES, disk_bytes, mobe_bank
+from moe_jax.compression.coding.storage import disk_bytes
 from moe_jax.compression.layer_figures import LayerFigures, Measure
 from moe_jax.compression.methods.delta_base import NO_BASE, Base
 from moe_jax.compression.methods.interface import Analysis, Method
 from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.core.errors import InputError, check_member, check_positive
 from moe_jax.experts.forms import MixtureOfBases
-from moe_jax.experts.forms.mixture_of_bases import FUNCTIONS, MIXTURE, BasisActivation, sides
+from moe_jax.experts.forms.kinds.mixture_of_bases import FUNCTIONS, MIXTURE, BasisActivation, sides
+from moe_jax.experts.forms.optional.coding import Layout, check_keep
 from moe_jax.models import BankConfig, MoEConfig
 
 
@@ -39,7 +39,7 @@ class MoBE(Method):
     """
 
     swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.15, 0.25, 0.35, 0.5, 0.65))
-    forms: ClassVar[tuple[str, ...]] = (BASES,)
+    layouts: ClassVar[tuple[Layout, ...]] = MixtureOfBases.layouts()
     origin: ClassVar[str | None] = NO_BASE
 
     keep: float | None = None
@@ -62,7 +62,7 @@ class MoBE(Method):
         check_member("activation", self.activation, tuple(FUNCTIONS))
 
     def check(self, layers: Sequence[SourceLayer]) -> None:
-        """See `Method`. Nothing is gained where factors and bases take as much as kernels."""
+        """Nothing is gained where factors and bases take as much as kernels."""
         for layer in layers:
             target, d_model, dtype = self._target(layer), layer.shapes["up"][0], layer.dtype("up")
             form = target.bank.form
@@ -80,13 +80,12 @@ class MoBE(Method):
                 )
 
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
-        """See `Method`."""
         return {layer.index: self._target(layer) for layer in layers}
 
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
-        """See `Method`. Memory holds one matrix of all experts."""
+        """Memory holds one matrix of all experts."""
         began = time.monotonic()
         form = target.bank.form
         assert isinstance(form, MixtureOfBases)
@@ -129,7 +128,7 @@ class MoBE(Method):
         return leaves, turn(products)
 
     def _target(self, layer: SourceLayer) -> MoEConfig:
-        bank = mobe_bank(
+        form = MixtureOfBases.of_size(
             layer.moe.expert,
             layer.shapes["up"][0],
             layer.num_experts,
@@ -138,4 +137,4 @@ class MoBE(Method):
             bases=self.bases,
             activation=self.activation,
         )
-        return layer.target(bank)
+        return layer.target(BankConfig(form, base="none"))

@@ -8,8 +8,6 @@ from moe_jax.compression.methods.bits_by_matrix import Allocate
 from moe_jax.compression.methods.d2_moe import D2MoE
 from moe_jax.compression.methods.ders_quantize import Quantize
 from moe_jax.compression.methods.ders_sparsify import Sparsify
-from moe_jax.compression.methods.fixed_levels import NF4
-from moe_jax.compression.methods.hqq import HQQ
 from moe_jax.compression.methods.interface import Method
 from moe_jax.compression.methods.merging.expert_merging import MEO, GitReBasin, MSMoE
 from moe_jax.compression.methods.merging.expert_pruning import REAP
@@ -18,7 +16,7 @@ from moe_jax.compression.methods.merging.mlp_fusion import MLPFusion
 from moe_jax.compression.methods.merging.structured_pruning import StructuredPruning
 from moe_jax.compression.methods.mobe import MoBE
 from moe_jax.compression.methods.resmoe import ResMoE
-from moe_jax.compression.methods.without_centre import SVD, PlainQuantize, UnstructuredPruning
+from moe_jax.compression.methods.without_base import HQQ, NF4, SVD, PlainQuantize, UnstructuredPruning
 from moe_jax.core.errors import InputError, check_member, flag_of, shown
 
 METHODS: dict[str, type[Method]] = {
@@ -59,7 +57,7 @@ def check_method(name: str) -> None:
 
 def option_names() -> tuple[str, ...]:
     """Options of all methods."""
-    return tuple(dict.fromkeys(name for method in METHODS for name in _options_of(method)))
+    return tuple(dict.fromkeys(name for method in METHODS for name in options_of(method)))
 
 
 def make_method(name: str, options: Mapping[str, Any]) -> Method:
@@ -100,7 +98,7 @@ def make_swept_methods(names: Sequence[str], options: Mapping[str, Any]) -> list
     made = []
     for name in dict.fromkeys(names):
         swept, values = METHODS[name].swept
-        fixed = {option: value for option, value in options.items() if option in _options_of(name)}
+        fixed = {option: value for option, value in options.items() if option in options_of(name)}
         for value in dict.fromkeys(fixed.pop(swept, values)):
             made.append((name, make_method(name, fixed | {swept: value})))
     return made
@@ -109,11 +107,12 @@ def make_swept_methods(names: Sequence[str], options: Mapping[str, Any]) -> list
 def check_options(names: Sequence[str], options: Iterable[str]) -> None:
     """Raises `InputError` for an option that none of the methods takes."""
     for option in options:
-        takers = [method for method in METHODS if option in _options_of(method)]
+        takers = [method for method in METHODS if option in options_of(method)]
         if not set(takers) & set(names):
             belongs = f"it belongs to {', '.join(takers)}" if takers else "no method takes it"
             raise InputError(f"{flag_of(option)} does not go with {', '.join(names)}: {belongs}")
 
 
-def _options_of(method: str) -> tuple[str, ...]:
+def options_of(method: str) -> tuple[str, ...]:
+    """The options of a method."""
     return tuple(field.name for field in dataclasses.fields(METHODS[method]))

@@ -21,22 +21,11 @@ from moe_jax.compression.alignment.design_matrix import (
     mean_kernel,
     unaligned,
 )
-from moe_jax.compression.allocation.budget import Budget, BudgetBits, TargetBytes, same_scheme, schemes_to_try
+from moe_jax.compression.allocation.budget import Budget, BudgetBits, TargetBytes, all_alike
 from moe_jax.compression.allocation.trials import mean_shares, trials
-from moe_jax.compression.coding.centre import codes_of_options
+from moe_jax.compression.coding.coder import LEVELS, Levels, check_levels
 from moe_jax.compression.coding.pruning import squared
-from moe_jax.compression.coding.schemes import (
-    DESIGNS,
-    LEVELS,
-    SCHEMES,
-    Levels,
-    LowRank,
-    Pruned,
-    Quantized,
-    Scheme,
-    check_levels,
-)
-from moe_jax.compression.coding.storage import LOW_RANK, QUANTIZED, SPARSE
+from moe_jax.compression.coding.shared_base import codes_of_options
 from moe_jax.compression.coding.write_experts import write_experts
 from moe_jax.compression.layer_figures import LayerFigures
 from moe_jax.compression.methods.delta_base import BARYCENTER, Base
@@ -44,13 +33,19 @@ from moe_jax.compression.methods.interface import Analysis, Method, Tick
 from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.core.errors import InputError, check_member, shown
 from moe_jax.experts import BaseCodes
-from moe_jax.experts.base_codes import Code
-from moe_jax.experts.forms.quantized import check_scale_bits
+from moe_jax.experts.forms import LowRank, Quantized, Sparse
+from moe_jax.experts.forms.base_codes import Code
+from moe_jax.experts.forms.by_name import encodable_forms
+from moe_jax.experts.forms.kinds.quantized import check_scale_bits
+from moe_jax.experts.forms.optional.coding import DESIGNS, Encodable, Layout, Wanted
 from moe_jax.models import MoEConfig
 
 # A solver that leaves the neurons in the order in which they are: the centre is the average expert.
 IDENTITY = "identity"
 DEFAULT_BITS = 4
+# What a budget chooses from, and without one is offered first.
+RESIDUALS = (Sparse, LowRank, Quantized)
+_OPTION = "|".join(str(form.residual_option) for form in RESIDUALS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,10 +85,10 @@ class ResMoE(Method):
 
     swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.05, 0.1, 0.15, 0.25, 0.35, 0.5))
     origin: ClassVar[str | None] = BARYCENTER
-    forms: ClassVar[tuple[str, ...]] = (*SPARSE, *LOW_RANK, *QUANTIZED)
+    layouts: ClassVar[tuple[Layout, ...]] = tuple(layout for form in RESIDUALS for layout in form.layouts())
 
     keep: float | None = None
-    residual: str | None = dataclasses.field(default=None, metadata={"metavar": "up|svd|quantized[:BITS]"})
+    residual: str | None = dataclasses.field(default=None, metadata={"metavar": _OPTION})
     bits: int | None = None
     design: Literal["concat", "separate"] = "concat"
     refit: bool = True
@@ -122,93 +117,96 @@ class ResMoE(Method):
         return codes_of_options(self.centre_bits, self.centre_group_size, table=table, scale_bits=self.scale_bits)
 
     @functools.cached_property
-    def choice(self) -> Scheme | Budget:
-        """How the residuals are coded, or the budget by which that is chosen for every layer: read from the options.
+    def choice(self) -> Wanted | Budget:
+        """The form and size of the residuals, or the budget by which these are chosen for every layer.
 
         Raises:
           InputError: unless there is exactly one way in which it is said how much is kept.
         """
-        kind, bits = self._residual()
+        form, bits = self._residual()
         given = [name for name in ("target_bytes", "budget_bits") if getattr(self, name) is not None]
         if len(given) > 1:
             raise InputError(f"{' and '.join(given)} say the same in two ways; give one of them")
         if given and (self.keep is not None or bits is not None):
             raise InputError(f"{given[0]} chooses keep and bits itself; leave them out")
-        schemes = schemes_to_try([kind] if kind is not None else list(SCHEMES.values()), self.design)
-        if self.levels != "any" and (given or kind is not Quantized):
+        in_codes = not given and form is not None and "table" in form.asks_for
+        if self.levels != "any" and not in_codes:
             raise InputError(f"levels={self.levels} go with --residual quantized, without a budget")
         for name in ("zero_points", "row_scales"):
-            if getattr(self, name) and (given or kind is not Quantized):
+            if getattr(self, name) and not in_codes:
                 raise InputError(f"{name} go with --residual quantized, without a budget")
         check_scale_bits(self.scale_bits)
-        if self.scale_bits == 8 and self.centre_bits is None and (given or kind is not Quantized):
+        if self.scale_bits == 8 and self.centre_bits is None and not in_codes:
             raise InputError("scale_bits=8 goes with --residual quantized, without a budget, or with --centre-bits")
-        if self.target_bytes is not None:
-            return TargetBytes(target=self.target_bytes, schemes=schemes, codes=self.codes)
-        if self.budget_bits is not None:
-            return BudgetBits(bits=self.budget_bits, schemes=schemes, codes=self.codes)
-        if kind is Quantized:
-            if self.keep is not None:
-                raise InputError("keep does not go with a quantized residual, of which every entry stays: give bits")
-            bits = DEFAULT_BITS if bits is None else bits
-            check_levels(self.levels, bits, zero_points=self.zero_points)
-            return Quantized(
-                bits=bits,
-                table=self.levels == "fitted",
-                scale_bits=self.scale_bits,
-                zero_points=self.zero_points,
-                row_scales=self.row_scales,
+        if given:
+            sizes = tuple(
+                size for one in (RESIDUALS if form is None else (form,)) for size in one.sizes_to_try(self.design)
             )
-        if self.keep is None:
+            if self.target_bytes is not None:
+                return TargetBytes(target=self.target_bytes, sizes=sizes, codes=self.codes)
+            assert self.budget_bits is not None
+            return BudgetBits(bits=self.budget_bits, sizes=sizes, codes=self.codes)
+        form = form or RESIDUALS[0]
+        if self.keep is None and "keep" in form.asks_for:
             raise InputError("resmoe needs --keep, --target-bytes or --budget-bits, or --residual quantized:BITS")
-        if kind is LowRank:
-            if bits is not None:
-                raise InputError("bits do not go with an svd residual: its factors are floats")
-            return LowRank(keep=self.keep, design=self.design)
-        return Pruned(keep=self.keep, bits=bits, design=self.design)
+        if not in_codes:
+            return Wanted(form=form, keep=self.keep, bits=bits, design=self.design)
+        bits = DEFAULT_BITS if bits is None else bits
+        check_levels(self.levels, bits, zero_points=self.zero_points)
+        return Wanted(
+            form=form,
+            keep=self.keep,
+            bits=bits,
+            table=self.levels == "fitted",
+            scale_bits=self.scale_bits,
+            zero_points=self.zero_points,
+            row_scales=self.row_scales,
+        )
 
-    def _residual(self) -> tuple[type[Scheme] | None, int | None]:
-        """The kind of residual, if one was given, and bits, which both options can hold."""
+    def _residual(self) -> tuple[type[Encodable] | None, int | None]:
+        """The form of the residuals, if one was given, and bits, which both options can hold."""
         if self.residual is None:
             return None, self.bits
-        kind, _, bits = self.residual.partition(":")
-        if bits:
-            if kind != "quantized" or self.bits is not None or not re.fullmatch(r"\d{1,3}", bits):
-                raise InputError(f"residual {shown(self.residual)}: expected up, svd, quantized or quantized:BITS")
-            return Quantized, int(bits)
-        check_member("residual", kind, tuple(SCHEMES))
-        return SCHEMES[kind], self.bits
+        name, _, bits = self.residual.partition(":")
+        forms = residual_forms()
+        if not bits:
+            check_member("residual", name, tuple(forms))
+            return forms[name], self.bits
+        if (
+            "table" not in forms.get(name, Sparse).asks_for
+            or self.bits is not None
+            or not re.fullmatch(r"\d{1,3}", bits)
+        ):
+            raise InputError(f"residual {shown(self.residual)}: expected {', '.join(forms)} or quantized:BITS")
+        return forms[name], int(bits)
 
     def check(self, layers: Sequence[SourceLayer]) -> None:
-        """See `Method`."""
         if isinstance(self.choice, Budget):
             self.choice.check(layers)
 
     def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
-        """See `Method`. Aligns the experts; under a budget, tries all schemes."""
+        """Aligns the experts; under a budget, tries all forms and sizes."""
         began = time.monotonic()
         found = in_order(layer) if self.solver == IDENTITY else aligned(layer, self.solver, tick)
         permutations = found["permutations"]
         if isinstance(self.choice, Budget):
-            tried = trials(layer, permutations, self.choice.schemes, refit=self.refit, codes=self.codes)
+            tried = trials(layer, permutations, self.choice.sizes, refit=self.refit, codes=self.codes)
             found["errors"] = np.array([trial.error for trial in tried])
             found["shares"] = np.stack([trial.shares for trial in tried])
-        elif isinstance(self.choice, Pruned) and self.choice.needs_shares:
+        elif self.choice.needs_shares:
             centres = {name: mean_kernel(aligned_kernels(layer, name, permutations)) for name in layer.shapes}
-            found["shares"] = mean_shares(aligned_experts(layer, permutations), centres, self.choice.keep)
+            found["shares"] = mean_shares(aligned_experts(layer, permutations), centres, self.choice.keep or 1.0)
         found["seconds"] = np.asarray(time.monotonic() - began)
         return found
 
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
-        """See `Method`."""
         if isinstance(self.choice, Budget):
             return self.choice.divide(layers, analyses)
-        return same_scheme(layers, self.choice, analyses, base="shared", codes=self.codes)
+        return all_alike(layers, self.choice, analyses, base="shared", codes=self.codes)
 
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
-        """See `Method`."""
         began = time.monotonic()
         permutations, objective = analysis["permutations"], float(analysis["objective"])
         measure = write_experts(
@@ -227,6 +225,11 @@ class ResMoE(Method):
             seconds=float(analysis["seconds"]) + time.monotonic() - began,
             choice=target.bank.describe(),
         )
+
+
+def residual_forms() -> dict[str, type[Encodable]]:
+    """The forms of residuals by their names as values of `--residual`, those first that a budget chooses from."""
+    return {form.option_name(): form for form in (*RESIDUALS, *encodable_forms())}
 
 
 def aligned(layer: SourceLayer, solver: str, tick: Tick) -> dict[str, np.ndarray]:

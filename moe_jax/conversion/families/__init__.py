@@ -24,7 +24,7 @@ def family_named(name: str) -> Family:
     """Returns the family called `name`.
 
     Raises:
-      InputError: if there is none; lists those there are.
+      InputError: if there is none; lists the existing ones.
     """
     if name not in FAMILIES:
         known = ", ".join(FAMILIES)

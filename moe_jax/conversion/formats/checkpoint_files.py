@@ -46,7 +46,7 @@ def open_checkpoint(directory: Path) -> CheckpointFiles:
 
 
 def has_weights(directory: Path) -> bool:
-    """Whether there are weight files in a directory, whole or not."""
+    """Whether there are weight files in a directory, complete or not."""
     names = (SINGLE_SAFETENSORS, SAFETENSORS_INDEX, SINGLE_TORCH, TORCH_INDEX)
     return any((directory / name).exists() for name in names) or any(directory.glob("*-of-*.*"))
 
@@ -92,8 +92,10 @@ def _read_file(path: Path) -> dict[str, TensorEntry]:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a name is inside its folder, on every operating system. Links are allowed to point elsewhere, because the
-    hub's caches consist of links."""
+    """Whether a name is inside its folder, on every operating system.
+
+    Links are allowed to point elsewhere, because the hub's caches consist of links.
+    """
     posix, windows = PurePosixPath(name), PureWindowsPath(name)
     is_relative = not posix.is_absolute() and not windows.anchor and not windows.is_absolute()
     is_name = name.isprintable() and len(name.encode()) <= _MAX_NAME and name not in ("", ".")

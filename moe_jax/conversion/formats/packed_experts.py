@@ -3,8 +3,8 @@
 A matrix [out, in] of an expert becomes three tensors: `weight_packed` int32, the codes of a row one after another from
 the lowest bits on; `weight_scale` [out, in / group_size]; and `weight_shape`. Entry = (code - 2^(bits-1)) * scale.
 
-These are our packed codes (`packing`) of groups on the even grid, bytes transposed, with scales of twice our
-half steps. Their sign stays: it says on which side there is one level more.
+These are our packed codes (`packing`) of groups on the even grid, with their bytes transposed, and with scales of twice
+our half steps. The scale keeps its sign: it says on which side of zero there is one level more.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from moe_jax.conversion.formats.safetensors_writer import PlannedTensor
 from moe_jax.conversion.formats.tensors import DTYPE_NAMES
 from moe_jax.conversion.table import Mapped, Piece
 from moe_jax.core.errors import InputError
+from moe_jax.experts.forms.optional.coding import Storable
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig, MoEConfig
 
@@ -35,7 +36,7 @@ class Codes(NamedTuple):
 
 
 Quantise = Callable[[np.ndarray, int, int], Codes]
-"""`quantise(kernel, bits, group_size)`: float32[i, o] -> its codes."""
+"""`quantise(kernel, bits, group_size)`: returns the codes of a kernel float32[i, o]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Packing:
 
     Attributes:
       bits: of a code.
-      group_size: inputs that share a scale.
+      group_size: number of inputs that share a scale.
       quantise: makes codes of kernels that have none.
     """
 
@@ -62,13 +63,13 @@ class Packing:
         bits: int | None = None,
         group_size: int | None = None,
     ) -> "Packing":
-        """What was asked for, or else that of the experts, if all are plain codes alike; or else 4 bits in groups of
+        """Returns the requested packing, else that of the experts' codes if all are equal, else 4 bits in groups of
         128.
 
         Args:
           config: of the model as it is.
-          written: as it will be, where experts may be wider, and in layers that were dense.
-          quantise, bits, group_size: see above; None: not asked for.
+          written: as it will be written: experts may be wider, and dense layers may be MoEs.
+          quantise, bits, group_size: see above; None: not requested.
 
         Raises:
           InputError: if there is no such format, or it does not fit the experts.
@@ -106,7 +107,7 @@ class Packing:
     def planned(
         self, mapped: Mapped, tensors: Mapping[str, PlannedTensor], dtypes: Mapping[str, np.dtype]
     ) -> dict[str, PlannedTensor]:
-        """The tensors to write, in their order: those in codes in place of their kernels.
+        """Returns the tensors to write, in their order, with those in codes in place of their kernels.
 
         Args:
           mapped: the model without codes.
@@ -136,11 +137,11 @@ class Packing:
         return planned
 
     def tensors(self, piece: Piece, codes: Codes, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
-        """The tensors of one kernel.
+        """Yields the tensors of one kernel, with their names.
 
         Args:
           piece: of the kernel.
-          codes: of it.
+          codes: of the kernel.
           dtype: of scales.
         """
         missing = -len(codes.packed) % 4
@@ -151,7 +152,7 @@ class Packing:
         yield f"{piece.tensor}_shape", np.asarray(piece.shape, np.int64)
 
     def describe(self, mapped: Mapped) -> dict[str, Any]:
-        """What `quantization_config` of config.json says."""
+        """Returns the `quantization_config` of config.json."""
         ends = sorted(
             {
                 piece.template.removesuffix(_SUFFIX).rpartition(".")[2]
@@ -185,22 +186,22 @@ class Packing:
 
 
 def stored_codes(moe: MoEConfig) -> tuple[int, int] | None:
-    """Bits and group size of experts that are plain codes in groups; None of others."""
-    codes = moe.bank.form.codes_in_groups
+    """Returns bits and group size of experts that are plain codes in groups; None for others."""
+    codes = moe.bank.form.codes_in_groups if isinstance(moe.bank.form, Storable) else None
     return None if moe.bank.has_base or codes is None or codes[0] not in BITS else codes
 
 
 def codes_of(source: ModelSource, path: str, shape: tuple[int, int], packing: Packing) -> Iterator[Codes] | None:
-    """The codes of all experts as they are stored, if they are such as will be written; None: there are none.
+    """Returns the stored codes of all experts, if they can be written as they are; None: they cannot.
 
     Args:
       source: the model.
       path: of the leaf that is written, such as `layers/3/mlp/experts/up/kernel`.
-      shape: [in, out] of a kernel that is written: of narrower experts it has neurons more, and new codes.
+      shape: [in, out] of a kernel that is written; with narrower experts it has more neurons, and needs new codes.
       packing: how it is written.
 
     Raises:
-      InputError: if groups are on the odd grid, which compressed-tensors has not.
+      InputError: if groups are on the odd grid, which compressed-tensors does not have.
     """
     layer, (block, _, name) = int(path.split("/")[1]), path.partition("/experts/")
     mlp = source.config.layers[layer].mlp

@@ -15,12 +15,12 @@ from moe_jax.core.errors import InputError, nearest, shown
 from moe_jax.files.byte_files import ByteFile, open_bytes
 from moe_jax.files.json_toml import MAX_BYTES, parse_json
 
-# The reference implementation takes three times as much. A hundred thousand tensors need less.
+# The reference implementation accepts three times as much. A hundred thousand tensors need less.
 MAX_HEADER = MAX_BYTES
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Reads which tensors a file holds and where.
+    """Reads the names of the tensors in a file, and their positions.
 
     Raises:
       InputError: if the file is truncated, its header is corrupt or impossibly large, names a tensor twice, or
@@ -46,7 +46,7 @@ def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...], int, int]]) 
     """Returns the first bytes of a file, up to the tensors.
 
     Args:
-      tensors: name -> (dtype, shape, first byte, last byte + 1), bytes counted from the end of the header.
+      tensors: name -> (dtype, shape, first byte, end (exclusive)), bytes counted from the end of the header.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for name, (dtype, shape, start, stop) in tensors.items():
@@ -91,8 +91,8 @@ def _entry(path: Path, identity: Hashable, name: str, value: Any, data_start: in
 
 
 def _check_cover(path: Path, entries: Mapping[str, TensorEntry], start: int, file: ByteFile) -> None:
-    """The tensors must fill the rest of the file: no gap, no overlap, nothing beyond the end."""
-    # Whether a file ends where it should is told sooner than where it ends.
+    """Raises `InputError` unless the tensors fill the rest of the file: no gap, no overlap, nothing beyond the end."""
+    # It is quicker to learn whether a file ends at a position than where it ends.
     end = start + sum(entry.nbytes for entry in entries.values())
     size = end if file.ends_at(end) else file.size
     position, previous = start, "the header"

@@ -17,9 +17,9 @@ from moe_jax.conversion.formats.tensors import DTYPES as PARAMETER_DTYPES
 from moe_jax.files.remote.remote_work import RemoteWork
 from moe_jax.files.remote.traffic import count
 from moe_jax.files.resume import Workplace
-from moe_jax.files.staging import write_durably
+from moe_jax.files.storage_path import as_path
 
-# With those of packed codes, and of their shapes.
+# Also the dtypes of packed codes, and of their shapes.
 DTYPES = PARAMETER_DTYPES | {"I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
 
 
@@ -54,7 +54,7 @@ def plan_shards(tensors: Mapping[str, PlannedTensor], max_bytes: int) -> dict[st
 
 
 class _Shard(NamedTuple):
-    """A file that is to be written: its first bytes, how many it has, and where its tensors begin."""
+    """A file that is to be written: its first bytes, its size, and where its tensors begin."""
 
     header: bytes
     size: int
@@ -64,7 +64,7 @@ class _Shard(NamedTuple):
 class ShardWriter(abc.ABC):
     """Writes planned shards. A context manager.
 
-    Shards of the same plan that are there already are gone on with: what was written to them stays.
+    Existing shards of the same plan are continued: what was written to them stays.
     """
 
     def __init__(self, directory: Path, tensors: Mapping[str, PlannedTensor], max_bytes: int):
@@ -88,7 +88,7 @@ class ShardWriter(abc.ABC):
         self._write(name, offset * values.itemsize, values.reshape(-1).view(np.uint8))
 
     def nbytes(self, name: str) -> int:
-        """Bytes of a tensor."""
+        """Number of bytes of a tensor."""
         return self._tensors[name].nbytes
 
     @abc.abstractmethod
@@ -97,7 +97,7 @@ class ShardWriter(abc.ABC):
 
     @abc.abstractmethod
     def sync(self) -> bool:
-        """Waits until what was written is safe, if it can be by now; returns whether all of it is."""
+        """Waits until the written bytes are safe, if that is possible yet; returns whether all of them are."""
 
     @abc.abstractmethod
     def are_kept(self, names: Iterable[str]) -> bool:
@@ -126,11 +126,11 @@ class ShardWriter(abc.ABC):
         weight_map = {name: file for file, names in self._plan.items() for name in names}
         total = sum(tensor.nbytes for tensor in self._tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        write_durably(self._directory / SAFETENSORS_INDEX, (json.dumps(index, indent=2) + "\n").encode())
+        as_path(self._directory / SAFETENSORS_INDEX).write_durably((json.dumps(index, indent=2) + "\n").encode())
 
 
 class DiskShards(ShardWriter):
-    """Shards on a disk: what is written is at once in its place."""
+    """Shards on a disk: bytes are written to their place at once."""
 
     def __enter__(self) -> Self:
         self._starts: dict[str, tuple[int, int]] = {}  # tensor -> descriptor, first byte
@@ -164,14 +164,14 @@ class DiskShards(ShardWriter):
 
 
 class BucketShards(ShardWriter):
-    """Shards in a bucket, where nothing is written into an object: one is in memory until it is full."""
+    """Shards in a bucket, where objects are written only as a whole: a shard is in memory until it is complete."""
 
     def __init__(self, work: RemoteWork, tensors: Mapping[str, PlannedTensor], max_bytes: int):
         super().__init__(work.folder, tensors, max_bytes)
         self._work = work
         self._kept = set(work.marked(self._plan))
         self._begun: dict[str, tuple[_Shard, np.ndarray]] = {}
-        self._missing: dict[str, int] = {}  # bytes of tensors that are not written yet, of shards that are begun
+        self._missing: dict[str, int] = {}  # for every shard that is begun, bytes of tensors that are not written yet
         self._guard = threading.Lock()
 
     def _write(self, name: str, begin: int, content: np.ndarray) -> None:
@@ -193,7 +193,7 @@ class BucketShards(ShardWriter):
             if self._missing[file]:
                 return
             del self._begun[file], shard
-        write_durably(self._directory / file, whole.data)
+        as_path(self._directory / file).write_durably(whole.data)
         count(written=whole.size)
         self._work.mark(file)
 
@@ -205,18 +205,18 @@ class BucketShards(ShardWriter):
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is None:
-            # Of a shard without a byte nothing was written.
+            # A shard without bytes is never written by `write`.
             for file in self._plan:
                 shard = self._shard(file)
                 if file not in self._kept and shard.size == len(shard.header):
-                    write_durably(self._directory / file, shard.header)
+                    as_path(self._directory / file).write_durably(shard.header)
         super().__exit__(kind, *error)
 
 
 def shard_writer(
     work: Workplace | RemoteWork, tensors: Mapping[str, PlannedTensor], max_bytes: int
 ) -> DiskShards | BucketShards:
-    """Writes shards where a command works."""
+    """Returns a writer of shards for the place where a command works."""
     if isinstance(work, RemoteWork):
         return BucketShards(work, tensors, max_bytes)
     return DiskShards(work.folder, tensors, max_bytes)

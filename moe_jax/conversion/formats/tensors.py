@@ -1,4 +1,4 @@
-"""Tensors in files: their positions, and reading runs of their elements without reading the rest."""
+"""Positions of tensors in files, and reading runs of their elements without reading the rest."""
 
 import math
 import threading
@@ -48,15 +48,16 @@ class TensorEntry(NamedTuple):
 
     Attributes:
       file: the file it is in.
-      dtype: name as in safetensors, such as `BF16`; of a tensor in blocks `F32`.
+      dtype: name as in safetensors, such as `BF16`; for a tensor in blocks `F32`.
       shape: its shape.
       start: bytes of the file before its first element.
       identity: of the file in which the position was found; see `ByteFile`.
       strides: in elements, if it is not contiguous (PyTorch files only); None: row-major.
       checksum: of the bytes that it is a part of, to be verified before they are used; None: the format has none.
-      blocks: the quantised blocks that it is stored in (GGUF files only); None: its elements are stored as they are.
-      interleaved: heads in its rows, each with the two halves of its rotary dimensions row by row in turn (GGUF files
-        only), which whoever reads rows puts in order; None: the rows are in order.
+      blocks: the type of the quantised blocks that it is stored in (GGUF files only); None: elements are stored as they
+        are.
+      interleaved: width of the heads in its rows, if the two halves of a head's rotary dimensions alternate row by row
+        (GGUF files only) and the reader of rows has to reorder them; None: the rows are in order.
     """
 
     file: Path
@@ -74,7 +75,7 @@ class TensorEntry(NamedTuple):
         return self.stored_bytes(math.prod(self.shape))
 
     def stored_bytes(self, elements: int) -> int:
-        """Bytes that so many of its elements take in the file; of blocks, whole ones."""
+        """Number of bytes that this many of its elements take in the file; in blocks, whole ones."""
         if self.blocks is not None:
             return elements // self.blocks.elements * self.blocks.nbytes
         return elements * DTYPE_BITS[self.dtype] // 8
@@ -95,11 +96,11 @@ class TensorFiles:
     def read_into(self, entry: TensorEntry, offset: int, out: np.ndarray) -> None:
         """Fills a contiguous array with the elements of a row-major tensor that begin at element `offset`.
 
-        Of a tensor in blocks, these are whole blocks, and the array is float32.
+        For a tensor in blocks, these are whole blocks, and the array is float32.
 
         Raises:
-          InputError: if the file ends before that, is another than the position was found in, or the checksum of its
-          bytes is wrong.
+          InputError: if the file ends too early, is not the one in which the position was found, or the checksum of its
+            bytes is wrong.
         """
         assert entry.strides is None and out.flags.c_contiguous
         position = entry.start + entry.stored_bytes(offset)
@@ -148,7 +149,7 @@ def _close_all(files: dict[Path, ByteFile]) -> None:
 
 
 def check_crc(file: ByteFile, expected: Checksum) -> None:
-    """Raises `InputError` unless the bytes of a file are those that the checksum was made of."""
+    """Raises `InputError` unless the bytes of a file have this checksum."""
     crc, buffer = 0, memoryview(bytearray(min(_CRC_BYTES, expected.size)))
     for position in range(0, expected.size, _CRC_BYTES):
         piece = buffer[: min(_CRC_BYTES, expected.size - position)]
@@ -171,13 +172,13 @@ def _read_at(file: ByteFile, position: int, out: memoryview) -> None:
 
 
 def check_tensor_name(file: Path, name: str) -> None:
-    """Raises `InputError` unless a tensor's name can stand in a message as it is."""
+    """Raises `InputError` unless a tensor's name can be printed as it is."""
     if not name.isprintable() or len(name) > _MAX_NAME:
         raise InputError(f"{file} holds a tensor named {shown(name)}, which is no name that a model's tensors have")
 
 
 def row_major(shape: Iterable[int]) -> tuple[int, ...]:
-    """Strides, in elements, of a contiguous array."""
+    """Returns the strides, in elements, of a contiguous array."""
     strides: list[int] = []
     step = 1
     for n in reversed(tuple(shape)):

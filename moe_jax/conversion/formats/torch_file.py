@@ -17,7 +17,7 @@ from moe_jax.files.byte_files import open_bytes
 def read_torch_file(path: Path) -> dict[str, TensorEntry]:
     """Reads the names and positions of the tensors in a checkpoint.
 
-    What the entries refer to is verified when it is read (`TensorFiles`), all else here.
+    The bytes of tensors are verified when they are read (`TensorFiles`), all else here.
 
     Raises:
       InputError: if it is not such a zip, is damaged, or contains anything but tensors.
@@ -55,7 +55,7 @@ def _entry(archive: TorchZip, name: str, tensor: StoredTensor, places: dict[Stor
         places[storage] = archive.place(f"data/{storage.key}")
     place, itemsize = places[storage], DTYPE_BITS[storage.dtype] // 8
     last = tensor.offset + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.strides, strict=True))
-    # A tensor that repeats elements could be of any size, whatever that of the file.
+    # A tensor that repeats elements could be of any size, whatever the size of the file.
     needed = max(last + 1, math.prod(tensor.shape)) if 0 not in tensor.shape else 0
     if needed * itemsize > place.size:
         raise archive.damaged(

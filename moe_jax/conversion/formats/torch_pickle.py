@@ -1,9 +1,9 @@
-"""The pickle in a PyTorch checkpoint, read by an interpreter that knows tensors and nothing else.
+"""Reads the pickle in a PyTorch checkpoint with an interpreter that knows tensors and nothing else.
 
 A pickle is a program. This one may build strings, numbers, tuples, lists and dictionaries, and may call three
-functions, by names that stand for inert ones here; any other name and any other operation is an error. What it costs
-is proportional to its length, which is bounded: nothing is hashed but short strings and small numbers, and nothing is
-compared or written out.
+functions, by names that stand for inert ones here; any other name and any other operation is an error. Its cost is
+proportional to its length, which is limited: only short strings and small numbers are hashed, and nothing is compared
+or written out.
 """
 
 import pickletools
@@ -31,7 +31,7 @@ _STORAGES = {
 
 
 class Storage(NamedTuple):
-    """Elements that tensors are views of: their dtype as safetensors names it, and the key of the member `data/KEY`."""
+    """The elements that tensors are views of: their dtype, named as in safetensors, and the KEY of `data/KEY`."""
 
     dtype: str
     key: str
@@ -55,18 +55,18 @@ class _Function(NamedTuple):
 
 
 class _Unexpected(Exception):
-    """What a pickle does that one of PyTorch never does."""
+    """A pickle does something that none of PyTorch's does."""
 
 
 def read_torch_pickle(data: bytes) -> Any:
-    """What a pickle builds: `StoredTensor`s in dictionaries, lists and tuples.
+    """Returns what a pickle builds: `StoredTensor`s in dictionaries, lists and tuples.
 
     Args:
       data: of protocol 2 or later, as PyTorch writes it.
 
     Raises:
-      InputError: if it is damaged, wants to run anything, or does what a state dict has no use for. The message follows
-        the name of the file.
+      InputError: if it is damaged, wants to run anything, or does what a state dict never needs. The caller puts the
+        name of the file before the message.
     """
     try:
         return _Machine().run(data)
@@ -75,12 +75,12 @@ def read_torch_pickle(data: bytes) -> Any:
     except _Unexpected as error:
         raise InputError(f"its data.pkl is damaged, or not of plain tensors ({error}); fetch the file again") from None
     except (ValueError, LookupError, TypeError) as error:
-        # Of `pickletools` and of operations that find too little on the stack.
+        # Errors of `pickletools`, and of operations that find too few values on the stack.
         raise InputError(f"its data.pkl is damaged ({type(error).__name__}); fetch the file again") from None
 
 
 class _Machine:
-    """A stack, marks in it, and a memo."""
+    """The interpreter of a pickle: a stack, marks in it, and a memo."""
 
     def __init__(self) -> None:
         self._stack: list[Any] = []
@@ -88,6 +88,7 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def run(self, data: bytes) -> Any:
+        """Runs a pickle; returns the one value that it leaves."""
         for count, (operation, argument, _) in enumerate(pickletools.genops(data)):
             if count >= _MAX_OPERATIONS:
                 raise _Unexpected(f"more than {_MAX_OPERATIONS:,} operations")
@@ -104,17 +105,18 @@ class _Machine:
                 raise _Unexpected(f"the operation {name}")
 
     def mark(self, _: Any) -> None:
+        """Puts a mark on the stack."""
         self._marks.append(len(self._stack))
 
     def to_mark(self) -> list[Any]:
-        """Takes what lies above the last mark."""
+        """Takes the values above the last mark."""
         start = self._marks.pop()
         items = self._stack[start:]
         del self._stack[start:]
         return items
 
     def last(self, count: int) -> list[Any]:
-        """Takes the last values."""
+        """Takes the last `count` values."""
         if len(self._stack) < count:
             raise IndexError
         items = self._stack[-count:]
@@ -122,21 +124,26 @@ class _Machine:
         return items
 
     def put(self, index: int | None) -> None:
+        """Stores the last value in the memo."""
         self._memo[len(self._memo) if index is None else index] = self._stack[-1]
 
     def get(self, index: int) -> None:
+        """Puts a value of the memo on the stack."""
         self._stack.append(self._memo[index])
 
     def tuple(self, items: list[Any]) -> None:
+        """Puts a tuple on the stack."""
         self._stack.append(tuple(items))
 
     def append(self, items: list[Any]) -> None:
+        """Appends values to the list below them."""
         target = self._stack[-1]
         if type(target) is not list:
             raise _Unexpected("items of what is no list")
         target.extend(items)
 
     def set_items(self, items: list[Any]) -> None:
+        """Sets items of the dictionary below them."""
         target = self._stack[-1]
         if type(target) is not dict or len(items) % 2:
             raise _Unexpected("keys of what is no dictionary")
@@ -148,18 +155,20 @@ class _Machine:
             target[key] = value
 
     def build(self, _: Any) -> None:
-        """State dicts have attributes (`_metadata`), which nobody needs."""
+        """Drops the attributes of a state dict (`_metadata`), which nobody needs."""
         self._stack.pop()
         if type(self._stack[-1]) is not dict:
             raise _Unexpected("attributes of what is no dictionary")
 
     def reduce(self, _: Any) -> None:
+        """Calls one of the allowed functions."""
         function, arguments = self.last(2)
         if type(function) is not _Function or type(arguments) is not tuple:
             raise _Unexpected("a call of what is no function")
         self._stack.append(function.call(*arguments))
 
     def look_up(self, module: Any, name: Any) -> None:
+        """Puts the function or type of this name on the stack, if it is allowed."""
         if not isinstance(module, str) or not isinstance(name, str):
             raise _Unexpected("a name that is no string")
         if module == "torch" and name in _STORAGES:
@@ -173,6 +182,7 @@ class _Machine:
             )
 
     def storage(self, _: Any) -> None:
+        """Puts the storage that a persistent id describes on the stack."""
         reference = self._stack.pop()
         kind, storage_type, key, _device, _count = reference
         if kind != "storage" or type(storage_type) is not _StorageType or not isinstance(key, str):

@@ -1,7 +1,7 @@
-"""The zip around a PyTorch checkpoint: where its members lie, with what is said twice compared.
+"""Reads the zip around a PyTorch checkpoint: the positions of its members, with duplicate fields compared.
 
 `zipfile` reads the table at the end of the file. All members are stored without compression, so that their bytes are
-read in place; their checksums are verified when they are.
+read in place; their checksums are verified when they are read.
 """
 
 import collections
@@ -17,7 +17,7 @@ from moe_jax.files.byte_files import ByteFile
 
 _BUFFER_BYTES = 16 << 10
 _MAX_TABLE = 8 << 20  # bytes: some hundred thousand members
-# What `zipfile` raises for damaged files: impossible names, versions, flags, lengths, positions.
+# Errors that `zipfile` raises for damaged files: impossible names, versions, flags, lengths, positions.
 _ZIP_ERRORS = (
     zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError, OverflowError, struct.error, OSError,
 )  # fmt: skip
@@ -47,7 +47,7 @@ class TorchZip:
         """
         self.path, self.identity, self._whole = file.path, file.identity, file
         # Headers of members are a few bytes each.
-        self._file = io.BufferedReader(_Kept(file), _BUFFER_BYTES)
+        self._file = io.BufferedReader(_UnclosedFile(file), _BUFFER_BYTES)
         infos = _table(self._file, self.path)
         self._members = {info.filename: info for info in infos}
         if len(self._members) < len(infos):
@@ -62,7 +62,7 @@ class TorchZip:
         return self._root + name in self._members
 
     def place(self, name: str) -> Checksum:
-        """Where the bytes of a member lie, and their checksum, which is not verified yet.
+        """Returns the position of the bytes of a member, and their checksum, which is not verified yet.
 
         Raises:
           InputError: if it is missing, compressed or encrypted, or its two headers differ.
@@ -78,7 +78,7 @@ class TorchZip:
         return Checksum(start, info.file_size, info.CRC)
 
     def read(self, name: str, max_bytes: int) -> bytes:
-        """The content of a small member, verified.
+        """Returns the content of a small member, verified.
 
         Raises:
           InputError: as `place`; or if it is larger than `max_bytes`, or its checksum is wrong.
@@ -90,12 +90,12 @@ class TorchZip:
         return self._whole.bytes_at(place.start, place.size)
 
     def damaged(self, what: str) -> InputError:
-        """An error that says what is wrong with the file, and what to do."""
+        """Returns an error that says what is wrong with the file, and what to do."""
         return InputError(f"{self.path} is damaged: {what}; fetch it again")
 
     def _start(self, info: zipfile.ZipInfo) -> int:
-        """First byte of a member, after a header of its own that repeats what the table says."""
-        # Where the table is not where it says, places before the file come of it.
+        """Returns the first byte of a member, after its own header, which repeats the fields of the table."""
+        # A table that is not where it claims to be leads to positions before the file.
         self._file.seek(max(0, info.header_offset))
         header = self._file.read(_LOCAL_HEADER.size) if info.header_offset >= 0 else b""
         if len(header) < _LOCAL_HEADER.size or header[:4] != b"PK\x03\x04":
@@ -112,8 +112,8 @@ class TorchZip:
         return info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
 
 
-class _Kept(io.RawIOBase):
-    """A file that stays open when the buffer before it goes away."""
+class _UnclosedFile(io.RawIOBase):
+    """A file that stays open when the buffer in front of it goes away."""
 
     def __init__(self, file: ByteFile):
         self._file = file
@@ -142,13 +142,14 @@ def _table(file: BinaryIO, path: Path) -> list[zipfile.ZipInfo]:
 
 
 class _ShortReads:
-    """A file that gives no more at a time than a table of members may have: `zipfile` reads the table at once."""
+    """A file that returns at most the size of a table of members at a time: `zipfile` reads the table at once."""
 
     def __init__(self, path: Path, file: BinaryIO):
         self._path, self._file = path, file
         self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable
 
     def read(self, size: int = -1) -> bytes:
+        """Reads bytes; raises `InputError` for more than a table of members may have."""
         content = self._file.read(_MAX_TABLE + 1 if size < 0 else min(size, _MAX_TABLE + 1))
         if len(content) > _MAX_TABLE:
             raise InputError(f"{self._path} is damaged: its table of members is impossibly large; fetch it again")

@@ -1,8 +1,8 @@
-"""What GGUF files say of a model, by architecture: which of their keys is which of config.json, and their tensors.
+"""Descriptions of models in GGUF files, by architecture: their keys as keys of config.json, and their tensors.
 
 A GGUF file has the same numbers as the config.json that it was made from, under other names. So its metadata become a
-config.json, which the families read, and only the tables of tensors are other ones. Every key of the architecture must
-be known here: one that is not could change what is computed, and is an error.
+config.json, which the families read, and only the tables of tensors differ. Every key of the architecture must be known
+here: an unknown one could change what the model computes, and is an error.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class Metadata:
         self._read: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key of the architecture; of an array of equal numbers, one for each layer, the number."""
+        """Returns the value of a key of the architecture; for an array of one equal number per layer, the number."""
         self._read.add(self._prefix + key)
         value = self._data.get(self._prefix + key, default)
         if isinstance(value, np.ndarray):
@@ -42,7 +42,7 @@ class Metadata:
         return value
 
     def number(self, key: str, default: int | float | None = None) -> Any:
-        """A number that must be there unless it has a default."""
+        """Returns a number that must be there unless it has a default."""
         value = self.get(key, default)
         if value is None:
             raise InputError(f"it has no {self._prefix}{key}, which cannot be guessed")
@@ -51,11 +51,11 @@ class Metadata:
         return value
 
     def has(self, *names: str) -> bool:
-        """Whether the first layer has a tensor that is called so."""
+        """Whether the first layer has a tensor of one of these names."""
         return any(f"blk.0.{name}" in self._tensors for name in names)
 
     def shared(self, key: str) -> Any:
-        """The value of a key that all architectures have under this very name."""
+        """Returns the value of a key that has the same full name in all architectures."""
         return self._data.get(key)
 
     def must_be(self, key: str, *values: Any) -> None:
@@ -65,7 +65,7 @@ class Metadata:
             raise InputError(f"{self._prefix}{key} is {shown(found)}, only {shown(values[0])} is supported")
 
     def unread(self) -> list[str]:
-        """Keys of the architecture that were not read."""
+        """Returns the keys of the architecture that were not read."""
         return [key for key in self._data if key.startswith(self._prefix) and key not in self._read]
 
 
@@ -152,7 +152,7 @@ _QKV = tuple(f"layers/{{i}}/attention/{name}" for name in "qkv")
 
 
 def _llama(metadata: Metadata) -> dict[str, Any]:
-    """Llama, Mistral and Mixtral have one architecture; what tells them apart is experts and windows."""
+    """Returns the keys of Llama, Mistral and Mixtral, which share an architecture and differ in experts and windows."""
     window = metadata.get("attention.sliding_window") or None
     if metadata.get("expert_count", 0):
         return {
@@ -203,7 +203,7 @@ def _olmoe(metadata: Metadata) -> dict[str, Any]:
 
 
 def _stablelm(metadata: Metadata) -> dict[str, Any]:
-    metadata.get("use_parallel_residual")  # some files say it of models that have a second norm, and so do not
+    metadata.get("use_parallel_residual")  # set in some files of models with a second norm, which have none
     return {
         "model_type": "stablelm",
         "use_qkv_bias": metadata.has("attn_q.bias"),
@@ -248,7 +248,7 @@ ARCHITECTURES = {
 
 
 def architecture_of(data: Mapping[str, Any]) -> tuple[str, Architecture]:
-    """Name and description of the architecture that metadata name.
+    """Returns name and description of the architecture that metadata name.
 
     Raises:
       InputError: if they name none, or an unknown one, or the file holds something else than a model.
@@ -265,11 +265,11 @@ def architecture_of(data: Mapping[str, Any]) -> tuple[str, Architecture]:
 def hugging_face_config(
     data: Mapping[str, Any], tensors: Mapping[str, TensorEntry], factors: np.ndarray | None
 ) -> dict[str, Any]:
-    """The config.json that metadata stand for.
+    """Returns the config.json that metadata stand for.
 
     Args:
       data: metadata of a file.
-      tensors: what is in it.
+      tensors: the tensors in it.
       factors: the tensor `ROPE_FACTORS`; None: there is none.
 
     Raises:
@@ -304,7 +304,7 @@ def hugging_face_config(
     return config
 
 
-# Keys of which only one value, or several that mean the same, is the one that all our families compute.
+# Keys for which our families compute only one value, or several of equal meaning.
 _AS_USUAL: tuple[tuple[Any, ...], ...] = (
     ("attention.causal", True),
     ("expert_gating_func", 1, 0),
@@ -321,7 +321,7 @@ _AS_USUAL: tuple[tuple[Any, ...], ...] = (
     ("residual_scale", 1.0, 0.0),
     ("attention.max_alibi_bias", 0.0),
 )
-# The shape of the embedding says it; what fine-tuning used; how the file was made; implied by `expert_count`.
+# Redundant with the shape of the embedding; used in fine-tuning; how the file was made; implied by `expert_count`.
 _WITHOUT_EFFECT = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout", "expert_feed_forward_length",
                    "expert_weights_norm")  # fmt: skip
 
@@ -334,7 +334,7 @@ def _vocab_size(metadata: Metadata, tensors: Mapping[str, TensorEntry]) -> int:
 
 
 def _special_tokens(metadata: Metadata) -> dict[str, Any]:
-    """BOS, and what ends a text: EOS, and where chats have tokens of their own for it, these."""
+    """Returns BOS, and the tokens that end a text: EOS, and the end tokens of chats if there are any."""
     ends = [metadata.shared(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     found = list(dict.fromkeys(end for end in ends if end is not None))
     bos = metadata.shared("tokenizer.ggml.bos_token_id")
@@ -342,7 +342,7 @@ def _special_tokens(metadata: Metadata) -> dict[str, Any]:
 
 
 def _main_dtype(tensors: Mapping[str, TensorEntry]) -> str:
-    """The dtype that most elements are read in."""
+    """Returns the dtype in which most elements are read."""
     sizes: dict[str, int] = {}
     for entry in tensors.values():
         sizes[entry.dtype] = sizes.get(entry.dtype, 0) + math.prod(entry.shape)

@@ -1,7 +1,7 @@
-"""The types in which GGUF files store tensors, and what blocks of quantised numbers are in float32.
+"""The types in which GGUF files store tensors, and the decoding of quantised blocks to float32.
 
-The `gguf` package, which the authors of the format maintain, knows how blocks are decoded, and nothing else of it is
-used: its reader maps the whole file into memory and believes what the file says of itself (`gguf_header.py`).
+The `gguf` package, which the authors of the format maintain, decodes blocks; nothing else of it is used, because its
+reader maps the whole file into memory and trusts the file's numbers (`gguf_header.py`).
 """
 
 import importlib.util
@@ -17,8 +17,8 @@ class Blocks(NamedTuple):
 
     Attributes:
       name: as in the `gguf` package, such as `Q4_K`.
-      elements: in a block, all of one row.
-      nbytes: of a block.
+      elements: number of elements in a block, all of one row.
+      nbytes: bytes of a block.
     """
 
     name: str
@@ -52,7 +52,7 @@ NAMES = (*PLAIN.values(), *(blocks.name for blocks in BLOCKS.values()))
 
 
 def require_gguf() -> None:
-    """Raises `InputError` unless the package is there that blocks are decoded by."""
+    """Raises `InputError` unless the package that decodes blocks is installed."""
     if importlib.util.find_spec("gguf") is None:
         raise InputError("quantised tensors of GGUF files need the package gguf: pip install 'moe-jax[gguf]'")
 

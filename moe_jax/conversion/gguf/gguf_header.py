@@ -1,14 +1,14 @@
-"""The header of a GGUF file: metadata, and which tensors it holds where.
+"""The header of a GGUF file: metadata, and the names and positions of its tensors.
 
     "GGUF", version, number of tensors, number of metadata
     metadata: key, type, value
     tensors: name, axes (the fastest first), type, offset from the end of the header, which is aligned
     the tensors' bytes, each aligned
 
-The header is read and checked here, and not by the reader of the `gguf` package: that one believes every count,
-length and offset, so a file of a few bytes can make it allocate any amount. Here every number is compared with the
-bytes that the file has left before anything is read by it, and all tensors with the file before any is read.
-Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+The header is read and checked here, and not by the reader of the `gguf` package: that one trusts every count, length
+and offset, so a file of a few bytes can make it allocate any amount. Here every number is compared with the bytes that
+the file has left before anything is read by it, and all tensors with the file before any is read. Source:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 import struct
@@ -22,12 +22,12 @@ from moe_jax.conversion.formats.tensors import TensorEntry, check_tensor_name
 from moe_jax.conversion.gguf.gguf_blocks import BLOCKS, NAMES, OTHERS, PLAIN
 from moe_jax.core.errors import InputError, shown
 from moe_jax.files.byte_files import ByteFile, open_bytes
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = "general.alignment"
-MAX_HEADER = 64 << 20  # bytes; those of 260,000 tokens with their merges have 12 million
+MAX_HEADER = 64 << 20  # bytes; the header of 260,000 tokens with their merges has 12 million
 MAX_STRINGS = 2_000_000  # in all arrays of the metadata
 MAX_METADATA = 10_000
 MAX_TENSORS = 100_000
@@ -49,7 +49,7 @@ _FLOAT32, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
 
 
 class GGUFHeader(NamedTuple):
-    """What a GGUF file says before its tensors.
+    """The content of a GGUF file's header.
 
     Attributes:
       metadata: key -> int, float, bool, str, array of numbers, or list of strings.
@@ -80,8 +80,8 @@ def read_gguf_header(path: Path) -> GGUFHeader:
     """Reads and checks the header of a GGUF file.
 
     Raises:
-      InputError: if it is none, is truncated, holds a key or a tensor twice, types that are not read, numbers that
-        cannot be, or tensors that overlap, leave gaps, or lie outside the file.
+      InputError: if it is none, is truncated, holds a key or a tensor twice, types that are not read, impossible
+        numbers, or tensors that overlap, leave gaps, or lie outside the file.
     """
     with open_bytes(path) as file:
         header = _Header(file)
@@ -109,7 +109,7 @@ def read_gguf_header(path: Path) -> GGUFHeader:
 
 
 class _Header:
-    """Reads a header from its first byte on, and never beyond what the file has."""
+    """Reads a header from its first byte on, and never beyond the end of the file."""
 
     def __init__(self, file: ByteFile):
         self.path, self._file, self.file_size = file.path, file, file.size
@@ -120,10 +120,11 @@ class _Header:
         self._num_strings = 0
 
     def bad(self, problem: str) -> InputError:
+        """Returns an error about this file."""
         return InputError(f"{self.path} is not a valid GGUF file: {problem}; fetch it again")
 
     def take(self, count: int) -> bytes:
-        """The next bytes."""
+        """Returns the next `count` bytes."""
         start, stop = self.position, self.position + count
         if stop > len(self._data):
             self._read_to(stop)
@@ -142,16 +143,18 @@ class _Header:
             self._data += piece
 
     def integer(self, nbytes: int = 4) -> int:
+        """Reads an unsigned integer of `nbytes` bytes."""
         return int.from_bytes(self.take(nbytes), "little")
 
     def count(self, what: str, at_most: int, *, at_least: int) -> int:
-        """A number of things that take `at_least` bytes each."""
+        """Reads a number of things that take `at_least` bytes each."""
         count = self.integer(8)
         if count > at_most or count * at_least > self._size:
             raise self.bad(f"it claims to hold {shown(count)} {what}, in {self._size:,} bytes")
         return count
 
     def text(self, what: str, longest: int) -> str:
+        """Reads a string of at most `longest` bytes."""
         length = self.integer(8)
         if length > longest:
             raise self.bad(f"{what} has {shown(length)} bytes, at most {longest:,} are read")
@@ -161,6 +164,7 @@ class _Header:
             raise self.bad(f"{what} is not UTF-8") from None
 
     def metadata(self, count: int) -> dict[str, Any]:
+        """Reads `count` keys with their values."""
         found: dict[str, Any] = {}
         for _ in range(count):
             key = self.text("a key of its metadata", _MAX_KEY)
@@ -180,7 +184,7 @@ class _Header:
         if kind != _BOOL and kind not in _NUMBERS:
             raise self.bad(f"{key} has the unknown type {kind}")
         (value,) = self._numbers(key, kind, 1)
-        # The shortest number that is the same in 32 bits: 1e-05, and not what 64 bits make of it.
+        # The shortest number that is the same in 32 bits: 1e-05, and not its long form in 64 bits.
         return float(str(value)) if kind == _FLOAT32 else value.item()
 
     def _array(self, key: str) -> Any:
@@ -224,7 +228,7 @@ class _Header:
         return found
 
     def infos(self, count: int) -> dict[str, tuple[tuple[int, ...], int, int]]:
-        """Name -> shape, type and offset of every tensor, as the file says."""
+        """Reads shape, type and offset of every tensor, by name, as stored in the file."""
         found: dict[str, tuple[tuple[int, ...], int, int]] = {}
         for _ in range(count):
             name = self.text("the name of a tensor", _MAX_KEY)
@@ -242,7 +246,7 @@ class _Header:
 def _entry(
     header: _Header, identity: Hashable, alignment: int, name: str, info: tuple[tuple[int, ...], int, int]
 ) -> TensorEntry:
-    """A tensor whose start is counted from the end of the header, after what the file says of it was checked."""
+    """Checks the stored numbers of a tensor and returns its entry; its start is counted from the end of the header."""
     shape, kind, offset = info
     if kind not in PLAIN and kind not in BLOCKS:
         raise InputError(
@@ -260,7 +264,7 @@ def _entry(
 
 
 def _check_cover(header: _Header, tensors: Mapping[str, TensorEntry], start: int, alignment: int) -> None:
-    """The tensors must fill the rest of the file, each from the next aligned byte on."""
+    """Raises `InputError` unless the tensors fill the rest of the file, each from the next aligned byte on."""
     position, previous, size = start, "the header", header.file_size
     for name, entry in sorted(tensors.items(), key=lambda item: item[1].start):
         stop = entry.start + entry.nbytes

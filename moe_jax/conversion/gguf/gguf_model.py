@@ -23,7 +23,7 @@ from moe_jax.conversion.weights import Weights, match_weights
 from moe_jax.core.errors import InputError, raise_if_any, shown
 from moe_jax.files.byte_files import open_bytes
 from moe_jax.files.fingerprint import fingerprint_files
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 
 MAX_FILES = 10_000
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -33,7 +33,7 @@ class GGUFModel(CheckpointSource):
     """A model in a GGUF file: its config, its tensors and its tokenizer. A `ModelSource`.
 
     Tensors of float32, float16 and bfloat16 keep their bits; quantised ones are float32, decoded a few megabytes at a
-    time. The tokenizer's files are made of the metadata when they are first asked for, and vanish with the object.
+    time. The tokenizer's files are made from the metadata when they are first needed, and vanish with the object.
     """
 
     def __init__(self, path: Path | str):
@@ -82,10 +82,10 @@ class GGUFModel(CheckpointSource):
 
     @property
     def tokenizer_files(self) -> tuple[Path, ...]:
-        """tokenizer.json and tokenizer_config.json, made of the metadata; none if the file has no tokenizer.
+        """The files tokenizer.json and tokenizer_config.json, made from the metadata; none if there is no tokenizer.
 
         Raises:
-          InputError: if its tokenizer is of a kind that is unknown, or damaged.
+          InputError: if its tokenizer is of an unknown kind, or damaged.
         """
         return self._tokenizer_files
 
@@ -106,12 +106,12 @@ class GGUFModel(CheckpointSource):
 
     @property
     def lineage(self) -> list[dict[str, Any]]:
-        """How the model came to be: GGUF files say nothing of it."""
+        """The history of the model, which is empty: GGUF files do not record it."""
         return []
 
     @property
     def quantized(self) -> dict[str, int]:
-        """How many tensors are stored in each type of blocks."""
+        """Number of tensors in each type of blocks."""
         counts: dict[str, int] = {}
         for entry in self._tensors.values():
             if entry.blocks is not None:
@@ -119,7 +119,7 @@ class GGUFModel(CheckpointSource):
         return counts
 
     def fingerprint(self) -> str:
-        """A SHA-256 of the files: their names, sizes and samples of their contents."""
+        """Returns a SHA-256 of the files: their names, sizes and samples of their contents."""
         return fingerprint_files(self._headers)
 
     def _check_in_place(self) -> None:
@@ -144,7 +144,7 @@ class GGUFModel(CheckpointSource):
 
 
 def _read_all(path: Path) -> dict[Path, GGUFHeader]:
-    """The headers of all files of a model, by path.
+    """Reads the headers of all files of a model, by path.
 
     Raises:
       InputError: if the path is not that of the first, one is missing, or they do not belong together.

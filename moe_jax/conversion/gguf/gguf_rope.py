@@ -1,4 +1,4 @@
-"""Rotary embeddings in GGUF files: scalings that the metadata name, and factors that a tensor holds."""
+"""Rotary embeddings in GGUF files: scalings that the metadata name, and factors in a tensor."""
 
 import math
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ import numpy as np
 from moe_jax.core.errors import InputError, shown
 
 ROPE_FACTORS = "rope_freqs.weight"
-# What Llama 3.1 and all that followed it were stretched from and by; the tensor holds only what comes of it.
+# The parameters of Llama 3.1 and all models after it; the tensor holds only the factors that follow from them.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 _YARN = {
@@ -28,15 +28,15 @@ class _Metadata(Protocol):
 def read_rope_scaling(
     metadata: _Metadata, factors: np.ndarray | None, config: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """The `rope_scaling` of a config.json.
+    """Returns the `rope_scaling` of a config.json.
 
     Args:
       metadata: of the file.
-      factors: by which frequencies are divided, one for each rotated pair; None: there are none.
-      config: the keys that are known: rope_theta, head_dim, max_position_embeddings.
+      factors: divisors of the frequencies, one for each rotated pair; None: there are none.
+      config: the known keys: rope_theta, head_dim, max_position_embeddings.
 
     Raises:
-      InputError: for a scaling that is unknown, or factors beside one.
+      InputError: for an unknown scaling, or factors in addition to one.
     """
     linear = metadata.get("rope.scale_linear", 1.0)
     kind = metadata.get("rope.scaling.type", "linear" if linear != 1.0 else "none")
@@ -57,11 +57,11 @@ def read_rope_scaling(
         return scaling
     if scaling is not None:
         raise InputError(f"it has both {ROPE_FACTORS} and rope.scaling.type {kind!r}, which is not supported")
-    return _of_factors(factors, config)
+    return _scaling_of_factors(factors, config)
 
 
-def _of_factors(factors: np.ndarray, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The scaling that divides the frequencies by these factors."""
+def _scaling_of_factors(factors: np.ndarray, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the scaling that divides the frequencies by these factors."""
     if not (np.isfinite(factors).all() and (factors > 0).all()):
         raise InputError(f"{ROPE_FACTORS} holds numbers that are not finite and above 0")
     if (factors == 1).all():
@@ -90,10 +90,10 @@ def llama3_factors(
     high_freq_factor: float,
     original_max_position_embeddings: int,
 ) -> np.ndarray:
-    """What Llama 3 divides the frequencies of its rotated pairs by.
+    """Returns Llama 3's divisors of the frequencies of its rotated pairs.
 
     Waves that fit into the original context `high_freq_factor` times stay as they are, those that do not fit into it
-    `low_freq_factor` times are stretched by `factor`, and the speed of the others is interpolated.
+    `low_freq_factor` times are stretched by `factor`, and the frequencies of the others are interpolated.
     """
     waves = 2 * math.pi * np.float64(theta) ** (np.arange(0, rotated, 2) / rotated)
     fits = original_max_position_embeddings / waves

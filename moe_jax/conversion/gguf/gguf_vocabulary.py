@@ -1,8 +1,8 @@
-"""The tokenizer in a GGUF file's metadata, as tokenizer.json and tokenizer_config.json.
+"""Converts the tokenizer in a GGUF file's metadata to tokenizer.json and tokenizer_config.json.
 
-Two kinds are known. `gpt2`: BPE over bytes, with merges, on pieces that `tokenizer.ggml.pre` names a way to cut a text
-into. `llama`: SentencePiece's BPE over characters, without merges but with a score for every token, and bytes for what
-has no token.
+Two kinds are known. `gpt2`: BPE over bytes, with merges; `tokenizer.ggml.pre` names the way in which a text is cut into
+pieces. `llama`: SentencePiece's BPE over characters, without merges but with a score for every token, and bytes for
+characters without a token.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -95,11 +95,11 @@ class _Pieces(NamedTuple):
     """How a text is cut into pieces, none of which a token crosses.
 
     Attributes:
-      cut: the cuts, before bytes are made of characters.
+      cut: the cuts, before bytes become characters.
       by_words: whether the usual cuts of GPT-2 follow.
-      normalizer: what is done to a text before; None: nothing.
+      normalizer: applied to a text before; None: there is none.
       ignore_merges: a piece that is a token is not put together from smaller ones.
-      add_bos: whether texts begin with BOS where the file does not say.
+      add_bos: whether texts begin with BOS if the file does not say.
     """
 
     cut: Sequence[Any] = ()
@@ -133,7 +133,9 @@ PIECES = {
 }
 
 
-def _of_bytes(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, dict[str, bool]]:
+def _byte_tokenizer(
+    metadata: Mapping[str, Any], vocabulary: _Vocabulary
+) -> tuple[tokenizers.Tokenizer, dict[str, bool]]:
     pre = metadata.get(PRE)
     if not isinstance(pre, str) or pre not in PIECES:
         hint = nearest(pre, PIECES) if isinstance(pre, str) else ""
@@ -142,7 +144,7 @@ def _of_bytes(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> tuple[tok
     if not isinstance(merges, list):
         raise InputError(f"tokenizer.ggml.merges is {shown(merges)}, expected a list of pairs of tokens")
     pieces = PIECES[pre]
-    # No token has a space but at its beginning: it is written as another character.
+    # A token has a space only at its beginning, where it is written as another character.
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     if bad := next((merge for merge, pair in zip(merges, pairs, strict=True) if len(pair) != 2), None):
         raise InputError(f"tokenizer.ggml.merges holds {shown(bad)}, which is no pair of tokens")
@@ -160,7 +162,7 @@ def _of_bytes(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> tuple[tok
 # --- characters -----------------------------------------------------------------------------------
 
 
-def _of_characters(
+def _character_tokenizer(
     metadata: Mapping[str, Any], vocabulary: _Vocabulary
 ) -> tuple[tokenizers.Tokenizer, dict[str, bool]]:
     scores = _numbers(metadata, "tokenizer.ggml.scores", len(vocabulary.tokens))
@@ -184,7 +186,7 @@ def _of_characters(
 
 
 def _merges(vocabulary: _Vocabulary, scores: np.ndarray, ids: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Merges that put tokens together in the order of their scores, each from every two tokens that it consists of."""
+    """Returns merges that join tokens in the order of their scores, each from every two tokens that it consists of."""
     found: list[tuple[float, int, int, str, str]] = []
     for i, token in enumerate(vocabulary.tokens):
         if vocabulary.types[i] != _NORMAL or len(token) > _MAX_PIECE:
@@ -197,15 +199,15 @@ def _merges(vocabulary: _Vocabulary, scores: np.ndarray, ids: Mapping[str, int])
 
 
 _KINDS: dict[str, Callable[[Mapping[str, Any], _Vocabulary], tuple[tokenizers.Tokenizer, dict[str, bool]]]] = {
-    "gpt2": _of_bytes,
-    "llama": _of_characters,
+    "gpt2": _byte_tokenizer,
+    "llama": _character_tokenizer,
 }
 
 # --- both -----------------------------------------------------------------------------------------
 
 
 def _add_tokens(made: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
-    """Tokens that are found in a text before it is cut. Special ones are left out of decoded text."""
+    """Adds tokens that are found in a text before it is cut. Special ones are left out of decoded text."""
     special = vocabulary.of_type(_CONTROL, _UNKNOWN)
     made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     others = vocabulary.of_type(_USER_DEFINED)
@@ -233,7 +235,7 @@ def _settings(metadata: Mapping[str, Any], vocabulary: _Vocabulary, defaults: Ma
 
 
 def _add_edges(made: tokenizers.Tokenizer, settings: dict[str, Any], vocabulary: _Vocabulary) -> None:
-    """BOS before a text and EOS after it, where the settings say so and there are such tokens."""
+    """Adds BOS before a text and EOS after it, if the settings say so and there are such tokens."""
     edges = {edge: settings.get(f"{edge}_token") if settings[f"add_{edge}_token"] else None for edge in ("bos", "eos")}
     used = {token: vocabulary.tokens.index(token) for token in edges.values() if token is not None}
     if used:
@@ -247,7 +249,7 @@ def _add_edges(made: tokenizers.Tokenizer, settings: dict[str, Any], vocabulary:
 
 
 def _numbers(metadata: Mapping[str, Any], key: str, count: int, default: int | None = None) -> np.ndarray:
-    """An array of so many finite numbers."""
+    """Returns an array of `count` finite numbers."""
     values = metadata.get(key)
     if values is None and default is not None:
         return np.full(count, default)

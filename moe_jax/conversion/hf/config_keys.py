@@ -1,4 +1,4 @@
-"""A foreign config.json, read key by key with the type each key must have."""
+"""Reads a Hugging Face config.json key by key, with the type that each key must have."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -8,11 +8,11 @@ from moe_jax.core.errors import InputError, clipped, is_finite, raise_if_any, sh
 from moe_jax.files.json_toml import fits_64_bits
 
 
-class ForeignConfig:
-    """Reads values from a foreign config and remembers which keys were not read.
+class HFConfig:
+    """Reads values from a Hugging Face config and remembers which keys were not read.
 
-    A key that is absent has the default of its family; a key that is `null` is None, as in
-    Transformers (`"num_key_value_heads": null` means something else than leaving it out).
+    A key that is absent has the default of its family; a key that is `null` is None, as in Transformers
+    (`"num_key_value_heads": null` means something else than leaving it out).
     """
 
     def __init__(self, data: Mapping[str, Any], defaults: Mapping[str, Any]):
@@ -29,7 +29,7 @@ class ForeignConfig:
         raise_if_any([f"it has no {key!r}, which cannot be guessed" for key in missing], "config.json")
 
     def is_default(self, key: str) -> bool:
-        """Whether a key has the value that its family has where a config leaves it out."""
+        """Whether a key has its family's default, given or not."""
         return self._data.get(key, self._defaults.get(key)) == self._defaults.get(key)
 
     def given(self, key: str) -> bool:
@@ -102,8 +102,8 @@ class ForeignConfig:
         """Writes `value` back under `key` on export, although the key was read."""
         self._kept[key] = value
 
-    def foreign(self) -> dict[str, Any]:
-        """The keys that were not read, which are written back unchanged on export."""
+    def unread_keys(self) -> dict[str, Any]:
+        """Returns the keys that were not read, which are written back unchanged on export."""
         return {key: value for key, value in self._data.items() if key not in self._taken} | self._kept
 
     def unknown_inside(self, key: str, inner: Collection[str]) -> None:
@@ -111,11 +111,11 @@ class ForeignConfig:
         self._unknown_inside += [f"{key}.{one}" for one in inner]
 
     def check_all_known(self, harmless: Collection[str], ignored: Collection[str]) -> None:
-        """Raises `InputError` for keys that were neither read nor are known to change nothing. To be asked at the end.
+        """Raises `InputError` for keys that were neither read nor are known to change nothing. To be called last.
 
         Args:
           harmless: keys that change nothing in this family.
-          ignored: keys that the caller answers for; one inside an object is written `object.key`.
+          ignored: keys that the caller allows; one inside an object is written `object.key`.
         """
         read = self._taken | self._checked | self._defaults.keys() | set(harmless)
         unknown = [key for key, value in self._data.items() if key not in read and not is_harmless(key, value)]

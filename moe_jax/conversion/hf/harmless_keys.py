@@ -1,7 +1,7 @@
-"""Keys of a foreign config.json that do not change what a model computes, in any family.
+"""Keys of a Hugging Face config.json that do not change what a model computes, in any family.
 
-All other keys are read by a family's reader, or listed as harmless by the family, or an error: what is not known may
-well change what the model computes.
+All other keys are read by a family's reader, or listed as harmless by the family, or an error: an unknown key may well
+change what the model computes.
 """
 
 from typing import Any
@@ -19,12 +19,12 @@ _TRAINING = (
     "initializer_factor", "initializer_range", "loss_type", "output_router_logits", "resid_pdrop", "resid_dropout",
     "router_jitter_noise", "embedding_dropout", "residual_dropout",
 )  # fmt: skip
-# What Transformers gives back, and the same product cut in pieces.
+# Outputs of Transformers, and the same product cut in pieces.
 _OUTPUTS = (
     "chunk_size_feed_forward", "output_attentions", "output_hidden_states", "pretraining_tp", "return_dict",
     "return_dict_in_generate", "output_scores", "use_return_dict",
 )  # fmt: skip
-# Special tokens that no forward pass looks at, labels of other tasks.
+# Special tokens that no forward pass uses, labels of other tasks.
 _TASK = (
     "pad_token_id", "sep_token_id", "cls_token_id", "mask_token_id", "unk_token_id", "bos_token_id", "eos_token_id",
     "decoder_start_token_id", "classifier_dropout", "finetuning_task", "id2label", "label2id", "num_labels",
@@ -42,7 +42,7 @@ _HARMLESS = frozenset((*_STORAGE, *_TRAINING, *_OUTPUTS, *_TASK, *_GENERATION))
 # Notes that Transformers and fine-tuning tools keep for themselves.
 _PREFIXES = ("_", "unsloth_")
 
-# Keys that say nothing as long as they have this value.
+# Keys that have no effect as long as they have this value.
 _UNUSED: dict[str, Any] = {
     "add_cross_attention": False,
     "cross_attention_hidden_size": None,
@@ -56,5 +56,5 @@ _UNUSED: dict[str, Any] = {
 
 
 def is_harmless(key: str, value: Any) -> bool:
-    """Whether a key with this value means nothing for what a model of any family computes."""
+    """Whether a key with this value has no effect on what a model of any family computes."""
     return key in _HARMLESS or key.startswith(_PREFIXES) or (key in _UNUSED and value == _UNUSED[key])

@@ -1,4 +1,4 @@
-"""Prints how a foreign format changes the way in which a model is stored; what it computes stays the same."""
+"""Prints how a Hugging Face format changes the way in which a model is stored; the model computes the same."""
 
 import math
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ def print_changes(
     Args:
       before: of the model.
       after: from `exported_config`.
-      specs: leaves of the latter: path -> shape and dtype.
+      specs: shape and dtype of the leaves of the latter, by path.
       console: where to print.
     """
     if before.family != after.family:

@@ -5,14 +5,14 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from moe_jax.conversion.families import FAMILIES, Family, family_named
-from moe_jax.conversion.hf.config_keys import ForeignConfig, is_integer
+from moe_jax.conversion.hf.config_keys import HFConfig, is_integer
 from moe_jax.core.errors import InputError, raise_if_any, shown
 from moe_jax.models import ModelConfig
 
-# Settings of training and storage, which foreign formats do not store and which do not change the logits.
+# Settings of training and storage, which Hugging Face formats do not store and which do not change the logits.
 _NOT_COMPARED = {"family", "foreign", "dtype", "balance_coef", "z_coef", "cv_coef", "capacity_factor"}
 
-# How many classes a config of Transformers means that does not say.
+# The number of classes in a config of Transformers that gives none.
 _NUM_LABELS = 2
 
 
@@ -21,25 +21,25 @@ def read_hf_config(data: Mapping[str, Any], *, ignored: Collection[str] = ()) ->
 
     Args:
       data: the parsed file.
-      ignored: unknown keys that are taken to change nothing.
+      ignored: unknown keys that are assumed to change nothing.
 
     Returns:
       The config; keys that this library does not use are kept in `foreign`.
 
     Raises:
-      InputError: unknown family; missing, ill-typed or contradicting values; or keys that are not known, and so may
-        change what the model computes.
+      InputError: unknown family; missing, ill-typed or contradicting values; or unknown keys, which may change what the
+        model computes.
     """
     if data.get("quantization_config") is not None:
         raise InputError(
             "config.json: the checkpoint is quantised (quantization_config); convert the unquantised one it was made of"
         )
     family = FAMILIES[_family_name(data)]
-    foreign = ForeignConfig(data, family.defaults)
-    config = family.read(foreign)
+    keys = HFConfig(data, family.defaults)
+    config = family.read(keys)
     if family.classifier_architecture in _architectures(data):
         config = _as_classifier(config, family, data)
-    foreign.check_all_known(family.harmless, ignored)
+    keys.check_all_known(family.harmless, ignored)
     return config
 
 
@@ -58,14 +58,14 @@ def write_hf_config(config: ModelConfig) -> dict[str, Any]:
     return _merged(written, config.foreign)
 
 
-def foreign_keys(config: ModelConfig) -> set[str]:
-    """The keys that a config writes back without knowing them, as `read_hf_config` wants to have them ignored."""
+def kept_keys(config: ModelConfig) -> set[str]:
+    """Returns the keys that a config writes back without knowing them, to be ignored by `read_hf_config`."""
     inner = {f"{key}.{one}" for key, value in config.foreign.items() if isinstance(value, Mapping) for one in value}
     return {*config.foreign, *inner}
 
 
-def what_is_lost(config: ModelConfig) -> list[str]:
-    """What the format of its family cannot say of a model, one sentence each; none if `write_hf_config` writes it."""
+def inexpressible(config: ModelConfig) -> list[str]:
+    """Returns a sentence for each thing that the family's format cannot express; none if `write_hf_config` succeeds."""
     try:
         return _differences(config, read_hf_config(_write(config)))
     except InputError as error:
@@ -77,7 +77,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     written = {"architectures": [family.architecture], "model_type": family.name, **family.write(config)}
     if config.num_classes is None or family.classifier_architecture is None:
         return written
-    # Whether a head of tokens, which there is none of, would be the embedding; T5's encoder goes by it, too.
+    # It would say whether a head for tokens, which the model lacks, is the embedding; T5's encoder uses it, too.
     written.pop("tie_word_embeddings", None)
     names = class_names(config) or tuple(f"LABEL_{i}" for i in range(config.num_classes))
     return written | {
@@ -88,7 +88,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 
 def class_names(config: ModelConfig) -> tuple[str, ...] | None:
-    """The names of the classes that a model scores, as its source named them; None: it has none."""
+    """Returns the names of the classes that a model scores, from its source; None: there are none."""
     named = config.foreign.get("id2label")
     if not isinstance(named, Mapping) or config.num_classes is None:
         return None
@@ -97,7 +97,7 @@ def class_names(config: ModelConfig) -> tuple[str, ...] | None:
 
 
 def _as_classifier(config: ModelConfig, family: Family, data: Mapping[str, Any]) -> ModelConfig:
-    """A config that was read as of a model that scores tokens, as of one that scores classes."""
+    """Converts the config of a model that scores tokens to one of a model that scores classes."""
     assert family.classifier is not None
     named, count = data.get("id2label"), data.get("num_labels")
     if named is not None:
@@ -147,10 +147,10 @@ def _family_name(data: Mapping[str, Any]) -> str:
     return name
 
 
-def _merged(written: Mapping[str, Any], foreign: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds foreign keys to the written ones, also inside objects; written keys take precedence."""
+def _merged(written: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Adds kept keys to the written ones, also inside objects; written keys take precedence."""
     result = dict(written)
-    for key, value in foreign.items():
+    for key, value in kept.items():
         if isinstance(value, Mapping) and isinstance(result.get(key), Mapping):
             result[key] = _merged(result[key], value)
         else:
@@ -159,7 +159,7 @@ def _merged(written: Mapping[str, Any], foreign: Mapping[str, Any]) -> dict[str,
 
 
 def _differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
-    """What a config lost by being written, one sentence per field; layers with equal losses share a sentence."""
+    """Returns what a config lost by being written, a sentence per field; layers with equal losses share a sentence."""
     found = _fields_that_differ("", ours, theirs)
     if ours.num_layers == theirs.num_layers:
         by_loss: dict[str, list[int]] = {}
@@ -174,7 +174,7 @@ def _differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
 
 def _fields_that_differ(prefix: str, ours: Any, theirs: Any) -> list[str]:
     if type(ours) is not type(theirs):
-        # Parts that come in kinds are called by them, as in config.json.
+        # Parts that come in kinds are named by their kind, as in config.json.
         names = (getattr(part, "kind", type(part).__name__) for part in (ours, theirs))
         return ["{} is {!r}, the format can only say {!r}".format(prefix.removesuffix("."), *names)]
     found = []

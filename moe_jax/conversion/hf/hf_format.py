@@ -1,7 +1,7 @@
-"""Which foreign format a model is exported in: the first of its family's that gives the same logits.
+"""The Hugging Face format in which a model is exported: the first of its family's that gives the same logits.
 
-What a model is made of can often be said in several ways that compute the same. So a model is first put as a format
-would say it, and the format then asked whether it can hold that, by writing its config and comparing what is read back.
+A model can often be expressed in several ways that compute the same. So a model is first converted to the form of a
+format. Then its config is written in the format and read back, which shows whether the format can hold it.
 """
 
 from collections.abc import Sequence
@@ -10,23 +10,23 @@ from typing import NamedTuple
 
 from moe_jax.conversion.families import Family, family_named
 from moe_jax.conversion.hf.harmless_keys import is_harmless
-from moe_jax.conversion.hf.hf_config import what_is_lost, write_hf_config
+from moe_jax.conversion.hf.hf_config import inexpressible, write_hf_config
 from moe_jax.core.errors import InputError
 from moe_jax.functional.routing.gates import GATES
 from moe_jax.models import BankConfig, LayerConfig, ModelConfig, MoEConfig
 
-# A shared expert of zeros is as narrow as it may be.
+# A shared expert of zeros may be as narrow as possible.
 NARROWEST = 1
 
 
 def exported_config(config: ModelConfig, *, replicate_dense: bool) -> ModelConfig:
-    """The config of a model after merging, in the family whose format can hold it.
+    """Returns the config of a model after merging, in the family whose format can hold it.
 
     A dense model is unchanged. In a model with MoE layers, deltas are merged into full experts. If its family has no
     MoE layers the model moves to the first of the family's `moe_formats` that can hold it; if that has no dense layers,
     they become MoEs of equal experts. Merged experts are repeated, one for each output of the router. Narrower experts,
-    and universal FFNs, are padded to the largest width in any layer with zero neurons, which add nothing because
-    act(0) = 0.
+    and universal FFNs, are padded to the largest width in any layer with zero neurons, which add nothing because act(0)
+    = 0.
 
     Args:
       config: of the model.
@@ -40,17 +40,17 @@ def exported_config(config: ModelConfig, *, replicate_dense: bool) -> ModelConfi
         return config
     family = family_named(config.family)
     if family.holds_experts:
-        held = _as_held_by(config, family, replicate_dense=replicate_dense)
+        held = _in_form_of(config, family, replicate_dense=replicate_dense)
         write_hf_config(held)
         return held
     refusals: list[_Refusal] = []
     for name in family.moe_formats:
         try:
-            held = _as_held_by(config, family_named(name), replicate_dense=replicate_dense)
+            held = _in_form_of(config, family_named(name), replicate_dense=replicate_dense)
         except InputError as error:
             refusals.append(_Refusal(name, [str(error)], far=True))
             continue
-        lost = what_is_lost(held)
+        lost = inexpressible(held)
         if not lost:
             return held
         refusals.append(_Refusal(name, lost, far=False))
@@ -61,7 +61,7 @@ def exported_config(config: ModelConfig, *, replicate_dense: bool) -> ModelConfi
 
 
 class _Refusal(NamedTuple):
-    """Why a format cannot hold a model; `far`: it could not even be put as the format would say it."""
+    """The reasons why a format cannot hold a model; `far`: not even the conversion to its form was possible."""
 
     name: str
     why: list[str]
@@ -69,7 +69,7 @@ class _Refusal(NamedTuple):
 
 
 def _nearest(refusals: Sequence[_Refusal]) -> str:
-    """What the format that loses least would lose."""
+    """Returns the reasons of the format that would lose least."""
     if not refusals:
         return ""
     nearest = min(refusals, key=lambda refusal: (refusal.far, len(refusal.why)))
@@ -77,8 +77,8 @@ def _nearest(refusals: Sequence[_Refusal]) -> str:
     return f". The nearest is that of {nearest.name!r}: {nearest.why[0]}{more}"
 
 
-def _as_held_by(config: ModelConfig, family: Family, *, replicate_dense: bool) -> ModelConfig:
-    """The model as a format would say it, if it can.
+def _in_form_of(config: ModelConfig, family: Family, *, replicate_dense: bool) -> ModelConfig:
+    """Converts the model to the form of a format, if possible.
 
     Raises:
       InputError: if dense layers would have to become MoEs and cannot, or must not.
@@ -92,23 +92,24 @@ def _as_held_by(config: ModelConfig, family: Family, *, replicate_dense: bool) -
         )
     width = max([*(moe.expert.dim for moe in moes), *(config.ffn(i).dim for i in dense)])
     beside = [moe.universal_ffn.dim for moe in moes if moe.universal != "none"]
-    layers = [_said(layer, family, width, max(beside, default=NARROWEST)) for layer in config.layers]
+    layers = [_expressed(layer, family, width, max(beside, default=NARROWEST)) for layer in config.layers]
     held = replace(config, family=family.name, layers=tuple(layers))
     if family.name != config.family:
-        # Keys of the old format could mean something in the new one; `auto_map` names code, not to be run for that.
+        # Keys of the old format could mean something in the new one; `auto_map` names code, which must not be run for
+        # it.
         kept = {key: value for key, value in config.foreign.items() if is_harmless(key, value) and key != "auto_map"}
         held = replace(held, foreign=kept)
     return replace(held, layers=_replicated(held, dense, width)) if dense else held
 
 
-def _said(layer: LayerConfig, family: Family, width: int, beside: int) -> LayerConfig:
-    """A layer with full experts and a universal FFN beside them, in the words that foreign formats have for it."""
+def _expressed(layer: LayerConfig, family: Family, width: int, beside: int) -> LayerConfig:
+    """Returns a layer with full experts and a universal FFN beside them, as Hugging Face formats can express it."""
     if not isinstance(layer.mlp, MoEConfig):
         return layer
     mlp = layer.mlp
     universal = "one" if mlp.universal == "med" else mlp.universal
     if family.universal is not None and universal in ("none", "one"):
-        # Of zeros; or half of an FFN that gives twice as much, for the sigmoid of 0 is 1/2.
+        # An FFN of zeros; or one of half the output, as the sigmoid of 0 is 1/2.
         universal = family.universal
     weighting = "softmax_topk" if mlp.weighting == "top1" else mlp.weighting
     said = replace(
@@ -125,7 +126,7 @@ def _said(layer: LayerConfig, family: Family, width: int, beside: int) -> LayerC
 
 
 def _replicated(config: ModelConfig, dense: Sequence[int], width: int) -> tuple[LayerConfig, ...]:
-    """The layers with MoEs of equal experts in the place of dense FFNs."""
+    """Returns the layers with MoEs of equal experts in place of dense FFNs."""
     layers, like = list(config.layers), config.moe(config.moe_layers[0])
     if not GATES[like.gate].weights_sum_to_one or like.gate_scale != 1.0 or like.universal != "none":
         raise InputError(

@@ -1,18 +1,18 @@
-"""Rotary embeddings in a foreign config.json, in both of its styles.
+"""Rotary embeddings in a Hugging Face config.json, in both of its styles.
 
-Transformers 4 writes `rope_theta` and `rope_scaling: {"type" or "rope_type": ..., ...}`, Transformers 5
-writes `rope_parameters: {"rope_type": ..., "rope_theta": ..., ...}`. The older style is what we write:
-every release that reads a family at all reads it.
+Transformers 4 writes `rope_theta` and `rope_scaling: {"type" or "rope_type": ..., ...}`, Transformers 5 writes
+`rope_parameters: {"rope_type": ..., "rope_theta": ..., ...}`. We write the older style: every release that reads a
+family reads it.
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.core.errors import InputError, is_finite, nearest, shown
 from moe_jax.models import RopeConfig
 
-# Foreign name -> our name. `su` is what LongRoPE was called in the first Phi-3 checkpoints.
+# Hugging Face's name -> our name. LongRoPE was called `su` in the first Phi-3 checkpoints.
 SCALINGS = {
     "default": "none",
     "linear": "linear",
@@ -30,7 +30,7 @@ _REQUIRED = {
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
-# Foreign key -> field of RopeConfig, for the keys that a scaling may have.
+# Key in config.json -> field of RopeConfig, for the keys that a scaling may have.
 _FIELDS = {
     "factor": "factor",
     "original_max_position_embeddings": "original_max_positions",
@@ -60,11 +60,11 @@ _LISTS = ("short_factor", "long_factor")
 _WITH_ORIGINAL_LENGTH = ("yarn", "longrope", "llama3")
 
 
-def read_rope(config: ForeignConfig, *, max_positions: int, head_dim: int) -> RopeConfig:
+def read_rope(config: HFConfig, *, max_positions: int, head_dim: int) -> RopeConfig:
     """Reads the rotary embedding of a config in either style.
 
     Args:
-      config: the foreign config; `rope_theta` needs a default there.
+      config: the Hugging Face config; `rope_theta` needs a default there.
       max_positions: its context length, which a scaling without an original length or factor refers to.
       head_dim: width of a head, against which the lengths of LongRoPE's factors are checked.
 
@@ -94,11 +94,11 @@ def read_rope(config: ForeignConfig, *, max_positions: int, head_dim: int) -> Ro
             fields[_FIELDS[key]] = _checked(key, value)
     if values:
         config.keep("rope_scaling", values)
-        # Keys of other types say nothing here; `finetuned` is a note in early YaRN checkpoints.
+        # Keys of other types have no effect here; `finetuned` is a note in early YaRN checkpoints.
         config.unknown_inside("rope_scaling", [key for key in values if key not in _FIELDS and key != "finetuned"])
 
     if scaling in _WITH_ORIGINAL_LENGTH:
-        # Phi-3 style configs hold the original length beside the rope parameters, and it wins.
+        # Phi-3 style configs hold the original length beside the rope parameters, and it takes precedence.
         top = config.integer("original_max_position_embeddings")
         original = fields.get("original_max_positions", max_positions)
         original = original if top is None else _checked("original_max_position_embeddings", top)
@@ -120,7 +120,7 @@ def read_rope(config: ForeignConfig, *, max_positions: int, head_dim: int) -> Ro
 
 
 def write_rope(rope: RopeConfig) -> dict[str, Any]:
-    """Returns the keys of config.json that say `rope`, in the style of Transformers 4."""
+    """Returns the keys of config.json for `rope`, in the style of Transformers 4."""
     keys: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": None}
     if rope.fraction != 1.0:
         keys["partial_rotary_factor"] = rope.fraction
@@ -134,13 +134,13 @@ def write_rope(rope: RopeConfig) -> dict[str, Any]:
                 scaling[key] = list(value) if isinstance(value, tuple) else value
         keys["rope_scaling"] = scaling
         if rope.scaling == "longrope":
-            # Transformers 4 takes LongRoPE's original length from here only.
+            # Transformers 4 takes LongRoPE's original length only from here.
             keys["original_max_position_embeddings"] = rope.original_max_positions
     return keys
 
 
-def _one_dict(config: ForeignConfig) -> dict[str, Any]:
-    """The rope parameters as one flat dict, wherever and however the config holds them."""
+def _one_dict(config: HFConfig) -> dict[str, Any]:
+    """Returns the rope parameters as one flat dict, from wherever the config holds them."""
     scaling = config.mapping("rope_scaling") or {}
     parameters = config.mapping("rope_parameters") or {}
     if parameters and all(value is None or isinstance(value, dict) for value in parameters.values()):
@@ -175,7 +175,7 @@ def _is_positive(value: Any) -> bool:
 
 
 class _Kind(NamedTuple):
-    """What a value must be, in words and as a test, and how it becomes the type that `RopeConfig` has for it."""
+    """The requirement on a value, in words and as a test, and its conversion to the type in `RopeConfig`."""
 
     expected: str
     fits: Callable[[Any], bool]
@@ -200,7 +200,7 @@ _KINDS = {
 
 
 def _checked(key: str, value: Any) -> Any:
-    """The value of a key in the type that `RopeConfig` has for it."""
+    """Returns the value of a key in the type that `RopeConfig` has for it."""
     kind = _KINDS.get(key, _POSITIVE)
     if not kind.fits(value):
         raise InputError(f"config.json: rope {key} is {shown(value)}, expected {kind.expected}")

@@ -1,4 +1,4 @@
-"""The leaves of a model as a foreign format stores them: full experts of equal width, universal FFNs beside them.
+"""The leaves of a model as a Hugging Face format stores them: full experts of equal width, universal FFNs beside them.
 
 This is a view: experts are materialised one at a time while they are written, never a whole layer at once.
 """
@@ -37,7 +37,7 @@ class MergedModel:
         self._shapes = {path: spec.shape for path, spec in leaf_specs(config).items()}
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Leaf path -> shape, and the dtype of the leaves that it is made from."""
+        """Returns the shape of every leaf, by path, with the dtype of the leaves that it is made from."""
         return {path: jax.ShapeDtypeStruct(shape, self._dtype(path)) for path, shape in self._shapes.items()}
 
     def parts(self, path: str) -> Iterator[tuple[int | None, np.ndarray]]:
@@ -52,22 +52,22 @@ class MergedModel:
         elif path in self._stored:
             yield None, self._source.read(path)
         else:
-            # A router among equal experts, where any will do; or the gate of a universal FFN whose weight is constant.
+            # A router among equal experts may have any values; the gate of a universal FFN has constant weight.
             yield None, self._zeros(path)
 
     def codes(self, path: str, packing: Packing) -> Iterator[tuple[int, Codes]]:
-        """Yields (e, codes of leaf[e]) for every e, in the order of the bank: those that are stored, or else new ones.
+        """Yields (e, codes of leaf[e]) for every e, in the order of the bank: stored codes, or else new ones.
 
         Args:
           path: of the kernels of experts.
           packing: how they are written.
 
         Raises:
-          InputError: if what is stored cannot be written so, or is not finite.
+          InputError: if stored codes cannot be written so, or are not finite.
         """
         stored = codes_of(self._source, path, self._shapes[path][1:], packing)
         if stored is not None:
-            # A universal FFN in the bank is its last expert, and none of the router's.
+            # A universal FFN in the bank is its last expert, and not one of the router's.
             for outputs, codes in zip(self._outputs(path), stored, strict=False):
                 for output in outputs:
                     yield output, codes
@@ -86,7 +86,7 @@ class MergedModel:
                 yield output, kernel
 
     def _outputs(self, path: str) -> list[np.ndarray]:
-        """The router outputs that each expert of the bank stands for; for the FFN of a dense layer, all of them."""
+        """Returns the router outputs that each expert of the bank stands for; for the FFN of a dense layer, all."""
         mlp, outputs = self._mlp(path), np.arange(self._shapes[path][0])
         if not isinstance(mlp, MoEConfig):
             return [outputs]
@@ -107,14 +107,14 @@ class MergedModel:
         else:
             matrix = ffn_matrices(mlp.expert, self.config.d_model)[name.removesuffix("/kernel")]
             read, bank, dtype = self._source.read, f"{block}/experts", self._dtype(path)
-            # Of float16 alone the range is so small that a sum of two may well lie outside.
+            # The range of float16 is so small that a sum of two numbers may well lie outside.
             made = np.dtype(np.float32) if dtype == np.float16 else dtype
             kernels = expert_kernels(read, mlp.bank, bank, matrix, dtype=made, experts=experts)
             for expert, kernel in zip(experts, kernels, strict=True):
                 yield cast(f"{path}[{expert}]", kernel, dtype)
 
     def _universal(self, path: str) -> np.ndarray:
-        """A kernel or bias of the universal FFN: beside the bank, the bank's last expert, or of zeros if none is."""
+        """Returns a kernel or bias of the universal FFN: beside the bank, the bank's last expert, or zeros."""
         mlp = self._mlp(path)
         assert isinstance(mlp, MoEConfig)
         if mlp.universal == "none":
@@ -132,7 +132,7 @@ class MergedModel:
         return np.zeros(self._shapes[path], self._dtype(path))
 
     def _dtype(self, path: str) -> np.dtype:
-        """The dtype of the leaf; else of the one that it is made from or goes with; else of the layer's norm."""
+        """Returns the dtype of the leaf; else of the leaf it is made from or belongs to; else of the layer's norm."""
         like = (
             path,
             path.replace("/experts/", "/"),

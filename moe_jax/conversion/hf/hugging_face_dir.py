@@ -16,7 +16,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.files.fingerprint import fingerprint_files
 from moe_jax.files.json_toml import read_json_object
 from moe_jax.files.regular_files import hold
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.files.tokenizer_files import TOKENIZER, companions_in
 from moe_jax.model_io.lineage import read_lineage
 from moe_jax.models.serialize import FORMAT
@@ -25,8 +25,8 @@ from moe_jax.models.serialize import FORMAT
 class HuggingFaceDirectory(CheckpointSource):
     """A directory with config.json and weights as safetensors or PyTorch files. A `ModelSource`.
 
-    Weight files are opened when they are first needed: for `config`, a directory with just a config.json is enough.
-    If another directory takes this one's place in the meantime, reading is an error: the two must not be mixed.
+    Weight files are opened when they are first needed: for `config`, a directory with just a config.json is enough. If
+    another directory takes this one's place in the meantime, reading is an error: the two must not be mixed.
     """
 
     def __init__(self, path: Path | str, *, ignored_keys: Collection[str] = ()):
@@ -34,7 +34,7 @@ class HuggingFaceDirectory(CheckpointSource):
 
         Args:
           path: of the directory.
-          ignored_keys: unknown keys of config.json that are taken to change nothing.
+          ignored_keys: unknown keys of config.json that are assumed to change nothing.
 
         Raises:
           FileNotFoundError: if there is no such directory.
@@ -57,8 +57,8 @@ class HuggingFaceDirectory(CheckpointSource):
     def tokenizer_files(self) -> tuple[Path, ...]:
         """Files that are copied with the model: tokenizer, generation settings, chat templates.
 
-        Where a family has a vocabulary in a format of its own, a tokenizer.json is made of it when these files are
-        first asked for. It vanishes with the object.
+        If a family has a vocabulary in a format of its own, a tokenizer.json is made from it when these files are first
+        needed. It vanishes with the object.
 
         Raises:
           InputError: if the vocabulary is damaged, or a file is a link out of the directory.
@@ -84,7 +84,7 @@ class HuggingFaceDirectory(CheckpointSource):
 
     @property
     def lineage(self) -> list[dict[str, Any]]:
-        """How the model came to be: of a directory that `export` wrote, one entry per command; of others nothing."""
+        """The history of the model: in a directory that `export` wrote, one entry per command; in others empty."""
         return read_lineage(self.path, inside=self._held)
 
     @cached_property
@@ -102,7 +102,7 @@ class HuggingFaceDirectory(CheckpointSource):
         return match_weights(self.checkpoint, self.config, leaf_specs(self.config), str(self.path))
 
     def fingerprint(self) -> str:
-        """A SHA-256 of config.json and the weight files: their names, sizes and samples of their contents."""
+        """Returns a SHA-256 of config.json and the weight files: their names, sizes and samples of their contents."""
         return fingerprint_files([self.path / "config.json", *self.checkpoint.files])
 
     def _check_in_place(self) -> None:

@@ -1,1 +1,1 @@
-"""Files of training data, read at any place: text, JSON lines, tables, tokens."""
+"""Files of training data with random access: text, JSON lines, tables, tokens."""

@@ -1,11 +1,10 @@
-"""array_record files in buckets: a record is read by its range, and the list of all at the end of the file.
+"""array_record files in buckets: reads each record by its range, and the index of records at the end of the file.
 
-The library array_record reads files of disks alone, so that its format is read here. A file is one of Riegeli's:
-chunks, each with a header, in blocks of 64 KiB which begin with a header of their own wherever that falls. The last
-block says where the footer is, a chunk whose records say, after one that counts them, where each chunk of data is.
-Hashes are not verified.
-Sources: https://github.com/google/array_record (`layout.proto`), and
-https://github.com/google/riegeli/blob/master/doc/riegeli_records_file_format.md.
+The library array_record reads files on disks only, so its format is read here. A file is one of Riegeli's: chunks, each
+with a header, in blocks of 64 KiB. Every block begins with a header of its own, wherever in a chunk that falls. The
+last block gives the position of the footer, a chunk whose first record counts the following ones; these give the
+position of each chunk of data. Hashes are not verified. Sources: https://github.com/google/array_record
+(`layout.proto`), and https://github.com/google/riegeli/blob/master/doc/riegeli_records_file_format.md.
 """
 
 import itertools
@@ -19,7 +18,7 @@ from moe_jax.data.sources.cached_copies import import_pyarrow
 from moe_jax.data.sources.data_files import DataFile
 
 _BLOCK, _BLOCK_HEADER = 1 << 16, 24
-# Hash of the header, bytes of the data, hash of the data, kind and number of records, bytes of these uncompressed.
+# Hash of the header, bytes of the data, hash of the data, kind and number of records, uncompressed bytes.
 _CHUNK_HEADER = struct.Struct("<QQQQQ")
 _MAGIC = 0x71930E704FDAE05E  # of the last block
 _SIMPLE = ord("r")
@@ -28,7 +27,7 @@ _MAX_BYTES = 1 << 30  # of a record, and of the footer: that of a hundred millio
 
 
 class _Chunk(NamedTuple):
-    """The records of a chunk as they are stored: how many there are, what they take uncompressed, and its data."""
+    """The stored records of a chunk: their number, their uncompressed bytes, and the data."""
 
     count: int
     decoded: int
@@ -55,16 +54,16 @@ class ArrayRecords:
         return record
 
     def _read_edges(self) -> np.ndarray:
-        """Where the chunks of all records begin, and where the last one ends: Int64."""
+        """Returns the positions of the chunks of all records, and the end of the last one: Int64."""
         end = self._file.size - _BLOCK
         if end < _BLOCK or self._file.size % _BLOCK:
             raise ValueError("it does not consist of blocks of 64 KiB")
-        postscript = dict(_numbers(self._records(end, self._file.size)[0]))
+        postscript = dict(_fields(self._records(end, self._file.size)[0]))
         footer = postscript.get(1, 0)
         if postscript.get(2) != _MAGIC or not 0 < footer < end:
             raise ValueError("its last block does not say where the list of records is")
         _, *places = self._records(footer, end)
-        found = [dict(_numbers(place)) for place in places]
+        found = [dict(_fields(place)) for place in places]
         if any(place.get(3) != 1 for place in found):
             raise ValueError("its chunks have more than one record; write it with group_size:1")
         edges = np.array([*(place.get(1, 0) for place in found), footer], np.int64)
@@ -73,13 +72,13 @@ class ArrayRecords:
         return edges
 
     def _records(self, start: int, stop: int) -> list[bytes]:
-        """The records of the chunk that begins at a place of the file, and does not go on after another."""
+        """Returns the records of the chunk from `start` to `stop` in the file."""
         chunk = self._chunk(start, stop)
         kind, data = chunk.data[0], chunk.data[1:]
-        length, data = _number(data)
+        length, data = _varint(data)
         sizes = self._uncompressed(kind, data[:length], most=min(10 * chunk.count, _MAX_BYTES))
         values = self._uncompressed(kind, data[length:], most=chunk.decoded)
-        lengths = list(_all_numbers(sizes))
+        lengths = list(_varints(sizes))
         ends = list(itertools.accumulate(lengths))
         if len(ends) != chunk.count or ends[-1] != len(values):
             raise ValueError("the sizes of its records are not those of its chunk")
@@ -101,7 +100,7 @@ class ArrayRecords:
             return data
         if kind not in _CODECS:
             raise ValueError(f"it is compressed in the unknown way {kind}")
-        size, data = _number(data)
+        size, data = _varint(data)
         if size > most:
             raise ValueError(f"it has {size:,} bytes where there can be {most:,}")
         arrow = import_pyarrow(f"{self._file.path}: {_CODECS[kind]}")
@@ -109,7 +108,7 @@ class ArrayRecords:
 
 
 def _without_block_headers(data: bytes, start: int) -> bytes:
-    """What lies from a place of the file on, but for the headers of blocks."""
+    """Removes the headers of blocks from the bytes that begin at `start` in the file."""
     parts, at = [], 0
     while at < len(data):
         if (start + at) % _BLOCK == 0:
@@ -120,8 +119,8 @@ def _without_block_headers(data: bytes, start: int) -> bytes:
     return b"".join(parts)
 
 
-def _number(data: bytes) -> tuple[int, bytes]:
-    """The number at the beginning, seven bits a byte, and what follows."""
+def _varint(data: bytes) -> tuple[int, bytes]:
+    """Returns the number at the beginning, seven bits per byte, and the remaining bytes."""
     value = 0
     for place, byte in enumerate(data[:10]):
         value |= (byte & 0x7F) << 7 * place
@@ -130,8 +129,8 @@ def _number(data: bytes) -> tuple[int, bytes]:
     raise ValueError("a number in it does not end")
 
 
-def _all_numbers(data: bytes) -> Iterator[int]:
-    """All numbers in a row."""
+def _varints(data: bytes) -> Iterator[int]:
+    """Yields all numbers of a sequence."""
     value = shift = 0
     for byte in data:
         value |= (byte & 0x7F) << shift
@@ -143,9 +142,9 @@ def _all_numbers(data: bytes) -> Iterator[int]:
         raise ValueError("a number in it does not end")
 
 
-def _numbers(message: bytes) -> Iterator[tuple[int, int]]:
-    """The fields of a protocol buffer that holds nothing but numbers."""
-    numbers = list(_all_numbers(message))
+def _fields(message: bytes) -> Iterator[tuple[int, int]]:
+    """Yields the fields of a protocol buffer that holds only numbers."""
+    numbers = list(_varints(message))
     if len(numbers) % 2 or any(key & 7 for key in numbers[::2]):
         raise ValueError("its list of records is damaged")
     return ((key >> 3, value) for key, value in zip(numbers[::2], numbers[1::2], strict=True))

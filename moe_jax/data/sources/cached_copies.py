@@ -1,4 +1,4 @@
-"""Files in a form that can be read at any place, made once of files that cannot, and kept in the user's cache.
+"""Copies of files in a form with random access, made once and kept in the user's cache.
 
 The copies lie in `moe_jax/data` below `$XDG_CACHE_HOME`, by default ~/.cache. Each may be removed: it is made again.
 """
@@ -16,15 +16,15 @@ from typing import IO, Any
 
 from moe_jax.core.errors import InputError, first_line
 from moe_jax.files.byte_files import open_bytes
-from moe_jax.files.remote.remote_path import BucketPath
+from moe_jax.files.storage_path import as_path
 
 COMPRESSED = (".gz", ".zst")
-"""Suffixes of files that are compressed as a whole."""
+"""Suffixes of compressed files."""
 _BUFFER_BYTES = 32 << 20
 
 
 def import_pyarrow(what: str) -> Any:
-    """The package pyarrow, which `what` needs.
+    """Imports the package pyarrow, which `what` needs.
 
     Raises:
       InputError: if it is not installed.
@@ -39,14 +39,14 @@ def import_pyarrow(what: str) -> Any:
 
 
 def cached_copy(file: Path, form: str, write: Callable[[IO[bytes]], object]) -> Path:
-    """A copy of a file in another form, made now unless it was made of just this file before.
+    """Returns a copy of a file in another form; makes it unless it was made from the same file before.
 
     Args:
-      file: is identified by where it lies, its size and when it was changed; an object by its generation.
-      form: of the copy; names what `write` does.
+      file: identified by its path, its size and its time of change; an object in a bucket by its generation.
+      form: name of the copy's form, and so of what `write` does.
       write: writes the copy. Nothing is left of it after an error.
     """
-    identity = f"{file.resolve()}\n{_version(file)}\n{form}"
+    identity = f"{file.resolve()}\n{as_path(file).version()}\n{form}"
     copy = _folder() / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.{form.split()[0]}"
     if copy.is_file():
         return copy
@@ -64,10 +64,10 @@ def cached_copy(file: Path, form: str, write: Callable[[IO[bytes]], object]) -> 
 
 
 def uncompressed(file: Path) -> Path:
-    """The file, or of a compressed one (`COMPRESSED`) a copy of what it holds.
+    """Returns the file, or for a compressed one (`COMPRESSED`) an uncompressed copy.
 
     Raises:
-      InputError: if it cannot be read as what its name says.
+      InputError: if its content does not have the format of its suffix.
     """
     if file.suffix not in COMPRESSED:
         return file
@@ -88,24 +88,13 @@ def uncompressed(file: Path) -> Path:
 
 
 def read_through(file: Path) -> IO[bytes]:
-    """A file, or object, that is read from its beginning to its end, much of it at a time."""
+    """Opens a file, or object, for reading from beginning to end in large pieces."""
     return io.BufferedReader(open_bytes(file), _BUFFER_BYTES)
 
 
 def _content(stored: IO[bytes], arrow: Any) -> Any:
-    """What a compressed file holds, which is zstd if arrow is given, and else gzip."""
+    """Returns the content of a compressed file: zstd if arrow is given, else gzip."""
     return gzip.open(stored, "rb") if arrow is None else arrow.CompressedInputStream(stored, "zstd")
-
-
-def _version(file: Path) -> str:
-    """Changes with the content of a file."""
-    if isinstance(file, BucketPath):
-        generation = file.objects.generation(file.key)
-        if generation is None:
-            raise FileNotFoundError(f"{file} does not exist")
-        return generation.hex()
-    stat = file.stat()
-    return f"{stat.st_size}\n{stat.st_mtime_ns}"
 
 
 def _folder() -> Path:

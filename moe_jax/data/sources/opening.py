@@ -1,4 +1,4 @@
-"""Opens the files of a recipe's sources, whatever their format."""
+"""Opens the files of a recipe's sources, in every format."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -15,22 +15,22 @@ from moe_jax.data.sources.text_files import Files, JsonLines, TextFile, check_be
 from moe_jax.data.sources.token_files import TokenRecords
 from moe_jax.data.tokens.chat_template import ChatTemplate, load_chat_template, read_chat_template
 from moe_jax.data.tokens.tokenizer import tokenizer_identity
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig
 
-# Each row of the batch should get at least this many pieces per epoch; otherwise the rows would be nearly equal.
+# Each row of the batch should get at least this many pieces per epoch; otherwise rows would be nearly equal.
 _PIECES_PER_ROW = 8
 _SEQUENCES_PER_PIECE = 8
 _AT_ONCE = 8  # files that are opened at the same time
 
 
 def open_sources(section: DataSection, config: ModelConfig, batch_size: int, tokenizer_path: Path) -> list[Files]:
-    """The records of every source. Most mistakes in them are found here.
+    """Opens the records of every source. Most mistakes in them are found here.
 
     Args:
       section: the recipe's `[data]`.
       config: of the model.
-      batch_size: rows of a batch, by which long texts are cut into enough pieces.
+      batch_size: rows of a batch; long texts are cut into enough pieces for them.
       tokenizer_path: a `tokenizer.json`.
 
     Raises:
@@ -54,7 +54,7 @@ def open_sources(section: DataSection, config: ModelConfig, batch_size: int, tok
 
 
 def named_files(pattern: str) -> list[tuple[Path, DataFile]]:
-    """The files that match a pattern: the name of each, and its content, uncompressed.
+    """Returns the files that match a pattern: the name of each, and its uncompressed content.
 
     Raises:
       FileNotFoundError: if there are none.
@@ -74,12 +74,12 @@ def open_files(
     template: Callable[[], ChatTemplate],
     piece: int,
 ) -> Files:
-    """The records of one source; see `open_sources`.
+    """Opens the records of one source; see `open_sources`.
 
     Args:
-      source: what the files are.
+      source: the section of the source.
       files: its files, from `named_files`.
-      section: whose special tokens and template files of tokens must have been made with.
+      section: the `[data]` whose special tokens and template files of tokens must have been made with.
       config: of the model.
       tokenizer_path: a `tokenizer.json`.
       template: see `template_loader`.
@@ -97,7 +97,7 @@ def open_files(
 
 
 def template_loader(section: DataSection, tokenizer_path: Path) -> Callable[[], ChatTemplate]:
-    """Loads the template that conversations are written with, once; see `load_chat_template` for its errors."""
+    """Returns a function that loads the template for conversations once; see `load_chat_template` for its errors."""
 
     @functools.cache
     def load() -> ChatTemplate:
@@ -120,7 +120,7 @@ def _open_files(
 
 
 def check_form(source: SourceSection, verb: str) -> None:
-    """Raises `InputError` for a source that no model with an encoder can be `verb`, trained or scored, on."""
+    """Raises `InputError` for a source that a model with an encoder cannot be `verb`, trained or scored, on."""
     if source.form in ("text", "tokens"):
         raise InputError(
             f'{source.path}: a model with an encoder is {verb} on pairs, JSON lines of {{"input": "...", "target": '

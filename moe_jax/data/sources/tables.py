@@ -1,8 +1,8 @@
-"""Rows of parquet and arrow files, in any order, without a file in memory.
+"""Rows of parquet and arrow files in any order, without a whole file in memory.
 
-Rows of a parquet file can be read only by groups, which may be large, and those of a stream of arrow only one after the
-other. Of both a copy is made once, row group by row group, in arrow's file format with the columns that are needed; it
-is mapped into memory, where a row is found at once. A file in that format is read as it is.
+Rows of a parquet file can only be read in groups, which may be large, and rows of an arrow stream only in order. Both
+are copied once, row group by row group, to arrow's file format with the columns that are needed; the copy is mapped
+into memory, for direct access to every row. A file in arrow's file format is read as it is.
 """
 
 import bisect
@@ -15,9 +15,9 @@ from moe_jax.core.errors import InputError, clipped, first_sentence, shown
 from moe_jax.data.examples import Example, RowReader
 from moe_jax.data.sources.cached_copies import cached_copy, import_pyarrow
 from moe_jax.files.byte_files import open_bytes, size_of
-from moe_jax.files.remote.remote_path import BucketPath
+from moe_jax.files.storage_path import as_path
 
-_ROWS = 1024  # of a batch in a copy
+_ROWS = 1024  # rows of a batch in a copy
 
 
 class TableRows:
@@ -26,7 +26,7 @@ class TableRows:
     Args:
       path: the file.
       form: `parquet` or `arrow`.
-      reader: makes examples of rows.
+      reader: makes examples from rows.
 
     Raises:
       InputError: if it is no such file, or has none of the columns that the reader knows.
@@ -46,7 +46,7 @@ class TableRows:
 
     @property
     def size(self) -> int:
-        """Bytes of the table that is read."""
+        """Number of bytes of the table that is read."""
         return self._size
 
     def __len__(self) -> int:
@@ -71,7 +71,7 @@ class TableRows:
         self._ends = list(itertools.accumulate(sizes))
 
     def _needed(self, schema: Any) -> list[str]:
-        """The columns that the reader looks at.
+        """Returns the columns that the reader reads.
 
         Raises:
           InputError: if there are none.
@@ -83,7 +83,7 @@ class TableRows:
         return needed
 
     def _in_file_format(self, form: str) -> tuple[Path, int]:
-        """The file itself, or a copy, and how many bytes it counts for: the same on a disk and in a bucket."""
+        """Returns the file itself, or a copy, and the bytes that it counts for: the same on a disk and in a bucket."""
         arrow = self._arrow
         if form == "parquet":
             copy = self._copy(arrow.parquet.read_schema(self._source()), self._row_groups)
@@ -91,8 +91,7 @@ class TableRows:
         try:
             with arrow.ipc.open_file(self._source()) as file:
                 schema = file.schema
-            remote = isinstance(self.path, BucketPath)
-            return self._copy(schema, self._batches_of_file) if remote else self.path, size_of(self.path)
+            return as_path(self.path).on_disk or self._copy(schema, self._batches_of_file), size_of(self.path)
         except arrow.ArrowInvalid:
             with arrow.ipc.open_stream(self._source()) as stream:
                 schema = stream.schema
@@ -100,10 +99,11 @@ class TableRows:
             return copy, copy.stat().st_size
 
     def _source(self) -> Any:
-        """The file for arrow: mapped into memory, or, of a bucket, read by ranges."""
-        if isinstance(self.path, BucketPath):
+        """Returns the file for arrow: mapped into memory, or, in a bucket, read by ranges."""
+        on_disk = as_path(self.path).on_disk
+        if on_disk is None:
             return self._arrow.PythonFile(open_bytes(self.path), mode="r")
-        return self._arrow.memory_map(str(self.path))
+        return self._arrow.memory_map(str(on_disk))
 
     def _copy(self, schema: Any, batches: Any) -> Path:
         names = self._needed(schema)

@@ -1,11 +1,9 @@
 """Text and JSONL files as random-access records, read piece by piece: no file is ever in memory as a whole.
 
-Records are what is shuffled: a record is a piece of a text file, or a line of a JSONL file.
+Records are the units of shuffling: a record is a piece of a text file, or a line of a JSONL file.
 """
 
 import bisect
-import fnmatch
-import glob
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +16,7 @@ from moe_jax.data.examples import Document, Example, RowReader
 from moe_jax.data.sources.cached_copies import cached_copy
 from moe_jax.data.sources.data_files import DataFile
 from moe_jax.files.json_toml import ANYTHING, parse_json
-from moe_jax.files.remote.remote_path import BucketPath, as_path
+from moe_jax.files.storage_path import as_path
 
 # This much of every file is checked before training starts; the rest is checked when it is read.
 CHECKED_BYTES = 64 << 20
@@ -26,7 +24,7 @@ _CHUNK = 16 << 20
 
 
 class Records(Protocol):
-    """Random access to the records of a file; `size` is how many bytes of data they are."""
+    """Random access to the records of a file; `size` is their number of bytes of data."""
 
     path: Path
 
@@ -53,7 +51,7 @@ class TextFile:
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
+        """Number of bytes of the file."""
         return self._file.size
 
     def __len__(self) -> int:
@@ -63,7 +61,7 @@ class TextFile:
         begin, end = index * self._piece, (index + 1) * self._piece
         # A separator may end at `begin`, or extend across it.
         first = max(0, begin - len((self._separator or "").encode()))
-        # Where the piece ends is found in the next one.
+        # The end of the piece is found in the next piece.
         content = self._file.read(first, end + self._piece - first)
         start, begins = self._cut(content, first, begin)
         stop, ends = self._cut(content, first, end)
@@ -80,7 +78,8 @@ class TextFile:
         ]
 
     def _cut(self, content: bytes, first: int, begin: int) -> tuple[int, bool]:
-        """The byte of the file at which the piece begins that could begin at `begin`, and whether a document does.
+        """Returns the byte of the file at which the piece for `begin` really begins, and whether a document begins
+        there.
 
         `content` are bytes of the file from `first` on.
         """
@@ -105,8 +104,9 @@ class JsonLines:
 
     Args:
       file: the file.
-      reader: makes examples of the objects on the lines; None: of texts, pairs and conversations with the usual keys.
-      name: what the file is called in messages.
+      reader: makes examples from the objects on the lines; None: from texts, pairs and conversations with the usual
+        keys.
+      name: name of the file in messages.
     """
 
     def __init__(self, file: Path | DataFile, reader: RowReader | None = None, *, name: Path | None = None):
@@ -116,11 +116,11 @@ class JsonLines:
         self._reader = reader or RowReader()
         self._bounds = line_bounds(self._file)
         lengths = np.diff(self._bounds)
-        self._lines = None if np.all(lengths > 1) else np.flatnonzero(lengths > 1)  # those that are not empty
+        self._lines = None if np.all(lengths > 1) else np.flatnonzero(lengths > 1)  # lines that are not empty
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
+        """Number of bytes of the file."""
         return self._file.size
 
     def __len__(self) -> int:
@@ -132,7 +132,7 @@ class JsonLines:
         return [] if line.isspace() else self._examples(line, index)
 
     def _number(self, index: int) -> int:
-        """Which line of the file a record is, from 0."""
+        """Returns the number of the line of a record in the file, from 0."""
         return index if self._lines is None else int(self._lines[index])
 
     def _examples(self, line: bytes, index: int) -> list[Example]:
@@ -151,11 +151,11 @@ class JsonLines:
 
 
 def line_bounds(file: DataFile) -> np.ndarray:
-    """Where the lines of a file begin, and where it ends; see `DataFile.line_bounds`.
+    """Returns the positions where the lines of a file begin, and its end; see `DataFile.line_bounds`.
 
-    Of a large object, this is kept on the disk: to find it again, all of the object would have to be read.
+    For a large object in a bucket they are kept on the disk: finding them again would take reading the whole object.
     """
-    if not isinstance(file.path, BucketPath) or file.size <= _CHUNK:
+    if as_path(file.path).at_once == 1 or file.size <= _CHUNK:
         return file.line_bounds(_CHUNK)
     kept = cached_copy(file.path, "lines", lambda handle: np.save(handle, file.line_bounds(_CHUNK)))
     return np.load(kept, mmap_mode="r")
@@ -170,7 +170,7 @@ class Files:
 
     @property
     def size(self) -> int:
-        """Bytes of all."""
+        """Number of bytes of all files."""
         return sum(file.size for file in self._files)
 
     def __len__(self) -> int:
@@ -185,9 +185,9 @@ class Files:
 
 
 def find_files(pattern: str) -> list[Path]:
-    """Files that match a path or glob pattern (`**` for any depth), sorted by name.
+    """Returns the files that match a path or glob pattern (`**` for any depth), sorted by name.
 
-    As much of its beginning as is the path of a folder is no pattern, whatever characters it has: `run[1]/*.txt`.
+    The longest beginning of it that is the path of a folder is no pattern, whatever characters it has: `run[1]/*.txt`.
 
     Raises:
       FileNotFoundError: if there are none.
@@ -195,50 +195,23 @@ def find_files(pattern: str) -> list[Path]:
     place = as_path(pattern)
     if place.is_file():
         return [place]
-    if isinstance(place, BucketPath):
-        paths = _find_objects(place)
-    else:
-        folder = next(parent for parent in place.parents if parent.is_dir())
-        below = str(place.relative_to(folder))
-        found = (folder / name for name in glob.glob(below, root_dir=folder, recursive=True))
-        paths = sorted(path for path in found if path.is_file())
+    paths = place.matching()
     if not paths:
-        where = "by what listings show" if isinstance(place, BucketPath) else f"looked from {Path.cwd()}"
-        raise FileNotFoundError(f"no file matches {pattern} ({where})")
-    return paths
-
-
-def _find_objects(pattern: BucketPath) -> list[Path]:
-    """The objects that match a pattern, as files of a disk would."""
-    parts = pattern.key.split("/")
-    plain = list(itertools.takewhile(lambda part: not any(character in part for character in "*?["), parts[:-1]))
-    folder = "/".join(plain)
-    names = pattern.objects.names(folder)
-    root = as_path(f"{pattern.address.scheme}://{pattern.address.bucket}") / folder
-    return [root / name for name in names if _matches(name.split("/"), parts[len(plain) :])]
-
-
-def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
-    """Whether the parts of a path match those of a pattern, `**` any number of them; hidden ones have to be named."""
-    if not patterns or not names:
-        return not names and all(pattern == "**" for pattern in patterns)
-    hidden = names[0].startswith(".") and not patterns[0].startswith(".")
-    if patterns[0] == "**":
-        return _matches(names, patterns[1:]) or (not hidden and _matches(names[1:], patterns))
-    return not hidden and fnmatch.fnmatchcase(names[0], patterns[0]) and _matches(names[1:], patterns[1:])
+        raise FileNotFoundError(f"no file matches {pattern} ({place.looked_from()})")
+    return list(paths)
 
 
 def check_beginning(files: Sequence[Records]) -> None:
-    """Reads the first `CHECKED_BYTES` of every file of texts, so that most mistakes are found before anything starts.
+    """Reads the first `CHECKED_BYTES` of every file of texts, to find most mistakes before anything starts.
 
-    Of files in buckets, it is as much of all of them together.
+    Files in buckets are read up to this many bytes in total.
 
     Raises:
       InputError: for the first mistake found.
     """
-    remote = sum(isinstance(file.path, BucketPath) for file in files)
+    remote = sum(as_path(file.path).at_once > 1 for file in files)
     for file in files:
-        wanted = CHECKED_BYTES // (remote if isinstance(file.path, BucketPath) else 1)
+        wanted = CHECKED_BYTES // (remote if as_path(file.path).at_once > 1 else 1)
         read = 0
         for index in range(len(file)):
             read += sum(len(example.text) for example in file[index] if isinstance(example, Example))

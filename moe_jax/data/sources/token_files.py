@@ -1,7 +1,7 @@
-"""Documents that were tokenised before: array_record files, with a list of them in tokens.json.
+"""Documents that were tokenised in advance: array_record files, with a list of them in tokens.json.
 
-A record is what a record of the source was, its documents as ids and whether each is scored. Training on such files
-gives the batches that training on their sources gives, without the tokenizer's work.
+A record corresponds to a record of the source: its documents as ids, and for each id whether it is scored. Training on
+such files uses the same batches as training on their sources, without the tokenizer's work.
 """
 
 import dataclasses
@@ -18,26 +18,26 @@ from moe_jax.data.examples import Document
 from moe_jax.data.sources.array_records import ArrayRecords
 from moe_jax.data.sources.data_files import DataFile
 from moe_jax.files.json_toml import read_json_object
-from moe_jax.files.remote.remote_path import BucketPath
+from moe_jax.files.storage_path import as_path
 from moe_jax.files.strict import parse, without_format
 
 INDEX = "tokens.json"
 SUFFIX = ".array_record"
 FORMAT, VERSION = "moe_jax.tokens", 1
 
-# Bytes of an id, whether all is scored, and the number of documents; then their lengths, ids, and bits for what is
-# scored unless all is.
+# Bytes of an id, whether all is scored, and the number of documents; then their lengths, ids, and, unless all is
+# scored, bits for what is.
 _HEADER = struct.Struct("<BBxxI")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenFile:
-    """What tokens.json says of a file.
+    """The entry of a file in tokens.json.
 
     Attributes:
-      source: which source of the recipe it is of, from 0.
-      records, documents, tokens, scored: how many there are.
-      source_bytes: of the text that it was made of.
+      source: index, from 0, of the source in the recipe.
+      records, documents, tokens, scored: their numbers.
+      source_bytes: of the text that it was made from.
     """
 
     source: int
@@ -53,7 +53,7 @@ class TokenIndex:
     """The content of tokens.json.
 
     Attributes:
-      tokenizer: a SHA-256 of all that decides about ids; see `tokenizer.tokenizer_identity`.
+      tokenizer: a SHA-256 of everything that ids depend on; see `tokenizer.tokenizer_identity`.
       bos, eos: as in the recipe.
       vocab_size: of the model; no id is larger.
       files: by name.
@@ -66,7 +66,7 @@ class TokenIndex:
     files: Mapping[str, Any]
 
     def file(self, name: str, where: object) -> TokenFile:
-        """What it says of a file; raises `InputError` if that is nothing."""
+        """Returns the entry of a file; raises `InputError` if there is none."""
         if not isinstance(self.files.get(name), Mapping):
             raise InputError(f"{where} does not list {name}")
         return parse(TokenFile, self.files[name], where=f"{where}: {name}", language="JSON")
@@ -92,11 +92,11 @@ class TokenRecords:
 
     Args:
       file: the file, beside its tokens.json.
-      expected: what tokens.json must say: `tokenizer`, `bos` and `eos`.
+      expected: required values in tokens.json: `tokenizer`, `bos` and `eos`.
       vocab_size: of the model.
 
     Raises:
-      InputError: if it was made with another tokenizer, or is not whole.
+      InputError: if it was made with another tokenizer, or is incomplete.
     """
 
     def __init__(self, file: Path | DataFile, expected: Mapping[str, str], vocab_size: int):
@@ -120,7 +120,7 @@ class TokenRecords:
 
     @property
     def size(self) -> int:
-        """Bytes of the text that the tokens were made of."""
+        """Number of bytes of the text that the tokens were made from."""
         return self._about.source_bytes
 
     def __len__(self) -> int:
@@ -140,15 +140,14 @@ class TokenRecords:
         from array_record.python.array_record_data_source import ArrayRecordDataSource
 
         try:
-            if isinstance(self.path, BucketPath):
-                return ArrayRecords(self._file)
-            return ArrayRecordDataSource([str(self.path)])
+            on_disk = as_path(self.path).on_disk
+            return ArrayRecords(self._file) if on_disk is None else ArrayRecordDataSource([str(on_disk)])
         except (ValueError, struct.error, RuntimeError) as error:
             raise InputError(f"{self.path} is not an array_record file: {first_sentence(error)}") from None
 
 
 def pack(documents: Sequence[Document]) -> bytes:
-    """The documents of a record as bytes."""
+    """Encodes the documents of a record as bytes."""
     lengths = np.array([len(document.ids) for document in documents], "<u4")
     ids = np.concatenate([np.zeros(0, np.int32), *(document.ids for document in documents)])
     scored = np.concatenate([np.zeros(0, bool), *(document.scored > 0 for document in documents)])
@@ -159,10 +158,10 @@ def pack(documents: Sequence[Document]) -> bytes:
 
 
 def unpack(record: bytes) -> list[Document]:
-    """The documents of a record.
+    """Decodes the documents of a record.
 
     Raises:
-      ValueError, struct.error: if the bytes are none.
+      ValueError, struct.error: if the bytes are no record.
     """
     size, all_scored, count = _HEADER.unpack_from(record)
     if size not in (2, 4) or all_scored > 1:

@@ -1,37 +1,35 @@
-"""Conversations as the text that a model was trained on: the chat template of its tokenizer.
+"""Writes conversations as the text that a model was trained on, with the chat template of its tokenizer.
 
 A conversation is a list of messages, `{"role": "user", "content": "..."}`. The template is a Jinja program that comes
-with the tokenizer: chat_template.jinja, or `chat_template` of tokenizer_config.json (which is also where a GGUF file's
-is put). It is rendered as Transformers does, in a sandbox and within bounds (`template_sandbox`).
+with the tokenizer: chat_template.jinja, or `chat_template` of tokenizer_config.json (where a GGUF file's template is
+put, too). It is rendered as Transformers does, in a sandbox and within bounds (`template_sandbox`).
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
-
 from moe_jax.core.errors import InputError, first_sentence, nearest, shown
-from moe_jax.core.template_sandbox import MAX_CHARS, MAX_TEMPLATE, Template, Written
+from moe_jax.core.template_sandbox import MAX_CHARS, MAX_TEMPLATE, Template, TemplateFails, Written
 from moe_jax.files.json_toml import ANYTHING, is_unicode, read_json_object
 from moe_jax.files.regular_files import read_regular
 
 Message = Mapping[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-"""Who speaks. A template may know fewer."""
+"""Roles of messages. A template may know fewer."""
 
 FILE = "chat_template.jinja"
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Scored(NamedTuple):
-    """A conversation, or its beginning, as text, and what of it is learnt.
+    """A conversation, or its beginning, as text, and the parts of it that are learnt.
 
     Attributes:
       text: with its special tokens written out. BOS is there if the template writes it.
-      spans: begin and end, in characters, of what the assistant says: what follows the prompt of its turn, up to and
-        with the token that ends the turn.
+      spans: begin and end, in characters, of the assistant's turns: from after the prompt for the turn to the end of
+        the token that ends it.
     """
 
     text: str
@@ -44,7 +42,7 @@ class ChatTemplate:
     Args:
       source: the template's text.
       special_tokens: the tokens that it may name: `bos_token` and others.
-      where: whose template it is; named in errors.
+      where: where the template comes from; named in errors.
 
     Raises:
       InputError: if it is no template.
@@ -58,36 +56,37 @@ class ChatTemplate:
         self._special = dict(special_tokens or {})
         try:
             self._template = Template(source)
-        except (jinja2.TemplateError, ArithmeticError, MemoryError, RecursionError, SyntaxError, ValueError) as error:
-            line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-            raise InputError(f"{where} is not a chat template{line}: {first_sentence(error)}") from None
+        except TemplateFails as error:
+            line = "" if error.line is None else f" (line {error.line})"
+            what = "does not end" if error.is_endless else f"is not a chat template{line}"
+            raise InputError(f"{where} {what}: {first_sentence(error)}") from None
 
     def __call__(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-        """The text of a conversation.
+        """Returns the text of a conversation.
 
         Args:
           messages: objects with `role` and `content`, a text or parts of one; a message with `tool_calls` needs no
-            content. What else they have is given to the template as well.
-          add_generation_prompt: whether the text ends with what the assistant's answer begins after.
+            content. Their other keys are passed to the template as well.
+          add_generation_prompt: whether the text ends with the prompt for the assistant's answer.
 
         Raises:
-          InputError: for something else than messages, or a conversation that the template refuses.
+          InputError: for anything but messages, or a conversation that the template refuses.
         """
         return self._render(check_messages(messages), add_generation_prompt).text
 
     def scored(self, messages: Sequence[Message]) -> list[Scored]:
-        """The documents that a conversation is learnt from, with the assistant's part of them.
+        """Returns the documents that a conversation is learnt from, with the assistant's parts of them.
 
-        Where the template marks what is generated (`{% generation %}`), that is learnt. Otherwise a turn is what
-        comes after the messages before it and the prompt for an answer; white space after the token that ends a turn
-        is not part of it. Both give one document.
+        If the template marks the generated text (`{% generation %}`), that is learnt. Otherwise a turn is what comes
+        after the messages before it and the prompt for an answer; white space after the token that ends a turn is not
+        part of it. Both return one document.
 
-        A template may write a turn in another way once it lies in the past, for example without its reasoning. Then
-        the whole conversation holds turns as no model would be asked to write them, and each turn of the assistant is
-        learnt from a document of its own that ends with it.
+        A template may write a past turn in another way, for example without its reasoning. The whole conversation then
+        holds turns as no model would be asked to write them, so each turn of the assistant is learnt from a document of
+        its own, which ends with it.
 
         Raises:
-          InputError: see `__call__`; if nobody is the assistant; or if the beginning of a turn cannot be found.
+          InputError: see `__call__`; also if no message is the assistant's, or the beginning of a turn cannot be found.
         """
         messages = check_messages(messages)
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -102,7 +101,7 @@ class ChatTemplate:
         return found
 
     def _turn(self, messages: list[dict[str, Any]], index: int) -> Scored:
-        """The conversation up to and with the assistant's message at `index`, which alone is learnt."""
+        """Returns the conversation up to and with the assistant's message at `index`; only this message is learnt."""
         before = self._render(messages[:index], True).text
         text = self._render(messages[: index + 1], False).text
         if not text.startswith(before) or len(text) == len(before):
@@ -119,17 +118,16 @@ class ChatTemplate:
         values = {"messages": messages, "tools": None, "documents": None}
         try:
             return self._template.render({**self._special, **values, "add_generation_prompt": add_generation_prompt})
-        except (MemoryError, RecursionError) as error:
-            raise InputError(f"{self._where} does not end: {type(error).__name__}") from None
-        except Exception as error:  # a template can do anything that raises
-            raise InputError(f"{self._where} refuses the messages: {first_sentence(error)}") from None
+        except TemplateFails as error:
+            what = "does not end" if error.is_endless else "refuses the messages"
+            raise InputError(f"{self._where} {what}: {first_sentence(error)}") from None
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """A conversation as plain lists, objects and scalars.
+    """Returns a conversation as plain lists, objects and scalars.
 
     Raises:
-      InputError: if it is no list of messages, says what cannot be said, or has more than `MAX_CHARS` characters.
+      InputError: if it is no list of messages, has a value of the wrong type, or more than `MAX_CHARS` characters.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise InputError(f"expected a list of messages, got {shown(messages)}")
@@ -152,7 +150,7 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def _texts(content: Any, number: int, *, optional: bool) -> list[str]:
-    """The texts of a message's content: itself, or parts `{"type": "text", "text": "..."}`."""
+    """Returns the texts of a message's content: the content itself, or parts `{"type": "text", "text": "..."}`."""
     if isinstance(content, str):
         return [content]
     if content is None and optional:
@@ -165,7 +163,7 @@ def _texts(content: Any, number: int, *, optional: bool) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it, so that a template meets no object with methods of its own."""
+    """Returns a value as JSON has it, so that a template meets no object with methods of its own."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
@@ -176,13 +174,13 @@ def _plain(value: Any) -> Any:
 
 
 def _common(one: str, other: str) -> int:
-    """Characters that two texts have in common at their beginning."""
+    """Returns the number of characters that two texts share at their beginning."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def load_chat_template(tokenizer: Path) -> ChatTemplate:
-    """The chat template of a tokenizer.
+    """Loads the chat template of a tokenizer.
 
     Raises:
       InputError: if it has none, or it is no template.
@@ -197,7 +195,7 @@ def load_chat_template(tokenizer: Path) -> ChatTemplate:
 
 
 def read_chat_template(file: Path, tokenizer: Path) -> ChatTemplate:
-    """The chat template in a file, with the special tokens of a tokenizer.
+    """Reads the chat template in a file, with the special tokens of a tokenizer.
 
     Raises:
       FileNotFoundError: if there is no such file.
@@ -212,10 +210,9 @@ def read_chat_template(file: Path, tokenizer: Path) -> ChatTemplate:
 
 
 def find_chat_template(tokenizer: Path) -> ChatTemplate | None:
-    """The chat template in the files beside a tokenizer.json; None if there is none.
+    """Returns the chat template in the files beside a tokenizer.json; None if there is none.
 
-    chat_template.jinja comes before tokenizer_config.json. Of several templates with names, it is the one named
-    `default`.
+    chat_template.jinja comes before tokenizer_config.json. Of several named templates, `default` is taken.
 
     Raises:
       InputError: if there is one that is no template.
@@ -248,7 +245,7 @@ def _settings(file: Path) -> dict[str, Any]:
 
 
 def _special_tokens(*files: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens by their names in templates; earlier files come before later ones."""
+    """Returns the special tokens by their names in templates; earlier files come before later ones."""
     found = {}
     for name in _SPECIAL:
         for file in files:

@@ -1,10 +1,11 @@
-"""A vocabulary in tiktoken's format, lines of "base64-of-the-bytes rank", as a tokenizer.json.
+"""Converts a vocabulary in tiktoken's format, lines of "base64-of-the-bytes rank", to a tokenizer.json.
 
-tiktoken joins the two neighbours whose bytes together have the lowest rank, the first of such pairs, until no two
-neighbours have one. The tokens that a token is joined from are those that the lower ranks leave of its bytes: what is
-left of a stretch does not depend on what is around it, as long as nothing is joined across its ends. So where lower
-ranks always leave two tokens, as in every vocabulary that was learned by joining, each token has one merge, and merges
-in the order of ranks do the same.
+tiktoken joins the two neighbours whose joined bytes have the lowest rank, the first of such pairs, until no two
+neighbours have a rank. A tokenizer.json has merges instead: for each token, two tokens that it is joined from. They are
+the tokens that remain when the bytes of a token are joined by lower ranks only, because the result for a stretch of
+bytes does not depend on what surrounds it, as long as nothing is joined across its ends. So if two tokens always
+remain, as in every vocabulary that was learned by joining, each token has one merge, and the merges in the order of
+ranks give the same result.
 """
 
 import base64
@@ -18,13 +19,13 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from moe_jax.core.errors import InputError, first_sentence, shown
 from moe_jax.files.regular_files import read_regular
 
-# The largest in use, of 200,000 tokens, has 4 MB and tokens of 128 bytes.
+# The largest vocabulary in use, of 200,000 tokens, has 4 MB and tokens of 128 bytes.
 MAX_BYTES = 16 << 20
 MAX_TOKEN = 256
 # Joining a token takes steps by the square of its length; in the file of Qwen they are 13 million in all.
 _MAX_STEPS = 200_000_000
 
-# Of `tokenization_qwen.py`, which also has the text in Unicode's composed form first.
+# From `tokenization_qwen.py`, which also converts the text to Unicode's composed form first.
 QWEN_PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -32,7 +33,7 @@ QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>
 
 
 def qwen_tokenizer(file: Path) -> str:
-    """The content of the tokenizer.json that cuts texts as the first Qwen does with its `qwen.tiktoken`.
+    """Returns the content of a tokenizer.json that cuts texts as the first Qwen does with its `qwen.tiktoken`.
 
     Args:
       file: with ranks 0, 1, ...; the special tokens have the ids after them.
@@ -66,7 +67,7 @@ def qwen_tokenizer(file: Path) -> str:
 
 
 def read_ranks(file: Path) -> dict[bytes, int]:
-    """Token -> rank, in the order of ranks: 0, 1, ... without a gap; every byte is a token."""
+    """Returns the rank of every token, in the order of ranks: 0, 1, ... without a gap; every byte is a token."""
     tokens: dict[int, bytes] = {}
     for number, line in enumerate(read_regular(file, max_bytes=MAX_BYTES).splitlines(), start=1):
         if not line:
@@ -104,10 +105,10 @@ def _token_and_rank(file: Path, number: int, line: bytes) -> tuple[bytes, int]:
 
 
 def merges_of(file: Path, ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """The two tokens that each token but the bytes is joined from, in the order of ranks.
+    """Returns the two tokens that each token except single bytes is joined from, in the order of ranks.
 
     Raises:
-      InputError: if lower ranks do not leave two of one, or it would take too long to find out.
+      InputError: if lower ranks do not leave two tokens of one, or it would take too long to find out.
     """
     if sum(len(token) ** 2 for token in ranks) > _MAX_STEPS:
         raise InputError(f"{file} has more long tokens than a vocabulary of words can have; it is damaged")
@@ -126,7 +127,7 @@ def merges_of(file: Path, ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes
 
 
 def _joined(token: bytes, ranks: Mapping[bytes, int], *, below: int) -> Sequence[bytes]:
-    """What is left of bytes when neighbours are joined by ranks below one."""
+    """Returns the tokens that remain of bytes when neighbours are joined by ranks below `below`."""
     parts = [token[i : i + 1] for i in range(len(token))]
     found = [ranks.get(left + right, below) for left, right in zip(parts, parts[1:], strict=False)]
     while found and (lowest := min(found)) < below:
@@ -140,7 +141,7 @@ def _joined(token: bytes, ranks: Mapping[bytes, int], *, below: int) -> Sequence
 
 
 def _character_of_bytes() -> dict[int, str]:
-    """The printable character that stands for a byte in a tokenizer.json of bytes (GPT-2's)."""
+    """Returns the printable character that stands for each byte in a tokenizer.json of bytes (GPT-2's)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}

@@ -1,7 +1,7 @@
-"""Tokenises the sources of a recipe once, by several processes, into files of tokens (`token_files`).
+"""Tokenises the sources of a recipe once, in several processes, into files of tokens (`token_files`).
 
-The records of a source are divided into shards, each a file, in a way that does not depend on the processes. A shard
-that is whole stays when the command is killed; the same command makes the others.
+The records of a source are divided into shards, a file each, in a way that does not depend on the number of processes.
+A finished shard stays when the command is killed; the same command then makes the others.
 """
 
 import collections
@@ -11,7 +11,6 @@ import json
 import multiprocessing
 import os
 import signal
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,23 +23,23 @@ from moe_jax.data.sources.text_files import Files, find_files
 from moe_jax.data.sources.token_files import FORMAT, INDEX, SUFFIX, VERSION, TokenFile, TokenIndex, pack
 from moe_jax.data.tokens.tokenizer import Tokenizer, tokenizer_identity
 from moe_jax.files.fingerprint import fingerprint_contents
-from moe_jax.files.remote.remote_path import BucketPath
 from moe_jax.files.resume import open_work
-from moe_jax.files.staging import check_target, write_durably
+from moe_jax.files.staging import check_target
+from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig
 
 LEAST_BYTES, MOST_BYTES, ENOUGH_SHARDS = 1 << 20, 256 << 20, 64
-"""Text that a shard holds at least and at most, about; and how many shards are enough for any number of processes."""
+"""Least and most text in a shard, about; and a number of shards that is enough for any number of processes."""
 
 
 class Task(NamedTuple):
-    """What there is to tokenise.
+    """The sources to tokenise, and how.
 
     Attributes:
       section: the recipe's `[data]`.
       config: of the model.
       tokenizer_path: a `tokenizer.json`.
-      batch_size: rows of a batch, which decides how long texts are cut.
+      batch_size: rows of a batch, on which the length of pieces of long texts depends.
     """
 
     section: DataSection
@@ -50,7 +49,7 @@ class Task(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """Records `begin` to `end` of a source, and what the file is called."""
+    """Records `begin` to `end` of a source, and the name of their file."""
 
     name: str
     source: int
@@ -62,17 +61,17 @@ def tokenize(task: Task, out: Path, *, processes: int = 1, progress: Progress = 
     """Writes the tokens of all sources into a new directory.
 
     Args:
-      task: what is tokenised.
-      out: the directory; it is there when all is done, and not before.
-      processes: how many work.
+      task: the sources to tokenise, and how.
+      out: the directory; it appears when everything is done, and not before.
+      processes: number of processes that work.
       progress: told of the shards.
 
     Returns:
-      What tokens.json says.
+      The content of tokens.json.
 
     Raises:
-      FileNotFoundError, InputError: as `open_sources`; for a model with an encoder, a source of tokens, or if there is
-        something at `out`.
+      FileNotFoundError, InputError: as `open_sources`; also for a model with an encoder, a source of tokens, or an
+        `out` that exists.
     """
     section = task.section
     if processes < 1:
@@ -101,18 +100,18 @@ def tokenize(task: Task, out: Path, *, processes: int = 1, progress: Progress = 
         for unfinished in work.folder.glob(".*.new"):  # of processes that were killed
             unfinished.unlink()
         work.check_alone()
-        write_durably(work.folder / INDEX, json.dumps(content, indent=2).encode())
+        as_path(work.folder / INDEX).write_durably(json.dumps(content, indent=2).encode())
         work.complete()
     return index
 
 
 def source_patterns(out: Path, section: DataSection) -> list[str]:
-    """The patterns that the files of the sources have."""
+    """Returns the patterns of the files that the sources become."""
     return [str(out / f"{_stem(number)}-*{SUFFIX}") for number in range(len(section.sources))]
 
 
 def totals(index: TokenIndex) -> list[Mapping[str, int]]:
-    """Of every source, the sums of what tokens.json says of its files."""
+    """Returns for every source the sums over its files in tokens.json."""
     sums: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for about in index.files.values():
         sums[about["source"]].update(about)
@@ -163,7 +162,7 @@ def _tokenized(
 
 
 class _Work(NamedTuple):
-    """What a process keeps open; `stops` is true once it is to leave its shard unfinished."""
+    """The files that a process keeps open; `stops` returns true once it is to leave its shard unfinished."""
 
     sources: list[Files]
     tokenizer: Tokenizer
@@ -191,15 +190,14 @@ def _begin(task: Task, folder: Path, stops: Callable[[], bool] = lambda: False) 
 
 
 def _tokenize(shard: Shard) -> tuple[str, dict[str, int]]:
-    """Writes one shard; the file has its name when it is whole."""
+    """Writes one shard; the file gets its name when it is complete."""
     from array_record.python.array_record_module import ArrayRecordWriter
 
     assert _work is not None
     source = _work.sources[shard.source]
     counts = collections.Counter[str]()
-    # In a bucket nothing is written bit by bit.
-    beside = tempfile.TemporaryDirectory(prefix="moe-jax-") if isinstance(_work.folder, BucketPath) else None
-    fresh = Path(beside.name if beside else _work.folder) / f".{shard.name}.{os.getpid()}.new"
+    local = as_path(_work.folder).local_folder()
+    fresh = local.path / f".{shard.name}.{os.getpid()}.new"
     # A group is what is read and decompressed at once.
     writer = ArrayRecordWriter(str(fresh), "group_size:1")
     for index in range(shard.begin, shard.end):
@@ -211,11 +209,8 @@ def _tokenize(shard: Shard) -> tuple[str, dict[str, int]]:
         counts["tokens"] += sum(len(document.ids) for document in documents)
         counts["scored"] += sum(int(document.scored.sum()) for document in documents)
     writer.close()
-    if beside is None:
-        fresh.replace(_work.folder / shard.name)
-    else:
-        write_durably(_work.folder / shard.name, fresh.read_bytes())
-        beside.cleanup()
+    fresh.replace(local.path / shard.name)
+    local.close()
     records = shard.end - shard.begin
     # Shares of the source's bytes add up to all of them.
     before, after = (source.size * edge // max(len(source), 1) for edge in (shard.begin, shard.end))

@@ -14,7 +14,7 @@ from moe_jax.data.examples import Document, Example
 from moe_jax.data.tokens.chat_template import FILE as CHAT_TEMPLATE
 from moe_jax.files.json_toml import ANYTHING, read_json_object
 from moe_jax.files.regular_files import read_regular
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.files.tokenizer_files import TOKENIZER, read_companion, tokenizer_files
 from moe_jax.models import ModelConfig
 
@@ -39,15 +39,15 @@ class Pairs(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """An input and what is to be said to it, as a model is given them: it predicts every target from the tokens so far.
+    """An input and its target as model inputs: the model predicts every target from the tokens so far.
 
     Attributes:
-      tokens: Int32[n]. With an encoder, the token that a decoder begins with and the targets but the last; without one,
-        the whole document but its last token.
+      tokens: Int32[n]. With an encoder, the start token of the decoder and all targets but the last; without one, the
+        whole document but its last token.
       targets: Int32[n], the next tokens.
       weights: Float32[n], 0 for targets that are not scored: those of a prompt.
       inputs: Int32[m], for the encoder; None: the model has none.
-      input_was_cut, target_was_cut: whether there was more than was asked for.
+      input_was_cut, target_was_cut: whether input and target were longer than the lengths asked for.
     """
 
     tokens: np.ndarray
@@ -75,7 +75,7 @@ class Tokenizer:
             raise FileNotFoundError(f"no tokenizer at {path}")
         content = read_regular(path, max_bytes=MAX_BYTES)
         self.path = path
-        with self._faults():
+        with self._library_errors():
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         # The file may contain truncation and padding settings from its last use.
         self._tokenizer.no_truncation()
@@ -99,35 +99,35 @@ class Tokenizer:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the file knows."""
+        """Number of tokens that the file knows."""
         return self._tokenizer.get_vocab_size()
 
     def encode(self, text: str) -> np.ndarray:
-        """Int32[n] ids of `text`, whole and without special tokens."""
+        """Returns the ids of `text`, Int32[n], whole and without special tokens."""
         return self._checked(self._encoded(text).ids)
 
     def prompt(self, text: str) -> np.ndarray:
-        """Int32[n] ids of `text` as the beginning of a document, with BOS before it where documents begin with one."""
+        """Returns the ids, Int32[n], of `text` as the beginning of a document, after BOS if documents begin so."""
         ids = self._encoded(text).ids
         return self._checked(ids if self._bos is None else [self._bos, *ids])
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """The text of ids, with or without special tokens."""
-        with self._faults():
+        """Returns the text of ids, with or without special tokens."""
+        with self._library_errors():
             return self._tokenizer.decode(list(ids), skip_special_tokens=not special)
 
     def id_of(self, text: str) -> int | None:
-        """The token that is written so; None if there is none."""
-        with self._faults():
+        """Returns the id of the token with this text; None if there is none."""
+        with self._library_errors():
             return self._tokenizer.token_to_id(text)
 
     def token(self, token_id: int) -> str:
-        """How the vocabulary writes a token, special ones too; its id where it has none."""
-        with self._faults():
+        """Returns the text of a token in the vocabulary, special ones too; its id where it has none."""
+        with self._library_errors():
             return self._tokenizer.id_to_token(token_id) or str(token_id)
 
     def documents(self, examples: Sequence[Example | Document]) -> list[Document]:
-        """Tokenises the examples of a record, each a document of its own; what is tokenised stays as it is.
+        """Tokenises the examples of a record, each a document of its own; tokenised documents stay as they are.
 
         Raises:
           InputError: if an id lies outside the model's vocabulary.
@@ -137,7 +137,7 @@ class Tokenizer:
         ]
 
     def pairs(self, examples: Sequence[Example | Document]) -> Pairs:
-        """The `documents` of a record as pairs; one of a single token has none.
+        """Returns the `documents` of a record as pairs; a document of a single token has none.
 
         Raises:
           InputError: if an id lies outside the model's vocabulary.
@@ -153,20 +153,20 @@ class Tokenizer:
         )
 
     def inputs(self, text: str) -> np.ndarray:
-        """Int32[n] ids of `text` for an encoder: EOS ends it where the model names one."""
+        """Returns the ids, Int32[n], of `text` for an encoder, with EOS at the end where the model names one."""
         eos = [] if self._eos_after_response is None else [self._eos_after_response]
         return np.concatenate([self.prompt(text), np.asarray(eos, np.int32)])
 
     def pair(self, example: Example, *, input_len: int | None = None, seq_len: int | None = None) -> Pair:
         """Tokenises an input and its target, each of which ends with EOS where the model names one.
 
-        Of what is too long for a model with an encoder, the end is left out; of inputs EOS stays. Without an encoder,
-        both are one document, of which the beginning is left out.
+        For a model with an encoder, the end of a text that is too long is left out; inputs keep their EOS. Without an
+        encoder, both are one document, whose beginning is left out.
 
         Args:
           example: its prompt is the input.
-          input_len: tokens of the encoder's input at most; None: all.
-          seq_len: tokens of the target at most, or without an encoder of both; None: all.
+          input_len: most tokens of the encoder's input; None: no limit.
+          seq_len: most tokens of the target, or without an encoder of both; None: no limit.
 
         Raises:
           InputError: if nothing would be left to predict, or ids lie outside the vocabulary.
@@ -212,12 +212,12 @@ class Tokenizer:
         return self._checked(ids), np.asarray(scored, np.float32)
 
     def _encoded(self, text: str, add_special_tokens: bool = False) -> tokenizers.Encoding:
-        with self._faults():
+        with self._library_errors():
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     @contextlib.contextmanager
-    def _faults(self) -> Iterator[None]:
-        """Makes errors of what the library does with the file ours."""
+    def _library_errors(self) -> Iterator[None]:
+        """Turns errors of the library into ours."""
         try:
             yield
         except BaseException as error:
@@ -227,14 +227,14 @@ class Tokenizer:
             raise InputError(f"{self.path} is not a tokenizer.json: {first_sentence(error)}") from None
 
     def _own_bos(self, config: ModelConfig) -> int | None:
-        """The BOS token that the tokenizer itself adds, if it adds one."""
+        """Returns the BOS token that the tokenizer itself adds, if it adds one."""
         plain, special = self._encoded("a").ids, self._encoded("a", add_special_tokens=True).ids
         if len(special) > len(plain) and special[0] != plain[0]:
             return special[0]
         return config.bos_id if self._settings().get("add_bos_token") is True else None
 
     def _settings(self) -> dict[str, Any]:
-        """tokenizer_config.json beside the file: some tokenizers (DeepSeek-Coder's) name their BOS only there."""
+        """Returns tokenizer_config.json beside the file: some (DeepSeek-Coder's) name their BOS only there."""
         file = self.path.with_name("tokenizer_config.json")
         return read_json_object(file, allow=ANYTHING) if file.exists() else {}
 
@@ -250,22 +250,22 @@ class Tokenizer:
 
 
 def _within(spans: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Float32[n], 1 for the tokens that have a character in one of the spans, which are in order."""
+    """Returns Float32[n], 1 for tokens that have a character in one of the spans, which are in order."""
     if not spans or not offsets:
         return np.zeros(len(offsets), np.float32)
     (begins, ends), (first, last) = np.asarray(spans).T, np.asarray(offsets).T
-    # The first span that ends after the token's beginning is the only one that it can begin in, or run into.
+    # The first span that ends after the token's beginning is the only one that the token can begin in, or run into.
     which = np.searchsorted(ends, first, side="right")
     begins = np.append(begins, np.iinfo(begins.dtype).max)
     return (begins[which] < last).astype(np.float32)
 
 
 def tokenizer_identity(tokenizer: Path, chat_template: str | None = None) -> str:
-    """A SHA-256 of all that decides about token ids, of conversations too.
+    """Returns a SHA-256 of everything that token ids depend on, in conversations too.
 
     Args:
-      tokenizer: a tokenizer.json; what lies beside it counts too.
-      chat_template: a file with another template than the tokenizer's own.
+      tokenizer: a tokenizer.json; the files beside it count too.
+      chat_template: a file with a template that replaces the tokenizer's own.
     """
     files = tokenizer_files(tokenizer)
     if chat_template is not None:
@@ -279,7 +279,7 @@ def tokenizer_identity(tokenizer: Path, chat_template: str | None = None) -> str
 
 
 def find_tokenizer(files: Sequence[Path], where: object) -> Path:
-    """The `tokenizer.json` among a model's files.
+    """Returns the `tokenizer.json` among a model's files.
 
     Raises:
       InputError: if there is none.

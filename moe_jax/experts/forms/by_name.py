@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.core.errors import InputError, check_member, nearest, shown
 from moe_jax.experts.forms.matrix import Split
+from moe_jax.experts.forms.optional.coding import CodedJointly, Encodable
 from moe_jax.experts.forms.protocol import ExpertForm, KernelForm
 
 _FORMS: dict[str, type[ExpertForm]] = {}
@@ -86,6 +87,29 @@ def form_of_option(text: str) -> ExpertForm:
     return form(**{name: value})
 
 
+def option_of_form(form: str | ExpertForm) -> str:
+    """Returns the value of `upcycle --delta` that means a form; a text is returned as it is.
+
+    Raises:
+      InputError: if upcycling does not offer the form, or the form has options that no value of `--delta` has.
+    """
+    if isinstance(form, str):
+        return form
+    if not isinstance(form, ExpertForm) or form.delta_option is None:
+        offered = ", ".join(delta_options().values())
+        raise InputError(f"delta={shown(form)}: upcycling makes no such experts; it is one of {offered}")
+    named, _, number = form.delta_option.partition(":")
+    text = f"{named}:{getattr(form, form.delta_number[0])}" if number and form.delta_number else named
+    if form_of_option(text) != form:
+        raise InputError(f"delta={shown(form)}: upcycling sets no other options than {form.delta_option} has")
+    return text
+
+
+def encodable_forms() -> tuple[type[Encodable], ...]:
+    """The forms that residuals around a shared base can be encoded in, in the order in which they were registered."""
+    return tuple(form for form in _FORMS.values() if issubclass(form, Encodable) and form.over_base)
+
+
 def kinds_with(option: str) -> list[str]:
     """The kinds whose forms have an option of this name."""
     return [kind for kind, form in _FORMS.items() if option in {field.name for field in dataclasses.fields(form)}]
@@ -97,8 +121,9 @@ def delta_specs(split: Split) -> dict[str, P]:
 
 
 def shared_delta_specs() -> dict[str, P]:
-    """The same for leaves that the matrices of an expert have in common, by path below `experts/delta`."""
-    return {name: spec for form in _deltas() for name, spec in form.shared_stored_specs().items()}
+    """How leaves are sharded that the matrices of an expert have in common, by path below `experts/delta`."""
+    joint = (form for form in _deltas() if issubclass(form, CodedJointly))
+    return {name: spec for form in joint for name, spec in form.shared_stored_specs().items()}
 
 
 def _specs(split: Split) -> Iterator[tuple[str, P]]:

@@ -22,7 +22,7 @@ class ShapesOnly(nnx.Rngs):
 
 
 def shapes_of(make: Callable[[nnx.Rngs], T]) -> T:
-    """What `make` makes of random keys, such as a module, with `ShapeDtypeStruct`s in place of its arrays."""
+    """Returns what `make` returns, such as a module, with `ShapeDtypeStruct`s in place of its arrays."""
     return nnx.eval_shape(lambda: make(ShapesOnly(0)))
 
 

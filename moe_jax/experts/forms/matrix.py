@@ -15,7 +15,7 @@ Arrays = Mapping[str, Array]
 BASE = "base"
 """The name of the base among the arrays of a matrix."""
 ORIGIN = "origin"
-"""That of the row and column of the kernel where the part begins that they describe."""
+"""The name of the row and column where the part of the kernel begins that the arrays describe."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Window(NamedTuple):
         return cls(shape, shape, None, 0, shape[1])
 
     def columns(self, array: Float[Array, "n o"]) -> Float[Array, "n w"]:
-        """The same columns of an array whose last axis is split like the columns of the kernel."""
+        """Returns these columns of an array whose last axis is split like the columns of the kernel."""
         if self.width == array.shape[1]:
             return array
         return lax.dynamic_slice_in_dim(array, self.start, self.width, 1)

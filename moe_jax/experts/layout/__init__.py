@@ -1,1 +1,1 @@
-"""What experts have to know of their surroundings: shapes, the mesh, the costs of a platform."""
+"""The surroundings of experts: shapes, the mesh, the costs of a platform."""

@@ -35,7 +35,7 @@ class Cost(NamedTuple):
 
 
 class Platform(NamedTuple):
-    """What a choice depends on: a chip, numbers of a size, and the seconds that single entries take.
+    """A chip, the size of numbers on it, and the seconds that single entries take: a choice depends on these.
 
     Attributes:
       chip: with its peaks, from its maker.
@@ -65,11 +65,11 @@ class Platform(NamedTuple):
         return self.chip.operations_per_second(self.itemsize) / self.chip.bandwidth
 
     def products(self, operations: float) -> Cost:
-        """Of so many operations in the matrix unit."""
+        """Returns the cost of so many operations in the matrix unit."""
         return Cost(operations / self.chip.operations_per_second(self.itemsize))
 
     def reading(self, moved: float) -> Cost:
-        """Of so many bytes."""
+        """Returns the cost of moving so many bytes."""
         return Cost(0.0, moved / self.chip.bandwidth)
 
 
@@ -86,7 +86,7 @@ _BY_PLATFORM = {"cpu": "cpu", "tpu": "v5e"}
 
 
 def current_chip() -> Chip:
-    """What the program being traced will run on: the device of the mesh in use, or else of JAX's default backend.
+    """Returns the chip that the program being traced will run on: of the mesh in use, or else of JAX's default backend.
 
     A device that the table of chips lacks counts as a v5e if it is a TPU, and as an H100 if it is no CPU.
     """

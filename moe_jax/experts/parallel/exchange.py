@@ -1,14 +1,19 @@
-"""Rows travel to the devices that hold their experts, and the outputs travel back, by all-to-all.
+"""How tokens come to experts over a mesh, and the exchange by which rows travel there and the outputs travel back.
+
+The attribute `exchange` of a bank says which of two ways is taken (`experts.parallel.over_mesh`). It is set when the
+bank is made, from the environment variable MOE_JAX_EXCHANGE, and can be changed later with `set_exchange`. Like the
+strategy it is part of the graphdef. What follows is about all-to-all.
 
 Every device sorts the assignments of its own tokens by expert, and so by device. What it sends depends on the routing;
 what it has room for does not: a round brings at most so many rows to a device, the *capacity*, by default twice the
-share that each would get if all experts were chosen alike. What is more waits for another round (`rounds`).
+share that each would get if all experts were chosen alike. What is more waits for another round (`in_rounds`).
 
 TPUs and GPUs send exactly the rows that there are (`ragged_all_to_all`). Elsewhere every pair of devices exchanges as
 many rows, the capacity divided by the number of devices, and what is not used is padding.
 """
 
 import math
+import os
 from typing import Any, NamedTuple
 
 import jax
@@ -16,15 +21,74 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from moe_jax.experts.parallel.rounds import ceil_div
+from moe_jax.core.errors import InputError, nearest, shown
 
 AXIS = "expert"
 DEFAULT_CAPACITY = 2.0
 """Rows that a device has room for, in multiples of the even share."""
 
+WAYS = ("auto", "all-gather", "all-to-all")
+
+ENVIRONMENT = "MOE_JAX_EXCHANGE"
+
+
+class Exchange(NamedTuple):
+    """How tokens come to experts.
+
+    Attributes:
+      way: one of `WAYS`; `auto` is the one that sends fewer bytes.
+      capacity: how many rows a device has room for in a round, in multiples of the even share.
+    """
+
+    way: str = "auto"
+    capacity: float = DEFAULT_CAPACITY
+
+    @classmethod
+    def parse(cls, text: str, where: str) -> "Exchange":
+        """From `WAY`, `all-gather:CAPACITY` or `all-to-all:CAPACITY`.
+
+        Raises:
+          InputError: if it is neither; the message names `where`.
+        """
+        way, colon, capacity = text.partition(":")
+        if way not in WAYS or colon and way == "auto":
+            known = "auto, all-gather, all-to-all, all-gather:CAPACITY or all-to-all:CAPACITY"
+            raise InputError(f"{where} is {shown(text)}{nearest(way, WAYS)}; it is {known}")
+        if not colon:
+            return cls(way)
+        try:
+            found = float(capacity)
+        except ValueError:
+            found = math.nan
+        if not 0 < found < math.inf:
+            raise InputError(f"{where} is {shown(text)}: the capacity is a number above 0")
+        return cls(way, found)
+
+    def chosen(self, devices: int, top_k: int) -> str:
+        """`all-gather` or `all-to-all`, for so many devices along `expert`.
+
+        Of its t tokens a device gets those of the others, and the same number of sums comes back, (n - 1) t each; or
+        rows of its k t assignments travel, all but those that stay.
+        """
+        if self.way != "auto":
+            return self.way
+        return "all-gather" if devices <= top_k else "all-to-all"
+
+
+DEFAULT = Exchange()
+
+
+def exchange_from_environment() -> Exchange:
+    """Returns the exchange that MOE_JAX_EXCHANGE names; the default if it is not set.
+
+    Raises:
+      InputError: see `Exchange.parse`.
+    """
+    return Exchange.parse(os.environ.get(ENVIRONMENT, "auto"), ENVIRONMENT)
+
 
 class Buffer(NamedTuple):
-    """What a device receives in a round.
+    """The rows that a device receives in a round.
 
     Attributes:
       rows: that it has room for.
@@ -192,3 +256,8 @@ def _send_back_bwd(buffer: Buffer, count: int, plan: Plan, dy: Array) -> tuple[A
 
 _send.defvjp(_send_fwd, _send_bwd)
 _send_back.defvjp(_send_back_fwd, _send_back_bwd)
+
+
+def ceil_div(value: Int[Array, ""], divisor: int) -> Int[Array, ""]:
+    """The least whole number that is at least the quotient."""
+    return -(-value // divisor)

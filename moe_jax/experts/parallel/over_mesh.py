@@ -11,7 +11,7 @@ ways, both exact:
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,19 +19,31 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from moe_jax.experts.forms.by_hand import part_here
 from moe_jax.experts.forms.matrix import Part
+from moe_jax.experts.forms.sharded_linear import part_here
 from moe_jax.experts.hidden_rows import Kernels, hidden_rows, is_of_base
 from moe_jax.experts.layout.mesh import current_mesh, spec_on_mesh, token_axes
 from moe_jax.experts.layout.platforms import current_chip
-from moe_jax.experts.parallel.exchange import Buffer, make_plan, rounds_needed, send, send_back
-from moe_jax.experts.parallel.exchange_choice import DEFAULT, Exchange
+from moe_jax.experts.parallel.exchange import (
+    DEFAULT,
+    Buffer,
+    Exchange,
+    ceil_div,
+    make_plan,
+    rounds_needed,
+    send,
+    send_back,
+)
 from moe_jax.experts.parallel.rounded_gather import gathered
-from moe_jax.experts.parallel.rounds import Number, ceil_div, in_rounds
 from moe_jax.functional.routing.decision import Routing
 from moe_jax.functional.routing.dispatch import Order, combine, dispatch, part_of, sort_by_expert
+
+FURTHER_ROUNDS = "further_rounds"
+"""The scope, in the compiled program, of the loop over rounds after the first."""
+
+Number = Int[Array, ""] | int
 
 
 def apply_experts(
@@ -90,7 +102,7 @@ def apply_experts(
 
 
 def _split_specs(kernel: Kernels, mesh: jax.sharding.AbstractMesh) -> dict[str, P]:
-    """Of the arrays that are rounded before devices gather them: how they are stored."""
+    """Returns how the arrays are stored that are rounded before devices gather them."""
     specs = kernel.stored_rounded_specs()
     # An axis that splits nothing leaves it to the product to round what it reads.
     split = {path: spec_on_mesh(spec, kernel.arrays[path].shape, mesh.shape) for path, spec in specs.items()}
@@ -183,7 +195,7 @@ def _of_own_experts_in_rounds(
     activation: str,
     room: int,
 ) -> Float[Array, "T d"]:
-    """The same as `_of_own_experts`, `room` rows at a time."""
+    """Does what `_of_own_experts` does, `room` rows at a time."""
     order = sort_by_expert(_at_own(routing, kernels).experts, num_experts(kernels["up"]))
 
     def one_round(number: Number, trained: Any, fixed: Any) -> Float[Array, "T d"]:
@@ -255,7 +267,7 @@ def _sorted_ffn(
     activation: str,
     parts: Mapping[str, Part],
 ) -> Float[Array, "T d"]:
-    """The same for assignments that are sorted, all or a part of them (`part_of`)."""
+    """Does what `_grouped_ffn` does for assignments that are sorted, all or a part of them (`part_of`)."""
     rows = dispatch(x, order, weights.shape[1])
     h = hidden_rows(rows, kernels, biases, order.group_sizes, parts, activation)
     y = kernels["down"].project(h, biases.get("down"), order.group_sizes, parts.get("down"))
@@ -270,3 +282,49 @@ def num_experts(kernels: Kernels) -> int:
 def parts_of(kernels: Mapping[str, Kernels]) -> dict[str, Part]:
     """The parts of the kernels that this device holds."""
     return {name: part_here(kernel.matrix) for name, kernel in kernels.items()}
+
+
+def in_rounds(
+    one_round: Callable[[Number, Any, Any], Float[Array, "M d"]], trained: Any, fixed: Any, needed: Int[Array, ""]
+) -> Float[Array, "M d"]:
+    """The sum of all rounds: a device has room for so many rows, and what is more waits for the next round.
+
+    So memory does not depend on the routing, and nothing is dropped. Usually there is one round; what further ones do
+    is computed again for the gradient.
+
+    Args:
+      one_round: makes the rows of a round, and zeros elsewhere, of its number, `trained` and `fixed`. It holds no
+        traced array of its own.
+      trained: a tree of arrays that have gradients.
+      fixed: a tree of others.
+      needed: how many rounds there are; the first is always done.
+    """
+
+    def further(needed: Array, step: Callable[[Array, Any], Any], start: Any) -> Any:
+        """Folds `step` over the numbers of the rounds after the first."""
+        begin = jnp.ones((), needed.dtype)
+        with jax.named_scope(FURTHER_ROUNDS):
+            return lax.while_loop(
+                lambda state: state[0] < needed, lambda state: (state[0] + 1, step(state[0], state[1])), (begin, start)
+            )[1]
+
+    @jax.custom_vjp
+    def rest(y: Array, trained: Any, fixed: Any, needed: Array) -> Array:
+        return further(needed, lambda number, sums: sums + one_round(number, trained, fixed), y)
+
+    def rest_fwd(y: Array, trained: Any, fixed: Any, needed: Array) -> tuple[Array, Any]:
+        return rest(y, trained, fixed, needed), (trained, fixed, needed)
+
+    def rest_bwd(saved: Any, dy: Array) -> tuple[Array, Any, None, None]:
+        trained, fixed, needed = saved
+
+        def add(number: Array, sums: Any) -> Any:
+            _, vjp = jax.vjp(lambda trained: one_round(number, trained, fixed), trained)
+            return jax.tree.map(lambda total, one: total + one.astype(total.dtype), sums, vjp(dy)[0])
+
+        # Summed in float32 whatever the dtype.
+        sums = further(needed, add, jax.tree.map(lambda array: jnp.zeros(array.shape, jnp.float32), trained))
+        return dy, jax.tree.map(lambda total, array: total.astype(array.dtype), sums, trained), None, None
+
+    rest.defvjp(rest_fwd, rest_bwd)
+    return rest(one_round(0, trained, fixed), trained, fixed, needed)

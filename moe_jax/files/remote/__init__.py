@@ -1,4 +1,4 @@
-"""Places that are no local disk: buckets of an object store, by addresses such as `gs://bucket/models/moe`.
+"""What is beneath `StoragePath` for buckets of an object store, by addresses such as `gs://bucket/models/moe`.
 
 Where a local disk renames what is finished, a bucket cannot: what a command makes is written in its final place, and a
 file without which it counts for nothing (config.json of a model) is written last. Everything goes through TensorStore's
@@ -10,7 +10,6 @@ when it is told to, and never with Google's own.
 
     address    which paths are addresses, and of what
     objects    reading, writing and listing the objects of a bucket, in bounded time
-    remote_path an address as a `pathlib.Path`; a folder of a bucket to read from
     lease      who works in a place, where nothing can be locked
     remote_work  work that goes on after a kill
     epath_backend  addresses for Orbax, which asks `etils.epath`

@@ -12,7 +12,7 @@ from etils import epath
 from etils.epath import backend, stat_utils
 from etils.epath.gpath import PosixGPath
 
-from moe_jax.files.remote.remote_path import BucketPath, as_path
+from moe_jax.files.storage_path import BucketPath, as_path
 
 _ITEM = "state"  # Orbax's name for the only item of a checkpoint
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from moe_jax.core.errors import InputError, clipped, shown
 from moe_jax.files.remote.objects import ABSENT, Found
-from moe_jax.files.remote.remote_path import BucketPath
+from moe_jax.files.storage_path import BucketPath
 
 SECONDS = 45.0
 """After which a lease that was not renewed is nobody's."""

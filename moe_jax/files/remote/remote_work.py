@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from moe_jax.core.errors import InputError
 from moe_jax.files.remote.lease import Lease
-from moe_jax.files.remote.remote_path import BucketPath
+from moe_jax.files.storage_path import BucketPath, StoragePath
 
 MARKERS = ("config.json", "adapter_config.json", "tokens.json", "run.json")
 """The files that commands write last, each without which what it is of counts for nothing: a model, an adapter for
@@ -154,9 +154,7 @@ class RemoteWork:
 
 def control_of(target: BucketPath, suffix: str) -> BucketPath:
     """The folder beside a target that is there while it is worked on."""
-    control = target.with_name(f".{target.name}.{suffix}")
-    assert isinstance(control, BucketPath)
-    return control
+    return target.beside(suffix)
 
 
 def refuse_finished(target: BucketPath) -> None:
@@ -178,8 +176,10 @@ def remove_finished(target: BucketPath) -> None:
     target.objects.remove_all(target.key)
 
 
-def is_begun(target: BucketPath, suffix: str) -> bool:
-    """Whether a command has begun to make a target, and did not come to its end."""
+def is_begun(target: StoragePath, suffix: str) -> bool:
+    """Whether a command has begun to make a target in a bucket, and did not come to its end."""
+    if not isinstance(target, BucketPath):
+        return False
     control = control_of(target, suffix)
     return bool(target.key) and any((control / name).is_file() for name in (_JOB, _LEASE))
 

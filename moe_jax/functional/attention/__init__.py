@@ -1,1 +1,1 @@
-"""Attention, and the positions that it knows."""
+"""Attention and position embeddings."""

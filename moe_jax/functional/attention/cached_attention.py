@@ -1,4 +1,4 @@
-"""Attention of few queries to the keys and values in a cache, which are read where they are and never copied."""
+"""Attention of a few queries to the keys and values in a cache, which are read in place and never copied."""
 
 import functools
 import math
@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 from moe_jax.functional.attention.grouped_query import Visibility
 from moe_jax.functional.attention.relative_bias import bias_between
 
-# Scores of more queries at a time belong into `functional.attention.grouped_query`, which takes them in chunks.
+# More queries at a time belong in `functional.attention.grouped_query`, which takes them in chunks.
 MOST_QUERIES = 16
 
 
@@ -26,13 +26,15 @@ def cached_attention(
     soft_cap: float | None = None,
     bias: Float[Array, "H n"] | None = None,
 ) -> Float[Array, "B T H W"]:
-    """Softmax attention as of `functional.attention.grouped_query`, in the dtype of the queries, for which see there.
+    """Returns softmax attention, as `functional.attention.grouped_query.attention` does, in the dtype of the queries.
 
     Args:
-      parts: queries and keys whose products are added to the scores: widths of heads that lie in different arrays.
+      parts: pairs of queries and keys, one pair for every array that holds part of the width of the heads; the
+        products of the pairs are added up to the scores.
       v: values.
-      visible: as there.
-      mask, window, scale, soft_cap, bias: as there; `scale` None: that of the widths together.
+      visible: positions and documents; see `Visibility`.
+      mask, window, soft_cap, bias: as `grouped_query.attention` takes them.
+      scale: of the scores; None: 1/sqrt(D), where D is the sum of the widths of the parts.
     """
     batch, length, heads, _ = parts[0][0].shape
     kv_heads = v.shape[1]
@@ -51,7 +53,7 @@ def cached_attention(
     if bias is not None:
         between = jax.vmap(bias_between, in_axes=(None, 0, 0))(bias, visible.positions, visible.key_positions)
         scores = scores + between.reshape(batch, kv_heads, group, length, -1)
-    scores = jnp.where(_seen(visible, mask, window)[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    scores = jnp.where(_mask(visible, mask, window)[:, None, None], scores, jnp.finfo(jnp.float32).min)
     dtype = parts[0][0].dtype
     shares = jax.nn.softmax(scores, axis=-1).astype(dtype).reshape(batch, kv_heads, group * length, -1)
     y = _product(shares, v.astype(dtype), contract_keys=True).astype(dtype)
@@ -64,7 +66,7 @@ def _product(a: Array, b: Array, *, contract_keys: bool) -> Float[Array, "B K m 
     return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
 
 
-def _seen(visible: Visibility, mask: str, window: int | None) -> Bool[Array, "B T S"]:
+def _mask(visible: Visibility, mask: str, window: int | None) -> Bool[Array, "B T S"]:
     keys = visible.key_positions[:, None, :]
     distance = visible.positions[:, :, None] - keys
     seen = jnp.ones_like(distance, bool) if mask == "bidirectional" else distance >= 0

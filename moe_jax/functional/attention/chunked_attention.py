@@ -1,12 +1,12 @@
-"""Attention chunk by chunk of the queries: on every platform, with every mask and bias; the reference for kernels.
+"""Attention in chunks of queries: on every platform, with every mask and bias; the reference for the kernels.
 
-Queries are taken in chunks, and a chunk meets only the keys that it can see: half the arithmetic of a causal product,
-and scores that stay in the cache of a CPU core. The scores of a chunk are recomputed in the backward pass instead of
-being kept, so memory grows with the length and not with its square.
+A chunk of queries meets only the keys that it can see. This halves the arithmetic of a causal product, and the scores
+stay in the cache of a CPU core. The backward pass recomputes the scores of a chunk instead of keeping them, so memory
+grows with the length and not with its square.
 
-Chunks that see different numbers of keys cannot share a loop. So chunks are joined in at most `MAX_BANDS` bands; those
-of a band are looped over and meet all the keys that the band sees. The program does not grow with the length, and a
-causal product costs 1 / MAX_BANDS more arithmetic than it has to at worst.
+Chunks that see different numbers of keys cannot share a loop. Chunks are therefore joined into at most `MAX_BANDS`
+bands; one loop runs over the chunks of a band, and each of them meets all the keys that the band sees. So the program
+does not grow with the length, and a causal product costs at most 1 / MAX_BANDS more arithmetic than it has to.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ MAX_BANDS = 8
 
 
 class Visibility(NamedTuple):
-    """The data that masks are made of.
+    """The arrays from which attention masks are made.
 
     Attributes:
       positions, key_positions: positions in the row (not in the document); with a cache, slots.
@@ -40,7 +40,7 @@ class Visibility(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """What masks know of some tokens of a row; `prefix` is that of the row, for each of them."""
+    """Positions and documents of some tokens of a row, and for each of them the length of the row's prefix."""
 
     positions: Int[Array, " n"]
     segments: Int[Array, " n"] | None
@@ -48,7 +48,7 @@ class _Tokens(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """Keys and values, float32, of one head of a row, and the biases by distance of the query heads that share it."""
+    """Keys and values, float32, of one head of a row, and the biases by distance of the query heads sharing it."""
 
     k: Float[Array, "s D"]
     v: Float[Array, "s W"]
@@ -84,7 +84,7 @@ def chunked_attention(
     soft_cap: float | None,
     aligned: bool,
 ) -> Float[Array, "B T H W"]:
-    """What `functional.attention.grouped_query` computes, with its arguments, on any platform."""
+    """Computes `functional.attention.grouped_query.attention`, with the same arguments, on any platform."""
     batch, length, heads, width = q.shape
     kv_heads = k.shape[2]
     if visible.prefix is not None:
@@ -112,7 +112,7 @@ def _all_heads_at_once(
 def _loop_over_heads(
     one_head, q: Array, k: Array, v: Array, visible: Visibility, bias: Array | None
 ) -> Float[Array, "B K G T W"]:
-    """XLA:CPU has no good kernel for a product with two batch axes: one head after another is three times faster."""
+    """Loops over key heads: three times faster on XLA:CPU, which has no good kernel for two batch axes."""
 
     def of_row(row: tuple) -> Array:
         *heads, visible = row
@@ -122,16 +122,16 @@ def _loop_over_heads(
 
 
 def _bands(length: int, num_keys: int, *, mask: str, window: int | None, aligned: bool) -> list[_Band]:
-    """Cuts the queries into bands of whole chunks, and a last one of what is left of a chunk."""
-    chunks, rest = divmod(length, CHUNK)
+    """Cuts the queries into bands of whole chunks; queries that do not fill a chunk make a last band."""
+    chunks, remainder = divmod(length, CHUNK)
     hides_later = aligned and mask == "causal"
     reach = window - 1 if aligned and window is not None else None
     # Where every chunk needs the same number of keys from the same range, one band is enough.
     num_bands = MAX_BANDS if hides_later or reach is not None else 1
     cuts = [chunks * i // num_bands for i in range(num_bands + 1)]
     ranges = [(a * CHUNK, CHUNK, b - a) for a, b in zip(cuts[:-1], cuts[1:], strict=True) if b > a]
-    if rest:
-        ranges.append((chunks * CHUNK, rest, 1))
+    if remainder:
+        ranges.append((chunks * CHUNK, remainder, 1))
 
     def band(start: int, size: int, count: int) -> _Band:
         stop = start + size * count
@@ -162,7 +162,7 @@ def _one_key_head(
     results = []
     for band in bands:
         one_band = partial(_one_band, band, mask=mask, window=window, scale=scale, soft_cap=soft_cap)
-        # Also what is cut out of the row for a chunk is cut out again, where that does not repeat the loop of a band.
+        # A single chunk also recomputes its slices of the row; with more chunks that would repeat the loop of the band.
         one_band = jax.checkpoint(one_band) if band.count == 1 else one_band
         results.append(one_band(q, tokens, keys))
     return jnp.concatenate(results, axis=1)
@@ -179,13 +179,13 @@ def _one_band(
     scale: float,
     soft_cap: float | None,
 ) -> Float[Array, "G t W"]:
-    """The queries of a band, from all queries and keys of a row."""
+    """Returns the attention of the queries of a band, given all queries and keys of a row."""
     stop = band.start + band.size * band.count
     keys = _cut(keys, lambda a: a[band.first_key : band.last_key])
     tokens = jax.tree.map(lambda a: a[band.start : stop].reshape(band.count, band.size), tokens)
     queries = jnp.moveaxis(q[:, band.start : stop].reshape(q.shape[0], band.count, band.size, -1), 1, 0)
-    # The first key that a chunk sees. Where its span would begin or end outside the band's keys it is moved inside:
-    # masks are made of positions and do not mind.
+    # The first key that a chunk sees. A span that would begin or end outside the band's keys is moved inside, which
+    # changes no result: masks are made of positions.
     firsts = band.start + band.size * jnp.arange(band.count, dtype=jnp.int32) - (window or 1) + 1
     firsts = jnp.clip(firsts - band.first_key, 0, band.last_key - band.first_key - band.span)
 
@@ -196,7 +196,7 @@ def _one_band(
 
     if band.count == 1:
         return one_chunk(jax.tree.map(lambda a: a[0], (queries, tokens, firsts)))
-    # Inside a loop nothing can merge the two forward passes.
+    # Inside a loop the compiler cannot merge the recomputed forward pass with the first one.
     recomputed = jax.checkpoint(one_chunk, prevent_cse=False)
     y = jax.lax.map(recomputed, (queries, tokens, firsts))
     return jnp.moveaxis(y, 0, 1).reshape(q.shape[0], stop - band.start, -1)
@@ -214,7 +214,7 @@ def _one_chunk(
     scale: float,
     soft_cap: float | None,
 ) -> Float[Array, "G t W"]:
-    """A chunk of queries on `span` keys from `first` on."""
+    """Returns the attention of a chunk of queries to `span` keys from `first` on."""
     group, size, width = q.shape
     if span < keys.k.shape[0]:
         keys = _cut(keys, lambda a: jax.lax.dynamic_slice_in_dim(a, first, span, axis=0))
@@ -234,13 +234,13 @@ def _one_chunk(
 
 
 def _cut(keys: _Keys, cut: Callable[[Array], Array]) -> _Keys:
-    """The same for some of the keys."""
+    """Applies `cut`, which takes some of the keys, to all arrays of `keys`."""
     k, v, tokens = jax.tree.map(cut, keys[:3])
     return _Keys(k, v, tokens, keys.bias)
 
 
 def _mask(queries: _Tokens, keys: _Tokens, mask: str, window: int | None) -> Bool[Array, "t s"]:
-    """Which keys a query sees, in one row of the batch."""
+    """Returns which keys each query sees, in one row of the batch."""
     distance = queries.positions[:, None] - keys.positions[None, :]
     seen = jnp.ones_like(distance, bool) if mask == "bidirectional" else distance >= 0
     if mask == "prefix":

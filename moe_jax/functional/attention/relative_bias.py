@@ -1,4 +1,4 @@
-"""Relative position bias: what a head adds to the score of a key for how far it is from the query (T5)."""
+"""Relative position bias (T5): a learned number per head, added to a score by the distance from query to key."""
 
 import dataclasses
 from typing import Literal
@@ -9,19 +9,20 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.core.errors import InputError, check_positive
 
-# Distances up to the largest have a row each in what is computed from the table, so it must not be boundless.
+# The computed biases have a row for every distance up to the largest, so the distance needs a bound.
 MAX_DISTANCE = 65_536
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RelativeBiasConfig:
-    """A learned bias per head and bucket of distances: near ones each have a bucket, farther ones share theirs.
+    """A learned bias per head and bucket of distances: each short distance has its own bucket, longer ones share
+    buckets.
 
         >>> moe_jax.RelativeBiasConfig().buckets
         32
 
     Attributes:
-      buckets: how many there are; half of them for keys after the query, where a query sees such keys.
+      buckets: number of buckets; half of them are for keys after the query, where the mask lets a query see such keys.
       max_distance: from here on all distances share one bucket.
     """
 
@@ -33,7 +34,7 @@ class RelativeBiasConfig:
         check_positive(self, "max_distance", at_most=MAX_DISTANCE)
 
     def check_fits(self, mask: str) -> None:
-        """Raises `InputError` unless distances can be divided into so many buckets under this mask."""
+        """Raises `InputError` unless distances can be divided into this many buckets under this mask."""
         exact = self._one_sided(mask) // 2
         if exact < 1:
             raise InputError(f"relative bias: buckets={self.buckets} are too few for a {mask} mask")
@@ -44,15 +45,15 @@ class RelativeBiasConfig:
             )
 
     def bucket_of_distance(self, mask: Literal["causal", "bidirectional", "prefix"]) -> Int[np.ndarray, " n"]:
-        """The bucket of every distance `key position - query position` from -max_distance to max_distance.
+        """Returns the bucket of every distance `key position - query position` from -max_distance to max_distance.
 
-        The first half of a side's buckets stand for a distance each, the others for ranges that grow as its logarithm.
-        With a causal mask keys after the query, which no query sees, have bucket 0.
+        On each side, the first half of the buckets stand for one distance each, the others for ranges that grow
+        logarithmically. With a causal mask, keys after the query, which no query sees, have bucket 0.
         """
         count = self._one_sided(mask)
         exact = count // 2
         distances = np.arange(self.max_distance + 1)
-        # In float32, each step rounded on its own: where a boundary lies at a whole number it is exactly there.
+        # In float32, with each step rounded on its own: a boundary that is a whole number must come out exact.
         ratio = np.maximum(distances, 1).astype(np.float32) / np.float32(exact)
         logarithm = np.log(ratio.astype(np.float64)).astype(np.float32)
         whole = np.log(np.float64(self.max_distance / exact)).astype(np.float32)
@@ -68,7 +69,7 @@ class RelativeBiasConfig:
 def bias_by_distance(
     table: Float[Array, "b H"], config: RelativeBiasConfig, mask: Literal["causal", "bidirectional", "prefix"]
 ) -> Float[Array, "H n"]:
-    """The bias of every distance from -max_distance to max_distance, float32: what `attention` takes.
+    """Returns the bias of every distance from -max_distance to max_distance, float32, as `attention` takes it.
 
     Args:
       table: bias per bucket and head.
@@ -81,7 +82,7 @@ def bias_by_distance(
 def bias_between(
     by_distance: Float[Array, "G n"], positions: Int[Array, " t"], key_positions: Int[Array, " s"]
 ) -> Float[Array, "G t s"]:
-    """The bias between some queries and keys; `by_distance` as `bias_by_distance` gives it, of some heads."""
+    """Returns the bias between some queries and keys; `by_distance` is from `bias_by_distance`, for some heads."""
     farthest = by_distance.shape[1] // 2
     distance = key_positions[None, :] - positions[:, None]
     return jnp.take(by_distance, jnp.clip(distance, -farthest, farthest) + farthest, axis=1)

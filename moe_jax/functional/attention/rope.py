@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al., 2021) and its published scalings.
 
-Half-split layout, as in most Hugging Face checkpoints: the pair of dimension i is i + r/2. In an interleaved one
-(DeepSeek-V2) it is its neighbour.
+Half-split layout, as in most Hugging Face checkpoints: dimension i is rotated with dimension i + r/2. In the
+interleaved layout (DeepSeek-V2) it is rotated with its neighbour.
 """
 
 import dataclasses
@@ -89,7 +89,7 @@ class RopeConfig:
 
 
 def rotated_width(rope: RopeConfig, head_dim: int) -> int:
-    """How many dimensions of a head are rotated: an even number."""
+    """Returns the number of dimensions of a head that are rotated; it is even."""
     return int(head_dim * rope.fraction) // 2 * 2
 
 
@@ -100,19 +100,19 @@ def rope_tables(
     positions: Int[Array, "B T"],
     segments: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T r"], Float[Array, "B T r"]]:
-    """Cosines and sines, float32, for `r = 2 * (rotated pairs)` leading dimensions of a head.
+    """Returns cosines and sines, float32, for the first `r = 2 * (rotated pairs)` dimensions of a head.
 
-    The frequencies of `dynamic` and `longrope` depend on how long the text is that a token belongs to: on the largest
-    position in its own document, never on what else is in the row or in the batch. Keys in a cache stay rotated as
-    they were when they were written.
+    With `dynamic` and `longrope` the frequencies depend on the length of the text that a token belongs to: on the
+    largest position in its own document, never on other texts in the row or in the batch. Keys in a cache keep the
+    rotation that they were written with.
 
     Args:
       rope: theta and scaling.
       head_dim: width of a head; `rope.fraction` of it is rotated.
-      max_positions: context length of the config, which lengths of texts are compared with.
+      max_positions: context length of the config, with which lengths of texts are compared.
       positions: position of every token.
-      segments: document of every token; padding, which belongs to none of them, has a number of its own. All lie in
-        [0, T]. None: every row is one document without padding.
+      segments: document of every token, in [0, T]; padding, which belongs to no document, has a number of its own.
+        None: every row is one document without padding.
     """
     rotated = rotated_width(rope, head_dim)
     frequencies, scale = _frequencies(rope, rotated, max_positions, positions, segments)
@@ -126,7 +126,8 @@ def apply_rope(
 ) -> Float[Array, "B T H D"]:
     """Rotates the first r dimensions of every head, in float32; the others pass through.
 
-    Those of an interleaved layout come out in the half-split one. Of queries and keys alike, that changes no score.
+    Dimensions of an interleaved layout come out in the half-split layout. Done to queries and keys alike, this changes
+    no score.
     """
     r = cos.shape[-1]
     if r == 0:
@@ -143,7 +144,7 @@ def apply_rope(
 def _frequencies(
     rope: RopeConfig, rotated: int, max_positions: int, positions: Int[Array, "B T"], segments: Int[Array, "B T"] | None
 ) -> tuple[Float[Array, "_ _ p"], Float[Array, ""]]:
-    """Inverse frequencies of the r/2 pairs, and what cosines and sines are multiplied by."""
+    """Returns the inverse frequencies of the r/2 pairs, and the factor of cosines and sines."""
     exponents = np.arange(0, rotated, 2, dtype=np.float32) / np.float32(max(1, rotated))
     plain = (1.0 / rope.theta**exponents).astype(np.float32)
     original = rope.original_max_positions or max_positions
@@ -164,7 +165,7 @@ def _frequencies(
 
 
 def _lengths(positions: Int[Array, "B T"], segments: Int[Array, "B T"] | None) -> Float[Array, "B N 1"]:
-    """Length of the document that a token belongs to: its largest position plus one. N is T, or 1 for whole rows."""
+    """Returns the length of each token's document: its largest position plus one. N is T, or 1 for whole rows."""
     if segments is None:
         last = jnp.max(positions, axis=1, keepdims=True)
     else:

@@ -1,7 +1,7 @@
-"""Cross-entropy of activations and the head of a model, chunk by chunk of the tokens (see `head_chunks`).
+"""Cross-entropy of activations and the head of a model, computed in chunks of tokens (see `head_chunks`).
 
-The weighted sum, which training takes, makes the gradient of a chunk while its logits are there: three products in all,
-none of them twice. The losses of single tokens, whose cotangents are not known then, make the logits again in the
+The weighted sum, which training uses, computes the gradient of a chunk while the chunk's logits exist: three products
+in all. The losses of single tokens, whose cotangents are not known at that time, compute the logits again in the
 backward pass.
 """
 
@@ -42,11 +42,11 @@ def token_cross_entropies(
     bias: Float[Array, " V"] | None,
     targets: Int[Array, "B T"],
 ) -> Float[Array, "B T"]:
-    """Negative log-likelihood (natural logarithm) of every target, float32.
+    """Returns the negative log-likelihood (natural logarithm) of every target, float32.
 
     Args:
       options: of the head.
-      x: what the head is given; the kernel is cast to its dtype, and logits are float32.
+      x: the input of the head; the kernel is cast to its dtype, and logits are float32.
       kernel: of the head.
       bias: of the head.
       targets: in [0, V).
@@ -63,16 +63,12 @@ def weighted_cross_entropy(
     targets: Int[Array, "B T"],
     weights: Float[Array, "B T"],
 ) -> Float[Array, ""]:
-    """The sum of `weights * token_cross_entropies`, float32, whose gradient costs no product twice.
+    """Returns the sum of `weights * token_cross_entropies`, float32; its gradient computes no product twice.
 
-    In the dtype of `x` its gradient is rounded before it is multiplied by the cotangent: factors belong in the weights.
+    In the dtype of `x` the gradient is rounded before it is multiplied by the cotangent: put factors into the weights.
 
     Args:
-      options: of the head.
-      x: as in `token_cross_entropies`.
-      kernel: as there.
-      bias: as there.
-      targets: as there.
+      options, x, kernel, bias, targets: see `token_cross_entropies`.
       weights: float32; 0 leaves a token out.
     """
     return jnp.sum(_losses(options, x, kernel, bias, targets) * weights)
@@ -135,7 +131,7 @@ def _losses_and_gradients(
     targets: Array,
     cotangents: Float[Array, "B T"],
 ) -> tuple[Float[Array, "B T"], HeadGradients]:
-    """The losses, and the gradients of `sum(cotangents * losses)` that are wanted: of x, kernel and bias."""
+    """Returns the losses, and the wanted gradients of `sum(cotangents * losses)`: of x, kernel and bias."""
 
     def local(
         x: Array, kernel: Array, bias: Array | None, targets: Array, cotangents: Array

@@ -1,6 +1,6 @@
-"""Distillation chunk by chunk of the tokens: a teacher's logits beside those of the student (see `head_chunks`).
+"""Distillation in chunks of tokens: a teacher's logits beside those of the student (see `head_chunks`).
 
-As in `cross_entropy`, the gradient of a chunk is made while its logits are there.
+As in `cross_entropy`, the gradient of a chunk is computed while the chunk's logits exist.
 """
 
 from functools import partial
@@ -35,12 +35,12 @@ from moe_jax.functional.heads.head_chunks import (
 
 
 class Distillation(NamedTuple):
-    """How a loss is mixed of the cross-entropy and of what a teacher's logits say.
+    """How a loss is mixed from the cross-entropy and the divergence from a teacher.
 
     Attributes:
       weight: of the divergence from the teacher, in (0, 1]; the cross-entropy has the rest.
-      temperature: that the logits of both are divided by in the divergence, which is multiplied by its square.
-      head: of the teacher; it splits tokens and vocabulary as the student's does.
+      temperature: divides the logits of both in the divergence, which is multiplied by its square.
+      head: of the teacher; it must split tokens and vocabulary as the student's head does.
     """
 
     weight: float
@@ -49,11 +49,11 @@ class Distillation(NamedTuple):
 
 
 class TeacherArrays(NamedTuple):
-    """What a teacher's logits are made of; none of it gets a gradient.
+    """The arrays from which a teacher's logits are computed; none of them gets a gradient.
 
     Attributes:
-      x: [B, T, e]: what its head is given, whatever the width e.
-      kernel: of its head, as its `HeadOptions` say.
+      x: [B, T, e]: the input of the teacher's head; its width e may differ from the student's.
+      kernel: of its head, laid out as its `HeadOptions` say.
       bias: of its head.
     """
 
@@ -66,7 +66,7 @@ class DistilledLoss(NamedTuple):
     """Weighted sums over the tokens, float32.
 
     Attributes:
-      total: `weight * divergence + (1 - weight) * cross_entropy`; alone of the three it has a gradient.
+      total: `weight * divergence + (1 - weight) * cross_entropy`; the only one of the three with a gradient.
       cross_entropy: with the targets.
       divergence: the squared temperature times the Kullback-Leibler divergence of the student from the teacher.
     """
@@ -87,17 +87,16 @@ def distilled_cross_entropy(
     weights: Float[Array, "B T"],
     teacher: TeacherArrays,
 ) -> DistilledLoss:
-    """`weighted_cross_entropy` and the divergence from a teacher (methods.md 9), whose gradient costs no product twice.
+    """Returns a mixture of `weighted_cross_entropy` and the divergence from a teacher (methods.md 9).
+
+    Its gradient computes no product twice.
 
     Args:
       options: of the student's head.
       distillation: how the two are mixed.
-      x: as in `token_cross_entropies`.
-      kernel: as there.
-      bias: as there.
-      targets: as there.
+      x, kernel, bias, targets: of the student; see `token_cross_entropies`.
       weights: float32; 0 leaves a token out.
-      teacher: what it gives for the same tokens.
+      teacher: the teacher's arrays for the same tokens.
     """
     losses, _ = _distilled(options, distillation, (False,) * 3, x, kernel, bias, targets, weights, teacher)
     return _mixed(distillation, losses, weights)
@@ -130,10 +129,12 @@ def _distilled(
     cotangents: Float[Array, "B T"],
     teacher: TeacherArrays,
 ) -> tuple[tuple[Float[Array, "B T"], Float[Array, "B T"]], HeadGradients]:
-    """Cross-entropies and divergences of all tokens, and the gradients that are wanted of
-    `sum(cotangents * _mixture(distillation, ...))`."""
+    """Returns cross-entropies and divergences of all tokens, and the wanted gradients of x, kernel and bias.
+
+    The gradients are those of `sum(cotangents * _mixture(distillation, ...))`.
+    """
     share, temperature, head = distillation
-    # Two arrays of logits are there at a time.
+    # Two arrays of logits exist at a time.
     options = options._replace(logit_bytes=options.logit_bytes // 2)
 
     def local(
@@ -181,7 +182,7 @@ def _distilled(
 def _divergence(
     options: HeadOptions, logits: Float[Array, "n v"], right: Float[Array, "n v"], temperature: float
 ) -> tuple[Float[Array, " n"], Float[Array, "n v"]]:
-    """The divergences from the teacher's logits, and their gradients with respect to the student's."""
+    """Returns the divergences from the teacher's logits, and their gradients with respect to the student's logits."""
     scale = jnp.float32(1 / temperature)
     logits, right = logits * scale, right * scale
     log_shares = logits - log_sum_of_exponentials(options, logits)[:, None]
@@ -193,7 +194,7 @@ def _divergence(
 
 
 def _mixture(distillation: Distillation, losses: tuple[Array, Array]) -> Float[Array, "B T"]:
-    """What the total has of every token."""
+    """Returns every token's term of the total: divergence and cross-entropy, mixed."""
     share = distillation.weight
     mixed = losses[1] * jnp.float32(share)
     return mixed if share == 1 else mixed + losses[0] * jnp.float32(1 - share)

@@ -1,10 +1,10 @@
-"""The head of a model, chunk by chunk of the tokens: what all losses of its logits share.
+"""The head of a model, in chunks of tokens: what all losses of its logits share.
 
-Logits of all tokens at once, [N, V] in float32, are the largest array of a training step (20 GB for 32,768 tokens and
-a vocabulary of 151,936). Here those of a chunk are made, used and forgotten.
+The logits of all tokens at once, [N, V] in float32, would be the largest array of a training step (20 GB for 32,768
+tokens and a vocabulary of 151,936). Here the logits of one chunk are computed, used and dropped.
 
-Over a mesh the tokens are split over the batch axes and the vocabulary over another (`shard_map`): the compiler would
-add up the gradient of the kernel over the devices after every chunk, and not once.
+Over a mesh the tokens are split over the batch axes and the vocabulary over another (`shard_map`). Left to itself, the
+compiler would add up the gradient of the kernel over the devices after every chunk, and not once.
 """
 
 from collections.abc import Callable
@@ -17,17 +17,17 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 LOGIT_BYTES = 768 << 20
-"""The most that the float32 logits of a chunk take on a device, where a single token's do not take more."""
+"""Most bytes of a chunk's float32 logits on a device, unless a single token's logits take more."""
 
 
 class LossAxes(NamedTuple):
-    """Axes of the mesh in use that split the operands; whatever none of them splits, every device has as a whole.
+    """Axes of the mesh in use that split the operands; an operand that no axis splits is whole on every device.
 
     Attributes:
-      batch: of the rows.
-      sequence: of the tokens of a row; None: none does.
-      width: some of these, which split the width of the kernel too (fully sharded parameters).
-      vocabulary: of the columns of the kernel and the bias; None: none does.
+      batch: axes that split the rows.
+      sequence: axis that splits the tokens of a row; None: there is none.
+      width: those of the axes above that also split the width of the kernel (fully sharded parameters).
+      vocabulary: axis that splits the columns of the kernel and the bias; None: there is none.
     """
 
     batch: tuple[str, ...]
@@ -37,19 +37,19 @@ class LossAxes(NamedTuple):
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """Those that split the tokens of a batch."""
+        """The axes that split the tokens of a batch."""
         return self.batch if self.sequence is None else (*self.batch, self.sequence)
 
 
 class HeadOptions(NamedTuple):
-    """What a head is, apart from its arrays.
+    """The properties of a head, apart from its arrays.
 
     Attributes:
       scale: of the logits.
-      soft_cap: logits become `c tanh(logits / c)` after that; None: they stay.
+      soft_cap: scaled logits become `c tanh(logits / c)`; None: no cap.
       transposed: the kernel is [V, d], as an embedding is, and not [d, V].
-      axes: of the mesh; None: there is one device.
-      logit_bytes: see `LOGIT_BYTES`. The result does not depend on it.
+      axes: axes of the mesh; None: there is one device.
+      logit_bytes: most bytes of a chunk's logits, see `LOGIT_BYTES`. The result does not depend on it.
     """
 
     scale: float = 1.0
@@ -62,7 +62,7 @@ class HeadOptions(NamedTuple):
 def finish_logits(
     products: Float[Array, "... V"], bias: Float[Array, " V"] | None, scale: float, soft_cap: float | None
 ) -> Float[Array, "... V"]:
-    """`cap(scale * (products + b))`, float32."""
+    """Returns the logits `cap(scale * (products + b))`, float32."""
     logits = products
     if bias is not None:
         logits = logits + jnp.expand_dims(bias.astype(jnp.float32), tuple(range(logits.ndim - 1)))
@@ -72,7 +72,7 @@ def finish_logits(
 
 
 class HeadGradients(NamedTuple):
-    """Of x, kernel and bias: None for what is not wanted; the kernel's and the bias's are float32."""
+    """Gradients of x, kernel and bias: None where not wanted. Those of kernel and bias are float32."""
 
     x: Array | None
     kernel: Array | None
@@ -80,12 +80,12 @@ class HeadGradients(NamedTuple):
 
 
 def primal_values(*primals: Any) -> tuple:
-    """The arrays that a forward rule with symbolic zeros is given."""
+    """Returns the arrays that a forward rule with symbolic zeros gets as its arguments."""
     return jax.tree.map(lambda primal: primal.value, primals, is_leaf=_is_primal)
 
 
 def wanted_gradients(*primals: Any) -> tuple[bool, ...]:
-    """Of which of them a gradient is wanted."""
+    """Returns for each argument of a forward rule with symbolic zeros whether its gradient is wanted."""
     return tuple(primal is not None and primal.perturbed for primal in primals)
 
 
@@ -94,14 +94,14 @@ def _is_primal(value: Any) -> bool:
 
 
 def cast_gradients(gradients: HeadGradients, kernel: Array, bias: Array | None) -> HeadGradients:
-    """The gradients in the dtypes of kernel and bias."""
+    """Casts the gradients of kernel and bias to the dtypes of kernel and bias."""
     own = (gradients.kernel, kernel), (gradients.bias, bias)
     cast = (None if one is None or leaf is None else one.astype(leaf.dtype) for one, leaf in own)
     return HeadGradients(gradients.x, *cast)
 
 
 def scaled_gradients(losses: Float[Array, "B T"], gradients: HeadGradients, cotangent: Float[Array, ""]) -> tuple:
-    """The cotangents of x, kernel, bias, targets and weights, given the gradients of `sum(weights * losses)`."""
+    """Returns cotangents of x, kernel, bias, targets and weights, given the gradients of `sum(weights * losses)`."""
 
     def scaled(gradient: Array) -> Array:
         return (gradient.astype(jnp.float32) * cotangent).astype(gradient.dtype)
@@ -110,7 +110,7 @@ def scaled_gradients(losses: Float[Array, "B T"], gradients: HeadGradients, cota
 
 
 def no_gradients(wanted: tuple[bool, ...], rows: Array, kernel: Array, bias: Array | None) -> HeadGradients:
-    """Zeros in the place of those that are wanted."""
+    """Returns zeros for every gradient that is wanted."""
     of_x, of_kernel, of_bias = wanted
     return HeadGradients(
         jnp.zeros_like(rows) if of_x else None,
@@ -127,7 +127,7 @@ def with_gradients_of_chunk(
     kernel: Array,
     slope: Float[Array, "n v"],
 ) -> HeadGradients:
-    """The gradients with those of a chunk, given the slope of its logits."""
+    """Adds the gradients of one chunk to `gradients`, given the slope of the chunk's logits."""
     rounded = slope.astype(chunk.dtype)
     if gradients.x is not None:
         of_chunk = sum_over_axes(_slope_of_rows(options, rounded, kernel), options.axes and options.axes.vocabulary)
@@ -141,7 +141,7 @@ def with_gradients_of_chunk(
 
 
 def gradients_of_all_devices(options: HeadOptions, gradients: HeadGradients, shape: tuple[int, ...]) -> HeadGradients:
-    """The gradients when all chunks are in them; `shape` is that of x."""
+    """Completes the gradients over all devices, once all chunks are added; `shape` is that of x."""
     if gradients.x is not None:
         gradients = gradients._replace(x=gradients.x.reshape(shape))
     if gradients.kernel is not None:
@@ -152,19 +152,19 @@ def gradients_of_all_devices(options: HeadOptions, gradients: HeadGradients, sha
 
 
 def over_chunks(options: HeadOptions, add_chunk: Callable, sums: Any, vocabulary: int) -> Any:
-    """Goes through all tokens with `add_chunk(sums, start, size)`; the first of the sums has an entry per token."""
+    """Runs `add_chunk(sums, start, size)` over all tokens; the first array of the sums has an entry per token."""
     tokens = jax.tree.leaves(sums)[0].shape[0]
     size = chunk_size(tokens, vocabulary, options.logit_bytes)
-    count, rest = divmod(tokens, size)
+    count, remainder = divmod(tokens, size)
     if count == 1:
         sums = add_chunk(sums, 0, size)
     else:
         sums = lax.fori_loop(0, count, lambda i, sums: add_chunk(sums, i * size, size), sums)
-    return add_chunk(sums, count * size, rest) if rest else sums
+    return add_chunk(sums, count * size, remainder) if remainder else sums
 
 
 def chunk_size(tokens: int, vocabulary: int, logit_bytes: int = LOGIT_BYTES) -> int:
-    """How many tokens a chunk has: all of them, or else a power of two, which suits tiles of any size."""
+    """Returns the number of tokens of a chunk: all of them, or a power of two, which suits tiles of any size."""
     most = max(1, logit_bytes // (4 * vocabulary))
     return tokens if tokens <= most else 1 << (most.bit_length() - 1)
 
@@ -172,10 +172,10 @@ def chunk_size(tokens: int, vocabulary: int, logit_bytes: int = LOGIT_BYTES) -> 
 def loss_of_logits(
     options: HeadOptions, logits: Float[Array, "n v"], targets: Int[Array, " n"]
 ) -> tuple[Float[Array, " n"], Float[Array, " n"], Array]:
-    """The losses, the logarithms of the sums of exponentials, and which logits are those of targets."""
+    """Returns the losses, the logarithms of the sums of exponentials, and which logits are those of targets."""
     axis = options.axes and options.axes.vocabulary
     first = lax.axis_index(axis) * logits.shape[1] if axis else 0
-    # Compared and not looked up: that is part of the loop over the logits, and so is what it gives the gradient.
+    # Compared, not looked up: the comparison, and its part in the gradient, fuse with the loop over the logits.
     is_target = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == (targets - first)[:, None]
     log_sum = log_sum_of_exponentials(options, logits)
     chosen = sum_over_axes(jnp.sum(jnp.where(is_target, logits, jnp.zeros_like(logits)), axis=1), axis)
@@ -183,7 +183,7 @@ def loss_of_logits(
 
 
 def log_sum_of_exponentials(options: HeadOptions, logits: Float[Array, "n v"]) -> Float[Array, " n"]:
-    """The logarithms of the sums of exponentials."""
+    """Returns the logarithm of the sum of exponentials of every row, over the devices that split the vocabulary."""
     axis = options.axes and options.axes.vocabulary
     largest = jnp.max(logits, axis=1)
     largest = lax.pmax(largest, axis) if axis else largest
@@ -191,7 +191,7 @@ def log_sum_of_exponentials(options: HeadOptions, logits: Float[Array, "n v"]) -
 
 
 def products_of_chunk(options: HeadOptions, rows: Float[Array, "n d"], kernel: Array) -> Float[Array, "n v"]:
-    """Of the rows and the kernel, float32: logits but for bias, scale and cap."""
+    """Returns the product of rows and kernel, float32: the logits before bias, scale and cap."""
     return _dot(rows, kernel, 1, 1 if options.transposed else 0)
 
 
@@ -204,17 +204,17 @@ def _slope_of_kernel(options: HeadOptions, rows: Float[Array, "n d"], slope: Flo
 
 
 def _dot(a: Array, b: Array, axis_of_a: int, axis_of_b: int) -> Array:
-    """The product over an axis of each, accumulated and given back in float32."""
+    """Returns the product over one axis of each operand, accumulated and returned in float32."""
     return lax.dot_general(a, b, (((axis_of_a,), (axis_of_b,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def vocabulary_size(options: HeadOptions, kernel: Array) -> int:
-    """How many logits a token has on this device."""
+    """Returns the number of logits of a token on this device."""
     return kernel.shape[0 if options.transposed else 1]
 
 
 class HeadSpecs(NamedTuple):
-    """How operands and results are split inside `shard_map`."""
+    """Partition specs of operands and results inside `shard_map`."""
 
     x: P
     kernel: P
@@ -223,29 +223,29 @@ class HeadSpecs(NamedTuple):
 
     @classmethod
     def of(cls, options: HeadOptions) -> "HeadSpecs":
-        """Those of a head, as its axes say."""
+        """Returns the specs of a head, from its axes."""
         batch, sequence, width, vocabulary = options.axes or LossAxes(())
         kernel = P(vocabulary, width) if options.transposed else P(width, vocabulary)
         return cls(P(batch, sequence, None), kernel, P(vocabulary), P(batch, sequence))
 
 
 def over_mesh(options: HeadOptions, local: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """`local` on every device's part of the operands."""
+    """Returns a function that runs `local` on every device's part of the operands."""
     if options.axes is None:
         return local
-    # What devices have in common is said by the specs: the checker cannot follow it through the loop.
+    # The specs say which values are equal on all devices: the checker cannot follow this through the loop.
     return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def whole_kernel(options: HeadOptions, kernel: Array) -> Array:
-    """The kernel with the whole width: gathered once, in the dtype that the products are in."""
+    """Returns the kernel with its whole width: gathered once, in the dtype of the products."""
     if options.axes is None or not options.axes.width:
         return kernel
     return lax.all_gather(kernel, options.axes.width, axis=1 if options.transposed else 0, tiled=True)
 
 
 def _sum_of_kernels(options: HeadOptions, gradient: Array) -> Array:
-    """The sum of the gradients of all devices, as the kernel is split."""
+    """Returns the sum of the gradients of all devices, split as the kernel is."""
     if options.axes is None:
         return gradient
     width = options.axes.width
@@ -256,5 +256,5 @@ def _sum_of_kernels(options: HeadOptions, gradient: Array) -> Array:
 
 
 def sum_over_axes(array: Array, axes: str | tuple[str, ...] | None) -> Array:
-    """The sum over devices; of no axes: the array."""
+    """Returns the sum over devices along these axes; without axes, the array itself."""
     return lax.psum(array, axes) if axes else array

@@ -52,7 +52,7 @@ def _most_likely(
     logits, descending = (jnp.where(one < threshold, lowest, one) for one in (logits, descending))
     probabilities = jax.nn.softmax(descending, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    # Rounded, the sum may come to 1 before the last token.
+    # Rounding can make the sum reach 1 before the last token.
     kept = jnp.sum((before < share[:, None]) | (share[:, None] >= 1.0), axis=-1, keepdims=True)
     threshold = jnp.take_along_axis(descending, jnp.maximum(kept - 1, 0), axis=-1)
     return jnp.where(logits < threshold, lowest, logits)

@@ -1,1 +1,1 @@
-"""Products of activations and kernels: plain, grouped, and with kernels that are synthesised meanwhile."""
+"""Products of activations and kernels: plain, grouped, and with kernels that are synthesised tile by tile."""

@@ -1,11 +1,12 @@
-"""The synthesised product on GPUs, without the loops of other platforms: there, each turn of a loop of dynamic length
-asks the host, and a tile that suits the cache of a CPU is too little work.
+"""The synthesised product on GPUs.
+
+It has no loops of dynamic length, as other platforms have: on a GPU each turn of one asks the host, and a tile that
+suits the cache of a CPU is too little work.
 
 - Some forms of experts have tiles that a Triton kernel makes where it multiplies with them (`Tiles.in_triton`). Every
-  program makes its own tile: this is best where that is little work, or where an expert has few rows.
-- Otherwise XLA makes the kernels of a block of experts whole, and a grouped kernel multiplies with them, block by
-  block. The number of blocks is static. What is held at a time are the kernels of a block, and their gradient in
-  float32.
+  program makes its own tile: this is best where making it is little work, or where an expert has few rows.
+- Otherwise XLA makes whole kernels for a block of experts, and a grouped kernel multiplies with them, block by block.
+  The number of blocks is static. Only the kernels of one block, and their gradient in float32, exist at a time.
 """
 
 from collections.abc import Sequence
@@ -18,12 +19,12 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.ragged_dot import zero_rows_beyond
 
-# Entries of the kernels of a block, which has one expert at least: 128 MiB in bfloat16. An H100 writes them in 40
-# microseconds, many times what it takes to start a kernel.
+# Entries of the kernels of a block, which has at least one expert: 128 MiB in bfloat16. An H100 writes them in 40
+# microseconds, many times the time that it takes to start a kernel.
 BLOCK_ENTRIES = 1 << 26
 
-# With more rows of an expert on average, kernels that are much work to make are made by blocks: every 128 rows would
-# make them again.
+# If an expert has more rows than this on average, kernels that are expensive to make are made in blocks: otherwise they
+# would be made again for every 128 rows.
 FEW_ROWS = 128
 
 Stacked = dict[str, Array]
@@ -34,8 +35,8 @@ class InTriton(NamedTuple):
 
     Attributes:
       maker: a `kernels.gpu.triton_grouped.Maker`.
-      arrays: that it reads.
-      is_cheap: it takes little beside the product, so that it may be done for every tile of rows.
+      arrays: the arrays that it reads.
+      is_cheap: making a kernel costs little beside the product, so that it may be repeated for every tile of rows.
     """
 
     maker: Any
@@ -44,7 +45,7 @@ class InTriton(NamedTuple):
 
 
 class Tiles(Protocol):
-    """See `functional.products.synthesis.Tiles`."""
+    """The part of `functional.products.synthesis.Tiles` that this module needs; documented there."""
 
     @property
     def shape(self) -> tuple[int, int]: ...
@@ -62,7 +63,7 @@ class Tiles(Protocol):
 
 
 class Products(Protocol):
-    """Grouped products; see `kernels.gpu.grouped.TritonProducts`."""
+    """Grouped products; documented in `kernels.gpu.grouped.TritonProducts`."""
 
     def product(
         self,
@@ -102,10 +103,10 @@ def block_product(
     tiles: Tiles,
     products: Products,
 ) -> Float[Array, "M o"]:
-    """See `functional.products.synthesis.synthesised_matmul`.
+    """Returns the synthesised product; see `functional.products.synthesis.synthesised_matmul`.
 
     Args:
-      lhs, base, trained, fixed, group_sizes: as there.
+      lhs, base, trained, fixed, group_sizes: as `synthesised_matmul` takes them.
       tiles: makes kernels.
       products: multiplies with them.
     """
@@ -134,7 +135,7 @@ def block_gradients(
     tiles: Tiles,
     products: Products,
 ) -> tuple[Float[Array, "M i"], Float[Array, "i o"] | None, Stacked]:
-    """Gradients of `block_product` in the rows, the base and the trained arrays, in their dtypes.
+    """Returns the gradients of `block_product` in the rows, the base and the trained arrays, in their dtypes.
 
     Args:
       lhs, base, trained, fixed, group_sizes, tiles, products: see `block_product`.
@@ -142,7 +143,7 @@ def block_gradients(
     """
     dbase = None
     if base is not None and tiles.adds_to_base:
-        # What is added is the experts' own: the sum over experts of the gradients of their kernels is one product.
+        # Kernels are the base plus the experts' own parts: the gradients of all kernels sum to one product.
         inside = zero_rows_beyond(dout, jnp.sum(group_sizes))
         dbase = lax.dot_general(lhs, inside, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
     thin = tiles.thin_gradients(lhs, dout, trained | fixed, group_sizes, products) if trained else {}
@@ -184,14 +185,14 @@ def block_gradients(
 
 
 def _fused(tiles: Tiles, rows: int, arrays: Stacked, group_sizes: Array) -> InTriton | None:
-    """How kernels are made in a Triton kernel, if that is the best way."""
+    """Returns how kernels are made in a Triton kernel; None: making them in blocks is better, or the only way."""
     found = tiles.in_triton(arrays)
     few = rows <= FEW_ROWS * group_sizes.shape[0]
     return found if found is not None and (found.is_cheap or few) else None
 
 
 def _kernels(tiles: Tiles, base: Array | None, arrays: Stacked) -> Float[Array, "B i o"]:
-    """The kernels of a block, float32."""
+    """Returns the kernels of a block, float32."""
     base = None if base is None else base.astype(jnp.float32)
     count = next(iter(arrays.values())).shape[0]
     if count == 1:
@@ -200,7 +201,7 @@ def _kernels(tiles: Tiles, base: Array | None, arrays: Stacked) -> Float[Array, 
 
 
 def _blocks(shape: tuple[int, int], arrays: Stacked, group_sizes: Array) -> tuple[Stacked, Array, Array]:
-    """Arrays and group sizes with an axis of blocks in front, and the first row of every block."""
+    """Returns arrays and group sizes with an axis of blocks in front, and the first row of every block."""
     size = experts_per_block(group_sizes.shape[0], shape)
     starts = jnp.cumsum(group_sizes) - group_sizes
     split = {name: array.reshape(-1, size, *array.shape[1:]) for name, array in arrays.items()}
@@ -208,6 +209,6 @@ def _blocks(shape: tuple[int, int], arrays: Stacked, group_sizes: Array) -> tupl
 
 
 def experts_per_block(experts: int, shape: tuple[int, int]) -> int:
-    """The most experts that divide the number of all, and whose kernels have no more than `BLOCK_ENTRIES`."""
+    """Returns the largest divisor of `experts` such that a block's kernels have at most `BLOCK_ENTRIES` entries."""
     most = max(1, BLOCK_ENTRIES // (shape[0] * shape[1]))
     return max(size for size in range(1, min(most, experts) + 1) if experts % size == 0)

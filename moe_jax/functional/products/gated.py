@@ -1,7 +1,7 @@
 """The hidden states of gated experts, `act(rows W_gate) * (rows W_up)`, as one operation.
 
-A TPU's kernel keeps both products in fast memory and writes what is made of them, a third of what is otherwise written
-and a fifth of what is moved; elsewhere, and where gradients are asked for, which need the two products, they are
+A TPU's kernel keeps both products in fast memory and writes only what is made of them: a third of what is otherwise
+written and a fifth of what is moved. Elsewhere, and where gradients are needed, which take the two products, they are
 computed one after the other.
 """
 
@@ -17,7 +17,7 @@ from moe_jax.kernels.deferred import Bound
 from moe_jax.kernels.tpu.tiles.fused_tile import FusedTile
 
 BASE = "base"
-"""The name of what is shared by all groups, among the arrays of a kernel."""
+"""Name of the array that all groups share, among the arrays of a kernel."""
 GATE, UP = "gate", "up"
 
 Stacked = Mapping[str, Mapping[str, Array]]
@@ -29,33 +29,34 @@ def gated_product(
     trained: Stacked,
     fixed: Stacked,
     group_sizes: Int[Array, " E"],
-    apart: Bound,
+    unfused: Bound,
     tiles: tuple[FusedTile, FusedTile],
     shape: tuple[int, int],
     activation: str,
 ) -> Float[Array, "M o"]:
-    """`act(rows[m] @ gate) * (rows[m] @ up)`, with the kernels of the group of row m.
+    """Returns `act(rows[m] @ gate) * (rows[m] @ up)`, with the kernels of the group of row m.
 
     Args:
       rows: sorted by group.
-      trained: arrays of `gate` and of `up` that have a gradient, by name, stacked over the groups; and `BASE` [i, o].
-      fixed: the same of those without.
+      trained: for `gate` and for `up`, the arrays that have a gradient, by name, stacked over the groups; and `BASE`
+        [i, o].
+      fixed: the same for the arrays without a gradient.
       group_sizes: rows per group, int32. Rows beyond their sum give zeros.
-      apart: computes the same of the first four arguments, product by product; differentiable.
+      unfused: computes the same from the first four arguments, product by product; differentiable.
       tiles: of `gate` and of `up`; make their kernels inside a TPU kernel.
       shape: [i, o] of the kernels.
       activation: a key of `kernels.activations.ACTIVATION_FUNCTIONS`.
     """
     out = jax.ShapeDtypeStruct((rows.shape[0], shape[1]), rows.dtype)
-    together = Bound(_together, tiles=tiles, shape=shape, activation=activation)
-    return _choose(apart, rows.dtype, out, tpu=together)(rows, trained, fixed, group_sizes)
+    fused = Bound(_fused, tiles=tiles, shape=shape, activation=activation)
+    return _choose(unfused, rows.dtype, out, tpu=fused)(rows, trained, fixed, group_sizes)
 
 
-def _forward(rows: Array, trained: Stacked, fixed: Stacked, group_sizes: Array, apart: Bound, *_: Any) -> tuple:
-    return jax.vjp(lambda rows, trained: apart(rows, trained, fixed, group_sizes), rows, trained)
+def _forward(rows: Array, trained: Stacked, fixed: Stacked, group_sizes: Array, unfused: Bound, *_: Any) -> tuple:
+    return jax.vjp(lambda rows, trained: unfused(rows, trained, fixed, group_sizes), rows, trained)
 
 
-def _backward(apart: Bound, tiles: Any, shape: Any, activation: Any, vjp: Any, dout: Array) -> tuple:
+def _backward(unfused: Bound, tiles: Any, shape: Any, activation: Any, vjp: Any, dout: Array) -> tuple:
     return *vjp(dout), None, None
 
 
@@ -64,7 +65,7 @@ gated_product.defvjp(_forward, _backward)
 _choose = by_platform
 
 
-def _together(
+def _fused(
     rows: Array, trained: Stacked, fixed: Stacked, group_sizes: Array, *, tiles: Any, shape: Any, **options: Any
 ) -> Array:
     from moe_jax.kernels.tpu.grouped_product import Kernels

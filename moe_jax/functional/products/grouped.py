@@ -1,15 +1,15 @@
-"""Grouped matrix product: consecutive groups of rows, each with its own kernel. One seam, a backend per platform.
+"""Grouped matrix product: consecutive groups of rows, each with its own kernel. One function, a backend per platform.
 
 - CPU: `blocked`, tiles of rows in a loop of dynamic length. XLA:CPU lowers `ragged_dot` to E times the arithmetic.
-- TPU: the kernels of `kernels.tpu`. XLA lowers `ragged_dot` to a grouped kernel in the forward direction alone: for the
-  gradient of the rows it writes a transposed copy of all kernels to memory first, and for that of the kernels it
-  multiplies all rows with those of every group, E times the arithmetic. The tiles of its kernel, 128 x 256, read the
-  rows of a Mixtral layer 56 times; those of JAX's own `megablox` must fit into 16 MiB. Ours take what the chip has.
-  Where the compiler divides arrays between devices, as it cannot do with a kernel, it is `ragged_dot` nevertheless.
+- TPU: the kernels of `kernels.tpu`. XLA lowers only the forward direction of `ragged_dot` to a grouped kernel. For the
+  gradient of the rows it first writes a transposed copy of all kernels to memory, and for the gradient of the kernels
+  it multiplies all rows with those of every group, E times the arithmetic. The tiles of its kernel, 128 x 256, read the
+  rows of a Mixtral layer 56 times; the tiles of JAX's own `megablox` must fit into 16 MiB. Ours take what the chip has.
+  Where the compiler divides arrays between devices it is `ragged_dot` nevertheless: a kernel cannot be divided.
 - NVIDIA GPUs: kernels in Mosaic GPU or Triton (`kernels.gpu.grouped`).
 
-The backend is chosen when the program is lowered, so that a step that is compiled for a TPU slice or a GPU on a machine
-without one gets theirs. All backends share one rule of differentiation.
+The backend is chosen when the program is lowered. So a step that is compiled for a TPU slice or a GPU on a machine
+without one gets that platform's backend. All backends share one rule of differentiation.
 """
 
 from collections.abc import Callable
@@ -22,18 +22,17 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from moe_jax.kernels.by_platform import PRODUCT, one_device
 from moe_jax.kernels.deferred import Bound, deferred
 from moe_jax.kernels.gpu.nvidia import compute_capability
-from moe_jax.kernels.one_device import one_device
 from moe_jax.kernels.ragged_dot import ragged_outer, ragged_product, zero_rows_beyond
-from moe_jax.kernels.saved_name import PRODUCT
 from moe_jax.kernels.tpu.chip import current_core
 
 # Rows of a tile on CPU: long tiles make fast matrix products, short ones at the end of a group waste little.
 TILES = (256, 64)
-# Most entries of a tile of a kernel. With many rows it is used often and may be large; for a few it should stay in the
-# cache (measured on kernels of 4096 x 11008 and 11008 x 4096: 100 to 300 columns are fastest, and a whole kernel takes
-# three times as long).
+# Most entries of a tile of a kernel. With many rows a tile is used often and may be large; with few rows it should stay
+# in the cache (measured on kernels of 4096 x 11008 and 11008 x 4096: 100 to 300 columns are fastest, and a whole kernel
+# takes three times as long).
 TILE_ENTRIES = 1 << 22
 FEW_ROWS, TILE_ENTRIES_FOR_FEW = 64, 3 << 19
 
@@ -42,7 +41,7 @@ FEW_ROWS, TILE_ENTRIES_FOR_FEW = 64, 3 << 19
 def grouped_matmul(
     lhs: Float[Array, "M i"], rhs: Float[Array, "E i o"], group_sizes: Int[Array, " E"], backend: str = "auto"
 ) -> Float[Array, "M o"]:
-    """`out[m] = lhs[m] @ rhs[group of row m]`.
+    """Returns `out[m] = lhs[m] @ rhs[group of row m]`.
 
     Args:
       lhs: rows sorted by group.
@@ -71,7 +70,7 @@ grouped_matmul.defvjp(_forward, _backward)
 
 
 def over_tiles(size: Array, rows: int, body: Callable[[int, Array, Any], Any], carry: Any) -> Any:
-    """Folds `body(tile, offset, carry)` over tiles of a group of rows: long ones while they fit, then short ones.
+    """Folds `body(tile, offset, carry)` over tiles of a group of rows: long tiles while they fit, then short ones.
 
     Args:
       size: rows of the group. The last tile may reach beyond them.
@@ -82,24 +81,25 @@ def over_tiles(size: Array, rows: int, body: Callable[[int, Array, Any], Any], c
     long, short = (min(tile, longest_tile(rows)) for tile in TILES)
     full = size // long
     carry = lax.fori_loop(0, full, lambda t, carry: body(long, t * long, carry), carry)
-    rest = size - full * long
+    remainder = size - full * long
     return lax.fori_loop(
-        0, (rest + short - 1) // short, lambda t, carry: body(short, full * long + t * short, carry), carry
+        0, (remainder + short - 1) // short, lambda t, carry: body(short, full * long + t * short, carry), carry
     )
 
 
 def over_columns(tile: int, columns: int, body: Callable[[Array, int, Any], Any], carry: Any) -> Any:
     """Folds `body(start, width, carry)` over tiles of columns; the last is narrower where `tile` does not divide."""
-    full, rest = divmod(columns, tile)
+    full, remainder = divmod(columns, tile)
     if full == 1:
         carry = body(jnp.zeros((), jnp.int32), tile, carry)
     else:
         carry = lax.fori_loop(0, full, lambda t, carry: body(t * tile, tile, carry), carry)
-    return body(jnp.full((), full * tile, jnp.int32), rest, carry) if rest else carry
+    return body(jnp.full((), full * tile, jnp.int32), remainder, carry) if remainder else carry
 
 
 def tile_width(shape: tuple[int, int], rows: int) -> int:
-    """Columns of a tile of a kernel [i, o] that meets `rows` rows: as many as the limit allows, at least one.
+    """Returns the number of columns of a tile of a kernel [i, o] that meets `rows` rows: at least one, within the
+    limit.
 
     A divisor of o is preferred where one is nearly as wide: all tiles then run the same program.
     """
@@ -112,17 +112,17 @@ def tile_width(shape: tuple[int, int], rows: int) -> int:
 
 
 def when(condition: Array, body: Callable[[Any], Any], carry: Any) -> Any:
-    """`body(carry)` if the condition holds, else `carry`: a loop of at most one turn, so that XLA updates in place."""
+    """Returns `body(carry)` if the condition holds, else `carry`; as a loop, so that XLA updates in place."""
     return lax.fori_loop(0, condition.astype(jnp.int32), lambda _, carry: body(carry), carry)
 
 
 def longest_tile(rows: int) -> int:
-    """Rows of the longest tile of `over_tiles`: rows are padded by as many, so that no tile reaches beyond them."""
+    """Returns the rows of the longest tile of `over_tiles`: padding by this many keeps every tile inside the array."""
     return min(max(TILES), max(8, 1 << (rows - 1).bit_length()))
 
 
 def _blocked_product(lhs: Array, rhs: Array, group_sizes: Array, *, contract_out: bool = False) -> Array:
-    """Tiles reach beyond their group; what they write there is overwritten by the next group, which comes later."""
+    """A tile may reach beyond its group; what it writes there is overwritten by the next group."""
     rows, slack = lhs.shape[0], longest_tile(lhs.shape[0])
     width = rhs.shape[1] if contract_out else rhs.shape[2]
     starts = jnp.cumsum(group_sizes) - group_sizes

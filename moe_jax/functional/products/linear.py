@@ -1,4 +1,4 @@
-"""The one way a kernel meets activations."""
+"""Products of activations with one kernel, and how their sums are accumulated and rounded."""
 
 from typing import NamedTuple
 
@@ -11,11 +11,11 @@ from jaxtyping import Array, Float
 def linear(
     x: Float[Array, "... i"], kernel: Float[Array, "i o"], bias: Float[Array, " o"] | None = None
 ) -> Float[Array, "... o"]:
-    """`x W + b` in the dtype of `x`; parameters are cast to it at the point of use.
+    """Returns `x W + b` in the dtype of `x`; parameters are cast to it at the point of use.
 
     Accelerators accumulate a low-precision product in float32 before rounding it to the dtype of `x`.
     """
-    # Two axes, and not more: inside a scan XLA:CPU transposes whole operands for a gradient over several batch axes
+    # Exactly two axes: inside a scan XLA:CPU transposes whole operands for a gradient over several batch axes
     # (measured: 1.4 times slower), and elsewhere the reshape is free.
     y = (x.reshape(-1, x.shape[-1]) @ kernel.astype(x.dtype)).reshape(*x.shape[:-1], kernel.shape[-1])
     if bias is None:
@@ -24,7 +24,7 @@ def linear(
 
 
 class Product(NamedTuple):
-    """`x W`, yet to be computed.
+    """The operands of a product `x W` that is not yet computed.
 
     Attributes:
       x: activations.
@@ -36,14 +36,14 @@ class Product(NamedTuple):
 
 
 def product_of_float32(x: Float[Array, "... i"], kernel: Float[Array, "i o"], dtype: DTypeLike) -> Product:
-    """`x W` of float32 `x` in a dtype of fewer bits, to which `x` is not rounded: it is split into two terms.
+    """Returns the operands of `x W` in a narrower dtype, without rounding float32 `x`: it is split into two terms.
 
     The product is twice as large, which costs little where `i` is small.
     """
     bits = jnp.finfo(dtype)
     if bits.bits == 32:
         return Product(x, kernel.astype(x.dtype))
-    # Not by `astype` and back, which XLA may leave out.
+    # `astype` and back would not do: XLA may leave it out.
     large = jax.lax.reduce_precision(x, exponent_bits=bits.nexp, mantissa_bits=bits.nmant)
     terms = jnp.concatenate([large, x - large], axis=-1).astype(dtype)
     return Product(terms, jnp.concatenate([kernel, kernel]).astype(dtype))
@@ -51,19 +51,19 @@ def product_of_float32(x: Float[Array, "... i"], kernel: Float[Array, "i o"], dt
 
 @jax.custom_vjp
 def sum_of_products(one: Product, other: Product) -> Float[Array, "... o"]:
-    """The sum of two products.
+    """Returns the sum of two products.
 
-    On a TPU they are one, of what lies side by side, which XLA reads where it lies: a sum would be written, read and
-    written again. Elsewhere it would write what lies side by side first.
+    On a TPU they are computed as one product of concatenated operands, which XLA reads in place; a sum would be
+    written, read and written again. Elsewhere concatenation would write a copy first, so the two products are added.
     """
-    return jax.lax.platform_dependent(one, other, default=_one_by_one, tpu=_at_once)
+    return jax.lax.platform_dependent(one, other, default=_added, tpu=_concatenated)
 
 
-def _at_once(one: Product, other: Product) -> Array:
+def _concatenated(one: Product, other: Product) -> Array:
     return linear(jnp.concatenate([one.x, other.x], axis=-1), jnp.concatenate([one.kernel, other.kernel]))
 
 
-def _one_by_one(one: Product, other: Product) -> Array:
+def _added(one: Product, other: Product) -> Array:
     return linear(*one) + linear(*other)
 
 
@@ -72,7 +72,7 @@ def _sum_forward(one: Product, other: Product) -> tuple[Array, tuple[Product, Pr
 
 
 def _sum_backward(products: tuple[Product, Product], cotangent: Array) -> tuple[Product, Product]:
-    return jax.vjp(_one_by_one, *products)[1](cotangent)
+    return jax.vjp(_added, *products)[1](cotangent)
 
 
 sum_of_products.defvjp(_sum_forward, _sum_backward)
@@ -80,7 +80,7 @@ sum_of_products.defvjp(_sum_forward, _sum_backward)
 
 @jax.custom_vjp
 def linear_float32(x: Float[Array, "... i"], kernel: Float[Array, "i o"]) -> Float[Array, "... o"]:
-    """`x W`, the sums given back in float32 and never rounded to the dtype of `x`; for logits of a vocabulary.
+    """Returns `x W` in float32, never rounded to the dtype of `x`; for logits of a vocabulary.
 
     Its gradients are products in the dtype of `x`, as those of `linear` are: in float32 they would take many times as
     long on an accelerator.

@@ -1,10 +1,10 @@
-"""What the down projection needs of the hidden states of gated experts that are low-rank deltas over one base.
+"""The hidden states of gated experts that are low-rank deltas over one base, as their down projection needs them.
 
-Of every token's experts, `h_j = act(gate + c_gate,j B_gate) * (up + c_up,j B_up)`, where `gate` and `up` are products
-with the base, and `c_j` those with the first factors of all experts, zero but for the chosen one. The down projection
-needs the weighted sum of the `h_j` (methods.md 3), and that of their products with its own first factors. A TPU's
-kernel makes both while `h_j` is in fast memory, so that no array of k rows per token exists; elsewhere, and where
-gradients are asked for, they are computed one after the other.
+For every expert j of a token, `h_j = act(gate + c_gate,j B_gate) * (up + c_up,j B_up)`, where `gate` and `up` are
+products with the base, and `c_j` the products with the first factors of all experts, zero but for the chosen one. The
+down projection needs the weighted sum of the `h_j` (methods.md 3), and the weighted sum of their products with its own
+first factors. A TPU's kernel computes both while `h_j` is in fast memory, so that no array of k rows per token exists;
+elsewhere, and where gradients are needed, they are computed one after the other.
 """
 
 import functools
@@ -38,12 +38,12 @@ class Projection(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """What the down projection needs.
+    """Sums over a token's experts, as the down projection needs them.
 
     Attributes:
       summed: the weighted sum of the hidden states of a token's experts.
-      inner: the weighted sum of the products of each with the first factors of the down projection of its own expert,
-        which lie where those of that expert do among all; zero elsewhere. float32.
+      inner: the weighted sum of the products of each hidden state with the first factors of the down projection of its
+        own expert, at the place of that expert's factors among all; zero elsewhere. float32.
     """
 
     summed: Float[Array, "T f"]
@@ -53,7 +53,7 @@ class Hidden(NamedTuple):
 def low_rank_hidden(
     gate: Projection, up: Projection, a: Float[Array, "f n"], routing: Routing, num_experts: int, activation: str
 ) -> Hidden:
-    """See the module.
+    """Returns the sums of hidden states that the down projection needs; see the top of the module.
 
     Args:
       gate, up: the products into the hidden layer; all of one dtype.
@@ -69,14 +69,16 @@ def low_rank_hidden(
     return _low_rank_hidden(gate, up, a, routing, num_experts, activation)
 
 
-def of_projection(projection: Projection, experts: Int[Array, "T k"], num_experts: int) -> Float[Array, "T k f"]:
-    """The products into the hidden layer, of every choice."""
+def hidden_products(projection: Projection, experts: Int[Array, "T k"], num_experts: int) -> Float[Array, "T k f"]:
+    """Returns the products into the hidden layer, one for every choice."""
     inner = _of_own(projection.inner[:, None, :], experts, num_experts)
     return projection.of_base[:, None, :] + linear(inner, projection.b)
 
 
-def of_hidden(h: Float[Array, "T k f"], a: Float[Array, "f n"], routing: Routing, num_experts: int) -> Hidden:
-    """What the down projection needs of hidden states that are there."""
+def down_projection_inputs(
+    h: Float[Array, "T k f"], a: Float[Array, "f n"], routing: Routing, num_experts: int
+) -> Hidden:
+    """Returns the sums that the down projection needs, from hidden states."""
     inner = linear(h, a)
     # Choice by choice: converted as a whole, XLA:TPU would write them to memory in float32.
     terms = []
@@ -87,23 +89,23 @@ def of_hidden(h: Float[Array, "T k f"], a: Float[Array, "f n"], routing: Routing
 
 
 def _of_own(inner: Float[Array, "T m n"], experts: Int[Array, "T k"], num_experts: int) -> Float[Array, "T k n"]:
-    """Every choice's entries of its own expert; zero for other experts."""
-    # Compared as they lie: a TPU would write and read them for a shape that ends in r entries.
+    """Keeps the entries of every choice's own expert; sets those of other experts to zero."""
+    # Compared without a reshape: for a shape that ends in r entries a TPU would write and read them once more.
     expert = jnp.arange(inner.shape[-1], dtype=experts.dtype) // (inner.shape[-1] // num_experts)
     return jnp.where(expert[None, None, :] == experts[..., None], inner, 0)
 
 
 def _chosen(gate: Projection, up: Projection, a: Array, routing: Routing, num_experts: int, activation: str) -> Hidden:
-    apart = Bound(_apart, num_experts=num_experts, activation=activation)
-    together = Bound(_together, num_experts=num_experts, activation=activation)
+    unfused = Bound(_unfused, num_experts=num_experts, activation=activation)
+    fused = Bound(_fused, num_experts=num_experts, activation=activation)
     (tokens, features), dtype = gate.of_base.shape, gate.of_base.dtype
     shapes = ((tokens, features), dtype), ((tokens, a.shape[1]), jnp.float32)
     out = Hidden._make(jax.ShapeDtypeStruct(*shape) for shape in shapes)
-    return by_platform(apart, dtype, out, tpu=together)(gate, up, a, routing)
+    return by_platform(unfused, dtype, out, tpu=fused)(gate, up, a, routing)
 
 
 def _forward(gate: Projection, up: Projection, a: Array, routing: Routing, num_experts: int, activation: str) -> tuple:
-    return jax.vjp(partial(_apart, num_experts=num_experts, activation=activation), gate, up, a, routing)
+    return jax.vjp(partial(_unfused, num_experts=num_experts, activation=activation), gate, up, a, routing)
 
 
 def _backward(num_experts: int, activation: str, vjp: Any, dout: Hidden) -> tuple:
@@ -115,14 +117,14 @@ _low_rank_hidden: Any = jax.custom_vjp(_chosen, nondiff_argnums=(4, 5))
 _low_rank_hidden.defvjp(_forward, _backward)
 
 
-def _apart(
+def _unfused(
     gate: Projection, up: Projection, a: Array, routing: Routing, *, num_experts: int, activation: str
 ) -> Hidden:
-    of_gate, of_up = (of_projection(projection, routing.experts, num_experts) for projection in (gate, up))
-    return of_hidden(hidden(of_up, of_gate, activation), a, routing, num_experts)
+    of_gate, of_up = (hidden_products(projection, routing.experts, num_experts) for projection in (gate, up))
+    return down_projection_inputs(hidden(of_up, of_gate, activation), a, routing, num_experts)
 
 
-def _together(
+def _fused(
     gate: Projection, up: Projection, a: Array, routing: Routing, *, num_experts: int, activation: str, **options: Any
 ) -> Hidden:
     from moe_jax.kernels.tpu.low_rank_hidden import fits
@@ -131,5 +133,5 @@ def _together(
     features, size = a.shape
     one_size = gate.b.shape[0] == up.b.shape[0] == size
     if not one_size or not fits(features, size, gate.of_base.dtype, **options):
-        return _apart(gate, up, a, routing, num_experts=num_experts, activation=activation)
+        return _unfused(gate, up, a, routing, num_experts=num_experts, activation=activation)
     return Hidden(*kernel(gate, up, a, routing, num_experts, activation, **options))

@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.functional.products.grouped import over_columns, tile_width
 from moe_jax.functional.products.packing import select_levels
-from moe_jax.kernels.saved_name import PRODUCT
+from moe_jax.kernels.by_platform import PRODUCT
 
 BLOCK, SCALE_BLOCK = 64, 256
 
@@ -78,7 +78,7 @@ def nf4_shapes(shape: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
 
 @jax.jit
 def quantize_nf4(kernel: Float[Array, "... i o"]) -> Leaves:
-    """The arrays of a kernel, or of stacked ones, of any floating-point dtype.
+    """Returns the arrays of a kernel, or of stacked kernels, of any floating-point dtype.
 
     Entries and scales are rounded to the nearest level. A block of zeros remains a block of zeros. Codes stand for
     finite numbers only, which the caller has to make sure of: a compiled program cannot raise an error.
@@ -108,7 +108,7 @@ def quantize_nf4(kernel: Float[Array, "... i o"]) -> Leaves:
 
 @partial(jax.jit, static_argnames=("rows", "dtype"))
 def dequantize_nf4(leaves: Leaves, rows: int, dtype: jnp.dtype) -> Float[Array, "... i o"]:
-    """The kernel that the arrays represent, or stacked kernels; computed in float32 and rounded once.
+    """Returns the kernel that the arrays represent, or stacked kernels; computed in float32 and rounded once.
 
     Args:
       leaves: as `quantize_nf4` gives them.
@@ -122,7 +122,7 @@ def dequantize_nf4(leaves: Leaves, rows: int, dtype: jnp.dtype) -> Float[Array, 
 
 
 def nf4_tile(leaves: Leaves, rows: int, whole: int, start: Int[Array, ""] | int, width: int) -> Float[Array, "i w"]:
-    """Columns start ... start + width of a kernel, or of the part of it that begins at `origin`; float32.
+    """Returns columns start ... start + width of a kernel, or of the part of it that begins at `origin`; float32.
 
     Args:
       leaves: of one kernel. With an `origin` (row, column) among them, `codes` has the rows and columns of the part,
@@ -144,7 +144,7 @@ def nf4_tile(leaves: Leaves, rows: int, whole: int, start: Int[Array, ""] | int,
 
 
 def block_scales(leaves: Leaves, whole: int, start: Int[Array, ""] | int, width: int) -> Float[Array, "b w"]:
-    """The scale of every block of the whole kernel's rows in some columns, float32; see `nf4_tile`."""
+    """Returns the scale of every block of the whole kernel's rows in some columns, float32; see `nf4_tile`."""
     scale_codes = _columns(leaves["scale_codes"], start, width)
     first_column = leaves["origin"][1] if "origin" in leaves else 0
     block = jnp.arange(scale_codes.shape[0], dtype=jnp.int32)[:, None]
@@ -156,7 +156,7 @@ def block_scales(leaves: Leaves, whole: int, start: Int[Array, ""] | int, width:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def nf4_matmul(x: Float[Array, "... i"], leaves: Leaves, rows: int, whole: int | None = None) -> Float[Array, "... o"]:
-    """`x W` with W in NF4, in the dtype of `x`; only one tile of columns of W is held at a time.
+    """Returns `x W` with W in NF4, in the dtype of `x`; only one tile of columns of W exists at a time.
 
     Only `x` has a gradient. The backward pass dequantises W again and keeps nothing but the arguments.
 
@@ -201,13 +201,13 @@ nf4_matmul.defvjp(_forward, _backward)
 
 
 def _blocks(array: Array, size: int) -> Array:
-    """[i, o] to [ceil(i / size), size, o], with zeros after the last row."""
+    """Reshapes [i, o] to [ceil(i / size), size, o], with zeros after the last row."""
     padded = jnp.pad(array, ((0, -array.shape[0] % size), (0, 0)))
     return padded.reshape(-1, size, array.shape[1])
 
 
 def _reciprocal(x: Array) -> Array:
-    """1 / x, and 0 of 0."""
+    """Returns 1 / x, and 0 for x = 0."""
     return jnp.where(x > 0, 1 / jnp.where(x > 0, x, jnp.ones_like(x)), jnp.zeros_like(x))
 
 

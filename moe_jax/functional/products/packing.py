@@ -5,22 +5,22 @@ on, the first of them in the lowest bits; with three bits, three bytes hold eigh
 byte. Groups lie along the same axis. If i is not a multiple, unneeded bytes at the end are left out and the last group
 is shorter.
 
-A code q in [0, 2^bits) stands for `level * scale`, and every code for another level. The scale is half a step, and its
-sign says which of two grids a group has:
+A code q in [0, 2^bits) stands for `level * scale`; different codes stand for different levels. The scale is half a
+step, and its sign says which of two grids a group has:
 
 - not negative: the odd numbers `2 q + 1 - 2^bits`, from `1 - 2^bits` to `2^bits - 1`. They are symmetric and leave zero
   out; with one bit they are -1 and 1. For few bits, this is the better grid for Gaussian entries.
 - negative: the even numbers `2 q - 2^bits`, from `-2^bits` to `2^bits - 2`. Zero is one of them: the better grid where
   many entries are zero, or next to nothing beside a few large ones.
 
-A scale of zero makes a group of zeros. A kernel may have a table of its own instead, of any 2^bits levels.
+A scale of zero makes a group of zeros. Instead of a grid, a kernel may have a table of its own, with any 2^bits levels.
 
 Or a group has a zero point z, of eight bits: its levels are `2 (q - z / 2^(8 - bits))`. Both grids are special cases;
-zero always lies among the levels, or between two of them.
+zero always is one of the levels, or lies between two of them.
 
 Scales may be codes themselves (double quantisation; QLoRA, arXiv 2305.14314, section 3), of eight bits c from -127 to
-127: `step * c |c| / 127^2`, where the step is the largest of the scales of a group of rows, one for each of them. By
-the square, scales of columns a thousandth as large as the largest still have a code of their own.
+127: `step * c |c| / 127^2`, where the step is the largest scale of a row of groups; every row of groups has one.
+Because of the square, columns whose scales are a thousandth of the largest still have codes other than zero.
 """
 
 import math
@@ -31,19 +31,20 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt8
 
-# Its eight bits of mantissa are finer than any code here; in float32, a scale would take a quarter
-# of the bytes of 128 one-bit codes.
+# Its eight bits of mantissa are finer than any code here; a float32 scale would take a quarter of the bytes of 128
+# one-bit codes.
 SCALE_DTYPE = jnp.bfloat16
 _MOST = 127
 
 
 class Grid(NamedTuple):
-    """What codes stand for: a level times the scale of the code's group.
+    """The numbers that codes stand for: a level times the scale of the code's group.
 
     Attributes:
-      scales: of groups, or of rows; one for every code, or of axes of length 1.
-      table: the levels of the codes, ascending; None: those that the sign of the scale chooses.
-      zeros: the codes, in fractions of one, that would stand for zero, of groups as scales are; None: there are none.
+      scales: of groups, or of rows; one for every code, or with axes of length 1.
+      table: the levels of the codes, ascending; None: the levels that the sign of the scale chooses.
+      zeros: zero points of the groups, shaped as scales are: the codes, in fractions of one, that would stand for zero;
+        None: there are none.
     """
 
     scales: Float[Array, "*#s"]
@@ -51,7 +52,7 @@ class Grid(NamedTuple):
     zeros: Float[Array, "*#s"] | None = None
 
     def numbers(self, codes: Float[Array, "*s"] | UInt8[Array, "*s"], bits: int) -> Float[Array, "*s"]:
-        """The numbers that unpacked codes represent, in the dtype of the scales."""
+        """Returns the numbers that unpacked codes represent, in the dtype of the scales."""
         if self.zeros is not None:
             return 2 * (codes.astype(self.scales.dtype) - self.zeros) * self.scales
         if self.table is None:
@@ -61,17 +62,17 @@ class Grid(NamedTuple):
 
 
 def codes_shape(shape: tuple[int, int], bits: int) -> tuple[int, int]:
-    """Shape of the packed codes of a kernel [i, o]: [ceil(i * bits / 8), o]."""
+    """Returns the shape of the packed codes of a kernel [i, o]: [ceil(i * bits / 8), o]."""
     return math.ceil(shape[0] * bits / 8), shape[1]
 
 
 def scales_shape(shape: tuple[int, int], group_size: int | None) -> tuple[int, int]:
-    """Shape of the scales of a kernel [i, o]: [ceil(i / group_size), o], or [1, 1] for one per kernel."""
+    """Returns the shape of the scales of a kernel [i, o]: [ceil(i / group_size), o], or [1, 1] for one per kernel."""
     return (1, 1) if group_size is None else (math.ceil(shape[0] / group_size), shape[1])
 
 
 def scale_leaves(scales: Float[Array, "*stack g s"], scale_bits: int) -> dict[str, Array]:
-    """Scales as they are stored: `scales`, or `scale_codes` int8 and `scale_steps` [..., g, 1].
+    """Returns scales as they are stored: `scales`, or `scale_codes` int8 and `scale_steps` [..., g, 1].
 
     Args:
       scales: float32.
@@ -87,7 +88,7 @@ def scale_leaves(scales: Float[Array, "*stack g s"], scale_bits: int) -> dict[st
 
 
 def scales_of(leaves: Mapping[str, Array]) -> Float[Array, "*stack g s"]:
-    """The scales that leaves stand for, float32; see `scale_leaves`."""
+    """Returns the scales that leaves stand for, float32; see `scale_leaves`."""
     if "scales" in leaves:
         return leaves["scales"].astype(jnp.float32)
     codes = leaves["scale_codes"].astype(jnp.float32)
@@ -95,12 +96,12 @@ def scales_of(leaves: Mapping[str, Array]) -> Float[Array, "*stack g s"]:
 
 
 def zero_leaf(zeros: Float[Array, "*s"], bits: int) -> UInt8[Array, "*s"]:
-    """Zero points, in codes, as they are stored."""
+    """Returns zero points, given in codes, as they are stored."""
     return jnp.clip(jnp.round(zeros * 2 ** (8 - bits)), 0, 255).astype(jnp.uint8)
 
 
 def zeros_of(leaf: UInt8[Array, "*s"], bits: int) -> Float[Array, "*s"]:
-    """The zero points that a leaf stands for, in codes, float32."""
+    """Returns the zero points that a leaf stands for, in codes, float32."""
     return leaf.astype(jnp.float32) / 2 ** (8 - bits)
 
 
@@ -109,7 +110,7 @@ def pack(codes: Int[Array, "i o"], bits: int) -> UInt8[Array, "b o"]:
     rows, per_word, word_bytes = codes.shape[0], *_word(bits)
     fields = jnp.pad(codes.astype(jnp.uint32), ((0, -rows % per_word), (0, 0)))
     shifts = jnp.arange(per_word, dtype=jnp.uint32) * jnp.uint32(bits)
-    # The fields do not overlap: a sum is an or.
+    # The fields do not overlap, so their sum is their bitwise or.
     words = jnp.sum(fields.reshape(-1, per_word, codes.shape[1]) << shifts[None, :, None], axis=1, dtype=jnp.uint32)
     packed = words[:, None, :] >> (8 * jnp.arange(word_bytes, dtype=jnp.uint32))[None, :, None]
     packed = (packed & jnp.uint32(255)).astype(jnp.uint8)
@@ -117,7 +118,7 @@ def pack(codes: Int[Array, "i o"], bits: int) -> UInt8[Array, "b o"]:
 
 
 def unpack(packed: UInt8[Array, "b o"], rows: int, bits: int, dtype: DTypeLike) -> Float[Array, "i o"]:
-    """The codes of the first `rows` rows, as floats."""
+    """Returns the codes of the first `rows` rows, as floats."""
     per_word, word_bytes = _word(bits)
     if word_bytes == 1:
         words = packed
@@ -131,14 +132,14 @@ def unpack(packed: UInt8[Array, "b o"], rows: int, bits: int, dtype: DTypeLike) 
 
 
 def scaled_levels(codes: Float[Array, "*s"], scales: Float[Array, "*#s"], bits: int) -> Float[Array, "*s"]:
-    """The numbers that unpacked codes represent, in their dtype; `scales` holds for every code that of its group."""
+    """Returns the numbers that unpacked codes represent, in their dtype; `scales` has the scale of every code."""
     # Each difference is a whole number that fits into eight bits of mantissa: it is exact in bfloat16, too.
     levels = 2 * codes - (2**bits - 1) - (scales < 0).astype(codes.dtype)
     return levels * scales
 
 
 def select_levels(codes: UInt8[Array, "*s"], levels: Sequence[Float[Array, ""]], bits: int) -> Float[Array, "*s"]:
-    """The levels of unpacked codes, bit by bit: 2^bits - 1 selections are vector operations, and a look-up is not."""
+    """Returns the levels of unpacked codes, chosen bit by bit: selections are vector operations, look-ups are not."""
     levels = list(levels)
     for bit in range(bits):
         is_set = (codes >> jnp.uint8(bit)) & jnp.uint8(1) == 1
@@ -156,7 +157,7 @@ def dequantize(
     table: Float[Array, " n"] | None = None,
     zeros: Float[Array, "g s"] | None = None,
 ) -> Float[Array, "i o"]:
-    """Levels times scales; [rows, o] in `dtype`.
+    """Returns levels times scales, [rows, o] in `dtype`.
 
     Args:
       packed: codes, packed along the input axis.
@@ -168,29 +169,29 @@ def dequantize(
       table, zeros: see `Grid`.
     """
     codes = unpack(packed, rows, bits, dtype)
-    of_all = None if zeros is None else of_rows(zeros.astype(dtype), rows, group_size)
-    return Grid(of_rows(scales.astype(dtype), rows, group_size), table, of_all).numbers(codes, bits)
+    of_all = None if zeros is None else repeat_over_rows(zeros.astype(dtype), rows, group_size)
+    return Grid(repeat_over_rows(scales.astype(dtype), rows, group_size), table, of_all).numbers(codes, bits)
 
 
-def of_rows(
-    of_groups: Float[Array, "g s"], rows: int, group_size: int | None, first: Int[Array, ""] | None = None
+def repeat_over_rows(
+    group_values: Float[Array, "g s"], rows: int, group_size: int | None, first: Int[Array, ""] | None = None
 ) -> Float[Array, "i s"]:
-    """What rows have of their groups; as it is if all rows are of one.
+    """Repeats the numbers of groups for each of their rows; returns them as they are if all rows are of one group.
 
     Args:
-      of_groups: a row for every group of the kernel.
-      rows: how many.
+      group_values: a row for every group of the kernel.
+      rows: number of rows.
       group_size: rows of a group; None: all.
       first: the row of the kernel at which they begin, which may be inside a group; None: at the first.
     """
     if group_size is None:
-        return of_groups
+        return group_values
     if first is not None:
-        return jnp.take(of_groups, (first + jnp.arange(rows, dtype=jnp.int32)) // group_size, axis=0)
-    groups, width = of_groups.shape
-    return jnp.broadcast_to(of_groups[:, None, :], (groups, group_size, width)).reshape(-1, width)[:rows]
+        return jnp.take(group_values, (first + jnp.arange(rows, dtype=jnp.int32)) // group_size, axis=0)
+    groups, width = group_values.shape
+    return jnp.broadcast_to(group_values[:, None, :], (groups, group_size, width)).reshape(-1, width)[:rows]
 
 
 def _word(bits: int) -> tuple[int, int]:
-    """The smallest number of codes that fill whole bytes, and the number of these bytes."""
+    """Returns the smallest number of codes that fill whole bytes, and the number of these bytes."""
     return (8, 3) if bits == 3 else (8 // bits, 1)

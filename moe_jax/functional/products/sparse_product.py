@@ -1,7 +1,7 @@
 """Grouped product with very sparse kernels, entry by entry: `out[m] += lhs[m, row] * value` at every entry's column.
 
-A matrix unit does a dense kernel faster than this does more than some 0.3 % of its entries (see
-`experts.strategy`); below that it is the cheapest on CPU.
+A matrix unit is faster with a dense kernel than this is with more than some 0.3 % of its entries (see
+`experts.strategy`); below that this is the cheapest way on CPU.
 
 On NVIDIA GPUs each turn of these loops, whose number depends on the groups, would ask the host. There the kernels of a
 block of experts are made dense, rounded to the dtype of the rows, and multiplied by a grouped kernel
@@ -20,10 +20,9 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.functional.products.grouped import longest_tile, over_tiles
 from moe_jax.functional.products.sparse_tile import entry_coordinates, scatter_tile
-from moe_jax.kernels.by_platform import by_platform
+from moe_jax.kernels.by_platform import PRODUCT, by_platform
 from moe_jax.kernels.deferred import Bound
 from moe_jax.kernels.ragged_dot import zero_rows_beyond
-from moe_jax.kernels.saved_name import PRODUCT
 
 Positions = dict[str, Array]
 
@@ -36,7 +35,7 @@ def grouped_sparse_matmul(
     group_sizes: Int[Array, " E"],
     width: int,
 ) -> Float[Array, "M o"]:
-    """`out[m] = lhs[m] @ kernel[group of row m]`.
+    """Returns `out[m] = lhs[m] @ kernel[group of row m]`.
 
     Args:
       lhs: rows sorted by group.
@@ -125,7 +124,7 @@ def _coordinates(positions: Positions, e: Array) -> tuple[Array, Array]:
 def _product(
     block: Float[Array, "m i"], values: Float[Array, " n"], rows: Array, columns: Array, width: int
 ) -> Float[Array, "m o"]:
-    """`block @ kernel`, float32. Transposed, so that what is read and added for an entry lies in one piece."""
+    """Returns `block @ kernel`, float32. Transposed, so that the values read and added for an entry are contiguous."""
     terms = jnp.take(block.T, rows, axis=0) * values[:, None]
     return jnp.zeros((width, block.shape[0]), jnp.float32).at[columns].add(terms).T
 
@@ -135,7 +134,7 @@ def _product(
 
 @dataclasses.dataclass(frozen=True)
 class EntryTiles:
-    """Dense kernels of entries: the `Tiles` that `functional.products.block_synthesis` takes.
+    """Dense kernels made from entries: the `Tiles` that `functional.products.block_synthesis` takes.
 
     Their arrays are `values` and those of positions in CSR or COO.
 
@@ -147,7 +146,7 @@ class EntryTiles:
     adds_to_base = True
 
     def tile(self, base: Array | None, arrays: dict[str, Array], start: int, width: int) -> Float[Array, "i w"]:
-        """See `functional.products.synthesis.Tiles`."""
+        """Returns columns start ... start + width of the kernel of one expert, float32; there is no base."""
         positions = {name: array for name, array in arrays.items() if name != "values"}
         values = arrays["values"].astype(jnp.float32)
         delta = scatter_tile(values, *entry_coordinates(positions), start, (self.shape[0], width))
@@ -156,10 +155,10 @@ class EntryTiles:
     def thin_gradients(
         self, lhs: Array, dout: Array, arrays: dict[str, Array], group_sizes: Array, products: Any
     ) -> None:
-        """See `functional.products.synthesis.Tiles`. There is no such way."""
+        """Returns None: the gradients of entries need those of whole kernels."""
 
     def in_triton(self, arrays: dict[str, Array]) -> None:
-        """See `functional.products.synthesis.Tiles`. Triton cannot scatter into a tile."""
+        """Returns None: Triton cannot scatter into a tile."""
 
 
 def _gpu_product(

@@ -1,4 +1,4 @@
-"""A sparse kernel, or a tile of its columns, from its entries; which positions these have is said in one of three ways.
+"""A sparse kernel, or a tile of its columns, from its entries. Their positions are stored in one of three ways:
 
 - CSR: `columns` [n] and `row_ends` [i], the number of entries in the rows up to and including each.
 - COO: `columns` [n] and `rows` [n].
@@ -17,11 +17,11 @@ Offset = Int[Array, ""] | int
 
 
 def entry_coordinates(positions: Mapping[str, Array], origin: Int[Array, "2"] | None = None) -> tuple[Array, Array]:
-    """Row and column of every entry, int32[n] each.
+    """Returns row and column of every entry, int32[n] each.
 
     Args:
       positions: CSR or COO.
-      origin: row and column to count from; what lies before or above has negative ones. None: (0, 0).
+      origin: row and column to count from; entries before or above it have negative ones. None: (0, 0).
     """
     columns = positions["columns"].astype(jnp.int32)
     if "rows" in positions:
@@ -32,7 +32,7 @@ def entry_coordinates(positions: Mapping[str, Array], origin: Int[Array, "2"] | 
 
 
 def entry_rows(row_ends: Int[Array, " i"], entries: int) -> Int[Array, " n"]:
-    """Row of every entry of a CSR matrix, ascending; int32.
+    """Returns the row of every entry of a CSR matrix, ascending; int32.
 
     Args:
       row_ends: entries in the rows up to and including each.
@@ -46,7 +46,7 @@ def entry_rows(row_ends: Int[Array, " i"], entries: int) -> Int[Array, " n"]:
 def scatter_tile(
     values: Float[Array, " n"], rows: Int[Array, " n"], columns: Int[Array, " n"], start: Offset, shape: tuple[int, int]
 ) -> Float[Array, "i w"]:
-    """Rows 0 ... i and columns start ... start + w of a kernel with these entries; those outside are left out.
+    """Returns rows 0 ... i and columns start ... start + w of a kernel with these entries; others are left out.
 
     Args:
       values: of the entries.
@@ -68,12 +68,12 @@ def bitmap_tile(
     first_column: Offset,
     shape: tuple[int, int],
 ) -> Float[Array, "i w"]:
-    """The tile of this shape that begins at a row and column of a kernel given by a bitmap.
+    """Returns the tile of this shape that begins at a row and column of a kernel given by a bitmap.
 
-    The entry of a set bit is the one with as many before it as there are set bits before.
+    The entry of a set bit is the one whose index is the number of set bits before it.
 
     Args:
-      values: of the entries; there may be more than set bits.
+      values: of the entries; there may be more of them than set bits.
       mask: of the whole kernel.
       first_row, first_column: of the tile.
       shape: [i, w] of the tile.
@@ -83,7 +83,7 @@ def bitmap_tile(
     in_rows = jnp.sum(set_bits, axis=1)
     before = (jnp.cumsum(in_rows) - in_rows)[:, None] + jnp.cumsum(set_bits, axis=1) - set_bits
 
-    # Whole bytes, from the one in which the tile begins; one more at the end, where the tile may not fill a byte.
+    # Whole bytes, from the byte in which the tile begins; one more at the end, where the tile may not fill a byte.
     first, count = first_column // 8, width // 8 + 2
     mask, before = (
         lax.dynamic_slice(jnp.pad(a, ((0, 0), (0, count))), (first_row, first), (rows, count)) for a in (mask, before)

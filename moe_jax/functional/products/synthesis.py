@@ -1,8 +1,8 @@
 """Grouped product with kernels that exist only while they are multiplied: `lhs[m] @ (kernel of the group of m)`.
 
-One expert after another, and of an expert one tile of columns after another, is made from the base and the expert's own
-arrays, multiplied with the rows of its group, and forgotten; the gradient makes it once more. What is held at a time is
-one tile, never an [E, i, o] array (methods.md 3).
+The kernel of one expert after another is made, one tile of columns after another, from the base and the expert's own
+arrays, multiplied with the rows of its group, and dropped; the backward pass makes it once more. Only one tile exists
+at a time, never an [E, i, o] array (methods.md 3).
 
 The backend is chosen when the program is lowered (`kernels.by_platform`):
 
@@ -25,10 +25,9 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.functional.products.block_synthesis import InTriton
 from moe_jax.functional.products.grouped import longest_tile, over_columns, over_tiles, tile_width, when
-from moe_jax.kernels.by_platform import by_platform
+from moe_jax.kernels.by_platform import PRODUCT, by_platform
 from moe_jax.kernels.deferred import Bound
 from moe_jax.kernels.ragged_dot import zero_rows_beyond
-from moe_jax.kernels.saved_name import PRODUCT
 from moe_jax.kernels.tpu.tiles.fused_tile import FusedTile
 
 logger = logging.getLogger(__name__)
@@ -37,7 +36,8 @@ Stacked = dict[str, Array]
 
 
 class Tiles(Protocol):
-    """Makes the kernel of one expert, a tile of columns at a time. Static and hashable: the arrays go beside it.
+    """Makes the kernel of one expert, a tile of columns at a time. Static and hashable: the arrays are passed beside
+    it.
 
     Attributes:
       shape: [i, o] of the kernel, or of the part of it that this device has.
@@ -53,7 +53,8 @@ class Tiles(Protocol):
     def tile(
         self, base: Float[Array, "i w"] | None, arrays: Stacked, start: Int[Array, ""] | int, width: int
     ) -> Float[Array, "i w"]:
-        """Columns start ... start + width of the kernel, float32; differentiable in the base and floating arrays.
+        """Returns columns start ... start + width of the kernel, float32; differentiable in the base and floating
+        arrays.
 
         Args:
           base: these columns of the base, float32; None: there is none.
@@ -63,11 +64,11 @@ class Tiles(Protocol):
         ...
 
     def fused(self) -> FusedTile | str:
-        """How tiles are made inside a TPU kernel, which adds them to the base; or in words, why they are not."""
+        """Returns how tiles are made inside a TPU kernel, which adds them to the base; or why they are not."""
         ...
 
     def in_triton(self, arrays: Stacked) -> InTriton | None:
-        """How what is added to the base, or else the kernel, is made in a Triton kernel; None: it cannot be.
+        """Returns how the kernel, or its difference from the base, is made in a Triton kernel; None: it cannot be.
 
         Args:
           arrays: of all experts, by name.
@@ -77,7 +78,8 @@ class Tiles(Protocol):
     def thin_gradients(
         self, lhs: Array, dout: Array, arrays: Stacked, group_sizes: Array, products: Any
     ) -> Stacked | None:
-        """The gradients of the trained arrays without those of whole kernels, float32; None: there is no such way.
+        """Returns the trained arrays' gradients computed without gradients of whole kernels, float32; None: not
+        possible.
 
         Args:
           lhs: rows sorted by group.
@@ -98,7 +100,7 @@ def synthesised_matmul(
     group_sizes: Int[Array, " E"],
     tiles: Tiles,
 ) -> Float[Array, "M o"]:
-    """`out[m] = lhs[m] @ kernel[group of row m]`.
+    """Returns `out[m] = lhs[m] @ kernel[group of row m]`.
 
     Kernels are made in float32 and rounded to the dtype of `lhs` for the product.
 
@@ -140,12 +142,12 @@ def _choose(
     tpu: Callable[..., Any],
     gpu: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """What the program does on the platform that it is lowered for.
+    """Returns the function that the program calls on the platform that it is lowered for.
 
     Args:
       tiles: makes kernels.
       dtype: in which they are multiplied.
-      out: shapes and dtypes of what it returns.
+      out: shapes and dtypes of the result.
       loops, tpu, gpu: the backends.
     """
     tile, fused = tiles.fused(), None
@@ -206,7 +208,7 @@ def _looped_gradients(
     lhs_padded, dout_padded = (jnp.pad(a, ((0, slack), (0, 0))) for a in (lhs, dout))
 
     def group(e: Array, sums: tuple) -> tuple:
-        # In float32, so that their gradients are: a tile is float32 whatever it is made from.
+        # In float32, so that their gradients are too: a tile is float32 whatever it is made from.
         mine, others = jax.tree.map(_float32, _expert(trained, e)), _expert(fixed, e)
 
         def column_tile(start: Array, width: int, sums: tuple) -> tuple:
@@ -307,7 +309,7 @@ def _fused_gradients(
     dlhs = grouped_product(dout, base, arrays, group_sizes, tile, shape, transposed=True, **options)
     dbase = None
     if base is not None:
-        # The sum over experts of the gradients of their kernels is one product of all rows.
+        # The gradients of all experts' kernels sum to one product of all rows.
         inside = zero_rows_beyond(dout, jnp.sum(group_sizes))
         dbase = lax.dot_general(lhs, inside, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         dbase = dbase.astype(base.dtype)

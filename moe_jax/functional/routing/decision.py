@@ -1,6 +1,6 @@
 """Routing: which experts a token goes to, and with what weights. Always float32 (methods.md 1).
 
-It is deterministic, and drops nothing unless a capacity is given. What a universal FFN adds is in `universal`.
+It is deterministic, and drops nothing unless a capacity is given. A universal FFN's part of it is in `universal`.
 """
 
 from typing import NamedTuple
@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from moe_jax.core.errors import InputError
+from moe_jax.functional.array_checks import check_shape
 from moe_jax.functional.routing.gates import UNBOUNDED, Selection, choose
 
-# What padding, and an assignment beyond the capacity, has in place of an expert: nothing is computed for it.
+# Stands in place of an expert for padding, and for an assignment beyond the capacity: nothing is computed for it.
 NO_EXPERT = -1
 
 
@@ -73,16 +75,26 @@ def route(
       logits: router logits, float32.
       top_k: experts per token.
       gate: a key of `gates.GATES`.
-      selection: what bounds the choice besides the logits.
+      selection: restricts the choice beyond the logits: a bias, or groups of experts.
       scale: weights are multiplied by it.
-      valid: tokens that are not padding, which goes to no expert, takes no capacity and is in no statistic. None: all.
+      valid: tokens that are not padding. Padding goes to no expert, takes no capacity and is in no statistic. None:
+        all.
       capacity_factor: None is dropless; otherwise an expert takes at most `ceil(factor * n * k / E)` assignments of a
         sequence of n valid tokens, earlier tokens first. Sequences are what GShard calls groups (Lepikhin et al. 2020,
-        section 2.2): what is dropped of one depends neither on the rest of the batch nor on how the batch is split.
+        section 2.2): which assignments are dropped depends on neither the rest of the batch nor how it is split.
       num_sequences: the tokens are this many sequences of equal length, one after the other.
+
+    Raises:
+      InputError: for arrays of other shapes, logits that are not float32, or `top_k` out of range.
     """
-    assert logits.dtype == jnp.float32, logits.dtype
-    num_experts = logits.shape[-1]
+    check_shape("logits", logits, (None, None))
+    tokens, num_experts = logits.shape
+    if logits.dtype != jnp.float32:
+        raise InputError(f"logits are {logits.dtype}, expected float32")
+    if not 1 <= top_k <= num_experts:
+        raise InputError(f"top_k={top_k} must lie between 1 and the number of experts, {num_experts}")
+    if valid is not None:
+        check_shape("valid", valid, (tokens,))
     experts, weights, top_probabilities, probabilities = choose(logits, top_k, gate, selection, scale)
 
     counted = jnp.ones(logits.shape[:1], jnp.float32) if valid is None else valid.astype(jnp.float32)
@@ -91,7 +103,7 @@ def route(
     assigned = jnp.sum(chosen, axis=1)
     load = jnp.sum(assigned * counted[:, None], axis=0) / (total * top_k)
     mean_probability = jnp.sum(probabilities * counted[:, None], axis=0) / total
-    # The load is a count: it has no gradient, which reaches the router through the probabilities alone.
+    # The load is a count and has no gradient; the gradient reaches the router through the probabilities alone.
     balance = num_experts * jnp.sum(jax.lax.stop_gradient(load) * mean_probability)
     z = jnp.sum(jnp.square(jax.nn.logsumexp(logits, axis=-1)) * counted) / total
     importance = jnp.sum(chosen * (top_probabilities * counted[:, None])[:, :, None], axis=(0, 1)) / total
@@ -111,7 +123,7 @@ def route(
 
 
 def squared_cv(x: Float[Array, " E"]) -> Float[Array, ""]:
-    """Squared coefficient of variation: variance over squared mean, the variance that of a sample as in XFT.
+    """Returns the squared coefficient of variation: sample variance, as in XFT, over squared mean.
 
     It is 0 where all entries are equal, and E/k * (E - k)/(E - 1) where k of E entries are equal and the others 0.
     """
@@ -123,13 +135,14 @@ def squared_cv(x: Float[Array, " E"]) -> Float[Array, ""]:
 def _within_capacity(
     experts: Int[Array, "T k"], valid: Bool[Array, "T k"] | None, num_experts: int, factor: float, num_sequences: int
 ) -> Bool[Array, "T k"]:
-    """Which assignments are valid and find room: earlier tokens come first, and of a token its better choices."""
+    """Returns which assignments are valid and within the capacity; earlier tokens and better choices come first."""
     valid = jnp.ones(experts.shape, bool) if valid is None else valid
     # [sequences, assignments in their order, E]
     chosen = jax.nn.one_hot(jnp.where(valid, experts, NO_EXPERT), num_experts, dtype=jnp.int32)
     chosen = chosen.reshape(num_sequences, -1, num_experts)
     earlier = jnp.sum((jnp.cumsum(chosen, axis=1) - chosen) * chosen, axis=2)
-    # By the number of valid assignments, computed here: on the device, rounding could add one to a whole number.
+    # The capacity follows from the number of valid assignments and is tabulated here: on the device, rounding could add
+    # one to a whole number.
     most = chosen.shape[1]
     capacities = jnp.asarray(np.ceil(factor * np.arange(most + 1) / num_experts).clip(max=most), jnp.int32)
     capacity = jnp.take(capacities, jnp.sum(chosen, axis=(1, 2)))

@@ -19,7 +19,7 @@ from moe_jax.kernels.deferred import Bound
 from moe_jax.kernels.tpu.chip import LANES, Core, round_up
 
 MOST_PARTS, MOST_GATHERS = 8, 32
-"""That sums over choices are divided into: each takes the compiler some time."""
+"""Most parts that a sum over choices is divided into, and most gathers: each takes the compiler some time."""
 
 
 class Order(NamedTuple):
@@ -55,24 +55,24 @@ def sort_by_expert(experts: Int[Array, "T k"], num_experts: int) -> Order:
 
 
 def part_of(order: Order, first: Int[Array, ""] | int, rows: int) -> Order:
-    """The sorted rows [first, first + rows), for `dispatch` and `combine` of these alone.
+    """Returns the order of the sorted rows [first, first + rows), for `dispatch` and `combine` of these rows alone.
 
-    Of the other assignments, `flat_to_sorted` is outside [0, rows): they add nothing to a sum.
+    For assignments of other rows, `flat_to_sorted` is outside [0, rows): they add nothing to a sum.
     """
     ends = jnp.cumsum(order.group_sizes, dtype=jnp.int32)
     within = [jnp.clip(edges - first, 0, rows) for edges in (ends - order.group_sizes, ends)]
-    # Beyond the last row: any, for they are in no group.
+    # Rows beyond the last may be any: they are in no group.
     sorted_to_flat = jnp.take(order.sorted_to_flat, first + jnp.arange(rows, dtype=jnp.int32), mode="clip")
     return Order(sorted_to_flat, order.flat_to_sorted - first, within[1] - within[0])
 
 
 def dispatch(x: Float[Array, "T d"], order: Order, top_k: int) -> Float[Array, "M d"]:
-    """The sorted rows: the token of every assignment, M of them or those of a part (`part_of`)."""
+    """Returns the sorted rows: the token of every assignment, for all M of them or for a part (`part_of`)."""
     return _dispatch(x, order, top_k)
 
 
 def _rows(x: Float[Array, "n d"], indices: Int[Array, " m"]) -> Float[Array, "m d"]:
-    """The rows with these indices, all of which exist: to make others NaN would read and write everything again."""
+    """Returns the rows with these indices, which must exist: filling with NaN would read and write all again."""
     return jnp.take(x, indices, axis=0, mode="clip")
 
 
@@ -92,12 +92,12 @@ _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 
 def _sum(terms: Iterable[Float[Array, "T d"]]) -> Float[Array, "T d"]:
-    """One after another: XLA:TPU would write the operand of a sum over several axes to memory in float32."""
+    """Adds the terms one by one: XLA:TPU would write the operand of a sum over several axes to memory in float32."""
     return functools.reduce(jnp.add, terms)
 
 
 def _per_choice(y: Float[Array, "M d"], order: Order, top_k: int) -> Float[Array, "k T d"]:
-    """The rows of the first choices of all tokens, then those of the second, and so on; see `_all_at_once`."""
+    """Returns the rows of the first choices of all tokens, then those of the second, and so on; see `_all_at_once`."""
     rows = order.flat_to_sorted.reshape(-1, top_k).T
     return _rows(y, rows.reshape(-1)).reshape(*rows.shape, y.shape[-1])
 
@@ -105,10 +105,10 @@ def _per_choice(y: Float[Array, "M d"], order: Order, top_k: int) -> Float[Array
 def _sum_of_choices(
     y: Float[Array, "M d"], order: Order, weights: Float[Array, "T k"] | None, top_k: int
 ) -> Float[Array, "T d"]:
-    """The sum over the choices of every token, weighted unless there are no weights, in float32 and rounded once."""
+    """Returns the sum over the choices of every token, weighted if there are weights, in float32 and rounded once."""
     if not _is_whole(y, order):
         ones = jnp.ones((), jnp.float32) if weights is None else weights
-        weights = jnp.where(_exist(y, order).reshape(-1, top_k), ones, 0.0)
+        weights = jnp.where(_have_rows(y, order).reshape(-1, top_k), ones, 0.0)
     out = jax.ShapeDtypeStruct((order.flat_to_sorted.shape[0] // top_k, y.shape[1]), y.dtype)
     ways = (Bound(way, top_k=top_k) for way in (_all_at_once, _in_parts))
     return by_platform(next(ways), y.dtype, out, tpu=next(ways))(y, order.flat_to_sorted, weights)
@@ -119,29 +119,29 @@ def _is_whole(y: Float[Array, "m d"], order: Order) -> bool:
     return y.shape[0] == order.flat_to_sorted.shape[0]
 
 
-def _exist(y: Float[Array, "m d"], order: Order) -> Bool[Array, " M"]:
-    """Which assignments have a row in a part."""
+def _have_rows(y: Float[Array, "m d"], order: Order) -> Bool[Array, " M"]:
+    """Whether each assignment has a row in this part."""
     return (order.flat_to_sorted >= 0) & (order.flat_to_sorted < y.shape[0])
 
 
 def _all_at_once(y: Array, flat_to_sorted: Array, weights: Array | None, *, top_k: int) -> Array:
-    # In this order no copy is needed: where the k rows of a token lie side by side, a TPU pads them to eight.
+    # This order needs no copy: if the k rows of a token lay side by side, a TPU would pad them to eight.
     rows = flat_to_sorted.reshape(-1, top_k).T
     per_choice = _rows(y, rows.reshape(-1)).reshape(*rows.shape, y.shape[-1])
     return _sum(_weighted(per_choice[i], weights, i) for i in range(top_k)).astype(y.dtype)
 
 
 def _in_parts(y: Array, flat_to_sorted: Array, weights: Array | None, *, top_k: int, core: Core) -> Array:
-    """Part by part of the tokens, so that what is gathered waits in the fast memory of a TPU until it is summed."""
+    """Sums tokens part by part, so that the gathered rows stay in the fast memory of a TPU until they are summed."""
     tokens = flat_to_sorted.shape[0] // top_k
     gathered = tokens * top_k * y.shape[1] * y.dtype.itemsize
-    # Of few choices, those of a part are gathered one by one, and of many at once: so the compiler leaves most of them
-    # there (`benchmarks/hot_path.py`).
+    # The rows of a part are gathered one choice at a time if there are few choices, and all at once if there are many:
+    # so the compiler leaves most of them in fast memory (`benchmarks/hot_path.py`).
     at_once = top_k > 4
     parts = min(math.ceil(8 * gathered / core.vmem), MOST_PARTS if at_once else MOST_GATHERS // top_k)
     if parts <= 1:
         return _all_at_once(y, flat_to_sorted, weights, top_k=top_k)
-    # Of whole registers: others the compiler writes to memory.
+    # Parts are whole registers: the compiler would write others to memory.
     rows, size, sums = flat_to_sorted.reshape(-1, top_k), round_up(-(-tokens // parts), LANES), []
     for start in range(0, tokens, size):
         own = None if weights is None else weights[start : start + size]
@@ -184,7 +184,11 @@ def _combine_bwd(saved: tuple[Array, Order, Array], dz: Array) -> tuple[Array, N
     dy = _rows(dz, order.sorted_to_flat // top_k).astype(jnp.float32) * of_rows[:, None]
     products = (dz.astype(jnp.float32) * row.astype(jnp.float32) for row in _per_choice(y, order, top_k))
     dw = jnp.stack([jnp.sum(product, axis=1) for product in products], axis=1)
-    return dy.astype(y.dtype), None, dw if _is_whole(y, order) else jnp.where(_exist(y, order).reshape(dw.shape), dw, 0)
+    return (
+        dy.astype(y.dtype),
+        None,
+        dw if _is_whole(y, order) else jnp.where(_have_rows(y, order).reshape(dw.shape), dw, 0),
+    )
 
 
 combine.defvjp(_combine_fwd, _combine_bwd)
@@ -192,7 +196,7 @@ combine.defvjp(_combine_fwd, _combine_bwd)
 
 @jax.custom_vjp
 def weighted_sum(choices: Float[Array, "T k f"], weights: Float[Array, "T k"]) -> Float[Array, "T f"]:
-    """Weighted sum over the choices, computed in float32 and rounded once to the dtype of the choices.
+    """Returns the weighted sum over the choices, computed in float32 and rounded once to the dtype of the choices.
 
     It is computed as `(sum_i w_i) x_0 + sum_i w_i (x_i - x_0)`. Where the choices are equal and the weights sum to 1,
     the result therefore is that choice to the last bit, however a compiler rounds products, and an upcycled model
@@ -220,7 +224,7 @@ weighted_sum.defvjp(_weighted_sum_fwd, _weighted_sum_bwd)
 
 
 def row_biases(biases: Float[Array, "E o"], group_sizes: Int[Array, " E"], rows: int) -> Float[Array, "M o"]:
-    """The bias that belongs to every sorted row, that of its expert; zeros for rows in no group."""
+    """Returns the bias of every sorted row, which is that of its expert; zeros for rows in no group."""
     ends = jnp.cumsum(group_sizes)
     group = jnp.searchsorted(ends, jnp.arange(rows, dtype=ends.dtype), side="right")
     return jnp.take(biases, group, axis=0, mode="fill", fill_value=0)

@@ -1,7 +1,8 @@
 """Gates: from a router's logits to the chosen experts and their weights. Always float32 (methods.md 1).
 
-A gate is two small functions, registered by name: scores of all experts, and weights of the chosen ones. What bounds
-the choice, a bias or groups, goes with every gate. `register_gate` adds one, for `MoEConfig.gate` to name.
+A gate is two small functions, registered by name: scores of all experts, and weights of the chosen ones. A bias or
+  groups,
+which restrict the choice, work with every gate. `register_gate` adds a gate, for `MoEConfig.gate` to name.
 """
 
 from collections.abc import Callable
@@ -20,8 +21,8 @@ class Gate(NamedTuple):
     Attributes:
       scores: logits [T, E] -> scores, 0 or above; larger logits have larger scores.
       weights: logits and scores of the chosen experts [T, k], best first -> their weights.
-      scores_sum_to_one: whether those of a token do.
-      weights_sum_to_one: whether those of a token do.
+      scores_sum_to_one: whether the scores of a token sum to 1.
+      weights_sum_to_one: whether the weights of a token sum to 1.
     """
 
     scores: Callable[[Float[Array, "T E"]], Float[Array, "T E"]]
@@ -31,12 +32,12 @@ class Gate(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """What bounds the choice of experts; weights are made of the logits and scores alone.
+    """Restricts the choice of experts; weights are computed from logits and scores alone.
 
     Attributes:
-      bias: added to the scores to choose by (DeepSeek-V3); it has no gradient.
-      groups: experts are this many groups of consecutive ones.
-      top_groups: only experts of these many best groups are chosen.
+      bias: added to the scores that the choice is made by (DeepSeek-V3); it has no gradient.
+      groups: number of groups of consecutive experts.
+      top_groups: only experts of this many best groups are chosen.
       group_score: a group's score is that of its `best` expert (DeepSeek-V2), or the sum of its `best_two` (V3).
     """
 
@@ -50,13 +51,13 @@ UNBOUNDED = Selection()
 
 
 class Choice(NamedTuple):
-    """What a gate decides for T tokens.
+    """A gate's decision for T tokens.
 
     Attributes:
       experts: chosen experts, best first.
-      weights: of them.
-      scores: of them, among `probabilities`.
-      probabilities: scores of all experts, made to sum to 1 where they do not.
+      weights: of the chosen experts.
+      scores: of the chosen experts, taken from `probabilities`.
+      probabilities: scores of all experts, normalised to sum to 1 where the gate's scores do not.
     """
 
     experts: Int[Array, "T k"]
@@ -74,7 +75,7 @@ def choose(
       logits: of the router, float32.
       top_k: experts per token.
       gate: a key of `GATES`.
-      selection: what bounds the choice.
+      selection: restricts the choice.
       scale: weights are multiplied by it.
     """
     assert logits.dtype == jnp.float32, logits.dtype
@@ -95,7 +96,7 @@ def choose(
 
 
 def _selection_scores(scores: Float[Array, "T E"], selection: Selection) -> Float[Array, "T E"]:
-    """Scores to choose by: with the bias, and -inf for experts of groups that are not among the best."""
+    """Returns the scores to choose by: with the bias, and -inf for experts outside the best groups."""
     scores = jax.lax.stop_gradient(scores)
     if selection.bias is not None:
         scores = scores + jax.lax.stop_gradient(selection.bias)[None, :]
@@ -112,23 +113,23 @@ def _softmax(logits: Float[Array, "T E"]) -> Float[Array, "T E"]:
     return jax.nn.softmax(logits, axis=-1)
 
 
-def _as_they_are(logits: Float[Array, "T k"], scores: Float[Array, "T k"]) -> Float[Array, "T k"]:
+def _scores_unchanged(logits: Float[Array, "T k"], scores: Float[Array, "T k"]) -> Float[Array, "T k"]:
     return scores
 
 
 def _softmax_of_chosen(logits: Float[Array, "T k"], scores: Float[Array, "T k"]) -> Float[Array, "T k"]:
     weights = jax.nn.softmax(logits, axis=-1)
     if logits.shape[1] == 2:
-        # Each rounded on its own, the two would not quite sum to 1. So the sum of two equal experts is one of them to
-        # the last bit, and an upcycled model starts as its dense model (methods.md 2.5).
+        # Rounded separately, the two would not quite sum to 1. As computed here, the weighted sum of two equal experts
+        # is one of them to the last bit, and an upcycled model starts as its dense model (methods.md 2.5).
         weights = jnp.stack([weights[:, 0], 1.0 - weights[:, 0]], axis=1)
     return weights
 
 
-def _xft(logits: Float[Array, "T k"], scores: Float[Array, "T k"]) -> Float[Array, "T k"]:
+def _coder_weights(logits: Float[Array, "T k"], scores: Float[Array, "T k"]) -> Float[Array, "T k"]:
     first = scores[:, :1]
     others = (jax.nn.softmax(scores, axis=-1) * first)[:, 1:]
-    # The best one gets p_1 less the others' weights, for the same reason: with 1 - p_1, all sum to 1.
+    # The best expert gets p_1 minus the others' weights, for the same reason: together with 1 - p_1 all sum to 1.
     return jnp.concatenate([first - jnp.sum(others, axis=1, keepdims=True), others], axis=1)
 
 
@@ -138,25 +139,25 @@ def _renormalised(logits: Float[Array, "T k"], scores: Float[Array, "T k"]) -> F
 
 GATES: dict[str, Gate] = {
     # Probabilities of the full softmax, not renormalised (OLMoE; DeRS eq. 1).
-    "softmax_topk": Gate(_softmax, _as_they_are, scores_sum_to_one=True),
+    "softmax_topk": Gate(_softmax, _scores_unchanged, scores_sum_to_one=True),
     # Softmax over the kept logits, which is the full one renormalised (Mixtral, PESC).
     "topk_softmax": Gate(_softmax, _softmax_of_chosen, scores_sum_to_one=True, weights_sum_to_one=True),
     # p_1 of the full softmax (Switch): `softmax_topk` with one expert per token.
-    "top1": Gate(_softmax, _as_they_are, scores_sum_to_one=True),
+    "top1": Gate(_softmax, _scores_unchanged, scores_sum_to_one=True),
     # Softmax over the kept probabilities, times p_1 (XFT, beside a universal FFN).
-    "coder": Gate(_softmax, _xft, scores_sum_to_one=True),
+    "coder": Gate(_softmax, _coder_weights, scores_sum_to_one=True),
     # Every expert by itself, not renormalised (Llama 4).
-    "sigmoid_topk": Gate(jax.nn.sigmoid, _as_they_are),
+    "sigmoid_topk": Gate(jax.nn.sigmoid, _scores_unchanged),
     # The same, renormalised over the kept ones (DeepSeek-V3).
     "topk_sigmoid": Gate(jax.nn.sigmoid, _renormalised, weights_sum_to_one=True),
 }
 
 
 def register_gate(name: str, gate: Gate) -> None:
-    """Makes a gate known by a name.
+    """Registers a gate under a name.
 
     Raises:
-      ValueError: if there is one of that name already.
+      ValueError: if the name is taken.
     """
     if name in GATES:
         raise ValueError(f"there is a gate {name!r} already; choose another name")
@@ -164,9 +165,9 @@ def register_gate(name: str, gate: Gate) -> None:
 
 
 def weights_are_constant(gate: str, top_k: int, num_experts: int) -> bool:
-    """Whether the chosen expert has weight 1 whatever the logits are, although there is a choice.
+    """Whether the chosen expert always has weight 1, whatever the logits are, although there is a choice.
 
-    A single weight that is made to sum to 1 is 1: no gradient of the task reaches the router, only that of auxiliary
+    A single weight that is normalised to sum to 1 is 1: the router gets no gradient from the task, only from auxiliary
     losses.
     """
     return GATES[gate].weights_sum_to_one and top_k == 1 < num_experts

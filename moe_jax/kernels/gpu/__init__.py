@@ -1,1 +1,1 @@
-"""Kernels for NVIDIA GPUs: grouped products, plain or with kernels that are made inside the product; attention."""
+"""Kernels for NVIDIA GPUs: attention, and grouped products, plain or with kernels that are made inside the product."""

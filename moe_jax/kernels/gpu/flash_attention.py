@@ -1,7 +1,7 @@
 """Attention on NVIDIA GPUs: cuDNN's flash attention, and for packed documents JAX's, which is written in Triton.
 
-cuDNN knows documents only as a bias [B, H, T, S], whose size the kernels are there to avoid. Triton's kernel compares
-them inside; it has no windows, and as many key heads as query heads.
+cuDNN takes documents only as a bias [B, H, T, S], of the size that the kernels are there to avoid. Triton's kernel
+compares documents inside; it has no windows, and needs as many key heads as query heads.
 """
 
 from typing import Any
@@ -12,10 +12,10 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.gpu.nvidia import Capability
 
-# What both take on every GPU from Ampere on. cuDNN takes wider heads on Hopper.
+# Largest width of a head that both take, and the first compute capability, Ampere. cuDNN takes wider heads on Hopper.
 MAX_WIDTH, FROM = 128, (8, 0)
 DTYPES = (jnp.bfloat16, jnp.float16)
-# Rows of documents are filled up to a multiple of this.
+# Rows of documents are padded to a multiple of this.
 _BLOCK = 128
 
 
@@ -30,11 +30,11 @@ def refusal(
     soft_cap: float | None,
     capability: Capability | None,
 ) -> str | None:
-    """Why no kernel computes attention of such operands; None: one does. Arguments as in `flash_attention`.
+    """Returns why no kernel supports attention of these operands; None: one does. Arguments as in `flash_attention`.
 
     Args:
       packed: whether there are documents.
-      capability: of the GPU; None: it is not known, and taken to be new enough.
+      capability: of the GPU; None: unknown, and assumed to be new enough.
     """
     width, length = q.shape[-1], q.shape[1]
     if capability is not None and capability < FROM:
@@ -66,9 +66,9 @@ def flash_attention(
     scale: float,
     interpret: bool = False,
 ) -> Float[Array, "B T H D"]:
-    """Softmax attention in the dtype of `q`; arguments as in `splash_attention`, of which `refusal` says what goes."""
+    """Softmax attention, in the dtype of `q`, of operands that `refusal` accepts; arguments as `splash_attention`'s."""
     if segments is not None:
-        return _of_documents(q, k, v, segments, causal=nearest == 0, scale=scale, interpret=interpret)
+        return _packed_attention(q, k, v, segments, causal=nearest == 0, scale=scale, interpret=interpret)
     return jax.nn.dot_product_attention(
         q,
         k,
@@ -80,7 +80,7 @@ def flash_attention(
     )
 
 
-def _of_documents(
+def _packed_attention(
     q: Float[Array, "B T H D"],
     k: Float[Array, "B T K D"],
     v: Float[Array, "B T K D"],
@@ -95,12 +95,12 @@ def _of_documents(
     length, more = q.shape[1], -q.shape[1] % _BLOCK
     k, v = (jnp.repeat(a, q.shape[2] // k.shape[2], axis=2) for a in (k, v))
     q, k, v = (jnp.pad(a, ((0, 0), (0, more), (0, 0), (0, 0))) for a in (q, k, v))
-    # What is added is a document of its own.
+    # The padding is a document of its own.
     segments = jnp.pad(segments, ((0, 0), (0, more)), constant_values=-1)
     blocks = triton.BlockSizes(
         block_q=_BLOCK, block_k=64, block_q_dkv=32, block_kv_dkv=32, block_q_dq=32, block_kv_dq=32
     )
-    # The kernels are written for the usual promotion of dtypes and ranks.
+    # The kernels are written for JAX's standard promotion of dtypes and ranks.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         y: Any = triton.mha(q, k, v, segments, scale, causal, blocks, interpret=interpret)
     return y[:, :length]

@@ -1,4 +1,4 @@
-"""Grouped products on NVIDIA GPUs: the kernel that fits the GPU, the shapes and the dtype.
+"""Grouped products on NVIDIA GPUs: chooses the kernel that fits the GPU, the shapes and the dtype.
 
 - Hopper, bfloat16 or float16, and tiles that divide the shapes: JAX's Mosaic-GPU kernel, forward and d-rows.
 - Otherwise, and for d-kernels: Triton, on GPUs from Ampere on, for dtypes of at most 32 bits.
@@ -32,14 +32,14 @@ def grouped_product(
     one_device: bool = True,
     transposed: bool = False,
 ) -> Float[Array, "M o"]:
-    """`out[m] = lhs[m] @ rhs[group of row m]`; rows in no group are zero.
+    """Returns `out[m] = lhs[m] @ rhs[group of row m]`; rows in no group are zero.
 
     Args:
       lhs: rows sorted by group.
       rhs: one kernel per group; [E, o, i] if `transposed`.
       group_sizes: rows per group.
-      capability: of the GPU; None: it is not known.
-      one_device: whether a kernel can be called; see `kernels.one_device`.
+      capability: of the GPU; None: unknown.
+      one_device: whether a kernel can be called; see `kernels.by_platform`.
       transposed: multiplies with the transposed kernels.
     """
     if one_device and mosaic_grouped.fits(lhs, rhs, capability, transposed=transposed):
@@ -58,13 +58,13 @@ def grouped_outer(
     capability: Capability | None,
     one_device: bool = True,
 ) -> Float[Array, "E i o"]:
-    """`out[e] = sum over the rows m of group e of lhs[m]^T dout[m]`; empty groups give zeros.
+    """Returns `out[e] = sum over the rows m of group e of lhs[m]^T dout[m]`; empty groups give zeros.
 
     Args:
       lhs, dout: rows sorted by group.
       group_sizes: rows per group.
-      capability: of the GPU; None: it is not known.
-      one_device: whether a kernel can be called; see `kernels.one_device`.
+      capability: of the GPU; None: unknown.
+      one_device: whether a kernel can be called; see `kernels.by_platform`.
     """
     if one_device and triton_fits(lhs.dtype, capability):
         return TritonProducts(capability).outer(lhs, dout, group_sizes)
@@ -79,8 +79,8 @@ class TritonProducts(NamedTuple):
     """Triton's grouped products for a GPU.
 
     Attributes:
-      capability: of the GPU; None: it is not known.
-      interpret: runs them on any platform, slowly.
+      capability: of the GPU; None: unknown.
+      interpret: run the kernels on any platform, slowly.
     """
 
     capability: Capability | None
@@ -96,7 +96,7 @@ class TritonProducts(NamedTuple):
         origin: Int[Array, ""] | None = None,
         into: Float[Array, "M o"] | None = None,
     ) -> Float[Array, "M o"]:
-        """See `triton_grouped.product`."""
+        """Returns `out[m] = lhs[m] @ rhs[group of row m]`; arguments as for `triton_grouped.product`."""
         terms, columns = lhs.shape[1], rhs.shape[1 if transposed else 2]
         tile = product_tile(lhs.shape[0], rhs.shape[0], terms, columns, lhs.dtype, self.capability)
         options = {"transposed": transposed, "origin": origin, "into": into, "interpret": self.interpret}
@@ -113,10 +113,10 @@ class TritonProducts(NamedTuple):
         *,
         transposed: bool = False,
     ) -> Float[Array, "M o"]:
-        """See `triton_grouped.made_product`; to the base, if there is one, is added what the maker makes."""
+        """Multiplies with kernels: the base, if any, plus what `maker` makes; see `triton_grouped.made_product`."""
         terms, columns = (shape[1], shape[0]) if transposed else shape
         tile = product_tile(lhs.shape[0], group_sizes.shape[0], terms, columns, lhs.dtype, self.capability)
-        # What a tile is made of takes registers and shared memory, too.
+        # The arrays that a tile is made from take registers and shared memory, too.
         tile = tile._replace(columns=min(tile.columns, 128), stages=min(tile.stages, 3))
         if base is not None:
             arrays, maker = [base, *arrays], OverBase(maker)
@@ -132,7 +132,7 @@ class TritonProducts(NamedTuple):
         origin: Int[Array, ""] | None = None,
         dtype: DTypeLike | None = None,
     ) -> Float[Array, "E i o"]:
-        """See `triton_grouped.outer`."""
+        """Returns the sums of outer products of the rows of every group; arguments as for `triton_grouped.outer`."""
         shape = lhs.shape[0], group_sizes.shape[0], lhs.shape[1], dout.shape[1]
         tile = outer_tile(*shape, lhs.dtype, self.capability)
         options = {"origin": origin, "dtype": dtype, "interpret": self.interpret}
@@ -142,11 +142,11 @@ class TritonProducts(NamedTuple):
 def product_tile(
     rows: int, groups: int, terms: int, columns: int, dtype: DTypeLike, capability: Capability | None
 ) -> Tile:
-    """The tile of a product of `rows` rows in `groups` groups: as high as a group is on average."""
+    """Returns the tile of a product of `rows` rows in `groups` groups: as high as a group is on average."""
     widest = _widest_tile(dtype, capability)
     high = _fitting(-(-rows // groups), widest.rows)
     if high < widest.rows:
-        # A low tile is done soon: narrow ones let more programs run at a time.
+        # A low tile is soon done: with narrow ones more programs run at a time.
         widest = widest._replace(columns=min(widest.columns, 128), warps=4)
     return widest._replace(rows=high, terms=_fitting(terms, widest.terms), columns=_fitting(columns, widest.columns))
 
@@ -154,7 +154,7 @@ def product_tile(
 def outer_tile(
     rows: int, groups: int, fan_in: int, fan_out: int, dtype: DTypeLike, capability: Capability | None
 ) -> Tile:
-    """The tile of the sum over the rows of a group of outer products [fan_in, fan_out]."""
+    """Returns the tile for sums of outer products [fan_in, fan_out] over the rows of a group."""
     widest = _widest_tile(dtype, capability)
     return widest._replace(
         rows=_fitting(fan_in, widest.rows),
@@ -164,7 +164,7 @@ def outer_tile(
 
 
 def _widest_tile(dtype: DTypeLike, capability: Capability | None) -> Tile:
-    """Tiles in flight fill the shared memory of a core: 227 KiB on Hopper, 163 on A100, 99 on GPUs for desks."""
+    """Returns tiles that fill a core's shared memory: 227 KiB on Hopper, 163 on A100, 99 on desktop GPUs."""
     if jnp.dtype(dtype).itemsize > 2:
         return Tile(rows=64, terms=32, columns=128, warps=4, stages=3)
     if capability is not None and capability[0] in (9, 10):
@@ -175,13 +175,13 @@ def _widest_tile(dtype: DTypeLike, capability: Capability | None) -> Tile:
 
 
 def _fitting(size: int, limit: int) -> int:
-    """The power of two from 16 to `limit` that is at least `size`, if there is one."""
+    """Returns the smallest power of two from 16 to `limit` that is at least `size`; without one, the largest."""
     return max(triton_grouped.MIN_TILE, min(limit, 1 << (size - 1).bit_length()))
 
 
 @lru_cache
 def _warn_of_dense(groups: int, dtype: str, capability: Capability | None, one_device: bool) -> None:
-    """Cached, so that it is said once."""
+    """Warns once: the function is cached."""
     reason = "the compiler cannot divide one between devices"
     if one_device:
         gpu = "" if capability is None else f", and this one has {capability[0]}.{capability[1]}"

@@ -1,8 +1,8 @@
-"""Grouped products for Hopper by JAX's own kernel for it, which is written in Mosaic GPU.
+"""Grouped products for Hopper by JAX's own kernel for it, written in Mosaic GPU.
 
-Its copies and products are those that the hardware does by itself (TMA, WGMMA). In return, shapes have to fit. JAX has
-such kernels for the gradient of the kernels and for Blackwell, too, but they ask JAX's default device how many cores it
-has, so that they cannot be lowered for a GPU that is not there.
+It uses the hardware's asynchronous copies and products (TMA, WGMMA); in return, tiles must divide the shapes. JAX also
+has such kernels for the gradient of the kernels and for Blackwell, but they ask JAX's default device for its number of
+cores, so they cannot be lowered for a GPU that is not there.
 """
 
 import jax.numpy as jnp
@@ -12,13 +12,13 @@ from moe_jax.kernels.gpu.nvidia import Capability
 from moe_jax.kernels.ragged_dot import zero_rows_beyond
 
 ROWS, TERMS, COLUMNS = 128, 64, 128
-# Tiles in flight (32 KiB each, of the 227 KiB of shared memory that a program may have), and columns of tiles between
-# which programs that run at the same time go back and forth.
+# Tiles in flight (32 KiB each, of the 227 KiB of shared memory that a program may have), and the number of columns of
+# tiles that concurrent programs traverse together.
 _STAGES, _COLUMNS_TOGETHER = 4, 8
 
 
 def fits(lhs: Array, rhs: Array, capability: Capability | None, *, transposed: bool = False) -> bool:
-    """Whether the kernel can be used: the instructions are Hopper's alone, and tiles have to divide the shapes."""
+    """Whether the kernel can be used: its instructions are Hopper's alone, and tiles must divide the shapes."""
     terms, columns = lhs.shape[1], rhs.shape[1 if transposed else 2]
     return (
         capability is not None
@@ -33,7 +33,7 @@ def fits(lhs: Array, rhs: Array, capability: Capability | None, *, transposed: b
 def product(
     lhs: Float[Array, "M i"], rhs: Float[Array, "E i o"], group_sizes: Int[Array, " E"], *, transposed: bool = False
 ) -> Float[Array, "M o"]:
-    """`out[m] = lhs[m] @ rhs[group of row m]`; rows in no group are zero.
+    """Returns `out[m] = lhs[m] @ rhs[group of row m]`; rows in no group are zero.
 
     Args:
       lhs: rows sorted by group; see `fits`.
@@ -54,5 +54,5 @@ def product(
         grid_block_n=_COLUMNS_TOGETHER,
         transpose_rhs=transposed,
     )
-    # The kernel writes no rows but those of groups.
+    # The kernel leaves rows outside groups unwritten.
     return zero_rows_beyond(out, jnp.sum(group_sizes))

@@ -1,4 +1,4 @@
-"""Which NVIDIA GPU a program is traced for."""
+"""The compute capability of the NVIDIA GPU that a program is traced for."""
 
 import re
 
@@ -13,8 +13,8 @@ Capability = tuple[int, int]
 TRITON_FROM: Capability = (8, 0)
 _TRITON_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
-# By the device's name, from NVIDIA's list of CUDA GPUs; the first that is found in it counts. A mesh of GPUs that are
-# not there knows their name and nothing else.
+# Compute capabilities by device name, from NVIDIA's list of CUDA GPUs; the first key that a name contains counts. A
+# mesh of GPUs that are not there knows only their name.
 _BY_NAME: tuple[tuple[str, Capability], ...] = (
     (r"\bGH200\b|\bH(20|100|200|800)\b", (9, 0)),
     (r"\bG?B300\b", (10, 3)),
@@ -29,9 +29,10 @@ _BY_NAME: tuple[tuple[str, Capability], ...] = (
 
 
 def compute_capability() -> Capability | None:
-    """Of the GPU that the program is traced for: that of the mesh in use, else JAX's default device, if it is one.
+    """Returns the compute capability of the GPU that the program is traced for; None: unknown.
 
-    None: it is not known. The program may then be for any GPU, and nothing must be taken for granted.
+    The GPU is that of the mesh in use, else JAX's default device, if that is one. If it is unknown, the program may be
+    for any GPU, and nothing may be assumed.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None:
@@ -42,18 +43,18 @@ def compute_capability() -> Capability | None:
 
 
 def capability_of(name: str) -> Capability | None:
-    """The compute capability of a GPU by its name, such as `NVIDIA H100 80GB HBM3`; None: it is not known."""
+    """Returns the compute capability of a GPU by its name, such as `NVIDIA H100 80GB HBM3`; None: unknown."""
     for pattern, capability in _BY_NAME:
         if re.search(pattern, name):
             return capability
-    # A GPU that is there can be asked itself.
+    # A GPU that is present can be asked itself.
     if jax.default_backend() == "gpu" and jax.local_devices()[0].device_kind == name:
         return _parse(getattr(jax.local_devices()[0], "compute_capability", None))
     return None
 
 
 def triton_fits(dtype: DTypeLike, capability: Capability | None) -> bool:
-    """Whether Triton's kernels can be used for a dtype; a GPU that is not known is taken to be new enough."""
+    """Whether Triton's kernels can be used for a dtype; a GPU that is unknown is assumed to be new enough."""
     return jnp.dtype(dtype) in _TRITON_DTYPES and (capability is None or capability >= TRITON_FROM)
 
 

@@ -1,8 +1,8 @@
-"""Grouped products for any NVIDIA GPU that Triton knows, as Pallas kernels: forward, d-rows and d-kernels.
+"""Grouped products for any NVIDIA GPU that Triton supports, as Pallas kernels: forward, d-rows and d-kernels.
 
 A program of the forward kernel makes one tile of the output: some rows of one group by some columns. Tiles of rows
-begin where their group begins, so that no tile has rows of two groups. What is beyond the rows of a group, the columns
-of a kernel or the axis that is summed over is masked: every shape fits. Sums are float32.
+begin where their group begins, so that no tile has rows of two groups. Masks hide whatever lies beyond the rows of a
+group, the columns of a kernel or the axis that is summed over, so every shape fits. Sums are float32.
 
 The plain reference is one `jnp.dot` per group (tests/kernels).
 """
@@ -20,16 +20,16 @@ from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-# Triton's products need 16 rows, columns and terms at least.
+# Triton's products need at least 16 rows, columns and terms.
 MIN_TILE = 16
 
 
 class Tile(NamedTuple):
-    """What one program holds at a time.
+    """The tile that one program works on.
 
     Attributes:
       rows, terms, columns: of the two factors, [rows, terms] and [terms, columns]; powers of two, at least 16.
-      warps: of 32 threads that share the tile.
+      warps: number of warps, of 32 threads each, that share the tile.
       stages: of the pipeline that copies tiles to shared memory.
     """
 
@@ -41,12 +41,12 @@ class Tile(NamedTuple):
 
 
 class RowTiles(NamedTuple):
-    """Tiles of rows of all groups, one after another.
+    """Tiles of rows of all groups, in order.
 
     Attributes:
-      group: of every tile; the number of groups for tiles of rows in no group.
-      first: row of every tile.
-      end: first row after those that a tile may write; at most `first` for tiles that have nothing to do.
+      group: the group of every tile; for tiles of rows in no group, the number of groups.
+      first: first row of every tile.
+      end: end (exclusive) of the rows that a tile may write; at most `first` for tiles that have nothing to do.
     """
 
     group: Int[Array, " t"]
@@ -55,14 +55,14 @@ class RowTiles(NamedTuple):
 
 
 def row_tiles(group_sizes: Int[Array, " E"], rows: int, tile: int, origin: Int[Array, ""] | None = None) -> RowTiles:
-    """Divides the rows of groups into tiles; their number is static, and depends on nothing but the shapes.
+    """Divides the rows of groups into tiles; their number is static, and depends only on the shapes.
 
     Args:
       group_sizes: rows per group.
       rows: of all groups together, at most.
       tile: rows of a tile.
-      origin: first row of the first group; other rows than those of the groups get no tile. None: row 0, and the rows
-        after the last group are tiles of a group of their own, the last.
+      origin: first row of the first group; rows outside the groups get no tile. None: row 0, and the rows after the
+        last group get tiles with a group of their own, the last.
     """
     sizes, start = group_sizes.astype(jnp.int32), jnp.zeros((), jnp.int32)
     if origin is None:
@@ -71,7 +71,7 @@ def row_tiles(group_sizes: Int[Array, " E"], rows: int, tile: int, origin: Int[A
         start = origin.astype(jnp.int32)
     ends = jnp.cumsum(sizes, dtype=jnp.int32) + start
     last_tile = jnp.cumsum((sizes + tile - 1) // tile, dtype=jnp.int32)
-    # Every group may have one tile that is not full, besides rows // tile full ones.
+    # Besides the rows // tile full tiles, every group may have one that is not full.
     index = jnp.arange(rows // tile + min(sizes.shape[0], rows), dtype=jnp.int32)
     group = jnp.sum((index[:, None] >= last_tile[None, :]).astype(jnp.int32), axis=1, dtype=jnp.int32)
     known = jnp.minimum(group, sizes.shape[0] - 1)
@@ -84,9 +84,9 @@ class Range(NamedTuple):
     """Consecutive rows or columns of a kernel, inside a Pallas kernel.
 
     Attributes:
-      start: the first.
-      size: how many.
-      inside: which of them exist; None: all.
+      start: the first of them.
+      size: their number.
+      inside: mask of those that exist; None: all do.
     """
 
     start: Any
@@ -95,12 +95,12 @@ class Range(NamedTuple):
 
     @property
     def slice(self) -> Any:
-        """They, as an index."""
+        """Returns the range as an index of a reference."""
         return pl.ds(self.start, self.size)
 
     @property
     def indices(self) -> Int[Array, " n"]:
-        """Each of them."""
+        """Returns every index of the range."""
         return self.start + jnp.arange(self.size, dtype=jnp.int32)
 
 
@@ -108,11 +108,11 @@ class Maker(Protocol):
     """How entries of a kernel [i, o] are made inside a Pallas kernel. Static and hashable."""
 
     def __call__(self, refs: Sequence[Any], expert: Any, rows: Range, columns: Range) -> Float[Array, "r c"]:
-        """Some rows and columns of the kernel of an expert; what does not exist may be anything finite.
+        """Returns some rows and columns of the kernel of an expert; entries that do not exist may be anything finite.
 
         Args:
-          refs: of the arrays it is made of.
-          expert: which.
+          refs: references of the arrays that it is made from.
+          expert: index of the expert.
           rows, columns: of its kernel.
         """
         ...
@@ -120,10 +120,10 @@ class Maker(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """Kernels that are stored, as an array [E, i, o]."""
+    """Kernels that are stored whole, as an array [E, i, o]."""
 
     def __call__(self, refs: Sequence[Any], expert: Any, rows: Range, columns: Range) -> Array:
-        """See `Maker`."""
+        """Loads the entries; arguments as for `Maker`."""
         return load(refs[0].at[expert, rows.slice, columns.slice], rows.inside, columns.inside)
 
 
@@ -138,7 +138,7 @@ def product(
     into: Float[Array, "M o"] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "M o"]:
-    """`out[m] = lhs[m] @ rhs[group of row m]`; rows in no group are zero, or those of `into`.
+    """Returns `out[m] = lhs[m] @ rhs[group of row m]`; rows in no group are zero, or those of `into`.
 
     Args:
       lhs: rows sorted by group.
@@ -147,8 +147,8 @@ def product(
       tile: of the output.
       transposed: multiplies with the transposed kernels.
       origin: row where the first group begins; goes with `into`. None: row 0.
-      into: the output's rows in no group. Its buffer becomes the output's where it is not used again.
-      interpret: runs on any platform, slowly.
+      into: gives the output's rows in no group. The output takes over its buffer if that is not used again.
+      interpret: run on any platform, slowly.
     """
     shape = rhs.shape[1], rhs.shape[2]
     options = {"tile": tile, "transposed": transposed, "origin": origin, "into": into, "interpret": interpret}
@@ -168,11 +168,11 @@ def made_product(
     into: Float[Array, "M o"] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "M o"]:
-    """`product` with kernels that are made where they are multiplied, and are rounded to the dtype of `lhs` before.
+    """`product` with kernels that are made where they are multiplied, and rounded to the dtype of `lhs` before that.
 
     Args:
       lhs, group_sizes, tile, transposed, origin, into, interpret: see `product`.
-      arrays: of which kernels are made.
+      arrays: from which kernels are made.
       maker: makes them.
       shape: [i, o] of a kernel.
     """
@@ -209,11 +209,11 @@ def _product_kernel(
     grid: tuple[int, int],
 ) -> None:
     out_ref, refs = refs[-1], refs[:arrays]
-    row_tile, column_tile = nearby(pl.program_id(0), grid)
+    row_tile, column_tile = tile_position(pl.program_id(0), grid)
     group, first, end = group_ref[row_tile], first_ref[row_tile], end_ref[row_tile]
     terms, fan_out, start = lhs_ref.shape[1], out_ref.shape[1], column_tile * tile.columns
     row_inside = first + jnp.arange(tile.rows, dtype=jnp.int32) < end
-    rows, columns = Range(first, tile.rows, row_inside), existing(start, tile.columns, fan_out)
+    rows, columns = Range(first, tile.rows, row_inside), masked_range(start, tile.columns, fan_out)
 
     @pl.when(first < end)
     def _():
@@ -221,7 +221,7 @@ def _product_kernel(
         kernel = jnp.minimum(group, groups - 1)
 
         def add(step: Array, total: Array) -> Array:
-            at = existing(step * tile.terms, tile.terms, terms)
+            at = masked_range(step * tile.terms, tile.terms, terms)
             left = load(lhs_ref.at[rows.slice, at.slice], rows.inside, at.inside)
             right = maker(refs, kernel, *((columns, at) if transposed else (at, columns))).astype(left.dtype)
             return total + plgpu.dot(left, right, trans_b=transposed)
@@ -242,7 +242,7 @@ def outer(
     dtype: DTypeLike | None = None,
     interpret: bool = False,
 ) -> Float[Array, "E i o"]:
-    """`out[e] = sum over the rows m of group e of lhs[m]^T dout[m]`; empty groups give zeros.
+    """Returns `out[e] = sum over the rows m of group e of lhs[m]^T dout[m]`; empty groups give zeros.
 
     Args:
       lhs, dout: rows sorted by group.
@@ -250,7 +250,7 @@ def outer(
       tile: of the output; its `terms` are rows of a group.
       origin: row where the first group begins; None: row 0.
       dtype: of the output; None: that of `lhs`.
-      interpret: runs on any platform, slowly.
+      interpret: run on any platform, slowly.
     """
     groups, fan_in, fan_out = group_sizes.shape[0], lhs.shape[1], dout.shape[1]
     dtype = lhs.dtype if dtype is None else jnp.dtype(dtype)
@@ -272,10 +272,10 @@ def outer(
 def _outer_kernel(
     start_ref: Any, end_ref: Any, lhs_ref: Any, dout_ref: Any, out_ref: Any, *, tile: Tile, grid: tuple[int, int]
 ) -> None:
-    (down, across), group = nearby(pl.program_id(0), grid), pl.program_id(1)
+    (down, across), group = tile_position(pl.program_id(0), grid), pl.program_id(1)
     start, end = start_ref[group], end_ref[group]
-    into = existing(down * tile.rows, tile.rows, lhs_ref.shape[1])
-    out = existing(across * tile.columns, tile.columns, dout_ref.shape[1])
+    into = masked_range(down * tile.rows, tile.rows, lhs_ref.shape[1])
+    out = masked_range(across * tile.columns, tile.columns, dout_ref.shape[1])
 
     def add(step: Array, total: Array) -> Array:
         first = start + step * tile.terms
@@ -292,12 +292,12 @@ def _outer_kernel(
 
 # ---- parts of kernels -------------------------------------------------------------------------------------------
 
-# Programs that run at the same time should meet the same rows and the same columns in the cache.
+# Programs that run at the same time should find the same rows and columns in the cache.
 _TILES_TOGETHER = 8
 
 
-def nearby(index: Array, grid: tuple[int, int]) -> tuple[Array, Array]:
-    """Row and column of the tile of a program: down some tiles of rows, then the next column of the same rows."""
+def tile_position(index: Array, grid: tuple[int, int]) -> tuple[Array, Array]:
+    """Returns row and column of a program's tile: down some tiles of rows, then the next column of the same rows."""
     down, across = grid
     band = index // (_TILES_TOGETHER * across)
     height = jnp.minimum(down - band * _TILES_TOGETHER, _TILES_TOGETHER)
@@ -305,20 +305,20 @@ def nearby(index: Array, grid: tuple[int, int]) -> tuple[Array, Array]:
     return band * _TILES_TOGETHER + within % height, within // height
 
 
-def existing(start: Any, size: int, whole: int) -> Range:
-    """The range from `start` on, of which `whole` exist, if it does not always begin and end with a tile."""
+def masked_range(start: Any, size: int, whole: int) -> Range:
+    """Returns the range from `start` on; it gets a mask of the `whole` indices that exist, unless tiles always fit."""
     inside = None if whole % size == 0 else start + jnp.arange(size, dtype=jnp.int32) < whole
     return Range(start, size, inside)
 
 
 def load(ref: Any, rows: Array | None, columns: Array | None) -> Array:
-    """Loads a tile; zeros outside of the masks of its rows and columns. None: all are inside."""
+    """Loads a tile; zeros outside of the masks of its rows and columns. None: all entries are inside."""
     mask = tile_mask(ref.shape, rows, columns)
     return plgpu.load(ref, mask=mask, other=None if mask is None else jnp.zeros((), ref.dtype))
 
 
 def tile_mask(shape: tuple[int, ...], rows: Array | None, columns: Array | None) -> Array | None:
-    """The mask of a tile from those of its rows and of its columns; None: all are inside."""
+    """Combines the masks of rows and columns into the mask of a tile; None: all entries are inside."""
     if rows is None and columns is None:
         return None
     mask = jnp.ones(shape, bool) if rows is None else jnp.broadcast_to(rows[:, None], shape)

@@ -1,4 +1,4 @@
-"""How the kernels of a form of experts are made inside Triton's grouped product, a tile at a time."""
+"""Makers of expert kernels for Triton's grouped product: each makes the kernels of one form, a tile at a time."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
-from moe_jax.kernels.gpu.triton_grouped import MIN_TILE, Maker, Range, existing, load
+from moe_jax.kernels.gpu.triton_grouped import MIN_TILE, Maker, Range, load, masked_range
 
 
 @dataclasses.dataclass(frozen=True)
 class OverBase:
-    """A base plus what another maker makes.
+    """A base plus the kernel that another maker makes.
 
     The arrays are the base [i, o], and those of `own`.
     """
@@ -21,14 +21,14 @@ class OverBase:
     own: Maker
 
     def __call__(self, refs: Sequence[Any], expert: Any, rows: Range, columns: Range) -> Float[Array, "r c"]:
-        """See `Maker`; float32."""
+        """Returns the base's entries plus those that `own` makes, float32; arguments as for `Maker`."""
         base = load(refs[0].at[rows.slice, columns.slice], rows.inside, columns.inside)
         return base.astype(jnp.float32) + self.own(refs[1:], expert, rows, columns)
 
 
 @dataclasses.dataclass(frozen=True)
 class LowRankFactors:
-    """`a b`.
+    """Low-rank kernels `a b`.
 
     The arrays are `a` [E, i, r] and `b` [E, r, o].
 
@@ -39,10 +39,10 @@ class LowRankFactors:
     rank: int
 
     def __call__(self, refs: Sequence[Any], expert: Any, rows: Range, columns: Range) -> Float[Array, "r c"]:
-        """See `Maker`; float32."""
+        """Multiplies rows of `a` with columns of `b`, float32; arguments as for `Maker`."""
         padded = max(MIN_TILE, 1 << (self.rank - 1).bit_length())
-        # A start that is traced, so that the range may reach beyond the array.
-        along = existing(jnp.zeros((), jnp.int32), padded, self.rank)
+        # The start is traced, so that the range may reach beyond the array.
+        along = masked_range(jnp.zeros((), jnp.int32), padded, self.rank)
         a = load(refs[0].at[expert, rows.slice, along.slice], rows.inside, along.inside)
         b = load(refs[1].at[expert, along.slice, columns.slice], along.inside, columns.inside)
         return plgpu.dot(a, b)
@@ -57,14 +57,14 @@ class ScaledCodes:
 
     Attributes:
       bits: of a code.
-      group_size: rows of a column that share a scale; None: all entries of a kernel do.
+      group_size: rows of a column that share a scale; None: all entries of a kernel share one.
     """
 
     bits: int
     group_size: int | None
 
     def __call__(self, refs: Sequence[Any], expert: Any, rows: Range, columns: Range) -> Float[Array, "r c"]:
-        """See `Maker`; float32."""
+        """Unpacks and scales codes, float32; arguments as for `Maker`."""
         codes_ref, scales_ref, origin_ref = refs
         fields = unpacked(codes_ref, expert, rows, columns, self.bits).astype(jnp.float32)
         if self.group_size is None:
@@ -78,7 +78,7 @@ class ScaledCodes:
 
 @dataclasses.dataclass(frozen=True)
 class CodesOfLevels:
-    """Codes of four bits for levels, times a scale for every block of rows of a column; see `functional.products.nf4`.
+    """Four-bit codes of levels, times a scale per block of rows of a column; see `functional.products.nf4`.
 
     The arrays are `codes` uint8[E, ceil(i / 2), o], the scales of blocks float32[E, blocks, o], the levels float32[16]
     and `origin` int32[1], the row at which the kernels begin.
@@ -90,7 +90,7 @@ class CodesOfLevels:
     block: int
 
     def __call__(self, refs: Sequence[Any], expert: Any, rows: Range, columns: Range) -> Float[Array, "r c"]:
-        """See `Maker`; float32."""
+        """Looks up and scales levels, float32; arguments as for `Maker`."""
         codes_ref, scales_ref, levels_ref, origin_ref = refs
         codes = unpacked(codes_ref, expert, rows, columns, 4)
         group = jnp.minimum((origin_ref[0] + rows.indices) // self.block, scales_ref.shape[1] - 1)
@@ -98,7 +98,7 @@ class CodesOfLevels:
 
 
 def unpacked(codes_ref: Any, expert: Any, rows: Range, columns: Range, bits: int) -> Array:
-    """Codes int32 of rows and columns of a kernel, packed along its rows; those of rows that do not exist are any."""
+    """Returns codes int32 of rows and columns of a kernel packed along its rows; arbitrary for missing rows."""
     last, first_bit = codes_ref.shape[1] - 1, rows.indices * bits
     byte = jnp.minimum(first_bit // 8, last)
     words = gathered(codes_ref, expert, byte, columns).astype(jnp.int32)
@@ -109,7 +109,7 @@ def unpacked(codes_ref: Any, expert: Any, rows: Range, columns: Range, bits: int
 
 
 def gathered(ref: Any, expert: Any, index: Array, columns: Range) -> Array:
-    """Rows `index` of an array of an expert, all of which exist, and some of its columns."""
+    """Returns rows `index`, all of which must exist, and some columns of an array of an expert."""
     shape = (index.shape[0], columns.size)
     down, across = (jnp.broadcast_to(i, shape) for i in (index[:, None], columns.indices[None, :]))
     return load(ref.at[expert, down, across], None, columns.inside)

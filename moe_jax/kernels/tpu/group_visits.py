@@ -1,4 +1,4 @@
-"""Which block of rows meets which group: the schedule of every kernel over rows that are sorted by group."""
+"""The schedule of every kernel over rows sorted by group: which block of rows meets which group."""
 
 from typing import Any, NamedTuple
 
@@ -10,8 +10,8 @@ from jaxtyping import Array, Int
 class Visits(NamedTuple):
     """A list of visits, in the order of the rows; all arrays are int32[V].
 
-    Every block of rows is visited once for each group that has rows in it, and once if none has. Visits of a block are
-    consecutive, and so are those of a group.
+    Every block of rows is visited once for each group that has rows in it, and once if no group has. Visits of a block
+    are consecutive, and so are those of a group.
 
     Attributes:
       block: index of the block of rows.
@@ -28,7 +28,7 @@ class Visits(NamedTuple):
 def group_visits(
     group_sizes: Int[Array, " E"], rows: int, block: int, *, every_group: bool = False
 ) -> tuple[Visits, Int[Array, ""]]:
-    """Makes the visits of `rows` rows in blocks of `block` rows, and counts them; the entries after those are unused.
+    """Returns the visits of `rows` rows in blocks of `block` rows, and their number; entries beyond it are unused.
 
     Args:
       group_sizes: rows per group, int32. Their sum may be less than `rows`.
@@ -43,7 +43,7 @@ def group_visits(
     begin = starts // block
     counts = jnp.where(group_sizes > 0, (ends - 1) // block - begin + 1, int(every_group))
 
-    # Blocks that no group reaches follow all others, as if they were a last group.
+    # Blocks that no group reaches come last, as if they were another group.
     reached = (ends[-1:] + block - 1) // block
     begin, counts = jnp.concatenate([begin, reached]), jnp.concatenate([counts, blocks - reached])
     past = jnp.cumsum(counts)
@@ -55,7 +55,7 @@ def group_visits(
     last = jnp.max(jnp.where(group_sizes > 0, jnp.arange(groups, dtype=jnp.int32), 0))
     without_rows = (owner == groups) | (group_sizes[group] == 0)
     visits = Visits(
-        # Beyond the last visit any valid block will do.
+        # Entries beyond the last visit may have any valid block.
         block=jnp.clip(begin[owner] + visit - (past - counts)[owner], 0, blocks - 1),
         group=jnp.where(owner == groups, last, group),
         first=jnp.where(without_rows, 0, starts[group]),
@@ -67,11 +67,11 @@ def group_visits(
 def visits_of_shares(
     group_sizes: Int[Array, " E"], rows: int, block: int, shares: int
 ) -> tuple[Visits, Int[Array, ""]]:
-    """The visits of equal shares of the blocks, one share after another, and the largest count of them.
+    """Returns the visits of equal shares of the blocks, share by share, and the largest number of visits of a share.
 
     Args:
       group_sizes, rows, block: see `group_visits`.
-      shares: divides the number of blocks. One that has fewer visits than another makes up for it with such as do
+      shares: divides the number of blocks. A share with fewer visits than another is filled up with visits that do
         nothing: in its last block, for the group that was visited last.
     """
     if shares == 1:
@@ -85,8 +85,8 @@ def visits_of_shares(
     return Visits(*(values.reshape(-1) for values in every)), jnp.max(counts)
 
 
-class OfShare:
-    """The entries of a share, in a list of those of all shares."""
+class ShareEntries:
+    """The entries of one share, in a list of the entries of all shares."""
 
     def __init__(self, values: Any, start: Any):
         self._values, self._start = values, start

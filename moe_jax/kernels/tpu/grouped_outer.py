@@ -1,6 +1,6 @@
 """Gradient of the kernels of a grouped product: `out[e] = rows_e^T dout_e`, sums in float32.
 
-XLA has a grouped kernel for the product of sorted rows alone: for this gradient it multiplies all rows with those of
+XLA has a grouped kernel only for the product of sorted rows: for this gradient it multiplies all rows with those of
 every group in turn, E times the arithmetic.
 """
 
@@ -27,7 +27,7 @@ ROW_BLOCK = 512
 def reference(
     rows: Float[Array, "M i"], dout: Float[Array, "M o"], group_sizes: Int[Array, " E"]
 ) -> Float[Array, "E i o"]:
-    """The same in plain JAX, float32; for tests."""
+    """Returns the same in plain JAX, float32; for tests."""
     group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(rows.shape[0], dtype=jnp.int32), side="right")
     member = jax.nn.one_hot(group, group_sizes.shape[0], dtype=jnp.float32)
     wide = rows.astype(jnp.float32), dout.astype(jnp.float32)
@@ -43,14 +43,14 @@ def grouped_outer(
     core: Core = ANY_CORE,
     interpret: bool = False,
 ) -> Float[Array, "E i o"]:
-    """The sums over the rows of every group, rounded once; zero for groups without rows.
+    """Returns the sums over the rows of every group, rounded once; zero for groups without rows.
 
     Args:
       rows: sorted by group.
       dout: in the dtype of the rows.
       group_sizes: rows per group, int32.
       dtype: of the result.
-      core: for which the sizes of blocks are chosen.
+      core: the core for which the sizes of blocks are chosen.
       interpret: run the kernel in interpret mode.
     """
     return _outer(rows, dout, group_sizes, None, (), 1, dtype, core, interpret)
@@ -66,18 +66,18 @@ def reduced_outer(
     core: Core = ANY_CORE,
     interpret: bool = False,
 ) -> Float[Array, "E s o"]:
-    """What a tile makes of the same sums, a row of every `tile.shared` rows; float32. The sums stay in fast memory.
+    """Reduces the same sums by a tile, to a row for every `tile.shared` rows; float32. The sums stay in fast memory.
 
     Args:
       rows, dout, group_sizes, core, interpret: see `grouped_outer`.
-      tile: reduces them.
+      tile: reduces the sums.
       operands: of the tile.
     """
     return _outer(rows, dout, group_sizes, tile, operands, tile.shared, jnp.float32, core, interpret)[:, :, 0]
 
 
 class Reducing(Protocol):
-    """A tile that reduces the gradient of its entries; see `kernels.tpu.tiles.packed_tile`."""
+    """A tile that reduces the gradient of its entries; `kernels.tpu.tiles.packed_tile` has one."""
 
     @property
     def step(self) -> int: ...
@@ -159,7 +159,7 @@ def _kernel(visits: Visits, rows_ref: Any, dout_ref: Any, *refs: Any, blocks: "B
 
     def strip(at: Any, inside: Array) -> None:
         own = pl.ds(at, blocks.strip)
-        # Rows of other groups, and what lies beyond the last row, which may be anything.
+        # Zeros in place of rows of other groups, and of rows beyond the last, which may be anything.
         left = jnp.where(inside, rows_ref[own, :], jnp.zeros((), rows_ref.dtype))
 
         def piece(start: Any, width: int) -> None:
@@ -202,7 +202,7 @@ class Blocks(NamedTuple):
     """Sizes of blocks.
 
     Attributes:
-      rows: of a block of rows.
+      rows: rows of a block of rows.
       strip: rows that are multiplied at a time.
       height, width: of a block of a kernel.
       vmem: bytes of fast memory.
@@ -234,10 +234,10 @@ def plan_blocks(
       rows: M.
       shape: [i, o].
       dtype, out_dtype: of the rows and of the result.
-      unit: blocks are multiples of so many rows of the kernel.
-      shared: rows of the kernel for a row of the result.
+      unit: the height of blocks is a multiple of this many rows of the kernel.
+      shared: rows of the kernel per row of the result.
       operands: of the tile that reduces the sums.
-      core: what they have to fit.
+      core: the core that they have to fit.
     """
     itemsize = jnp.dtype(dtype).itemsize
     block = min(ROW_BLOCK, round_up(rows, 32 // itemsize))

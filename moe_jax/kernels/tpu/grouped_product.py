@@ -1,19 +1,19 @@
 """Grouped product with kernels that are made in fast memory: `out[m] = rows[m] @ (base + delta of the group of m)`.
 
-A *panel* is a block of columns of a kernel: of each expert in turn what is stored of it is read, its panel is made
-(summed with that of the base in float32, rounded to the dtype of the rows) and multiplied with its rows. No kernel is
-ever in HBM. With few rows, every byte that is stored is read once, and nothing else. With many, `product_blocks`
-chooses what stays in fast memory and is read once while the rest passes by, several times:
+A *panel* is a block of columns of a kernel. For each expert in turn, the kernel reads the expert's stored arrays, makes
+its panel (the sum with the panel of the base in float32, rounded to the dtype of the rows) and multiplies it with the
+expert's rows. No kernel is ever in HBM. With few rows, every stored byte is read once, and nothing else. With many,
+`product_blocks` chooses what stays in fast memory and is read once while the rest passes by, several times:
 
 - panels, as wide as fit: all rows pass by each of them;
 - a share of the rows, as large as fits: all panels pass by each of them, narrow ones;
 - the sums of a share of the rows: terms pass by, with panels that are wide and a few rows deep. They are rounded and
   written after the last one.
 
-The transposed product, with the gradient of the output in the place of the rows, takes panels of rows of the kernels.
+The transposed product has the gradient of the output in place of the rows, and takes panels of rows of the kernels.
 
-The *gated* product is made of two: a panel of each of two kernels meets the rows, and only `act(gate) * up` goes to
-HBM, where two products would be written, read again, and written as one.
+The *gated* product consists of two: a panel of each of two kernels meets the rows, and only `act(gate) * up` goes to
+HBM. As two products it would be written, read again, and written as one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,19 +29,19 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.activations import activated
 from moe_jax.kernels.tpu.chip import ANY_CORE, LANES, RESERVED, Core, round_up
-from moe_jax.kernels.tpu.group_visits import OfShare, Visits, visits_of_shares
+from moe_jax.kernels.tpu.group_visits import ShareEntries, Visits, visits_of_shares
 from moe_jax.kernels.tpu.pieces import COLUMNS, changed, dot, in_pieces, over_strips
 from moe_jax.kernels.tpu.product_blocks import Made, Plan, Stays, plan_blocks
 from moe_jax.kernels.tpu.tiles.fused_tile import FusedTile, Operand, Piece
 
 
 class Kernels(NamedTuple):
-    """Kernels of all groups, as they are stored.
+    """Kernels of all groups, in the form in which they are stored.
 
     Attributes:
       base: shared by all groups; None: there is none.
       arrays: of the experts, by name, stacked over the groups.
-      tile: makes kernels of the arrays.
+      tile: makes kernels from the arrays.
     """
 
     base: Float[Array, "i o"] | None
@@ -52,7 +52,7 @@ class Kernels(NamedTuple):
 def reference(
     rows: Float[Array, "M k"], kernels: Float[Array, "E i o"], group_sizes: Int[Array, " E"], transposed: bool = False
 ) -> Float[Array, "M n"]:
-    """The same product in plain JAX, float32, with kernels that are whole; for tests."""
+    """Returns the same product in plain JAX, float32, with whole kernels; for tests."""
     group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(rows.shape[0], dtype=jnp.int32), side="right")
     member = jax.nn.one_hot(group, kernels.shape[0], dtype=jnp.float32)
     wide, kernels = rows.astype(jnp.float32), kernels.astype(jnp.float32)
@@ -72,17 +72,17 @@ def grouped_product(
     core: Core = ANY_CORE,
     interpret: bool = False,
 ) -> Float[Array, "M n"]:
-    """`rows[m] @ kernel[group of m]`, in the dtype of the rows, with sums in float32.
+    """Returns `rows[m] @ kernel[group of m]`, in the dtype of the rows, with sums in float32.
 
     Args:
       rows: sorted by group, [M, i]; transposed: [M, o].
       base: shared by all groups; None: there is none.
       arrays: of the experts, by name, stacked over the groups.
       group_sizes: rows per group, int32. Rows beyond their sum give zeros.
-      tile: makes kernels of the arrays.
+      tile: makes kernels from the arrays.
       shape: [i, o] of the kernels.
       transposed: multiply with the transposed kernels; the result is [M, i].
-      core: for which the sizes of blocks are chosen.
+      core: the core for which the sizes of blocks are chosen.
       interpret: run the kernel in interpret mode.
     """
     return _product(rows, [Kernels(base, arrays, tile)], group_sizes, shape, None, transposed, core, interpret)
@@ -99,7 +99,7 @@ def gated_product(
     core: Core = ANY_CORE,
     interpret: bool = False,
 ) -> Float[Array, "M o"]:
-    """`act(rows[m] @ gate kernel) * (rows[m] @ up kernel)`, computed in float32 and rounded once.
+    """Returns `act(rows[m] @ gate kernel) * (rows[m] @ up kernel)`, computed in float32 and rounded once.
 
     Args:
       rows: sorted by group.
@@ -128,7 +128,7 @@ def _product(
     plan = plan_blocks(rows.shape[0], shape, rows.dtype, every, core, transposed=transposed, adds=activation is None)
     sizes, sums = plan.sizes, plan.sizes.stays is Stays.SUMS
     visits, count = visits_of_shares(group_sizes, rows.shape[0], sizes.rows, sizes.shares)
-    places = _Places(plan, visits.block.shape[0] // sizes.shares)
+    places = _GridSteps(plan, visits.block.shape[0] // sizes.shares)
     padded = jnp.pad(rows, ((0, max(0, sizes.rows - rows.shape[0])), (0, 0)))
     width = shape[0] if transposed else shape[1]
     # Sums are written strip by strip.
@@ -136,7 +136,7 @@ def _product(
     panel = (sizes.width, sizes.depth) if transposed else (sizes.depth, sizes.width)
     layout = tuple(_Layout(made.tile, made.base is not None, len(made.operands), made.stored) for made in every)
 
-    # Indices of blocks: of a step of the grid, with the visits after it.
+    # Indices of blocks, from the indices of a step of the grid and the visits after them.
     def of_rows(*at: Any) -> tuple:
         return at[-1].block[places.visit(*at)], places.depth(*at)
 
@@ -153,7 +153,7 @@ def _product(
 
         return pl.BlockSpec((None, *operand.block_of(*panel)), index)
 
-    # A block that is used for long: a second one, in which the next arrives meanwhile, has to pay.
+    # Rows that stay in use for long get one buffer: a second one, for the next block to arrive in, would not pay.
     blocks_of_rows = 1 if sizes.stays is Stays.ROWS else 2
     specs = [pl.BlockSpec((sizes.rows, sizes.depth), of_rows, pipeline_mode=pl.Buffered(blocks_of_rows))]
     inputs = [padded]
@@ -196,12 +196,12 @@ def _product(
     return product[: rows.shape[0]]
 
 
-class _Places(NamedTuple):
-    """What a step of the grid is for. Its first axis is the one that is divided between cores, shares or panels.
+class _GridSteps(NamedTuple):
+    """The place of a step of the grid. Its first axis, of shares or of panels, is divided between cores.
 
     Attributes:
       plan: sizes of blocks.
-      of_share: visits in the list of a share.
+      of_share: number of visits in the list of a share.
     """
 
     plan: Plan
@@ -230,7 +230,7 @@ class _Places(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """Which references of the Pallas kernel are those of one of the kernels that it multiplies with."""
+    """The references of the Pallas kernel that belong to one of the kernels that it multiplies with."""
 
     tile: FusedTile
     has_base: bool
@@ -243,7 +243,7 @@ def _kernel(
     rows_ref: Any,
     *refs: Any,
     layout: Sequence[_Layout],
-    places: _Places,
+    places: _GridSteps,
     activation: str | None,
     transposed: bool,
 ) -> None:
@@ -251,7 +251,7 @@ def _kernel(
     out_ref, *scratch = refs[sum(one.has_base + one.operands for one in layout) :]
     at_step = [pl.program_id(axis) for axis in range(5)]
     share, n, k, v, last = places.share(*at_step), places.panel(*at_step), *at_step[3:], pl.num_programs(4) - 1
-    own_visits: Any = (OfShare(values, share * places.of_share) for values in visits)
+    own_visits: Any = (ShareEntries(values, share * places.of_share) for values in visits)
     visits, panels, sizes = Visits(*own_visits), [], plan.sizes
     for one in layout:
         base_ref = next(inputs) if one.has_base else None
@@ -298,7 +298,7 @@ def _kernel(
 
 
 def _write_sums(sums_ref: Any, strip_ref: Any, semaphore: Any, out_ref: Any, row: Any) -> None:
-    """Rounds the sums and writes those of rows that there are, strip by strip, from that row of the output on."""
+    """Rounds the sums and writes those of rows that exist, strip by strip, from row `row` of the output on."""
     strip, width = strip_ref.shape
 
     def one(index: Any, _: None) -> None:

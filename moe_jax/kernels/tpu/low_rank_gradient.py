@@ -1,4 +1,4 @@
-"""Gradients of low-rank kernels `a b` of a grouped product, without the gradient of any kernel.
+"""Gradients of low-rank kernels `a b` of a grouped product, without the gradient of any whole kernel.
 
 For the rows x and the output gradients y of a group: `da = x^T (y b^T)` and `db = (x a)^T y`. Each row is read once.
 """
@@ -27,7 +27,7 @@ def reference(
     b: Float[Array, "E r o"],
     group_sizes: Int[Array, " E"],
 ) -> tuple[Float[Array, "E i r"], Float[Array, "E r o"]]:
-    """The same in plain JAX, float32; for tests."""
+    """Returns the same in plain JAX, float32; for tests."""
     group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(rows.shape[0], dtype=jnp.int32), side="right")
     member = jax.nn.one_hot(group, a.shape[0], dtype=jnp.float32)
     rows, dout, a, b = (array.astype(jnp.float32) for array in (rows, dout, a, b))
@@ -47,21 +47,21 @@ def low_rank_gradients(
     core: Core = ANY_CORE,
     interpret: bool = False,
 ) -> tuple[Float[Array, "E i r"], Float[Array, "E r o"]]:
-    """Gradients of `a` and `b`, float32; zero for groups without rows.
+    """Returns the gradients of `a` and `b`, float32; zero for groups without rows.
 
-    What is rounded to the dtype of the rows is split into two terms of it, so that nothing is lost but the rounding of
-    sums in float32.
+    Arrays that must be in the dtype of the rows are split into two terms of it, so that the only loss is the rounding
+    of sums in float32.
 
     Args:
       rows: sorted by group, as they were multiplied.
       dout: gradient of the product, in the dtype of the rows.
       a, b: factors of every group.
       group_sizes: rows per group, int32.
-      core: for which the sizes of blocks are chosen.
+      core: the core for which the sizes of blocks are chosen.
       interpret: run the kernel in interpret mode.
 
     Raises:
-      ValueError: if the factors are too large for the kernel; `fits` tells.
+      ValueError: if the factors are too large for the kernel (see `fits`).
     """
     (groups, fan_in, rank), fan_out = a.shape, b.shape[2]
     block = _block(rows.shape[0], (fan_in, fan_out), rank, rows.dtype, core)
@@ -104,12 +104,12 @@ def low_rank_gradients(
 
 
 def fits(rows: int, shape: tuple[int, int], rank: int, dtype: Any, core: Core) -> bool:
-    """Whether the kernel takes factors of this rank of kernels [i, o]."""
+    """Whether the kernel takes factors of this rank, for kernels of shape [i, o]."""
     return _block(rows, shape, rank, dtype, core) is not None
 
 
 class _Block(NamedTuple):
-    """Rows of a block and of a strip, and the fast memory that all blocks take."""
+    """Rows of a block and of a strip, and the fast memory that all blocks take together."""
 
     rows: int
     strip: int
@@ -117,12 +117,12 @@ class _Block(NamedTuple):
 
 
 def _block(rows: int, shape: tuple[int, int], rank: int, dtype: Any, core: Core) -> _Block | None:
-    """The longest block of rows that fits; None: none does."""
+    """Returns the longest block of rows that fits; None: none does."""
     for most in ROW_BLOCKS:
         size = min(most, round_up(rows, 32 // jnp.dtype(dtype).itemsize))
         of_rows = sum(block_bytes((size, side), dtype) for side in shape)
         of_group = sum(2 * block_bytes((rank, side), dtype) + block_bytes((rank, side), jnp.float32) for side in shape)
-        # Masked strips, and pieces of float32.
+        # Masked strips, and pieces in float32.
         inside = sum(3 * block_bytes((STRIP, side), dtype) for side in shape) + 4 * 4 * COLUMNS * max(rank, STRIP)
         vmem = 2 * (of_rows + of_group) + inside
         if vmem + RESERVED <= core.vmem and size % min(size, STRIP) == 0:
@@ -131,7 +131,7 @@ def _block(rows: int, shape: tuple[int, int], rank: int, dtype: Any, core: Core)
 
 
 def _terms(factor: Array, dtype: Any) -> tuple[Array, ...]:
-    """The factor as a sum of arrays of the dtype."""
+    """Returns the factor as a sum of arrays of the dtype."""
     return (factor,) if factor.dtype == dtype else (factor.astype(dtype),) if dtype == jnp.float32 else split(factor)
 
 
@@ -146,7 +146,7 @@ def _kernel(visits: Visits, rows_ref: Any, dout_ref: Any, *refs: Any, block: _Bl
 
     def strip(at: Any, inside: Array) -> None:
         own = pl.ds(at, block.strip)
-        # Rows of other groups, and what lies beyond the last row, which may be anything.
+        # Zeros in place of rows of other groups, and of rows beyond the last, which may be anything.
         left, right = (jnp.where(inside, ref[own, :], jnp.zeros((), ref.dtype)) for ref in (rows_ref, dout_ref))
         _add(db_ref, a_refs, left, right)
         _add(da_ref, b_refs, right, left)

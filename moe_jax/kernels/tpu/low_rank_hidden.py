@@ -1,9 +1,9 @@
 """Hidden states of gated low-rank experts, which never leave fast memory; see `functional.products.low_rank_hidden`.
 
 For a block of tokens, blocks of the hidden layer pass by: products with the base, second factors of `gate` and `up`,
-and first ones of `down`. Of each block the hidden states of every choice are made in float32, and added up by weight,
-which is written. So are their products with the first factors of `down`, whose sums stay in fast memory until the last
-block. What a choice has of other experts' factors is set to zero there, too, so that rows are as many as tokens.
+and first factors of `down`. For each block the kernel computes the hidden states of every choice in float32, and writes
+their weighted sum. It also adds up their products with the first factors of `down`, which stay in fast memory until the
+last block. Entries for other experts' factors are set to zero there, too, so that there is one row per token.
 """
 
 from collections.abc import Iterator
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from moe_jax.functional.products.low_rank_hidden import Projection
     from moe_jax.functional.routing.decision import Routing
 
-# Blocks of tokens from the longest.
+# Tokens of a block, from the longest.
 _TOKEN_BLOCKS = (1024, 512, 256, 128)
-# Of a block of the hidden layer, from the widest.
+# Columns of a block of the hidden layer, from the widest.
 _WIDTHS = (1024, 768, 512, 384, 256, 128)
 _STRIP = 256
 _SUMS = jnp.dtype(jnp.float32)
 
 
 def fits(features: int, size: int, dtype: DTypeLike, core: Core = ANY_CORE) -> bool:
-    """Whether there are blocks of hidden states of that shape that the kernel can work with.
+    """Whether the kernel has blocks that fit hidden states of this shape.
 
     Args:
       features: f, of the hidden layer.
@@ -57,11 +57,12 @@ def low_rank_hidden(
     core: Core = ANY_CORE,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T f"], Float[Array, "T n"]]:
-    """The weighted sums of the hidden states, and of their products with `a`; see `low_rank_hidden`.
+    """Returns the weighted sums of the hidden states, and of their products with `a`.
 
     Args:
-      gate, up, a, routing, num_experts, activation: see there; as many factors of `gate` and `up` as of `a`.
-      core: for which the sizes of blocks are chosen; they must exist (`fits`).
+      gate, up, a, routing, num_experts, activation: see `functional.products.low_rank_hidden.low_rank_hidden`; `gate`
+        and `up` have as many factors as `a`.
+      core: the core for which the sizes of blocks are chosen; they must exist (`fits`).
       interpret: run the kernel in interpret mode.
     """
     tokens, features = gate.of_base.shape
@@ -101,7 +102,7 @@ def low_rank_hidden(
 
 
 def _blocks(tokens: int, features: int, size: int, dtype: DTypeLike, core: Core) -> Iterator[tuple[int, int, int]]:
-    """Tokens of a block, its width, and the bytes of fast memory that it takes: those that fit, the best first."""
+    """Yields tokens, width and bytes of fast memory of the blocks that fit, the best first."""
     dtype = jnp.dtype(dtype)
     step = min(_STRIP, 32 // dtype.itemsize) if tokens < _STRIP else _STRIP
     widths = [width for width in _WIDTHS if features % width == 0]
@@ -110,14 +111,14 @@ def _blocks(tokens: int, features: int, size: int, dtype: DTypeLike, core: Core)
         once = 3 * block_bytes((rows, width), dtype) + 2 * block_bytes((rows, size), dtype)
         once += block_bytes((rows, size), _SUMS) + 2 * block_bytes((rows, LANES), _SUMS)
         once += 2 * block_bytes((size, width), dtype) + block_bytes((width, size), dtype)
-        # All twice, as the next block arrives meanwhile; and what is made of a strip, in float32.
+        # Blocks count twice, as the next one arrives meanwhile; then the float32 values of a strip.
         vmem = 2 * once + 8 * 4 * min(rows, _STRIP) * max(COLUMNS, size)
         if vmem + RESERVED <= core.vmem:
             yield rows, width, vmem
 
 
 def _readings(tokens: int, features: int, rows: int, width: int) -> int:
-    """How often the factors are read: for every block of tokens, but once if one block is all of the hidden layer."""
+    """Returns how often the factors are read: once per block of tokens, or once if the hidden layer is one block."""
     return 1 if width == features else pl.cdiv(tokens, rows)
 
 
@@ -155,12 +156,12 @@ def _kernel(
             factor = lax.broadcasted_iota(jnp.int32, (count, size), 1)
 
             def choice(j: int) -> Float[Array, "m n"]:
-                """The hidden state of a choice, whose products with `a` are added to the sums."""
+                """Returns the hidden state of a choice, and adds its products with `a` to the sums."""
                 start = experts[:, j : j + 1] * rank
                 is_own = jnp.logical_and(factor >= start, factor < start + rank)
 
                 def product(of_base: Any, inner: Any, b: Any) -> Float[Array, "m n"]:
-                    # Chosen in float32, which the vector units of all chips have.
+                    # Selected in float32, which the vector units of all chips have.
                     chosen = jnp.where(is_own, inner[own, :].astype(jnp.float32), 0.0).astype(inner.dtype)
                     return of_base[at].astype(jnp.float32) + dot(chosen, b[:, at[1]], (1, 0))
 
@@ -170,7 +171,7 @@ def _kernel(
                 inner_ref[own, :] += jnp.where(is_own, weights[:, j : j + 1] * products, 0.0)
                 return h
 
-            # As `functional.routing.dispatch.weighted_sum`: to the last bit the hidden state, if all are equal.
+            # As in `functional.routing.dispatch.weighted_sum`: equal hidden states give that state to the last bit.
             first = choice(0)
             total = jnp.sum(weights, axis=1, keepdims=True) * first
             for j in range(1, top_k):

@@ -1,4 +1,4 @@
-"""What the bodies of kernels have in common: loops over pieces of a block, rows of a group, products."""
+"""Common parts of the bodies of kernels: loops over pieces of a block, rows of a group, products."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,26 +11,27 @@ from jaxtyping import Array, Bool, Float
 from moe_jax.kernels.tpu.group_visits import Visits
 
 COLUMNS = 256
-"""Of a piece: enough to keep the units busy, and few enough for a compiler that writes out every register."""
+"""Columns of a piece: enough to keep the units busy, few enough for a compiler that unrolls every register."""
 
 
 def in_pieces(size: int, step: int, body: Callable[[Any, int], None]) -> None:
     """Calls `body(start, size of the piece)` for pieces of `step`; the last is shorter where that does not divide."""
-    whole, rest = divmod(size, step)
+    whole, remainder = divmod(size, step)
     if whole == 1:
         body(0, step)
     elif whole:
         lax.fori_loop(0, whole, lambda n, _: body(pl.multiple_of(n * step, step), step), None)
-    if rest:
-        body(whole * step, rest)
+    if remainder:
+        body(whole * step, remainder)
 
 
 def over_strips(visits: Visits, v: Any, rows: int, strip: int, body: Callable[[Any, Bool[Array, "m 1"]], None]) -> None:
-    """Calls `body(first row in the block, which of the rows belong to the group)` for strips that have such rows.
+    """Calls `body(first row in the block, which of the rows belong to the group)` for every strip with rows of the
+    group.
 
     Args:
       visits: of all blocks.
-      v: the visit.
+      v: index of the visit.
       rows: of a block.
       strip: rows of a strip; divides `rows`.
       body: of the loop.
@@ -42,19 +43,19 @@ def over_strips(visits: Visits, v: Any, rows: int, strip: int, body: Callable[[A
         number = lax.broadcasted_iota(jnp.int32, (strip, 1), 0) + at + top
         body(at, jnp.logical_and(number >= first, number < end))
 
-    # `//` would ask for the signs, and that Mosaic lowers with a look at the default device.
+    # `//` would need the signs, which Mosaic lowers with a look at the default device.
     low = lax.div(jnp.maximum(first - top, 0), strip)
     high = lax.div(jnp.clip(end - top, 0, rows) + (strip - 1), strip)
     lax.fori_loop(low, high, one, None)
 
 
 def changed(values: Any, v: Any) -> Any:
-    """Whether a value of a list differs from that of the visit before, or this is the first."""
+    """Whether a value of a list differs from that of the visit before, or this is the first visit."""
     return jnp.logical_or(v == 0, values[v] != values[jnp.maximum(v - 1, 0)])
 
 
 def dot(left: Array, right: Array, contract: tuple[int, int]) -> Float[Array, "m n"]:
-    """The product in float32 over one axis of each; float32 is multiplied as such, and not rounded to bfloat16."""
+    """Returns the product over one axis of each operand, float32; float32 operands are not rounded to bfloat16."""
     exact = left.dtype == jnp.float32
     return lax.dot_general(
         left,
@@ -66,9 +67,9 @@ def dot(left: Array, right: Array, contract: tuple[int, int]) -> Float[Array, "m
 
 
 def split(array: Array) -> tuple[Array, Array]:
-    """Two bfloat16 terms whose sum is the array, to 16 bits."""
+    """Returns two bfloat16 terms whose sum is the array, to 16 bits."""
     array = array.astype(jnp.float32)
-    # Cut off, as XLA may leave out a conversion there and back, and Mosaic has no `reduce_precision`.
+    # Truncated by a mask: XLA may leave out a conversion there and back, and Mosaic has no `reduce_precision`.
     bits = lax.bitcast_convert_type(array, jnp.int32) & jnp.int32(-(1 << 16))
     large = lax.bitcast_convert_type(bits, jnp.float32)
     return large.astype(jnp.bfloat16), (array - large).astype(jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""Sizes of the blocks of a grouped product: the ones that move the fewest bytes and fit into fast memory."""
+"""Sizes of the blocks of a grouped product: those that fit into fast memory and move the fewest bytes."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -12,19 +12,19 @@ from moe_jax.kernels.tpu.chip import LANES, RESERVED, Core, block_bytes, round_u
 from moe_jax.kernels.tpu.pieces import COLUMNS
 from moe_jax.kernels.tpu.tiles.fused_tile import FusedTile, Operand
 
-# Blocks of rows that pass by, from the longest.
+# Rows of blocks that pass by, from the longest.
 ROW_BLOCKS = (512, 256, 128)
 # Sides of blocks of a kernel that pass by, from the longest.
 SIDES = (512, 256, 128)
-# Panels of which the sums stay in fast memory while their terms pass by.
+# Most panels whose sums stay in fast memory while their terms pass by.
 MOST_SUMMED = 4
 
 
 class Made(NamedTuple):
-    """Kernels of all groups, and what they are made of.
+    """Kernels of all groups, and the arrays that they are made from.
 
     Attributes:
-      tile: makes what is added to the base.
+      tile: makes the part that is added to the base.
       base: shared by all groups; None: there is none.
       operands: of the tile.
       stored: the operand is multiplied as it is, so that no panel is made.
@@ -37,7 +37,7 @@ class Made(NamedTuple):
 
 
 class Stays(Enum):
-    """What stays in fast memory while the rest passes by."""
+    """The part of a product that stays in fast memory while the rest passes by."""
 
     PANEL = auto()
     ROWS = auto()
@@ -48,14 +48,14 @@ class Sizes(NamedTuple):
     """Sizes of blocks, and what is divided between cores.
 
     Attributes:
-      stays: a panel, and all blocks of rows of a share pass by; or a share of the rows, which is one block, and panels
-        pass by; or its sums, and blocks of their terms pass by.
-      rows: of a block of rows.
-      shares: of the rows, one after another, or side by side on several cores.
-      split: parts of the panels, one for each core, of which each then takes all shares; 1: cores divide the shares.
+      stays: a panel stays, and all blocks of rows of a share pass by; or a share of the rows, which is one block,
+        stays, and panels pass by; or its sums stay, and blocks of their terms pass by.
+      rows: rows of a block of rows.
+      shares: number of shares of the rows, one after another, or side by side on several cores.
+      split: number of parts of the panels, one for each core, which then takes all shares; 1: cores divide the shares.
       width: columns of a panel, or rows of it in the transposed product.
-      depth: terms of a sum that are brought at a time.
-      bases: blocks of the base in fast memory.
+      depth: terms of a sum that are loaded at a time.
+      bases: number of blocks of the base in fast memory.
     """
 
     stays: Stays
@@ -68,11 +68,11 @@ class Sizes(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What the kernel has to know.
+    """The blocks of a grouped product, and their cost.
 
     Attributes:
       sizes: of blocks.
-      strip: rows that are multiplied at a time; those of a block that no group has are left out strip by strip.
+      strip: rows that are multiplied at a time; rows of a block that no group has are left out strip by strip.
       panels: number of panels of a kernel.
       depths: number of blocks of terms of a sum.
       vmem: bytes of fast memory.
@@ -97,32 +97,32 @@ def plan_blocks(
     transposed: bool = False,
     adds: bool = True,
 ) -> Plan:
-    """Chooses the blocks that move the fewest bytes; those during which nothing else can happen are counted twice.
+    """Chooses the blocks that move the fewest bytes; bytes moved while nothing is computed count twice.
 
-    Either panels stay in fast memory and rows pass by, once for every panel; or a share of the rows stays, or of their
-    sums, and kernels pass by: the base once for every share, an expert once for every share in which it has rows. Of
-    one panel there lie in fast memory the base, what is made of it and codes, of rows only themselves: where kernels
-    are too large to be read in few panels, fewer shares of rows are. The sums stay where rows are much longer than
-    what is made of them, as in a `down` projection.
+    Either panels stay in fast memory and rows pass by, once for every panel; or a share of the rows, or of their sums,
+    stays and kernels pass by: the base once for every share, an expert once for every share in which it has rows. A
+    panel takes fast memory for the base, for codes and for what is made of them, a row only for itself: where kernels
+    are too large to be read in few panels, fewer shares of rows suffice. The sums stay where rows are much longer than
+    their results, as in a `down` projection.
 
-    Cores have as many panels each, or as many shares.
+    Cores have equally many panels each, or equally many shares.
 
     Args:
       rows: M.
       shape: [i, o] of the kernels.
       dtype: of the rows.
       kernels: that the rows are multiplied with; all of that shape, and for as many groups.
-      core: what they have to fit.
+      core: the core that the blocks have to fit.
       transposed: see `grouped_product`.
-      adds: what is written is the sum, so that its terms can be added up one part after another.
+      adds: the output is the sum itself, so that its terms can be added up one part after another.
 
     Raises:
       ValueError: if not even the smallest blocks fit.
     """
     chooser = Chooser(rows, shape, jnp.dtype(dtype), kernels, core, transposed)
     best = None
-    for plan in (*chooser.passing(), *chooser.staying(adds)):
-        score = chooser.uneven(plan), plan.traffic + chooser.waits(plan), -plan.sizes.rows
+    for plan in (*chooser.plans_with_rows_passing(), *chooser.plans_with_kernels_passing(adds)):
+        score = chooser.is_uneven(plan), plan.traffic + chooser.idle_bytes(plan), -plan.sizes.rows
         if best is None or score < best[0]:
             best = score, plan
     if best is None:
@@ -131,7 +131,7 @@ def plan_blocks(
 
 
 class Chooser:
-    """The plans that fit; see `plan_blocks`."""
+    """Finds the plans that fit; arguments as for `plan_blocks`."""
 
     def __init__(
         self,
@@ -145,12 +145,12 @@ class Chooser:
         self.rows, self.dtype, self.kernels, self.core, self.transposed = rows, dtype, kernels, core, transposed
         self.length, self.width = (shape[1], shape[0]) if transposed else shape
         self.step = max(made.tile.step for made in kernels)
-        # Panels of rows, or parts of them, begin where pieces do, and with whole rows of what is stored.
+        # Panels of rows, or parts of them, must begin with a piece, and with a whole row of the stored arrays.
         self.unit, self.deep = (self.step, LANES) if transposed else (LANES, self.step)
         self.most_rows = round_up(rows, 32 // dtype.itemsize)
 
-    def passing(self) -> Iterator[Plan]:
-        """Rows pass by, all of them for every panel."""
+    def plans_with_rows_passing(self) -> Iterator[Plan]:
+        """Yields plans in which all rows pass by every panel."""
         cores = self.core.cores
         for longest, bases in itertools.product(ROW_BLOCKS, (2, 1)):
             block = min(longest, self.most_rows)
@@ -162,8 +162,8 @@ class Chooser:
                 if plan is not None:
                     yield plan
 
-    def staying(self, adds: bool) -> Iterator[Plan]:
-        """Kernels pass by, in as few shares of the rows as fit."""
+    def plans_with_kernels_passing(self, adds: bool) -> Iterator[Plan]:
+        """Yields plans in which kernels pass by, with as few shares of the rows as fit."""
         strip = min(self.core.rows, self.most_rows)
         sides = [side for side in SIDES if side % self.unit == 0 and side < self.width]
         blocks = [(Stays.ROWS, side, self.length) for side in sides]
@@ -173,7 +173,7 @@ class Chooser:
             depths = [side for side in SIDES if side % self.deep == 0 and self.length % side == 0]
             blocks += [(Stays.SUMS, width, depth) for width in widths for depth in depths if depth < self.length]
         for (stays, width, depth), split in itertools.product(blocks, sorted({1, self.core.cores})):
-            # Shorter sides leave a part of the matrix unit without work.
+            # Shorter sides would leave a part of the matrix unit idle.
             if min(width, depth) < self.core.rows or -(-self.width // width) % split:
                 continue
             each = self.core.cores // split
@@ -187,7 +187,7 @@ class Chooser:
                     break
 
     def plan(self, sizes: Sizes) -> Plan | None:
-        """What the blocks take and move; None: they do not fit."""
+        """Returns the plan of these sizes, with its memory and traffic; None: the blocks do not fit."""
         strip, wide = min(sizes.rows, self.core.rows), jnp.dtype(jnp.float32)
         if sizes.rows % strip:
             return None
@@ -199,7 +199,7 @@ class Chooser:
             vmem += block_bytes((sizes.rows, sizes.width), wide) + block_bytes((strip, sizes.width), self.dtype)
         else:
             vmem += 2 * out
-        # Pieces of float32: those that are made, and those that are multiplied.
+        # Float32 pieces: those that are made, and those that are multiplied.
         vmem += (4 + 2 * len(self.kernels)) * 4 * COLUMNS * max(self.step, strip)
         if vmem + RESERVED > self.core.vmem:
             return None
@@ -212,19 +212,19 @@ class Chooser:
         return Plan(sizes, strip, panels, depths, vmem, traffic)
 
     def blocks_of_kernels(self, sizes: Sizes) -> tuple[int, int, int]:
-        """Bytes of a block of the base, of what is stored of an expert, and of what is made of these."""
+        """Returns the bytes of a block of the base, of an expert's stored arrays, and of the panel made from these."""
         panel = (sizes.width, sizes.depth) if self.transposed else (sizes.depth, sizes.width)
         of_base = sum(block_bytes(panel, made.base.dtype) for made in self.kernels if made.base is not None)
         operands = [operand for made in self.kernels for operand in made.operands]
         of_expert = sum(block_bytes(operand.block_of(*panel), operand.array.dtype) for operand in operands)
         return of_base, of_expert, sum(not made.stored for made in self.kernels) * block_bytes(panel, self.dtype)
 
-    def uneven(self, plan: Plan) -> bool:
-        """Whether a core has more to do than another."""
+    def is_uneven(self, plan: Plan) -> bool:
+        """Whether one core has more to do than another."""
         return plan.sizes.split == 1 and plan.sizes.shares % self.core.cores > 0
 
-    def waits(self, plan: Plan) -> int:
-        """Bytes that are moved while nothing else can happen."""
+    def idle_bytes(self, plan: Plan) -> int:
+        """Returns the number of bytes that are moved while nothing is computed."""
         sizes, itemsize = plan.sizes, self.dtype.itemsize
         if sizes.stays is Stays.ROWS:  # A share arrives.
             return sizes.split * self.rows * self.length * itemsize

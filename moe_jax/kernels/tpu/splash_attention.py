@@ -1,12 +1,13 @@
 """Attention on TPUs, by JAX's splash kernels: what a mask hides is neither read nor computed, block by block.
 
-Nothing is held that grows with the square of the length: a mask is a band of distances between query and key, which is
-computed inside the kernel, and documents are compared there. On the host a mask has an entry per block, of which there
-are at most 128 x 128 up to 131,072 tokens, as blocks grow with the length. The program has the same size for every
-length; to make and compile it takes one to two times as long for 131,072 tokens as for 8192.
+Nothing grows with the square of the length: a mask is a band of distances between query and key, which is computed
+inside the kernel, and documents are compared there. On the host a mask has an entry per block. Blocks grow with the
+length, so there are at most 128 x 128 of them up to 131,072 tokens. The program has the same size for every length;
+making and compiling it takes one to two times as long for 131,072 tokens as for 8192.
 
-What is computed is what `grouped_query` computes, rounded elsewhere: the kernel does not scale scores, so
-queries are scaled and rounded (exactly, where the scale is a power of two), and what meets the values is not.
+The result is that of `grouped_query`, rounded in other places: the kernel does not scale scores, so queries are scaled
+and rounded (exactly, where the scale is a power of two), and the probabilities are not rounded before they meet the
+values.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as splash_mask_info
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.saved_name import PRODUCT
+from moe_jax.kernels.by_platform import PRODUCT
 
 
 def splash_attention(
@@ -37,7 +38,7 @@ def splash_attention(
     soft_cap: float | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B T H W"]:
-    """Softmax attention in the dtype of `q`, of queries and keys whose positions are 0, 1, ...; has gradients.
+    """Returns softmax attention, in the dtype of `q`, of queries and keys at positions 0, 1, ...; differentiable.
 
     Args:
       q, k, v: H is a multiple of K; consecutive query heads share a key head.
@@ -45,15 +46,15 @@ def splash_attention(
       nearest: a query sees keys at least this many positions before it (0: itself, negative: after it); None: all.
       farthest: and at most this many positions before it; None: all.
       scale: of the scores.
-      soft_cap: scores become `c tanh(scores / c)` after that; None: they stay.
-      interpret: without a TPU, step by step.
+      soft_cap: scaled scores become `c tanh(scores / c)`; None: no cap.
+      interpret: run without a TPU, step by step.
     """
     length, keys = q.shape[1], k.shape[1]
     row = max(q.shape[-1], v.shape[-1]) * q.dtype.itemsize
     blocks = _block(length, row), _block(keys, row)
     q = (q.astype(jnp.float32) * jnp.float32(scale)).astype(q.dtype)
     padded, padded_keys = -(-length // blocks[0]) * blocks[0], -(-keys // blocks[1]) * blocks[1]
-    # What is added to the keys has to be hidden only where a query sees as far after it.
+    # Keys added as padding need to be hidden only where a query would see that far after itself.
     if segments is None and padded_keys > keys and (nearest is None or length - 1 - nearest >= keys):
         segments, key_segments = (jnp.zeros(a.shape[:2], jnp.int32) for a in (q, k))
     lengths = padded, padded_keys, padded_keys
@@ -66,15 +67,16 @@ def splash_attention(
         )
     mask = _Band((padded, padded_keys), nearest, farthest)
     kernel = _kernel(mask, q.shape[2], blocks, soft_cap, interpret)
-    # The kernels are written for the usual promotion of dtypes and ranks.
+    # The kernels are written for JAX's standard promotion of dtypes and ranks.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         y: Any = jax.vmap(kernel)(*heads_first, documents)
     return y.transpose(0, 2, 1, 3)[:, :length]
 
 
 def _block(length: int, row_bytes: int) -> int:
-    """Queries, or keys, of a block: large ones for long rows, small ones where little is to be added to the row."""
-    # The largest, with which a mask of 131,072 tokens takes a second and not ten, need room for their rows in VMEM.
+    """Returns the queries, or keys, of a block: large for long rows, small where the row then needs little padding."""
+    # The largest blocks, with which a mask of 131,072 tokens takes a second and not ten, need room for their rows in
+    # VMEM.
     for block, shortest, widest in ((1024, 32_769, 512), (512, 2048, None), (256, 512, None)):
         if length >= shortest and (widest is None or row_bytes <= widest):
             return block
@@ -88,7 +90,7 @@ def _padded(a: Array, length: int, fill: int = 0) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class _IsInside:
-    """Whether a query at one position sees a key at another; part of the kernel."""
+    """Whether a query at one position sees a key at another; runs inside the kernel."""
 
     nearest: int | None
     farthest: int | None
@@ -103,17 +105,17 @@ class _IsInside:
 
 
 class _Band(splash_masks.Mask):
-    """The mask of all distances in a range.
+    """The mask that shows all distances in a range.
 
-    The library asks of every block whether something in it is seen and whether all is. The range of distances in the
-    block answers that; to look at all its entries would take minutes for 131,072 tokens.
+    The library asks of every block whether any of its entries is seen and whether all are. The range of distances in
+    the block answers both; looking at all entries would take minutes for 131,072 tokens.
     """
 
     def __init__(self, shape: tuple[int, int], nearest: int | None, farthest: int | None):
         self._shape = shape
         self.range = nearest, farthest
         if self.range != (None, None):
-            # With these two the kernel computes the mask and does not read it.
+            # With these two attributes the kernel computes the mask and does not read it.
             self.q_sequence = np.arange(shape[0], dtype=np.int32)
             self.mask_function = _IsInside(nearest, farthest)
 
@@ -122,7 +124,7 @@ class _Band(splash_masks.Mask):
         return self._shape
 
     def __getitem__(self, block: tuple[slice, slice]) -> np.ndarray:
-        """Two entries in place of those of a block: their `any` and `all` are the block's."""
+        """Returns two entries in place of those of a block: their `any` and `all` equal the block's."""
         queries, keys = block
         least, most = queries.start - (keys.stop - 1), queries.stop - 1 - keys.start
         nearest, farthest = self.range
@@ -140,7 +142,7 @@ class _Band(splash_masks.Mask):
 def _kernel(
     mask: _Band, heads: int, blocks: tuple[int, int], soft_cap: float | None, interpret: bool
 ) -> splash.SplashAttentionKernel:
-    """The kernel, with what it knows of the blocks; the same for all layers of a model."""
+    """Returns the kernel, with its table of blocks; cached, as it is the same for all layers of a model."""
     of_queries, of_keys = blocks
     at_once = min(of_keys, 512)
     sizes = splash.BlockSizes(
@@ -148,7 +150,7 @@ def _kernel(
         block_q_dkv=of_queries, block_kv_dkv=of_keys, block_kv_dkv_compute=at_once,
         block_q_dq=of_queries, block_kv_dq=of_keys,
     )  # fmt: skip
-    # `make_splash_mha` does the same with arrays on a device, of which a program for absent hardware has none.
+    # `make_splash_mha` does the same with arrays on a device, which a program for absent hardware does not have.
     heads_mask = splash_masks.MultiHeadMask([mask] * heads)
     shards = dict(head_shards=1, q_seq_shards=1)
     info, inside = splash_mask_info.process_mask(heads_mask, blocks, **shards)

@@ -14,14 +14,12 @@ import rich.console
 from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import show_duration
 from moe_jax.core.terminal import Pace, progress_bars
-from moe_jax.data.sources.remote_lines import RemoteLines, read_remote_lines
 from moe_jax.distributed.processes import is_first_process
 from moe_jax.files.json_toml import ANYTHING, parse_json
-from moe_jax.files.remote.remote_path import BucketPath
-from moe_jax.files.staging import replace_file, write_durably
+from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig
 from moe_jax.nn.router_stats import stats_per_layer
-from moe_jax.training.log.tensorboard import EventWriter
+from moe_jax.training.log import tensorboard as tensorboard_log
 from moe_jax.training.log.wandb_writer import WandbWriter
 from moe_jax.training.step import StepMetrics
 
@@ -82,7 +80,7 @@ class MetricsWriter:
     Args:
       run_dir: the directory that holds both.
       last_step: the step after which training continues; 0 for a new run.
-      tensorboard: whether to write events.
+      tensorboard: whether to write events, where tensorboardX is installed.
       wandb: makes a writer for Weights & Biases; None: nothing is logged there.
     """
 
@@ -97,22 +95,18 @@ class MetricsWriter:
         self._file = self._events = self._wandb = None
         if not is_first_process():
             return
-        path = run_dir / "metrics.jsonl"
-        if isinstance(path, BucketPath):
-            self._file = RemoteLines(path, _lines_until(path, last_step))
-        else:
-            _cut_after(path, last_step)
-            self._file = path.open("a", encoding="utf-8")
-        if tensorboard:
-            self._events = EventWriter(run_dir / "tensorboard", first_step=last_step + 1)
+        path = as_path(run_dir / "metrics.jsonl")
+        self._file = path.growing(
+            [json.dumps(record) + "\n" for record in read_metrics(path) if record["step"] <= last_step]
+        )
+        if tensorboard and tensorboard_log.is_installed():
+            self._events = tensorboard_log.EventWriter(run_dir / "tensorboard", first_step=last_step + 1)
         if wandb is not None:
             self._wandb = wandb()
 
     def write(self, record: Record) -> None:
         if self._file:
             self._file.write(json.dumps(record) + "\n")
-            if not isinstance(self._file, RemoteLines):
-                self._file.flush()
         if self._events:
             self._events.write(record["step"], _flat(record))
         if self._wandb:
@@ -134,25 +128,10 @@ class MetricsWriter:
             self._wandb.close()
 
 
-def read_lines(path: Path) -> bytes:
-    """All that is in a metrics.jsonl; nothing if there is none."""
-    if isinstance(path, BucketPath):
-        return read_remote_lines(path)
-    return path.read_bytes() if path.exists() else b""
-
-
-def write_lines(path: Path, content: bytes) -> None:
-    """Writes a metrics.jsonl with this content."""
-    if isinstance(path, BucketPath):
-        RemoteLines(path, content.decode().splitlines(keepends=True)).close()
-    elif content:
-        write_durably(path, content)
-
-
 def read_metrics(path: Path) -> list[Record]:
     """The records of a metrics.jsonl; an unfinished last line of a killed run is ignored."""
     records = []
-    for line in read_lines(path).splitlines():
+    for line in as_path(path).read_grown().splitlines():
         try:
             records.append(parse_json(line, where=str(path), allow=ANYTHING))
         except InputError:
@@ -219,17 +198,6 @@ def _line(record: Record) -> str:
 def _flops(rate: float) -> str:
     unit, size = ("TFLOP/s", 1e12) if rate >= 1e12 else ("GFLOP/s", 1e9)
     return f"{rate / size:.3g} {unit}"
-
-
-def _cut_after(path: Path, last_step: int) -> None:
-    if not path.exists():
-        return
-    # If the process is killed here, the records so far must not be lost.
-    replace_file(path, "".join(_lines_until(path, last_step)).encode())
-
-
-def _lines_until(path: Path, last_step: int) -> list[str]:
-    return [json.dumps(record) + "\n" for record in read_metrics(path) if record["step"] <= last_step]
 
 
 def _flat(record: Mapping[str, Any]) -> list[tuple[str, float]]:

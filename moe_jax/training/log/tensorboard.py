@@ -1,22 +1,31 @@
-"""Scalars as TensorBoard events, encoded here because the usual writers depend on PyTorch or TensorFlow.
+"""Scalars as TensorBoard events, by tensorboardX (extra `tensorboard`)."""
 
-An event file is a sequence of TFRecords: length (uint64), masked CRC-32C of the length, data, masked CRC-32C of the
-data, all little-endian. The data is a protocol buffer `tensorflow.Event` (tensorflow/core/util/event.proto).
-"""
-
+import importlib
+import importlib.util
 import os
-import socket
-import struct
-import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from moe_jax.files.remote.remote_path import BucketPath
+from moe_jax.files.storage_path import as_path
+
+MISSING = "no TensorBoard events are written: pip install 'moe-jax[tensorboard]', or set log.tensorboard to false"
+_SECONDS = 20.0
+
+
+def is_installed() -> bool:
+    """Returns whether tensorboardX is there. It is imported only when events are written: it imports PyTorch, too,
+    where that is installed.
+    """
+    return importlib.util.find_spec("tensorboardX") is not None
 
 
 class EventWriter:
-    """Appends scalars to a new event file in a directory.
+    """Appends scalars to a new event file in a directory; needs tensorboardX.
+
+    Its `EventsWriter` is used, and not its `SummaryWriter`: that queues every scalar as an event of its own, which
+    takes longer than a step where layers have many experts, and its `flush` does not wait for the queue.
 
     Args:
       directory: created if necessary. In a bucket the file is there when it is closed, and as far as it was flushed.
@@ -24,79 +33,31 @@ class EventWriter:
     """
 
     def __init__(self, directory: Path, *, first_step: int):
-        directory.mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._target = directory / name
-        self._file = tempfile.TemporaryFile() if isinstance(self._target, BucketPath) else self._target.open("ab")
-        self._write(_string(3, b"brain.Event:2"))
-        # A session log with status START: TensorBoard then drops the steps that an interrupted run wrote beyond it.
-        self._write(_integer(2, first_step) + _string(7, _integer(1, 1)))
+        from tensorboardX.event_file_writer import EventsWriter
+
+        event_pb2: Any = importlib.import_module("tensorboardX.proto.event_pb2")
+        summary_pb2: Any = importlib.import_module("tensorboardX.proto.summary_pb2")
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._folder = as_path(directory).local_folder()
+        self._events = EventsWriter(str(self._folder.path / "events"), filename_suffix=f".{os.getpid()}.{first_step}")
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._events.write_event(event_pb2.Event(wall_time=time.time(), step=first_step, session_log=start))
+        self._due = 0.0
 
     def write(self, step: int, scalars: Iterable[tuple[str, float]]) -> None:
-        """Writes the scalars of a step, by tag."""
-        values = b"".join(
-            _string(1, _string(1, tag.encode()) + _key(2, 5) + struct.pack("<f", value)) for tag, value in scalars
-        )
-        self._write(_integer(2, step) + _string(5, values))
-        self._file.flush()
+        """Writes the scalars of a step, by tag; they are in the file some seconds later."""
+        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars]
+        self._events.write_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+        if time.monotonic() >= self._due:
+            self._events.flush()
+            self._due = time.monotonic() + _SECONDS
 
     def flush(self) -> None:
         """Returns when all is in its place."""
-        if isinstance(self._target, BucketPath):
-            self._file.seek(0)
-            self._target.write_bytes(self._file.read())  # and is at its end again
+        self._events.flush()
+        self._folder.flush()
 
     def close(self) -> None:
-        self.flush()
-        self._file.close()
-
-    def _write(self, event: bytes) -> None:
-        data = _key(1, 1) + struct.pack("<d", time.time()) + event
-        length = struct.pack("<Q", len(data))
-        self._file.write(length + _masked_crc(length) + data + _masked_crc(data))
-
-
-def _key(field: int, wire_type: int) -> bytes:
-    return _varint(field << 3 | wire_type)
-
-
-def _integer(field: int, value: int) -> bytes:
-    return _key(field, 0) + _varint(value)
-
-
-def _string(field: int, value: bytes) -> bytes:
-    return _key(field, 2) + _varint(len(value)) + value
-
-
-def _varint(value: int) -> bytes:
-    groups = []
-    while True:
-        value, group = value >> 7, value & 0x7F
-        groups.append(group | (0x80 if value else 0))
-        if not value:
-            return bytes(groups)
-
-
-def _crc_table() -> list[int]:
-    table = []
-    for byte in range(256):
-        for _ in range(8):
-            byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
-        table.append(byte)
-    return table
-
-
-_TABLE = _crc_table()
-
-
-def crc32c(data: bytes) -> int:
-    """CRC-32 with the Castagnoli polynomial, as in RFC 3720."""
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = crc >> 8 ^ _TABLE[(crc ^ byte) & 0xFF]
-    return crc ^ 0xFFFFFFFF
-
-
-def _masked_crc(data: bytes) -> bytes:
-    crc = crc32c(data)
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+        """Closes the file; all is in its place."""
+        self._events.close()
+        self._folder.close()

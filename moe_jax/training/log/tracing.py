@@ -1,13 +1,12 @@
 """A profiler trace of chosen steps, for TensorBoard's profile plugin, XProf or Perfetto."""
 
 import contextlib
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from moe_jax.files.remote.remote_path import BucketPath
+from moe_jax.files.storage_path import LocalFolder, as_path
 
 
 class StepTrace:
@@ -24,7 +23,7 @@ class StepTrace:
         self._directory = directory
         self._first, self._last = steps or (0, -1)
         self._traces = False
-        self._local: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: LocalFolder | None = None
 
     def __enter__(self) -> "StepTrace":
         return self
@@ -32,9 +31,8 @@ class StepTrace:
     def step(self, number: int) -> contextlib.AbstractContextManager:
         """Call before each step, and run the step inside."""
         if not self._traces and self._first <= number <= self._last:
-            if isinstance(self._directory, BucketPath):
-                self._local = tempfile.TemporaryDirectory(prefix="moe-jax-profile-")
-            jax.profiler.start_trace(self._local.name if self._local else self._directory)
+            self._folder = as_path(self._directory).local_folder()
+            jax.profiler.start_trace(self._folder.path)
             self._traces = True
         return jax.profiler.StepTraceAnnotation("train", step_num=number) if self._traces else contextlib.nullcontext()
 
@@ -54,14 +52,5 @@ class StepTrace:
     def _stop(self) -> None:
         self._traces = False
         jax.profiler.stop_trace()
-        if self._local is not None:
-            upload(Path(self._local.name), self._directory)
-            self._local.cleanup()
-            self._local = None
-
-
-def upload(folder: Path, target: Path) -> None:
-    """Writes all files below a folder below another one, which is in a bucket."""
-    for file in sorted(folder.rglob("*")):
-        if file.is_file():
-            (target / file.relative_to(folder).as_posix()).write_bytes(file.read_bytes())
+        if self._folder is not None:
+            self._folder.close()

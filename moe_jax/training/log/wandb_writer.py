@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moe_jax.core.errors import InputError
-from moe_jax.files.remote.remote_path import BucketPath
-from moe_jax.files.staging import replace_file
+from moe_jax.files.storage_path import as_path
 
 _RUN_ID = "wandb_id"
 
@@ -41,14 +40,14 @@ class WandbWriter:
     def __init__(self, run_dir: Path, *, mode: Literal["online", "offline"], project: str, config: Mapping[str, Any]):
         wandb, file = import_wandb(), run_dir / _RUN_ID
         if not file.is_file():
-            replace_file(file, secrets.token_hex(4).encode())
+            as_path(file).replace_content(secrets.token_hex(4).encode())
         self._run = wandb.init(
             project=project,
             name=run_dir.resolve().name,
             id=file.read_text(encoding="utf-8").strip(),
             resume="allow",
             mode=mode,
-            dir=str(Path.cwd() if isinstance(run_dir, BucketPath) else run_dir),
+            dir=str(as_path(run_dir).on_disk or Path.cwd()),
             config=dict(config),
         )
         # Steps of ours, and not its own, are the axis: those that an interrupted run wrote beyond its last checkpoint

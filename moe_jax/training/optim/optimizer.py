@@ -1,4 +1,4 @@
-"""Optimizers with warm-up, clipping, and rates of their own for groups of parameters (Optax)."""
+"""Optimizers with warm-up, clipping, and separate rates for groups of parameters (Optax)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,25 +13,27 @@ from moe_jax.training.optim.parameter_groups import Rates, apply_rates
 from moe_jax.training.optim.per_matrix import is_matrix, per_matrix
 from moe_jax.training.recipe.schema import OptimizerSection, ScheduleSection
 
-# With updates of this root mean square, as AdamW's about have, Muon and AdamW share a learning rate and a weight decay
-# (Liu et al. 2025, arXiv:2502.16982, section 2.2).
+# If its updates have this root mean square, as AdamW's have on average, Muon can share AdamW's learning rate and weight
+# decay (Liu et al. 2025, arXiv:2502.16982, section 2.2).
 _MUON_RMS = 0.2
 
 
 def learning_rate(section: OptimizerSection, schedule: ScheduleSection, steps: int) -> optax.Schedule:
-    """Learning rate by number of steps done: linear warm-up from 0, then decay to `final_ratio` at `steps`.
+    """Returns the learning rate by number of steps done: linear warm-up from 0, then decay to `final_ratio` at `steps`.
 
     The first step uses the first value of the warm-up above 0, and the last step uses the final value.
     """
     peak = section.learning_rate
-    rest = max(1, steps - schedule.warmup_steps)
+    after_warmup = max(1, steps - schedule.warmup_steps)
     if schedule.kind == "cosine":
-        decay = optax.cosine_decay_schedule(peak, rest, alpha=schedule.final_ratio)
+        decay = optax.cosine_decay_schedule(peak, after_warmup, alpha=schedule.final_ratio)
     elif schedule.kind == "linear":
-        decay = optax.linear_schedule(peak, peak * schedule.final_ratio, rest)
+        decay = optax.linear_schedule(peak, peak * schedule.final_ratio, after_warmup)
     elif schedule.kind == "wsd":
         last = decay_steps(schedule, steps)
-        decay = optax.linear_schedule(peak, peak * schedule.final_ratio, last, transition_begin=max(0, rest - last))
+        decay = optax.linear_schedule(
+            peak, peak * schedule.final_ratio, last, transition_begin=max(0, after_warmup - last)
+        )
     else:
         decay = optax.constant_schedule(peak)
     if schedule.warmup_steps:
@@ -42,7 +44,7 @@ def learning_rate(section: OptimizerSection, schedule: ScheduleSection, steps: i
 
 
 def decay_steps(schedule: ScheduleSection, steps: int) -> int:
-    """Steps over which the rate of `wsd` comes down, at the end of `steps`; at most those that the warm-up leaves."""
+    """Number of steps over which the rate of `wsd` decays, at the end of `steps`; at most those after the warm-up."""
     wanted = schedule.decay_steps if schedule.decay_steps is not None else max(1, steps // 10)
     return max(1, min(wanted, steps - schedule.warmup_steps))
 
@@ -50,10 +52,10 @@ def decay_steps(schedule: ScheduleSection, steps: int) -> int:
 def make_optimizer(
     section: OptimizerSection, schedule: optax.Schedule, rates: Mapping[str, Rates] | None = None
 ) -> optax.GradientTransformation:
-    """Clipping by global norm, then the optimizer. Gradients are float32 whatever the parameters are, and so are
-    moments unless the recipe says otherwise.
+    """Makes the optimizer of a recipe, with clipping by global norm before it.
 
-    `init` and `update` take states of trained parameters only (see `peft.split_model`).
+    Gradients are float32 whatever the parameters are, and so are moments unless the recipe says otherwise. `init` and
+    `update` take states of trained parameters only (see `peft.split_model`).
 
     Args:
       section: of the recipe.
@@ -66,7 +68,7 @@ def make_optimizer(
 
 
 def _direction(section: OptimizerSection) -> optax.GradientTransformation:
-    """From gradients to updates before decay and learning rate."""
+    """Makes the transformation from gradients to updates, before decay and learning rate."""
     first = jnp.dtype(section.moments)
     if section.kind == "lion":
         return optax.scale_by_lion(section.b1, section.b2, mu_dtype=first)
@@ -93,13 +95,13 @@ def _direction(section: OptimizerSection) -> optax.GradientTransformation:
 def is_orthogonalised(path: str) -> bool:
     """Whether Muon updates the parameter at a path in memory: kernels of layers, and their low-rank factors.
 
-    Embeddings, head, routers, norms, biases and values of sparse deltas have AdamW's updates.
+    Embeddings, head, routers, norms, biases and values of sparse deltas get AdamW's updates.
     """
     return "segments/" in path and "/router/" not in path and is_matrix(path)
 
 
 def _rms_of_adam() -> optax.GradientTransformation:
-    """Gives orthogonal `[i, o]` a root mean square of `_MUON_RMS`, which is `1 / sqrt(max(i, o))` without it."""
+    """Scales orthogonal `[i, o]`, whose root mean square is `1 / sqrt(max(i, o))`, to that of `_MUON_RMS`."""
 
     def scaled(update: Any, _: Any) -> Any:
         return update * (_MUON_RMS * max(update.shape) ** 0.5)
@@ -108,7 +110,7 @@ def _rms_of_adam() -> optax.GradientTransformation:
 
 
 def _adafactor(section: OptimizerSection) -> optax.GradientTransformation:
-    """As `optax.adafactor` without momentum, but for weight decay, which is multiplied by the learning rate here."""
+    """As `optax.adafactor` without momentum, except that weight decay is multiplied by the learning rate here."""
     parts = [optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)]
     if section.parameter_scale:
         parts.append(optax.scale_by_param_block_rms())
@@ -131,7 +133,7 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
 
 
 def at_step(opt_state: optax.OptState, step: jax.Array) -> optax.OptState:
-    """A new state of an optimizer, with the schedule of its learning rate where it is after `step` steps."""
+    """Returns a new state of an optimizer, with the schedule of its learning rate as after `step` steps."""
 
     def is_schedule(node: Any) -> bool:
         return isinstance(node, optax.ScaleByScheduleState)

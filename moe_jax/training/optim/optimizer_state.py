@@ -1,4 +1,4 @@
-"""Where the state of an optimizer lies: moments like their parameters, factors of them like what is left of these."""
+"""Shardings of an optimizer's state: moments are split like their parameters, their factors like the remaining axes."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -18,16 +18,16 @@ class Placed(NamedTuple):
 
 
 def state_specs(opt_state: optax.OptState, params: Mapping[str, Placed]) -> Any:
-    """How the arrays of an optimizer's state are split.
+    """Returns the partition specs of the arrays of an optimizer's state.
 
     Args:
       opt_state: arrays or ShapeDtypeStructs.
       params: of the trained parameters, by path in memory.
 
     Returns:
-      The same tree with a PartitionSpec for every leaf: the parameter's for what has its shape; the rest of it for what
-      lacks one of the axes of its matrix (the factors of Adafactor's second moment); and replicated for what is small:
-      counters, and constants of a matrix.
+      The same tree with a PartitionSpec for every leaf. An array of a parameter's shape gets the parameter's spec; an
+      array that lacks one of the axes of its matrix (the factors of Adafactor's second moment) gets the spec of the
+      others; small ones, such as counters and constants of a matrix, are replicated.
     """
     # Path of the parameter, as it stands in the path of a leaf that belongs to it.
     inside = {f"/{path}/": placed for path, placed in params.items()}
@@ -50,7 +50,7 @@ def _spec_like(shape: tuple[int, ...], param: Placed, *, is_column: bool) -> P:
     fitting = [axis for axis in range(max(0, ndim - 2), ndim) if _without(param.shape, axis) == shape]
     if not fitting:
         return P()
-    # Of a square matrix both fit. Optax then takes the means of rows along the last axis.
+    # Both fit a square matrix. Optax then takes the means of rows along the last axis.
     return P(*_without(axes, fitting[0] if is_column else fitting[-1]))
 
 

@@ -1,4 +1,4 @@
-"""Learning rate and weight decay of every parameter: those of the optimizer, or of the group that it belongs to."""
+"""Learning rate and weight decay of every parameter: from the optimizer, or from the group that it belongs to."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ PerLayer = float | tuple[float, ...]
 
 
 class Rates(NamedTuple):
-    """Of a parameter in memory; where the layers stacked in it differ, one number for each.
+    """Rates of a parameter in memory; if they differ between the layers stacked in it, one number for each.
 
     Attributes:
       factor: its learning rate, relative to that of the optimizer.
@@ -30,10 +30,10 @@ class Rates(NamedTuple):
 
 
 def group_rates(section: OptimizerSection, leaves: Mapping[str, Sequence[str]]) -> dict[str, Rates]:
-    """The rates of trained parameters.
+    """Returns the rates of trained parameters.
 
     Args:
-      section: of the recipe; of several groups that name a parameter, the first one counts.
+      section: of the recipe; if several groups name a parameter, the first one counts.
       leaves: path of a parameter in memory -> its leaf paths, one for each layer stacked in it.
 
     Returns:
@@ -73,7 +73,7 @@ def group_rates(section: OptimizerSection, leaves: Mapping[str, Sequence[str]]) 
 
 
 def ungrouped(section: OptimizerSection, path: str) -> Rates:
-    """The rates of the parameter at a path in memory where a recipe has no groups."""
+    """Returns the rates of the parameter at a path in memory if the recipe has no groups."""
     return Rates(1.0, section.weight_decay if is_decayed(path, section) else 0.0)
 
 
@@ -89,16 +89,16 @@ def is_decayed(path: str, section: OptimizerSection) -> bool:
 
 
 def is_never_decayed(path: str) -> bool:
-    """Whether the parameter at `path` is that of a norm, or a bias."""
+    """Whether the parameter at `path` belongs to a norm, or is a bias."""
     return re.search(r"/(scale|bias)$", path) is not None
 
 
 def apply_rates(section: OptimizerSection, rates: Mapping[str, Rates] | None) -> optax.GradientTransformation:
-    """Adds the decay of every parameter to its update, and multiplies both by the factor of its learning rate.
+    """Adds its decay to the update of every parameter, and multiplies both by the factor of its learning rate.
 
     Args:
       section: of the recipe.
-      rates: as `group_rates` returns them; None: of no groups.
+      rates: from `group_rates`; None: the recipe has no groups.
     """
 
     def one(path: tuple, update: jax.Array, value: jax.Array) -> jax.Array:
@@ -116,7 +116,7 @@ def _merged(numbers: Sequence[float]) -> PerLayer:
 
 
 def _shaped(number: PerLayer, like: jax.Array) -> float | jax.Array:
-    """The number, or those of the layers along the first axis."""
+    """Returns the number, or the numbers of the layers along the first axis."""
     if not isinstance(number, tuple):
         return number
     return jnp.asarray(np.array(number, np.float32).reshape(-1, *(1,) * (like.ndim - 1)), like.dtype)

@@ -1,7 +1,7 @@
-"""Optimizers of matrices over parameters that hold many: layers stacked for `scan`, and experts.
+"""Applies optimizers for matrices to parameters that hold many matrices: layers stacked for `scan`, and experts.
 
-What Optax computes of a whole array, such as its root mean square, its largest axes or its singular vectors, is meant
-of one matrix. A kernel of experts `[L, E, i, o]` is L * E of them, and has to be updated as if each were a parameter.
+Optax computes a root mean square, largest axes or singular vectors of whole arrays, but they are meant for one matrix.
+A kernel of experts `[L, E, i, o]` is L * E matrices, each of which must be updated as if it were a parameter.
 """
 
 import re
@@ -14,8 +14,8 @@ import optax
 
 from moe_jax.distributed.sharding import path_name
 
-# The last names of parameters whose last two axes are a matrix; of all others (norms, biases, values of sparse deltas)
-# the last axis is a vector.
+# Last names of parameters whose last two axes are a matrix; the last axis of all others (norms, biases, values of
+# sparse deltas) is a vector.
 _MATRIX = re.compile(r"(^|/)(kernel|a|b|factor|neurons|embedding|positions|table)$|/adapters/(down|up)$")
 
 
@@ -25,7 +25,7 @@ def is_matrix(path: str) -> bool:
 
 
 def leading_axes(path: str, ndim: int) -> int:
-    """How many axes of a parameter stand before those of a matrix or vector: of layers, and of experts."""
+    """Number of axes of a parameter before those of a matrix or vector: of layers, and of experts."""
     return max(0, ndim - (2 if is_matrix(path) else 1))
 
 
@@ -33,8 +33,8 @@ def per_matrix(inner: optax.GradientTransformation) -> optax.GradientTransformat
     """Applies a transformation to every matrix, or vector, alone.
 
     Its state is a dict, path of the parameter (with dots) -> state of `inner`, whose arrays have the leading axes of
-    the parameter; counters are shared. Layers are updated one after another, so that what `inner` needs in between is
-    held for one layer and not for all.
+    the parameter; counters are shared. Layers are updated one after another, so that temporary arrays of `inner` exist
+    for one layer and not for all.
 
     Args:
       inner: over a tree that is one array of one or two axes.
@@ -66,7 +66,7 @@ def _key(path: tuple) -> str:
 
 
 def _init(inner: optax.GradientTransformation, axes: int) -> Callable[[jax.Array], Any]:
-    """`inner.init`, mapped over so many leading axes."""
+    """Maps `inner.init` over this many leading axes."""
 
     def init(value: jax.Array) -> Any:
         matrix = jax.ShapeDtypeStruct(value.shape[axes:], value.dtype)
@@ -79,7 +79,7 @@ def _init(inner: optax.GradientTransformation, axes: int) -> Callable[[jax.Array
 
 
 def _update(inner: Callable, axes: int) -> Callable:
-    """`inner.update`, mapped over so many leading axes: the first one in turn, the others at once."""
+    """Maps `inner.update` over this many leading axes: the first one in a loop, the others at once."""
 
     def update(grad: jax.Array, state: Any, value: jax.Array) -> tuple[jax.Array, Any]:
         if axes == 0:
@@ -98,7 +98,7 @@ def _update(inner: Callable, axes: int) -> Callable:
             return made, jax.tree.leaves(new)
 
         made, new = jax.lax.map(one, (grad, mapped, value))
-        # Every layer counted the same.
+        # Counters are equal for all layers: one is kept.
         shared = [one if old.ndim else one[0] for one, old in zip(new, leaves, strict=True)]
         return made, jax.tree.unflatten(structure, shared)
 
@@ -106,5 +106,5 @@ def _update(inner: Callable, axes: int) -> Callable:
 
 
 def _batched(state: Any) -> Any:
-    """Axes for `vmap`: arrays are mapped over, counters are not."""
+    """Returns the axes for `vmap`: arrays are mapped over, counters are not."""
     return jax.tree.map(lambda leaf: 0 if jnp.ndim(leaf) else None, state)

@@ -1,8 +1,8 @@
 """A recipe: one TOML file that describes a training run completely.
 
 Relative paths in a recipe are relative to the current directory and not to the recipe, so that the resolved recipe in
-the run directory means the same when it is run again from the same directory. When model, data or run were moved, a run
-is continued with the new paths: what counts is what the files hold (`continuation`).
+the run directory means the same when it is run again from the same directory. If model, data or run were moved, a run
+is continued with the new paths: the contents of the files count (`continuation`).
 """
 
 import dataclasses
@@ -11,39 +11,38 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moe_jax.core.errors import MAX_SIZE, InputError, is_finite, shown
-from moe_jax.data.ranges import at_least
-from moe_jax.data.sections import DataSection, FieldsSection, Format, SourceSection
+from moe_jax.data.sections import DataSection, FieldsSection, Format, SourceSection, at_least
 from moe_jax.files import strict
 from moe_jax.files.json_toml import read_toml
 from moe_jax.files.local_paths import check_model_path
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.training.recipe import recipe_toml
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSection:
-    """Which model is trained and how it computes.
+    """The model that is trained, and how it computes.
 
     Attributes:
       path: a model directory, a Hugging Face directory, or `RUN@STEP`; training starts from its weights.
-      base: where the model is that the one at `path` stands on, if it was moved: the base of an adapter directory.
+      base: if the model at `path` is an adapter directory whose base was moved: where the base is now.
       config: instead of `path`, a config.json alone (of this library or Hugging Face's): for `init = "random"` and
         for `--compile-only`.
       init: `checkpoint` starts from the weights at `path`, `random` from new ones drawn with the seed.
-      param_dtype: dtype the trained parameters are kept in; in bfloat16 every update is rounded stochastically, for
-        most are less than a step of it.
+      param_dtype: dtype of the trained parameters; in bfloat16 every update is rounded stochastically, because most
+        updates are smaller than a step of bfloat16.
       frozen_dtype: dtype of the parameters that are not trained. None: as stored. NF4 kernels are always as stored.
       compute_dtype: dtype of the matrix products.
       output_dtype: dtype of the final model that is written. None: every parameter in the dtype in which the model at
-        `path` stores it, and `param_dtype` if training started from new ones. Checkpoints keep `param_dtype`.
+        `path` stores it, and `param_dtype` if training started from new weights. Checkpoints keep `param_dtype`.
       remat: what the backward pass computes again instead of keeping it: nothing, every layer (`full`), or
         every layer but its matrix products (`dots`).
       exchange: how tokens come to their experts over the mesh axis `expert`: `all-gather` brings all tokens to every
-        device, `all-to-all` rows to the devices of their experts, and `auto` takes what sends fewer bytes.
-        `all-to-all:CAPACITY` (or `all-gather:CAPACITY`) says how many rows a device has room for, in multiples of the
-        even share (2); what is more comes in further rounds, so that nothing is dropped. None: `auto`, or what
+        device, `all-to-all` rows to the devices of their experts, and `auto` takes the one that sends fewer bytes.
+        `all-to-all:CAPACITY` (or `all-gather:CAPACITY`) sets the room of a device for rows, in multiples of the even
+        share (2); further rows come in further rounds, so that nothing is dropped. None: `auto`, or what
         MOE_JAX_EXCHANGE says.
-      check_exchange: whether the first step by all-to-all is compared with the same one by all-gather, which takes
+      check_exchange: whether the first step by all-to-all is compared with the same step by all-gather, which takes
         another program. None: on GPUs, where wrong gradients have been reported.
     """
 
@@ -61,7 +60,7 @@ class ModelSection:
 
     def __post_init__(self) -> None:
         if self.exchange is not None:
-            from moe_jax.experts.parallel.exchange_choice import Exchange
+            from moe_jax.experts.parallel.exchange import Exchange
 
             Exchange.parse(self.exchange, "exchange")
         if (self.path is None) == (self.config is None):
@@ -72,16 +71,16 @@ class ModelSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PartitionSection:
-    """Which parameters are trained.
+    """The parameters that are trained.
 
-    Without `train`, all parameters are trained; of a model with a frozen base, only adapters, LoRA, and routers that
+    Without `train`, all parameters are trained; in a model with a frozen base, only adapters, LoRA, and routers that
     choose among adapters.
 
-    Patterns are regular expressions that must match a whole leaf path, such as `layers/3/mlp/router/kernel`
-    (`moe-jax inspect` lists them): `layers/.*/attention/.*`, `.*/router/.*`, `embed/.*|lm_head/.*`.
+    Patterns are regular expressions that must match a whole leaf path, such as `layers/3/mlp/router/kernel` (`moe-jax
+    inspect` lists them): `layers/.*/attention/.*`, `.*/router/.*`, `embed/.*|lm_head/.*`.
 
     Attributes:
-      train: patterns of parameters that are trained. None: all, or of a model with a frozen base its adapters.
+      train: patterns of parameters that are trained. None: all, or in a model with a frozen base its adapters.
       freeze: patterns of parameters that are not trained, whatever `train` says.
     """
 
@@ -91,13 +90,13 @@ class PartitionSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupSection:
-    """Parameters with a learning rate or weight decay of their own.
+    """Parameters with their own learning rate or weight decay.
 
     Attributes:
       match: regular expressions; a parameter whose leaf path one of them matches as a whole (as in `partition`)
         belongs to the group, if it is trained and no earlier group has it.
-      learning_rate: the highest learning rate of the group; it has the same schedule. None: the optimizer's.
-      weight_decay: of the group, also of embeddings and routers; norms and biases are never decayed. None: the
+      learning_rate: the highest learning rate of the group, with the optimizer's schedule. None: the optimizer's.
+      weight_decay: of the group, also for embeddings and routers; norms and biases are never decayed. None: the
         optimizer's.
     """
 
@@ -118,15 +117,15 @@ class OptimizerSection:
     """AdamW, or another optimizer of Optax's.
 
     Attributes:
-      kind: `adamw`; `adafactor`, whose second moments are factored and take few bytes (matrices with two sides of 128
-        and more), without momentum; `lion`, with one moment and updates of one size, for rates 3 to 10 times smaller
+      kind: `adamw`; `adafactor`, whose second moments are factored and take few bytes (for matrices with both sides at
+        least 128), without momentum; `lion`, with one moment and updates of one size, for rates 3 to 10 times smaller
         than AdamW's and decays as much larger; `muon`, which makes the updates of every kernel of a layer orthogonal,
         and leaves embeddings, head, routers, norms and biases to AdamW with the same rate and decay.
       learning_rate: the highest learning rate, reached after the warm-up.
-      b1, b2: how long moments last: AdamW's (and those of what `muon` leaves to it), and Lion's, which usually has
-        b2 = 0.98 or 0.99.
-      eps: AdamW's.
-      momentum: how long the moment of `muon` lasts.
+      b1, b2: decay rates of the moments: of AdamW (also where `muon` uses it), and of Lion, which usually has b2 = 0.98
+        or 0.99.
+      eps: epsilon of AdamW.
+      momentum: decay rate of the moment of `muon`.
       parameter_scale: whether `adafactor` multiplies the rate of a matrix by the root mean square of its weights; rates
         near 1e-2 are then usual.
       moments: dtype of the first moment. Second moments are float32: in bfloat16 they would stand still.
@@ -175,8 +174,8 @@ class ScheduleSection:
       warmup_steps: steps of the warm-up.
       decay_steps: of `wsd`: steps of the decay. None: a tenth of all.
       final_ratio: the rate at the end of the decay, relative to the highest.
-      steps: the step at which the decay ends, warm-up included; the rate stays as it is then. None: `train.steps` of
-        the run's beginning, however long the run is continued.
+      steps: the step at which the decay ends, warm-up included; after it the rate stays constant. None: the
+        `train.steps` that the run began with, however long it is continued.
     """
 
     kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
@@ -199,9 +198,9 @@ class EmaSection:
     """An exponential moving average of the trained parameters, float32, saved in checkpoints.
 
     Attributes:
-      decay: what the average keeps of itself in a step; early steps keep less, (1 + step) / (10 + step).
+      decay: share of itself that the average keeps in a step; early steps keep less, (1 + step) / (10 + step).
       evaluate: whether the held-out loss is that of the average.
-      export: whether the final model, and `RUN@STEP`, have the average for their trained parameters.
+      export: whether the trained parameters of the final model, and of `RUN@STEP`, are those of the average.
     """
 
     decay: float = 0.999
@@ -215,15 +214,17 @@ class EmaSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistillSection:
-    """A teacher, from whose logits the model learns: the loss of a scored token is `weight` times the squared
-    temperature times the divergence KL(teacher || model) of the softmaxes of logits over `temperature`, and
-    `1 - weight` times the usual loss. Auxiliary losses of routers come to it as they do without.
+    """A teacher from whose logits the model learns.
+
+    The loss of a scored token is `weight` times the squared temperature times the divergence KL(teacher || model) of
+    the softmaxes of logits over `temperature`, plus `1 - weight` times the usual loss. Auxiliary losses of routers are
+    added as without a teacher.
 
     Attributes:
-      teacher: a model as `model.path` may be, with the same vocabulary. It is divided over the mesh as the trained
-        model is, in the dtypes in which it is stored; it is not trained, and in no checkpoint.
+      teacher: a model, given as in `model.path`, with the same vocabulary. It is divided over the mesh as the trained
+        model is, in the dtypes in which it is stored; it is not trained, and is in no checkpoint.
       weight: of the divergence, in (0, 1].
-      temperature: that the logits of both are divided by.
+      temperature: divides the logits of both models in the divergence.
     """
 
     teacher: str
@@ -233,7 +234,7 @@ class DistillSection:
     def __post_init__(self) -> None:
         if not 0 < self.weight <= 1:
             raise InputError(f"weight = {shown(self.weight)} must lie in (0, 1]; leave out the section for 0")
-        # Beyond, the squared temperature, or the difference of logits over it, leaves float32.
+        # Beyond, the squared temperature, or the difference of logits over it, exceeds the range of float32.
         if not 1e-3 <= self.temperature <= 1e3:
             raise InputError(f"temperature = {shown(self.temperature)} must lie in [0.001, 1000]; usual are 1 to 4")
 
@@ -261,14 +262,14 @@ class TrainSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshSection:
-    """Devices per mesh axis; one of them may be -1, the rest of the devices.
+    """Number of devices along each mesh axis; one of them may be -1, for all remaining devices.
 
     Attributes:
       data: devices that each have a share of the batch and all parameters.
       fsdp: devices that each have a share of the batch and of the parameters.
       expert: devices that each have a share of the experts, and of the batch.
-      sequence: devices that each have a share of every sequence, and of the parameters; for sequences of which one is
-        too much for a device. It goes with microbatches of one sequence for each device along the first three.
+      sequence: devices that each have a share of every sequence, and of the parameters; for sequences that are too long
+        for one device. It needs microbatches of one sequence for each device along the first three axes.
       tensor: devices that each have a share of every kernel.
     """
 
@@ -288,7 +289,7 @@ class CheckpointSection:
 
     Attributes:
       every: steps between checkpoints.
-      keep: the newest that are kept.
+      keep: number of newest checkpoints that are kept.
     """
 
     every: int = 500
@@ -300,17 +301,18 @@ class CheckpointSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogSection:
-    """What a run says. Metrics are written for every step.
+    """The reports of a run. Metrics are written for every step.
 
     Attributes:
       every: steps between progress lines if there is no terminal.
-      tensorboard: whether TensorBoard events are written beside metrics.jsonl.
+      tensorboard: whether TensorBoard events are written beside metrics.jsonl (`pip install 'moe-jax[tensorboard]'`;
+        without it a note says so).
       wandb: whether metrics are logged to Weights & Biases (`pip install 'moe-jax[wandb]'`), at once or into files of
         the run directory (the current one, if that is in a bucket) that `wandb sync` sends.
       wandb_project: the project there.
       profile_steps: `[first, last]`: the profiler traces these steps into `RUN/profile`, for TensorBoard or XProf.
-      peak_flops: operations per second that a device can do, for `mfu`, the share of them that the model's take. None:
-        as its data sheet says; of CPUs and devices that are not in `moe_jax.core.data_sheets` there is none.
+      peak_flops: operations per second that a device can do, for `mfu`, the model's share of them. None: as its data
+        sheet says; CPUs and devices that are not in `moe_jax.core.data_sheets` have none.
     """
 
     every: int = 10
@@ -334,12 +336,12 @@ class EvalSection:
     """Held-out data, scored every `every` steps and at the end, as by `moe-jax eval`.
 
     Attributes:
-      text: a file or a glob pattern. A text file is scored as a whole; of JSON lines and tables, every document is
-        scored for itself: of pairs the response, of conversations what the assistant says.
+      text: a file or a glob pattern. A text file is scored as a whole; in JSON lines and tables, every document is
+        scored by itself: in pairs the response, in conversations the assistant's messages.
       format, fields, chat, separator: as in `data.sources`.
-      every: steps between.
-      seq_len: as `data.seq_len`, which it is by default. Inputs of an encoder have `data.input_len`.
-      batch_size: windows or pairs computed at once.
+      every: steps between evaluations.
+      seq_len: as `data.seq_len`, which is the default. Inputs of an encoder have `data.input_len`.
+      batch_size: number of windows or pairs computed at once.
     """
 
     text: str
@@ -366,7 +368,7 @@ class EvalSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A run.
+    """A training run.
 
         >>> from moe_jax.training.recipe.schema import ModelSection
         >>> moe_jax.Recipe(run_dir="run", model=ModelSection(path="moe-dir")).optimizer.learning_rate
@@ -421,7 +423,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def read_recipe_table(path: Path) -> dict[str, Any]:
-    """The keys of a recipe, unchecked.
+    """Reads the keys of a recipe, unchecked.
 
     Raises:
       InputError: not TOML, or beyond the limits of `moe_jax.files.json_toml`.

@@ -4,7 +4,7 @@ from importlib import resources
 from pathlib import Path
 
 PACKAGE = "moe_jax.recipes"
-"""In a checkout the folder `train/recipes`."""
+"""In a checkout this is the folder `train/recipes`."""
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -14,7 +14,7 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def recipe_file(named: Path) -> Path:
-    """Returns the file of a recipe: the path itself, or that of the recipe that comes with the library by this name.
+    """Returns the file of a recipe: the path itself, or that of the shipped recipe of this name.
 
     A file or address of this name comes first.
     """

@@ -1,8 +1,8 @@
-"""Copies a checkpoint of a run, on disks and in buckets, from either to either.
+"""Copies a checkpoint of a run, from a disk or a bucket to a disk or a bucket.
 
-Runs on disks save arrays into a database, those in buckets into files, and a checkpoint that is copied into a bucket
-has files too. Of one in a bucket the arrays are copied by the names that their metadata imply, and not only by what a
-listing shows: a chunk that is missing from a copy would be read as zeros.
+Runs on disks save arrays into a database, runs in buckets into files, and a checkpoint that is copied into a bucket
+gets files, too. The arrays of a checkpoint in a bucket are copied by the names that their metadata imply, and not only
+by what a listing shows: a chunk that is missing from a copy would be read as zeros.
 """
 
 import itertools
@@ -18,9 +18,8 @@ from typing import Any
 import tensorstore
 
 from moe_jax.core.errors import InputError
-from moe_jax.files.byte_files import open_bytes
-from moe_jax.files.remote.remote_path import BucketPath
-from moe_jax.files.staging import sync, write_durably
+from moe_jax.files.byte_files import open_bytes, size_of
+from moe_jax.files.storage_path import StoragePath, as_path
 
 _STATE = "state"
 _AT_ONCE = 4  # files: each is in memory as a whole
@@ -34,59 +33,55 @@ _METADATA_OF_ARRAYS = f"{_STATE}/array_metadatas"
 def copy_checkpoint(source: Path, target: Path) -> None:
     """Copies the folder of a checkpoint.
 
-    Args:
-      source: the folder, of a checkpoint that is complete.
-      target: where the copy is made; nothing is there.
+    source: the folder of a complete checkpoint.
+    target: where the copy is made; nothing exists there.
 
     Raises:
       InputError: if something of the checkpoint is missing.
       OSError: if a disk is full, or a bucket does not answer.
     """
-    database = not isinstance(source, BucketPath) and isinstance(target, BucketPath) and (source / _DATABASE).is_file()
+    source, target = as_path(source), as_path(target)
+    database = not target.renames and (source / _DATABASE).is_file()  # one that is written piece by piece
     reads = _reads_of_database(source) if database else _reads_of_files(source)
     names = sorted(reads)
     folders = sorted({parent.as_posix() for name in names for parent in Path(name).parents})
     for folder in folders:
-        if not isinstance(target, BucketPath):
-            (target / folder).mkdir(parents=True, exist_ok=True)
-        elif folder == "." or folder.count("/") == 0 or folder == _METADATA_OF_ARRAYS:
-            place = target / folder
-            assert isinstance(place, BucketPath)
-            place.objects.write(f"{place.key}/", b"")  # which is how Orbax knows a folder
+        (target / folder).mkdir(parents=True, exist_ok=True)
+        if folder.count("/") == 0 or folder == _METADATA_OF_ARRAYS:
+            (target / folder).mark_folder()
 
     def copy(name: str) -> None:
-        write_durably(target / name, reads[name]())
+        (target / name).write_durably(reads[name]())
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         list(pool.map(copy, names))
-    if not isinstance(target, BucketPath):
-        for folder in reversed(folders):
-            sync(target / folder)
+    for folder in reversed(folders):
+        (target / folder).sync()
 
 
 def bytes_of_checkpoint(source: Path) -> int:
-    """Bytes of the files of a checkpoint; of one in a bucket, of its arrays, uncompressed as they are stored."""
-    if not isinstance(source, BucketPath):
-        return sum((source / name).stat().st_size for name in _names_on_disk(source))
+    """Returns the number of bytes of a checkpoint's files; where its arrays are files, their uncompressed bytes."""
+    source = as_path(source)
+    if (source / _DATABASE).is_file():
+        return sum(size_of(source / name) for name in source.files_below())
     return sum(math.prod(array["shape"]) * _itemsize(array) for _, array in _arrays(source))
 
 
-def _reads_of_files(source: Path) -> dict[str, Callable[[], bytes]]:
-    """Name of every file -> reads it."""
+def _reads_of_files(source: StoragePath) -> dict[str, Callable[[], bytes]]:
+    """Returns a function to read each file, by the file's name."""
 
     def read(name: str) -> bytes:
         with open_bytes(source / name) as file:
             return file.read()
 
-    names = _names_in_bucket(source) if isinstance(source, BucketPath) else _names_on_disk(source)
+    names = source.files_below() if (source / _DATABASE).is_file() else _names_of_arrays(source)
     return {name: partial(read, name) for name in names}
 
 
-def _reads_of_database(source: Path) -> dict[str, Callable[[], bytes]]:
-    """The files that there would be if the arrays were not in a database, each with what reads it."""
+def _reads_of_database(source: StoragePath) -> dict[str, Callable[[], bytes]]:
+    """Returns a function to read each file that the arrays would have outside a database, by the file's name."""
     beside = {name: read for name, read in _reads_of_files(source).items() if not _OF_DATABASE.match(name)}
-    files = {"driver": "file", "path": f"{source / _STATE}/"}
-    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": files}).result()
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": (source / _STATE).kvstore()}).result()
     keys = [key.decode() for key in store.list().result()]
 
     def metadata() -> bytes:
@@ -99,12 +94,8 @@ def _reads_of_database(source: Path) -> dict[str, Callable[[], bytes]]:
     return beside | {f"{_STATE}/{key}": partial(value, key) for key in keys} | {_METADATA: metadata}
 
 
-def _names_on_disk(source: Path) -> list[str]:
-    return sorted(file.relative_to(source).as_posix() for file in source.rglob("*") if file.is_file())
-
-
-def _names_in_bucket(source: BucketPath) -> list[str]:
-    listed = {name for name in source.objects.names(source.key) if name and not name.endswith("/")}
+def _names_of_arrays(source: StoragePath) -> list[str]:
+    listed = set(source.files_below())
     known: set[str] = set(_FIXED)
     for name, array in _arrays(source):
         known.add(f"{_STATE}/{name}/zarr.json")
@@ -124,22 +115,27 @@ def _names_in_bucket(source: BucketPath) -> list[str]:
     return sorted(known | listed)
 
 
-def _arrays(source: BucketPath) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The arrays of a checkpoint with their metadata."""
+def _arrays(source: StoragePath) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the arrays of a checkpoint with their metadata."""
     try:
         tree = json.loads((source / _METADATA).read_bytes())
         names = ["/".join(part["key"] for part in leaf["key_metadata"]) for leaf in tree["tree_metadata"].values()]
-        objects = source.objects.read_many(f"{source.key}/{_STATE}/{name}/zarr.json" for name in names)
-        for name, found in zip(names, objects.values(), strict=True):
-            if found is None:
-                raise InputError(f"{source} is not complete: {_STATE}/{name}/zarr.json is missing")
-            yield name, json.loads(found.content)
+
+        def read(name: str) -> dict[str, Any]:
+            file = f"{_STATE}/{name}/zarr.json"
+            if not (source / file).is_file():
+                raise InputError(f"{source} is not complete: {file} is missing")
+            return json.loads((source / file).read_bytes())
+
+        yield from zip(names, source.map(read, names), strict=True)
+    except InputError:
+        raise
     except (FileNotFoundError, KeyError, TypeError, AttributeError, ValueError):
         raise InputError(f"{source} is damaged: its metadata do not say which arrays it has") from None
 
 
 def _chunks(array: dict[str, Any]) -> Iterator[str]:
-    """The names of the chunks of an array."""
+    """Yields the names of the chunks of an array."""
     shape, chunk = array["shape"], array["chunk_grid"]["configuration"]["chunk_shape"]
     counts = [-(-axis // part) for axis, part in zip(shape, chunk, strict=True)]
     for index in itertools.product(*map(range, counts)):

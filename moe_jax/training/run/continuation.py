@@ -1,7 +1,7 @@
-"""What must stay the same when a run is continued or restarted: keys of its recipe, and the contents of its files.
+"""Conditions for continuing or restarting a run: equal keys of its recipe, and equal contents of its files.
 
-`run.json` in the run directory says what the run stands on, by content, so that the run, its model and its data can be
-moved.
+`run.json` in the run directory identifies the inputs of the run by content, so that the run, its model and its data can
+be moved.
 """
 
 import dataclasses
@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from moe_jax.core.errors import InputError, raise_if_any, shown
-from moe_jax.data.ranges import at_least
+from moe_jax.data.sections import at_least
 from moe_jax.data.sources.text_files import find_files
 from moe_jax.data.tokens.tokenizer import tokenizer_identity
 from moe_jax.files.fingerprint import fingerprint_contents
 from moe_jax.files.json_toml import read_json_object
-from moe_jax.files.remote.remote_path import as_path
-from moe_jax.files.staging import replace_file
+from moe_jax.files.storage_path import as_path
 from moe_jax.files.strict import parse, without_format
 from moe_jax.model_io.model_reference import ModelReference
 from moe_jax.model_io.model_source import ModelSource
@@ -25,17 +24,17 @@ from moe_jax.models import ModelConfig, config_to_json
 from moe_jax.training.recipe import recipe_toml
 from moe_jax.training.recipe.schema import Recipe
 
-# Keys that may differ between a run and its continuation, because they do not change what a step computes.
-# (Another mesh sums in another order, so the last bits may differ; restoring onto it is a feature.)
+# Keys that may differ between a run and its continuation, because they do not change what a step computes. (Another
+# mesh sums in another order, so the last bits may differ; restoring onto it is a feature.)
 CHANGEABLE = (
     "train.steps", "checkpoint.", "log.", "eval", "mesh.", "data.prefetch", "ema.evaluate", "ema.export",
 )  # fmt: skip
-# Paths may differ too: `RunRecord` compares what is there.
+# Paths may differ too: `RunRecord` compares the contents of the files.
 _PLACES = (
     "run_dir", "model.path", "model.base", "model.config", "data.tokenizer", "data.chat_template", "distill.teacher",
 )  # fmt: skip
 
-# What a restart may change besides.
+# Keys that a restart may also change.
 _RESTARTABLE = ("optimizer.", "schedule.", "ema.")
 
 RECORD = "run.json"
@@ -44,7 +43,7 @@ _VERSION = 1
 
 
 def with_horizon(recipe: Recipe, before: Recipe | None = None) -> Recipe:
-    """The recipe with `schedule.steps` filled in: as given, else that of the run it continues, else `train.steps`."""
+    """Returns the recipe with `schedule.steps` filled in: as given, from the continued run, or from `train.steps`."""
     steps = recipe.schedule.steps
     if steps is None:
         begun = before or recipe
@@ -53,7 +52,7 @@ def with_horizon(recipe: Recipe, before: Recipe | None = None) -> Recipe:
 
 
 def changed_keys(before: Recipe, now: Recipe) -> dict[str, tuple[Any, Any]]:
-    """Key -> value before and now, of all keys that change what a step computes."""
+    """Returns the keys that change what a step computes and differ, with their values before and now."""
     old, new = _comparable(before), _comparable(now)
     return {
         key: (old.get(key), new.get(key))
@@ -74,7 +73,7 @@ def check_continues(before: Recipe, now: Recipe) -> None:
 
 
 def check_restarts(before: Recipe, now: Recipe) -> None:
-    """Raises `InputError` if `now` differs from the run it restarts in other keys than those of the optimizer."""
+    """Raises `InputError` if `now` differs from the run it restarts in keys other than the optimizer's."""
     changed = {key: pair for key, pair in changed_keys(before, now).items() if not key.startswith(_RESTARTABLE)}
     if changed:
         raise InputError(
@@ -85,12 +84,12 @@ def check_restarts(before: Recipe, now: Recipe) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restart:
-    """That a run began with a checkpoint of another run.
+    """The record that a run began with a checkpoint of another run.
 
     Attributes:
-      run: where the other run was.
+      run: path of the other run.
       step: of the checkpoint.
-      skipped_batches: batches that were left out after it.
+      skipped_batches: number of batches that were left out after it.
       changed: key of the recipe -> value before and after.
     """
 
@@ -105,15 +104,15 @@ class Restart:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What a run stands on.
+    """The inputs of a run, identified by content.
 
     Attributes:
-      source: the model that the recipe names; None if it names a config alone.
-      config: of the model, as `config_to_json` gives it.
+      source: the model that the recipe names; None if it names only a config.
+      config: of the model, from `config_to_json`.
       tokenizer: a SHA-256 of the tokenizer.
       data: SHA-256s of the files of every source, sampled as in `fingerprint`.
       restarts: the last one is this run's, the others are those of the run that it began with.
-      teacher: whose logits are distilled; None: nobody's.
+      teacher: the model whose logits are distilled; None: there is none.
     """
 
     source: ModelReference | None
@@ -131,7 +130,7 @@ def make_record(
     tokenizer: Path,
     teacher: ModelSource | None = None,
 ) -> RunRecord:
-    """The record of a run that begins now. Reads samples of all files."""
+    """Makes the record of a run that begins now. Reads samples of all files."""
     run_dir = as_path(recipe.run_dir)
     return RunRecord(
         source=None if source is None else ModelReference.to(source, run_dir),
@@ -143,19 +142,19 @@ def make_record(
 
 
 def described_recipe(recipe: Recipe) -> dict[str, Any]:
-    """Key -> value of all that processes of one run must have alike: not where each finds its files."""
+    """Returns the keys and values that all processes of a run must share: not where each finds its files."""
     return _comparable(recipe)
 
 
 def described_record(record: RunRecord) -> dict[str, Any]:
-    """The contents that a run stands on: what processes of one run must have alike."""
+    """Returns the identities of a run's inputs, which all processes of a run must share."""
     described: dict[str, Any] = {f"the content of data.sources[{i}]": sha for i, sha in enumerate(record.data)}
     described |= {"the tokenizer": record.tokenizer, "the model's config": record.config}
     return described | {"the model": _identity(record.source), "the teacher": _identity(record.teacher)}
 
 
 def check_same(before: RunRecord, now: RunRecord, recipe: Recipe) -> None:
-    """Raises `InputError` unless a run is continued over the same model, tokenizer and data; names what changed."""
+    """Raises `InputError` unless a run continues with the same model, tokenizer and data; names what changed."""
     problems = []
     if _identity(before.source) != _identity(now.source):
         problems.append(f"{recipe.model.path or recipe.model.config} is not the model that it was begun with")
@@ -174,7 +173,7 @@ def check_same(before: RunRecord, now: RunRecord, recipe: Recipe) -> None:
 
 
 def read_record(run_dir: Path) -> RunRecord | None:
-    """The record in a run directory; None if the run was not begun.
+    """Reads the record in a run directory; None if the run was not begun.
 
     Raises:
       InputError: if it cannot be read.
@@ -189,7 +188,7 @@ def read_record(run_dir: Path) -> RunRecord | None:
 def write_record(run_dir: Path, record: RunRecord) -> None:
     """Writes the record into a run directory."""
     content = {"format": _FORMAT, "version": _VERSION, **dataclasses.asdict(record)}
-    replace_file(as_path(run_dir) / RECORD, json.dumps(content, indent=2).encode())
+    as_path(as_path(run_dir) / RECORD).replace_content(json.dumps(content, indent=2).encode())
 
 
 def _in_words(changed: Mapping[str, tuple[Any, Any]]) -> str:
@@ -197,7 +196,7 @@ def _in_words(changed: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 def _comparable(recipe: Recipe) -> dict[str, Any]:
-    """Keys and values without paths, but with what follows from them: the formats of sources."""
+    """Returns keys and values without paths, but with the formats of sources, which follow from the paths."""
     flat = {key: recipe_toml.plain(value) for key, value in recipe_toml.flatten(recipe).items() if key not in _PLACES}
     return flat | {"data.sources": _described(recipe)}
 

@@ -1,6 +1,6 @@
-"""Restarting a run from one of its checkpoints, with other settings of the optimizer or without some of its batches.
+"""Restarts a run from one of its checkpoints, with other optimizer settings or without some of its batches.
 
-A restart is a run of its own: its directory begins with the checkpoint, and the run that it came from stays as it is.
+A restart is a run of its own: its directory begins with the checkpoint, and the run that it came from is not changed.
 """
 
 import dataclasses
@@ -9,11 +9,9 @@ from typing import NamedTuple
 
 from moe_jax.checkpoints.steps_in_bucket import begin_with
 from moe_jax.core.errors import InputError
-from moe_jax.files.remote.remote_path import BucketPath
 from moe_jax.files.remote.remote_work import is_begun
 from moe_jax.files.resume import PARTIAL, require_space, staged_directory
-from moe_jax.files.staging import sync
-from moe_jax.training.log.metrics import read_lines, write_lines
+from moe_jax.files.storage_path import as_path
 from moe_jax.training.recipe.schema import Recipe, load_recipe
 from moe_jax.training.run.checkpoint_copy import bytes_of_checkpoint, copy_checkpoint
 from moe_jax.training.run.continuation import RECORD, Restart, RunRecord, changed_keys, with_horizon
@@ -28,7 +26,7 @@ from moe_jax.training.run.run_directory import (
     write_beginning,
 )
 
-# With another of these, what the checkpoint has of the optimizer's state means nothing.
+# If one of these differs, the optimizer's state in the checkpoint is useless.
 _KINDS_OF_MOMENTS = ("optimizer.kind", "optimizer.moments")
 
 
@@ -58,9 +56,9 @@ def find_origin(saved: Path, run_dir: Path) -> Origin:
     parts = split_step(saved)
     if parts is None:
         raise InputError(f"cannot restart from {saved}: expected RUN@STEP, as in run@500")
-    # In a bucket, what an interrupted restart has left lies where the run will be.
+    # In a bucket, the remains of an interrupted restart are where the run will be.
     is_run = (run_dir / RECORD).is_file()
-    begun = isinstance(run_dir, BucketPath) and not is_run and is_begun(run_dir, PARTIAL)
+    begun = not is_run and is_begun(as_path(run_dir), PARTIAL)
     if is_run or (run_dir.exists() and not begun) or run_dir.is_symlink():
         raise InputError(f"{run_dir} already exists, and a restart is a new run; choose another run_dir")
     record = check_saved(*parts)
@@ -79,14 +77,14 @@ def check_restarted(run_dir: Path, record: RunRecord | None, saved: Path, *, ski
         )
 
 
-def restarted(origin: Origin, recipe: Recipe, record: RunRecord, *, skip_batches: int) -> RunRecord:
-    """The record of a run that begins with a checkpoint.
+def restart_record(origin: Origin, recipe: Recipe, record: RunRecord, *, skip_batches: int) -> RunRecord:
+    """Returns the record of a run that begins with a checkpoint.
 
     Args:
       origin: the checkpoint.
       recipe: as resolved.
-      record: what the run stands on.
-      skip_batches: batches that will be left out.
+      record: the inputs of the run.
+      skip_batches: number of batches that will be left out.
     """
     changed = {key: list(pair) for key, pair in changed_keys(origin.recipe, recipe).items()}
     place = str(origin.run_dir.resolve())
@@ -106,14 +104,15 @@ def keeps_average(restart: Restart) -> bool:
 
 
 def write_restart(origin: Origin, run_dir: Path, recipe: Recipe, record: RunRecord) -> None:
-    """Makes the directory of a run that has come as far as the checkpoint; it appears whole or not at all. In a bucket
-    it counts when its record is there, which is written last.
+    """Makes the directory of a run that has come as far as the checkpoint; it appears whole or not at all.
+
+    In a bucket it counts once its record is there, which is written last.
 
     Args:
       origin: the checkpoint.
       run_dir: where the directory appears.
       recipe: as resolved.
-      record: what `restarted` returned.
+      record: what `restart_record` returned.
 
     Raises:
       InputError: if something has appeared at `run_dir`, or the disk has not enough space.
@@ -122,11 +121,6 @@ def write_restart(origin: Origin, run_dir: Path, recipe: Recipe, record: RunReco
     require_space(run_dir, bytes_of_checkpoint(saved))
     with staged_directory(run_dir) as folder:
         # The loop removes the records of later steps.
-        write_lines(folder / METRICS, read_lines(origin.run_dir / METRICS))
-        checkpoints = folder / CHECKPOINTS
-        if isinstance(checkpoints, BucketPath):
-            begin_with(checkpoints, origin.step, lambda target: copy_checkpoint(saved, target))
-        else:
-            copy_checkpoint(saved, checkpoints / str(origin.step))
-            sync(checkpoints)
+        (folder / METRICS).write_grown(as_path(origin.run_dir / METRICS).read_grown())
+        begin_with(folder / CHECKPOINTS, origin.step, lambda target: copy_checkpoint(saved, target))
         write_beginning(folder, recipe, record, {file.name: file for file in files_of_run(origin.run_dir)})

@@ -1,25 +1,21 @@
-"""The run directory: the outputs of a run, and what is needed to continue it.
+"""The run directory: the outputs of a run, and everything needed to continue it.
 
     recipe.toml      the recipe as resolved, overrides included
-    run.json         what the run stands on, by content (`continuation`)
-    tokenizer/       the tokenizer's files, and what else goes with the model
+    run.json         the inputs of the run, identified by content (`continuation`)
+    tokenizer/       the tokenizer's files, and others that go with the model
     checkpoints/     the last few training checkpoints
     metrics.jsonl    one line per step
     tensorboard/     the same as events
     profile/         a profiler trace, if the recipe asks for one
-    wandb/, wandb_id what Weights & Biases keeps, likewise
+    wandb/, wandb_id files of Weights & Biases, likewise
     model/           a model directory, at the end
 
 While a process works on the run it holds a lock on the directory, and `.lock` says which process that is. In a bucket
-`.lock` is a lease, checkpoints/steps.json says which checkpoints there are, and what Weights & Biases keeps is not.
+`.lock` is a lease, checkpoints/steps.json lists the checkpoints, and the files of Weights & Biases are elsewhere.
 """
 
 import dataclasses
-import datetime
-import os
 import re
-import shutil
-import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -33,16 +29,8 @@ from moe_jax.core.errors import InputError
 from moe_jax.core.finite import cast
 from moe_jax.distributed.processes import first_decides
 from moe_jax.files.remote.lease import Lease
-from moe_jax.files.remote.remote_path import BucketPath, as_path
-from moe_jax.files.remote.remote_work import remove_finished
-from moe_jax.files.staging import (
-    lock_directory,
-    remove_directory,
-    remove_replaced,
-    replace_directory,
-    replace_file,
-    write_durably,
-)
+from moe_jax.files.staging import DirectoryLock, hold_alone, place_to_replace, replace_directory
+from moe_jax.files.storage_path import as_path
 from moe_jax.files.tokenizer_files import companions_in, list_companions, read_companion
 from moe_jax.model_io.adapter_dir import AdapterDirectory, AdapterDirectoryWriter
 from moe_jax.model_io.lineage import new_lineage_entry
@@ -66,13 +54,12 @@ _HOLDER = ".lock"
 class RunLock:
     """Keeps all other processes out of a run directory, from `take` to the end of the block. A context manager.
 
-    Of a run with several processes the first one holds the lock.
+    In a run with several processes the first one holds the lock.
     """
 
     def __init__(self, run_dir: Path):
-        self._run_dir = run_dir
-        self._descriptor: int | None = None
-        self._lease: Lease | None = None
+        self._run_dir = as_path(run_dir)
+        self._held: DirectoryLock | Lease | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -84,38 +71,21 @@ class RunLock:
           InputError: if another process holds the lock; the message says which. In a bucket that is a lease: one that
             nobody renews any more is waited for.
         """
-        if self._descriptor is not None or self._lease is not None:
-            return
-        if isinstance(self._run_dir, BucketPath):
-            lease = Lease(self._run_dir / _HOLDER, self._run_dir)
-            lease.take()
-            self._lease = lease
-            return
-        self._run_dir.mkdir(parents=True, exist_ok=True)
-        holder = self._run_dir / _HOLDER
-        try:
-            self._descriptor = lock_directory(self._run_dir, self._run_dir)
-        except InputError:
-            who = holder.read_text(encoding="utf-8")[:80] if holder.is_file() else "another process"
-            raise InputError(f"{self._run_dir} is in use by {who}; wait for it, or choose another run_dir") from None
-        now = datetime.datetime.now(datetime.UTC).isoformat(sep=" ", timespec="seconds")
-        holder.write_text(f"process {os.getpid()} on {socket.gethostname()} since {now}", encoding="utf-8")
+        if self._held is None:
+            self._held = hold_alone(self._run_dir, _HOLDER)
 
     def __exit__(self, *_: object) -> None:
-        if self._lease is not None:
-            self._lease.release()
-        if self._descriptor is not None:
-            (self._run_dir / _HOLDER).unlink(missing_ok=True)
-            os.close(self._descriptor)
+        if self._held is not None:
+            self._held.release()
 
 
 def read_run(run_dir: Path, *, resume: bool) -> Recipe | None:
-    """The recipe of the run in a directory; None if there is none. Writes nothing.
+    """Returns the recipe of the run in a directory; None if there is none. Writes nothing.
 
     Raises:
       InputError: if `run_dir` exists and is not to be continued, or is not a run.
     """
-    # In a bucket the listing that tells whether there is anything may be late.
+    # In a bucket, the listing that shows whether something exists may be late.
     if not (run_dir / RECIPE).is_file() and not run_dir.exists() and not run_dir.is_symlink():
         return None
     if run_dir.is_dir() and all(child.name == _HOLDER for child in run_dir.iterdir()):
@@ -130,7 +100,7 @@ def read_run(run_dir: Path, *, resume: bool) -> Recipe | None:
 
 
 def split_step(path: Path) -> tuple[Path, int] | None:
-    """The run and the step of `RUN@STEP`; None if the path does not have this form, or something is there."""
+    """Returns the run and the step of `RUN@STEP`; None if the path does not have this form, or exists."""
     match = re.fullmatch(r"(.+)@(\d{1,18})", Path(path).name)
     if match is None or as_path(path).exists():
         return None
@@ -138,22 +108,17 @@ def split_step(path: Path) -> tuple[Path, int] | None:
 
 
 def saved_steps(run_dir: Path) -> list[int]:
-    """Steps of the checkpoints of a run, ascending."""
-    checkpoints = run_dir / CHECKPOINTS
-    if isinstance(checkpoints, BucketPath):
-        return list(read_steps(checkpoints))
-    names = [child.name for child in (run_dir / CHECKPOINTS).glob("*") if child.is_dir()]
-    return sorted(int(name) for name in names if name.isdecimal())
+    """Returns the steps of the checkpoints of a run, ascending."""
+    return list(read_steps(as_path(run_dir) / CHECKPOINTS))
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
-    """The folder of a checkpoint of a run."""
-    folder = run_dir / CHECKPOINTS
-    return read_steps(folder)[step] if isinstance(folder, BucketPath) else folder / str(step)
+    """Returns the folder of a checkpoint of a run."""
+    return read_steps(as_path(run_dir) / CHECKPOINTS)[step]
 
 
 def describe_run(path: Path) -> str | None:
-    """What to give instead of a run directory where a model is expected; None if it is no run directory."""
+    """Returns what to give instead of a run directory where a model is expected; None if it is no run directory."""
     if not (path / RECIPE).is_file() or not (path / RECORD).is_file():
         return None
     steps = saved_steps(path)
@@ -163,7 +128,7 @@ def describe_run(path: Path) -> str | None:
 
 
 def check_saved(run_dir: Path, step: int) -> RunRecord:
-    """The record of a run.
+    """Returns the record of a run.
 
     Raises:
       FileNotFoundError: if there is no run.
@@ -180,35 +145,32 @@ def check_saved(run_dir: Path, step: int) -> RunRecord:
 
 
 def update_run(run_dir: Path, recipe: Recipe, record: RunRecord) -> None:
-    """Writes the resolved recipe of a continued run, and where its model is now."""
-    replace_file(run_dir / RECIPE, recipe_toml.to_toml(recipe).encode())
+    """Writes the resolved recipe of a continued run, and the present path of its model."""
+    as_path(run_dir / RECIPE).replace_content(recipe_toml.to_toml(recipe).encode())
     write_record(run_dir, record)
 
 
 def write_beginning(run_dir: Path, recipe: Recipe, record: RunRecord, files: Mapping[str, Path]) -> None:
-    """Writes all that a run directory holds before the first step, the record last.
+    """Writes everything that a run directory holds before the first step, the record last.
 
     Args:
       run_dir: the directory; files of a beginning that was interrupted are replaced.
       recipe: as resolved.
-      record: what the run stands on.
-      files: what goes with the model, by name.
+      record: the inputs of the run.
+      files: files that go with the model, by name.
     """
-    replace_file(run_dir / RECIPE, recipe_toml.to_toml(recipe).encode())
-    folder = run_dir / _TOKENIZER
-    if isinstance(folder, BucketPath):
-        remove_directory(folder)
-        list_companions(folder, files)
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+    as_path(run_dir / RECIPE).replace_content(recipe_toml.to_toml(recipe).encode())
+    folder = as_path(run_dir / _TOKENIZER)
+    folder.remove_tree()
+    folder.mkdir()
+    list_companions(folder, files)
     for name, file in files.items():
-        write_durably(folder / name, read_companion(file))
+        (folder / name).write_durably(read_companion(file))
     write_record(run_dir, record)
 
 
 def files_of_run(run_dir: Path) -> tuple[Path, ...]:
-    """The files that go with the model of a run: its tokenizer's, and others."""
+    """Returns the files that go with the model of a run: its tokenizer's, and others."""
     return companions_in(run_dir / _TOKENIZER)
 
 
@@ -230,8 +192,8 @@ def write_model(
     Args:
       model: with the trained parameters.
       recipe: of the run.
-      source: what it started from; its lineage is continued.
-      files: what goes with the model, copied.
+      source: the model that training started from; its lineage is continued.
+      files: files that go with the model, copied.
       measured: measurements for the lineage.
       trainable: paths in memory of the trained parameters.
       restarts: of the run, for the lineage.
@@ -242,18 +204,8 @@ def write_model(
     target = as_path(recipe.run_dir) / MODEL
     started_from = source if recipe.model.init == "checkpoint" else None
     lineage = lineage_of(recipe, source, measured, restarts)
-    # In a bucket nothing takes the place of an earlier model at once; the checkpoint has all to write it again.
-    fresh = target if isinstance(target, BucketPath) else target.with_name("model.new")
-
-    def remove_stale() -> None:
-        if isinstance(target, BucketPath):
-            remove_finished(target)
-            return
-        remove_replaced(target)
-        if fresh.exists():
-            remove_directory(fresh)
-
-    first_decides(remove_stale)
+    # Where nothing takes the place of an earlier model at once, the checkpoint has all to write it again.
+    fresh = as_path(first_decides(lambda: str(place_to_replace(target))))
     if isinstance(started_from, AdapterDirectory):
         trained = {name for path in trainable for name in disk_paths(model.config, path)}
         own = trained | started_from.own_specs().keys()
@@ -266,20 +218,19 @@ def write_model(
     # Every process must make these calls, and writes the shards that it has.
     with writer:
         stored = None if started_from is None else started_from.specs()
-        for path, leaf in _outputs(model, recipe, stored, own):
+        for path, leaf in _written_leaves(model, recipe, stored, own):
             if isinstance(leaf, jax.Array):
                 writer.write_sharded(path, leaf, output_dtype(path, leaf.dtype, recipe, stored))
             else:
                 writer.write({path: leaf})
-    if fresh != target:
-        first_decides(lambda: replace_directory(target, fresh))
+    first_decides(lambda: replace_directory(target, fresh))
     return target
 
 
 def lineage_of(
     recipe: Recipe, source: ModelSource | None, measured: Mapping[str, Any], restarts: Sequence[Restart]
 ) -> list[dict[str, Any]]:
-    """The lineage of a trained model; see `write_model`."""
+    """Returns the lineage of a trained model; see `write_model`."""
     options = {key: recipe_toml.plain(value) for key, value in recipe_toml.flatten(recipe).items() if value is not None}
     if restarts:
         options["restarts"] = [dataclasses.asdict(restart) for restart in restarts]
@@ -289,7 +240,7 @@ def lineage_of(
 
 
 def trained_config(config: ModelConfig, recipe: Recipe) -> ModelConfig:
-    """The config of the trained model; it says in which dtype that is."""
+    """Returns the config of the trained model, with the dtype of its output."""
     begun_with = config.dtype if recipe.model.init == "checkpoint" else recipe.model.param_dtype
     return dataclasses.replace(config, dtype=recipe.model.output_dtype or begun_with)
 
@@ -297,13 +248,13 @@ def trained_config(config: ModelConfig, recipe: Recipe) -> ModelConfig:
 def output_dtype(
     path: str, held: jnp.dtype, recipe: Recipe, stored: Mapping[str, jax.ShapeDtypeStruct] | None
 ) -> jnp.dtype:
-    """The dtype in which the trained model has a leaf.
+    """Returns the dtype in which the trained model has a leaf.
 
     Args:
       path: of the leaf.
       held: its dtype in training.
       recipe: of the run.
-      stored: the leaves of the model that training started from; None: it started from new ones.
+      stored: the leaves of the model that training started from; None: it started from new weights.
     """
     if not may_be_cast(path, held):
         return held
@@ -312,10 +263,10 @@ def output_dtype(
     return held if stored is None or path not in stored else stored[path].dtype
 
 
-def _outputs(
+def _written_leaves(
     model: Decoder, recipe: Recipe, stored: Mapping[str, jax.ShapeDtypeStruct] | None, only: Collection[str] | None
 ) -> Iterator[tuple[str, np.ndarray | jax.Array]]:
-    """Yields leaves, all or some: as they are written, or, where they are sharded over processes, as they are held."""
+    """Yields leaves, all or some, in the output dtype; leaves sharded over processes as they are in training."""
     for path, leaf in model_leaves(model):
         if only is not None and path not in only:
             continue

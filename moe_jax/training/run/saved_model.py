@@ -1,4 +1,4 @@
-"""`RUN@STEP`: the model of a training checkpoint, wherever a model is taken."""
+"""`RUN@STEP`: the model of a training checkpoint, for everything that takes a model."""
 
 import dataclasses
 from functools import cached_property
@@ -37,7 +37,7 @@ from moe_jax.training.run.run_directory import (
 
 
 def saved_config(run_dir: Path, step: int) -> ModelConfig:
-    """The config of the model of a checkpoint.
+    """Returns the config of the model of a checkpoint.
 
     Raises:
       FileNotFoundError, InputError: see `check_saved`.
@@ -47,7 +47,7 @@ def saved_config(run_dir: Path, step: int) -> ModelConfig:
 
 
 class SavedModel:
-    """The model of a checkpoint; a `ModelSource`. It is what the run would leave if it had ended at that step."""
+    """The model of a checkpoint, a `ModelSource`: the model that the run would leave if it ended at that step."""
 
     def __init__(self, run_dir: Path, step: int, source: ModelSource | None):
         """Opens the checkpoint; the weights stay on disk.
@@ -79,16 +79,16 @@ class SavedModel:
 
     @property
     def lineage(self) -> list[dict[str, Any]]:
-        """That of the model that the run was begun with, and the run so far."""
+        """The lineage of the model that the run was begun with, and the run so far."""
         return lineage_of(self._recipe, self._source, {"steps": self._step}, self._restarts)
 
     @property
     def base(self) -> ModelSource | None:
-        """Of a run over an adapter directory, the base of that."""
+        """The base of the adapter directory that the run was begun with; None for other runs."""
         return None if self._begun_with is None else self._begun_with.base
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Leaf path -> shape and dtype."""
+        """Returns shape and dtype of every leaf, by path."""
         return self._specs
 
     def read(self, path: str) -> np.ndarray:
@@ -99,18 +99,18 @@ class SavedModel:
         """
         if path in self._trained:
             name, index = self._trained[path]
-            leaf = self._state.read(self._exported(name), index)
+            leaf = self._state.read(self._exported_name(name), index)
         else:
             leaf = self._frozen.read(path)
-        return cast(path, cast(path, leaf, self._held[path]), self._specs[path].dtype)
+        return cast(path, cast(path, leaf, self._training_dtypes[path]), self._specs[path].dtype)
 
     def stored_bytes(self, path: str) -> int:
-        """Bytes of one leaf, as the run would write it."""
+        """Number of bytes of one leaf, as the run would write it."""
         spec = self._specs[path]
         return spec.size * spec.dtype.itemsize
 
     def fingerprint(self) -> str:
-        """A SHA-256 of config and weights; that of a model directory with the same content."""
+        """Returns a SHA-256 of config and weights, equal to that of a model directory with the same content."""
         leaves = fingerprint_leaves(self._specs, lambda path: sample_array(self.read(path)))
         return fingerprint_model(self.config, leaves)
 
@@ -121,7 +121,7 @@ class SavedModel:
 
     @cached_property
     def _trained(self) -> dict[str, tuple[str, int | None]]:
-        """Leaf path -> name in the checkpoint, and index of the layer if several are stacked there."""
+        """Name in the checkpoint of every leaf, and index of the layer if several layers are stacked there."""
         partition, found = self._recipe.partition, {}
         model = abstract_model(self.config)
         trainable = trainable_paths(model, train=partition.train, freeze=partition.freeze)
@@ -138,22 +138,22 @@ class SavedModel:
             found |= {disk: (name, index if stacked else None) for index, disk in enumerate(leaves)}
         return found
 
-    def _exported(self, name: str) -> str:
-        """The name in the checkpoint of what the run would write of a parameter: itself, or its average."""
+    def _exported_name(self, name: str) -> str:
+        """Returns the name in the checkpoint of the array that the run would write: the parameter, or its average."""
         ema = self._recipe.ema
         return name if ema is None or not ema.export else f"ema.{name.removeprefix('params.')}"
 
     @cached_property
     def _frozen(self) -> ModelSource | DecoderLeaves:
-        """Where the parameters are that were not trained, and therefore are not in the checkpoint."""
+        """The source of the parameters that were not trained, and therefore are not in the checkpoint."""
         if self._begun_with is not None:
             return self._begun_with
         config = dataclasses.replace(self.config, dtype=self._recipe.model.param_dtype)
         return DecoderLeaves(draw_model(config, self._recipe.seed))
 
     @cached_property
-    def _held(self) -> dict[str, jnp.dtype]:
-        """Leaf path -> dtype in training."""
+    def _training_dtypes(self) -> dict[str, jnp.dtype]:
+        """Dtype in training of every leaf, by path."""
         frozen_dtype, dtypes = self._recipe.model.frozen_dtype, {}
         for path in _parameters(abstract_model(self.config)):
             leaves = disk_paths(self.config, path)
@@ -176,7 +176,9 @@ class SavedModel:
     def _specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         stored = None if self._begun_with is None else self._begun_with.specs()
         return {
-            path: jax.ShapeDtypeStruct(spec.shape, output_dtype(path, self._held[path], self._recipe, stored))
+            path: jax.ShapeDtypeStruct(
+                spec.shape, output_dtype(path, self._training_dtypes[path], self._recipe, stored)
+            )
             for path, spec in leaf_specs(self.config).items()
         }
 
@@ -185,7 +187,7 @@ class SavedAdapters(SavedModel, OverBase):
     """The model of a checkpoint of a run that was begun with an adapter directory."""
 
     def own_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Leaf path -> shape and dtype of the leaves that the run would write: what is trained, and other adapters."""
+        """Returns shape and dtype of the leaves that the run would write: trained ones, and other adapters."""
         begun = self._begun_with
         before = begun.own_specs() if isinstance(begun, OverBase) else {}
         return {path: spec for path, spec in self._specs.items() if path in self._trained or path in before}
@@ -198,13 +200,15 @@ def open_saved(run_dir: Path, step: int, source: ModelSource | None) -> SavedMod
 
 
 def saved_name(path: str) -> str:
-    """The name in checkpoints of the parameter at a path in memory."""
+    """Returns the name in checkpoints of the parameter at a path in memory."""
     return f"params.{path.replace('/', '.')}.value"
 
 
 def is_saved_by_layer(name: str) -> bool:
-    """Whether the leaf of a checkpoint is a parameter of several layers, stacked, or its average: its layers are saved
-    apart."""
+    """Whether a leaf of a checkpoint is a parameter of several stacked layers, or its average.
+
+    The layers of such a leaf are saved separately.
+    """
     return name.startswith(
         tuple(f"{what}.{stack}.segments." for what in ("params", "ema") for stack in ("stack", "encoder"))
     )
@@ -215,5 +219,5 @@ def _config_of(record: RunRecord, run_dir: Path) -> ModelConfig:
 
 
 def _parameters(model: Decoder) -> dict[str, jax.ShapeDtypeStruct]:
-    """All parameters of an abstract model, by their paths in memory."""
+    """Returns all parameters of an abstract model, by their paths in memory."""
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(model))}

@@ -15,8 +15,8 @@ from moe_jax.distributed import processes
 class StopSignals:
     """Remembers that a signal arrived; a second one of the same kind has its usual effect. A context manager.
 
-    Several processes agree on a step: a signal to one stops all. Where another program than `join_processes` has joined
-    them, JAX's preemption service does that; it watches for SIGTERM, as which the other signals are passed on.
+    Several processes agree on a step: a signal to one stops all. If a program other than `join_processes` has joined
+    them, JAX's preemption service does that; it watches for SIGTERM, so other signals are passed on to it as SIGTERM.
 
     Args:
       notice: called, in a thread of its own, with the name of the first signal: a step may take long.
@@ -33,7 +33,7 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
-            alone = jax.process_count() == 1 or processes.is_joined_by_peers()
+            alone = jax.process_count() == 1 or processes.has_coordination()
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if alone else (signal.SIGINT, signal.SIGHUP):
                 if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                     self._previous[number] = signal.signal(number, self._remember if alone else self._pass_on)
@@ -62,5 +62,5 @@ class StopSignals:
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.received = number
         signal.signal(number, self._previous[number])
-        # Not here: what the signal interrupted may be printing.
+        # In another thread: the code that the signal interrupted may be printing.
         threading.Thread(target=self._notice, args=(signal.Signals(number).name,), daemon=True).start()

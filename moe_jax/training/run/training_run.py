@@ -21,14 +21,15 @@ from moe_jax.distributed.processes import check_equal, describe_devices, first_d
 from moe_jax.evaluation.held_out_loss import Evaluator
 from moe_jax.evaluation.held_out_texts import HeldOut, read_held_out, with_lengths
 from moe_jax.evaluation.pair_loss import PairEvaluator
-from moe_jax.files.remote.remote_path import as_path
 from moe_jax.files.staging import check_writable
+from moe_jax.files.storage_path import as_path
 from moe_jax.files.strict import parse
 from moe_jax.files.tokenizer_files import with_tokenizer
 from moe_jax.model_io.loading import disk_paths
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.peft.trained_table import print_trained
+from moe_jax.training.log import tensorboard
 from moe_jax.training.log.wandb_writer import import_wandb
 from moe_jax.training.loop import Loop
 from moe_jax.training.optim.average import in_dtypes_of
@@ -62,7 +63,7 @@ from moe_jax.training.run.restart import (
     find_origin,
     keeps_average,
     keeps_moments,
-    restarted,
+    restart_record,
     write_restart,
 )
 from moe_jax.training.run.run_directory import (
@@ -79,7 +80,7 @@ from moe_jax.training.run.run_directory import (
 from moe_jax.training.run.saved_model import is_saved_by_layer
 from moe_jax.training.step import TrainState
 
-# Models whose vocabulary is larger than that of their tokenizer by more than this are none that people publish.
+# Published models pad their vocabulary by less; a larger difference means another model's tokenizer.
 _USED_OF_VOCABULARY = 0.5
 
 
@@ -100,10 +101,10 @@ def train(
     Args:
       recipe: the run.
       config: of the model.
-      source: the model that the recipe names; None if it names a config alone and new weights.
-      resume: continue the run in the run directory; where there is none, a new run starts.
+      source: the model that the recipe names; None if it names only a config, for new weights.
+      resume: continue the run in the run directory; without one, a new run starts.
       restart: begin with this checkpoint of another run, `RUN@STEP`; optimizer and schedule may differ from that run's.
-        With `resume`, a run that was begun so goes on.
+        With `resume`, continue a run that was begun so.
       skip_batches: with `restart`: leave out this many batches after the checkpoint.
       continue_command: the command that continues the run, printed when a signal stops it.
       console: for everything that is printed.
@@ -136,12 +137,12 @@ def train(
             raise
 
 
-class _Begun(NamedTuple):
+class _EarlierRun(NamedTuple):
     """A run that is to be continued, or restarted.
 
     Attributes:
       recipe: of the run.
-      record: what it stands on; None if it was interrupted before that was written.
+      record: the inputs of the run; None if it was interrupted before they were recorded.
       origin: the checkpoint of it to restart from; None: the run is continued.
     """
 
@@ -150,8 +151,10 @@ class _Begun(NamedTuple):
     origin: Origin | None = None
 
 
-def _read_run(recipe: Recipe, lock: RunLock, *, resume: bool, restart: Path | None, skip_batches: int) -> _Begun | None:
-    """What there is to continue or to restart, as the first process sees it; None: the run is a new one."""
+def _read_run(
+    recipe: Recipe, lock: RunLock, *, resume: bool, restart: Path | None, skip_batches: int
+) -> _EarlierRun | None:
+    """Returns the run to continue or to restart, as the first process sees it; None: the run is a new one."""
     run_dir = as_path(recipe.run_dir)
 
     def read() -> list[Any] | None:
@@ -162,7 +165,7 @@ def _read_run(recipe: Recipe, lock: RunLock, *, resume: bool, restart: Path | No
             before, record = None, None
         else:
             before, record = read_run(run_dir, resume=resume), read_record(run_dir)
-        # Before data are read and programs made.
+        # Checked before data is read and programs are made.
         check_writable(run_dir / RECIPE if run_dir.exists() else run_dir)
         if before is None:
             return None
@@ -174,10 +177,10 @@ def _read_run(recipe: Recipe, lock: RunLock, *, resume: bool, restart: Path | No
             return None
         first_decides(lambda: find_origin(restart, run_dir) and None)
         origin = find_origin(restart, run_dir)
-        return _Begun(origin.recipe, origin.record, origin)
+        return _EarlierRun(origin.recipe, origin.record, origin)
     where, (table, record) = str(run_dir), found
     before = with_horizon(parse(Recipe, table, where=where, language="TOML"))
-    begun = _Begun(before, None if record is None else parse(RunRecord, record, where=where, language="JSON"))
+    begun = _EarlierRun(before, None if record is None else parse(RunRecord, record, where=where, language="JSON"))
     if restart is not None:
         check_restarted(run_dir, begun.record, restart, skip_batches=skip_batches)
     return begun
@@ -190,7 +193,7 @@ def _train(
     teacher: ModelSource | None,
     lock: RunLock,
     console: rich.console.Console,
-    begun: _Begun | None,
+    begun: _EarlierRun | None,
     *,
     skip_batches: int,
     continue_command: str,
@@ -202,11 +205,13 @@ def _train(
         check(begun.recipe, recipe)
     recipe = with_horizon(recipe)
     if recipe.log.wandb != "off" and is_first_process():
-        import_wandb()  # Here, before anything is written, if it is missing.
+        import_wandb()  # here, before anything is written, if it is missing
     # Data first: mistakes in it are the most likely, and are found before the model is built and tables are printed.
     mesh = mesh_for(recipe, config)
     tokenizer = path_of_tokenizer(recipe, source)
     notes = _notes_on_tokenizer(tokenizer, config)
+    if recipe.log.tensorboard and not tensorboard.is_installed():
+        notes.append(tensorboard.MISSING)
     data = open_data(
         recipe.data,
         config,
@@ -229,14 +234,14 @@ def _train(
         check_same(begun.record, record, recipe)
         record = dataclasses.replace(record, restarts=begun.record.restarts)
         if begun.origin is not None:
-            record = restarted(begun.origin, recipe, record, skip_batches=skip_batches)
+            record = restart_record(begun.origin, recipe, record, skip_batches=skip_batches)
 
     def write() -> None:
         if begun is not None and begun.origin is not None:
             write_restart(begun.origin, run_dir, recipe, record)
         lock.take()
         if begun is None:
-            read_run(run_dir, resume=False)  # Another process may have begun and ended a run there by now.
+            read_run(run_dir, resume=False)  # another process may have begun and ended a run there by now
         if begun is None or begun.record is None:
             write_beginning(run_dir, recipe, record, _files(recipe, source, tokenizer))
         elif begun.origin is None:
@@ -257,7 +262,7 @@ def _train(
                 state = first_state(program, params)
         else:
             console.print(f"continuing after step {step}", highlight=False)
-            # The first checkpoint of a restarted run is that of the run before.
+            # The first checkpoint of a restarted run belongs to the run before.
             restarted_here = record.restarts[-1] if record.restarts and record.restarts[-1].step == step else None
             state, frozen = _restore(recipe, program, source, data, checkpoints, step, restarted_here, console)
             if restarted_here is not None:
@@ -300,7 +305,7 @@ def _print_trained_parameters(console: rich.console.Console, program: Program) -
 
 
 def _print_horizon(console: rich.console.Console, recipe: Recipe) -> None:
-    """Prints that the learning rate will stay as it is, where a run goes on after its decay."""
+    """Prints that the learning rate will stay constant, if a run goes on after its decay."""
     schedule = recipe.schedule
     if schedule.kind != "constant" and schedule.steps is not None and schedule.steps < recipe.train.steps:
         console.print(
@@ -318,10 +323,10 @@ def _restore(
     restart: Restart | None,
     console: rich.console.Console,
 ) -> tuple[TrainState, nnx.State]:
-    """The state of a checkpoint, and the frozen parameters; sets `data` to the checkpoint's position.
+    """Restores the state of a checkpoint, and the frozen parameters; sets `data` to the checkpoint's position.
 
-    `restart` is that with which the run began, if the checkpoint is of the run before; what that run had no state of
-    begins anew.
+    `restart` is the restart with which the run began, if the checkpoint belongs to the run before; state that the run
+    before did not have begins anew.
     """
     with jax.set_mesh(program.mesh):
         frozen = program.frozen
@@ -346,7 +351,7 @@ def _restore(
 
 
 def _skip(data: grain.DatasetIterator, restart: Restart, console: rich.console.Console) -> None:
-    """Leaves out the batches that the restart leaves out; called where it begins, also when it begins again."""
+    """Skips the batches that the restart leaves out; called where it begins, also when it begins again."""
     if restart.skipped_batches:
         console.print(f"skipping {restart.skipped_batches} batches", highlight=False)
     for _ in range(restart.skipped_batches):
@@ -354,7 +359,7 @@ def _skip(data: grain.DatasetIterator, restart: Restart, console: rich.console.C
 
 
 def path_of_tokenizer(recipe: Recipe, source: ModelSource | None) -> Path:
-    """The tokenizer.json that a recipe names, or its model has; raises `InputError` if there is none."""
+    """Returns the tokenizer.json that a recipe names, or its model has; raises `InputError` if there is none."""
     if recipe.data.tokenizer is not None:
         return as_path(recipe.data.tokenizer)
     if source is None:
@@ -363,14 +368,14 @@ def path_of_tokenizer(recipe: Recipe, source: ModelSource | None) -> Path:
 
 
 def _files(recipe: Recipe, source: ModelSource | None, tokenizer: Path) -> dict[str, Path]:
-    """What goes with the trained model, by name: what went with its source, but the tokenizer of the run."""
+    """Returns the files of the trained model, by name: those of its source, with the tokenizer of the run."""
     own = () if source is None else source.tokenizer_files
     files = {file.name: file for file in own} if recipe.data.tokenizer is None else with_tokenizer(own, tokenizer)
     return files if recipe.data.chat_template is None else files | {CHAT_TEMPLATE: as_path(recipe.data.chat_template)}
 
 
 def _notes_on_tokenizer(path: Path, config: ModelConfig) -> list[str]:
-    """Says that a tokenizer is probably another model's: vocabularies are padded by little."""
+    """Notes that a tokenizer is probably another model's: vocabularies are padded by little."""
     known = Tokenizer(path, config).num_tokens
     if known >= _USED_OF_VOCABULARY * config.vocab_size:
         return []
@@ -378,7 +383,7 @@ def _notes_on_tokenizer(path: Path, config: ModelConfig) -> list[str]:
 
 
 def _held_out(recipe: Recipe, config: ModelConfig, path: Path) -> HeldOut | None:
-    """What the model is evaluated on; None: nothing."""
+    """Returns the data that the model is evaluated on; None: there is none."""
     if recipe.eval is None:
         return None
     data = with_lengths(recipe.data, seq_len=recipe.eval.seq_len or recipe.data.seq_len)

@@ -137,7 +137,9 @@ def test_solvers_agree_in_order_of_their_effort():
         ends[solver] = result.objective[-1]
         if solver in ("auto", "sinkhorn"):
             assert 0 <= result.duality_gap < 0.05
-    # Alternation is stuck at once; the others are local minima near each other, and `auto` is the best of them.
+    # Alternation is stuck at once; the others are local minima near each other, and `auto` is the best of them. Which
+    # of them a search finds depends on how distances are rounded: of eight draws, annealing ended up to 1.2 % apart
+    # from assignments, and these at 0.88 to 0.93 of alternation.
     assert ends["auto"] <= ends["assignment"] < 0.97 * ends["alternation"]
     assert ends["sinkhorn"] == pytest.approx(ends["assignment"], rel=0.02)
     # Other orders are annealed to the very same result.

@@ -10,6 +10,7 @@ from scipy.optimize import linear_sum_assignment
 from moe_jax.compression.alignment import barycenter, matching, nearest
 from moe_jax.compression.alignment.barycenter import free_support_barycenter, weight_matching
 from moe_jax.compression.alignment.nearest import nearest_order
+from tests.support.tiers import examples, long
 
 
 def clouds_of_common_origin(seed, count, n, dim, noise):
@@ -35,7 +36,7 @@ def best_score(target, points) -> float:
     return score(target, points, linear_sum_assignment(-target.astype(np.float64) @ points.T)[1])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     seed=st.integers(0, 9999),
     n=st.integers(1, 60),
@@ -100,9 +101,15 @@ def test_a_bound_holds_where_the_first_columns_mislead():
 
 
 # Of a hundred points without a common order, one local minimum differs from another by more than is asked here.
-@pytest.mark.parametrize("noise", [0.5, 1.5, None])
-@pytest.mark.parametrize("shape", [(8, 512, 1024), (24, 384, 768)])
-def test_large_clouds_come_as_near_as_exact_searches(monkeypatch, noise, shape):
+@pytest.mark.parametrize(
+    ("shape", "noise"),
+    [
+        *(((8, 512, 1024), noise) for noise in (0.5, 1.5, None)),
+        *(((24, 384, 768), noise) for noise in (0.5, 1.5)),
+        pytest.param((24, 384, 768), None, marks=long),
+    ],
+)
+def test_large_clouds_come_as_near_as_exact_searches(monkeypatch, shape, noise):
     clouds = clouds_of_common_origin(1, *shape, noise)
     exact = free_support_barycenter(clouds, solver="assignment")
     monkeypatch.setattr(matching, "_SMALL_ROUND", 0)
@@ -142,6 +149,7 @@ def test_starts_rounds_and_a_single_cloud_of_large_clouds(monkeypatch):
     assert cut.rounds == 1 and not cut.converged and cut.objective[0] == one.objective[0]
     alone = free_support_barycenter(clouds[:1])
     assert alone.converged and alone.objective[-1] == 0
+    # Where such searches end depends on how distances are rounded: of ten draws, within 0.8 % of each other.
     started = free_support_barycenter(clouds, start=clouds[2])
     assert started.objective[-1] == pytest.approx(one.objective[-1], rel=0.05)
     orders = weight_matching(clouds)

@@ -6,8 +6,8 @@ import pytest
 from moe_jax.compression.alignment.design_matrix import aligned_kernels, mean_kernel, unaligned
 from moe_jax.compression.allocation.choices import Choice, errors_of_choices, rank_of
 from moe_jax.compression.allocation.together import TOKENS, Together, together
-from moe_jax.compression.calibration.expert_coders import centre_coder, expert_coders
 from moe_jax.compression.coding.coder import LeastError
+from moe_jax.compression.coding.expert_coders import expert_coders, shared_base_coder
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.model_io.model_dir import ModelDirectory
 from tests.compression.methods.recorded_layers import recorded
@@ -59,7 +59,7 @@ def test_errors_of_codes_and_of_factors(layer, orders, name):
         assert found[expert, 0] == pytest.approx(squared(coder.moment, plain - kernel) / norm, rel=1e-3)
         assert found[expert, 1] == pytest.approx(squared(coder.moment, around + rounded - kernel) / norm, rel=1e-3)
         for number, bits, least in ((2, 8, 0.9), (3, 2, 0.6)):
-            of_all = centre_coder(layer, name, orders)
+            of_all = shared_base_coder(layer, name, orders)
             centre = np.asarray(of_all.quantize(mean, bits=bits, **in_groups(bits)).approximation)
             left, right = coder.factors(kernel - centre, rank)
             written = squared(coder.moment, left @ right.T + centre - kernel) / norm
@@ -69,7 +69,7 @@ def test_errors_of_codes_and_of_factors(layer, orders, name):
 def test_the_centre_has_the_moments_of_all_experts(layer, orders):
     for name in layer.shapes:
         summed = sum(coder.moment.astype(np.float64) for coder in expert_coders(layer, name, orders))
-        np.testing.assert_allclose(centre_coder(layer, name, orders).moment, summed, rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(shared_base_coder(layer, name, orders).moment, summed, rtol=1e-5, atol=1e-4)
 
 
 def test_the_spectrum_is_what_factors_take_from_the_error(layer):

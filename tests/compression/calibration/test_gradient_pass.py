@@ -19,6 +19,7 @@ from moe_jax.distributed.sharding import make_mesh
 from moe_jax.model_io.loading import load_model
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.nn.block import Block
+from tests.support.tiers import long
 
 
 class StoppedError(Exception):
@@ -80,6 +81,7 @@ def test_are_those_of_the_whole_model(source, windows, recorded, monkeypatch):
         assert read_layer(recorded, layer).rows.gradients is None
 
 
+@long
 def test_goes_on_where_it_was_stopped(source, windows, recorded, tmp_path):
     how = {"mesh": make_mesh({}, jax.devices()[:1]), "batch_size": 2}
     steps = []
@@ -106,6 +108,7 @@ def test_goes_on_where_it_was_stopped(source, windows, recorded, tmp_path):
             assert gradients_file(folder, layer).read_bytes() == gradients_file(recorded, layer).read_bytes()
 
 
+@long
 def test_over_a_mesh_they_are_the_same(source, windows, recorded, tmp_path):
     record_gradients(source, windows, tmp_path, mesh=make_mesh({"data": 4, "expert": 2}), batch_size=3)
     for layer in source.config.moe_layers:

@@ -11,8 +11,7 @@ import pytest
 from moe_jax.api.calibrate import calibrate
 from moe_jax.checks.step0 import StreamedModel
 from moe_jax.commands.line.cli import main
-from moe_jax.compression.calibration.drawn_windows import DEFAULT_SAMPLES, sample_windows
-from moe_jax.compression.calibration.layerwise_pass import record
+from moe_jax.compression.calibration.layerwise_pass import DEFAULT_SAMPLES, record, sample_windows
 from moe_jax.compression.calibration.recorded import read_layer
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import make_mesh

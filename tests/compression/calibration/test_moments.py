@@ -5,15 +5,16 @@ import numpy as np
 import pytest
 
 from moe_jax.compression import compress, make_method
-from moe_jax.compression.calibration.expert_coders import expert_coders, joint_moments
 from moe_jax.compression.calibration.moments import BACKGROUND, moments, tokens_per_expert
 from moe_jax.compression.calibration.recorded import Calibration, LayerCalibration, LayerRows
+from moe_jax.compression.coding.expert_coders import expert_coders, joint_moments
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.experts import BankConfig
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.nn.router_stats import RouterStatistics
 from tests.compression.methods import recorded_layers
 from tests.support.moe_models import memory_moe
+from tests.support.tiers import one_in
 
 TOKENS, E = 300, 4
 
@@ -128,6 +129,7 @@ METHODS = {
 }
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", METHODS)
 def test_a_calibrated_layer_changes_its_outputs_less(layer, name, tmp_path):
     """The same form, chosen for the inputs: less changes in the outputs, although the kernels change more."""

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from moe_jax.compression.coding.coder import LeastError, LeastOutputError
 from moe_jax.compression.coding.feedback import DAMPING, quantize_with_feedback, triangular_factor
 from moe_jax.core.errors import InputError
-from moe_jax.experts.forms.quantized import TABLE_BITS, Quantized
+from moe_jax.experts.forms.kinds.quantized import TABLE_BITS, Quantized
 from tests.experts.code_reference import decoded
+from tests.support.tiers import examples
 
 
 def moment_of(rows: int, seed: int, samples: int | None = None) -> np.ndarray:
@@ -48,7 +49,7 @@ def gptq(kernel: np.ndarray, moment: np.ndarray, rounded) -> np.ndarray:
     return out
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(
     seed=st.integers(0, 1000),
     rows=st.sampled_from((1, 13, 40)),

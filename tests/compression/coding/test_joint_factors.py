@@ -10,6 +10,7 @@ from moe_jax.compression.coding.coder import LeastJointError
 from moe_jax.compression.coding.feedback import DAMPING
 from moe_jax.compression.coding.joint_factors import descent, design_of, joint_factors, outputs_of
 from moe_jax.core.errors import InputError
+from tests.support.tiers import one_in
 
 F, D, RANK = 48, 20, 9
 
@@ -93,17 +94,23 @@ def least_error(rows: Matrices, moments, kernels: Matrices, seed: int, rounds: i
     return float(error)
 
 
+# Of what can be saved, and not of the least error: that is next to nothing where moments are singular, and ends of
+# searches apart by a tenth of it are apart by a thousandth of what either saves. Which end a search comes to depends on
+# how a processor rounds; the ends of the long searches differ by up to 0.6 % of what they save, and a search that stops
+# after some rounds loses up to 0.7 %, 1.1 % and 0.15 % of it here. Some twice that is allowed.
+@one_in(5)
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 @pytest.mark.parametrize("centre", [False, True], ids=["expert", "residual"])
 @pytest.mark.parametrize(
-    ("known", "over"), [("of activations", 0.012), ("of few large activations", 0.05), ("singular", 0.1)]
+    ("known", "lost"), [("of activations", 0.02), ("of few large activations", 0.02), ("singular", 0.003)]
 )
-def test_outputs_change_as_little_as_a_long_search_finds(gated, centre, known, over):
+def test_saves_of_the_error_what_a_long_search_saves(gated, centre, known, lost):
     kernels, moments = drawn(0, gated=gated), MOMENTS[known]
     rows = {name: kernel - 0.7 * drawn(1, gated=gated)[name] for name, kernel in kernels.items()} if centre else kernels
+    plain = output_error(rows, products(LeastJointError({}).factors(rows, RANK)), moments, kernels)
     made = products(joint_factors(rows, kernels if centre else None, *moments, RANK))
     least = min(least_error(rows, moments, kernels, seed) for seed in range(3))
-    assert output_error(rows, made, moments, kernels) < (1 + over) * least
+    assert plain - output_error(rows, made, moments, kernels) > (1 - lost) * (plain - least)
 
 
 @pytest.mark.parametrize("known", MOMENTS)

@@ -12,6 +12,7 @@ from moe_jax.compression.coding.normal_float import NormalFloat
 from moe_jax.experts.forms import Quantized
 from moe_jax.functional.products.nf4 import dequantize_nf4, quantize_nf4
 from tests.experts.code_reference import decoded, unpacked
+from tests.support.tiers import examples
 
 
 def hqq(group: np.ndarray, bits: int, rounds: int) -> tuple[float, float, list[float]]:
@@ -60,7 +61,7 @@ def test_hqq_is_stored_as_any_codes_with_zero_points(bits):
     assert best <= ours * 1.01 and (ours < others or bits == 8)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(seed=st.integers(0, 100), rows=st.sampled_from((1, 64, 100)), columns=st.integers(1, 9))
 def test_nf4_has_the_codes_of_nf4(seed, rows, columns):
     """But for entries between two levels, which the rounding of scales and levels moves."""

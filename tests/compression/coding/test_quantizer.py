@@ -10,6 +10,7 @@ from moe_jax.compression.coding.quantizer import quantize
 from moe_jax.experts.forms import Quantized
 from moe_jax.functional.products.packing import codes_shape, pack, scales_shape
 from tests.experts.code_reference import decoded
+from tests.support.tiers import examples
 
 BITS = (8, 4, 3, 2, 1)
 BFLOAT16_ROUNDING = 2.0**-8
@@ -75,7 +76,7 @@ def test_the_error_of_gaussians(bits, most):
         assert set(np.unique(fields)) == set(range(2**bits))
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     seed=st.integers(0, 1000),
     rows=st.sampled_from((1, 13, 40)),
@@ -190,7 +191,7 @@ def test_no_bit_is_lost_in_large_kernels():
 # ---- levels that are fitted to a kernel ----------------------------------------------------------------------------
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(
     seed=st.integers(0, 1000),
     rows=st.sampled_from((1, 13, 40)),
@@ -264,7 +265,7 @@ def test_rows_that_do_not_count_do_not_choose_the_levels():
 # ---- scales of eight bits ------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(
     seed=st.integers(0, 1000),
     rows=st.sampled_from((1, 13, 40)),
@@ -302,7 +303,7 @@ def test_groups_half_as_long_with_scales_of_half_as_many_bits_are_better(bits):
 # ---- zero points ---------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(
     seed=st.integers(0, 1000),
     rows=st.sampled_from((1, 13, 40)),

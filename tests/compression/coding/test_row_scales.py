@@ -9,6 +9,7 @@ from moe_jax.compression.coding.coder import LeastError, LeastOutputError
 from moe_jax.compression.coding.row_scales import candidates, scales_of_magnitudes
 from moe_jax.experts.forms import Quantized
 from tests.experts.code_reference import decoded
+from tests.support.tiers import examples
 
 
 def second_moment(size: int, seed: int) -> np.ndarray:
@@ -22,7 +23,7 @@ def output_error(error: np.ndarray, moment: np.ndarray) -> float:
     return float(np.sum(error * (moment @ error), dtype=np.float64))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(
     seed=st.integers(0, 1000),
     rows=st.sampled_from((1, 13, 40)),

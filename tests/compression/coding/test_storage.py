@@ -9,17 +9,21 @@ import pytest
 from flax import nnx
 
 from moe_jax.commands.line import cli
-from moe_jax.compression.coding.storage import COMPARISONS, FORMS, RESIDUAL_FORMS, form_layer, stored_bytes
+from moe_jax.compression.coding.storage import FULL, layer_in, stored_bytes
 from moe_jax.compression.methods.registry import METHODS
 from moe_jax.core.counting import count_bytes
 from moe_jax.experts.forms import Matrix, Sparse
-from moe_jax.experts.forms.positions import ENCODINGS, POSITION_LEAVES, encoding_bytes, smallest_encoding
+from moe_jax.experts.forms.by_name import registered
+from moe_jax.experts.forms.kinds.positions import ENCODINGS, POSITION_LEAVES, encoding_bytes, smallest_encoding
+from moe_jax.experts.forms.optional.coding import Storable
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.models import BankConfig, ModelConfig, config_to_json
 from tests.support.dense_models import dense_config
 from tests.support.moe_models import moe_config
 
 MIB = 2**20
+EVERY = {layout.name: layout for method in METHODS.values() for layout in method.layouts} | {FULL.name: FULL}
+WRITTEN = {name: layout for name, layout in EVERY.items() if getattr(layout, "position_bytes", None) is None}
 
 
 def small(**kwargs) -> ModelConfig:
@@ -79,18 +83,18 @@ def test_a_model_of_which_only_the_last_layers_are_compressed(mixtral, capsys):
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 def test_the_bytes_are_those_of_the_model_that_is_described(gated):
     """A layer for every form that can be written: one model describes them all."""
-    forms = [form for form in FORMS if form not in COMPARISONS]
+    forms = list(WRITTEN.values())
     dense = dense_config(num_layers=len(forms), d_model=20, dim=36, gated=gated, bias=not gated, dtype="bfloat16")
     # Of three experts the least share keeps one.
     config = moe_config(dense, *[BankConfig()] * len(forms), top_k=1)
     layers = tuple(
-        dataclasses.replace(layer, mlp=form_layer(form, layer.mlp, config.d_model, keep=0.3))
+        dataclasses.replace(layer, mlp=layer_in(form, layer.mlp, config.d_model, {"keep": 0.3}))
         for form, layer in zip(forms, config.layers, strict=True)
     )
     specs = leaf_specs(dataclasses.replace(config, layers=layers))
     before = leaf_specs(config)
     weights = 3 * (20 * 36 * (3 if gated else 2) + (0 if gated else 36 + 20))
-    for i, counted in enumerate(stored_bytes(config, (0,), forms, keep=0.3)):  # all layers are alike
+    for i, counted in enumerate(stored_bytes(config, (0,), forms, {"keep": 0.3})):  # all layers are alike
         with_one = [spec for path, spec in specs.items() if path.startswith(f"layers/{i}/")]
         without = [spec for path, spec in before.items() if not path.startswith(f"layers/{i}/")]
         assert counted.model_bytes == count_bytes([*with_one, *without]), counted.form
@@ -121,15 +125,17 @@ def test_the_encoding_of_fewest_bytes():
 
 
 def test_every_method_has_forms():
-    named = {form for method in METHODS.values() for form in method.forms}
-    assert named == set(FORMS) - {"full"} and named >= {form for some in RESIDUAL_FORMS.values() for form in some}
+    assert all(method.layouts for method in METHODS.values())
+    storable = [form for form in registered() if issubclass(form, Storable)]
+    assert {layout.name for form in storable for layout in form.layouts()} <= EVERY.keys()
+    assert EVERY.keys() - WRITTEN.keys() == {"csr32", "coo64"}
 
 
 def test_a_table_is_printed(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(config_to_json(small(gated=False, bias=True))))
     assert cli.main(["plan", str(tmp_path), "--compress", "resmoe", "--keep", "0.25"]) == 0
     rows = {row[0]: row for row in map(str.split, capsys.readouterr().out.splitlines()) if row}
-    assert {form for form in FORMS if form in rows} == {*METHODS["resmoe"].forms, "full"}
+    assert {name for name in EVERY if name in rows} == {*(layout.name for layout in METHODS["resmoe"].layouts), "full"}
     assert " ".join(rows["full"]).endswith("not compressed")
     assert sum("fewest" in row for row in rows.values()) == 1
 

@@ -11,7 +11,7 @@ def said(monkeypatch) -> list:
     """What the other process of two says, one after another; this one is the first."""
     said: list = []
     monkeypatch.setattr(board.jax, "process_count", lambda: 2)
-    monkeypatch.setattr(board, "is_joined_by_peers", lambda: True)
+    monkeypatch.setattr(board, "has_coordination", lambda: True)
     monkeypatch.setattr(board, "news", lambda seconds=0.0: [said.pop(0)] if said else [])
     return said
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from moe_jax.commands.line import cli
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.models import BankConfig
 from tests.files.remote.conftest import bucket as bucket
 from tests.support.byte_tokenizer import byte_tokenizer

@@ -15,6 +15,7 @@ from moe_jax.compression.methods.merging.structured_pruning import StructuredPru
 from moe_jax.compression.methods.registry import METHODS
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.core.errors import InputError
+from moe_jax.experts.forms.optional.coding import Residual
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig
 from tests.compression.coding.test_quantizer import symmetric_errors
@@ -304,9 +305,8 @@ def test_codes_of_the_field_are_those_of_their_coder(name, options):
     assert layer.moe.bank.base == "none" and form.zero_points == (name == "hqq") and form.table == (name == "nf4")
     for kernels, made in zip(before, after, strict=True):
         for matrix, kernel in kernels.items():
-            expected = form.encode(
-                kernel.astype(np.float32), layer.matrices[matrix], np.dtype(np.float32), method.coder
-            )[1]
+            given = Residual(kernel.astype(np.float32), np.dtype(np.float32))
+            expected = form.encode(given, layer.matrices[matrix], method.coder)[1]
             np.testing.assert_allclose(made[matrix], expected, rtol=1e-6)
     assert 0 < figures.relative_error < 0.2
 

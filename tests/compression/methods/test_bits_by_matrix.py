@@ -13,11 +13,11 @@ from moe_jax.api.calibrate import calibrate
 from moe_jax.compression import compress, make_method
 from moe_jax.compression.allocation.by_expert import Alike, in_two_parts
 from moe_jax.compression.allocation.knapsack import Candidate, allocate
-from moe_jax.compression.calibration.drawn_windows import sample_windows
-from moe_jax.compression.calibration.expert_coders import expert_coders
+from moe_jax.compression.allocation.sensitivity_pass import TRIED_BITS, TRIED_GROUP_SIZE, measure_sensitivities
+from moe_jax.compression.calibration.layerwise_pass import sample_windows
 from moe_jax.compression.calibration.recorded import Calibration
-from moe_jax.compression.calibration.sensitivity_pass import TRIED_BITS, TRIED_GROUP_SIZE, measure_sensitivities
 from moe_jax.compression.coding import storage
+from moe_jax.compression.coding.expert_coders import expert_coders
 from moe_jax.compression.coding.storage import layer_bytes
 from moe_jax.compression.job.stream import check_before_calibration
 from moe_jax.compression.methods import bits_by_matrix
@@ -34,7 +34,7 @@ from tests.compression.methods.recorded_layers import recorded
 from tests.support.dense_models import random_leaves
 from tests.support.hf_checkpoints import CONFIGS
 from tests.support.moe_models import MemorySource, check_merged
-from tests.support.tiers import long
+from tests.support.tiers import long, one_in
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +101,7 @@ def test_sensitivities_are_kept_and_found_again(source, calibrated, monkeypatch)
 
 
 # Half of it is what the disk needs to know of leaves, in so small a model.
+@one_in(2, first=1)
 @pytest.mark.parametrize("target", [6_600, pytest.param(8_000, marks=long), 9_500])
 def test_stays_within_the_budget_and_is_better_with_more(source, calibrated, target, tmp_path):
     calibration, *_ = calibrated
@@ -204,6 +205,7 @@ def test_matrices_that_are_alike_share_a_centre_and_others_do_not(source, calibr
     check_merged(small, source.config, leaves)
 
 
+@one_in(2)
 @pytest.mark.parametrize("target", [4_500, 6_000])
 def test_experts_get_bits_of_their_own(source, calibrated, target, tmp_path, monkeypatch):
     """No worse by the same measure; within the budget; and what is merged gives the same as what is in codes."""
@@ -230,6 +232,7 @@ def test_experts_get_bits_of_their_own(source, calibrated, target, tmp_path, mon
     check_merged(small, source.config, leaves)
 
 
+@one_in(2, first=1)
 @pytest.mark.parametrize("experts", ["alike", "own"])
 def test_less_than_a_bit_for_every_expert(experts, tmp_path):
     """Experts have factors around a centre in codes where there is no room for more."""

@@ -19,6 +19,7 @@ from moe_jax.models.moe_config import SelectionConfig
 from tests.compression.methods.recorded_layers import calibration_of, recorded
 from tests.compression.methods.test_baselines import D, F, experts_of, norm_of, output
 from tests.support.moe_models import RECIPE, memory_moe, run
+from tests.support.tiers import long
 
 E = 6
 SHAPES = {"gated": {"d_model": D, "dim": F}, "plain": {"d_model": D, "dim": F, "gated": False, "bias": True}}
@@ -104,7 +105,7 @@ def test_what_stays_is_not_changed_by_a_bit(kind, tmp_path):
         lost = norm_of([expert for e, expert in enumerate(experts) if e not in kept]) / norm_of(experts)
         assert report.relative_error == pytest.approx(np.sqrt(lost), rel=1e-5)
     assert any("/base/" in path and path.endswith("codes") for path in out.specs()) == (kind == "coded base")
-    (counted,) = stored_bytes(source.config, [0], [REMOVED], keep=0.5, dtype="float32")
+    (counted,) = stored_bytes(source.config, [0], [REMOVED], {"keep": 0.5}, dtype="float32")
     assert counted.expert_bytes == sum(out.read(path).nbytes for path in out.specs() if "/experts/" in path)
     assert counted.model_bytes == sum(out.read(path).nbytes for path in out.specs())
 
@@ -160,6 +161,7 @@ def test_options_that_make_no_sense(options, message):
         make_method("reap", options)
 
 
+@long
 def test_the_result_is_a_model_like_any_other(models, tmp_path, out_of, text, failing):
     reap = ("--method", "reap", "--keep", 0.67)
     assert "give one with --calibrate TEXT" in failing(models["one"], tmp_path / "out", *reap)

@@ -20,6 +20,7 @@ from moe_jax.model_io.model_dir import ModelDirectory
 from tests.compression.methods.test_baselines import experts_of
 from tests.support.moe_models import RECIPE, memory_moe, run, same_weights
 from tests.support.numerics import assert_close
+from tests.support.tiers import long, one_in
 
 E = 8
 SHAPES = {
@@ -86,6 +87,7 @@ def test_experts_that_are_mixed_of_bases_are_found_again():
     assert all(np.array_equal(one, other) for one, other in zip(found, again, strict=True))
 
 
+@one_in(2)
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_stored_is_what_the_figures_and_the_plan_say(kind, dtype, tmp_path):
@@ -154,6 +156,7 @@ def test_there_is_no_shared_base():
         BankConfig(kind="mixture-of-bases", rank=2, bases=1)
 
 
+@long
 def test_a_compressed_model_is_put_to_use(models, tmp_path, text):
     """Generates, over a mesh too, is tuned, trained, exported and compressed again."""
     options = ("--method", "mobe", "--keep", 0.5, "--steps", 20)

@@ -8,11 +8,12 @@ import pytest
 
 from moe_jax.compression import compress, make_method
 from moe_jax.compression.alignment.design_matrix import design_matrices
-from moe_jax.compression.allocation.budget import BudgetBits, TargetBytes, schemes_to_try
+from moe_jax.compression.allocation.budget import BudgetBits, TargetBytes
 from moe_jax.compression.allocation.trials import trials
-from moe_jax.compression.coding.schemes import LowRank, Pruned, Quantized
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.core.errors import InputError
+from moe_jax.experts.forms import LowRank, Quantized, Sparse
+from moe_jax.experts.forms.optional.coding import Wanted
 from moe_jax.model_io.loading import load_model
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig
@@ -181,25 +182,25 @@ def test_weights_that_are_not_finite(tmp_path):
 
 
 def test_the_options_are_read_as_one_choice():
-    schemes = schemes_to_try((LowRank,), "separate")
+    sizes = LowRank.sizes_to_try("separate")
     for options, choice in (
-        ({"keep": 0.25}, Pruned(keep=0.25)),
-        ({"keep": 0.25, "residual": "up", "bits": 4}, Pruned(keep=0.25, bits=4)),
-        ({"keep": 0.25, "design": "separate"}, Pruned(keep=0.25, design="separate")),
-        ({"keep": 0.25, "residual": "svd"}, LowRank(keep=0.25)),
-        ({"residual": "quantized"}, Quantized(bits=4)),
-        ({"residual": "quantized", "bits": 2}, Quantized(bits=2)),
-        ({"residual": "quantized:2"}, Quantized(bits=2)),
-        ({"residual": "quantized:2", "scale_bits": 8}, Quantized(bits=2, scale_bits=8)),
-        ({"residual": "quantized:2", "levels": "fitted"}, Quantized(bits=2, table=True)),
-        ({"residual": "quantized:2", "zero_points": True}, Quantized(bits=2, zero_points=True)),
-        ({"residual": "quantized:1", "row_scales": True}, Quantized(bits=1, row_scales=True)),
-        ({"target_bytes": 9, "residual": "svd", "design": "separate"}, TargetBytes(target=9, schemes=schemes)),
-        ({"budget_bits": 3.5, "residual": "svd", "design": "separate"}, BudgetBits(bits=3.5, schemes=schemes)),
+        ({"keep": 0.25}, Wanted(form=Sparse, keep=0.25)),
+        ({"keep": 0.25, "residual": "up", "bits": 4}, Wanted(form=Sparse, keep=0.25, bits=4)),
+        ({"keep": 0.25, "design": "separate"}, Wanted(form=Sparse, keep=0.25, design="separate")),
+        ({"keep": 0.25, "residual": "svd"}, Wanted(form=LowRank, keep=0.25)),
+        ({"residual": "quantized"}, Wanted(form=Quantized, bits=4)),
+        ({"residual": "quantized", "bits": 2}, Wanted(form=Quantized, bits=2)),
+        ({"residual": "quantized:2"}, Wanted(form=Quantized, bits=2)),
+        ({"residual": "quantized:2", "scale_bits": 8}, Wanted(form=Quantized, bits=2, scale_bits=8)),
+        ({"residual": "quantized:2", "levels": "fitted"}, Wanted(form=Quantized, bits=2, table=True)),
+        ({"residual": "quantized:2", "zero_points": True}, Wanted(form=Quantized, bits=2, zero_points=True)),
+        ({"residual": "quantized:1", "row_scales": True}, Wanted(form=Quantized, bits=1, row_scales=True)),
+        ({"target_bytes": 9, "residual": "svd", "design": "separate"}, TargetBytes(target=9, sizes=sizes)),
+        ({"budget_bits": 3.5, "residual": "svd", "design": "separate"}, BudgetBits(bits=3.5, sizes=sizes)),
     ):
         assert make_method("resmoe", options).choice == choice
-    every = make_method("resmoe", {"budget_bits": 3.5}).choice.schemes
-    assert {type(scheme) for scheme in every} == {Pruned, LowRank, Quantized} and len(set(every)) == len(every)
+    every = make_method("resmoe", {"budget_bits": 3.5}).choice.sizes
+    assert {size.form for size in every} == {Sparse, LowRank, Quantized} and len(set(every)) == len(every)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from moe_jax.checkpoints.orbax_store import TrainingCheckpoints
 from moe_jax.checkpoints.saved_state import SavedState
 from moe_jax.checkpoints.steps_in_bucket import read_steps
 from moe_jax.core.errors import InputError
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 
 RUN = as_path("gs://bucket/run/checkpoints")
 

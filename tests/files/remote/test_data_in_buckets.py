@@ -22,7 +22,7 @@ from moe_jax.data.sources.data_files import DataFile
 from moe_jax.data.sources.text_files import JsonLines, TextFile, find_files
 from moe_jax.files.fingerprint import fingerprint_contents
 from moe_jax.files.remote import objects
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from tests.files.remote.kills import killed_at, no_waiting  # noqa: F401
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.training_models import FFN, config_of, write_config

@@ -13,9 +13,9 @@ from moe_jax.core.errors import InputError
 from moe_jax.files import byte_files
 from moe_jax.files.byte_files import open_bytes, size_of
 from moe_jax.files.remote import objects, traffic
-from moe_jax.files.remote.remote_path import as_path
-from tests.conversion import gguf_files
+from moe_jax.files.storage_path import as_path
 from tests.files.remote.kills import killed_at, no_waiting  # noqa: F401
+from tests.support import gguf_files
 from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.hf_checkpoints import BASE, random_tensors, write_checkpoint
 
@@ -145,7 +145,8 @@ def test_files_of_other_formats(bucket, tmp_path, monkeypatch):
     bucket.store("models/model.gguf", (tmp_path / "model.gguf").read_bytes())
     with pytest.raises(InputError, match=r"model.gguf was replaced while it was read"):
         there.read("final_norm/scale")
-    torch = pytest.importorskip("torch")
+    import torch
+
     torch.save({name: torch.from_numpy(tensor) for name, tensor in tensors.items()}, tmp_path / "pytorch_model.bin")
     (tmp_path / "hf" / "model.safetensors").unlink()
     shutil.move(tmp_path / "pytorch_model.bin", tmp_path / "hf")

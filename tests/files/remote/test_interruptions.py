@@ -7,8 +7,8 @@ from moe_jax.api.open_source import open_source
 from moe_jax.checkpoints.leaf_files import LeafReader
 from moe_jax.core.errors import InputError
 from moe_jax.files.remote import lease
-from moe_jax.files.remote.remote_path import as_path
 from moe_jax.files.resume import leftovers, remove_leftover
+from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.model_dir import ModelDirectoryWriter
 from tests.files.remote.kills import killed_at, no_waiting  # noqa: F401
 from tests.support.dense_models import dense_config, random_leaves

@@ -11,12 +11,13 @@ import numpy as np
 
 import moe_jax
 from moe_jax.compression import compress, make_method
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig
 from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.environment import COMPILER_FLAGS, ROOT
 from tests.support.moe_models import memory_moe, same_weights
+from tests.support.tiers import long
 
 PROCESSES = 4
 
@@ -35,7 +36,7 @@ from moe_jax.conversion import convert
 from moe_jax.model_io.loading import load_model, model_leaves
 from moe_jax.model_io.model_dir import ModelDirectory, ModelDirectoryWriter
 from moe_jax.files.remote import traffic
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.distributed.sharding import make_mesh
 
 said, before = {}, traffic.total()
@@ -108,6 +109,7 @@ def run(program, folder):
     return codes, [(folder / f"err{index}").read_text() for index in range(PROCESSES)]
 
 
+@long
 def test_each_process_reads_and_writes_its_share(bucket, tmp_path):
     config = dense_config(num_layers=4, d_model=64, dim=128, vocab_size=256)
     leaves = random_leaves(config)

@@ -7,7 +7,7 @@ import pytest
 
 from moe_jax.api.open_source import open_source
 from moe_jax.commands.line import cli
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.model_dir import ModelDirectory, ModelDirectoryWriter
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.dense_models import dense_config, random_leaves, write_model

@@ -11,7 +11,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.files.boxes import read_box
 from moe_jax.files.regular_files import hold
 from moe_jax.files.remote import traffic
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files.storage_path import as_path
 
 BOXES = [
     ((4, 6, 8), (slice(0, 4), slice(0, 6), slice(0, 8))),

@@ -11,8 +11,8 @@ import pytest
 from moe_jax.api.open_source import open_source
 from moe_jax.commands.line import cli
 from moe_jax.core.errors import InputError
-from moe_jax.data.sources.remote_lines import RemoteLines, part_of, read_remote_lines
-from moe_jax.files.remote.remote_path import as_path
+from moe_jax.files import storage_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.training.log.metrics import read_metrics
 from moe_jax.training.run.checkpoint_copy import copy_checkpoint
 from moe_jax.training.run.restart import find_origin, write_restart
@@ -20,7 +20,7 @@ from moe_jax.training.run.run_directory import folder_of
 from tests.files.remote.kills import killed_at, no_waiting  # noqa: F401
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.environment import COMPILER_FLAGS, ROOT
-from tests.support.tiers import long, one_in
+from tests.support.tiers import long
 from tests.support.training_models import BANKS, FFN, config_of, moe, write_config
 
 RECIPE = """
@@ -176,7 +176,7 @@ def test_a_restart_from_one_place_to_another(bucket, place, before, after, capsy
     assert "already exists, and a restart is a new run" in capsys.readouterr().err
 
 
-@one_in(2, first=1)
+@long
 @pytest.mark.parametrize("delay", [0, 1000], ids=["lists at once", "lists much later"])
 def test_a_restart_is_killed_and_given_again(bucket, place, monkeypatch, no_waiting, delay):  # noqa: F811
     assert cli.main(["train", "recipe.toml", "--set", "train.steps=4"]) == 0
@@ -209,14 +209,14 @@ def test_a_checkpoint_that_is_not_whole_is_not_copied(bucket, place):
 
 
 def test_lines_that_grow(bucket, monkeypatch):
-    monkeypatch.setattr(sys.modules[RemoteLines.__module__], "_PART_BYTES", 20)
+    monkeypatch.setattr(storage_path.GrowingObjects, "PART_BYTES", 20)
     path = as_path("gs://bucket/run/metrics.jsonl")
     lines = [f"{{{i:03}}}\n" for i in range(20)]
-    writer = RemoteLines(path, lines[:3])
+    writer = path.growing(lines[:3])
     for line in lines[3:]:
         writer.write(line)
-    assert len(read_remote_lines(path)) < 120  # the last part is not due
+    assert len(path.read_grown()) < 120  # the last part is not due
     writer.close()
-    assert read_remote_lines(path).decode() == "".join(lines) and part_of(path, 3).is_file()
-    RemoteLines(path, lines[:5]).close()
-    assert read_remote_lines(path).decode() == "".join(lines[:5])
+    assert path.read_grown().decode() == "".join(lines) and path.part(3).is_file()
+    path.growing(lines[:5]).close()
+    assert path.read_grown().decode() == "".join(lines[:5])

@@ -19,6 +19,7 @@ from moe_jax.kernels.tpu.tiles.low_rank_tile import LowRankTile
 from moe_jax.kernels.tpu.tiles.stored_tile import StoredTile
 from tests.kernels.tpu.conftest import ORDERS, SMALL
 from tests.support.numerics import assert_close
+from tests.support.tiers import one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics", "small_blocks")
 
@@ -108,6 +109,7 @@ SKEWED = [10, 0, 35, 6], [5, 0, 3, 0], [0, 0, 0, ROWS], [0, 0, 0, 0]
 """A share of the rows begins inside a group, and has no rows; all or none are of a group."""
 
 
+@one_in(3)
 @ORDERS
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
@@ -129,6 +131,7 @@ def test_product_in_every_order(transposed, stored, order, monkeypatch):
         assert_close(run(rows, base, arrays, sizes), grouped_product.reference(rows, kernels, sizes, transposed))
 
 
+@one_in(3)
 @ORDERS
 @pytest.mark.parametrize("stored", [False, True])
 def test_gated_product_in_every_order(stored, order, monkeypatch):
@@ -147,6 +150,7 @@ def test_gated_product_in_every_order(stored, order, monkeypatch):
         assert_close(run(rows, *sides, sizes), hidden(up, gate, "silu"))
 
 
+@one_in(2)
 @ORDERS
 def test_what_lies_beyond_is_not_used_in_any_order(order, monkeypatch):
     """Rows of no group may be anything, as is what a block brings that reaches beyond the rows."""

@@ -19,8 +19,7 @@ from moe_jax.compression.alignment.design_matrix import design_matrices, unalign
 from moe_jax.compression.alignment.matching import Matching
 from moe_jax.compression.alignment.transport import align
 from moe_jax.compression.calibration.usage import statistics_of
-from moe_jax.compression.coding.schemes import check_keep
-from moe_jax.compression.coding.storage import MERGED
+from moe_jax.compression.coding.storage import MERGED, AnyLayout
 from moe_jax.compression.layer_figures import LayerFigures, Measure
 from moe_jax.compression.methods.delta_base import NO_BASE, Base
 from moe_jax.compression.methods.interface import Analysis, Method, Tick
@@ -34,6 +33,7 @@ from moe_jax.compression.methods.merging.full_experts import (
 )
 from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.core.finite import cast
+from moe_jax.experts.forms.optional.coding import check_keep
 from moe_jax.models import MoEConfig
 from moe_jax.nn.router_stats import RouterStatistics
 
@@ -76,7 +76,7 @@ class Merging(Method):
     """
 
     swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.125, 0.25, 0.5, 0.75))
-    forms: ClassVar[tuple[str, ...]] = (MERGED,)
+    layouts: ClassVar[tuple[AnyLayout, ...]] = (MERGED,)
     origin: ClassVar[str | None] = NO_BASE
 
     keep: float
@@ -98,11 +98,10 @@ class Merging(Method):
         return group_experts(statistics, count)
 
     def check(self, layers: Sequence[SourceLayer]) -> None:
-        """See `Method`."""
         check_full(layers)
 
     def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
-        """See `Method`. Groups, weights in them, and aligned neurons."""
+        """Groups, weights in them, and aligned neurons."""
         began = time.monotonic()
         statistics = statistics_of(layer)
         groups = self.group(layer, statistics, count_groups(layer.moe.routed_experts, self.keep))
@@ -117,7 +116,6 @@ class Merging(Method):
         }
 
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
-        """See `Method`."""
         return {
             layer.index: full_target(layer, merged_experts=count_groups(layer.moe.routed_experts, self.keep))
             for layer in layers
@@ -126,7 +124,6 @@ class Merging(Method):
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
-        """See `Method`."""
         began = time.monotonic()
         groups = Groups(analysis["groups"], analysis["dominant"])
         write_universal(layer, write)
@@ -190,7 +187,6 @@ class MSMoE(Merging):
     """
 
     def align(self, layer: SourceLayer, groups: Groups, tick: Tick) -> Aligned:
-        """See `Merging`."""
         permutations = unaligned(layer)[: layer.moe.routed_experts]
         if len(groups.dominant) == len(groups.of):
             return Aligned(permutations)
@@ -204,7 +200,6 @@ class MSMoE(Merging):
         return Aligned(permutations)
 
     def weights(self, statistics: RouterStatistics) -> Float[np.ndarray, " E"]:
-        """See `Merging`."""
         return statistics.usage
 
 
@@ -218,11 +213,9 @@ class MEO(Merging):
     """
 
     def align(self, layer: SourceLayer, groups: Groups, tick: Tick) -> Aligned:
-        """See `Merging`."""
         return Aligned(unaligned(layer)[: layer.moe.routed_experts])
 
     def weights(self, statistics: RouterStatistics) -> Float[np.ndarray, " E"]:
-        """See `Merging`."""
         return statistics.score
 
 
@@ -235,7 +228,6 @@ class GitReBasin(Merging):
     """
 
     def align(self, layer: SourceLayer, groups: Groups, tick: Tick) -> Aligned:
-        """See `Merging`."""
         identity = unaligned(layer)[: layer.moe.routed_experts]
         if len(groups.dominant) == len(groups.of):
             return Aligned(identity)
@@ -256,7 +248,6 @@ class GitReBasin(Merging):
         return Aligned(matching.permutations, figures)
 
     def weights(self, statistics: RouterStatistics) -> Float[np.ndarray, " E"]:
-        """See `Merging`."""
         return np.ones(len(statistics.usage))
 
 

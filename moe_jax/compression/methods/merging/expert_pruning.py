@@ -11,14 +11,14 @@ from jaxtyping import Float
 
 from moe_jax.compression.calibration.expert_outputs import expert_outputs
 from moe_jax.compression.calibration.moments import tokens_per_expert
-from moe_jax.compression.coding.schemes import check_keep
-from moe_jax.compression.coding.storage import REMOVED
+from moe_jax.compression.coding.storage import REMOVED, AnyLayout
 from moe_jax.compression.layer_figures import LayerFigures, Measure
 from moe_jax.compression.methods.delta_base import NO_BASE, Base
 from moe_jax.compression.methods.interface import Analysis, Method, Tick, check_calibrated
 from moe_jax.compression.methods.merging.expert_merging import count_groups
 from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.core.errors import InputError, check_member
+from moe_jax.experts.forms.optional.coding import check_keep
 from moe_jax.models import MoEConfig
 
 CRITERIA = ("reap", "frequency")
@@ -41,7 +41,7 @@ class REAP(Method):
     """
 
     swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.5, 0.75))
-    forms: ClassVar[tuple[str, ...]] = (REMOVED,)
+    layouts: ClassVar[tuple[AnyLayout, ...]] = (REMOVED,)
     origin: ClassVar[str | None] = NO_BASE
     needs_calibration: ClassVar[bool] = True
 
@@ -53,13 +53,12 @@ class REAP(Method):
         check_member("criterion", self.criterion, CRITERIA)
 
     def check(self, layers: Sequence[SourceLayer]) -> None:
-        """See `Method`."""
         for layer in layers:
             self._check(layer)
         check_calibrated(layers)
 
     def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
-        """See `Method`. `kept`: the experts that stay, ascending; `saliency` of all."""
+        """`kept`: the experts that stay, ascending; `saliency` of all."""
         began = time.monotonic()
         experts = layer.moe.num_experts
         saliency = (
@@ -71,7 +70,6 @@ class REAP(Method):
         return {"kept": kept, "saliency": saliency, "seconds": np.asarray(time.monotonic() - began)}
 
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
-        """See `Method`."""
         return {
             layer.index: dataclasses.replace(layer.moe, num_experts=count_groups(layer.moe.num_experts, self.keep))
             for layer in layers
@@ -80,7 +78,7 @@ class REAP(Method):
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
-        """See `Method`. Leaves are taken as they are stored: no expert is made anew."""
+        """Leaves are taken as they are stored: no expert is made anew."""
         began = time.monotonic()
         experts, kept = layer.moe.num_experts, analysis["kept"]
         # The universal FFN, if it is in the bank, is the last one there and stays.

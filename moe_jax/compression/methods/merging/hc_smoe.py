@@ -30,12 +30,10 @@ class HCSMoE(Merging):
     needs_calibration: ClassVar[bool] = True
 
     def check(self, layers: Sequence[SourceLayer]) -> None:
-        """See `Method`."""
         super().check(layers)
         check_calibrated(layers)
 
     def group(self, layer: SourceLayer, statistics: RouterStatistics, count: int) -> Groups:
-        """See `Merging`."""
         clusters = cluster_by_distance(mean_outputs(layer), count)
         used = [np.flatnonzero(clusters == cluster) for cluster in range(count)]
         dominant = [members[np.argmax(statistics.usage[members])] for members in used]
@@ -43,16 +41,14 @@ class HCSMoE(Merging):
         return Groups(np.argsort(order)[clusters].astype(np.int32), np.asarray(dominant, np.int32)[order])
 
     def align(self, layer: SourceLayer, groups: Groups, tick: Tick) -> Aligned:
-        """See `Merging`."""
         return Aligned(unaligned(layer)[: layer.moe.routed_experts])
 
     def weights(self, statistics: RouterStatistics) -> Float[np.ndarray, " E"]:
-        """See `Merging`."""
         return statistics.usage
 
 
 def mean_outputs(layer: SourceLayer) -> Float[np.ndarray, "E d"]:
-    """What every expert gives on average, float64, for `MOST_TOKENS` of the layer's tokens, whoever they are routed to.
+    """Returns every expert's mean output, float64, for `MOST_TOKENS` of the layer's tokens, whoever they are routed to.
 
     Raises:
       InputError: if a weight is not finite.

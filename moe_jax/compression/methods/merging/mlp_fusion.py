@@ -11,15 +11,15 @@ from jaxtyping import Float, Int
 from scipy.cluster.vq import vq
 
 from moe_jax.compression.alignment.design_matrix import design_matrices, neuron_rows
-from moe_jax.compression.coding.pruning import kept_entries
-from moe_jax.compression.coding.schemes import check_keep
-from moe_jax.compression.coding.storage import NARROWED
+from moe_jax.compression.coding.storage import NARROWED, AnyLayout
 from moe_jax.compression.layer_figures import LayerFigures, Measure
 from moe_jax.compression.methods.delta_base import NO_BASE, Base
 from moe_jax.compression.methods.interface import Analysis, Method
 from moe_jax.compression.methods.merging.full_experts import check_full, full_target, routed_biases, write_universal
 from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.core.errors import InputError
+from moe_jax.experts.forms.kinds.positions import kept_entries
+from moe_jax.experts.forms.optional.coding import check_keep
 from moe_jax.models import MoEConfig
 
 MOST_ITERATIONS = 30
@@ -39,7 +39,7 @@ class MLPFusion(Method):
 
     swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.05, 0.1, 0.15, 0.25, 0.35, 0.5))
     origin: ClassVar[str | None] = NO_BASE
-    forms: ClassVar[tuple[str, ...]] = (NARROWED,)
+    layouts: ClassVar[tuple[AnyLayout, ...]] = (NARROWED,)
 
     keep: float
     seed: int = 0
@@ -50,11 +50,9 @@ class MLPFusion(Method):
             raise InputError(f"seed={self.seed} must not be negative")
 
     def check(self, layers: Sequence[SourceLayer]) -> None:
-        """See `Method`."""
         check_full(layers)
 
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
-        """See `Method`."""
         return {
             layer.index: full_target(
                 layer, expert=dataclasses.replace(layer.moe.expert, dim=kept_entries(layer.moe.expert.dim, self.keep))
@@ -65,7 +63,6 @@ class MLPFusion(Method):
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
-        """See `Method`."""
         began = time.monotonic()
         write_universal(layer, write)
         count, experts = target.expert.dim, layer.moe.routed_experts

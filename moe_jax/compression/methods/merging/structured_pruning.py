@@ -9,9 +9,8 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from moe_jax.compression.alignment.design_matrix import neuron_rows
-from moe_jax.compression.coding.pruning import kept_entries, largest_mask
-from moe_jax.compression.coding.schemes import DESIGNS, check_keep
-from moe_jax.compression.coding.storage import NARROWED
+from moe_jax.compression.coding.pruning import largest_mask
+from moe_jax.compression.coding.storage import NARROWED, AnyLayout
 from moe_jax.compression.layer_figures import LayerFigures, Measure
 from moe_jax.compression.methods.delta_base import NO_BASE, Base
 from moe_jax.compression.methods.interface import Analysis, Method, Tick
@@ -25,6 +24,8 @@ from moe_jax.compression.methods.merging.full_experts import (
 )
 from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.core.errors import check_member
+from moe_jax.experts.forms.kinds.positions import kept_entries
+from moe_jax.experts.forms.optional.coding import DESIGNS, check_keep
 from moe_jax.experts.layout.config import FFNConfig
 from moe_jax.models import MoEConfig
 
@@ -44,7 +45,7 @@ class StructuredPruning(Method):
 
     swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.05, 0.1, 0.15, 0.25, 0.35, 0.5))
     origin: ClassVar[str | None] = NO_BASE
-    forms: ClassVar[tuple[str, ...]] = (NARROWED,)
+    layouts: ClassVar[tuple[AnyLayout, ...]] = (NARROWED,)
 
     keep: float
     design: Literal["concat", "separate"] = "concat"
@@ -54,11 +55,10 @@ class StructuredPruning(Method):
         check_member("design", self.design, DESIGNS)
 
     def check(self, layers: Sequence[SourceLayer]) -> None:
-        """See `Method`."""
         check_full(layers)
 
     def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
-        """See `Method`. `kept`: bool[E, m, f], which neurons each matrix keeps."""
+        """`kept`: bool[E, m, f], which neurons each matrix keeps."""
         norms = np.stack([_row_norms(layer, name) for name in layer.shapes], axis=1)
         if self.design == "concat":
             norms = np.broadcast_to(norms.sum(axis=1, keepdims=True), norms.shape)
@@ -66,7 +66,7 @@ class StructuredPruning(Method):
         return {"kept": np.stack([[largest_mask(row, count) for row in expert] for expert in norms])}
 
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
-        """See `Method`. Experts are as wide as the widest in layers of one shape; the others get neurons of zeros."""
+        """Experts are as wide as the widest in layers of one shape; the others get neurons of zeros."""
         widths: dict[FFNConfig, int] = {}
         for layer in layers:
             widest = int(_stored(analyses[layer.index]).sum(axis=1).max())
@@ -79,7 +79,6 @@ class StructuredPruning(Method):
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
-        """See `Method`."""
         began = time.monotonic()
         measure = Measure(layer.moe.routed_experts, layer.moe.expert.dim)
         write_universal(layer, write)

@@ -1,1 +1,1 @@
-"""Dense decoders."""
+"""Families of dense decoders."""

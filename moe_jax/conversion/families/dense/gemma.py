@@ -24,12 +24,12 @@ from moe_jax.conversion.families.parts.gemma_norms import (
     refuse_bidirectional,
     write_biases,
 )
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.core.errors import InputError, shown
 from moe_jax.models import FFNConfig, LayerConfig, ModelConfig
 
 
-def read(config: ForeignConfig) -> ModelConfig:
+def _read(config: HFConfig) -> ModelConfig:
     refuse_bidirectional(config)
     config.require("head_dim", "intermediate_size")
     layer = LayerConfig(
@@ -42,10 +42,10 @@ def read(config: ForeignConfig) -> ModelConfig:
     return read_decoder(config, "gemma", layers, norm="rms_plus_one", embed_scale=read_embed_scale(config))
 
 
-def _read_activation(config: ForeignConfig) -> Any:
-    """`hidden_act`, in which the first configs said "gelu" and meant the approximate one."""
+def _read_activation(config: HFConfig) -> Any:
+    """Reads `hidden_act`, in which the first configs said "gelu" and meant the approximate one."""
     found = "gelu_tanh" if config.text("hidden_act") == "gelu" else read_activation(config)
-    # What Transformers 4 reads where it is given, and Transformers 5 does not.
+    # Transformers 4 reads this key if it is given, Transformers 5 does not.
     if config.given("hidden_activation") and read_activation(config, "hidden_activation") != found:
         raise InputError(
             f"config.json: hidden_act is {shown(config.text('hidden_act'))}, but hidden_activation is "
@@ -55,7 +55,7 @@ def _read_activation(config: ForeignConfig) -> Any:
     return found
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
+def _write(config: ModelConfig) -> dict[str, Any]:
     ffn = dense_ffn(config)
     return {
         **write_decoder(config),
@@ -71,7 +71,7 @@ FAMILY = Family(
     architecture="GemmaForCausalLM",
     classifier=SCORE,
     defaults={**DEFAULTS, "num_key_value_heads": 16, "hidden_act": "gelu_pytorch_tanh"},
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     table=(*EMBEDDING, *PLAIN_ATTENTION, *GATED_FFN, *HEAD),
 )

@@ -27,11 +27,11 @@ from moe_jax.conversion.families.parts.gemma_norms import (
     write_scale,
 )
 from moe_jax.conversion.families.parts.windows import SLIDING, read_layer_types, write_layer_types
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.models import LayerConfig, ModelConfig
 
 
-def read(config: ForeignConfig) -> ModelConfig:
+def _read(config: HFConfig) -> ModelConfig:
     refuse_bidirectional(config)
     config.require("head_dim")
     types, window = read_layer_types(config, full_every=2)
@@ -61,7 +61,7 @@ def read(config: ForeignConfig) -> ModelConfig:
     )
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
+def _write(config: ModelConfig) -> dict[str, Any]:
     ffn = dense_ffn(config)
     soft_cap = same_in_all_layers(config, "soft cap on scores", lambda layer: layer.attention.score_soft_cap)
     return {
@@ -91,7 +91,7 @@ FAMILY = Family(
     },
     # Transformers reads the activation and the window from other keys.
     harmless=("cache_implementation", "hidden_act", "sliding_window_size"),
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     table=(*EMBEDDING, *FOUR_NORMS, *GATED_FFN, *HEAD),
 )

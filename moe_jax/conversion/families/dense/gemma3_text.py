@@ -27,13 +27,13 @@ from moe_jax.conversion.families.parts.gemma_norms import (
     write_scale,
 )
 from moe_jax.conversion.families.parts.windows import FULL, SLIDING, read_layer_types, write_layer_types
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.conversion.hf.hf_rope import read_rope
 from moe_jax.core.errors import InputError, shown
 from moe_jax.models import LayerConfig, ModelConfig, RopeConfig
 
 
-def read(config: ForeignConfig) -> ModelConfig:
+def _read(config: HFConfig) -> ModelConfig:
     refuse_bidirectional(config)
     # Transformers reads it, and does not apply it.
     config.must_be("attn_logit_softcapping", None)
@@ -68,14 +68,14 @@ def read(config: ForeignConfig) -> ModelConfig:
     )
 
 
-def _read_ropes(config: ForeignConfig) -> dict[str, RopeConfig]:
-    """The rotary embedding of either type of layers.
+def _read_ropes(config: HFConfig) -> dict[str, RopeConfig]:
+    """Reads the rotary embedding of either type of layers.
 
     Transformers 5 writes `rope_parameters` with an object for each type; Transformers 4 writes `rope_theta` and
     `rope_scaling` for layers without a window, and `rope_local_base_freq` for those with one.
 
     Raises:
-      InputError: if the parameters are not by type of layer, or are not those of a rotary embedding.
+      InputError: if the parameters are not given by type of layer, or are not those of a rotary embedding.
     """
     by_type = config.mapping("rope_parameters") or {}
     if not by_type.keys() <= {FULL, SLIDING} or not all(isinstance(one, dict | None) for one in by_type.values()):
@@ -88,17 +88,17 @@ def _read_ropes(config: ForeignConfig) -> dict[str, RopeConfig]:
         parts: dict[str, Any] = {"rope_scaling": scaling, "rope_parameters": by_type.get(kind)}
         if config.given(key):
             parts["rope_theta"] = config.number(key)
-        one = ForeignConfig(parts, {"rope_theta": config.number(key)})
+        one = HFConfig(parts, {"rope_theta": config.number(key)})
         ropes[kind] = read_rope(
             one,
             max_positions=config.required_integer("max_position_embeddings"),
             head_dim=config.required_integer("head_dim"),
         )
-        config.unknown_inside(f"rope_parameters.{kind}", one.foreign().get("rope_scaling", ()))
+        config.unknown_inside(f"rope_parameters.{kind}", one.unread_keys().get("rope_scaling", ()))
     return ropes
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
+def _write(config: ModelConfig) -> dict[str, Any]:
     ffn, windows = dense_ffn(config), write_layer_types(config)
     types = windows["layer_types"]
     keys = {
@@ -111,13 +111,13 @@ def write(config: ModelConfig) -> dict[str, Any]:
         **windows,
     }
     if "type" in (keys["rope_scaling"] or {}):
-        # All releases that read the family know the newer name, and the newest takes no notice of the older one.
+        # All releases that read the family know the newer name, and the newest ignores the older one.
         keys["rope_scaling"] = {"rope_type": keys["rope_scaling"].pop("type"), **keys["rope_scaling"]}
     if SLIDING in types:
         sliding = [i for i, kind in enumerate(types) if kind == SLIDING]
         local = same_in_all_layers(config, "rotary embedding of windows", config.rope_of, among=sliding)
         keys["rope_local_base_freq"] = local.theta
-    # Releases before 4.53 know no types of layers, and take every so-manieth to be without a window.
+    # Releases before 4.53 know no types of layers; in them every n-th layer is without a window.
     every = types.index(FULL) + 1 if FULL in types else len(types) + 1
     if types == [SLIDING if (i + 1) % every else FULL for i in range(len(types))]:
         keys["sliding_window_pattern"] = every
@@ -143,7 +143,7 @@ FAMILY = Family(
     },
     # Transformers reads the activation from another key.
     harmless=("cache_implementation", "hidden_act"),
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     table=(*EMBEDDING, *FOUR_NORMS, *GATED_FFN, *HEAD),
 )

@@ -18,18 +18,18 @@ from moe_jax.conversion.families.parts.family import (
     write_activation,
     write_decoder,
 )
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.models import ModelConfig
 
 
-def read(config: ForeignConfig) -> ModelConfig:
+def _read(config: HFConfig) -> ModelConfig:
     bias = config.flag("attention_bias")
     attention = read_attention(config, biases=("q", "k", "v", "o") if bias else ())
     ffn = read_gated_ffn(config, bias=config.flag("mlp_bias"))
     return read_decoder(config, "llama", repeat_layers(config, attention, ffn))
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
+def _write(config: ModelConfig) -> dict[str, Any]:
     ffn = dense_ffn(config)
     return {
         **write_decoder(config),
@@ -52,8 +52,8 @@ FAMILY = Family(
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     table=(*EMBEDDING, *ATTENTION, *GATED_FFN, *HEAD),
     moe_formats=("mixtral", "qwen2_moe", "deepseek"),
 )

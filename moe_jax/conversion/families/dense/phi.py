@@ -15,12 +15,12 @@ from moe_jax.conversion.families.parts.family import (
     write_activation,
     write_decoder,
 )
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.conversion.table import linear, norm
 from moe_jax.models import FFNConfig, LayerConfig, ModelConfig
 
 
-def read(config: ForeignConfig) -> ModelConfig:
+def _read(config: HFConfig) -> ModelConfig:
     config.must_be("qk_layernorm", False)
     layer = LayerConfig(
         attention=read_attention(config, biases=("q", "k", "v", "o")),
@@ -36,7 +36,7 @@ def read(config: ForeignConfig) -> ModelConfig:
     return read_decoder(config, "phi", [layer] * num_layers(config), norm="layer", eps="layer_norm_eps", head_bias=True)
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
+def _write(config: ModelConfig) -> dict[str, Any]:
     ffn = dense_ffn(config)
     return {
         **write_decoder(config, eps="layer_norm_eps"),
@@ -62,8 +62,8 @@ FAMILY = Family(
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     table=(
         *EMBEDDING,
         *norm("model.layers.{i}.input_layernorm", "layers/{i}/attention_norm"),

@@ -6,18 +6,18 @@ Transformers does not have it: the model's definition, `modeling_qwen.py`, is pu
 from typing import Any
 
 from moe_jax.conversion.families.parts.family import Family, dense_ffn, num_layers, read_decoder, same_in_all_layers
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.conversion.table import Ignored, Row, Tied, linear, norm
 from moe_jax.core.errors import InputError
 from moe_jax.data.tokens.tiktoken_file import qwen_tokenizer
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, RopeConfig
 
-# Beyond `seq_length`, scores grow with the logarithm of the position and the rotation depends on the length of the
-# prompt. Before it neither does anything.
+# They act only beyond `seq_length`: there scores grow with the logarithm of the position, and the rotation depends on
+# the length of the prompt.
 _BEYOND_TRAINING = ("use_dynamic_ntk", "use_logn_attn")
 
 
-def read(config: ForeignConfig) -> ModelConfig:
+def _read(config: HFConfig) -> ModelConfig:
     config.must_be("scale_attn_weights", True)
     config.must_be("use_cache_quantization", False)
     beyond = {key: config.flag(key) for key in _BEYOND_TRAINING}
@@ -40,7 +40,7 @@ def read(config: ForeignConfig) -> ModelConfig:
     )
 
 
-def _read_attention(config: ForeignConfig, *, bias: bool) -> AttentionConfig:
+def _read_attention(config: HFConfig, *, bias: bool) -> AttentionConfig:
     config.require("hidden_size", "num_attention_heads", "kv_channels")
     heads, width = config.required_integer("num_attention_heads"), config.required_integer("kv_channels")
     d_model = config.required_integer("hidden_size")
@@ -54,15 +54,15 @@ def _read_attention(config: ForeignConfig, *, bias: bool) -> AttentionConfig:
     )
 
 
-def _read_ffn(config: ForeignConfig, *, bias: bool) -> FFNConfig:
-    """`intermediate_size` counts the rows of both matrices into the FFN."""
+def _read_ffn(config: HFConfig, *, bias: bool) -> FFNConfig:
+    """Reads the FFN; `intermediate_size` counts the rows of both matrices into it."""
     both = config.required_integer("intermediate_size")
     if both % 2:
         raise InputError(f"config.json: intermediate_size={both} must be even: it counts two matrices of equal width")
     return FFNConfig(dim=both // 2, gated=True, activation="silu", bias=bias)
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
+def _write(config: ModelConfig) -> dict[str, Any]:
     ffn = dense_ffn(config)
     heads, width = same_in_all_layers(
         config, "choice of heads (query, width)", lambda layer: (layer.attention.num_heads, layer.attention.head_dim)
@@ -92,7 +92,7 @@ FAMILY = Family(
     name="qwen",
     own_code=True,
     architecture="QWenLMHeadModel",
-    # Of `configuration_qwen.py`; the end of a text is a token of the tokenizer that all of the family have.
+    # From `configuration_qwen.py`; the end of a text is a token of the tokenizer that all of the family have.
     defaults={
         "vocab_size": 151936,
         "layer_norm_epsilon": 1e-6,
@@ -118,8 +118,8 @@ FAMILY = Family(
         "softmax_in_fp32",
         "use_cache_kernel",
     ),  # fmt: skip
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     table=(
         Row("transformer.wte.weight", "embed/embedding"),
         *norm("transformer.h.{i}.ln_1", "layers/{i}/attention_norm"),
@@ -134,7 +134,7 @@ FAMILY = Family(
         ),
         *linear("transformer.h.{i}.attn.c_proj", "layers/{i}/attention/o"),
         *norm("transformer.h.{i}.ln_2", "layers/{i}/mlp_norm"),
-        # The second of the two is the one that the activation is applied to.
+        # The activation is applied to the second of the two.
         *linear("transformer.h.{i}.mlp.w2", "layers/{i}/mlp/gate"),
         *linear("transformer.h.{i}.mlp.w1", "layers/{i}/mlp/up"),
         *linear("transformer.h.{i}.mlp.c_proj", "layers/{i}/mlp/down"),

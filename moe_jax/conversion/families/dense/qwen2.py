@@ -17,11 +17,11 @@ from moe_jax.conversion.families.parts.family import (
     write_decoder,
 )
 from moe_jax.conversion.families.parts.windows import read_windows, write_windows
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.models import LayerConfig, ModelConfig
 
 
-def read(config: ForeignConfig) -> ModelConfig:
+def _read(config: HFConfig) -> ModelConfig:
     ffn = read_gated_ffn(config)
     layers = [
         LayerConfig(attention=read_attention(config, biases=("q", "k", "v"), sliding_window=window), mlp=ffn)
@@ -30,7 +30,7 @@ def read(config: ForeignConfig) -> ModelConfig:
     return read_decoder(config, "qwen2", layers)
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
+def _write(config: ModelConfig) -> dict[str, Any]:
     ffn = dense_ffn(config)
     return {
         **write_decoder(config),
@@ -54,8 +54,8 @@ FAMILY = Family(
         "sliding_window": 4096,
         "max_window_layers": 28,
     },
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     table=(*EMBEDDING, *ATTENTION, *GATED_FFN, *HEAD),
     moe_formats=("qwen2_moe",),
 )

@@ -21,13 +21,13 @@ from moe_jax.conversion.families.parts.family import (
     write_activation,
     write_decoder,
 )
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.conversion.table import norm
 from moe_jax.core.errors import InputError
 from moe_jax.models import LayerConfig, ModelConfig
 
 
-def read(config: ForeignConfig) -> ModelConfig:
+def _read(config: HFConfig) -> ModelConfig:
     attention = read_attention(
         config,
         biases=("q", "k", "v") if config.flag("use_qkv_bias") else (),
@@ -45,13 +45,13 @@ def read(config: ForeignConfig) -> ModelConfig:
     return read_decoder(config, "stablelm", [layer] * num_layers(config), norm="layer", eps="layer_norm_eps")
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
+def _write(config: ModelConfig) -> dict[str, Any]:
     ffn = dense_ffn(config)
     return {
         **write_decoder(config, eps="layer_norm_eps"),
         "intermediate_size": ffn.dim,
         "hidden_act": write_activation(ffn),
-        # Also where all of a head is rotated: the default is a quarter.
+        # Written even if the whole head is rotated: the default is a quarter.
         "partial_rotary_factor": config.rope.fraction,
         "use_qkv_bias": same_in_all_layers(config, "attention bias", lambda layer: bool(layer.attention.biases)),
         "qk_layernorm": same_in_all_layers(config, "q/k norm", lambda layer: layer.attention.qk_norm) != "none",
@@ -76,8 +76,8 @@ FAMILY = Family(
         "bos_token_id": 0,
         "eos_token_id": 0,
     },
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     table=(
         *EMBEDDING,
         *PLAIN_ATTENTION,

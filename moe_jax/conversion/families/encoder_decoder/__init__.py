@@ -1,1 +1,1 @@
-"""Models with an encoder and a decoder."""
+"""Families of models with an encoder and a decoder."""

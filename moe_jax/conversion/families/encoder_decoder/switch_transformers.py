@@ -1,8 +1,8 @@
 """Switch Transformers: T5 1.0 in which every n-th FFN is an MoE that routes a token to one expert.
 
-Here no token is dropped. Transformers lets an expert take `expert_capacity` tokens of a sequence, padding among them,
-and drops the others, also at evaluation; the key is kept, and written back. In training `capacity_factor` bounds what
-an expert takes, as a share of the tokens. Noise on the router's inputs in training (`router_jitter_noise`) is not made.
+Here no token is dropped. Transformers lets an expert take `expert_capacity` tokens of a sequence, padding included, and
+drops the others, also at evaluation; the key is kept, and written back. In training `capacity_factor` limits the tokens
+of an expert, as a share of all tokens. Noise on the router's inputs in training (`router_jitter_noise`) is not made.
 """
 
 from typing import Any
@@ -24,13 +24,13 @@ from moe_jax.conversion.families.parts.two_stacks import (
     read_lengths,
     write_encoder_decoder,
 )
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.conversion.table import Row, in_stack, linear, norm
 from moe_jax.core.errors import InputError
 from moe_jax.models import FFNConfig, LayerConfig, ModelConfig, MoEConfig
 
 
-def read(config: ForeignConfig) -> ModelConfig:
+def _read(config: HFConfig) -> ModelConfig:
     for key, value in _FIXED.items():
         config.must_be(key, value)
     activation = read_activation(config, "dense_act_fn")
@@ -40,7 +40,7 @@ def read(config: ForeignConfig) -> ModelConfig:
         sparse = config.required_integer(f"num_sparse_{stack}_layers")
         if sparse < 0:
             raise InputError(f"config.json: num_sparse_{stack}_layers={sparse} must be at least 0")
-        # The step is written beside what it is made of.
+        # The step is written in addition to the number that it follows from.
         config.must_be(f"{stack}_sparse_step", _sparse_step(sparse, count))
         stacks.append(_is_sparse(sparse, count))
     moe = _read_moe(config, ffn) if any(map(any, stacks)) else ffn
@@ -48,11 +48,11 @@ def read(config: ForeignConfig) -> ModelConfig:
     return read_encoder_decoder(config, "switch_transformers", encoder, decoder, scaled_head=True)
 
 
-def _read_moe(config: ForeignConfig, expert: FFNConfig) -> MoEConfig:
+def _read_moe(config: HFConfig, expert: FFNConfig) -> MoEConfig:
     return MoEConfig(
         expert=expert,
         num_experts=config.required_integer("num_experts"),
-        # The weight is p_1 of the full softmax, which gate `top1` means as well.
+        # The weight is p_1 of the full softmax, as with gate `top1`.
         top_k=1,
         gate="softmax_topk",
         balance_coef=config.required_number("router_aux_loss_coef"),
@@ -65,7 +65,7 @@ def _sparse_step(sparse: int, count: int) -> int:
 
 
 def _is_sparse(sparse: int, count: int) -> list[bool]:
-    """Whether each of `count` layers is an MoE, where `sparse` are to be.
+    """Returns for each of `count` layers whether it is an MoE, if `sparse` of them shall be.
 
     As Transformers computes it: if `sparse` is 0, the second layer is one all the same, and if it is above `count` none
     is.
@@ -74,7 +74,7 @@ def _is_sparse(sparse: int, count: int) -> list[bool]:
     return [step > 0 and (i % step == 1 or step == 1) for i in range(count)]
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
+def _write(config: ModelConfig) -> dict[str, Any]:
     if not config.tie_embeddings:
         raise InputError(f"in the format of {config.family!r} the head is the embedding, and this model has its own")
     keys = write_encoder_decoder(config)
@@ -89,7 +89,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
                 f"the format of {config.family!r} has an MoE in every n-th layer from the second on, or in all; "
                 f"in the {stack}, layers {[i for i, here in enumerate(is_moe) if here]} of {len(layers)} are MoEs"
             )
-        # Of several numbers that come to the same, the true one, if it is among them.
+        # If several numbers give these layers, the true one is taken if it is among them.
         keys[f"num_sparse_{stack}_layers"] = min(fitting, key=lambda n: abs(n - sum(is_moe)))
     if config.moe_layers:
         moe = uniform_moe(config, among=config.moe_layers)
@@ -106,7 +106,7 @@ def _ffn(layer: LayerConfig) -> FFNConfig:
 
 
 def _ffn_rows(block: str) -> tuple[Row, ...]:
-    """Rows of the FFN or MoE in a block's last part."""
+    """Returns the rows of the FFN or MoE in a block's last part."""
     return (
         *norm(f"{block}.layer_norm", "layers/{i}/mlp_norm"),
         *linear(f"{block}.mlp.wi", "layers/{i}/mlp/up"),
@@ -117,7 +117,7 @@ def _ffn_rows(block: str) -> tuple[Row, ...]:
     )
 
 
-# What the reader relies on. Untied, Transformers 5 has an embedding for each stack, which no checkpoint holds.
+# The reader relies on these. Untied, Transformers 5 has an embedding for each stack, which no checkpoint holds.
 _FIXED = {"router_bias": False, "router_dtype": "float32", "is_gated_act": False, "tie_word_embeddings": True}
 
 FAMILY = Family(
@@ -136,15 +136,15 @@ FAMILY = Family(
         "router_aux_loss_coef": 0.001,
         "router_z_loss_coef": 0.001,
     },
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     table=(
         *EMBEDDING,
         *in_stack("encoder", attention_rows("encoder") + _ffn_rows("encoder.block.{i}.layer.1")),
         *in_stack("decoder", attention_rows("decoder") + _ffn_rows("decoder.block.{i}.layer.2")),
         *NORMS_AND_HEAD,
     ),
-    # Of these, Transformers heeds the capacity alone at evaluation (see above).
+    # Of these, Transformers uses only the capacity at evaluation (see above).
     harmless=(
         *HARMLESS,
         "expert_capacity",

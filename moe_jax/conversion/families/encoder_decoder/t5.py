@@ -16,26 +16,26 @@ from moe_jax.conversion.families.parts.two_stacks import (
     read_lengths,
     write_encoder_decoder,
 )
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.conversion.table import Row, in_stack, linear, norm
 from moe_jax.core.errors import InputError, shown
 from moe_jax.models import FFNConfig, ModelConfig
 
-# Of the names of an activation, the one that checkpoints of the family have.
+# For each activation, the name that checkpoints of the family have.
 _NAMES = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu"}
 _GATE = "layers/{i}/mlp/gate/kernel"
 
 
-def read(config: ForeignConfig) -> ModelConfig:
+def _read(config: HFConfig) -> ModelConfig:
     ffn = _read_ffn(config)
     encoder, decoder = read_lengths(config)
-    # Transformers scales what a tied head is given. The other key is of its release 5, in which all heads are tied.
+    # Transformers scales the input of a tied head. The other key is of its release 5, in which all heads are tied.
     named = "scale_decoder_outputs" if config.given("scale_decoder_outputs") else "tie_word_embeddings"
     return read_encoder_decoder(config, "t5", [ffn] * encoder, [ffn] * decoder, scaled_head=config.flag(named))
 
 
-def _read_ffn(config: ForeignConfig) -> FFNConfig:
-    """`feed_forward_proj` is the name of an activation, with `gated-` before it where the FFN is gated."""
+def _read_ffn(config: HFConfig) -> FFNConfig:
+    """Reads `feed_forward_proj`, the name of an activation, with `gated-` before it if the FFN is gated."""
     given = config.text("feed_forward_proj") or ""
     kind, _, name = given.rpartition("-")
     if given == "gated-gelu":
@@ -51,7 +51,7 @@ def _read_ffn(config: ForeignConfig) -> FFNConfig:
     return FFNConfig(dim=config.required_integer("d_ff"), gated=is_gated, activation=ACTIVATIONS[name])
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
+def _write(config: ModelConfig) -> dict[str, Any]:
     keys, ffn = write_encoder_decoder(config), dense_ffn(config)
     projection = f"gated-{_NAMES[ffn.activation]}" if ffn.gated else _NAMES[ffn.activation]
     keys |= {"d_ff": ffn.dim, "feed_forward_proj": projection.replace("gated-gelu_new", "gated-gelu")}
@@ -62,7 +62,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 
 
 def _ffn_rows(block: str) -> tuple[Row, ...]:
-    """Rows of the FFN in a block's last part."""
+    """Returns the rows of the FFN in a block's last part."""
     return (
         *norm(f"{block}.layer_norm", "layers/{i}/mlp_norm"),
         Row(f"{block}.DenseReluDense.wi.weight", "layers/{i}/mlp/up/kernel", transpose=True, without=_GATE),
@@ -84,8 +84,8 @@ FAMILY = Family(
         fields={"head_bias": True, "head_hidden": True},
     ),
     defaults={**DEFAULTS, "d_model": 512, "num_layers": 6, "num_heads": 8, "feed_forward_proj": "relu"},
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     table=(
         *EMBEDDING,
         *in_stack("encoder", attention_rows("encoder") + _ffn_rows("encoder.block.{i}.layer.1")),

@@ -1,1 +1,1 @@
-"""Decoders with MoE layers."""
+"""Families of decoders with MoE layers."""

@@ -16,12 +16,12 @@ from moe_jax.conversion.families.parts.family import (
     same_in_all_layers,
     write_decoder,
 )
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.core.errors import InputError
 from moe_jax.models import ModelConfig, SelectionConfig
 
 
-def read(config: ForeignConfig) -> ModelConfig:
+def _read(config: HFConfig) -> ModelConfig:
     config.must_be("scoring_func", "softmax")
     attention = read_attention(config, biases=("q", "k", "v", "o") if config.flag("attention_bias") else ())
     d_model = config.required_integer("hidden_size")
@@ -36,7 +36,7 @@ def read(config: ForeignConfig) -> ModelConfig:
     return read_decoder(config, "deepseek", read_layers(config, attention, gate=gate, selection=SelectionConfig()))
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
+def _write(config: ModelConfig) -> dict[str, Any]:
     keys = write_decoder(config) | write_layers(config)
     keys["attention_bias"] = same_in_all_layers(config, "attention bias", lambda layer: bool(layer.attention.biases))
     if config.moe_layers:
@@ -48,7 +48,7 @@ FAMILY = Family(
     name="deepseek",
     own_code=True,
     architecture="DeepseekForCausalLM",
-    # Those of the config class that comes with the checkpoint.
+    # From the config class that comes with the checkpoint.
     defaults={
         "hidden_act": "silu",
         "intermediate_size": 11008,
@@ -67,7 +67,7 @@ FAMILY = Family(
         "eos_token_id": 100001,
     },
     harmless=TRAINING_KEYS,
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     table=(*EMBEDDING, *PLAIN_ATTENTION, *MLP, *HEAD),
 )

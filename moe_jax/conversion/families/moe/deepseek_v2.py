@@ -13,18 +13,18 @@ from moe_jax.conversion.families.parts.deepseek_moes import (
     write_layers,
 )
 from moe_jax.conversion.families.parts.family import EMBEDDING, HEAD, Family, read_decoder
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.core.errors import InputError, nearest, shown
 from moe_jax.models import ModelConfig, SelectionConfig
 
 GREEDY, IN_GROUPS = "greedy", "group_limited_greedy"
 
 
-def read(config: ForeignConfig) -> ModelConfig:
+def _read(config: HFConfig) -> ModelConfig:
     config.must_be("scoring_func", "softmax")
     config.must_be("mlp_bias", False)
     config.must_be("moe_layer_freq", 1)
-    # As in all released checkpoints. If true, the code that came with them renormalises and does not scale, and
+    # False in all released checkpoints. If true, the code that came with them renormalises and does not scale, and
     # Transformers scales and does not renormalise.
     config.must_be("norm_topk_prob", False)
     attention = read_latent_attention(config, interleaved=True)
@@ -38,7 +38,7 @@ def read(config: ForeignConfig) -> ModelConfig:
     return read_decoder(config, "deepseek_v2", layers)
 
 
-def _read_selection(config: ForeignConfig) -> SelectionConfig:
+def _read_selection(config: HFConfig) -> SelectionConfig:
     method = config.text("topk_method")
     if method == GREEDY:
         return SelectionConfig()
@@ -48,7 +48,7 @@ def _read_selection(config: ForeignConfig) -> SelectionConfig:
     return SelectionConfig(groups=config.required_integer("n_group"), top_groups=config.required_integer("topk_group"))
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
+def _write(config: ModelConfig) -> dict[str, Any]:
     keys = write_latent_decoder(config) | write_layers(config)
     if config.moe_layers:
         moe = config.moe(config.moe_layers[0])
@@ -85,9 +85,9 @@ FAMILY = Family(
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
-    # Groups are those of the other method than `greedy`.
+    # Only the method other than `greedy` uses groups.
     harmless=("n_group", "topk_group", *DERIVED_WIDTHS, *TRAINING_KEYS),
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     table=(*EMBEDDING, *LATENT_ATTENTION, *MLP, *HEAD),
 )

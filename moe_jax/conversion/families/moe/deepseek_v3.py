@@ -1,4 +1,4 @@
-"""DeepSeek-V3: latent attention, and sigmoid scores with a bias to choose by, which keeps experts in balance."""
+"""DeepSeek-V3: latent attention, and sigmoid scores with a selection bias, which keeps experts in balance."""
 
 from typing import Any
 
@@ -13,16 +13,16 @@ from moe_jax.conversion.families.parts.deepseek_moes import (
     write_layers,
 )
 from moe_jax.conversion.families.parts.family import EMBEDDING, HEAD, Family, read_decoder
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.conversion.table import Ignored
 from moe_jax.models import ModelConfig, SelectionConfig
 
 
-def read(config: ForeignConfig) -> ModelConfig:
+def _read(config: HFConfig) -> ModelConfig:
     config.must_be("scoring_func", "sigmoid")
     config.must_be("topk_method", "noaux_tc")
     config.must_be("moe_layer_freq", 1)
-    # How many layers the checkpoint has that predict further tokens: they are left out.
+    # The number of layers that predict further tokens: they are left out.
     config.integer("num_nextn_predict_layers")
     config.integer("num_mtp_layers")
     attention = read_latent_attention(config, interleaved=config.flag("rope_interleave"))
@@ -41,7 +41,7 @@ def read(config: ForeignConfig) -> ModelConfig:
     return read_decoder(config, "deepseek_v3", layers)
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
+def _write(config: ModelConfig) -> dict[str, Any]:
     latent = config.layers[0].attention.latent
     keys = write_latent_decoder(config) | write_layers(config)
     keys |= {"rope_interleave": latent is not None and latent.interleaved, "num_nextn_predict_layers": 0}
@@ -87,14 +87,14 @@ FAMILY = Family(
         "eos_token_id": 1,
     },
     harmless=(*DERIVED_WIDTHS, *TRAINING_KEYS),
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     table=(
         *EMBEDDING,
         *LATENT_ATTENTION,
         *MLP,
         *HEAD,
-        # In the released checkpoint, as many as that has layers; Transformers leaves it out by this name, too.
+        # In the released checkpoint, the index after its last layer; Transformers also leaves it out by this name.
         Ignored(r"model\.layers\.61\..*", "the layer that predicts a second token, which is no part of the decoder"),
     ),
 )

@@ -18,12 +18,12 @@ from moe_jax.conversion.families.parts.family import (
     write_activation,
     write_decoder,
 )
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.conversion.table import FUSED, PER_EXPERT, linear
 from moe_jax.models import ModelConfig, MoEConfig
 
 
-def read(config: ForeignConfig) -> ModelConfig:
+def _read(config: HFConfig) -> ModelConfig:
     config.require("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef")
     attention = read_attention(config, sliding_window=config.integer("sliding_window"))
     moe = MoEConfig(
@@ -36,7 +36,7 @@ def read(config: ForeignConfig) -> ModelConfig:
     return read_decoder(config, "mixtral", repeat_layers(config, attention, moe))
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
+def _write(config: ModelConfig) -> dict[str, Any]:
     moe = uniform_moe(config)
     return {
         **write_decoder(config),
@@ -65,8 +65,8 @@ FAMILY = Family(
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     table=(
         *EMBEDDING,
         *ATTENTION,

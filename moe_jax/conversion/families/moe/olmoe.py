@@ -17,12 +17,12 @@ from moe_jax.conversion.families.parts.family import (
     write_activation,
     write_decoder,
 )
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.conversion.table import linear
 from moe_jax.models import ModelConfig, MoEConfig
 
 
-def read(config: ForeignConfig) -> ModelConfig:
+def _read(config: HFConfig) -> ModelConfig:
     config.require("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
     bias = config.flag("attention_bias")
     attention = read_attention(
@@ -38,7 +38,7 @@ def read(config: ForeignConfig) -> ModelConfig:
     return read_decoder(config, "olmoe", repeat_layers(config, attention, moe))
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
+def _write(config: ModelConfig) -> dict[str, Any]:
     moe = uniform_moe(config)
     return {
         **write_decoder(config),
@@ -67,8 +67,8 @@ FAMILY = Family(
         "norm_topk_prob": False,
         "eos_token_id": 50279,
     },
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     table=(
         *EMBEDDING,
         *ATTENTION,

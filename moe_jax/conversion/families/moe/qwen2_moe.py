@@ -17,14 +17,14 @@ from moe_jax.conversion.families.parts.family import (
 )
 from moe_jax.conversion.families.parts.sparse_layers import read_layers, write_layers
 from moe_jax.conversion.families.parts.windows import read_windows, write_windows
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.conversion.table import linear
 from moe_jax.models import ModelConfig
 
 SHARED_EXPERT = "shared_expert_intermediate_size"
 
 
-def read(config: ForeignConfig) -> ModelConfig:
+def _read(config: HFConfig) -> ModelConfig:
     biases = ("q", "k", "v") if config.flag("qkv_bias") else ()
     # Unlike in Qwen2, windows are in every second layer, and below `max_window_layers`.
     windows = read_windows(config, slides=lambda i, limit: i % 2 == 0 and i < limit)
@@ -32,7 +32,7 @@ def read(config: ForeignConfig) -> ModelConfig:
     return read_decoder(config, "qwen2_moe", read_layers(config, attention, shared_expert=SHARED_EXPERT))
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
+def _write(config: ModelConfig) -> dict[str, Any]:
     return {
         **write_decoder(config),
         "qkv_bias": same_in_all_layers(config, "q/k/v bias", lambda layer: bool(layer.attention.biases)),
@@ -64,8 +64,8 @@ FAMILY = Family(
         "norm_topk_prob": False,
         "router_aux_loss_coef": 0.001,
     },
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     table=(
         *EMBEDDING,
         *ATTENTION,

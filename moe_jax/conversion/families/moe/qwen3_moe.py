@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 with MoEs in all layers, or in every n-th but for some that are named; the others are dense."""
+"""Qwen3-MoE: Qwen3 with MoEs in all layers, or in every n-th except for some listed ones; the others are dense."""
 
 from typing import Any
 
@@ -17,20 +17,20 @@ from moe_jax.conversion.families.parts.family import (
     write_decoder,
 )
 from moe_jax.conversion.families.parts.sparse_layers import read_layers, write_layers
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.conversion.table import linear
 from moe_jax.models import ModelConfig
 
 
-def read(config: ForeignConfig) -> ModelConfig:
-    # Unlike in Qwen3, the window is that of all layers: `max_window_layers` and `layer_types` mean nothing here.
+def _read(config: HFConfig) -> ModelConfig:
+    # Unlike in Qwen3, all layers have the window: `max_window_layers` and `layer_types` have no effect.
     window = config.integer("sliding_window") if config.flag("use_sliding_window") else None
     biases = ("q", "k", "v", "o") if config.flag("attention_bias") else ()
     attention = read_attention(config, biases=biases, qk_norm="head", sliding_window=window)
     return read_decoder(config, "qwen3_moe", read_layers(config, [attention] * num_layers(config)))
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
+def _write(config: ModelConfig) -> dict[str, Any]:
     window = same_in_all_layers(config, "sliding window", lambda layer: layer.attention.sliding_window)
     return {
         **write_decoder(config),
@@ -62,10 +62,10 @@ FAMILY = Family(
         "norm_topk_prob": False,
         "router_aux_loss_coef": 0.001,
     },
-    # The window is that of all layers.
+    # All layers have the window.
     harmless=("max_window_layers", "layer_types"),
-    read=read,
-    write=write,
+    read=_read,
+    write=_write,
     table=(
         *EMBEDDING,
         *ATTENTION,

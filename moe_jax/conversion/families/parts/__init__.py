@@ -1,1 +1,1 @@
-"""What several families have in common."""
+"""Common parts of families."""

@@ -1,7 +1,7 @@
-"""What the DeepSeek families share: MoEs above some dense layers, with shared experts, and latent attention.
+"""Common parts of the DeepSeek families: MoEs above some dense layers, with shared experts, and latent attention.
 
-The shared experts of a layer are stored as one FFN as wide as all of them, which is what they are: an FFN that sees
-every token with weight 1.
+The shared experts of a layer are stored as one FFN as wide as all of them together, and that is what they are: an FFN
+that sees every token with weight 1.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from moe_jax.conversion.families.parts.family import (
     write_activation,
     write_decoder,
 )
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.conversion.hf.hf_rope import read_rope
 from moe_jax.conversion.table import Row, Table, linear, norm
 from moe_jax.core.errors import InputError
@@ -56,15 +56,16 @@ LATENT_ATTENTION: Table = (
     *norm("model.layers.{i}.post_attention_layernorm", "layers/{i}/mlp_norm"),
 )
 
-# Transformers derives them, whatever a file says.
+# Transformers derives them and ignores the values in a file.
 DERIVED_WIDTHS = ("head_dim", "qk_head_dim")
 
-# The balance loss is taken over a batch, not over each sequence; `ep_size` is how experts lay on devices.
+# `seq_aux`: here the balance loss is taken over a batch, not over each sequence; `ep_size`: the number of devices that
+# experts were split over.
 TRAINING_KEYS = ("seq_aux", "ep_size")
 
 
 def read_layers(
-    config: ForeignConfig, attention: AttentionConfig, *, gate: str, scale: float = 1.0, selection: SelectionConfig
+    config: HFConfig, attention: AttentionConfig, *, gate: str, scale: float = 1.0, selection: SelectionConfig
 ) -> list[LayerConfig]:
     """Reads dense layers and MoEs: from `first_k_dense_replace` on, every `moe_layer_freq`-th layer is an MoE."""
     first, step = config.required_integer("first_k_dense_replace"), config.integer("moe_layer_freq")
@@ -76,7 +77,7 @@ def read_layers(
     # Without experts all layers are dense.
     num_experts = config.integer("n_routed_experts")
     moes = {i for i in range(num_layers(config)) if num_experts is not None and i >= first and i % step == 0}
-    # Widths that no layer has stay foreign.
+    # Widths that no layer has stay unread, and are written back.
     moe = _read_moe(config, num_experts or 0, gate, scale, selection) if moes else None
     ffn = read_gated_ffn(config) if len(moes) < num_layers(config) else None
     layers = []
@@ -87,9 +88,7 @@ def read_layers(
     return layers
 
 
-def _read_moe(
-    config: ForeignConfig, num_experts: int, gate: str, scale: float, selection: SelectionConfig
-) -> MoEConfig:
+def _read_moe(config: HFConfig, num_experts: int, gate: str, scale: float, selection: SelectionConfig) -> MoEConfig:
     expert = read_gated_ffn(config, dim="moe_intermediate_size")
     shared = config.integer("n_shared_experts") or 0
     if shared < 0:
@@ -108,7 +107,7 @@ def _read_moe(
 
 
 def write_layers(config: ModelConfig) -> dict[str, Any]:
-    """The keys that `read_layers` reads, but for the gate and what bounds its choice.
+    """Returns the keys that `read_layers` reads, except for the gate and its selection.
 
     Raises:
       InputError: if dense layers, or MoEs, differ; or shared experts are no multiple of an expert.
@@ -141,8 +140,8 @@ def write_layers(config: ModelConfig) -> dict[str, Any]:
 def _num_shared(config: ModelConfig, moe: MoEConfig) -> int | None:
     if not moe.universal_beside:
         return None
-    count, rest = divmod(moe.universal_ffn.dim, moe.expert.dim)
-    if rest:
+    count, remainder = divmod(moe.universal_ffn.dim, moe.expert.dim)
+    if remainder:
         raise InputError(
             f"in the format of {config.family!r} shared experts are a whole number of experts wide, but they are "
             f"{moe.universal_ffn.dim} wide and an expert {moe.expert.dim}"
@@ -150,8 +149,8 @@ def _num_shared(config: ModelConfig, moe: MoEConfig) -> int | None:
     return count
 
 
-def read_latent_attention(config: ForeignConfig, *, interleaved: bool) -> AttentionConfig:
-    """Reads multi-head latent attention, whose scale the rotary embedding has a part in.
+def read_latent_attention(config: HFConfig, *, interleaved: bool) -> AttentionConfig:
+    """Reads multi-head latent attention; its scale depends on the rotary embedding.
 
     Raises:
       InputError: if there are fewer key-value heads than heads, or rotations that latent attention does not have.
@@ -188,18 +187,18 @@ def read_latent_attention(config: ForeignConfig, *, interleaved: bool) -> Attent
     return dataclasses.replace(attention, scale=_scale(config, attention, rope))
 
 
-def _scale(config: ForeignConfig, attention: AttentionConfig, rope: RopeConfig) -> float | None:
-    """Of the scores: YaRN's `mscale_all_dim` is in it twice, for queries and for keys."""
+def _scale(config: HFConfig, attention: AttentionConfig, rope: RopeConfig) -> float | None:
+    """Returns the scale of scores: YaRN's `mscale_all_dim` is in it twice, for queries and for keys."""
     if rope.scaling == "yarn":
         magnitude = 0.1 * (rope.mscale_all_dim or 0.0) * math.log(max(1.0, rope.factor)) + 1.0
         return None if magnitude == 1.0 else attention.score_scale * magnitude**2
-    if rope.scaling != "none" and (config.foreign().get("rope_scaling") or {}).get("mscale_all_dim"):
+    if rope.scaling != "none" and (config.unread_keys().get("rope_scaling") or {}).get("mscale_all_dim"):
         raise InputError(f"config.json: rope mscale_all_dim goes with type 'yarn', not with {rope.scaling!r}")
     return None
 
 
 def write_latent_decoder(config: ModelConfig) -> dict[str, Any]:
-    """The keys that `read_decoder` and `read_latent_attention` read.
+    """Returns the keys that `read_decoder` and `read_latent_attention` read.
 
     Raises:
       InputError: if a layer has other attention, or layers differ.
@@ -220,6 +219,6 @@ def write_latent_decoder(config: ModelConfig) -> dict[str, Any]:
     del keys["head_dim"]
     scaling = keys["rope_scaling"]
     if scaling is not None and "rope_type" in scaling:
-        # What the code that came with the checkpoints knows; Transformers knows both names.
+        # The code that came with the checkpoints knows this name; Transformers knows both names.
         keys["rope_scaling"] = {"type": scaling["rope_type"]} | {k: v for k, v in scaling.items() if k != "rope_type"}
     return keys

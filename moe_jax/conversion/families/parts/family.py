@@ -1,4 +1,4 @@
-"""What a family is, and what most families have in common: parts of their tables, and the usual keys of config.json."""
+"""The description of a family, and common parts of most families: rows of their tables, usual keys of config.json."""
 
 import dataclasses
 import re
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.conversion.hf.hf_rope import read_rope, write_rope
 from moe_jax.conversion.table import FUSED, PER_EXPERT, Ignored, Row, Table, Tied, linear, norm
 from moe_jax.core.errors import InputError, nearest, shown
@@ -19,12 +19,12 @@ Projection = Literal["q", "k", "v", "o"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Classifier:
-    """How a format has models whose head scores classes: with a class of their own, and another head.
+    """How a format stores models whose head scores classes: with a class of their own, and another head.
 
     Attributes:
       head: rows of the head.
       prefix: stands before the names of all other tensors.
-      fields: of `ModelConfig`: what such a head is.
+      fields: fields of `ModelConfig` that describe such a head.
     """
 
     head: Table
@@ -33,7 +33,7 @@ class Classifier:
 
 
 SCORE = Classifier(head=(Row("score.weight", "lm_head/kernel", transpose=True),))
-"""As all decoders of Transformers have it."""
+"""The classifier of all decoders of Transformers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,26 +41,27 @@ class Family:
     """Everything that differs between families. Every file of this folder holds one, called `FAMILY`.
 
     Attributes:
-      name: the `model_type` it reads and writes, and `ModelConfig.family` of what it read.
+      name: the `model_type` it reads and writes, and `ModelConfig.family` of models that were read.
       architecture: the class of Transformers, written to `architectures`.
       defaults: values of keys that a config leaves out: the defaults of Transformers' config class.
-      read: foreign config -> ModelConfig.
+      read: Hugging Face config -> ModelConfig.
       write: ModelConfig -> keys of config.json; may raise `InputError` for what the format cannot express.
       table: its tensors, in the order in which they are written.
-      harmless: keys of config.json that change nothing in this family, beside those that do not in any
+      harmless: keys of config.json that change nothing in this family, besides those that change nothing in any
         (`harmless_keys.py`) and those that `read` asks for or `defaults` names.
       moe_formats: names of families whose formats may hold a model of this family that has MoE layers; it is exported
         in the first that gives the same logits.
-      universal: the kind of universal FFN that every MoE of the format has; None: they may be without.
-      vocabulary: name of the file that its checkpoints have in place of a tokenizer.json, and what makes one of it.
-      classifier: how it has models that score classes; None: not at all.
-      own_code: whether its code comes with its checkpoints, for Transformers has no class for it.
+      universal: the kind of universal FFN that every MoE of the format has; None: MoEs may have none.
+      vocabulary: name of the file that its checkpoints have in place of a tokenizer.json, and a function that converts
+        that file to one.
+      classifier: how it stores models that score classes; None: it cannot.
+      own_code: whether its code comes with its checkpoints, because Transformers has no class for it.
     """
 
     name: str
     architecture: str
     defaults: Mapping[str, Any]
-    read: Callable[[ForeignConfig], ModelConfig]
+    read: Callable[[HFConfig], ModelConfig]
     write: Callable[[ModelConfig], dict[str, Any]]
     table: Table
     harmless: tuple[str, ...] = ()
@@ -77,7 +78,7 @@ class Family:
         return None if self.classifier is None else f"{stem}ForSequenceClassification"
 
     def table_of(self, config: ModelConfig) -> Table:
-        """The table for a model: with the head that it has."""
+        """Returns the table for a model: with the head that it has."""
         if config.num_classes is None:
             return self.table
         assert self.classifier is not None, "the config was read, or compared with what can be written"
@@ -148,18 +149,18 @@ HEAD: Table = (*norm("model.norm", "final_norm"), *LM_HEAD)
 
 
 def gated_experts(block: str, gate: str, up: str, down: str) -> Table:
-    """Rows of the experts of an MoE layer, in both layouts in use.
+    """Returns the rows of the experts of an MoE layer, in both layouts in use.
 
     Args:
       block: the module that holds router and experts in the per-expert layout, such as `mlp`.
       gate, up, down: names of an expert's linear maps there, such as `gate_proj`.
     """
-    foreign, ours = f"model.layers.{{i}}.{block}.experts.{{e}}", "layers/{i}/mlp/experts"
+    theirs, ours = f"model.layers.{{i}}.{block}.experts.{{e}}", "layers/{i}/mlp/experts"
     fused = "model.layers.{i}.mlp.experts"
     return (
-        *linear(f"{foreign}.{gate}", f"{ours}/gate", PER_EXPERT),
-        *linear(f"{foreign}.{up}", f"{ours}/up", PER_EXPERT),
-        *linear(f"{foreign}.{down}", f"{ours}/down", PER_EXPERT),
+        *linear(f"{theirs}.{gate}", f"{ours}/gate", PER_EXPERT),
+        *linear(f"{theirs}.{up}", f"{ours}/up", PER_EXPERT),
+        *linear(f"{theirs}.{down}", f"{ours}/down", PER_EXPERT),
         # Transformers 5 keeps the experts of a layer in two tensors, [E, 2f, d] and [E, d, f].
         Row(f"{fused}.gate_up_proj", (f"{ours}/gate/kernel", f"{ours}/up/kernel"), transpose=True, layout=FUSED),
         Row(f"{fused}.down_proj", f"{ours}/down/kernel", transpose=True, layout=FUSED),
@@ -169,7 +170,7 @@ def gated_experts(block: str, gate: str, up: str, down: str) -> Table:
 # --- reading config.json --------------------------------------------------------------------------
 
 
-def read_attention(config: ForeignConfig, *, biases: Iterable[Projection] = (), **kwargs: Any) -> AttentionConfig:
+def read_attention(config: HFConfig, *, biases: Iterable[Projection] = (), **kwargs: Any) -> AttentionConfig:
     """Reads numbers of heads and head widths; further keywords go to `AttentionConfig`.
 
     Raises:
@@ -196,7 +197,7 @@ def read_attention(config: ForeignConfig, *, biases: Iterable[Projection] = (), 
 
 
 def read_gated_ffn(
-    config: ForeignConfig, *, dim: str = "intermediate_size", activation: str = "hidden_act", bias: bool = False
+    config: HFConfig, *, dim: str = "intermediate_size", activation: str = "hidden_act", bias: bool = False
 ) -> FFNConfig:
     """Reads a gated FFN; `dim` and `activation` are the keys of its hidden width and its activation."""
     config.require(dim, activation)
@@ -204,8 +205,8 @@ def read_gated_ffn(
     return FFNConfig(dim=config.required_integer(dim), gated=True, activation=act, bias=bias)
 
 
-def read_activation(config: ForeignConfig, key: str = "hidden_act") -> Any:
-    """Our name of the activation that `key` names.
+def read_activation(config: HFConfig, key: str = "hidden_act") -> Any:
+    """Returns our name of the activation that `key` names.
 
     Raises:
       InputError: if there is none, or it is unknown.
@@ -219,7 +220,7 @@ def read_activation(config: ForeignConfig, key: str = "hidden_act") -> Any:
 
 
 def read_decoder(
-    config: ForeignConfig,
+    config: HFConfig,
     family: str,
     layers: Sequence[LayerConfig],
     *,
@@ -232,20 +233,20 @@ def read_decoder(
     """Reads the settings that all layers share; further keywords go to `ModelConfig`.
 
     Args:
-      config: the foreign config.
+      config: the Hugging Face config.
       family: becomes `ModelConfig.family`.
       layers: the layers, whose heads are all of one width.
       norm: kind of the norms.
       eps: key of their epsilon.
       positions: key of the context length.
-      rope: rotary embedding of layers that have none of their own; None: what the usual keys say.
-      **kwargs: what config.json has no key for, because it is so in the whole family.
+      rope: rotary embedding of layers that have none of their own; None: read from the usual keys.
+      **kwargs: settings without a key in config.json, because they are the same in the whole family.
     """
     config.require("vocab_size", "hidden_size", positions, eps)
     max_positions = config.required_integer(positions)
     vocab_size = config.required_integer("vocab_size")
     bos, eos = config.integer("bos_token_id"), config.integers("eos_token_id")
-    # A default of the family that a smaller vocabulary does not have says nothing; Transformers writes it all the same.
+    # A default of the family beyond a smaller vocabulary means nothing; Transformers writes it all the same.
     if config.is_default("bos_token_id") and bos is not None and bos >= vocab_size:
         bos = None
     if config.is_default("eos_token_id"):
@@ -263,18 +264,18 @@ def read_decoder(
         bos_id=bos,
         eos_ids=eos,
         dtype=read_dtype(config),
-        foreign=config.foreign(),
+        foreign=config.unread_keys(),
         **kwargs,
     )
 
 
-def repeat_layers(config: ForeignConfig, attention: AttentionConfig, mlp: FFNConfig | MoEConfig) -> list[LayerConfig]:
-    """`num_hidden_layers` equal layers."""
+def repeat_layers(config: HFConfig, attention: AttentionConfig, mlp: FFNConfig | MoEConfig) -> list[LayerConfig]:
+    """Returns `num_hidden_layers` equal layers."""
     return [LayerConfig(attention=attention, mlp=mlp)] * num_layers(config)
 
 
-def num_layers(config: ForeignConfig) -> int:
-    """Reads the number of layers, at least 1 and no more than there can be."""
+def num_layers(config: HFConfig) -> int:
+    """Reads the number of layers, at least 1 and at most the largest possible number."""
     count = config.required_integer("num_hidden_layers")
     if count < 1:
         raise InputError(f"config.json: num_hidden_layers={count} must be at least 1")
@@ -282,8 +283,8 @@ def num_layers(config: ForeignConfig) -> int:
     return count
 
 
-def read_dtype(config: ForeignConfig) -> Any:
-    """`dtype` (Transformers 5) or `torch_dtype` (4); a config that says neither means float32."""
+def read_dtype(config: HFConfig) -> Any:
+    """Reads `dtype` (Transformers 5) or `torch_dtype` (4); a config with neither means float32."""
     new, old = config.text("dtype"), config.text("torch_dtype")
     return (new or old or "float32").removeprefix("torch.")
 
@@ -313,14 +314,14 @@ def write_decoder(config: ModelConfig, *, eps: str = "rms_norm_eps") -> dict[str
 
 
 def write_activation(ffn: FFNConfig) -> str:
-    """The foreign name of an FFN's activation."""
-    return next(foreign for foreign, ours in ACTIVATIONS.items() if ours == ffn.activation)
+    """Returns the name in Transformers of an FFN's activation."""
+    return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == ffn.activation)
 
 
 def same_in_all_layers(
     config: ModelConfig, what: str, get: Callable[[LayerConfig], T], *, among: Sequence[int] | None = None
 ) -> T:
-    """The one value of `get(layer)` over all layers, or over those whose indices are `among`.
+    """Returns the one value of `get(layer)` over all layers, or over those whose indices are `among`.
 
     Raises:
       InputError: if layers differ, naming two that do.
@@ -338,7 +339,7 @@ def same_in_all_layers(
 
 
 def dense_ffn(config: ModelConfig) -> FFNConfig:
-    """The FFN that all layers share.
+    """Returns the FFN that all layers share.
 
     Raises:
       InputError: if a layer is an MoE, or layers differ.
@@ -350,7 +351,7 @@ def dense_ffn(config: ModelConfig) -> FFNConfig:
 
 
 def uniform_moe(config: ModelConfig, *, among: Sequence[int] | None = None) -> MoEConfig:
-    """The MoE that all layers share, in the fields that formats with one kind of MoE layer store.
+    """Returns the MoE that all layers share, in the fields that formats with one kind of MoE layer store.
 
     Args:
       config: of the model.

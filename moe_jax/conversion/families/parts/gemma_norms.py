@@ -1,10 +1,10 @@
-"""What Gemma 1, 2 and 3 have in common: the scaled embedding, and from Gemma 2 on four norms and a scale of scores."""
+"""Common parts of Gemma 1, 2 and 3: the scaled embedding, and from Gemma 2 on four norms and a scale of scores."""
 
 import math
 from typing import Any
 
 from moe_jax.conversion.families.parts.family import same_in_all_layers
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.conversion.table import Table, linear, norm
 from moe_jax.core.errors import InputError
 from moe_jax.models import ModelConfig
@@ -34,32 +34,32 @@ DEFAULTS = {
 }
 
 
-def read_embed_scale(config: ForeignConfig) -> float:
-    """The square root of the width. It is rounded to the dtype of the activations, as in Transformers."""
+def read_embed_scale(config: HFConfig) -> float:
+    """Returns the square root of the width, rounded to the dtype of the activations, as in Transformers."""
     d_model = config.required_integer("hidden_size")
     if d_model < 1:
         raise InputError(f"config.json: hidden_size={d_model} must be at least 1")
     return math.sqrt(d_model)
 
 
-def refuse_bidirectional(config: ForeignConfig) -> None:
+def refuse_bidirectional(config: HFConfig) -> None:
     """Raises `InputError` for encoders (EmbeddingGemma), whose tokens see those after them."""
     if config.flag("use_bidirectional_attention"):
         config.must_be("use_bidirectional_attention", False)
 
 
-def read_biases(config: ForeignConfig) -> Any:
-    """Which projections have a bias: all or none."""
+def read_biases(config: HFConfig) -> Any:
+    """Reads which projections have a bias: all or none."""
     return ("q", "k", "v", "o") if config.flag("attention_bias") else ()
 
 
 def write_biases(config: ModelConfig) -> dict[str, Any]:
-    """The key that `read_biases` reads."""
+    """Returns the key that `read_biases` reads."""
     return {"attention_bias": same_in_all_layers(config, "attention bias", lambda layer: bool(layer.attention.biases))}
 
 
-def read_scale(config: ForeignConfig) -> float:
-    """The scale of attention scores: `query_pre_attn_scalar` to the power of -1/2."""
+def read_scale(config: HFConfig) -> float:
+    """Reads the scale of attention scores: `query_pre_attn_scalar` to the power of -1/2."""
     scalar = config.required_number("query_pre_attn_scalar")
     if scalar <= 0:
         raise InputError(f"config.json: query_pre_attn_scalar={scalar} must be above 0")
@@ -67,7 +67,7 @@ def read_scale(config: ForeignConfig) -> float:
 
 
 def write_scale(config: ModelConfig) -> dict[str, Any]:
-    """The key that `read_scale` reads, an integer as in all checkpoints where one gives this very scale."""
+    """Returns the key that `read_scale` reads: an integer, as in all checkpoints, if one gives exactly this scale."""
     attention = same_in_all_layers(
         config, "scale of scores", lambda layer: (layer.attention.scale, layer.attention.head_dim)
     )

@@ -1,4 +1,4 @@
-"""MoEs in every n-th layer but for some that are named, in the keys that Qwen2-MoE and Qwen3-MoE share."""
+"""MoEs in every n-th layer except for some listed ones, in the keys that Qwen2-MoE and Qwen3-MoE share."""
 
 import math
 from collections.abc import Sequence
@@ -11,18 +11,18 @@ from moe_jax.conversion.families.parts.family import (
     uniform_moe,
     write_activation,
 )
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.core.errors import InputError
 from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig, MoEConfig
 
 
 def read_layers(
-    config: ForeignConfig, attention: Sequence[AttentionConfig], *, shared_expert: str | None = None
+    config: HFConfig, attention: Sequence[AttentionConfig], *, shared_expert: str | None = None
 ) -> list[LayerConfig]:
-    """Layers with the given attention, each with an MoE or an FFN.
+    """Reads layers with the given attention, each with an MoE or an FFN.
 
     Args:
-      config: the foreign config.
+      config: the Hugging Face config.
       attention: of every layer.
       shared_expert: the key of the width of a shared expert with a sigmoid gate; None: there is none.
 
@@ -31,7 +31,7 @@ def read_layers(
     """
     moe_layers = _read_moe_layers(config)
     moe = _read_moe(config, shared_expert) if moe_layers else None
-    # A width of dense layers that no layer has stays foreign.
+    # A width of dense layers that no layer has stays unread, and is written back.
     ffn = read_gated_ffn(config) if len(moe_layers) < num_layers(config) else None
     layers = []
     for i, one in enumerate(attention):
@@ -41,15 +41,15 @@ def read_layers(
     return layers
 
 
-def _read_moe_layers(config: ForeignConfig) -> set[int]:
-    """Indices of the layers that are MoEs: every `decoder_sparse_step`-th, less those that are named as dense."""
+def _read_moe_layers(config: HFConfig) -> set[int]:
+    """Reads the indices of the layers that are MoEs: every `decoder_sparse_step`-th, except those listed as dense."""
     step, dense = config.required_integer("decoder_sparse_step"), config.integers("mlp_only_layers", lists_only=True)
     if step < 1:
         raise InputError(f"config.json: decoder_sparse_step={step} must be at least 1")
     return set(range(step - 1, num_layers(config), step)) - set(dense)
 
 
-def _read_moe(config: ForeignConfig, shared_expert: str | None) -> MoEConfig:
+def _read_moe(config: HFConfig, shared_expert: str | None) -> MoEConfig:
     config.require("num_experts_per_tok", "router_aux_loss_coef")
     return MoEConfig(
         expert=read_gated_ffn(config, dim="moe_intermediate_size"),
@@ -62,8 +62,8 @@ def _read_moe(config: ForeignConfig, shared_expert: str | None) -> MoEConfig:
     )
 
 
-def _read_num_experts(config: ForeignConfig) -> int:
-    """Transformers 4 writes `num_experts`, Transformers 5 `num_local_experts` for some families."""
+def _read_num_experts(config: HFConfig) -> int:
+    """Reads `num_experts` (Transformers 4) or `num_local_experts` (Transformers 5, for some families)."""
     if not config.given("num_local_experts"):
         return config.required_integer("num_experts")
     new = config.required_integer("num_local_experts")
@@ -75,13 +75,13 @@ def _read_num_experts(config: ForeignConfig) -> int:
 
 
 def write_layers(config: ModelConfig, *, shared_expert: str | None = None) -> dict[str, Any]:
-    """The keys that `read_layers` reads.
+    """Returns the keys that `read_layers` reads.
 
     Raises:
       InputError: if MoEs or dense FFNs differ from each other.
     """
     dense = [i for i in range(config.num_layers) if i not in config.moe_layers]
-    # The largest step that passes every MoE; without any, all layers are named.
+    # The largest step that passes every MoE; without any, all layers are listed as dense.
     step = math.gcd(*(i + 1 for i in config.moe_layers)) or 1
     keys: dict[str, Any] = {
         "decoder_sparse_step": step,

@@ -1,10 +1,10 @@
-"""What T5 and Switch have in common: an encoder and a decoder with relative biases and one embedding for both."""
+"""Common parts of T5 and Switch: an encoder and a decoder with relative biases and one embedding for both."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from moe_jax.conversion.families.parts.family import read_dtype, same_in_all_layers
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.conversion.table import Ignored, Row, Table, Tied, linear, norm
 from moe_jax.core.errors import InputError
 from moe_jax.models import (
@@ -54,12 +54,12 @@ DEFAULTS: dict[str, Any] = {
     "eos_token_id": 1,
 }
 
-# Dropout, which our training applies to adapters alone, and a key of the first releases of Transformers.
+# Dropout, which our training applies only to adapters, and a key of the first releases of Transformers.
 HARMLESS = ("dropout_rate", "output_past")
 
 
 def attention_rows(stack: str) -> tuple[Row, ...]:
-    """Rows of the attention of one stack, whose name its tensors begin with."""
+    """Returns the rows of the attention of one stack, whose name its tensors begin with."""
     block = f"{stack}.block.{{i}}.layer"
     rows = [*norm(f"{block}.0.layer_norm", "layers/{i}/attention_norm")]
     for name in "qkvo":
@@ -71,8 +71,8 @@ def attention_rows(stack: str) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def read_lengths(config: ForeignConfig) -> tuple[int, int]:
-    """How many layers the encoder and the decoder have, at least 1 each, and no more than there can be."""
+def read_lengths(config: HFConfig) -> tuple[int, int]:
+    """Reads the numbers of layers of the encoder and the decoder, at least 1 each, and no more than possible."""
     encoder = config.required_integer("num_layers")
     decoder = config.integer("num_decoder_layers")
     decoder = encoder if decoder is None else decoder
@@ -84,7 +84,7 @@ def read_lengths(config: ForeignConfig) -> tuple[int, int]:
 
 
 def read_encoder_decoder(
-    config: ForeignConfig,
+    config: HFConfig,
     family: str,
     encoder: Sequence[FFNConfig | MoEConfig],
     decoder: Sequence[FFNConfig | MoEConfig],
@@ -94,9 +94,9 @@ def read_encoder_decoder(
     """Reads everything but the FFNs and MoEs, one for each layer.
 
     Args:
-      config: the foreign config.
+      config: the Hugging Face config.
       family: becomes `ModelConfig.family`.
-      encoder, decoder: of their layers.
+      encoder, decoder: FFN or MoE of each of their layers.
       scaled_head: logits are multiplied by `1 / sqrt(d_model)`.
     """
     config.must_be("is_encoder_decoder", True)
@@ -112,7 +112,7 @@ def read_encoder_decoder(
     both_ways = AttentionConfig(**shape, mask="bidirectional", relative_bias=bias)
     causal = AttentionConfig(**shape, relative_bias=bias)
     cross = AttentionConfig(**shape, mask="bidirectional")
-    # Transformers begins with padding where a config does not say, as all published ones do.
+    # Transformers begins with padding if a config does not name a token; all published configs do so.
     start = config.integer("decoder_start_token_id")
     if start is None:
         start = config.required_integer("pad_token_id")
@@ -124,7 +124,7 @@ def read_encoder_decoder(
         family=family,
         vocab_size=vocab_size,
         d_model=d_model,
-        # Nothing is bound to it: relative biases go on beyond.
+        # Nothing is limited to it: relative biases continue beyond.
         max_positions=config.required_integer("n_positions"),
         layers=(
             *(LayerConfig(attention=both_ways, mlp=mlp) for mlp in encoder),
@@ -139,7 +139,7 @@ def read_encoder_decoder(
         bos_id=config.integer("bos_token_id"),
         eos_ids=eos,
         dtype=read_dtype(config),
-        foreign=config.foreign(),
+        foreign=config.unread_keys(),
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moe_jax.conversion.families.parts.family import num_layers
-from moe_jax.conversion.hf.config_keys import ForeignConfig
+from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.core.errors import InputError, shown
 from moe_jax.models import ModelConfig
 
@@ -12,13 +12,13 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_windows(
-    config: ForeignConfig, *, slides: Callable[[int, int], bool] = lambda i, limit: i >= limit
+    config: HFConfig, *, slides: Callable[[int, int], bool] = lambda i, limit: i >= limit
 ) -> list[int | None]:
-    """One window per layer. If windows are switched off, the keys about them stay foreign.
+    """Reads the window of every layer. If windows are switched off, the keys about them stay unread.
 
     Args:
-      config: the foreign config.
-      slides: whether a layer has the window, where `layer_types` does not say: of its index and `max_window_layers`.
+      config: the Hugging Face config.
+      slides: whether a layer has the window, if there are no `layer_types`: from its index and `max_window_layers`.
 
     Raises:
       InputError: if the types of layers are not one per layer, are unknown, or ask for windows that are switched off.
@@ -38,7 +38,7 @@ def read_windows(
 
 
 def write_windows(config: ModelConfig) -> dict[str, Any]:
-    """The keys that `read_windows` reads.
+    """Returns the keys that `read_windows` reads.
 
     Raises:
       InputError: if there are windows of several widths.
@@ -50,12 +50,12 @@ def write_windows(config: ModelConfig) -> dict[str, Any]:
     return {"use_sliding_window": True, **keys, "max_window_layers": keys["layer_types"].index(SLIDING)}
 
 
-def read_layer_types(config: ForeignConfig, *, full_every: int | None) -> tuple[list[str], int | None]:
-    """The type of every layer, and the window of those that have one.
+def read_layer_types(config: HFConfig, *, full_every: int | None) -> tuple[list[str], int | None]:
+    """Reads the type of every layer, and the window of those that have one.
 
     Args:
-      config: the foreign config.
-      full_every: where the types are left out, every so-manieth layer is without a window.
+      config: the Hugging Face config.
+      full_every: if the types are left out, every layer with an index that this divides, counted from 1, has no window.
 
     Raises:
       InputError: if the types of layers are not one per layer or are unknown, or there is no window for them.
@@ -71,7 +71,7 @@ def read_layer_types(config: ForeignConfig, *, full_every: int | None) -> tuple[
 
 
 def write_layer_types(config: ModelConfig) -> dict[str, Any]:
-    """The keys that `read_layer_types` reads; raises as `write_windows` does."""
+    """Returns the keys that `read_layer_types` reads; raises as `write_windows` does."""
     windows = [layer.attention.sliding_window for layer in config.layers]
     used = {window for window in windows if window is not None}
     if len(used) > 1:
@@ -80,7 +80,7 @@ def write_layer_types(config: ModelConfig) -> dict[str, Any]:
     return {"layer_types": types, **({"sliding_window": used.pop()} if used else {})}
 
 
-def _read_types(config: ForeignConfig) -> tuple[str, ...] | None:
+def _read_types(config: HFConfig) -> tuple[str, ...] | None:
     count, types = num_layers(config), config.texts("layer_types")
     if types is not None and (len(types) != count or not set(types) <= {FULL, SLIDING}):
         raise InputError(

@@ -1,7 +1,8 @@
-"""How a kernel [i, o] of one expert is made inside a Pallas kernel, from what is stored of it.
+"""How a kernel [i, o] of one expert is made inside a Pallas kernel, from the stored arrays.
 
 A fused tile is a static description: which arrays of an expert are brought into fast memory for a block of the kernel,
-and how entries are made of them there. Each form of experts that has one gives it through `KernelForm.fused_tile`.
+and how entries of the kernel are made from them there. A form of experts that has one returns it from
+`KernelForm.fused_tile`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from moe_jax.kernels.tpu.chip import Core
 
 
 class Operand(NamedTuple):
-    """An array [E, ...] of all experts, and how its axes after the first lie beside the kernels [i, o].
+    """An array [E, ...] of all experts, and how its axes after the first correspond to those of the kernels [i, o].
 
     Attributes:
       array: of all experts.
@@ -29,7 +30,7 @@ class Operand(NamedTuple):
     per_row: Fraction = Fraction(1)
 
     def block_of(self, height: int, width: int) -> tuple[int, ...]:
-        """Shape of the block that belongs to a block of the kernel."""
+        """Returns the shape of the block that belongs to a block of the kernel."""
         block = list(self.array.shape[1:])
         for axis, size in ((self.rows, int(height * self.per_row)), (self.columns, width)):
             if axis is not None:
@@ -37,7 +38,7 @@ class Operand(NamedTuple):
         return tuple(block)
 
     def index_of_block(self, down: Any, across: Any) -> tuple[Any, ...]:
-        """Index of the block that belongs to the block of the kernel with these indices."""
+        """Returns the index of the block that belongs to the block of the kernel with these indices."""
         index = [0] * (self.array.ndim - 1)
         for axis, block in ((self.rows, down), (self.columns, across)):
             if axis is not None:
@@ -49,7 +50,7 @@ class Piece(NamedTuple):
     """A piece of a block of the kernel; offsets may be traced, sizes are static.
 
     Attributes:
-      row, column: of its first entry, in the block.
+      row, column: of its first entry, within the block.
       shape: of the piece.
     """
 
@@ -59,10 +60,10 @@ class Piece(NamedTuple):
 
 
 class FusedTile(Protocol):
-    """Makes pieces of kernels inside a Pallas kernel, and the gradients of what they are made of. Static, hashable.
+    """Makes pieces of kernels inside a Pallas kernel, and the gradients of their arrays. Static, hashable.
 
     Attributes:
-      step: pieces begin at multiples of so many rows; a multiple of 128.
+      step: pieces begin at multiples of this many rows, a multiple of 128.
       is_whole: its only operand is the kernel itself.
     """
 
@@ -73,7 +74,7 @@ class FusedTile(Protocol):
     def is_whole(self) -> bool: ...
 
     def operands(self, arrays: Mapping[str, Array], dtype: Any) -> Sequence[Operand]:
-        """What a kernel reads: the arrays as they are stored, or small ones that are computed from them.
+        """Returns the arrays that a kernel reads: those that are stored, or small ones computed from them.
 
         Args:
           arrays: of all experts, by name.
@@ -82,11 +83,11 @@ class FusedTile(Protocol):
         ...
 
     def make(self, refs: Sequence[Any], piece: Piece) -> Float[Array, "p q"]:
-        """A piece of what is added to the base, float32; called inside a Pallas kernel.
+        """Returns a piece of what is added to the base, float32; called inside a Pallas kernel.
 
         Args:
           refs: of the operands' blocks, of one expert.
-          piece: where it lies.
+          piece: its place in the block.
         """
         ...
 
@@ -101,15 +102,15 @@ class FusedTile(Protocol):
         core: Core,
         interpret: bool,
     ) -> dict[str, Array]:
-        """Gradients of the arrays that are trained, in float32, without the gradient of any whole kernel in memory.
+        """Returns the gradients of the trained arrays, float32, with no gradient of any whole kernel in memory.
 
         Args:
           rows: sorted by group, as they were multiplied.
           dout: gradient of the product.
           arrays: of all experts, by name.
-          trained: names of the arrays whose gradients are asked for.
+          trained: names of the arrays whose gradients are wanted.
           group_sizes: rows per group.
-          core: for which the sizes of blocks are chosen.
+          core: the core for which the sizes of blocks are chosen.
           interpret: run kernels in interpret mode.
         """
         ...

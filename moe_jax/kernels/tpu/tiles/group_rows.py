@@ -1,4 +1,4 @@
-"""Values of groups of rows, such as scales, brought to groups that pieces of a kernel begin and end with."""
+"""Values of groups of rows, such as scales, regrouped so that groups and pieces of a kernel share their boundaries."""
 
 import math
 
@@ -8,12 +8,12 @@ from jaxtyping import Array, Float, Int
 
 
 def rows_that_share(group_size: int | None, height: int, step: int) -> int:
-    """The most rows that share a value, and divide groups, pieces of `step` rows, and a part of `height` rows.
+    """Returns the most rows that share a value, and divide groups, pieces of `step` rows, and a part of `height` rows.
 
     Args:
-      group_size: rows of a group; None: all share one.
+      group_size: rows of a group; None: all rows share one value.
       height: of a kernel, or of the equal parts of it.
-      step: of pieces.
+      step: rows of a piece.
     """
     return math.gcd(height, step) if group_size is None else math.gcd(group_size, height, step)
 
@@ -21,11 +21,11 @@ def rows_that_share(group_size: int | None, height: int, step: int) -> int:
 def group_rows(
     values: Float[Array, "E g o"], group_size: int | None, shared: int, height: int, origin: Int[Array, ""] | None
 ) -> Float[Array, "E s o"]:
-    """The values of every `shared` rows of a kernel, or of a part of it.
+    """Returns the values of every `shared` rows of a kernel, or of a part of it.
 
     Args:
-      values: of groups of the whole kernels; if all rows share one, g is 1.
-      group_size: rows of a group; None: all share one.
+      values: of groups of the whole kernels; if all rows share one value, g is 1.
+      group_size: rows of a group; None: all rows share one value.
       shared: see `rows_that_share`.
       height: of the kernels, or of the part.
       origin: row at which the part begins, a multiple of its height; None: it is the whole kernel.

@@ -17,18 +17,18 @@ from moe_jax.kernels.tpu.tiles.stored_tile import StoredTile
 
 @dataclasses.dataclass(frozen=True)
 class LowRankTile:
-    """`a` [E, i, r] times `b` [E, r, o].
+    """Makes `a` [E, i, r] times `b` [E, r, o].
 
     Where rows are bfloat16 and the factors are not, each factor is split into two terms of bfloat16, and three of the
-    four products of terms are added: the tile is then exact to 2^-16, and as the terms lie side by side along the axis
-    of the rank, which is shorter than the matrix unit, they cost nothing.
+    four products of terms are added: the tile is then exact to 2^-16. The terms lie side by side along the axis of the
+    rank, which is shorter than the matrix unit, so they cost nothing.
     """
 
     step: int = 256
     is_whole: bool = False
 
     def operands(self, arrays: Mapping[str, Array], dtype: Any) -> Sequence[Operand]:
-        """See `FusedTile`. `a` is transposed: a block of few columns would be padded to 128."""
+        """Returns the factors, `a` transposed: a block of few columns would be padded to 128."""
         from moe_jax.kernels.tpu.pieces import split
 
         a, b = jnp.swapaxes(arrays["a"], 1, 2), arrays["b"]
@@ -42,7 +42,7 @@ class LowRankTile:
         return Operand(a, rows=1), Operand(b, columns=1)
 
     def make(self, refs: Sequence[Any], piece: Piece) -> Float[Array, "p q"]:
-        """See `FusedTile`."""
+        """Returns a piece of `a b`, float32."""
         from jax.experimental import pallas as pl
 
         from moe_jax.kernels.tpu.pieces import dot
@@ -62,7 +62,7 @@ class LowRankTile:
         core: Core = ANY_CORE,
         interpret: bool = False,
     ) -> dict[str, Array]:
-        """See `FusedTile`. With a rank too high for the kernel of thin factors, by plain grouped products."""
+        """Returns gradients of `a` and `b`, float32: by the kernel for thin factors, or for a high rank by products."""
         from moe_jax.kernels.tpu.low_rank_gradient import fits, low_rank_gradients
 
         a, b = arrays["a"], arrays["b"]
@@ -75,7 +75,7 @@ class LowRankTile:
     def _gradients_by_products(
         self, rows: Array, dout: Array, a: Array, b: Array, group_sizes: Array, core: Core, interpret: bool
     ) -> tuple[Array, Array]:
-        """What lies between two products is rounded to the dtype of the rows."""
+        """The factor between the two products is rounded to the dtype of the rows."""
         from moe_jax.kernels.tpu.grouped_outer import grouped_outer
         from moe_jax.kernels.tpu.grouped_product import grouped_product
 

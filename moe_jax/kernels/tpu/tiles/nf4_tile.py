@@ -22,14 +22,14 @@ STEP = 256
 
 @dataclasses.dataclass(frozen=True)
 class NF4Tile:
-    """`codes` [E, i / 2, o], `scale_codes` [E, i / block, o], `scales` [E, n] and `offset` [E].
+    """Makes kernels from `codes` [E, i / 2, o], `scale_codes` [E, i / block, o], `scales` [E, n] and `offset` [E].
 
-    The scales of the blocks, a number for 64 of the kernel, are made before the kernel is called.
+    The scales of the blocks, one number for 64 of the kernel, are computed before the kernel is called.
 
     Attributes:
       levels: the 16 numbers that codes stand for.
       block: rows that share a scale.
-      scale_block: scales, row by row, that share a scale of theirs.
+      scale_block: number of scales, row by row, that share a scale of theirs.
       height: rows of the kernels, or of the part of them that this device has.
       whole_width: columns of the whole kernels.
       prefix: of the names of the arrays.
@@ -46,11 +46,11 @@ class NF4Tile:
 
     @property
     def shared(self) -> int:
-        """Rows that share a scale where a kernel is made."""
+        """Number of rows that share a scale where a kernel is made."""
         return rows_that_share(self.block, self.height, self.step)
 
     def operands(self, arrays: Mapping[str, Array], dtype: Any) -> Sequence[Operand]:
-        """See `FusedTile`."""
+        """Returns the codes, and the scales decoded to float32."""
         table = np.zeros((1, LANES), np.float32)
         table[0, : len(self.levels)] = self.levels
         codes, scales = arrays[f"{self.prefix}codes"], self._scales(arrays)
@@ -62,14 +62,14 @@ class NF4Tile:
         )
 
     def _scales(self, arrays: Mapping[str, Array]) -> Float[Array, "E s o"]:
-        """The scale of every `shared` rows of a column."""
+        """Returns the scale of every `shared` rows of a column."""
         codes, scales, offset = (arrays[f"{self.prefix}{name}"] for name in ("scale_codes", "scales", "offset"))
         experts, blocks, width = codes.shape
-        # Scales of scales are given row by row: repeated and cut, not looked up one by one.
-        per_row, rest = divmod(self.whole_width, self.scale_block)
-        if rest == 0:
-            # An exact product with ones: XLA:TPU computes it where it is used. What is repeated, it writes in float32,
-            # and again in another shape.
+        # Scales of scales lie row by row: repeated and cut, not looked up one by one.
+        per_row, remainder = divmod(self.whole_width, self.scale_block)
+        if remainder == 0:
+            # The exact product with ones is computed by XLA:TPU where it is used; `repeat` would be written to memory
+            # in float32, and again in another shape.
             few = jnp.pad(scales, ((0, 0), (0, max(0, blocks * per_row - scales.shape[1]))))
             few = few[:, : blocks * per_row].reshape(experts, blocks, per_row)
             owner = jnp.arange(self.whole_width, dtype=jnp.int32) // self.scale_block
@@ -87,7 +87,7 @@ class NF4Tile:
         return group_rows(values, self.block, self.shared, self.height, row)
 
     def make(self, refs: Sequence[Any], piece: Piece) -> Float[Array, "p q"]:
-        """See `FusedTile`."""
+        """Returns a piece of the kernels, float32."""
         from jax.experimental import pallas as pl
 
         from moe_jax.kernels.tpu.tiles.unpacking import looked_up, scaled_rows, unpack
@@ -111,16 +111,16 @@ class NF4Tile:
         core: Core = ANY_CORE,
         interpret: bool = False,
     ) -> dict[str, Array]:
-        """See `FusedTile`. Nothing of such a kernel is trained."""
+        """Returns no gradients: NF4 kernels are not trained."""
         assert not trained, f"NF4 kernels are frozen: {trained}"
         return {}
 
 
 def scale_levels(codes: UInt8[Array, "..."]) -> Float[Array, "..."]:
-    """The numbers that codes of scales stand for: an eight-bit float with a dynamic exponent.
+    """Returns the numbers that codes of scales stand for: an eight-bit float with a dynamic exponent.
 
-    Computed and not looked up, as a TPU has no fast way to look up the entries of an array in memory. Between 1e-7 and
-    1 there are twice as many between two powers of ten as between the two below; the formula is that of
+    Computed, as a TPU has no fast way to look up entries of an array in memory. Between 1e-7 and 1 there are twice as
+    many levels between two powers of ten as between the two below; the formula is that of
     `functional.products.nf4.SCALE_LEVELS`.
     """
     signed = codes.astype(jnp.int32) - 127
@@ -135,7 +135,7 @@ def scale_levels(codes: UInt8[Array, "..."]) -> Float[Array, "..."]:
 
 
 def why_not_nf4(block: int, height: int) -> str | None:
-    """Why there is no such tile for kernels of this height, in words; None: there is one."""
+    """Returns in words why kernels of this height have no such tile; None: they have one."""
     if height % 8 or rows_that_share(block, height, STEP) % 8:
         return f"{height} rows of NF4 codes do not end with eight rows of a block of {block}"
     return None

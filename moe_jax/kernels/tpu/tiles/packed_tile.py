@@ -22,14 +22,14 @@ STEP = 256
 
 @dataclasses.dataclass(frozen=True)
 class PackedTile:
-    """`codes` [E, bytes, o] and `scales` [E, g, o] or [E, 1, 1].
+    """Makes kernels from `codes` [E, bytes, o] and `scales` [E, g, o] or [E, 1, 1].
 
-    Scales are brought to float32 and to equal groups of `shared` rows that every piece begins and ends with; a shard
-    may begin inside a group.
+    Scales are converted to float32 and to equal groups of `shared` rows, with which every piece begins and ends; a
+    shard may begin inside a group.
 
     Attributes:
       bits: of a code.
-      group_size: rows that share a scale; None: all.
+      group_size: rows that share a scale; None: all rows do.
       height: rows of the kernels, or of the part of them that this device has.
     """
 
@@ -41,15 +41,15 @@ class PackedTile:
 
     @property
     def shared(self) -> int:
-        """Rows that share a scale where a kernel is made."""
+        """Number of rows that share a scale where a kernel is made."""
         return rows_that_share(self.group_size, self.height, self.step)
 
     def operands(self, arrays: Mapping[str, Array], dtype: Any) -> Sequence[Operand]:
-        """See `FusedTile`."""
+        """Returns the codes, and the scales of every `shared` rows in float32."""
         scales = self._scales(arrays["scales"], arrays)
         return (
             Operand(arrays["codes"], rows=0, columns=1, per_row=Fraction(self.bits, 8)),
-            # An axis of length 1 before the last lets a kernel begin at any of those before it.
+            # The axis of length 1 before the last lets a kernel's block begin at any index of the axis before it.
             Operand(scales[:, :, None, :], rows=0, columns=2, per_row=Fraction(1, self.shared)),
         )
 
@@ -59,12 +59,12 @@ class PackedTile:
         return group_rows(scales, self.group_size, self.shared, self.height, origin)
 
     def make(self, refs: Sequence[Any], piece: Piece) -> Float[Array, "p q"]:
-        """See `FusedTile`."""
+        """Returns a piece of levels times scales, float32."""
         levels, scales = self._levels(refs, piece)
         return (levels * scales).reshape(piece.shape)
 
     def _levels(self, refs: Sequence[Any], piece: Piece) -> tuple[Float[Array, "s n q"], Float[Array, "s 1 q"]]:
-        """Levels of the codes, and scales, group by group."""
+        """Returns the levels of the codes, and the scales, group by group."""
         from jax.experimental import pallas as pl
 
         from moe_jax.kernels.tpu.tiles.unpacking import scaled_rows, unpack
@@ -80,7 +80,7 @@ class PackedTile:
         return 2.0 * codes.reshape(-1, self.shared, width) + lowest, scales
 
     def reduce(self, refs: Sequence[Any], piece: Piece, gradient: Float[Array, "p q"]) -> Float[Array, "s q"]:
-        """The gradient of the scales of a piece, from that of its entries; called inside a Pallas kernel."""
+        """Returns the gradient of the scales of a piece, given that of its entries; called inside a Pallas kernel."""
         levels, _ = self._levels(refs, piece)
         return jnp.sum(levels * gradient.reshape(levels.shape), axis=1)
 
@@ -95,7 +95,7 @@ class PackedTile:
         core: Core = ANY_CORE,
         interpret: bool = False,
     ) -> dict[str, Array]:
-        """See `FusedTile`. Codes have none."""
+        """Returns the gradient of the scales, float32, if they are trained; codes have none."""
         from moe_jax.kernels.tpu.grouped_outer import reduced_outer
 
         if "scales" not in trained:
@@ -108,7 +108,7 @@ class PackedTile:
 
 
 def why_not_packed(bits: int, group_size: int | None, height: int) -> str | None:
-    """Why there is no such tile for kernels of this height, in words; None: there is one."""
+    """Returns in words why kernels of this height have no such tile; None: they have one."""
     if height % 8:
         return f"codes of {bits} bits of {height} rows do not end with a whole word of them"
     if rows_that_share(group_size, height, STEP) % 8:

@@ -13,17 +13,17 @@ from moe_jax.kernels.tpu.tiles.fused_tile import Operand, Piece
 
 @dataclasses.dataclass(frozen=True)
 class StoredTile:
-    """`kernel` [E, i, o], converted to the dtype of the rows in fast memory if it has another."""
+    """Loads `kernel` [E, i, o], converted to the dtype of the rows in fast memory if its own is another."""
 
     step: int = 256
     is_whole: bool = True
 
     def operands(self, arrays: Mapping[str, Array], dtype: Any) -> Sequence[Operand]:
-        """See `FusedTile`."""
+        """Returns the kernels themselves."""
         return (Operand(arrays["kernel"], rows=0, columns=1),)
 
     def make(self, refs: Sequence[Any], piece: Piece) -> Float[Array, "p q"]:
-        """See `FusedTile`."""
+        """Returns a piece of the kernel, float32."""
         from jax.experimental import pallas as pl
 
         (rows, columns), (kernel,) = piece.shape, refs
@@ -40,7 +40,7 @@ class StoredTile:
         core: Core = ANY_CORE,
         interpret: bool = False,
     ) -> dict[str, Array]:
-        """See `FusedTile`. In the dtype of the kernels, as large as they are."""
+        """Returns the gradient of the kernels, in their dtype and of their size."""
         from moe_jax.kernels.tpu.grouped_outer import grouped_outer
 
         dtype = arrays["kernel"].dtype

@@ -10,11 +10,11 @@ from jaxtyping import Array, Float, Int, UInt8
 
 
 def unpack(packed: UInt8[Array, "b q"], bits: int) -> Int[Array, "p q"]:
-    """The codes of all rows that fill whole bytes, int32.
+    """Returns the codes of all rows that fill whole bytes, int32.
 
-    The codes of a byte belong to consecutive rows. With two or four of them they are spread over the parts of a word,
-    which become rows when the word is read as numbers of 16 or 8 bits, because that is how short numbers lie in the
-    registers; otherwise the word is repeated, which takes more instructions.
+    The codes of a byte belong to consecutive rows. Two or four of them are spread over the parts of a word, which
+    become rows when the word is read as numbers of 16 or 8 bits, because this is how short numbers lie in the
+    registers. Otherwise the word is repeated, which takes more instructions.
     """
     words, mask = packed.astype(jnp.int32), (1 << bits) - 1
     if bits == 8:
@@ -34,14 +34,14 @@ def unpack(packed: UInt8[Array, "b q"], bits: int) -> Int[Array, "p q"]:
 
 
 def scaled_rows(row: Any, step: int, numerator: int, denominator: int) -> Any:
-    """`row * numerator / denominator` for a row that is a multiple of `step`, where it is a whole number."""
+    """Returns `row * numerator / denominator` for a row that is a multiple of `step`, where it is a whole number."""
     if isinstance(row, int):
         return row * numerator // denominator
     return pl.multiple_of(lax.div(row * numerator, denominator), step * numerator // denominator)
 
 
 def looked_up(table: Float[Array, "1 128"], codes: Int[Array, "p q"]) -> Float[Array, "p q"]:
-    """`table[0, codes]`: a register holds the table, and the units that move entries between lanes look it up."""
+    """Returns `table[0, codes]`: a register holds the table, and the units that move entries between lanes read it."""
     height, width = codes.shape
     strips = []
     for start in range(0, width, table.shape[1]):

@@ -1,0 +1,55 @@
+"""All configs: frozen dataclasses that describe models, experts and training completely, without weights.
+
+Build one with keywords, change it with `dataclasses.replace`, and give it to a module (`moe_jax.Decoder`), a bank
+(`moe_jax.make_bank`) or a verb. A form of experts may stand wherever its name may: `moe_jax.upcycle(model,
+delta=moe_jax.configs.LowRank(rank=16))` is the same as `delta="low-rank:16"`.
+
+    >>> from moe_jax.configs import FFNConfig, MoEConfig
+    >>> MoEConfig(expert=FFNConfig(dim=32), num_experts=4, top_k=2).weighting
+    'topk_softmax'
+
+Names are imported when they are first asked for: importing this module imports no JAX.
+"""
+
+from etils import epy as _epy
+
+with _epy.lazy_api_imports(globals()):
+    from moe_jax.data.sections import DataSection as DataSection
+    from moe_jax.data.sections import FieldsSection as FieldsSection
+    from moe_jax.data.sections import SourceSection as SourceSection
+    from moe_jax.experts import AdapterExperts as AdapterExperts
+    from moe_jax.experts import BankConfig as BankConfig
+    from moe_jax.experts import BaseCodes as BaseCodes
+    from moe_jax.experts.forms import Full as Full
+    from moe_jax.experts.forms import JointLowRank as JointLowRank
+    from moe_jax.experts.forms import LowRank as LowRank
+    from moe_jax.experts.forms import MixtureOfBases as MixtureOfBases
+    from moe_jax.experts.forms import Quantized as Quantized
+    from moe_jax.experts.forms import Sparse as Sparse
+    from moe_jax.models import AdapterConfig as AdapterConfig
+    from moe_jax.models import AttentionConfig as AttentionConfig
+    from moe_jax.models import FFNConfig as FFNConfig
+    from moe_jax.models import LatentConfig as LatentConfig
+    from moe_jax.models import LayerConfig as LayerConfig
+    from moe_jax.models import LoRAConfig as LoRAConfig
+    from moe_jax.models import ModelConfig as ModelConfig
+    from moe_jax.models import MoEConfig as MoEConfig
+    from moe_jax.models import PerftConfig as PerftConfig
+    from moe_jax.models import RelativeBiasConfig as RelativeBiasConfig
+    from moe_jax.models import RopeConfig as RopeConfig
+    from moe_jax.models import SelectionConfig as SelectionConfig
+    from moe_jax.models import config_from_json as config_from_json
+    from moe_jax.models import config_to_json as config_to_json
+    from moe_jax.training.recipe.schema import CheckpointSection as CheckpointSection
+    from moe_jax.training.recipe.schema import DistillSection as DistillSection
+    from moe_jax.training.recipe.schema import EmaSection as EmaSection
+    from moe_jax.training.recipe.schema import EvalSection as EvalSection
+    from moe_jax.training.recipe.schema import GroupSection as GroupSection
+    from moe_jax.training.recipe.schema import LogSection as LogSection
+    from moe_jax.training.recipe.schema import MeshSection as MeshSection
+    from moe_jax.training.recipe.schema import ModelSection as ModelSection
+    from moe_jax.training.recipe.schema import OptimizerSection as OptimizerSection
+    from moe_jax.training.recipe.schema import PartitionSection as PartitionSection
+    from moe_jax.training.recipe.schema import Recipe as Recipe
+    from moe_jax.training.recipe.schema import ScheduleSection as ScheduleSection
+    from moe_jax.training.recipe.schema import TrainSection as TrainSection

@@ -1,0 +1,503 @@
+"""Where files are: a place on a disk, or an address in a bucket, by the same methods.
+
+Both are paths of `pathlib`, with what that does not have: writing that is atomic or done when it returns, lines that
+grow, listings, versions, copies made on this machine. Nobody outside of `moe_jax.files` asks which of the two a path
+is.
+
+A bucket has no folders: there is one where the name of an object goes on after it. What is known by its name is read as
+it is now; what a listing shows may be some time old.
+"""
+
+import contextlib
+import errno
+import fnmatch
+import glob
+import io
+import itertools
+import os
+import posixpath
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PosixPath
+from typing import IO, Any, Self, TypeVar
+
+from moe_jax.core.errors import InputError
+from moe_jax.files.remote.address import DRIVERS, Address, is_in_bucket, parse_address, written_out
+from moe_jax.files.remote.objects import AT_ONCE, Found, Objects, explained, objects_of
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
+
+
+class StoragePath(PosixPath):
+    """A path with more methods than those of `pathlib`. `as_path` makes one of a text, or of another path.
+
+    Attributes:
+      renames: whether what is finished can take another name at once, and files can grow. If not, a file is written as
+        a whole, and the one without which the others count for nothing is written last.
+      at_once: how many files, or parts of one, are best asked for at the same time.
+      absence: what to add to the message that there is no model here.
+      on_disk: the path for programs that open files by themselves; None: they cannot.
+    """
+
+    renames = True
+    at_once = 1
+    absence = ""
+
+    @property
+    def on_disk(self) -> Path | None:
+        return self
+
+    def map(self, function: Callable[[T], U], items: Iterable[T]) -> list[U]:
+        """Calls a function that reads or writes files here, for several items at the same time if that is quicker."""
+        if self.at_once == 1:
+            return list(map(function, items))
+        with ThreadPoolExecutor(self.at_once) as pool:
+            return list(pool.map(function, items))
+
+    def write_durably(self, content: bytes | memoryview) -> None:
+        """Writes a file; its content is stored on return."""
+        with open(self, "wb") as handle:
+            handle.write(content)
+            handle.flush()
+            os.fsync(handle.fileno())
+
+    def replace_content(self, content: bytes) -> None:
+        """Replaces the content of a file atomically: at any time there is either the old one or all of the new one."""
+        with self.replacing() as handle:
+            handle.write(content)
+
+    @contextlib.contextmanager
+    def replacing(self) -> Iterator[IO[bytes]]:
+        """Yields a file to write to, which replaces this one when the block ends without an error; see
+        `replace_content`."""
+        fresh = self.beside("new")
+        try:
+            with open(fresh, "wb") as handle:
+                yield handle
+                handle.flush()
+                os.fsync(handle.fileno())
+            fresh.replace(self)
+        except BaseException:
+            fresh.unlink(missing_ok=True)
+            raise
+        self.parent.sync()
+
+    def sync(self) -> None:
+        """Waits until a file, or the list of files in a folder, is stored."""
+        descriptor = os.open(self, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def remove_tree(self) -> None:
+        """Removes a folder, even if threads of a failed write are still writing into it."""
+        for _ in range(100):
+            shutil.rmtree(self, ignore_errors=True)
+            if not self.exists():
+                return
+            time.sleep(0.05)
+        shutil.rmtree(self)
+
+    def beside(self, suffix: str) -> Self:
+        """The hidden name `.NAME.SUFFIX` in the same folder."""
+        return self.with_name(f".{self.name}.{suffix}")
+
+    def files_below(self) -> list[str]:
+        """Names of all files in a folder and below, relative to it and sorted; in a bucket, as far as listings show."""
+        return sorted(file.relative_to(self).as_posix() for file in self.rglob("*") if file.is_file())
+
+    def matching(self) -> list["StoragePath"]:
+        """The files that this path means as a pattern (`**` for any depth), sorted.
+
+        As much of its beginning as is the path of a folder is no pattern, whatever characters it has: `run[1]/*.txt`.
+        """
+        folder = next(parent for parent in self.parents if parent.is_dir())
+        below = str(self.relative_to(folder))
+        found = (folder / name for name in glob.glob(below, root_dir=folder, recursive=True))
+        return sorted(path for path in found if path.is_file())
+
+    def looked_from(self) -> str:
+        """How a file was looked for, to be said if there is none."""
+        return f"looked from {Path.cwd()}"
+
+    def version(self) -> str:
+        """Changes with the content of a file."""
+        stat = self.stat()
+        return f"{stat.st_size}\n{stat.st_mtime_ns}"
+
+    def mark_folder(self) -> None:
+        """Makes Orbax find a folder in which there may be no files yet."""
+        self.mkdir(parents=True, exist_ok=True)
+
+    def check_parent(self) -> None:
+        """Raises `FileNotFoundError` if there is no folder in which a file could be written."""
+        if not self.parent.is_dir():
+            raise FileNotFoundError(f"no directory {self.parent} to write {self.name} to")
+
+    def way_to(self, place: "StoragePath") -> str | None:
+        """The relative path to another place from this folder, both without links; None if there is none."""
+        return os.path.relpath(place, self) if place.on_disk else None
+
+    def follow(self, way: str) -> "StoragePath":
+        """Where a relative path leads from this folder; an absolute one is itself."""
+        there = as_path(way)
+        return there if there.is_absolute() else (self / way).resolve()
+
+    def kvstore(self) -> dict[str, Any]:
+        """The folder as a key-value store of TensorStore."""
+        return {"driver": "file", "path": f"{self}/"}
+
+    def storage_error(self, text: str) -> Exception | None:
+        """The error of the disk or the bucket that a library's message tells of; None: it tells of none."""
+        found = next((code for code in _DISK_ERRORS if os.strerror(code) in text), None)
+        return None if found is None else OSError(found, os.strerror(found), str(self))
+
+    def local_folder(self) -> "LocalFolder":
+        """A folder on this machine's disk, for programs that write files bit by bit."""
+        self.mkdir(parents=True, exist_ok=True)
+        return LocalFolder(self, self)
+
+    def growing(self, kept: Sequence[str]) -> "GrowingFile":
+        """Opens a file of lines that grows; `read_grown` reads it.
+
+        Args:
+          kept: the lines that it begins with, each with its end; what else is there is removed.
+        """
+        if self.exists():  # if the process is killed here, the lines so far are not lost
+            self.replace_content("".join(kept).encode())
+        return GrowingFile(self)
+
+    def read_grown(self) -> bytes:
+        """What a file of lines holds; nothing if there is none."""
+        return self.read_bytes() if self.exists() else b""
+
+    def write_grown(self, content: bytes) -> None:
+        """Writes a file of lines as a whole."""
+        if content:
+            self.write_durably(content)
+
+
+class DiskPath(StoragePath):
+    """A place on a disk."""
+
+
+class LocalFolder:
+    """A folder on this machine's disk whose files belong to a place: it is the place, or they are copied there.
+
+    Attributes:
+      path: of the folder.
+    """
+
+    def __init__(self, place: StoragePath, path: Path):
+        self._place, self.path = place, path
+
+    def flush(self) -> None:
+        """Returns when all files are in their place."""
+
+    def close(self) -> None:
+        self.flush()
+
+    def __enter__(self) -> "LocalFolder":
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        self.close()
+
+
+class _CopiedFolder(LocalFolder):
+    def __init__(self, place: StoragePath):
+        self._temporary = tempfile.TemporaryDirectory(prefix="moe-jax-")
+        super().__init__(place, Path(self._temporary.name))
+
+    def flush(self) -> None:
+        for file in sorted(self.path.rglob("*")):
+            if file.is_file() and not file.name.startswith("."):
+                (self._place / file.relative_to(self.path)).write_durably(file.read_bytes())
+
+    def close(self) -> None:
+        super().close()
+        self._temporary.cleanup()
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is None:
+            self.flush()
+        self._temporary.cleanup()
+
+
+class GrowingFile:
+    """Lines that are appended to a file, and are there at once."""
+
+    def __init__(self, path: StoragePath):
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, line: str) -> None:
+        self._file.write(line)
+        self._file.flush()
+
+    def flush(self) -> None:
+        """Returns when all lines are there."""
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class GrowingObjects(GrowingFile):
+    """Lines that grow in a bucket, where nothing can be appended to an object.
+
+    They are written in parts, `metrics.jsonl`, `metrics.jsonl.1`, ...: the last one anew when it is flushed, or some
+    time after lines came, and when it has become large, another one begins. Parts are read by their names until one is
+    not there.
+    """
+
+    PART_BYTES = 1 << 20
+    SECONDS = 30.0
+
+    def __init__(self, path: "BucketPath", lines: Iterable[str]):
+        self._path = path
+        self._part, self._text, self._changed = 0, "", False
+        for line in lines:
+            self._add(line)
+        self.flush()
+        for part in itertools.takewhile(BucketPath.is_file, map(path.part, itertools.count(self._part + 1))):
+            part.unlink()
+        self._written = time.monotonic()
+
+    def write(self, line: str) -> None:
+        self._add(line)
+        if time.monotonic() - self._written > self.SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._changed:
+            self._path.part(self._part).write_bytes(self._text.encode())
+        self._changed, self._written = False, time.monotonic()
+
+    def close(self) -> None:
+        self.flush()
+
+    def _add(self, line: str) -> None:
+        if len(self._text) >= self.PART_BYTES:
+            self.flush()
+            self._part, self._text = self._part + 1, ""
+        self._text += line
+        self._changed = True
+
+
+class BucketPath(StoragePath):
+    """An address such as `gs://bucket/models/moe`: names as ever, files by requests.
+
+    What a bucket does not have, such as links and renaming, is not here; functions of `os` find nothing at it.
+    """
+
+    renames = False
+    at_once = AT_ONCE
+    absence = ": there is no config.json, or no such bucket"
+
+    def __str__(self) -> str:
+        return written_out(super().__str__()) or super().__str__()
+
+    def __repr__(self) -> str:
+        return f"BucketPath({str(self)!r})"
+
+    def __fspath__(self) -> str:
+        return str(self)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BucketPath) and str(self) == str(other)
+
+    @property
+    def on_disk(self) -> None:
+        return None
+
+    @property
+    def address(self) -> Address:
+        """Its parts."""
+        return parse_address(str(self))
+
+    @property
+    def objects(self) -> Objects:
+        """The bucket."""
+        address = self.address
+        return objects_of(address.scheme, address.bucket)
+
+    @property
+    def key(self) -> str:
+        """The name of the object, or of the folder."""
+        return self.address.key
+
+    def absolute(self) -> "BucketPath":
+        return self
+
+    def is_absolute(self) -> bool:
+        return True
+
+    def resolve(self, strict: bool = False) -> "BucketPath":
+        return self
+
+    def is_symlink(self) -> bool:
+        return False
+
+    def is_file(self, **_: Any) -> bool:
+        return bool(self.key) and self.objects.generation(self.key) is not None
+
+    def is_dir(self, **_: Any) -> bool:
+        """Whether there is anything in the folder: a finished model, whatever listings show, or what they show."""
+        return not self.key or (self / "config.json").is_file() or bool(self.objects.names(self.key))
+
+    def exists(self, **_: Any) -> bool:
+        return self.is_file() or self.is_dir()
+
+    def iterdir(self) -> Iterator["BucketPath"]:
+        for name in sorted({name.split("/")[0] for name in self.objects.names(self.key)} - {""}):
+            yield self / name
+
+    def glob(self, pattern: str, **_: Any) -> Iterator["BucketPath"]:
+        """What is in the folder and has a name of this pattern; not below."""
+        return (child for child in self.iterdir() if fnmatch.fnmatchcase(child.name, pattern))
+
+    def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
+        """Does nothing: a folder is there with what is in it."""
+
+    def read_bytes(self) -> bytes:
+        found = self.objects.read(self.key)
+        if found is None:
+            raise FileNotFoundError(f"{self} does not exist")
+        return found.content
+
+    def read_text(self, encoding: str | None = None, *_: Any, **__: Any) -> str:
+        return self.read_bytes().decode(encoding or "utf-8")
+
+    def write_bytes(self, data: Any) -> int:
+        self.objects.write(self.key, bytes(data))
+        return len(data)
+
+    def write_text(self, data: str, encoding: str | None = None, *_: Any, **__: Any) -> int:
+        return self.write_bytes(data.encode(encoding or "utf-8"))
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        self.objects.remove(self.key)
+
+    def open(self, mode: str = "r", *_: Any, **__: Any) -> Any:
+        if mode not in ("r", "rb"):
+            raise InputError(f"{self} is in a bucket, where no file is written bit by bit; choose a local place")
+        content = io.BytesIO(self.read_bytes())
+        return content if mode == "rb" else io.TextIOWrapper(content, encoding="utf-8")
+
+    def write_durably(self, content: bytes | memoryview) -> None:
+        self.write_bytes(content)
+
+    def replace_content(self, content: bytes) -> None:
+        self.write_bytes(content)
+
+    def sync(self) -> None:
+        """Does nothing: what was written is stored."""
+
+    def remove_tree(self) -> None:
+        self.objects.remove_all(self.key)
+        self.objects.remove(f"{self.key}/")  # with which Orbax marks a folder
+
+    def files_below(self) -> list[str]:
+        return sorted(name for name in self.objects.names(self.key) if name and not name.endswith("/"))
+
+    def matching(self) -> list[StoragePath]:
+        parts = self.key.split("/")
+        plain = list(itertools.takewhile(lambda part: not any(character in part for character in "*?["), parts[:-1]))
+        scheme, bucket, _ = self.address
+        folder = as_path(f"{scheme}://{bucket}") / "/".join(plain)
+        names = self.objects.names("/".join(plain))
+        return [folder / name for name in names if _matches(name.split("/"), parts[len(plain) :])]
+
+    def looked_from(self) -> str:
+        return "by what listings show"
+
+    def version(self) -> str:
+        generation = self.objects.generation(self.key)
+        if generation is None:
+            raise FileNotFoundError(f"{self} does not exist")
+        return generation.hex()
+
+    def mark_folder(self) -> None:
+        self.objects.write(f"{self.key}/", b"")
+
+    def check_parent(self) -> None:
+        """Does nothing: folders are there with what is in them."""
+
+    def way_to(self, place: StoragePath) -> str | None:
+        if not isinstance(place, BucketPath) or place.address[:2] != self.address[:2]:
+            return None
+        return posixpath.relpath(f"/{place.key}", f"/{self.key}")
+
+    def follow(self, way: str) -> StoragePath:
+        there = as_path(way)
+        scheme, bucket, key = self.address
+        if there.is_absolute():
+            return there
+        return as_path(f"{scheme}://{bucket}{posixpath.normpath(posixpath.join('/', key, way))}")
+
+    def kvstore(self) -> dict[str, Any]:
+        scheme, bucket, key = self.address
+        return {"driver": DRIVERS[scheme], "bucket": bucket, "path": f"{key}/"}
+
+    def storage_error(self, text: str) -> Exception | None:
+        return explained(str(self), self.objects.where, text)
+
+    def local_folder(self) -> LocalFolder:
+        return _CopiedFolder(self)
+
+    def growing(self, kept: Sequence[str]) -> GrowingFile:
+        return GrowingObjects(self, kept)
+
+    def read_grown(self) -> bytes:
+        parts = (self.objects.read(self.part(number).key) for number in itertools.count())
+        return b"".join(found.content for found in itertools.takewhile(lambda found: found is not None, parts) if found)
+
+    def write_grown(self, content: bytes) -> None:
+        self.growing(content.decode().splitlines(keepends=True))
+
+    def part(self, number: int) -> "BucketPath":
+        """The object of a part of a file that grows."""
+        return self if number == 0 else self.with_name(f"{self.name}.{number}")
+
+
+def as_path(path: str | os.PathLike[str]) -> StoragePath:
+    """The path that a text, or another path, stands for; an address is one also where `Path` has made one slash of its
+    two.
+
+    Raises:
+      InputError: if it is an address in which no bucket is named.
+    """
+    if isinstance(path, StoragePath):
+        return path
+    return BucketPath(str(parse_address(path))) if is_in_bucket(path) else DiskPath(path)
+
+
+def read_generation(path: StoragePath) -> Found | None:
+    """The object at a path in a bucket, with its generation; None if there is none."""
+    assert isinstance(path, BucketPath)
+    return path.objects.read(path.key)
+
+
+def write_over(path: StoragePath, content: bytes, generation: bytes) -> bytes | None:
+    """Writes an object unless another process has, since it had a generation; see `Objects.write`."""
+    assert isinstance(path, BucketPath)
+    return path.objects.write(path.key, content, over=generation)
+
+
+def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Whether the parts of a path match those of a pattern, `**` any number of them; hidden ones have to be named."""
+    if not patterns or not names:
+        return not names and all(pattern == "**" for pattern in patterns)
+    hidden = names[0].startswith(".") and not patterns[0].startswith(".")
+    if patterns[0] == "**":
+        return _matches(names, patterns[1:]) or (not hidden and _matches(names[1:], patterns))
+    return not hidden and fnmatch.fnmatchcase(names[0], patterns[0]) and _matches(names[1:], patterns[1:])

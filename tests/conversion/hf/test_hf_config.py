@@ -1,0 +1,495 @@
+"""config.json in both styles, for all families: what it means, what is given back, what is refused."""
+
+import dataclasses
+import json
+import pathlib
+
+import pytest
+
+from moe_jax.conversion import families, read_hf_config, write_hf_config
+from moe_jax.conversion.families import FAMILIES
+from moe_jax.core.errors import InputError
+from moe_jax.models import BankConfig, ModelConfig, RopeConfig
+from tests.support.hf_checkpoints import BASE, CONFIGS
+
+LLAMA = CONFIGS["llama"]
+
+
+def complaint(config: dict) -> str:
+    with pytest.raises(InputError) as error:
+        read_hf_config(config)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_writing_gives_back_every_key(name: str):
+    config = {**CONFIGS[name], "initializer_range": 0.02, "custom": {"a": [1]}}
+    written = write_hf_config(read_hf_config(config, ignored=["custom"]))
+    for key, value in config.items():
+        if key not in ("max_window_layers", "model_type"):
+            assert written[key] == value, key
+    assert read_hf_config(written, ignored=["custom"]) == read_hf_config(CONFIGS[name])
+    assert json.loads(json.dumps(written)) == written
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_keys_that_are_not_known_are_refused(name: str):
+    config = {**CONFIGS[name], "initializer_range": 0.02, "_of_a_tool": 1, "sink_tokens": 4}
+    assert complaint(config) == (
+        "config.json: 'sink_tokens' may change what the model computes, in a way that is not supported; if not, say so "
+        "with moe-jax convert --ignore-keys sink_tokens"
+    )
+    assert "and 1 more keys" in complaint({**config, "depth_scale": 2.0})
+    assert read_hf_config(config, ignored=["sink_tokens"]) == read_hf_config(CONFIGS[name])
+
+
+def test_keys_inside_rope_parameters_are_refused_too():
+    scaling = {"type": "linear", "factor": 2.0, "mrope_section": [2, 2, 2], "finetuned": True}
+    assert "'rope_scaling.mrope_section' may change" in complaint({**LLAMA, "rope_scaling": scaling})
+    config = read_hf_config({**LLAMA, "rope_scaling": scaling}, ignored=["rope_scaling.mrope_section"])
+    assert write_hf_config(config)["rope_scaling"] == scaling
+
+
+def test_an_encoder_s_keys_are_harmless_only_where_they_say_nothing():
+    assert read_hf_config({**LLAMA, "is_encoder_decoder": False}) == read_hf_config(LLAMA)
+    assert "'is_encoder_decoder' may change" in complaint({**LLAMA, "is_encoder_decoder": True})
+
+
+def test_all_families_are_found_and_have_unique_files():
+    files = {file.stem for file in pathlib.Path(families.__file__).parent.glob("*/[!_]*.py")}
+    assert {"llama", "mixtral", "qwen3_moe"} <= files and set(FAMILIES) == files
+
+
+def test_what_a_left_out_key_means_is_the_family_s_default():
+    small = {key: BASE[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
+    llama = read_hf_config({**small, "model_type": "llama", "intermediate_size": 48})
+    assert (llama.norm_eps, llama.max_positions, llama.rope.theta, llama.bos_id, llama.eos_ids) == (
+        1e-6, 2048, 10000.0, 1, (2,)
+    )  # fmt: skip
+    assert llama.layers[0].attention.num_kv_heads == 4
+    mistral = read_hf_config({**small, "model_type": "mistral", "intermediate_size": 48, "num_key_value_heads": None})
+    assert mistral.layers[0].attention.num_kv_heads == 4  # null is not the default of 8
+    assert mistral.layers[0].attention.sliding_window == 4096
+    mixtral = read_hf_config({**small, "model_type": "mixtral", "intermediate_size": 48, "num_key_value_heads": 2})
+    assert (mixtral.rope.theta, mixtral.layers[0].mlp.num_experts, mixtral.layers[0].mlp.top_k) == (1e6, 8, 2)
+
+
+def test_the_architecture_stands_in_for_a_missing_model_type():
+    config = {key: value for key, value in LLAMA.items() if key != "model_type"}
+    assert read_hf_config({**config, "architectures": ["MistralForCausalLM"]}).family == "mistral"
+
+
+def test_gates():
+    assert read_hf_config(CONFIGS["mixtral"]).layers[0].mlp.gate == "topk_softmax"
+    assert read_hf_config(CONFIGS["olmoe"]).layers[0].mlp.gate == "softmax_topk"
+    assert read_hf_config({**CONFIGS["olmoe"], "norm_topk_prob": True}).layers[0].mlp.gate == "topk_softmax"
+
+
+def test_what_the_keys_of_stablelm_mean():
+    plain, other = read_hf_config(CONFIGS["stablelm"]), read_hf_config(CONFIGS["stablelm-parallel-head-norms"])
+    assert (plain.norm, plain.norm_eps, plain.rope.fraction) == ("layer", 1e-5, 0.25)
+    one, another = plain.layers[0], other.layers[0]
+    assert (one.attention.biases, one.attention.qk_norm, one.parallel) == (("q", "k", "v"), "none", False)
+    assert (another.attention.biases, another.attention.qk_norm) == ((), "head_layer")
+    assert another.parallel and another.shared_norm
+
+
+@pytest.mark.parametrize("fraction", [0.25, 0.5, 1.0])
+def test_the_share_that_stablelm_rotates_is_always_written(fraction: float):
+    config = read_hf_config({**CONFIGS["stablelm"], "partial_rotary_factor": fraction})
+    assert config.rope.fraction == fraction
+    assert write_hf_config(config)["partial_rotary_factor"] == fraction
+    parameters = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": fraction}
+    newer = {key: value for key, value in CONFIGS["stablelm"].items() if key != "partial_rotary_factor"}
+    assert read_hf_config({**newer, "rope_parameters": parameters}) == config
+
+
+def windows(family: str = "qwen2", **keys: object) -> list[int | None]:
+    config = read_hf_config({**BASE, "model_type": family, **keys})
+    return [layer.attention.sliding_window for layer in config.layers]
+
+
+def test_windows_of_qwen2():
+    assert windows() == [None] * 3
+    assert windows(use_sliding_window=False, sliding_window=8, max_window_layers=0) == [None] * 3
+    assert windows(use_sliding_window=True, sliding_window=8, max_window_layers=2) == [None, None, 8]
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert windows(use_sliding_window=True, sliding_window=8, layer_types=types) == [8, None, 8]
+    written = write_hf_config(
+        read_hf_config({**BASE, "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8,
+                        "layer_types": types})
+    )  # fmt: skip
+    assert written["layer_types"] == types
+    # Keys that say nothing because windows are off come back as they were.
+    off = {**BASE, "model_type": "qwen2", "use_sliding_window": False, "sliding_window": 77, "max_window_layers": 5}
+    assert write_hf_config(read_hf_config(off)).items() >= off.items()
+
+
+def test_windows_of_qwen2_moe():
+    """In every second layer below a limit, as Transformers has it."""
+    six = {"num_hidden_layers": 6, "use_sliding_window": True, "sliding_window": 8}
+    assert windows("qwen2_moe", **six) == [8, None] * 3
+    assert windows("qwen2_moe", **six, max_window_layers=3) == [8, None, 8, None, None, None]
+    assert windows("qwen2_moe", **six, layer_types=["full_attention"] * 6) == [None] * 6
+    # Transformers writes a window of 0 where there is none.
+    assert windows("qwen2_moe", use_sliding_window=False, sliding_window=0) == [None] * 3
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_moe", "qwen3"])
+def test_types_of_layers_without_windows(family: str):
+    full, sliding = ["full_attention"] * 3, ["full_attention", "full_attention", "sliding_attention"]
+    assert windows(family, layer_types=full) == [None] * 3
+    config = {**BASE, "model_type": family, "use_sliding_window": False, "layer_types": full}
+    assert write_hf_config(read_hf_config(config)).items() >= config.items()
+    assert "layer_types has 'sliding_attention', but use_sliding_window is not true" in complaint(
+        {**config, "layer_types": sliding}
+    )
+    assert "layer_types has 3 entries ['chunked_attention'" in complaint(
+        {**config, "layer_types": ["chunked_attention", *full[1:]]}
+    )
+
+
+def test_the_attention_of_qwen3():
+    config = {**BASE, "model_type": "qwen3"}
+    attention = read_hf_config(config).layers[0].attention
+    # The width of a head does not follow from the model's, also where it is left out.
+    assert (attention.qk_norm, attention.head_dim, attention.biases) == ("head", 128, ())
+    biased = read_hf_config({**config, "attention_bias": True})
+    assert biased.layers[0].attention.biases == ("q", "k", "v", "o")
+    assert "it has no 'head_dim', which cannot be guessed" in complaint({**config, "head_dim": None})
+
+
+def test_the_shared_expert_of_qwen2_moe():
+    config = read_hf_config(CONFIGS["qwen2_moe"])
+    moe = config.moe(0)
+    assert (moe.universal, moe.universal_dim, moe.expert.dim, moe.gate) == ("sigmoid", 40, 24, "softmax_topk")
+    assert config.layers[0].attention.biases == ("q", "k", "v")
+    assert read_hf_config({**CONFIGS["qwen2_moe"], "qkv_bias": False}).layers[0].attention.biases == ()
+
+
+def moe_layers(**keys: object) -> tuple[int, ...]:
+    return read_hf_config({**CONFIGS["qwen3_moe"], "num_hidden_layers": 6, **keys}).moe_layers
+
+
+def test_layers_of_qwen3_moe():
+    assert moe_layers() == (0, 1, 2, 3, 4, 5)
+    assert moe_layers(decoder_sparse_step=2) == (1, 3, 5)
+    assert moe_layers(decoder_sparse_step=2, mlp_only_layers=[0, 3]) == (1, 5)
+    assert moe_layers(mlp_only_layers=[0, 5]) == (1, 2, 3, 4)
+    assert moe_layers(mlp_only_layers=None) == (0, 1, 2, 3, 4, 5)
+    assert "'mlp_only_layers' is 3, expected a list" in complaint({**CONFIGS["qwen3_moe"], "mlp_only_layers": 3})
+    assert moe_layers(decoder_sparse_step=7) == ()
+    assert "decoder_sparse_step=0 must be at least 1" in complaint({**CONFIGS["qwen3_moe"], "decoder_sparse_step": 0})
+
+
+@pytest.mark.parametrize("dense", [(), (0,), (0, 2, 4), (0, 1, 2, 3, 4), (1, 3, 5), (0, 1, 2, 3, 4, 5)])
+def test_any_layers_of_qwen3_moe_may_be_dense(dense: tuple[int, ...]):
+    config = read_hf_config({**CONFIGS["qwen3_moe"], "num_hidden_layers": 6, "mlp_only_layers": list(dense)})
+    assert read_hf_config(write_hf_config(config)) == config
+    assert set(config.moe_layers) == {0, 1, 2, 3, 4, 5} - set(dense)
+
+
+def test_both_names_of_the_number_of_experts():
+    config = CONFIGS["qwen3_moe"]
+    new = {key: value for key, value in config.items() if key != "num_experts"} | {"num_local_experts": 4}
+    assert read_hf_config(new) == read_hf_config(config) == read_hf_config({**config, "num_local_experts": 4})
+    assert "num_local_experts is 5, but num_experts is 4; keep one" in complaint({**config, "num_local_experts": 5})
+
+
+def test_phi_rotates_half_of_each_head_unless_it_says_otherwise():
+    phi = CONFIGS["phi"]
+    assert read_hf_config(phi).rope.fraction == 0.5
+    for config in ({**phi, "partial_rotary_factor": 1.0}, {**phi, "rope_parameters": {"partial_rotary_factor": 1.0}}):
+        assert read_hf_config(config).rope.fraction == 1.0
+        assert write_hf_config(read_hf_config(config))["partial_rotary_factor"] == 1.0
+
+
+def test_all_names_of_phi_s_activation_mean_the_same():
+    for name in ("gelu_new", "gelu_fast", "gelu_pytorch_tanh"):
+        config = read_hf_config({**CONFIGS["phi"], "hidden_act": name})
+        assert config == read_hf_config(CONFIGS["phi"])
+        assert write_hf_config(config)["hidden_act"] == "gelu_new"
+
+
+ROPES = [
+    ({"rope_theta": 5e5}, {"rope_theta": 5e5, "rope_type": "default"}, RopeConfig(theta=5e5)),
+    (
+        {"rope_theta": 1e5, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        {"rope_theta": 1e5, "rope_type": "linear", "factor": 4.0},
+        RopeConfig(theta=1e5, scaling="linear", factor=4.0),
+    ),
+    (
+        {"rope_scaling": {"type": "dynamic", "factor": 2}},
+        {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0},
+        RopeConfig(scaling="dynamic", factor=2.0),
+    ),
+    (
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "truncate": False}},
+        {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32,
+         "truncate": False},
+        RopeConfig(scaling="yarn", factor=4.0, original_max_positions=32, truncate=False),
+    ),
+    (
+        # DeepSeek's keys; the factor of the lengths, 128 / 32, where none is given
+        {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 32, "mscale": 0.7,
+                          "mscale_all_dim": 0.7, "beta_fast": 16, "beta_slow": 2}},
+        {"rope_theta": 1e4, "rope_type": "yarn", "original_max_position_embeddings": 32, "mscale": 0.7,
+         "mscale_all_dim": 0.7, "beta_fast": 16, "beta_slow": 2},
+        RopeConfig(scaling="yarn", factor=4.0, original_max_positions=32, mscale=0.7, mscale_all_dim=0.7,
+                   beta_fast=16.0, beta_slow=2.0),
+    ),
+    (
+        {"original_max_position_embeddings": 64,
+         "rope_scaling": {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}},
+        {"rope_theta": 1e4, "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+         "original_max_position_embeddings": 64},
+        RopeConfig(scaling="longrope", factor=2.0, original_max_positions=64, short_factor=(1.0,) * 4,
+                   long_factor=(2.0,) * 4),
+    ),
+    (
+        {"rope_theta": 5e5, "rope_scaling": CONFIGS["llama-llama3"]["rope_scaling"]},
+        {"rope_theta": 5e5, **CONFIGS["llama-llama3"]["rope_scaling"]},
+        RopeConfig(theta=5e5, scaling="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                   original_max_positions=32),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "expected"), ROPES, ids=lambda rope: getattr(rope, "scaling", ""))
+def test_rope_in_both_styles(old: dict, new: dict, expected: RopeConfig):
+    assert read_hf_config({**LLAMA, **old}).rope == expected
+    assert read_hf_config({**LLAMA, "rope_parameters": new}).rope == expected
+    assert read_hf_config(write_hf_config(read_hf_config({**LLAMA, **old}))).rope == expected
+
+
+def test_one_head_is_enough_and_none_is_not():
+    one = read_hf_config({**LLAMA, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": None})
+    assert (one.layers[0].attention.num_heads, one.layers[0].attention.head_dim) == (1, one.d_model)
+    assert "num_attention_heads" in complaint({**LLAMA, "num_attention_heads": 0})
+
+
+def test_a_rope_parameter_that_is_null_is_not_given():
+    parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0, "partial_rotary_factor": None}
+    assert read_hf_config({**LLAMA, "rope_parameters": parameters}).rope == RopeConfig(
+        theta=7.0, scaling="linear", factor=2.0
+    )
+
+
+def test_what_a_config_of_an_moe_lacks_is_listed_together():
+    said = complaint({**CONFIGS["mixtral"], "num_local_experts": None, "num_experts_per_tok": None})
+    assert "num_local_experts" in said and "num_experts_per_tok" in said
+
+
+def test_the_original_length_of_longrope_is_written_where_each_release_looks_for_it():
+    longrope = next(old for old, _, rope in ROPES if rope.scaling == "longrope")
+    written = write_hf_config(read_hf_config({**LLAMA, **longrope}))
+    assert written["original_max_position_embeddings"] == 64
+    assert written["rope_scaling"]["original_max_position_embeddings"] == 64
+
+
+def test_rope_parameters_may_be_given_per_layer_type_if_they_agree():
+    one = {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0}
+    nested = {"full_attention": one, "sliding_attention": dict(one)}
+    assert read_hf_config({**LLAMA, "rope_parameters": nested}).rope == RopeConfig(
+        theta=7.0, scaling="linear", factor=2.0
+    )
+    other = {"full_attention": one, "sliding_attention": {**one, "factor": 3.0}}
+    assert "differ between layer types" in complaint({**LLAMA, "rope_parameters": other})
+
+
+def test_keys_inside_the_rope_that_mean_nothing_here_are_given_back():
+    config = {**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0, "finetuned": True}}
+    assert write_hf_config(read_hf_config(config))["rope_scaling"] == config["rope_scaling"]
+
+
+@pytest.mark.parametrize("style", ["torch_dtype", "dtype"])
+def test_dtype_in_both_styles(style: str):
+    config = {key: value for key, value in LLAMA.items() if key != "torch_dtype"}
+    assert read_hf_config({**config, style: "bfloat16"}).dtype == "bfloat16"
+    assert read_hf_config({**config, style: "torch.float16"}).dtype == "float16"
+    assert read_hf_config(config).dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"model_type": "gpt9"}, f"unknown model_type 'gpt9'; known families: {', '.join(sorted(FAMILIES))}"),
+        ({"model_type": None}, "has no model_type and architectures []; known: Deepseek"),
+        ({"model_type": ["llama"]}, "unknown model_type ['llama']; known families"),
+        ({"model_type": None, "architectures": 5}, "has no model_type and architectures 5; known"),
+        ({"model_type": None, "architectures": [["LlamaForCausalLM"]]}, "architectures [['LlamaForCausalLM']]; known"),
+        ({"num_hidden_layers": 10**10}, "a model of 10000000000 layers is not one that can be: 10,000 are the most"),
+        ({"num_hidden_layers": 10**400}, "'num_hidden_layers' is an integer of 1329 bits, expected an integer"),
+        ({"rope_theta": 10**400}, "'rope_theta' is an integer of 1329 bits, expected a number"),
+        ({"rope_theta": float("inf")}, "'rope_theta' is inf, expected a number"),
+        ({"rms_norm_eps": float("nan")}, "'rms_norm_eps' is nan, expected a number"),
+        ({"rms_norm_eps": -1.0}, "norm_eps=-1.0 must be at least 0"),
+        ({"eos_token_id": [1, 64]}, "eos_ids: token 64 is outside the vocabulary of 64 tokens"),
+        ({"partial_rotary_factor": "half"}, "'partial_rotary_factor' is 'half', expected a number"),
+        ({"rope_scaling": {"type": "linear", "factor": 10**400}}, "rope factor is an integer of 1329 bits, expected"),
+        ({"rope_scaling": {"type": ["linear"], "factor": 2.0}}, "unknown rope type ['linear']"),
+        ({"rope_parameters": {"partial_rotary_factor": [1]}}, "rope partial_rotary_factor is [1], expected a number"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0.5}},
+            "rope original_max_position_embeddings is 0.5, expected a number of positions",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0}, "original_max_position_embeddings": -1},
+            "rope original_max_position_embeddings is -1, expected a number of positions",
+        ),
+        ({"hidden_act": "x" * 100_000}, "unknown hidden_act 'xxxxxxxx"),
+        ({"hidden_size": None}, "it has no 'hidden_size', which cannot be guessed"),
+        ({"hidden_size": "32"}, "'hidden_size' is '32', expected an integer"),
+        ({"hidden_size": 30}, "hidden_size=30 is not a multiple of num_attention_heads=4, and there is no head_dim"),
+        ({"num_attention_heads": 0}, "not a multiple of num_attention_heads=0"),
+        ({"num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0 must be at least 1"),
+        ({"vocab_size": -1}, "vocab_size=-1 must be a positive integer"),
+        ({"vocab_size": True}, "'vocab_size' is True, expected an integer"),
+        ({"intermediate_size": 0}, "dim=0 must be a positive integer"),
+        ({"hidden_act": "silo"}, "unknown hidden_act 'silo' (did you mean 'silu'?); known: silu"),
+        ({"rms_norm_eps": "small"}, "'rms_norm_eps' is 'small', expected a number"),
+        ({"tie_word_embeddings": "yes"}, "'tie_word_embeddings' is 'yes', expected true or false"),
+        ({"eos_token_id": [1, "2"]}, "expected an integer or a list of integers"),
+        ({"torch_dtype": "int8"}, "unknown dtype 'int8'"),
+        ({"quantization_config": {"bits": 4}}, "the checkpoint is quantised"),
+        (
+            {"rope_scaling": {"type": "lineer", "factor": 2.0}},
+            "unknown rope type 'lineer' (did you mean 'linear'?); known: default, linear, dynamic, yarn, longrope",
+        ),
+        ({"rope_scaling": {"type": "linear"}}, "rope type 'linear' needs 'factor'"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope factor is 0, expected a number above 0"),
+        ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}}, "name two types, linear and yarn"),
+        ({"rope_scaling": "linear"}, "'rope_scaling' is 'linear', expected an object"),
+        ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "rope type 'llama3' needs 'low_freq_factor'"),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}},
+            "high_freq_factor=4.0 must be above low_freq_factor=4.0",
+        ),
+        ({"rope_scaling": {"type": "longrope", "long_factor": [1.0] * 4}}, "rope type 'longrope' needs 'short_factor'"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0] * 4}},
+            "rope short_factor has 3 entries, expected 4, one per rotated pair",
+        ),
+        ({"rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0}}, "rope_theta is 1.0, but its rope parameters say"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"type": "linear", "factor": 3.0}},
+            "rope_scaling says factor=2.0, rope_parameters say 3.0",
+        ),
+    ],
+)
+def test_bad_configs(change: dict, expected: str):
+    message = complaint({**LLAMA, **change})
+    assert expected in message and "\n" not in message and len(message) < 500
+
+
+def test_missing_keys_are_listed_together():
+    config = {key: value for key, value in LLAMA.items() if key not in ("hidden_size", "num_attention_heads")}
+    message = complaint(config)
+    assert "'hidden_size'" in message and "'num_attention_heads'" in message
+
+
+def test_bad_configs_of_single_families():
+    assert "num_experts=10000000 must be at most" in complaint({**CONFIGS["mixtral"], "num_local_experts": 10**7})
+    many = complaint({**CONFIGS["mixtral"], "num_hidden_layers": 1000, "num_local_experts": 2000})
+    assert "2,000,000 experts in all layers are not what can be: 100,000 are the most" in many
+    assert "top_k=9 is above num_experts=4" in complaint({**CONFIGS["mixtral"], "num_experts_per_tok": 9})
+    normed = complaint({**CONFIGS["phi"], "qk_layernorm": True})
+    assert normed == "config.json: 'qk_layernorm' is True, only False is supported"
+    types = {"use_sliding_window": True, "layer_types": ["full_attention"]}
+    assert "layer_types has 1 entries" in complaint({**BASE, "model_type": "qwen2", **types})
+    assert "head_dim is hidden_size / num_attention_heads = 32 / 4, not 16" in complaint(
+        {**CONFIGS["stablelm"], "head_dim": 16}
+    )
+    assert "'qk_layernorm' is 1, expected true or false" in complaint({**CONFIGS["stablelm"], "qk_layernorm": 1})
+
+
+def changed(config: ModelConfig, **attention: object) -> ModelConfig:
+    """The config with something else in the attention of its last layer."""
+    last = dataclasses.replace(
+        config.layers[-1], attention=dataclasses.replace(config.layers[-1].attention, **attention)
+    )
+    return dataclasses.replace(config, layers=(*config.layers[:-1], last))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (changed(read_hf_config(LLAMA), sliding_window=4), "layer 2: attention.sliding_window is 4"),
+        (changed(read_hf_config(LLAMA), biases=("o",)), "layer 0 has False and layer 2 has True"),
+        (changed(read_hf_config(LLAMA), head_dim=16), "layer 0 has (4, 2, 8) and layer 2 has (4, 2, 16)"),
+        (changed(read_hf_config(CONFIGS["mistral"]), sliding_window=4), "layer 0 has 8 and layer 2 has 4"),
+        (changed(read_hf_config(CONFIGS["mixtral"]), qk_norm="head"), "attention.qk_norm is 'head'"),
+        (changed(read_hf_config(CONFIGS["stablelm"]), qk_norm="head"), "layer 0 has none and layer 2 has head"),
+        (dataclasses.replace(read_hf_config(LLAMA), norm="layer"), "norm is 'layer', the format can only say 'rms'"),
+        (dataclasses.replace(read_hf_config(LLAMA), head_bias=True), "head_bias is True"),
+        (dataclasses.replace(read_hf_config(CONFIGS["stablelm"]), norm="rms"), "norm is 'rms', the format can only"),
+        (dataclasses.replace(read_hf_config(CONFIGS["mixtral"]), family="llama"), "layer 0 is an MoE"),
+        (dataclasses.replace(read_hf_config(LLAMA), family="mixtral"), "layer 0 is dense"),
+        (changed(read_hf_config(CONFIGS["phi"]), biases=("q",)), "layer 2: attention.biases is ('q',)"),
+        (dataclasses.replace(read_hf_config(CONFIGS["phi"]), head_bias=False), "head_bias is False"),
+        (dataclasses.replace(read_hf_config(LLAMA), family="phi"), "3 layers (first: 0): parallel is False"),
+        (dataclasses.replace(read_hf_config(LLAMA), family="gpt9"), "unknown model family 'gpt9'"),
+        (dataclasses.replace(read_hf_config(CONFIGS["olmoe"]), family="mixtral"), "mlp.gate is 'softmax_topk'"),
+    ],
+)
+def test_what_a_format_cannot_say_is_refused(config: ModelConfig, expected: str):
+    with pytest.raises(InputError) as error:
+        write_hf_config(config)
+    assert expected in str(error.value)
+
+
+def test_banks_must_be_merged_before_they_are_written():
+    config = read_hf_config(CONFIGS["mixtral"])
+    moe = dataclasses.replace(config.layers[0].mlp, bank=BankConfig(kind="low-rank", rank=2))
+    layers = tuple(dataclasses.replace(layer, mlp=moe) for layer in config.layers)
+    with pytest.raises(InputError, match="mlp.bank.form is 'low-rank', the format can only say 'full'"):
+        write_hf_config(dataclasses.replace(config, layers=layers))
+
+
+def test_differing_numbers_of_experts():
+    config = read_hf_config(CONFIGS["mixtral"])
+    other = dataclasses.replace(config.layers[1].mlp, num_experts=8)
+    layers = (config.layers[0], dataclasses.replace(config.layers[1], mlp=other), config.layers[2])
+    with pytest.raises(InputError, match="one number of experts for all layers, but layer 0 has 4 and layer 1 has 8"):
+        write_hf_config(dataclasses.replace(config, layers=layers))
+
+
+@pytest.mark.parametrize("rope", [rope for rope, _, _ in ROPES], ids=lambda rope: str(rope.get("rope_scaling")))
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mixtral"])
+def test_transformers_reads_what_we_write(name: str, rope: dict, tmp_path: pathlib.Path):
+    import transformers
+
+    ours = {**CONFIGS[name], **rope}
+    (tmp_path / "config.json").write_text(json.dumps(write_hf_config(read_hf_config(ours))))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert type(theirs).__name__.lower() == f"{name}config"
+    again = read_hf_config(theirs.to_dict())  # in the style of the release that is installed
+    assert again == read_hf_config(ours) and str(theirs.dtype) in ("torch.float32", "float32")
+
+
+def test_configs_in_the_wild(data_dir: pathlib.Path):
+    """Every true-size config of our families is read, and loses nothing when written."""
+    seen = set()
+    for file in sorted((data_dir / "configs").glob("*/*.json")):
+        config = json.loads(file.read_text())
+        if config.get("model_type") not in FAMILIES or "tensors" in config:
+            continue
+        seen.add(file.stem)
+        written = write_hf_config(read_hf_config(config))
+        assert {key: value for key, value in written.items() if key in config} == config, file
+    assert {"01-ai__Yi-34B", "mistralai__Mixtral-8x7B-v0.1", "deepseek-ai__deepseek-coder-1.3b-base",
+            "microsoft__phi-2"} <= seen  # fmt: skip
+
+
+def test_special_tokens_are_in_the_vocabulary():
+    """The default of a family, which Transformers writes for a small vocabulary too, is no statement about it."""
+    olmoe = CONFIGS["olmoe"]
+    for changes in ({"eos_token_id": 50279}, {}):
+        config = read_hf_config({key: v for key, v in olmoe.items() if key != "eos_token_id"} | changes)
+        assert config.vocab_size < 50279 and config.eos_ids == ()
+    for eos in (50280, [1, 50279], -1):
+        with pytest.raises(InputError, match="eos_ids: token .* is outside the vocabulary"):
+            read_hf_config(olmoe | {"eos_token_id": eos})
+    with pytest.raises(InputError, match="bos_id: token 1000000 is outside the vocabulary"):
+        read_hf_config(olmoe | {"bos_token_id": 10**6})
