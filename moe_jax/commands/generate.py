@@ -74,32 +74,11 @@ class Options(BaseFlag):
 
 
 GROUPS = {
-    "what the model is given": (
-        "prompt",
-        "prompts_file",
-        "ids",
-        "chat",
-        "system",
-    ),
-    "which tokens are taken": (
-        "temperature",
-        "top_k",
-        "top_p",
-        "seed",
-    ),
-    "when a text ends": (
-        "max_new_tokens",
-        "stop",
-        "stop_ids",
-    ),
-    "what is printed": (
-        "stream",
-        "json",
-    ),
-    "where it is computed": (
-        "compute_dtype",
-        "mesh",
-    ),
+    "what the model is given": ("prompt", "prompts_file", "ids", "chat", "system"),
+    "which tokens are taken": ("temperature", "top_k", "top_p", "seed"),
+    "when a text ends": ("max_new_tokens", "stop", "stop_ids"),
+    "what is printed": ("stream", "json"),
+    "where it is computed": ("compute_dtype", "mesh"),
 }
 EXAMPLES = """
 moe-jax generate model-dir --prompt "Once upon a time" --max-new-tokens 100
@@ -187,12 +166,8 @@ def run(options: Options) -> None:
     if not is_first_process():
         return
     plain = [result for prompt, result in zip(prompts, results, strict=True) if isinstance(prompt, str)]
-    for note in (
-        *endings(results),
-        show_speed(speed),
-        *_advice(model, plain),
-        *notes_on_length(model, results, wanted),
-    ):
+    notes = [*endings(results), show_speed(speed), *_advice(model, plain), *notes_on_length(model, results, wanted)]
+    for note in notes:
         print(f"moe-jax: {note}", file=sys.stderr)
 
 

@@ -9,9 +9,11 @@ from flax import nnx
 
 from moe_jax.core.errors import InputError
 from moe_jax.experts import BankConfig
+from moe_jax.generation.engine import Engine
 from moe_jax.generation.prompt_batches import generate
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.nn import Decoder
+from moe_jax.serve import scheduler as scheduler_module
 from moe_jax.serve.scheduler import Closed, Job, Scheduler
 from tests.support.tiers import long
 
@@ -67,6 +69,32 @@ def test_rings_and_experts_and_caches_that_grow_change_no_token(model):
         scheduler.close()
     expected = generate(model, prompts, max_new_tokens=max(most))
     assert together == [tokens[:n] for tokens, n in zip(expected, most, strict=True)]
+
+
+def test_as_many_rows_are_computed_as_requests_need(model, monkeypatch):
+    """One of five goes on when the others have ended: in one row, in which it is given what it would be given alone."""
+    widths: list[int] = []
+
+    class Counted(Engine):
+        def advance(self, rows, steps, **options):
+            widths.append(len(rows.tokens))
+            return super().advance(rows, steps, **options)
+
+    monkeypatch.setattr(scheduler_module, "Engine", Counted)
+    scheduler = Scheduler(model)
+    scheduler.seconds_a_block = 0.0  # tokens come one by one
+    compiled: list[tuple[int, int]] = []
+    scheduler.on_compile = lambda *program: compiled.append(program)
+    prompts = [[1, 2, 3], [4], [5, 6], [7], [8, 9, 10]]
+    try:
+        together = answers(scheduler, prompts, [3, 3, 3, 12, 3])
+        assert widths == [8] * 2 + [1] * 9 and compiled == [(8, 256), (1, 256)]
+        assert answers(scheduler, prompts[3:], [12, 3]) == together[3:]
+        assert widths[11:] == [2] * 2 + [1] * 9 and compiled[2:] == [(2, 256)]
+    finally:
+        scheduler.close()
+    expected = generate(model, prompts, max_new_tokens=12)
+    assert [tokens[:n] for tokens, n in zip(expected, [3, 3, 3, 12, 3], strict=True)] == together
 
 
 @pytest.mark.parametrize(
