@@ -172,13 +172,13 @@ def run(options: Options) -> None:
 
 
 def _beginning(model: "Model", prompt: Any, ids: Sequence[int]) -> str:
-    """What is printed before the text that is added: the prompt, unless the text is an answer to it."""
+    """Returns the text printed before the added one: the prompt, unless the added text is an answer to it."""
     is_answered = model.config.has_encoder or (len(prompt) > 0 and isinstance(prompt[0], Mapping))
     return "" if is_answered or model.tokenizer is None else model.tokenizer.decode(ids)
 
 
 def _advice(model: "Model", results: Sequence["Continuation"]) -> list[str]:
-    """What to do about texts that ended at once, where it is known."""
+    """Returns advice about texts that ended at once, if there is any."""
     from moe_jax.data.tokens.chat_template import find_chat_template
 
     silent = any(result.reason == "eos" and not result.ids for result in results)

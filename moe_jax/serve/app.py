@@ -24,12 +24,12 @@ from moe_jax.serve.requests import Request as Asked
 from moe_jax.serve.scheduler import Closed, Full, Scheduler
 
 MOST_BYTES = 16 << 20
-"""Of the body of a request."""
+"""Largest body of a request."""
 _SECONDS_TO_RETRY = 1
 
 
 def make_app(model: Model, tokenizer: Tokenizer, scheduler: Scheduler, name: str) -> Starlette:
-    """The application.
+    """Returns the application of the server.
 
     Args:
       model: that is served.

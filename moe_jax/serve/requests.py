@@ -1,4 +1,4 @@
-"""What requests of the OpenAI protocol ask for, checked, and the errors that they get.
+"""Reads and checks requests of the OpenAI protocol, and has the errors that answer bad ones.
 
 Fields that are not known are ignored, as clients send many. Known ones of another type, and known ones that ask for
 what this server does not do, are errors.
@@ -56,7 +56,7 @@ class ProtocolError(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is asked for.
+    """A request for texts, checked.
 
     Attributes:
       prompts: texts or token ids, each of which is answered.
@@ -88,7 +88,7 @@ class Request:
 
 
 def read_completion(body: Any) -> Request:
-    """A request to `/v1/completions`.
+    """Returns a request to `/v1/completions`, checked.
 
     Raises:
       ProtocolError: with status 400.
@@ -106,7 +106,7 @@ def read_completion(body: Any) -> Request:
 
 
 def read_chat(body: Any) -> Request:
-    """A request to `/v1/chat/completions`; see `read_completion`."""
+    """Returns a request to `/v1/chat/completions`, checked; errors as of `read_completion`."""
     _check_object(body)
     try:
         messages = check_messages(body.get("messages"))
@@ -133,7 +133,7 @@ def _as_one_text(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def model_of(body: Any) -> str | None:
-    """The model that a request names; None: it names none, and takes what there is."""
+    """Returns the name of the model that a request asks for; None if it names none, and takes the one there is."""
     _check_object(body)
     model = body.get("model")
     if model is not None and not isinstance(model, str):

@@ -47,7 +47,7 @@ class Scored(NamedTuple):
 
 
 class News(NamedTuple):
-    """What became of a request since the last news of it.
+    """Tokens that a request was given since the last news of it, and whether it has ended.
 
     Attributes:
       tokens: that it was given; the last is the one that ended it if it ended with `stop`.
@@ -153,7 +153,7 @@ class Scheduler:
         self._thread.start()
 
     def load(self) -> dict[str, int]:
-        """Requests that are answered, and that wait."""
+        """Returns the numbers of requests that are answered and that wait."""
         with self._changed:
             return {"running": len(self._running()), "waiting": len(self._waiting)}
 
