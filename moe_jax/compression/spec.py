@@ -1,4 +1,4 @@
-"""What `compress` is asked to do, and a sweep over several methods."""
+"""`CompressSpec` and `SweepSpec`: the options of `compress`, and of a sweep over several methods."""
 
 import dataclasses
 import inspect

@@ -1,4 +1,4 @@
-"""What `convert` and `export` are asked to do."""
+"""`ConvertSpec` and `ExportSpec`: the options of `convert` and `export`."""
 
 import dataclasses
 from collections.abc import Collection
