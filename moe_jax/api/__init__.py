@@ -1,1 +1,1 @@
-"""What `import moe_jax` offers, one file for each kind of verb. Commands do the same by the same functions."""
+"""The verbs of `import moe_jax`, one file for each kind. The commands call the same functions."""

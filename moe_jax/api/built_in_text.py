@@ -1,4 +1,4 @@
-"""The text on which a model with NF4 kernels is compared with its source: the user's, or one that comes with us."""
+"""The text on which a model with NF4 kernels is compared with its source: the user's, or a built-in one."""
 
 import os
 
@@ -36,13 +36,13 @@ sixths, which makes five sixths.
 def probe_text(
     source: ModelSource, config: ModelConfig, file: str | os.PathLike[str] | None, *, check: bool
 ) -> ProbeText | None:
-    """The text to compare a model and its source on; None if there is nothing to compare, or no way to.
+    """Returns the text to compare a model and its source on; None if there is nothing to compare, or no way to.
 
     Args:
       source: the model that a new one is made from.
       config: of the new model.
-      file: the user's text; None: ours.
-      check: whether the models are compared at all.
+      file: the user's text; None: the built-in one.
+      check: whether the models will be compared.
 
     Raises:
       FileNotFoundError: if there is nothing at `file`.

@@ -1,4 +1,4 @@
-"""What the experts of a model are given on a text, recorded for the methods of compression."""
+"""Records the inputs of a model's experts on a text, for the methods of compression."""
 
 import hashlib
 import os
@@ -34,7 +34,7 @@ from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.model_source import ModelSource
 
 Place = Callable[[str], Path]
-"""The folder of a recording, by the name that it has."""
+"""Returns the folder of a recording with a given name."""
 
 
 def calibrate(
@@ -51,19 +51,20 @@ def calibrate(
     gradients: bool = False,
     progress: Progress = no_progress,
 ) -> Calibration:
-    """Runs a model over windows of a text, layer after layer, and keeps what its experts are given.
+    """Runs a model over windows of a text, layer after layer, and keeps the inputs of its experts.
 
     Args:
       source: a model with MoE layers.
       text: a text file.
-      samples: windows that are drawn of it; None: 128, or as many as it has.
-      seq_len: tokens of a window; by default as for `evaluate`.
-      batch_size: windows computed at once. Does not change the result but in the last bits.
+      samples: number of windows that are drawn from it; None: 128, or as many as it has.
+      seq_len: number of tokens of a window; by default as for `evaluate`.
+      batch_size: number of windows computed at once. Changes the result in the last bits only.
       seed: of the draw.
-      place: says where the recording is kept, and found again; None: in a temporary folder, as long as the result.
+      place: returns the folder of the recording by its name, in which it is found again later; None: the recording
+        lies in a temporary folder that lives as long as the result.
       mesh: devices that share the work; None: the first one.
-      sensitivities: whether it is also measured how much depends on each matrix of each layer.
-      gradients: whether tokens count by the squared gradients of the text's loss with respect to what a layer gives.
+      sensitivities: whether to measure also how much the loss depends on each matrix of each layer.
+      gradients: whether to weight tokens by the squared gradients of the text's loss with respect to a layer's output.
       progress: called after every layer.
 
     Raises:
@@ -103,7 +104,7 @@ def calibrate(
 
 
 def _complete(folder: Path, is_done: Callable[[], bool], do: Callable[[], None]) -> None:
-    """Does a part of a recording that is not done; no other command does it meanwhile."""
+    """Does a part of a recording unless it is done; meanwhile no other command can do it."""
     if is_done():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -124,14 +125,14 @@ def open_calibration(
     gradients: bool = False,
     keep: Any = None,
 ) -> Calibration:
-    """A recording that is complete.
+    """Opens a complete recording.
 
     Args:
-      folder: of it.
-      text: that it was made from.
+      folder: the folder of the recording.
+      text: the text that it was made from.
       layers: the MoE layers of the model.
-      gradients: as of `calibrate`; they are there then.
-      keep: what has to live as long.
+      gradients: whether the recording has gradients; as in `calibrate`.
+      keep: an object that must live as long as the recording, such as its temporary folder.
     """
     known = read_sensitivities(folder, gradients=gradients) or {}
     found = {i: read_layer(folder, i, gradients=gradients)._replace(sensitivities=known.get(i)) for i in layers}

@@ -33,7 +33,7 @@ def classify(
     input_len: int | None = None,
     batch_size: int = 8,
 ) -> Classification:
-    """How often a model gives texts the labels that they should have.
+    """Measures how often a model gives texts the labels that they should have.
 
     A model with a head for classes scores them at the last token of the text. Any other is asked how likely it is to
     say each label after the text (or, with an encoder, in answer to it), and the likeliest is taken: how T5 does GLUE.

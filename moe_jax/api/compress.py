@@ -134,14 +134,14 @@ def sweep(
     *,
     given: Mapping[str, Any],
 ) -> Sweep:
-    """Compresses a model by several methods, scores what comes out by a text, and throws it away.
+    """Compresses a model by several methods, scores each result on a text, and deletes it.
 
     Args:
       model: a model with MoE layers, or the path of one.
       out: the folder of results, which must not exist.
-      methods: what to try, by name.
+      methods: the methods to try, by name.
       spec: the other options.
-      given: the options of the methods as the user gave them, for the record.
+      given: the options of the methods as the user gave them, to be recorded.
 
     Raises:
       InputError: as `compress`.
@@ -169,12 +169,12 @@ def sweep(
 
 
 class _Job(NamedTuple):
-    """What is known before the first layer is compressed.
+    """The model and the options, checked and read before the first layer is compressed.
 
     Attributes:
       source: the model, cast if that was asked for.
       shared: arguments of `moe_jax.compression.compress` and `sweep`: base, extended, layers, calibration.
-      described: options for the lineage.
+      described: the options as the lineage records them.
     """
 
     source: ModelSource
@@ -201,7 +201,7 @@ class _Job(NamedTuple):
 
 
 def _calibration(model: ModelOrPath, source: ModelSource, spec: CompressSpec, *, sensitivities: bool) -> Calibration:
-    """Records what the experts are given on the text of the spec.
+    """Records the inputs of the experts on the text of the spec.
 
     The first process records it, on its own devices, and the others read what it wrote: so it does not depend, in the
     last bits, on how many processes there are.
@@ -234,7 +234,7 @@ def _calibration(model: ModelOrPath, source: ModelSource, spec: CompressSpec, *,
 
 
 def _calibration_folder(model: ModelOrPath, spec: CompressSpec) -> Path | None:
-    """Where recordings of the model are kept: beside it if that can be written; None: nowhere."""
+    """Returns the folder for recordings of the model: beside it if that can be written; None: they are not kept."""
     if spec.calibration_dir is not None:
         return Path(spec.calibration_dir)
     on_disk = None if isinstance(model, Model) else as_path(model).on_disk
@@ -245,19 +245,19 @@ def _calibration_folder(model: ModelOrPath, spec: CompressSpec) -> Path | None:
 
 
 def _scorer(source: ModelSource, spec: SweepSpec) -> Score:
-    """Scores models by the text of a sweep, as `evaluate` does."""
+    """Returns a function that scores a model on the text of a sweep, as `evaluate` does."""
     assert spec.text is not None
     ids, windows = read_ids(_over_devices(source), spec.text), _windows(source, spec)
     return lambda model: score(_over_devices(model), ids, **windows).nll
 
 
 def _over_devices(source: ModelSource) -> Model:
-    """A model that will be copied to all devices, each of which computes some of the windows."""
+    """Returns a model that is copied to all devices, each of which computes some of the windows."""
     return Model.of_source(source, Loading(mesh=make_mesh({"data": -1})))
 
 
 def _windows(source: ModelSource, spec: CompressSpec) -> dict[str, Any]:
-    """How many tokens the model is to see at a time."""
+    """Returns the arguments that say how many tokens the model sees at a time."""
     most = source.config.max_positions
     if spec.seq_len is not None and spec.seq_len > most and shows_work():
         print(f"warning: {source.path} was made for {most} positions, not {spec.seq_len}", file=sys.stderr)
@@ -265,7 +265,7 @@ def _windows(source: ModelSource, spec: CompressSpec) -> dict[str, Any]:
 
 
 class CompressedExperts(NamedTuple):
-    """What `compress_experts` made.
+    """The result of `compress_experts`.
 
         >>> import numpy as np
         >>> kernels = {"up": np.ones((2, 4, 8), np.float32), "down": np.ones((2, 8, 4), np.float32)}
@@ -274,8 +274,8 @@ class CompressedExperts(NamedTuple):
 
     Attributes:
       bank: the experts, to be applied to tokens and a routing decision, or to materialise one.
-      moe: what the MoE layer becomes that has them.
-      figures: errors, and how they came to be.
+      moe: the config of an MoE layer with these experts.
+      figures: the errors, and the figures that the method reports.
       groups: int32[E], which expert of the bank every output of the router means; None unless experts were merged.
     """
 
@@ -351,7 +351,7 @@ def compress_experts(
 
 
 def _bank_leaves(bank: ExpertBank) -> tuple[MoEConfig, int, dict[str, np.ndarray]]:
-    """What a layer of a bank's experts is, its width, and its leaves."""
+    """Returns the config of the MoE layer of a bank, the width of the model, and the leaves of the layer."""
     state = jax.tree_util.tree_leaves_with_path(nnx.state(bank))
     moe = MoEConfig(expert=bank.expert, num_experts=bank.num_experts, top_k=bank.num_experts, bank=bank.config)
     d_model = bank.kernels(0)["up"].shape[0]
@@ -359,7 +359,7 @@ def _bank_leaves(bank: ExpertBank) -> tuple[MoEConfig, int, dict[str, np.ndarray
 
 
 def _kernel_leaves(kernels: Mapping[str, Any], activation: Activation) -> tuple[MoEConfig, int, dict[str, np.ndarray]]:
-    """The same of kernels."""
+    """Returns config, width and leaves as `_bank_leaves` does, for an MoE layer with these kernels."""
     unknown = [name for name in kernels if name not in ("gate", "up", "down")]
     if unknown or not {"up", "down"} <= kernels.keys():
         raise InputError(f"experts of the kernels {', '.join(kernels)}; expected up, down and perhaps gate")
@@ -384,7 +384,7 @@ def _array(name: str, given: Any, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _one_layer(mlp: MoEConfig | FFNConfig, d_model: int, leaves: Mapping[str, np.ndarray]) -> ModelInMemory:
-    """A model of one layer, of which nothing is there but `mlp`."""
+    """Returns a model of one layer that has no leaves but those of `mlp`."""
     attention = AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=2)
     layers = (LayerConfig(attention=attention, mlp=mlp),)
     config = ModelConfig(family="llama", vocab_size=1, d_model=d_model, max_positions=1, layers=layers)
@@ -395,7 +395,7 @@ def _one_layer(mlp: MoEConfig | FFNConfig, d_model: int, leaves: Mapping[str, np
 
 
 def _make_bank(moe: MoEConfig, d_model: int, leaves: Mapping[str, np.ndarray]) -> ExpertBank:
-    """The bank of an MoE layer, from its leaves."""
+    """Returns the bank of an MoE layer, from its leaves."""
 
     def make(rngs: nnx.Rngs) -> ExpertBank:
         return make_bank(moe.bank, moe.expert, moe.bank_experts, d_model, rngs=rngs, dtype=jnp.dtype(jnp.float32))

@@ -94,7 +94,7 @@ def _packed(spec: ExportSpec) -> Pack | None:
 
 
 def packed_experts(bits: int | None = None, group_size: int | None = None) -> Pack:
-    """Returns how `export` writes experts in codes: see `Packing.of`. The codes are those of `compress`."""
+    """Returns how `export` writes experts in codes, which are found as in `compress`; `Packing.of` checks the options."""
     return partial(Packing.of, quantise=_codes, bits=bits, group_size=group_size)
 
 
@@ -106,5 +106,5 @@ def _codes(kernel: np.ndarray, bits: int, group_size: int) -> Codes:
 
 
 def _console() -> Console | None:
-    """Where a conversion says what it did: nowhere in Python, and where it chooses itself in a command."""
+    """Returns the console on which a conversion reports: a silent one in Python, None (its own choice) in a command."""
     return None if shows_work() else Console(quiet=True)

@@ -53,12 +53,12 @@ class Continuation(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """How fast texts came.
+    """The speed at which texts were generated.
 
     Attributes:
-      tokens: that were added, those that ended texts included, to all prompts together.
+      tokens: number of tokens added to all prompts together, including the tokens that ended texts.
       first: seconds until every prompt had its first token: reading the prompts, and compiling.
-      seconds: in all.
+      seconds: the whole time.
       per_second: tokens per second after the first block of them, in which the program is compiled; of a shorter text,
         after the first token.
     """
@@ -122,7 +122,7 @@ def generate(
 ) -> Continuation | list[Continuation]:
     """Continues a prompt, or several as one batch. A prompt's result does not depend on the others.
 
-    Of a model with an encoder, the prompt is what the encoder is given, and what is generated is the answer to it.
+    For a model with an encoder, the prompt is the input of the encoder, and the generated text is the answer to it.
 
     Nothing stops a text from growing beyond `model.config.max_positions`, for which the model was trained.
 
@@ -142,10 +142,10 @@ def generate(
       seed: of sampling.
       stop_ids: tokens that end a text, besides those that the model names as EOS, in its config or in
         generation_config.json. Nothing else of that file is used: unless a temperature is asked for, no token is drawn.
-      stop: texts that end a text, which has them no more; found in the text, whatever tokens they are made of.
+      stop: strings that end a text and are not part of it; they are found in the text, whatever its tokens are.
 
     Returns:
-      One `Continuation`, or of a list of prompts a list.
+      One `Continuation`; for a list of prompts, a list of them.
 
     Raises:
       FileNotFoundError: if there is nothing at the path.
@@ -165,17 +165,17 @@ def generate(
 def continue_prompts(
     model: Model, prompts: Sequence[Sequence[int]], wanted: Wanted, on_text: OnText | None = None
 ) -> tuple[list[Continuation], Speed]:
-    """`generate` for prompts in tokens.
+    """Continues prompts given as tokens, as `generate` does.
 
     Args:
       model: the model.
       prompts: token ids.
-      wanted: how they are continued.
-      on_text: called as texts come, with the index of the prompt and a piece of text. The pieces of a prompt are its
-        text. Not called without a tokenizer.
+      wanted: the options.
+      on_text: called as texts come, with the index of a prompt and the next piece of its text. Not called without a
+        tokenizer.
 
     Raises:
-      InputError: see `generate`.
+      InputError: as in `generate`.
     """
     if not prompts:
         raise InputError("nothing to continue: there is no prompt")
@@ -237,7 +237,7 @@ class _Row:
         self._ended_by: str | None = None
 
     def push(self, token: int) -> str:
-        """Adds a token; returns the text that is sure now."""
+        """Adds a token; returns the text that no later token can change."""
         if token in self._eos or token in self._stop_ids:
             self.reason = "eos" if token in self._eos else "stop_id"
             self._ended_by = str(token) if self._tokenizer is None else self._tokenizer.token(token)
@@ -246,7 +246,7 @@ class _Row:
         return "" if self._text is None else self._noticing_stop(self._text.push(token))
 
     def finish(self) -> str:
-        """The text that is left."""
+        """Returns the text that was not returned yet."""
         piece = "" if self._text is None else self._noticing_stop(self._text.finish())
         self.reason = self.reason or "length"
         return piece

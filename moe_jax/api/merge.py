@@ -1,4 +1,4 @@
-"""LoRA folded into the kernels that it stands beside."""
+"""Folds LoRA into the kernels that it belongs to."""
 
 from moe_jax.api.model import Model, ModelOrPath, OutPath, destination, open_model, result
 from moe_jax.api.verb import model_verb, work_bars

@@ -27,7 +27,7 @@ from moe_jax.peft.parameter_sizes import parameter_sizes
 
 @dataclasses.dataclass(frozen=True)
 class Loading:
-    """How weights become a decoder; see `load`."""
+    """The options of `load`: how weights become a decoder."""
 
     dtype: str | None = None
     compute_dtype: str = "float32"
@@ -39,7 +39,7 @@ class Loading:
     def for_generation(
         cls, source: ModelSource, *, compute_dtype: str = "float32", mesh: Mesh | None = None
     ) -> "Loading":
-        """For a model that does nothing but generate."""
+        """Returns the options for a model that does nothing but generate."""
         dtype = dtype_for_generation(source, compute_dtype, mesh)
         return cls(dtype=dtype, compute_dtype=compute_dtype, mesh=mesh, stacked=False)
 
@@ -59,10 +59,10 @@ class Model:
         (1, 5, 64)
 
     Attributes:
-      base: the model on the disk that adapters of this one stand on; None if all of its weights are its own.
+      base: the model on the disk that the adapters of this one belong to; None if all of its weights are its own.
       lineage: how it came to be, one entry per command, the latest at the end; what was measured is under `measured`.
       tokenizer_files: files that go wherever the model goes; copied when it is saved.
-      report: what the verb that made the model found out, such as `Upcycled` or `Merged`; None: it was loaded.
+      report: the result of the verb that made the model, such as `Upcycled` or `Merged`; None: it was loaded.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Model:
         tokenizer_files: Sequence[str | os.PathLike[str]] = (),
         lineage: Sequence[Mapping[str, Any]] = (),
     ):
-        """Takes a decoder as it is; what is done to it later is done to the model."""
+        """Keeps a reference to a decoder, so that later changes of it change the model."""
         self.base: ModelSource | None = None
         self.lineage = [dict(entry) for entry in lineage]
         self.tokenizer_files: tuple[Path, ...] = tuple(as_path(file) for file in tokenizer_files)
@@ -83,7 +83,7 @@ class Model:
 
     @classmethod
     def of_source(cls, source: ModelSource, loading: Loading = Loading(), report: Any = None) -> "Model":
-        """A model whose weights are read when they are asked for."""
+        """Returns a model whose weights are read when they are asked for."""
         model = cls.__new__(cls)
         model.base = None if isinstance(source.base, ModelInMemory) else source.base
         model.lineage = [dict(entry) for entry in source.lineage]
@@ -219,8 +219,8 @@ def load(
 def save(model: Model, path: str | os.PathLike[str], *, allow_nonfinite: bool = False) -> Path:
     """Writes a model directory. It appears whole or not at all.
 
-    Of a model with adapters over a base on the disk it writes an adapter directory: the adapters, whatever of the base
-    was changed, and a reference to the base. Set `model.base = None` before, and all weights are written.
+    For a model with adapters over a base on the disk it writes an adapter directory: the adapters, the leaves of the
+    base that were changed, and a reference to the base. Set `model.base = None` before to write all weights.
 
         >>> moe_jax.save(moe_jax.tiny_model(), folder / "model").name
         'model'
@@ -257,15 +257,15 @@ def save(model: Model, path: str | os.PathLike[str], *, allow_nonfinite: bool = 
 
 
 def tiny_model(*, experts: int = 0, top_k: int = 2, seed: int = 0) -> Model:
-    """A Llama-like model of some thousand random weights, to try things on: 2 layers of width 16, 64 tokens.
+    """Makes a Llama-like model of some thousand random weights, to try things on: 2 layers of width 16, 64 tokens.
 
         >>> moe_jax.tiny_model(experts=4)
         Model(llama, 2 layers of width 16, MoEs in 2, 16,080 parameters)
 
     Args:
-      experts: of both layers' MoEs; 0: the model is dense.
-      top_k: experts that a token goes to.
-      seed: of the weights.
+      experts: number of experts in the MoE of each layer; 0: the model is dense.
+      top_k: number of experts that a token goes to.
+      seed: seed of the weights.
     """
     ffn = FFNConfig(dim=32)
     mlp = MoEConfig(expert=ffn, num_experts=experts, top_k=top_k) if experts else ffn
@@ -275,10 +275,10 @@ def tiny_model(*, experts: int = 0, top_k: int = 2, seed: int = 0) -> Model:
 
 
 def open_model(model: ModelLike, base: str | os.PathLike[str] | None = None) -> ModelSource:
-    """The weights of a model, or those at a path; `base` is where the base of an adapter directory is now.
+    """Returns the weights of a model, or those at a path; `base` is where the base of an adapter directory is now.
 
     Raises:
-      FileNotFoundError, InputError: see `load`.
+      FileNotFoundError, InputError: as in `load`.
     """
     if isinstance(model, str | os.PathLike):
         return open_source(os.fspath(model), base=None if base is None else os.fspath(base))
@@ -291,7 +291,7 @@ def destination(out: str | os.PathLike[str] | None) -> Path | InMemory:
     """Returns where a verb leaves its result: at `out`, or in memory if that is None.
 
     Raises:
-      InputError: if there is something at `out`: said before a large model is opened, which takes a while.
+      InputError: if there is something at `out`. This is checked before a large model is opened, which takes a while.
     """
     if out is None:
         return InMemory()
@@ -301,12 +301,12 @@ def destination(out: str | os.PathLike[str] | None) -> Path | InMemory:
 
 
 def result(destination: Path | InMemory, given: ModelOrPath, report: Any = None) -> Model:
-    """Returns the model that a verb left at a destination, to be computed with as the one that it was given.
+    """Returns the model that a verb left at a destination, loaded with the options of the model that it was given.
 
     Args:
-      destination: as the function of that name returns it.
+      destination: what the function `destination` returned.
       given: the model that the verb was given.
-      report: what the verb found out.
+      report: the result of the verb.
     """
     loading = given.loading if isinstance(given, Model) else Loading()
     if isinstance(destination, Path):

@@ -24,13 +24,13 @@ def open_source(path: Path | str, *, base: Path | str | None = None) -> "ModelSo
     Args:
       path: the directory or file; of a checkpoint of a training run, `RUN@STEP`; of a model on the Hugging Face Hub,
         which is fetched first, `org/name` or `org/name@revision`.
-      base: where the model is now that this one stands on: the base of an adapter directory, or what the run was begun
-        with. By default it is where base.json, or run.json, says.
+      base: the path now of the model that this one needs: the base of an adapter directory, or the model that the run
+        was begun with. By default the path in base.json or run.json.
 
     Raises:
       FileNotFoundError: if there is nothing at `path`.
       InputError: if it is none of these, its config cannot be read, the base is missing or another model than the one
-        it was made for, or a base is given for a directory that stands on none.
+        it was made for, or a base is given for a directory that has none.
     """
     from moe_jax.conversion import GGUFModel, HuggingFaceDirectory, is_gguf, is_hugging_face_directory
     from moe_jax.model_io.adapter_dir import AdapterDirectory, is_adapter_directory
@@ -92,7 +92,7 @@ def _open_saved(run_dir: Path, step: int, base: Path | str | None) -> "ModelSour
 
 
 def _base_of(adapter: Path) -> Path:
-    """Where the base.json of an adapter directory says that its base is."""
+    """Returns the path of the base that base.json of an adapter directory names."""
     from moe_jax.model_io.adapter_dir import BASE_FILE, read_base_reference
 
     base = read_base_reference(adapter).locate(adapter)
@@ -115,7 +115,7 @@ def _no_adapter(adapter: Path, base: Path) -> Path:
 def read_config(path: Path | str) -> "ModelConfig":
     """Reads a config without weights: ours or Hugging Face's, a file, a directory with one, a GGUF file, or `RUN@STEP`.
 
-    Of a model on the Hugging Face Hub, `org/name` or `org/name@revision`, only the config is fetched.
+    For a model on the Hugging Face Hub, `org/name` or `org/name@revision`, only the config is fetched.
 
     Raises:
       FileNotFoundError: if there is nothing at `path`, or no config.json in it.

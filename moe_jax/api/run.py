@@ -1,4 +1,4 @@
-"""Verbs that run a model or count it: evaluate, plan."""
+"""The verbs evaluate, which runs a model, and plan, which counts what it costs."""
 
 import dataclasses
 import math
@@ -52,13 +52,13 @@ def evaluate(
     input_len: int | None = None,
     batch_size: int = 8,
 ) -> Evaluation:
-    """Perplexity of a model on a text, or on the targets of pairs.
+    """Measures the perplexity of a model on a text, or on the targets of pairs.
 
     A text is tokenised whole without special tokens and cut into consecutive windows, the last of which may be shorter;
     every token but the first of each window is scored. Pairs are inputs and what is to be said to them: every token of
     a target is scored, and the EOS that ends it where the model names one, given the input and the target so far. A
-    model with an encoder is scored on pairs alone, one without reads input and target as one text. Of a pair that is
-    too long, an encoder leaves out the end, and a model without one the beginning. Files may have every form that
+    model with an encoder is scored on pairs alone; a model without one reads input and target as one text. If a pair
+    is too long, an encoder leaves out its end, and a model without one its beginning. Files may have every form that
     training data has, but *.array_record files of tokens must have been made with the model's own tokenizer.
 
         >>> scored = moe_jax.evaluate(moe_jax.tiny_model(), range(40), seq_len=16)
@@ -102,7 +102,7 @@ def score(
     input_len: int | None = None,
     batch_size: int = 8,
 ) -> Evaluation:
-    """What `evaluate` returns, whether it is finite or not: for comparing models some of which may be destroyed."""
+    """Measures as `evaluate` does, but also returns figures that are not finite: a model of a sweep may be broken."""
     if batch_size < 1:
         raise InputError(f"{batch_size=} must be at least 1")
     model = open_lazily(model)
@@ -125,7 +125,7 @@ def score(
 
 
 def read_pairs_for(model: Model, text: Any, *, input_len: int, seq_len: int) -> list[Pair] | None:
-    """The pairs of a list, or rows of a file, as `evaluate` takes them, which see for the errors; None of a text."""
+    """Returns the pairs of a list or a file, None for a text. Takes the input of `evaluate`, and raises its errors."""
     lengths: dict[str, Any] = {"input_len": input_len, "seq_len": seq_len}
     if isinstance(text, str | os.PathLike):
         source, data = SourceSection(path=os.fspath(text)), with_lengths(DataSection(), **lengths)
@@ -148,7 +148,7 @@ def _is_pair(value: Any) -> bool:
 
 
 def read_ids(model: Model, text: Text) -> np.ndarray:
-    """Int32[n] ids of a text for `model`, as `evaluate` takes it, which see for the errors."""
+    """Returns int32[n] ids of a text for `model`. Takes the input of `evaluate`, and raises its errors."""
     if isinstance(text, str | os.PathLike):
         tokenizer = tokenizer_of(model, "a text file", "name one (--tokenizer), or give the text as token ids")
         if not as_path(text).is_file():
@@ -158,20 +158,20 @@ def read_ids(model: Model, text: Text) -> np.ndarray:
 
 
 def default_seq_len(config: ModelConfig) -> int:
-    """Tokens that a model sees at a time unless somebody says otherwise: 1024, or what it can do if that is less."""
+    """Returns the default number of tokens that a model sees at a time: 1024, or its context length if that is less."""
     return min(_DEFAULT_SEQ_LEN, config.max_positions)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelPlan(Plan):
-    """What a model costs; see `plan`.
+    """The costs of a model, as `plan` returns them.
 
         >>> moe_jax.plan(moe_jax.tiny_model(experts=4)).expert_params
         12288
 
     Attributes:
-      peft: what is trained of a model with a frozen base; None: it has none.
-      training_bytes_per_chip: of training over a mesh; None: no mesh was given.
+      peft: the parameters that are trained beside a frozen base; None: there is no frozen base.
+      training_bytes_per_chip: bytes per chip of training over a mesh; None: no mesh was given.
       strategies: how experts would be applied on a platform; None: none was given.
     """
 
@@ -233,12 +233,12 @@ def plan(
 
 
 def open_lazily(model: ModelOrPath) -> Model:
-    """A model whose weights are not read yet if it is a path: what is wrong with other input is said first."""
+    """Returns the model of a path without reading its weights, so that errors in other input are reported first."""
     return model if isinstance(model, Model) else Model.of_source(open_model(model))
 
 
 def why_not_finite(model: Model) -> str:
-    """What is wrong with a model whose results are not finite, as far as its weights say."""
+    """Returns why the results of a model are not finite, as far as its weights show it."""
     for path, spec in model.source.specs().items():
         if is_floating(spec.dtype) and not math.isfinite(largest_magnitude(model.source.read(path))):
             return f"{path} holds numbers that are not finite (moe-jax inspect --weights lists all such leaves)"
@@ -246,7 +246,7 @@ def why_not_finite(model: Model) -> str:
 
 
 def tokenizer_of(model: Model, what: str, instead: str) -> Tokenizer:
-    """The model's tokenizer, which `what` needs; raises `InputError` if it has none."""
+    """Returns the model's tokenizer, which `what` needs; raises `InputError` if it has none."""
     if model.tokenizer is None:
         raise InputError(
             f"{model.source.path} has no tokenizer.json, which {what} needs (other formats, such as tokenizer.model, "
@@ -256,7 +256,7 @@ def tokenizer_of(model: Model, what: str, instead: str) -> Tokenizer:
 
 
 def _checked_ids(ids: Sequence[int] | np.ndarray, config: ModelConfig) -> np.ndarray:
-    """Int32[n] ids of a text that can be scored."""
+    """Returns int32[n] ids of a text; raises `InputError` if they cannot be scored."""
     array = np.asarray(ids)
     if array.ndim != 1 or array.dtype.kind not in "iu" or len(array) < 2:
         raise InputError(f"token ids of shape {array.shape} and dtype {array.dtype}; expected at least 2 integers")

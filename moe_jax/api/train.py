@@ -114,7 +114,7 @@ def run_recipe(
     continue_command: str = "moe_jax.train(..., resume=True)",
     console: rich.console.Console | None = None,
 ) -> Path:
-    """Runs a recipe; see `moe_jax.training.run.training_run.train`."""
+    """Opens the models that a recipe names and runs it; for the arguments see `training.run.training_run.train`."""
     if skip_batches < 0 or (skip_batches and restart is None):
         raise InputError(f"skip_batches = {skip_batches}: expected a number of batches from 0, and restart with it")
     if recipe.model.path is None and recipe.model.init == "checkpoint":
@@ -147,7 +147,7 @@ def _teacher_of(recipe: Recipe) -> ModelSource | None:
 
 
 def _table(recipe: RecipeOrPath, overrides: Sequence[str]) -> dict[str, Any]:
-    """The keys of a recipe, unchecked."""
+    """Returns the keys of a recipe, unchecked."""
     if isinstance(recipe, Recipe):
         table: Mapping[str, Any] = recipe_toml.to_table(recipe)
     elif isinstance(recipe, Mapping):
@@ -158,7 +158,7 @@ def _table(recipe: RecipeOrPath, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Mappings and sequences as TOML has them."""
+    """Returns mappings as dicts and sequences as lists, as TOML has them."""
     if isinstance(value, Mapping):
         return {str(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

@@ -60,7 +60,7 @@ def upcycle(model: ModelOrPath, out: OutPath, spec: UpcycleSpec) -> Model:
 
 
 def read_prompts(source: ModelSource, texts: Sequence[str]) -> list[Prompt]:
-    """The tokens of texts, with BOS before them where documents of the model begin with one.
+    """Returns the tokens of texts, with BOS before them where documents of the model begin with one.
 
     Args:
       source: the model that will read them.

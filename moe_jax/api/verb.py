@@ -1,4 +1,4 @@
-"""Makes a verb of a function that takes a spec: its options become keywords, in type, signature and help."""
+"""Turns a function that takes a spec into a verb: its options become keywords, in type, signature and help."""
 
 import functools
 import inspect
@@ -22,7 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ModelVerb(Protocol[P, S_contra]):  # pyright: ignore[reportInvalidTypeVarUse]
-    """A verb that makes a model of a model; `P` are the options of its spec."""
+    """A verb that turns one model into another; `P` are the options of its spec."""
 
     @overload
     def __call__(self, model: ModelOrPath, out: OutPath, spec: S_contra, /) -> Model: ...
@@ -31,7 +31,7 @@ class ModelVerb(Protocol[P, S_contra]):  # pyright: ignore[reportInvalidTypeVarU
 
 
 class FileVerb(Protocol[P, S_contra]):  # pyright: ignore[reportInvalidTypeVarUse]
-    """A verb that writes a model for others; `P` are the options of its spec."""
+    """A verb that writes a model for other programs; `P` are the options of its spec."""
 
     @overload
     def __call__(self, model: ModelOrPath, out: str | os.PathLike[str], spec: S_contra, /) -> Path: ...
@@ -47,12 +47,12 @@ def model_verb(spec: Callable[P, S]) -> Callable[[Callable[[ModelOrPath, OutPath
 def file_verb(
     spec: Callable[P, S],
 ) -> Callable[[Callable[[ModelOrPath, str | os.PathLike[str], S], Path]], FileVerb[P, S]]:
-    """The same for a verb that must be told where to write."""
+    """Decorates `do(model, out, spec)` as `model_verb` does, for a verb that requires `out`."""
     return lambda do: cast(FileVerb[P, S], _with_options(spec, do, out=inspect.Parameter.empty))
 
 
 def work_bars() -> AbstractContextManager[Bars]:
-    """Bars of progress of a verb: of a command, in the first process, and otherwise none."""
+    """Returns the progress bars of a verb: shown in a command, by the first process only."""
     return progress_bars(shown=shows_work() and is_first_process())
 
 
@@ -84,7 +84,7 @@ def _with_options(spec: Any, do: F, *, out: Any) -> F:
 
 
 def _documented(text: str, options: list[Option]) -> str:
-    """The docstring of a verb, with its options instead of its spec among the arguments."""
+    """Returns the docstring of a verb, with its options instead of its spec among the arguments."""
     lines = [
         textwrap.fill(
             f"{option.name}: {option.text}", 118, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False

@@ -90,9 +90,9 @@ class LeafWriter:
         finalize_groups(self._directory)
 
     def _take_up(self, resume: bool) -> list[str]:
-        """Removes what an interrupted writer left; when resuming, keeps its complete groups and returns their leaves.
+        """Removes the files of an interrupted writer, but for its complete groups when resuming; returns their leaves.
 
-        For the first process.
+        Only the first process calls this.
         """
         # An incomplete group has this name. Orbax moves a group into `_partial` when all of it is on disk.
         for stale in self._directory.parent.glob(f"{self._partial.name}.*"):
@@ -130,13 +130,13 @@ class LeafWriter:
 
 
 def remove_partial(directory: Path) -> None:
-    """Removes what an interrupted `LeafWriter` left of a checkpoint."""
+    """Removes the part of a checkpoint that an interrupted `LeafWriter` left."""
     for partial in directory.parent.glob(f"{directory.name}{PARTIAL}*"):
         shutil.rmtree(partial)
 
 
 def adopt_groups(directory: Path) -> None:
-    """Moves the leaves that an interrupted `LeafWriter` left to where `ShardWriter` looks for them, which goes on."""
+    """Moves the leaves of an interrupted `LeafWriter` to where a `ShardWriter`, which goes on, looks for them."""
     partial = directory.with_name(directory.name + PARTIAL)
     groups = list(partial.iterdir()) if partial.exists() else []
     if all(group.name.startswith(f"{partial.name}.pending") for group in groups):  # Orbax has not begun to merge them
@@ -149,8 +149,8 @@ def adopt_groups(directory: Path) -> None:
 class LeafReader:
     """Reads leaves of a checkpoint by path, each on its own.
 
-    All is read through one open directory: of leaves that `LeafWriter` wrote, none can be of another checkpoint that
-    takes this one's place in the meantime.
+    All is read through one open directory, so that if another checkpoint takes this one's place meanwhile, no leaf
+    that `LeafWriter` wrote is read from that one.
 
     Attributes:
       specs: shape and dtype of every leaf, by path; layers/2 comes before layers/10.
@@ -162,7 +162,7 @@ class LeafReader:
         """Opens the checkpoint at `directory`; no weights are read.
 
         Args:
-          directory: of the checkpoint.
+          directory: the directory of the checkpoint.
           inside: the directory that a relative path begins at; None: the current one.
 
         Raises:
@@ -200,10 +200,10 @@ class LeafReader:
         return array.read() if array else read_leaf(self._directory, path)
 
     def read_part(self, path: str, part: Part) -> np.ndarray:
-        """Reads a box of a leaf: of one that `LeafWriter` or `ShardWriter` wrote, no bytes but its own.
+        """Reads a box of a leaf; if `LeafWriter` or `ShardWriter` wrote the leaf, reads no bytes but those of the box.
 
         Raises:
-          InputError: see `read`.
+          InputError: as in `read`.
         """
         if path not in self.specs:
             raise InputError(f"{self._directory} has no leaf {path!r}")
@@ -230,7 +230,7 @@ class LeafReader:
         return sum(files) if files else math.prod(self.specs[path].shape) * self.specs[path].dtype.itemsize
 
     def fingerprint(self) -> str:
-        """Identity of the weights: a SHA-256 over names, shapes, dtypes, and samples of the content."""
+        """Returns the identity of the weights: a SHA-256 of names, shapes, dtypes, and samples of the content."""
 
         def sample(path: str) -> bytes:
             array = self._array(path)
@@ -240,10 +240,10 @@ class LeafReader:
         return fingerprint_leaves(self.specs, samples.__getitem__)
 
     def _array(self, path: str) -> ZarrArray | None:
-        """The file that holds the bytes of a leaf and nothing else, if the leaf was written by `LeafWriter`.
+        """Returns the file that holds the bytes of a leaf and nothing else, if the leaf was written by `LeafWriter`.
 
         Orbax reads the metadata of all leaves in every call (0.2 s for 1,500 leaves) and holds a large leaf twice in
-        memory; reading the file itself avoids both. See `zarr_arrays`.
+        memory; reading the file itself, as `zarr_arrays` does, avoids both.
         """
         array = None if self._arrays is None else self._arrays[path]
         return array if array is not None and array.is_raw else None

@@ -1,9 +1,9 @@
-"""Parameters written by all processes at once, each its own shards; and to a bucket, where nothing is renamed.
+"""Writes parameters from all processes at once, each its own shards; and to a bucket, where nothing is renamed.
 
-The result is what `LeafWriter` writes, a checkpoint that Orbax reads too; only a leaf may lie in several files, the
-chunks of its Zarr array. A chunk is a shard, so that no process writes into another's file, and none ever holds more of
-a leaf than its own part. In a bucket a large leaf that is written as a whole is cut along its last axis: a process that
-needs some columns can ask for these alone.
+The result is a checkpoint like that of `LeafWriter`, which Orbax reads too, except that a leaf may lie in several
+files, the chunks of its Zarr array. A chunk is a shard, so that no process writes into another's file, and none ever
+holds more of a leaf than its own part. In a bucket a large leaf that is written as a whole is cut along its last axis:
+a process that needs some columns can ask for these alone.
 """
 
 import itertools
@@ -27,7 +27,7 @@ _COLUMNS = 8
 
 
 class Marks(Protocol):
-    """Keeps which leaves are written, also over a kill."""
+    """Records which leaves are written; the record survives a kill."""
 
     def mark(self, name: str) -> None: ...
 
@@ -38,17 +38,18 @@ class ShardWriter:
     """Writes named leaves one after another, from one process or many. They can be read once the writer is closed.
 
     Attributes:
-      done: paths of the leaves that are written: of those that this process was given, and at first of all that were
-        written before an interruption.
+      done: paths of the leaves that this process has written; at first, of all leaves that were written before an
+        interruption.
     """
 
     def __init__(self, directory: Path, expected: Collection[str], *, marks: Marks | None):
-        """Every process makes this call.
+        """Starts or resumes a checkpoint. Every process makes this call.
 
         Args:
           directory: where the checkpoint will be; empty, or left by an interrupted writer of the same leaves.
           expected: paths of all leaves.
-          marks: for the first process, what knows of an interrupted writer; None: an array with metadata is written.
+          marks: for the first process, the record of the leaves that an interrupted writer has written; None: a leaf
+            counts as written if its metadata is there.
         """
         self._directory = as_path(directory)
         self._expected = sorted(expected)
@@ -56,7 +57,7 @@ class ShardWriter:
         self.done = set(first_decides(self._written_before))
 
     def write(self, leaves: Mapping[str, np.ndarray | jax.Array]) -> None:
-        """Writes leaves as a whole. Of several processes, one makes the call for a leaf.
+        """Writes whole leaves. If there are several processes, one of them makes the call for a leaf.
 
         Raises:
           OSError: if the disk is full or cannot be written, or the bucket does not answer.
@@ -78,13 +79,13 @@ class ShardWriter:
         grid: tuple[int, ...],
         shards: Iterable[tuple[tuple[int, ...], np.ndarray]],
     ) -> None:
-        """Writes what this process has of a leaf. All processes make the call.
+        """Writes the shards of a leaf that this process has. All processes make the call.
 
         Args:
-          path: of the leaf.
+          path: path of the leaf.
           spec: its shape and dtype.
           grid: the shape of every shard.
-          shards: with their positions in the grid; of every shard, one process has it.
+          shards: the shards with their positions in the grid; every shard is given by one process only.
 
         Raises:
           OSError: if the disk is full or cannot be written, or the bucket does not answer.
@@ -173,7 +174,7 @@ def _holds_something(file: Path) -> bool:
 
 
 def _columns(array: np.ndarray) -> tuple[int, ...]:
-    """The shape of the chunks of a leaf that is written to a bucket as a whole."""
+    """Returns the shape of the chunks of a leaf that is written to a bucket as a whole."""
     if array.ndim < 2:
         return array.shape
     parts = _COLUMNS
@@ -196,7 +197,7 @@ def _bytes_of(array: np.ndarray) -> memoryview:
 
 
 def shard_positions(array: jax.Array) -> dict[tuple[int, ...], jax.Array]:
-    """What this process has to write of a sharded array, by position in the grid of shards: each is one process's."""
+    """Returns the shards that this process writes, by position in the grid; each is written by one process only."""
     shape = array.sharding.shard_shape(array.shape)
     own = (shard for shard in array.addressable_shards if shard.replica_id == 0)
     return {_position(shard.index, shape): shard.data for shard in own}

@@ -46,7 +46,7 @@ def save_group(directory: Path, leaves: Mapping[str, np.ndarray]) -> None:
     """Adds leaves to a checkpoint that `finalize_groups` will complete. They are on disk on return.
 
     Args:
-      directory: of the checkpoint; until it is complete, its name has the suffix `PARTIAL`.
+      directory: directory of the checkpoint; until it is complete, its name has the suffix `PARTIAL`.
       leaves: by path ("layers/0/mlp/up/kernel"), none of which was saved before.
 
     Raises:
@@ -74,7 +74,7 @@ def finalize_groups(directory: Path) -> None:
 
 
 def read_specs(directory: Path) -> dict[str, jax.ShapeDtypeStruct]:
-    """Leaf path -> shape and dtype; no weights are read.
+    """Returns leaf path -> shape and dtype; no weights are read.
 
     Raises:
       InputError: if it is not a complete Orbax checkpoint.
@@ -109,7 +109,7 @@ def read_leaf(directory: Path, path: str) -> np.ndarray:
 
 
 def _raw_files() -> Any:
-    """Settings with which a leaf becomes a file that holds nothing but its bytes."""
+    """Returns settings with which a leaf becomes a file that holds nothing but its bytes."""
     context = _context()
     # Plain Zarr v2 files instead of Orbax's database: written without a copy, and a leaf is one file that can be
     # read without going through the metadata of all the others.
@@ -119,7 +119,7 @@ def _raw_files() -> Any:
 
 
 def _context() -> Any:
-    """The settings of everything that goes through Orbax."""
+    """Returns the settings of everything that goes through Orbax."""
     context = ocp.Context()
     context.array.saving.use_compression = False
     context.file.path_class = _LiteralPath
@@ -157,10 +157,10 @@ class TrainingCheckpoints:
         """Opens or creates `directory`.
 
         Args:
-          directory: of the checkpoints.
-          keep: how many are kept.
-          in_slices: says by the name of an array whether each index of its leading axis is to be a piece of its own,
-            which `SavedState` can read alone.
+          directory: directory of the checkpoints.
+          keep: number of checkpoints that are kept.
+          in_slices: whether the array of a name is saved in one piece for each index of its leading axis, so that
+            `SavedState` can read each alone.
 
         Raises:
           InputError: if `keep` is below 1.
@@ -330,7 +330,7 @@ def _key_impl(leaf: jax.ShapeDtypeStruct) -> Any:
 
 
 def _plain(leaf: jax.Array) -> jax.Array | np.ndarray:
-    """The array in a form that Orbax can save: no PRNG key, and with several processes no array local to one."""
+    """Returns the array as Orbax can save it: no PRNG key, and with several processes no array local to one."""
     data = jax.random.key_data(leaf) if _is_key(leaf) else leaf
     return np.asarray(data) if jax.process_count() > 1 and data.is_fully_addressable else data
 
@@ -343,7 +343,7 @@ def _plain_spec(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 @contextlib.contextmanager
 def _writing(directory: Path) -> Iterator[None]:
-    """Raises disk errors as `OSError`, and prints no traceback of other threads for them."""
+    """Raises disk errors as `OSError`, and keeps other threads from printing a traceback for them."""
     usual = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint of a training run, read leaf by leaf: for those who want the parameters and not to train on."""
+"""A checkpoint of a training run, read leaf by leaf: for reading parameters without continuing the training."""
 
 from functools import cache
 from pathlib import Path
@@ -18,12 +18,12 @@ class SavedState:
     """One of the checkpoints that `TrainingCheckpoints` wrote. Leaves have names such as `value`."""
 
     def __init__(self, directory: Path):
-        """Reads nothing yet."""
+        """Opens nothing yet: leaves are read when they are asked for."""
         self._directory = as_path(directory).absolute()
         self._open = cache(self._opened)
 
     def spec(self, name: str) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of a leaf.
+        """Returns the shape and dtype of a leaf.
 
         Raises:
           InputError: if there is no such leaf, or its metadata cannot be read.

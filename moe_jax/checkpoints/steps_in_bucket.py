@@ -24,7 +24,7 @@ _STATE = "state"
 
 
 def read_steps(directory: StoragePath) -> dict[int, StoragePath]:
-    """The complete checkpoints of a run: step -> folder, ascending.
+    """Returns the complete checkpoints of a run: step -> folder, ascending.
 
     Raises:
       InputError: if steps.json is damaged.
@@ -36,12 +36,12 @@ def read_steps(directory: StoragePath) -> dict[int, StoragePath]:
 
 
 def begin_with(directory: StoragePath, step: int, make: Callable[[StoragePath], object]) -> None:
-    """Makes a checkpoint the only one of a directory in which there is none that counts.
+    """Writes the first checkpoint of a directory that has no complete one.
 
     Args:
-      directory: of the checkpoints.
-      step: of the checkpoint.
-      make: writes it to a folder.
+      directory: directory of the checkpoints.
+      step: step of the checkpoint.
+      make: writes the checkpoint to a folder.
     """
     if directory.renames:
         make(directory / str(step))
@@ -53,19 +53,19 @@ def begin_with(directory: StoragePath, step: int, make: Callable[[StoragePath], 
 
 
 class StepsInBucket:
-    """The checkpoints of a run in a bucket: what `TrainingCheckpoints` needs of Orbax's `Checkpointer`.
+    """The checkpoints of a run in a bucket, with the methods of Orbax's `Checkpointer` that `TrainingCheckpoints` uses.
 
     With several processes all make the same calls.
     """
 
     def __init__(self, directory: StoragePath, *, keep: int, orbax: Any, context: Any):
-        """Removes what was not finished.
+        """Opens the checkpoints and removes unfinished ones.
 
         Args:
-          directory: of the checkpoints.
-          keep: how many are kept.
-          orbax: its v1 API.
-          context: with its settings.
+          directory: directory of the checkpoints.
+          keep: number of checkpoints that are kept.
+          orbax: the v1 API of Orbax.
+          context: the settings of Orbax.
         """
         register()
         self._directory = directory
@@ -80,7 +80,7 @@ class StepsInBucket:
         first_decides(self._open)
 
     def save(self, step: int, leaves: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
-        """Begins to save; see `finish`.
+        """Begins to save a checkpoint, which counts when `finish` has returned.
 
         Raises:
           InputError, OSError: if the bucket cannot be written.
@@ -91,7 +91,7 @@ class StepsInBucket:
         self._saving = step, folder, saving
 
     def finish(self) -> None:
-        """Returns when what was begun is saved and counts; removes checkpoints that are not kept."""
+        """Returns when the checkpoint that was begun is saved and counts; removes checkpoints that are not kept."""
         if self._saving is None:
             return
         (step, folder, saving), self._saving = self._saving, None
@@ -99,20 +99,21 @@ class StepsInBucket:
         first_decides(lambda: self._add(step, folder))
 
     def steps(self) -> list[int]:
-        """Of the complete checkpoints, ascending."""
+        """Returns the steps of the complete checkpoints, ascending."""
         return first_decides(lambda: sorted(self._steps))
 
     def metadata(self, step: int) -> Any:
-        """Orbax's of a checkpoint."""
+        """Returns Orbax's metadata of a checkpoint."""
         with self._context:
             return self._orbax.metadata(self._folder(step), checkpointable_name=_STATE)
 
     def load(self, step: int, wanted: Mapping[str, Any]) -> Any:
-        """The leaves of a checkpoint."""
+        """Returns the leaves of a checkpoint."""
         with self._context:
             return self._orbax.load(self._folder(step), dict(wanted), checkpointable_name=_STATE)
 
     def close(self) -> None:
+        """Waits until the checkpoint that was begun is saved."""
         self.finish()
 
     def _token(self) -> str:

@@ -1,9 +1,9 @@
-"""The arrays of an Orbax checkpoint that is not a database: a folder each, in the format Zarr 2.
+"""Reads the arrays of an Orbax checkpoint that is not a database: a folder each, in the format Zarr 2.
 
-Orbax would read them too. But it takes damaged metadata for a checkpoint without arrays, reads the metadata of all
-arrays in every call, and a large array twice into memory. TensorStore reads the whole chunk of which it is asked for a
-part (a leaf is one chunk: 2 MB of an array of 1 GB took 1.1 GB of memory and 1.9 s, here 1 MB and 0.03 s), the whole
-array twice into memory, and zeros where the file of a chunk is missing.
+Orbax and TensorStore can read them too, but Orbax takes damaged metadata for a checkpoint without arrays, reads the
+metadata of all arrays in every call, and holds a large array twice in memory. TensorStore reads a whole chunk where a
+part is asked for (a leaf is one chunk: reading 2 MB of an array of 1 GB took 1.1 GB of memory and 1.9 s, here 1 MB and
+0.03 s), holds a whole array twice in memory, and reads zeros where the file of a chunk is missing.
 """
 
 import itertools
@@ -37,14 +37,14 @@ Part = tuple[slice, ...]
 
 
 class ZarrArray(NamedTuple):
-    """One array.
+    """An array of a checkpoint.
 
     Attributes:
       checkpoint: the directory of the checkpoint.
-      folder: of the array, below it.
+      folder: the folder of the array, relative to the directory.
       spec: shape and dtype.
-      chunks: the shape of its chunks, which divides the array's, if each is a file that holds its bytes in C order and
-        nothing else; None: it is stored in another way.
+      chunks: the shape of its chunks, which divides the shape of the array, if each chunk is a file that holds its
+        bytes in C order and nothing else; None: the array is stored in another way.
     """
 
     checkpoint: Directory
@@ -54,7 +54,7 @@ class ZarrArray(NamedTuple):
 
     @property
     def is_raw(self) -> bool:
-        """Whether its bytes can be read here."""
+        """Whether `read` can read it: its chunks are files of plain bytes."""
         return self.chunks is not None
 
     @property
@@ -78,12 +78,12 @@ class ZarrArray(NamedTuple):
             )
 
     def read(self, part: Part | None = None) -> np.ndarray:
-        """The content of a raw array, or a part of it; no bytes but those of the part are read.
+        """Returns the content of a raw array, or a part of it; no bytes but those of the part are read.
 
-        In a bucket, what lies between two pieces of the part is read too where that is quicker than to ask twice.
+        In a bucket, the bytes between two pieces of the part are read too where that is quicker than two requests.
 
         Raises:
-          InputError: see `check_size`.
+          InputError: as in `check_size`.
         """
         return self._read(part or tuple(slice(0, size) for size in self.spec.shape))
 
@@ -109,11 +109,11 @@ class ZarrArray(NamedTuple):
         return whole
 
     def sample(self) -> bytes:
-        """Samples of the content of a raw array, to know it again; the same however it is cut into chunks."""
+        """Returns samples of the content of a raw array for its fingerprint; they do not depend on the chunks."""
         return sample_bytes(self.nbytes, self._flat)
 
     def _flat(self, start: int, length: int) -> bytes:
-        """Bytes of the content in C order."""
+        """Returns a range of the content's bytes in C order."""
         itemsize = np.dtype(self.spec.dtype).itemsize
         first, last = start // itemsize, -(-(start + length) // itemsize)  # elements
         begin = first
@@ -132,7 +132,7 @@ class ZarrArray(NamedTuple):
         return content[skipped : skipped + length].tobytes()
 
     def stored_bytes(self) -> int:
-        """Bytes of a raw array as stored; on a disk a few hundred of metadata among them."""
+        """Returns the number of bytes of a raw array as stored; on a disk with those of its metadata, a few hundred."""
         if not isinstance(self.checkpoint, HeldDirectory):
             return self.nbytes
         return self.nbytes + self.checkpoint.size(f"{self.folder}/.zarray")
@@ -152,13 +152,13 @@ class ZarrArray(NamedTuple):
     def _size(self, name: str, expected: int) -> int:
         if isinstance(self.checkpoint, HeldDirectory):
             return self.checkpoint.size(name)
-        # What has its last byte has all.
+        # A file that has its last byte has all bytes.
         self.checkpoint.read_ranges(name, [(expected - 1, np.empty(1, np.uint8))])
         return expected
 
 
 def read_zarr_arrays(checkpoint: Directory) -> dict[str, ZarrArray] | None:
-    """The arrays of a checkpoint by path ("layers/0/mlp/up/kernel"); None if it is stored in another way.
+    """Returns the arrays of a checkpoint by path ("layers/0/mlp/up/kernel"); None if it is stored in another way.
 
     Raises:
       InputError: if it is not a complete Orbax checkpoint, or metadata is missing or damaged; the message names the
@@ -175,7 +175,7 @@ def read_zarr_arrays(checkpoint: Directory) -> dict[str, ZarrArray] | None:
 
 
 def chunk_name(position: Iterable[int]) -> str:
-    """The file of a chunk, by its position in the grid of chunks."""
+    """Returns the file of a chunk, by its position in the grid of chunks."""
     return ".".join(map(str, position)) or "0"
 
 

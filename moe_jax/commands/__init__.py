@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaseFlag:
-    """Where the rest of a model is that stands on another one."""
+    """The option `--base`, for models that need another one."""
 
     base: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: where it was)")] = None
     """Where the model is now that this one stands on, if it was moved: the base of an adapter directory, or what the
     run of a checkpoint was begun with."""
 
     def open(self, path: Path) -> "ModelSource":
-        """Opens a model; see `open_source`."""
+        """Opens a model with its base, as `open_source` does."""
         from moe_jax.api.open_source import open_source
 
         return open_source(path, base=self.base)
 
 
 def optional(metavar: str, default: str = "", text: str | None = None) -> object:
-    """Annotation of an option whose default is None, "not given".
+    """Returns the annotation of an option whose default is None, "not given".
 
     Args:
       metavar: what the help shows as its value.

@@ -62,7 +62,7 @@ def run(options: _Command) -> None:
     """Writes the adapter directory and prints which parameters will be trained.
 
     Raises:
-      FileNotFoundError, InputError: bad input; see `moe_jax.adapt`.
+      FileNotFoundError, InputError: bad input, as in `moe_jax.adapt`.
     """
     import moe_jax
     from moe_jax.conversion.peft_targets import problems_of_peft
@@ -81,7 +81,7 @@ def run(options: _Command) -> None:
 
 
 def _step0_lines(result: "Adapted") -> list[str]:
-    """Lines that say by how much the logits of the new model differ from those of its source."""
+    """Returns lines that say by how much the logits of the new model differ from those of its source."""
     step0, quantization, on_text = result.step0, result.quantization, result.on_text
     if step0 is None:
         return ["step-0 difference: not checked"]

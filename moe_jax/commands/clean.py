@@ -24,7 +24,7 @@ moe-jax clean run
 
 
 def run(options: Options) -> None:
-    """Removes, and prints what.
+    """Removes the files, and prints which.
 
     Raises:
       InputError: if a command is still working there.

@@ -81,10 +81,10 @@ moe-jax compress moe-dir sweep-dir --sweep --text held-out.txt --method resmoe,q
 
 
 def run(options: _Command) -> None:
-    """Compresses, and prints what came out.
+    """Compresses the model, and prints errors and sizes.
 
     Raises:
-      FileNotFoundError, InputError: bad input; see `moe_jax.compress`.
+      FileNotFoundError, InputError: bad input, as in `moe_jax.compress`.
     """
     from moe_jax.api.compress import compress_model, sweep
     from moe_jax.commands.printed.compression_tables import print_report, print_sweep

@@ -127,7 +127,7 @@ def _caption(found: "list[SourcePreview]", seq_len: int) -> str | None:
 
 
 def _text(document: "tuple[Part, ...]", *, in_colour: bool):
-    """A document for the console: what is scored in green, the rest dim, or with brackets around what is scored."""
+    """Returns a document for the console: scored parts in green and the rest dim, or scored parts in brackets."""
     from rich.text import Text
 
     text, left = Text(), _MOST_SHOWN

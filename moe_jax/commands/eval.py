@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from moe_jax.commands.line.eval_tasks import TaskOptions
 
 _BATCH_SIZE = 8
-# Of requests, which are mostly short.
+# Batch size of requests, which are mostly short.
 _REQUESTS = 32
 
 
@@ -237,7 +237,7 @@ def _tokenizer_file(path: Path) -> Path:
 
 
 def _classify(model: "Model", options: Options) -> None:
-    """Labels the texts and prints how often that was right, and which labels were given to which."""
+    """Labels the texts and prints how many labels were right, and how often each label was given for each other one."""
     from moe_jax.api.classify import classify
     from moe_jax.distributed.processes import is_first_process
 

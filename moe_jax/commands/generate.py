@@ -188,7 +188,7 @@ def _advice(model: "Model", results: Sequence["Continuation"]) -> list[str]:
 
 
 def _prompts_of(path: Path | None) -> list[Any]:
-    """The prompts of a file: texts, and of JSON lines also conversations."""
+    """Returns the prompts of a file: texts, or in a file of JSON lines also conversations."""
     if path is None:
         return []
     try:

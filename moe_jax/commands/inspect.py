@@ -1,4 +1,4 @@
-"""`moe-jax inspect MODEL`: what a model consists of, and how it was made. Only --weights and --plots read weights."""
+"""`moe-jax inspect MODEL`: shows the parts of a model and how it was made. Only --weights and --plots read weights."""
 
 import dataclasses
 import json
@@ -122,8 +122,8 @@ def examine(source: "ModelSource") -> dict[str, Any]:
     """Reads all weights, one leaf at a time.
 
     Returns:
-      `not_finite`: how many numbers of a leaf are NaN or infinite, by path; `zero_experts`: experts with nothing but
-      zeros, by layer. Both without what has none.
+      `not_finite`: the number of entries of a leaf that are NaN or infinite, by path, for leaves with such entries;
+      `zero_experts`: the experts with nothing but zeros, by layer, for layers with such experts.
     """
     import numpy as np
 
@@ -149,7 +149,7 @@ def _weight_lines(examined: Mapping[str, Any]) -> list[str]:
 
 
 def nbytes(spec: "jax.ShapeDtypeStruct") -> int:
-    """Bytes of a leaf."""
+    """Returns the number of bytes of a leaf."""
     return spec.size * spec.dtype.itemsize
 
 
@@ -179,7 +179,7 @@ def collapse(specs: "Mapping[str, jax.ShapeDtypeStruct]") -> "dict[str, tuple[ja
 def describe_experts(
     config: "ModelConfig", specs: "Mapping[str, jax.ShapeDtypeStruct]", sizes: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """One entry per MoE layer: the config of its expert bank, and its size."""
+    """Returns one entry per MoE layer: the config of its expert bank, and its size."""
     experts = []
     for layer in config.moe_layers:
         moe = config.moe(layer)
@@ -202,7 +202,7 @@ def describe_experts(
 
 
 def _sizes(config: "ModelConfig", specs: "Mapping[str, jax.ShapeDtypeStruct]") -> dict[str, int]:
-    """Number of parameters by leaf path; an NF4 kernel counts as the kernel that it was quantised from."""
+    """Returns the number of parameters by leaf path; an NF4 kernel counts as the kernel that it was quantised from."""
     if any("/nf4/" in path or "/coded_nf4/" in path for path in specs):
         from moe_jax.peft.parameter_sizes import parameter_sizes
 
@@ -211,7 +211,7 @@ def _sizes(config: "ModelConfig", specs: "Mapping[str, jax.ShapeDtypeStruct]") -
 
 
 def _split(path: str) -> tuple[int, str]:
-    """Index of a leaf's layer, and its path inside the layer; -1 for a leaf outside the layers."""
+    """Returns the index of a leaf's layer, -1 for a leaf outside the layers, and its path inside the layer."""
     parts = path.split("/", 2)
     return (int(parts[1]), parts[2]) if parts[0] == "layers" else (-1, path)
 
@@ -273,7 +273,7 @@ def _heads(attention: "AttentionConfig") -> str:
 
 
 def _expert_lines(experts: list[dict[str, Any]]) -> list[str]:
-    """One line for all MoE layers that are alike."""
+    """Returns one line for all MoE layers that are alike."""
     from moe_jax.commands.printed.adapter_lines import in_words
 
     kinds: dict[str, list[int]] = {}
@@ -305,5 +305,5 @@ def _lineage_line(entry: Mapping[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    """A measured figure; of a list of figures only its length (lineage.json and --json have all of them)."""
+    """Returns a measured figure as text; for a list only its length, since lineage.json and --json have its figures."""
     return f"[{len(value)}]" if isinstance(value, list | dict) else str(value)

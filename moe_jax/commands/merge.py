@@ -35,7 +35,7 @@ def run(options: _Command) -> None:
     """Merges, and prints what was merged and what was kept.
 
     Raises:
-      FileNotFoundError, InputError: bad input; see `moe_jax.merge`.
+      FileNotFoundError, InputError: bad input, as in `moe_jax.merge`.
     """
     import moe_jax
     from moe_jax.distributed.processes import join_processes

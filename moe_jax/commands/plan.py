@@ -1,4 +1,4 @@
-"""`moe-jax plan CONFIG_OR_MODEL`: what a model costs, and its training (`--train`), from its config alone."""
+"""`moe-jax plan CONFIG_OR_MODEL`: counts the cost of a model and of its training (`--train`) from its config alone."""
 
 import dataclasses
 import json
@@ -99,7 +99,7 @@ class _Command:
     """Prints JSON and nothing else."""
 
 
-# What upcycle and adapt are told beside the model that they make is no matter of a plan.
+# Options of upcycle and adapt that do not change the config of the new model.
 _NOT_OF_MODELS = {UpcycleSpec: ("base", "text", "allow_nonfinite"), AdaptSpec: ("text", "allow_nonfinite")}
 _OF_MODELS = either_options(_NOT_OF_MODELS)
 Options = command_options(_Command, more=_OF_MODELS)
@@ -225,7 +225,7 @@ def _training(recipe: "Recipe | None", config: "ModelConfig", options: _Command)
         recipe = assumed_recipe(config, section, options.optimizer or "adamw", options.tokens)
     else:
         platform = options.platform
-    # What `train` imports, so that this process is as large as that will be.
+    # Imported as in `train`, so that this process takes as much memory as that one will.
     import moe_jax.training.run.training_run  # noqa: F401
     from moe_jax.api.open_source import read_config
     from moe_jax.planning.planned_training import planned_training
@@ -235,7 +235,7 @@ def _training(recipe: "Recipe | None", config: "ModelConfig", options: _Command)
 
 
 def _planned_config(config: "ModelConfig", options: _Command) -> "ModelConfig":
-    """The config of the model that upcycle or adapt would make."""
+    """Returns the config of the model that upcycle or adapt would make."""
     from moe_jax.peft.adapted_config import adapted_config
     from moe_jax.upcycling.new_config import upcycled_config
 

@@ -42,7 +42,7 @@ def run(options: Options) -> None:
     """Writes the page.
 
     Raises:
-      FileNotFoundError, InputError: if a path is not there, is nothing that a report can show, or cannot be read.
+      FileNotFoundError, InputError: if a path does not exist, holds nothing that a report can show, or cannot be read.
     """
     from moe_jax.core.errors import InputError
     from moe_jax.core.formatting import show_bytes

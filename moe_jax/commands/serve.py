@@ -48,7 +48,7 @@ curl http://127.0.0.1:8123/v1/completions -d '{"model": "smol", "prompt": "Once"
 
 
 def run(options: Options) -> None:
-    """Serves until it is interrupted; what is being answered then has ten seconds to end.
+    """Serves until it is interrupted; requests that are being answered then have ten seconds to end.
 
     Raises:
       FileNotFoundError: if there is no model.

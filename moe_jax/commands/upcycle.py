@@ -83,10 +83,10 @@ moe-jax upcycle llama-dir moe-dir --experts 8 --top-k 2 --every 1
 
 
 def run(options: _Command) -> None:
-    """Upcycles, and prints a summary of the result.
+    """Upcycles the model, and prints a summary of the result.
 
     Raises:
-      InputError: see `moe_jax.upcycle`.
+      InputError: bad input, as in `moe_jax.upcycle`.
     """
     import moe_jax
     from moe_jax.core.terminal import console_for_tables

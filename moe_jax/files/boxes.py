@@ -1,4 +1,4 @@
-"""Boxes of an array that lies in a file in C order: which bytes they are, and reading no more than these."""
+"""Reads boxes of an array that lies in a file in C order, and no bytes but those of the box."""
 
 import math
 import mmap
@@ -40,8 +40,10 @@ def read_box(directory: Directory, file: str, shape: Sequence[int], box: Sequenc
 
 
 def fresh(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """An array to be filled. A large one has memory of its own, which goes back to the system with it: the allocator
-    would keep that of all sizes that it has seen, hundreds of megabytes."""
+    """Returns an array to be filled. A large one has memory of its own, which returns to the system with it.
+
+    The allocator would keep memory for every size that it has seen, hundreds of megabytes.
+    """
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _OWN_MEMORY:
         return np.empty(shape, dtype)
@@ -49,7 +51,7 @@ def fresh(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 
 def _runs(shape: Sequence[int], box: Sequence[slice]) -> tuple[int, list[int]]:
-    """Elements of the contiguous runs of a box, which are all of the same length, and where each begins."""
+    """Returns the length of the contiguous runs of a box, which is the same for all, and where each begins, in elements."""
     axis, run = len(shape), 1
     while axis > 0:
         axis -= 1
@@ -65,7 +67,7 @@ def _runs(shape: Sequence[int], box: Sequence[slice]) -> tuple[int, list[int]]:
 
 
 def _read_spans(directory: Directory, file: str, starts: list[int], run: int, target: np.ndarray) -> None:
-    """Reads runs with what lies between them, in blocks."""
+    """Reads runs and the bytes between them, in blocks."""
     for first, last in _blocks(starts, run):
         begin = starts[first]
         span = np.empty(starts[last - 1] + run - begin, np.uint8)
@@ -75,7 +77,7 @@ def _read_spans(directory: Directory, file: str, starts: list[int], run: int, ta
 
 
 def _blocks(starts: list[int], run: int) -> Iterator[tuple[int, int]]:
-    """Cuts a list of runs where a span would become too long, or a gap is."""
+    """Cuts a list of runs where a span would become too long or has a gap."""
     first = 0
     for i in range(1, len(starts) + 1):
         if i == len(starts) or starts[i] + run - starts[first] > _BLOCK or starts[i] - starts[i - 1] - run > _GAP:

@@ -1,7 +1,7 @@
 """Files of bytes that are read at any place, by the same calls whether they lie on a disk or are objects of a bucket.
 
-Of an object only the ranges are read that are asked for, and its beginning, by which it is opened. It is one object
-from then on: if another one takes its name meanwhile, reading is an error.
+An object is opened by reading its beginning; after that only the ranges that are asked for are read. If another object
+takes its name meanwhile, reading is an error.
 """
 
 import abc
@@ -21,13 +21,13 @@ from moe_jax.files.remote.objects import AT_ONCE, Found, TooShort
 from moe_jax.files.storage_path import BucketPath, as_path
 
 HEAD_BYTES = 64 << 10
-"""Of an object that are read when it is opened: headers and small files are then there."""
+"""Number of bytes of an object that are read when it is opened: enough for headers and small files."""
 PIECE_BYTES = 8 << 20
-"""Of an object that are asked for with one request."""
+"""Number of bytes of an object that one request asks for."""
 
 
 class FileIdentity(NamedTuple):
-    """What tells a file of a disk from one that took its place, or from itself after it was written to."""
+    """The identity of a file on a disk: it changes when another file takes its place, or when it is written to."""
 
     device: int
     inode: int
@@ -54,11 +54,11 @@ class ByteFile(io.RawIOBase, abc.ABC):
     @property
     @abc.abstractmethod
     def size(self) -> int:
-        """Its bytes. Of a large object this takes some requests, for no answer says it."""
+        """Returns the number of bytes. For a large object this takes some requests, since no answer contains it."""
 
     @abc.abstractmethod
     def read_at(self, position: int, out: Any) -> int:
-        """Fills contiguous bytes from a position on; returns how many there were.
+        """Fills contiguous bytes from a position on; returns the number of bytes that the file had there.
 
         Raises:
           InputError: if the file was replaced since it was opened, or cannot be read.
@@ -66,11 +66,11 @@ class ByteFile(io.RawIOBase, abc.ABC):
         """
 
     def ends_at(self, size: int) -> bool:
-        """Whether it has so many bytes."""
+        """Whether the file has exactly this number of bytes."""
         return self.size == size
 
     def bytes_at(self, position: int, length: int) -> bytes:
-        """At most `length` bytes from a position on; fewer where the file ends."""
+        """Returns at most `length` bytes from a position on; fewer where the file ends."""
         out = np.empty(length, np.uint8)
         return out[: self.read_at(position, out)].tobytes()
 
@@ -124,17 +124,17 @@ class DiskFile(ByteFile):
 
 
 class ObjectFile(ByteFile):
-    """An object of a bucket. Its beginning is kept, of a small one all."""
+    """An object of a bucket. Its beginning is kept in memory; for a small object, that is all of it."""
 
     def __init__(self, path: BucketPath, *, head_bytes: int | None = None):
         """Opens it.
 
         Args:
           path: of the object.
-          head_bytes: of its beginning that are read now and kept; None: `HEAD_BYTES`.
+          head_bytes: number of bytes at its beginning that are read now and kept; None: `HEAD_BYTES`.
 
         Raises:
-          FileNotFoundError, InputError, OSError: see `open_bytes`.
+          FileNotFoundError, InputError, OSError: as in `open_bytes`.
         """
         super().__init__()
         self.path = path
@@ -233,14 +233,14 @@ def open_to_stay(path: Path | str) -> ByteFile | None:
     process can hold open.
 
     Raises:
-      FileNotFoundError, OSError: see `open_bytes`.
+      FileNotFoundError, OSError: as in `open_bytes`.
     """
     place = as_path(path)
     return ObjectFile(place, head_bytes=0) if isinstance(place, BucketPath) else None
 
 
 def size_of(path: Path | str) -> int:
-    """Bytes of a file, or of an object.
+    """Returns the number of bytes of a file, or of an object.
 
     Raises:
       FileNotFoundError: if there is none.

@@ -1,7 +1,7 @@
-"""JSON and TOML to Python values, within limits: whatever a file holds, reading it neither hangs nor exhausts memory.
+"""Reads JSON and TOML within limits: whatever a file holds, reading it neither hangs nor exhausts memory.
 
-Python's own parsers take as much as there is, any depth, the last of two equal keys, NaN, integers of any size and
-strings that are not Unicode. All of these are errors here, of one line that says where.
+Python's own parsers accept content of any size and depth, the last of two equal keys, NaN, integers of any size and
+strings that are not Unicode. All of these are errors here, in one line that says where.
 """
 
 import collections
@@ -23,10 +23,10 @@ MAX_TOML_BYTES = 1 << 20
 MAX_KEY_PARTS = 16
 
 Unusual = Literal["nonfinite", "large integers", "surrogates"]
-"""What JSON can hold and most files must not: NaN and infinities, integers beyond 64 bits, halves of characters."""
+"""Values that JSON can hold and most files must not: NaN and infinities, integers beyond 64 bits, halves of characters."""
 
 ANYTHING: tuple[Unusual, ...] = ("nonfinite", "large integers", "surrogates")
-"""For files most of whose keys are not ours; what is used of them is checked where it is taken."""
+"""All unusual values, for files most of whose keys are not ours; each value is checked where it is used."""
 
 
 def read_json(
@@ -37,7 +37,7 @@ def read_json(
     max_values: int = MAX_VALUES,
     inside: Directory | None = None,
 ) -> Any:
-    """The content of a JSON file; see `parse_json`, and for `inside` see `open_regular`.
+    """Returns the content of a JSON file, read by `parse_json`; `inside` is as in `open_regular`.
 
     Raises:
       FileNotFoundError: if there is no such file.
@@ -55,7 +55,7 @@ def read_json_object(
     max_values: int = MAX_VALUES,
     inside: Directory | None = None,
 ) -> dict[str, Any]:
-    """The content of a JSON file that must hold one object; see `read_json`."""
+    """Returns the content of a JSON file that must hold one object, as `read_json` does."""
     data = read_json(file, allow=allow, max_bytes=max_bytes, max_values=max_values, inside=inside)
     if not isinstance(data, dict):
         where = inside.path / file if inside else file
@@ -64,13 +64,13 @@ def read_json_object(
 
 
 def parse_json(text: bytes, *, where: str, allow: Collection[Unusual] = (), max_values: int = MAX_VALUES) -> Any:
-    """The value that a JSON text stands for.
+    """Returns the value that a JSON text stands for.
 
     Args:
       text: UTF-8, with or without a byte order mark.
       where: the file, and perhaps the line; named in errors.
-      allow: what is taken although it is unusual.
-      max_values: how many commas and opening brackets there may be. Each costs about 100 bytes of memory.
+      allow: the kinds of unusual values that are accepted.
+      max_values: the largest number of commas and opening brackets. Each costs about 100 bytes of memory.
 
     Raises:
       InputError: if it is not JSON, gives a key twice, is nested more than `MAX_DEPTH` levels deep, has too many
@@ -120,7 +120,7 @@ def parse_json(text: bytes, *, where: str, allow: Collection[Unusual] = (), max_
 
 
 def read_toml(file: Path) -> dict[str, Any]:
-    """The content of a TOML file; see `parse_toml`.
+    """Returns the content of a TOML file, read by `parse_toml`.
 
     Raises:
       FileNotFoundError: if there is no such file.
@@ -133,7 +133,7 @@ def read_toml(file: Path) -> dict[str, Any]:
 
 
 def parse_toml(text: str, *, where: str) -> dict[str, Any]:
-    """The table that a TOML text stands for.
+    """Returns the table that a TOML text stands for.
 
     Raises:
       InputError: if it is not TOML, or is nested more than `MAX_DEPTH` levels deep, or a key has more than

@@ -1,4 +1,4 @@
-"""What can be said about a path before anything is opened: it is local or in a bucket, and lies beside its source."""
+"""Checks of paths before anything is opened: whether one is local or in a bucket, and not inside its own source."""
 
 import os
 from collections.abc import Iterable
@@ -12,8 +12,10 @@ _LONGEST = 4096
 
 
 def check_local(path: Path | str, *, buckets: bool = False) -> None:
-    """Raises `InputError` for what no path can hold, and for an address such as `gs://bucket/model`, unless it is one
-    of a bucket and these are taken."""
+    """Raises `InputError` for a text that cannot be a path, and for an address such as `gs://bucket/model`.
+
+    With `buckets`, addresses of buckets are accepted.
+    """
     text = os.fspath(path)
     if buckets and is_in_bucket(path):
         parse_address(path)
@@ -31,8 +33,7 @@ def check_local(path: Path | str, *, buckets: bool = False) -> None:
 
 
 def check_model_path(path: Path | str) -> None:
-    """Raises `InputError` unless a model can lie at `path`: in a bucket, or on a disk, see `check_local`; and the path
-    has to be UTF-8."""
+    """Raises `InputError` unless a model can lie at `path`: a UTF-8 path in a bucket, or on a disk (`check_local`)."""
     check_local(path, buckets=True)
     try:
         os.fspath(path).encode()

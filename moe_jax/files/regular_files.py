@@ -1,4 +1,4 @@
-"""Files that are only read: regular ones, and no larger than what they are read as can be.
+"""Reads files safely: only regular files, and none larger than its kind of content can be.
 
 A path that somebody else wrote may be a pipe, which waits for ever, a device without an end, or a link to one.
 """
@@ -26,11 +26,11 @@ _KINDS = {
 
 
 class HeldDirectory:
-    """A directory that is held open: what is read through it is of one directory, even if another takes its path.
+    """A directory that is held open: all files read through it are of this directory, even if another takes its path.
 
     Attributes:
       path: where the directory was when it was opened; for messages.
-      descriptor: of the open directory.
+      descriptor: file descriptor of the open directory.
     """
 
     def __init__(self, path: Path | str, *, inside: "HeldDirectory | None" = None):
@@ -53,7 +53,7 @@ class HeldDirectory:
         weakref.finalize(self, os.close, self.descriptor)
 
     def check_in_place(self) -> None:
-        """Raises `InputError` if there is another directory at `path` by now, or none."""
+        """Raises `InputError` if there is now another directory at `path`, or none."""
         try:
             same = os.path.samestat(os.stat(self.path), os.fstat(self.descriptor))
         except FileNotFoundError:
@@ -62,14 +62,14 @@ class HeldDirectory:
             raise InputError(f"{self.path} was replaced while it was read; start again")
 
     def is_file(self, name: str) -> bool:
-        """Whether it has a regular file of this name, relative to it, or a link to one."""
+        """Whether the directory has a regular file of this name, relative to it, or a link to one."""
         try:
             return stat.S_ISREG(os.stat(name, dir_fd=self.descriptor).st_mode)
         except (FileNotFoundError, NotADirectoryError):
             return False
 
     def size(self, name: str) -> int:
-        """Bytes of a file."""
+        """Returns the number of bytes of a file."""
         return os.stat(name, dir_fd=self.descriptor).st_size
 
     def read_ranges(self, name: str, ranges: Sequence[tuple[int, np.ndarray]]) -> None:
@@ -92,7 +92,7 @@ class HeldDirectory:
 
 
 class BucketDirectory:
-    """A folder of a bucket that is read; it has what is read of a `HeldDirectory`.
+    """A folder of a bucket to read from, with the reading methods of `HeldDirectory`.
 
     Attributes:
       path: of the folder.
@@ -106,11 +106,11 @@ class BucketDirectory:
         """Does nothing: objects are not replaced together, and of each that is read, the size is checked."""
 
     def is_file(self, name: str) -> bool:
-        """Whether it has an object of this name."""
+        """Whether the folder has an object of this name."""
         return self._objects.generation(self._key(name)) is not None
 
     def read(self, name: str, *, max_bytes: int) -> bytes:
-        """An object.
+        """Returns the content of an object.
 
         Raises:
           FileNotFoundError: if there is none.
@@ -124,7 +124,7 @@ class BucketDirectory:
         return found.content
 
     def size(self, name: str) -> int:
-        """Bytes of an object; see `Objects.size`."""
+        """Returns the number of bytes of an object."""
         found = self._objects.size(self._key(name))
         if found is None:
             raise FileNotFoundError(f"{self.path / name} does not exist")
@@ -160,7 +160,7 @@ Directory = HeldDirectory | BucketDirectory
 
 
 def hold(path: Path | str, *, inside: Directory | None = None) -> Directory:
-    """Opens a directory of a disk, or of a bucket, to read from it; see `HeldDirectory`.
+    """Opens a directory of a disk (a `HeldDirectory`), or of a bucket, to read from it.
 
     Raises:
       FileNotFoundError, NotADirectoryError: if there is none on the disk.
@@ -172,7 +172,7 @@ def hold(path: Path | str, *, inside: Directory | None = None) -> Directory:
 
 
 def pread_into(descriptor: int, start: int, out: np.ndarray) -> int:
-    """Fills contiguous bytes from a place in an open file; returns how many there were."""
+    """Fills contiguous bytes from a place in an open file; returns the number of bytes that the file had there."""
     buffer: Any = out
     view, done = memoryview(buffer), 0
     while done < out.size:
@@ -200,7 +200,7 @@ def open_regular(path: Path | str, *, inside: HeldDirectory | None = None) -> Bi
         mode = os.stat(path, dir_fd=directory).st_mode
         if not stat.S_ISREG(mode):
             raise InputError(f"{shown} is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, expected a regular file")
-        # If it has become a pipe since then, this does not wait for somebody to write into it.
+        # If the file has become a pipe since then, opening does not wait until somebody writes into it.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
     except OSError as error:
         error.filename = str(shown)
@@ -214,12 +214,12 @@ def open_regular(path: Path | str, *, inside: HeldDirectory | None = None) -> Bi
 
 
 def read_regular(path: Path | str, *, max_bytes: int, inside: Directory | None = None) -> bytes:
-    """The whole content of a file, or of an object in a bucket.
+    """Returns the whole content of a file, or of an object in a bucket.
 
     Args:
       path: of the file; links are followed.
-      max_bytes: what is larger is refused before it is read.
-      inside: see `open_regular`.
+      max_bytes: a larger file is refused before it is read.
+      inside: as in `open_regular`.
 
     Raises:
       FileNotFoundError: if there is none.

@@ -1,10 +1,10 @@
 """Work that goes on after a kill or a full disk, when the same command is given again.
 
-Until a target is complete, what is written lies in a folder beside it:
+Until a target is complete, its files lie in a folder beside it:
 
     .NAME.partial/job.sha256    which work it is; another work empties the folder
-    .NAME.partial/notes/        what the work has found out
-    .NAME.partial/...           what is done of the target
+    .NAME.partial/notes/        results that the work has noted
+    .NAME.partial/...           the finished parts of the target
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class Workplace:
     """
 
     def __init__(self, target: Path, job: Any = None, *, suffix: str = PARTIAL):
-        """Touches nothing yet.
+        """Touches no file yet.
 
         Args:
           target: what the command makes.
@@ -61,7 +61,7 @@ class Workplace:
         self._job = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
 
     def __enter__(self) -> Self:
-        """Locks the folder, and empties it unless it is of the same job.
+        """Locks the folder, and empties it unless its files are of the same job.
 
         Raises:
           InputError: if the target exists, or another command is writing it.
@@ -79,7 +79,7 @@ class Workplace:
         return self
 
     def begin_anew(self) -> None:
-        """Removes what an earlier command left in the folder."""
+        """Removes the files that an earlier command left in the folder."""
         remove_content(self.folder)
         (self.folder / _JOB).write_durably(self._job.encode())
 
@@ -89,7 +89,7 @@ class Workplace:
         (self.folder / _NOTES / f"{name}.json").replace_content(json.dumps(data).encode())
 
     def notes(self, names: Iterable[str] | None = None) -> dict[str, Any]:
-        """The data stored by `note`, by name; also before a kill. Of some names, or of all."""
+        """Returns the data stored by `note` under some names, or under all, including data from before a kill."""
         found = {file.stem: file for file in (self.folder / _NOTES).glob("*.json")}
         wanted = found if names is None else [name for name in names if name in found]
         return {name: json.loads(found[name].read_bytes()) for name in wanted}
@@ -113,7 +113,7 @@ class Workplace:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            # What the user can correct is corrected by another input, and then it is another job.
+            # Bad input is corrected by other input, and then it is another job.
             if error is not None and self._goes_on and not isinstance(error, InputError):
                 note = f"what is done of it is kept: the same command goes on, moe-jax clean {self._target} removes it"
                 if note not in getattr(error, "__notes__", ()):
@@ -132,7 +132,7 @@ class Workplace:
 
 
 def open_work(target: Path, job: Any = None) -> Workplace | RemoteWork:
-    """A `Workplace` for a target, on a disk or in a bucket."""
+    """Returns a `Workplace` for a target, on a disk or in a bucket."""
     target = as_path(target)
     return RemoteWork(target, job, suffix=PARTIAL) if isinstance(target, BucketPath) else Workplace(target, job)
 
@@ -140,7 +140,7 @@ def open_work(target: Path, job: Any = None) -> Workplace | RemoteWork:
 def require_space(target: Path, needed: int) -> None:
     """Raises `InputError` if a target of `needed` bytes has no room on its disk. Buckets have room.
 
-    What an interrupted command has written of it counts as room: it is gone on with, or removed.
+    The files that an interrupted command wrote of it count as free space: they are used again, or removed.
     """
     target = as_path(target).absolute()
     if isinstance(target, BucketPath):
@@ -157,7 +157,7 @@ def require_space(target: Path, needed: int) -> None:
 
 
 def _bytes_on_disk(folder: Path) -> int:
-    """What the files below a folder take. Another command may be at work there: a file that has just gone counts 0."""
+    """Returns the bytes of all files below a folder. A file that another command removes meanwhile counts 0."""
     blocks = 0
     for parent, _, names in os.walk(folder):  # skips a folder that has gone
         for name in names:
@@ -174,7 +174,7 @@ def _remove_empty(folders: Iterable[Path]) -> None:
 
 
 def _take_back_notes(error: BaseException, folder: Path) -> None:
-    """Removes what was noted on an error of work inside a folder that goes away with it."""
+    """Removes the notes of an error that speak of work inside a folder which is removed."""
     if hasattr(error, "__notes__"):
         error.__notes__ = [note for note in error.__notes__ if str(folder) not in note]
 
@@ -183,8 +183,8 @@ def _take_back_notes(error: BaseException, folder: Path) -> None:
 def staged_directory(target: Path) -> Iterator[StoragePath]:
     """Yields a folder beside the target, which becomes the target if the block ends without an error, else is removed.
 
-    The remains of a killed command are removed first. In a bucket the folder is the target, and what is written last
-    makes it count.
+    The remains of a killed command are removed first. In a bucket the folder is the target itself, and the file that is
+    written last makes it count.
 
     Raises:
       InputError: if the target exists, or another command is writing it.
@@ -196,10 +196,10 @@ def staged_directory(target: Path) -> Iterator[StoragePath]:
 
 
 def leftovers(directory: Path) -> list[StoragePath]:
-    """What interrupted commands left of a target, or of targets in a directory.
+    """Returns the folders that interrupted commands left of a target, or of targets in a directory.
 
     Args:
-      directory: what the command was to make, or the folder in which it was to make something.
+      directory: the target of the command, or a folder in which commands made their targets.
     """
     directory = as_path(directory).absolute()
     if isinstance(directory, BucketPath):
@@ -214,7 +214,7 @@ def leftovers(directory: Path) -> list[StoragePath]:
 
 
 def remove_leftover(folder: StoragePath) -> int | None:
-    """Removes one of the `leftovers`; returns how many bytes that frees, None in a bucket.
+    """Removes one of the `leftovers`; returns the number of bytes that this frees, None in a bucket.
 
     Raises:
       InputError: if a command is working there.

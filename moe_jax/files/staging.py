@@ -1,4 +1,4 @@
-"""Atomic writing of directories: beside their target, and renamed at the end. See also `resume`."""
+"""Writes directories atomically: beside their target, and renamed at the end. `resume` does so for work that goes on."""
 
 import contextlib
 import datetime
@@ -20,7 +20,7 @@ def refuse_existing(target: Path, *, buckets: bool = False) -> None:
     """Raises `InputError` if there is anything at `target` already, or it is no place to write to.
 
     Args:
-      target: what is to be made.
+      target: where a directory or file is to be made.
       buckets: whether it can be made in a bucket.
     """
     target = as_path(target)
@@ -34,9 +34,9 @@ def refuse_existing(target: Path, *, buckets: bool = False) -> None:
 
 
 def check_target(target: Path, *, buckets: bool = False) -> None:
-    """Raises `InputError` if nothing can be made at `target`: see `refuse_existing` and `check_writable`.
+    """Raises `InputError` if nothing can be made at `target`, as `refuse_existing` and `check_writable` do.
 
-    For commands to ask before they do what takes long.
+    Commands call this before work that takes long.
     """
     refuse_existing(target, buckets=buckets)
     check_writable(target)
@@ -45,8 +45,8 @@ def check_target(target: Path, *, buckets: bool = False) -> None:
 def check_writable(target: Path) -> None:
     """Raises `InputError` if the folder in which `target` would be made, or the folders above it, cannot be written.
 
-    A folder is made there and removed: rights do not tell of file systems such as /proc, and not root of its own. In a
-    bucket it is an object.
+    A folder is made there and removed, because access rights say nothing about file systems such as /proc, or about
+    what root may do. In a bucket, an object is written and removed.
     """
     target = as_path(target).absolute()
     if isinstance(target, BucketPath):
@@ -85,9 +85,9 @@ def rename_durably(directory: StoragePath, target: StoragePath) -> None:
 
 
 def place_to_replace(target: StoragePath) -> StoragePath:
-    """Returns where a directory is made that will take the place of another, and removes what a kill has left there.
+    """Returns the place to make a directory that will replace another one; removes what a killed command left there.
 
-    In a bucket nothing takes another's place at once: it is the same place, and the old directory is removed.
+    In a bucket nothing is replaced at once: it is the same place, and the old directory is removed.
     """
     if isinstance(target, BucketPath):
         remove_finished(target)
@@ -100,7 +100,7 @@ def place_to_replace(target: StoragePath) -> StoragePath:
 
 
 def replace_directory(target: StoragePath, fresh: StoragePath) -> None:
-    """Moves what was made at `place_to_replace` to `target`, and removes the old directory there."""
+    """Moves the directory made at `place_to_replace` to `target`, and removes the old directory there."""
     if fresh == target:
         return
     old = target.beside("old")
@@ -151,7 +151,7 @@ class DirectoryLock:
         self._holder.write_text(f"process {os.getpid()} on {socket.gethostname()} since {now}", encoding="utf-8")
 
     def release(self) -> None:
-        """Lets others in."""
+        """Unlocks the directory."""
         self._holder.unlink(missing_ok=True)
         os.close(self._descriptor)
 
@@ -160,12 +160,12 @@ def hold_alone(directory: StoragePath, holder: str) -> DirectoryLock | Lease:
     """Keeps all other processes out of a directory, which is created if necessary, until `release`.
 
     Args:
-      directory: on a disk, where it is locked, or in a bucket, where the file is a lease.
-      holder: the name of a file that says who is at work.
+      directory: on a disk, where it is locked; or in a bucket, where the file is a lease.
+      holder: the name of a file that says which process is at work.
 
     Raises:
-      InputError: if another process is at work; the message says which. A lease that nobody renews any more is waited
-        for.
+      InputError: if another process is at work; the message says which. If a lease is no longer renewed, this waits
+        until it runs out.
     """
     if not isinstance(directory, BucketPath):
         return DirectoryLock(directory, holder)

@@ -106,15 +106,15 @@ class StoragePath(PosixPath):
         shutil.rmtree(self)
 
     def beside(self, suffix: str) -> Self:
-        """The hidden name `.NAME.SUFFIX` in the same folder."""
+        """Returns the hidden name `.NAME.SUFFIX` in the same folder."""
         return self.with_name(f".{self.name}.{suffix}")
 
     def files_below(self) -> list[str]:
-        """Names of all files in a folder and below, relative to it and sorted; in a bucket, as far as listings show."""
+        """Returns names of all files in a folder and below, relative to it and sorted; in a bucket, as far as listings show."""
         return sorted(file.relative_to(self).as_posix() for file in self.rglob("*") if file.is_file())
 
     def matching(self) -> list["StoragePath"]:
-        """The files that this path means as a pattern (`**` for any depth), sorted.
+        """Returns the files that this path means as a pattern (`**` for any depth), sorted.
 
         As much of its beginning as is the path of a folder is no pattern, whatever characters it has: `run[1]/*.txt`.
         """
@@ -142,7 +142,7 @@ class StoragePath(PosixPath):
             raise FileNotFoundError(f"no directory {self.parent} to write {self.name} to")
 
     def way_to(self, place: "StoragePath") -> str | None:
-        """The relative path to another place from this folder, both without links; None if there is none."""
+        """Returns the relative path to another place from this folder, both without links; None if there is none."""
         return os.path.relpath(place, self) if place.on_disk else None
 
     def follow(self, way: str) -> "StoragePath":
@@ -151,16 +151,16 @@ class StoragePath(PosixPath):
         return there if there.is_absolute() else (self / way).resolve()
 
     def kvstore(self) -> dict[str, Any]:
-        """The folder as a key-value store of TensorStore."""
+        """Returns the folder as a key-value store of TensorStore."""
         return {"driver": "file", "path": f"{self}/"}
 
     def storage_error(self, text: str) -> Exception | None:
-        """The error of the disk or the bucket that a library's message tells of; None: it tells of none."""
+        """Returns the error of the disk or the bucket that a library's message tells of; None: it tells of none."""
         found = next((code for code in _DISK_ERRORS if os.strerror(code) in text), None)
         return None if found is None else OSError(found, os.strerror(found), str(self))
 
     def local_folder(self) -> "LocalFolder":
-        """A folder on this machine's disk, for programs that write files bit by bit."""
+        """Returns a folder on this machine's disk, for programs that write files bit by bit."""
         self.mkdir(parents=True, exist_ok=True)
         return LocalFolder(self, self)
 
@@ -465,12 +465,12 @@ class BucketPath(StoragePath):
         self.growing(content.decode().splitlines(keepends=True))
 
     def part(self, number: int) -> "BucketPath":
-        """The object of a part of a file that grows."""
+        """Returns the object of a part of a file that grows."""
         return self if number == 0 else self.with_name(f"{self.name}.{number}")
 
 
 def as_path(path: str | os.PathLike[str]) -> StoragePath:
-    """The path that a text, or another path, stands for; an address is one also where `Path` has made one slash of its
+    """Returns the path that a text, or another path, stands for; an address is one also where `Path` has made one slash of its
     two.
 
     Raises:
@@ -482,7 +482,7 @@ def as_path(path: str | os.PathLike[str]) -> StoragePath:
 
 
 def read_generation(path: StoragePath) -> Found | None:
-    """The object at a path in a bucket, with its generation; None if there is none."""
+    """Returns the object at a path in a bucket, with its generation; None if there is none."""
     assert isinstance(path, BucketPath)
     return path.objects.read(path.key)
 

@@ -1,4 +1,4 @@
-"""Strict reading of dataclasses from TOML and JSON: unknown keys, missing keys and wrong types are errors."""
+"""Reads dataclasses strictly from TOML and JSON: unknown keys, missing keys and wrong types are errors."""
 
 import contextlib
 import dataclasses
@@ -52,9 +52,9 @@ def parse(cls: type[T], table: Mapping[str, Any], *, where: str, language: Liter
 
     Args:
       cls: the dataclass.
-      table: what the file holds.
+      table: the content of the file.
       where: the file, named at the beginning of the message.
-      language: of the file; messages use its terms.
+      language: the language of the file; messages use its terms.
 
     Raises:
       InputError: one error that lists every unknown key, missing key and value of a wrong type by its key path,
@@ -73,7 +73,7 @@ _MAX_PROBLEMS = 100
 
 
 class _Enough(Exception):
-    """More problems were found than are told."""
+    """More problems were found than one message lists."""
 
 
 class _Reader:
@@ -88,7 +88,7 @@ class _Reader:
         self._words = words
 
     def build(self, cls: type, table: Mapping[str, Any], path: str) -> Any:
-        """The dataclass that a table describes; None if there is a problem."""
+        """Builds the dataclass that a table describes; None if there is a problem."""
         if hasattr(cls, "from_json"):
             return self._built(lambda: cls.from_json(table, lambda part, rest: self.build(part, rest, path)), path)
         fields = {field.name: field for field in dataclasses.fields(cls)}
@@ -173,19 +173,19 @@ def _annotations(cls: type) -> dict[str, Any]:
 
 
 def _options(annotation: Any) -> tuple[Any, ...]:
-    """The types of a union; for any other type, the type itself."""
+    """Returns the types of a union; for any other type, the type itself."""
     is_union = isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union
     return typing.get_args(annotation) if is_union else (annotation,)
 
 
 def _words_of(annotation: Any) -> tuple[str, ...]:
-    """The strings between which a field is a choice; none if it is no choice."""
+    """Returns the strings that a field chooses from; empty if it is no choice."""
     literals = (option for option in _options(annotation) if typing.get_origin(option) is Literal)
     return tuple(word for literal in literals for word in typing.get_args(literal) if isinstance(word, str))
 
 
 def _needed_besides(value: Any) -> str | None:
-    """What a value of the right type must be besides, and is not; None: nothing."""
+    """Returns the condition that a value of the right type fails, such as being finite; None if it fails none."""
     if type(value) is int and not fits_64_bits(value):
         return "an integer of at most 64 bits"
     if type(value) is float and not math.isfinite(value):

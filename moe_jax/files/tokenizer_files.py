@@ -19,10 +19,10 @@ _OTHERS = frozenset({"generation_config.json"})
 
 
 def companions_in(directory: Path) -> tuple[Path, ...]:
-    """The files in the directory of a model that are copied unchanged with it, sorted. Whatever else lies there stays.
+    """Returns the files in the directory of a model that are copied unchanged with it, sorted. No others are copied.
 
     Raises:
-      InputError: see `refuse_links_out`.
+      InputError: for a link to a file elsewhere, as in `refuse_links_out`.
     """
     directory = as_path(directory)
     if isinstance(directory, BucketPath):
@@ -33,14 +33,14 @@ def companions_in(directory: Path) -> tuple[Path, ...]:
 
 
 def list_companions(directory: StoragePath, names: Iterable[str]) -> None:
-    """Writes down which files go with a model, where listings may not show them yet: in a bucket."""
+    """Writes a list of the files that go with a model in a bucket, where listings may not show them yet."""
     if not isinstance(directory, BucketPath):
         return
     (directory / _LIST).write_bytes(json.dumps({"files": sorted(names)}).encode())
 
 
 def _in_bucket(directory: BucketPath) -> list[Path]:
-    """What listings show, and what is known to be there."""
+    """Returns the files of a folder that a listing shows, and those that `list_companions` has recorded."""
     names = {child.name for child in directory.iterdir()} | set(_listed(directory))
     return [directory / name for name in sorted(names)]
 
@@ -56,16 +56,16 @@ def _listed(directory: BucketPath) -> list[str]:
 
 
 def read_companion(file: Path) -> bytes:
-    """The content of a file that goes with a model, to be written beside another.
+    """Returns the content of a file that goes with a model, to be written beside another.
 
     Raises:
-      InputError: if it is not a regular file, or larger than any of these are.
+      InputError: if it is not a regular file, or larger than `MAX_BYTES`.
     """
     return read_regular(file, max_bytes=MAX_BYTES)
 
 
 def refuse_links_out(directory: Path, files: Iterable[Path]) -> None:
-    """Raises `InputError` for a link to a file elsewhere: what is nobody's business would be published under its name.
+    """Raises `InputError` for a link to a file elsewhere: a private file could be published under its name.
 
     In the cache of the Hugging Face hub, the files of a snapshot are links into the folder `blobs` beside `snapshots`.
     """
@@ -88,10 +88,10 @@ def is_of_tokenizer(name: str) -> bool:
 
 
 def tokenizer_files(file: Path) -> dict[str, Path]:
-    """The files of a tokenizer by their standard names: the file itself, whatever it is called, and those beside it.
+    """Returns the files of a tokenizer by their standard names: `file` itself, whatever its name, and those beside it.
 
     Raises:
-      InputError: see `refuse_links_out`.
+      InputError: for a link to a file elsewhere, as in `refuse_links_out`.
     """
     directory, own = as_path(file).parent, {TOKENIZER: file}
     if isinstance(directory, BucketPath):
@@ -102,6 +102,6 @@ def tokenizer_files(file: Path) -> dict[str, Path]:
 
 
 def with_tokenizer(files: Iterable[Path], tokenizer: Path) -> dict[str, Path]:
-    """The files of a model by name, with another tokenizer in the place of its own."""
+    """Returns the files of a model by name, with another tokenizer instead of its own."""
     rest = {path.name: path for path in files if not is_of_tokenizer(path.name)}
     return rest | tokenizer_files(tokenizer)

@@ -120,7 +120,7 @@ class AdapterDirectory(ModelDirectory, OverBase):
         return self._leaves.stored_bytes(path)
 
     def fingerprint(self) -> str:
-        """Identity of config, base and own weights: a SHA-256."""
+        """Returns identity of config, base and own weights: a SHA-256."""
         return hashlib.sha256(f"{super().fingerprint()}{self._base_fingerprint}".encode()).hexdigest()
 
     @cached_property

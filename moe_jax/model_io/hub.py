@@ -50,7 +50,7 @@ def _name(text: str) -> re.Match[str] | None:
 
 
 def local_model(path: Path | str, *, weights: bool = True) -> Path:
-    """The path itself; or of a name on the Hub the folder that its files were downloaded to.
+    """Returns the path itself; or of a name on the Hub the folder that its files were downloaded to.
 
     Args:
       path: a path, or `org/name[@revision]`.
@@ -119,7 +119,7 @@ def _fetch(repository: str, revision: str | None, weights: bool) -> Path:
 
 
 def _cached(repository: str, revision: str | None) -> Path:
-    """The folder in the cache of a model that was fetched before."""
+    """Returns the folder in the cache of a model that was fetched before."""
     import huggingface_hub
 
     config = huggingface_hub.hf_hub_download(repository, CONFIG, revision=revision, local_files_only=True)
@@ -127,7 +127,7 @@ def _cached(repository: str, revision: str | None) -> Path:
 
 
 def _wanted(names: Iterable[str]) -> list[str]:
-    """The files of a repository that make up a model."""
+    """Returns the files of a repository that make up a model."""
     here = [name for name in names if "/" not in name]
     safetensors = [name for name in here if _SAFETENSORS.fullmatch(name)]
     weights = safetensors or [name for name in here if _TORCH.fullmatch(name)]

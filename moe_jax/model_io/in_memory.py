@@ -38,7 +38,7 @@ class LeavesInMemory:
         self._leaves = leaves
 
     def read(self, path: str) -> np.ndarray:
-        """One leaf, not copied.
+        """Returns one leaf, not copied.
 
         Raises:
           InputError: if there is no such leaf.
@@ -68,7 +68,7 @@ class DecoderLeaves:
         }
 
     def read(self, path: str) -> np.ndarray:
-        """One leaf."""
+        """Returns one leaf."""
         leaf, index = self._leaves[path]
         return np.asarray(layer_of(leaf, index))
 
@@ -111,7 +111,7 @@ class ModelInMemory:
         return self.leaves.stored_bytes(path)
 
     def fingerprint(self) -> str:
-        """A SHA-256 of config and weights; a model directory with the same content has the same one."""
+        """Returns a SHA-256 of config and weights; a model directory with the same content has the same one."""
         leaves = fingerprint_leaves(self.specs(), lambda path: sample_array(self.read(path)))
         return fingerprint_model(self.config, leaves)
 

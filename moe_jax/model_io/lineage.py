@@ -52,7 +52,7 @@ def job_of(lineage: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def read_lineage(path: Path, *, inside: Directory | None = None) -> list[dict[str, Any]]:
-    """The entries of a model directory; none for a directory without lineage, such as Hugging Face's.
+    """Returns the entries of a model directory; none for a directory without lineage, such as Hugging Face's.
 
     Args:
       path: of the directory.

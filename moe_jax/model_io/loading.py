@@ -30,7 +30,7 @@ _STACKED = re.compile(r"(stack/|encoder/|)segments/(\d+)/blocks/(\d+)/(.*)")
 
 
 def abstract_model(config: ModelConfig, *, compute_dtype: str = "float32", remat: str = "none") -> Decoder:
-    """The model with `ShapeDtypeStruct`s instead of parameters, which takes no memory."""
+    """Returns the model with `ShapeDtypeStruct`s instead of parameters, which takes no memory."""
     environment = strategy_from_environment(), exchange_from_environment()
     return nnx.merge(*_abstract_parts(config, compute_dtype, remat, environment), copy=True)
 
@@ -46,7 +46,7 @@ def _abstract_parts(
 
 
 def leaf_specs(config: ModelConfig, dtype: str | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-    """The leaves of a model on disk: leaf path -> shape and dtype. No weights are needed or made.
+    """Returns the leaves of a model on disk: leaf path -> shape and dtype. No weights are needed or made.
 
     Args:
       config: of the model.
@@ -66,7 +66,7 @@ def _leaf_specs(config: ModelConfig, dtype: str | None) -> dict[str, jax.ShapeDt
 
 
 def disk_paths(config: ModelConfig, path: str, *, stacked: bool = True) -> list[str]:
-    """Paths on disk of a parameter in memory: one per repeat if it is stacked.
+    """Returns paths on disk of a parameter in memory: one per repeat if it is stacked.
 
     stack/segments/0/blocks/1/mlp/up/kernel -> layers/1/mlp/up/kernel, layers/3/mlp/up/kernel, ...
     stack/final_norm/scale                  -> final_norm/scale
@@ -125,7 +125,7 @@ def load_model(
         shardings = state_shardings(state, mesh)
 
     def reader(name: str, dtype: jnp.dtype) -> Callable[[Index], np.ndarray]:
-        """A function that returns a box of a leaf, and reads it once."""
+        """Returns a function that returns a box of a leaf, and reads it once."""
 
         def checked(leaf: np.ndarray) -> np.ndarray:
             if finite:
@@ -170,7 +170,7 @@ def load_model(
 
 
 def dtype_for_generation(source: ModelSource, compute_dtype: str, mesh: Mesh | None = None) -> str | None:
-    """The `param_dtype` with which a model that is only to generate is best loaded.
+    """Returns the `param_dtype` with which a model that is only to generate is best loaded.
 
     On a CPU XLA converts narrower weights to the dtype of the activations anew for every token, which takes several
     times as long as the token itself. So there they are widened when they are read, which changes no result, unless
@@ -201,7 +201,7 @@ def model_leaves(model: Decoder) -> Iterator[tuple[str, jax.Array | np.ndarray]]
 
 
 def layer_of(leaf: jax.Array, index: int | None) -> jax.Array | np.ndarray:
-    """One of several stacked layers, on the host if they are small and no other host has a part; the leaf if `index` is
+    """Returns one of several stacked layers, on the host if they are small and no other host has a part; the leaf if `index` is
     None."""
     if index is None:
         return leaf

@@ -119,12 +119,12 @@ class ModelDirectory:
         return self._reader.stored_bytes(path)
 
     def fingerprint(self) -> str:
-        """A SHA-256 of config and weights."""
+        """Returns a SHA-256 of config and weights."""
         return fingerprint_model(self.config, self._reader.fingerprint())
 
 
 def fingerprint_model(config: ModelConfig, leaves: str) -> str:
-    """A SHA-256 of a config and the fingerprint of the weights."""
+    """Returns a SHA-256 of a config and the fingerprint of the weights."""
     return hashlib.sha256(_identity(config_to_json(config)) + leaves.encode()).hexdigest()
 
 
@@ -200,7 +200,7 @@ class ModelDirectoryWriter:
         self._work.note(name, data)
 
     def notes(self, names: Iterable[str]) -> dict[str, Any]:
-        """The data stored by `note` under some names; in a resumed job, also that of the interrupted one. All processes
+        """Returns the data stored by `note` under some names; in a resumed job, also that of the interrupted one. All processes
         make the call."""
         names = list(names)
         return first_decides(lambda: self._work.notes(names))

@@ -30,7 +30,7 @@ class ModelReference:
 
     @classmethod
     def to(cls, source: ModelSource, directory: Path) -> Self:
-        """A reference to a model on the disk, from a directory, which need not be there yet."""
+        """Returns a reference to a model on the disk, from a directory, which need not be there yet."""
         place, here = as_path(source.path).resolve(), as_path(directory).resolve()
         way = here.way_to(place)
         if way is None:

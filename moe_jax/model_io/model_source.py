@@ -50,7 +50,7 @@ class ModelSource(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """A hash that identifies config and weights."""
+        """Returns a hash that identifies config and weights."""
         ...
 
 
@@ -70,7 +70,7 @@ class _Readable(Protocol):
 
 
 def read_part(leaves: _Readable, path: str, part: tuple[slice, ...]) -> np.ndarray:
-    """A box of a leaf, of a model or a set of leaves. Where these can, only its bytes are read.
+    """Returns a box of a leaf, of a model or a set of leaves. Where these can, only its bytes are read.
 
     Args:
       leaves: what has the leaf; with `read_part(path, part)` if it can read parts.

@@ -104,7 +104,7 @@ class LeavesOverBase:
         return 0 if made or source is None else self._base.stored_bytes(source)
 
     def _own_leaves(self, path: str) -> StoredLeaves | None:
-        """The model's own leaves, if this is one of them."""
+        """Returns the model's own leaves, if this is one of them."""
         return self._own if self._own is not None and path in self._own.specs else None
 
     def _quantize(self, kernel: str, folder: str) -> None:
@@ -125,7 +125,7 @@ class LeavesOverBase:
 
 
 def _host() -> Any:
-    """The host's CPU, so that quantisation gives the same codes with every accelerator."""
+    """Returns the host's CPU, so that quantisation gives the same codes with every accelerator."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS names an accelerator only

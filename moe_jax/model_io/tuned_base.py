@@ -18,7 +18,7 @@ _PESC_BASE = "experts/base/"
 
 
 def base_config(config: ModelConfig, *, keep_nf4: bool = False) -> ModelConfig:
-    """The config of the base: without adapters, LoRA, PERFT, NF4 and `frozen_base`.
+    """Returns the config of the base: without adapters, LoRA, PERFT, NF4 and `frozen_base`.
 
     A layer with adapter experts (PESC) becomes dense again, with the FFN that they share, unless these experts belong
     to the base. A config without any of these is returned equal, with `frozen_base` off.
@@ -32,7 +32,7 @@ def base_config(config: ModelConfig, *, keep_nf4: bool = False) -> ModelConfig:
 
 
 def as_base(config: ModelConfig) -> ModelConfig:
-    """The config in which adapter experts (PESC) belong to the model, so that it can be the base of other adapters.
+    """Returns the config in which adapter experts (PESC) belong to the model, so that it can be the base of other adapters.
 
     The config of a model with a frozen base is returned unchanged: its adapters are not part of that base.
     """
@@ -48,7 +48,7 @@ def is_tuned(config: ModelConfig) -> bool:
 
 
 def with_nf4(config: ModelConfig, nf4: bool) -> ModelConfig:
-    """The config with the kernels of attention, FFNs, shared bases and full experts in NF4, or with none in NF4.
+    """Returns the config with the kernels of attention, FFNs, shared bases and full experts in NF4, or with none in NF4.
 
     Embeddings, head, norms, routers, biases and adapters are never NF4, and a base in codes of its own keeps these.
     """
@@ -65,7 +65,7 @@ def with_nf4(config: ModelConfig, nf4: bool) -> ModelConfig:
 
 
 def base_leaf(config: ModelConfig, path: str) -> str | None:
-    """The leaf of the base that a leaf of a tuned model equals or is made from; None for a new leaf.
+    """Returns the leaf of the base that a leaf of a tuned model equals or is made from; None for a new leaf.
 
     All leaves of an NF4 kernel are made from the same kernel:
 
@@ -91,13 +91,13 @@ def base_leaf(config: ModelConfig, path: str) -> str | None:
 
 
 def kernel_of(path: str) -> str | None:
-    """The path of the kernel that an NF4 leaf belongs to; None for any other leaf."""
+    """Returns the path of the kernel that an NF4 leaf belongs to; None for any other leaf."""
     match = _NF4.fullmatch(path)
     return f"{match[1]}/kernel" if match else None
 
 
 def own_leaves(config: ModelConfig) -> frozenset[str]:
-    """Paths of the leaves that the base does not have: adapters, LoRA, and routers that choose among adapters."""
+    """Returns paths of the leaves that the base does not have: adapters, LoRA, and routers that choose among adapters."""
     return frozenset(path for path in leaf_specs(config) if base_leaf(config, path) is None)
 
 
@@ -120,7 +120,7 @@ def _is_pesc(layer: LayerConfig) -> bool:
 
 
 def with_of_base(layer: LayerConfig, of_base: bool) -> LayerConfig:
-    """The layer with adapter experts, where it has any, that are the base's or stand beside it."""
+    """Returns the layer with adapter experts, where it has any, that are the base's or stand beside it."""
     if not isinstance(layer.mlp, MoEConfig) or not isinstance(layer.mlp.bank.form, BesideBase):
         return layer
     bank = dataclasses.replace(layer.mlp.bank, form=layer.mlp.bank.form.as_part_of_base(of_base))

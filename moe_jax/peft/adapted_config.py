@@ -32,7 +32,7 @@ _REQUIRED = {"experts": ("perft-r", "perft-d"), "top_k": ("perft-r",), "targets"
 
 
 def adapted_config(config: ModelConfig, spec: AdaptSpec) -> ModelConfig:
-    """The config of a model with new adapters over a frozen base.
+    """Returns the config of a model with new adapters over a frozen base.
 
     Args:
       config: of the base.
@@ -96,7 +96,7 @@ def parse_adapter(spec: AdaptSpec) -> AdapterConfig:
 
 
 def targets_of(config: ModelConfig) -> tuple[str, ...]:
-    """Names of the kernels that can get LoRA in at least one layer of a model."""
+    """Returns names of the kernels that can get LoRA in at least one layer of a model."""
     of_attention = (name for layer in config.layers for name in layer.attention.projections)
     of_mlp = (name for layer in config.layers for name in _targets(layer.mlp))
     return tuple(dict.fromkeys([*of_attention, *of_mlp]))
@@ -192,7 +192,7 @@ def _with_lora(layer: LayerConfig, spec: AdaptSpec, adapter: AdapterConfig) -> L
 
 
 def _targets(mlp: FFNConfig | MoEConfig) -> tuple[str, ...]:
-    """Names of the kernels of a layer's FFN or MoE that can get LoRA."""
+    """Returns names of the kernels of a layer's FFN or MoE that can get LoRA."""
     if isinstance(mlp, FFNConfig):
         return mlp.matrices
     router = () if mlp.universal == "coder" else (ROUTER,)

@@ -125,7 +125,7 @@ def unmergeable(config: ModelConfig) -> dict[str, str]:
 
 
 def merged_config(config: ModelConfig) -> ModelConfig:
-    """The config after merging: without LoRA, NF4, codes of a base that has LoRA, and `frozen_base`.
+    """Returns the config after merging: without LoRA, NF4, codes of a base that has LoRA, and `frozen_base`.
 
     Adapters (PESC, PERFT) stay.
     """
@@ -147,7 +147,7 @@ def _plain(ffn: FFNConfig) -> FFNConfig:
 
 
 def _lora_beside(config: ModelConfig, path: str) -> LoRAConfig | None:
-    """The LoRA of the kernel at a path, if it has any."""
+    """Returns the LoRA of the kernel at a path, if it has any."""
     match = _KERNEL.fullmatch(path)
     if not match:
         return None
@@ -162,7 +162,7 @@ def _lora_beside(config: ModelConfig, path: str) -> LoRAConfig | None:
 
 
 def _folded_kernel(source: ModelSource, path: str) -> np.ndarray:
-    """A merged kernel, or a stack of them, in the dtype of the kernel without LoRA."""
+    """Returns a merged kernel, or a stack of them, in the dtype of the kernel without LoRA."""
     module, lora = path.removesuffix("/kernel"), _lora_beside(source.config, path)
     shape = leaf_specs(merged_config(source.config))[path].shape
     result = np.empty(shape, _kernel_dtype(source, path))
@@ -197,7 +197,7 @@ def _kernels(source: ModelSource, path: str, shape: tuple[int, ...]) -> Iterator
 
 
 def _kernel_dtype(source: ModelSource, path: str) -> np.dtype:
-    """The dtype of the kernel; of one in codes, that of the base's kernel, or else of the model."""
+    """Returns the dtype of the kernel; of one in codes, that of the base's kernel, or else of the model."""
     if path in source.specs():
         return np.dtype(source.specs()[path].dtype)
     if source.base is not None:

@@ -22,7 +22,7 @@ from moe_jax.peft.patterns import full_matches
 def trainable_paths(
     model: Decoder, *, train: Sequence[str] | None = None, freeze: Sequence[str] = ()
 ) -> frozenset[str]:
-    """Paths in memory (`stack/segments/0/blocks/1/...`) of the parameters that are trained.
+    """Returns paths in memory (`stack/segments/0/blocks/1/...`) of the parameters that are trained.
 
     A parameter is trained if it matches a pattern of `train` and none of `freeze`. Never trained are integer leaves,
     NF4 kernels, and what a bank itself freezes (the base, with `train_base=False`).

@@ -29,7 +29,7 @@ class ParameterGroup(NamedTuple):
 
 
 def trained_groups(config: ModelConfig, trained: Collection[str]) -> list[ParameterGroup]:
-    """The parameters that are trained, grouped over layers, in the order of the model.
+    """Returns the parameters that are trained, grouped over layers, in the order of the model.
 
     Args:
       config: of the model.
@@ -79,7 +79,7 @@ def print_trained(console: rich.console.Console, config: ModelConfig, trained: C
 
 
 def _router_lines(config: ModelConfig, sizes: Mapping[str, int], trained: Collection[str]) -> list[str]:
-    """Lines that say whether the model's routers, and routers of adapters, are trained."""
+    """Returns lines that say whether the model's routers, and routers of adapters, are trained."""
     own = own_leaves(config)
     routers = [path for path in sizes if "/router/" in path]
     lora = [path for path in routers if "/lora/" in path]
@@ -104,7 +104,7 @@ def _router_lines(config: ModelConfig, sizes: Mapping[str, int], trained: Collec
 
 
 def _moe_of(config: ModelConfig, path: str) -> MoEConfig:
-    """The layer of a leaf of a router."""
+    """Returns the layer of a leaf of a router."""
     moe = config.layers[int(path.split("/")[1])].mlp
     assert isinstance(moe, MoEConfig)
     return moe
@@ -122,7 +122,7 @@ def _as_nf4(config: ModelConfig, sizes: Mapping[str, int]) -> str:
 
 
 def _percent(part: int, total: int) -> str:
-    """A share in percent, with enough digits that a small one is not 0."""
+    """Returns a share in percent, with enough digits that a small one is not 0."""
     share = part / total
     return f"{share:.2%}" if share >= 0.001 or not part else f"{100 * share:.2g}%"
 

@@ -61,7 +61,7 @@ class Branches:
         self._dtypes = {path: spec.dtype for path, spec in base.specs().items()}
 
     def read(self, path: str) -> np.ndarray:
-        """A leaf of what is no expert. Leaves of the models are added up one after the other, in float32."""
+        """Returns a leaf of what is no expert. Leaves of the models are added up one after the other, in float32."""
         if self._rest_from == "base":
             return self._base.read(path)
         total = self._models[0].read(path).astype(np.float32)
@@ -71,11 +71,11 @@ class Branches:
         return total.astype(self._dtypes[path])
 
     def ffn(self, prefix: str, names: Iterable[str]) -> Mapping[str, np.ndarray]:
-        """The FFN that is no expert, by the `names` of leaves below `prefix`."""
+        """Returns the FFN that is no expert, by the `names` of leaves below `prefix`."""
         return LazyLeaves(names, lambda name: self.read(prefix + name))
 
     def ffns(self, prefix: str, names: Iterable[str]) -> list[Mapping[str, np.ndarray]]:
-        """The FFN of every model, by the `names` of leaves below `prefix`."""
+        """Returns the FFN of every model, by the `names` of leaves below `prefix`."""
         names = tuple(names)
 
         def of(model: ModelSource) -> Mapping[str, np.ndarray]:
@@ -104,7 +104,7 @@ def _comparable(config: ModelConfig) -> dict[str, Any]:
 
 
 def _difference(ours: Any, theirs: Any, name: str = "") -> str | None:
-    """The first entry in which two nested values differ; None: they are equal."""
+    """Returns the first entry in which two nested values differ; None: they are equal."""
     if ours == theirs:
         return None
     pairs: list[tuple[str, Any, Any]] = []

@@ -72,7 +72,7 @@ def parse_rest(text: str) -> DenseParameters:
 
 
 def with_rest(config: ModelConfig, rest: DenseParameters) -> ModelConfig:
-    """The config with `rest` applied to the attention and the FFN (in an MoE, the experts' FFN) of every layer."""
+    """Returns the config with `rest` applied to the attention and the FFN (in an MoE, the experts' FFN) of every layer."""
     if rest.kind == "full":
         return config
     layers = tuple(_layer(layer, rest) for layer in config.layers)

@@ -268,7 +268,7 @@ def _write_adapter_experts(
 
 
 def _by_layer(paths: Iterable[str]) -> dict[str, list[str]]:
-    """Paths of leaves by their layer's index; under "" those outside the layers."""
+    """Returns paths of leaves by their layer's index; under "" those outside the layers."""
     by_layer: dict[str, list[str]] = {}
     for path in paths:
         by_layer.setdefault(path.split("/")[1] if path.startswith("layers/") else "", []).append(path)

@@ -71,7 +71,7 @@ def moe_leaves(
 
 
 def _router(up: np.ndarray, moe: MoEConfig, spec: UpcycleSpec, layer: int, given: np.ndarray | None) -> Leaves:
-    """A linear router, or XFT's gate network, whose noise begins at zero.
+    """Returns a linear router, or XFT's gate network, whose noise begins at zero.
 
     Pieces of one copy of the FFN have equal columns (a virtual group), so that all of them are chosen or none.
     """
@@ -146,7 +146,7 @@ def output_scale(gate: str, num_experts: int, top_k: int, granularity: int) -> f
 
 
 def piece_of(leaf: Leaf, path: str, index: int, pieces: int, scale: float) -> Leaf:
-    """A piece of a dense FFN's leaf: that of consecutive neurons, `scale` times as large where outputs are made of it.
+    """Returns a piece of a dense FFN's leaf: that of consecutive neurons, `scale` times as large where outputs are made of it.
 
     The bias of the output belongs to no neuron. Every piece has all of it, `scale / pieces` times as large: weights
     of the experts sum to `pieces / scale`.
@@ -162,7 +162,7 @@ def piece_of(leaf: Leaf, path: str, index: int, pieces: int, scale: float) -> Le
 
 
 def _changed(kernel: Kernel, name: str, spec: UpcycleSpec, layer: int, expert: int) -> Kernel:
-    """The kernel of an expert with noise, and with neurons drawn anew: that comes last, and is drawn without noise."""
+    """Returns the kernel of an expert with noise, and with neurons drawn anew: that comes last, and is drawn without noise."""
     changed, key = kernel, (MATRICES.index(name), expert)
     if spec.noise:
         changed = with_noise(kernel, spec.noise, stream(spec.seed, layer, NOISE, *key))
@@ -175,7 +175,7 @@ def _changed(kernel: Kernel, name: str, spec: UpcycleSpec, layer: int, expert: i
 
 
 def with_noise(kernel: Kernel, relative: float, random: np.random.Generator) -> Kernel:
-    """The kernel with Gaussian noise whose standard deviation is that of the kernel's entries times `relative`."""
+    """Returns the kernel with Gaussian noise whose standard deviation is that of the kernel's entries times `relative`."""
     _, deviation = _mean_and_deviation(kernel)
     noise = random.standard_normal(kernel.shape, np.float32)
     noise *= np.float32(relative * deviation)
@@ -183,7 +183,7 @@ def with_noise(kernel: Kernel, relative: float, random: np.random.Generator) -> 
 
 
 def dropped_neurons(random: np.random.Generator, count: int, share: float) -> Int[np.ndarray, " n"]:
-    """The neurons of an expert that are drawn anew: `floor(share * count)` of them, every set equally likely.
+    """Returns the neurons of an expert that are drawn anew: `floor(share * count)` of them, every set equally likely.
 
     That it is rounded down is how we read the paper; a neuron more or less is not told apart by its results.
     """

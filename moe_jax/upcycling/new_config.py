@@ -17,7 +17,7 @@ from moe_jax.upcycling.spec import UpcycleSpec
 
 
 def upcycled_config(dense: ModelConfig, spec: UpcycleSpec) -> ModelConfig:
-    """The config of the MoE made from a dense model.
+    """Returns the config of the MoE made from a dense model.
 
     Args:
       dense: its layers are all dense.

@@ -30,7 +30,7 @@ class Prompt(NamedTuple):
     first: int = 0
 
     def fingerprint(self) -> str:
-        """The same for the same tokens only."""
+        """Returns the same for the same tokens only."""
         return hashlib.sha256(np.asarray([self.first, *self.ids], np.int64).tobytes()).hexdigest()
 
 

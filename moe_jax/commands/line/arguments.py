@@ -1,4 +1,4 @@
-"""The arguments of a command as an object of its `Options`, by tyro; what is wrong with them in one line."""
+"""Reads the arguments of a command into its `Options` with tyro; reports errors in one line."""
 
 import contextlib
 import dataclasses
@@ -26,11 +26,11 @@ def parse_arguments(options: type[T], arguments: Sequence[str], *, command: str)
 
     Args:
       options: a dataclass that tyro understands.
-      arguments: what follows the command.
+      arguments: the arguments after the command.
       command: its name, as in `moe-jax train`.
 
     Returns:
-      The options; None if something else was asked for that the parser prints, such as what shells complete.
+      The options; None if the parser was asked to print something instead, such as completions for a shell.
 
     Raises:
       InputError: for arguments that are unknown, missing or cannot be read, numbers that are not finite or have more
@@ -62,7 +62,7 @@ def parse_arguments(options: type[T], arguments: Sequence[str], *, command: str)
 
 
 def _with_full_names(options: type, arguments: Sequence[str]) -> list[str]:
-    """The arguments, with dtypes by their full names: `--dtype bf16` is `--dtype bfloat16`."""
+    """Returns the arguments with the full names of dtypes: `--dtype bf16` becomes `--dtype bfloat16`."""
     choices = {flag_of(name): _words_of(hint) for name, hint in typing.get_type_hints(options).items()}
     full, flag = [], ""
     for argument in arguments:
@@ -76,14 +76,14 @@ def _with_full_names(options: type, arguments: Sequence[str]) -> list[str]:
 
 
 def _words_of(hint: Any) -> tuple[str, ...]:
-    """The words between which an option is a choice."""
+    """Returns the words that an option chooses from."""
     if typing.get_origin(hint) is typing.Literal:
         return typing.get_args(hint)
     return tuple(word for part in typing.get_args(hint) for word in _words_of(part))
 
 
 class _Rejected(Exception):
-    """What is wrong with the arguments, in words."""
+    """The arguments are wrong; the message says how."""
 
 
 def _usage_error(problem: str, command: str) -> InputError:
@@ -92,10 +92,10 @@ def _usage_error(problem: str, command: str) -> InputError:
 
 @contextlib.contextmanager
 def _parser_reports_to(options: type) -> Any:
-    """What tyro's parser finds wrong, and would draw a box around, is raised as `_Rejected`.
+    """Raises the errors that tyro's parser would print in a box as `_Rejected`.
 
-    The hook is not part of tyro's public interface. Where it is absent, or reports something that it did not when this
-    was written, tyro draws its box and exits, and the words in the box have to do.
+    The hook is not part of tyro's public interface. Where it is absent, or reports an event that is not known here,
+    tyro prints its box and exits, and the message is made of the words in the box.
     """
     try:
         from tyro._errors import on_parse_error
@@ -127,7 +127,7 @@ def _flags(options: type) -> list[str]:
 
 
 def _unknown_flags(arguments: Sequence[str], options: type) -> list[str]:
-    """The first argument that looks like an option and is none, in a list."""
+    """Returns a list with the first argument that looks like an option but is none; empty if there is no such one."""
     flags = _flags(options)
     looking = (word.partition("=")[0] for word in arguments if re.match("--?[A-Za-z]", word))
     return next(([word] for word in looking if word.replace("_", "-") not in flags), [])
@@ -159,7 +159,7 @@ def _not_built(event: Any, options: type) -> str:
 
 
 def _expected(hint: Any) -> str | None:
-    """Which values an option takes, in words; None if these are not numbers."""
+    """Says in words which values an option takes; None if these are not numbers."""
     parts = [part for part in typing.get_args(hint) if part is not types.NoneType]
     if hint in (int, float):
         return "an integer" if hint is int else "a number"
@@ -178,12 +178,12 @@ _PROBLEMS = {
 
 
 def _name(argument: Any) -> str:
-    """An option as it is given, such as `--top-k`; of an argument without a name, what help calls it."""
+    """Returns an option as users write it, such as `--top-k`; for a positional argument, its name in the help."""
     return argument.lowered.metavar if argument.is_positional() else argument.display_name()
 
 
 def _words(box: str) -> str:
-    """What is said in a box that tyro drew, however it was drawn."""
+    """Returns the words in a box that tyro printed, without its frame."""
     return clipped(" ".join(re.sub(r"[^\x20-\x7e]|-{3,}", " ", box).split()))
 
 
@@ -200,7 +200,7 @@ def _check_values(options: Any) -> None:
 
 
 def _with_addresses(options: Any) -> Any:
-    """The options, with paths of buckets for those that are addresses."""
+    """Returns the options with every path that is an address of a bucket as a path in that bucket."""
     given = {name: getattr(options, name) for name in _in_buckets(options)}
     paths: dict[str, Any] = {name: as_path(value) for name, value in given.items() if isinstance(value, Path)}
     paths |= {name: tuple(map(as_path, value)) for name, value in given.items() if isinstance(value, tuple)}
@@ -208,7 +208,7 @@ def _with_addresses(options: Any) -> Any:
 
 
 def _in_buckets(options: Any) -> tuple[str, ...]:
-    """The options of a command that can name what is in a bucket."""
+    """Returns the names of the options whose paths may lie in a bucket."""
     return getattr(options, "in_buckets", ())
 
 

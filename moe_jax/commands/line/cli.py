@@ -69,10 +69,10 @@ examples:
 
 _COMPUTING = ("train", "eval", "compress", "generate", "serve", "demo")
 
-# Of a job of several processes the first one does these, and the others wait for it. The rest joins them itself.
+# All processes of a job run these commands together. Any other one is run by the first process, and the others wait.
 _OF_ALL_PROCESSES = ("train", "convert", "upcycle", "merge", "compress", "eval", "generate")
 
-# With this begins what XLA says of its errors, whatever their type: JaxRuntimeError or ValueError.
+# XLA's messages of this kind begin so, whatever the type of the error: JaxRuntimeError or ValueError.
 _STATUS = re.compile(r"(UNKNOWN|UNAVAILABLE|INTERNAL|ABORTED|DEADLINE_EXCEEDED|CANCELLED|FAILED_PRECONDITION): ")
 
 # Exit codes: 2 for errors that the user can correct (as in argparse), 128 + N for signal N (as in shells).
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
-        # `plan` runs steps to know what training takes, and otherwise reads a config.
+        # `plan --train` runs steps to measure training; `plan` otherwise only reads a config.
         if arguments[:1] and (arguments[0] in _COMPUTING or arguments[0] == "plan" and "--train" in arguments):
             ask_for_huge_pages()
         # Python looks through all objects for garbage once more when it ends, which takes half a second after JAX.
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal that asks the process to end; `number` says which. What is open is closed, as after Ctrl-C."""
+    """A signal asked the process to end; `number` says which. Open files are closed, as after Ctrl-C."""
 
     def __init__(self, number: int):
         super().__init__(number)
@@ -132,7 +132,7 @@ class Interrupted(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def _interruptions() -> Iterator[None]:
-    """SIGTERM and SIGHUP interrupt the block as SIGINT does."""
+    """Lets SIGTERM and SIGHUP interrupt the block as SIGINT does."""
 
     def interrupt(number: int, frame: Any) -> None:
         raise Interrupted(number)

@@ -1,4 +1,4 @@
-"""What `moe-jax COMMAND --help` prints: what the command does, its arguments and options by group, and examples.
+"""The help of `moe-jax COMMAND --help`: the task of the command, its arguments and options by group, and examples.
 
 argparse lays it out. The help of tyro, which parses the arguments, is not used: it has no groups of options and no
 examples, keeps the line breaks of a docstring wherever they are, and does not fill the description; the parser that
@@ -33,11 +33,11 @@ class Explained:
     """An argument of a command, as the help shows it.
 
     Attributes:
-      name: of the field.
-      call: how it is given, such as `--top-k N` or `MODEL`.
-      text: what it does; what a line break ends, such as what one of several methods takes it for, stands alone.
-      default: what holds without it, in parentheses, or nothing.
-      is_positional: whether it is given without a name.
+      name: name of the field.
+      call: how users write it, such as `--top-k N` or `MODEL`.
+      text: what it does; line breaks are kept, so that the meaning for each of several methods stands on its own line.
+      default: the default in parentheses, or nothing.
+      is_positional: whether it is written without a name.
       is_switch: whether it takes no value.
     """
 
@@ -50,7 +50,7 @@ class Explained:
 
 
 def explained(options: type) -> list[Explained]:
-    """The arguments of a command, in the order of its fields."""
+    """Returns the arguments of a command, in the order of its fields."""
     hints = typing.get_type_hints(options, include_extras=True)
     texts = _texts(options)
     return [_explained(field, hints[field.name], texts.get(field.name, "")) for field in dataclasses.fields(options)]
@@ -64,14 +64,14 @@ def help_of(
     examples: str = "",
     width: int | None = None,
 ) -> str:
-    """The help of a command.
+    """Returns the help of a command.
 
     Args:
       options: its dataclass; the docstrings of class and fields are the texts.
       command: its name, as in `moe-jax train`.
-      groups: names of fields by the title of their group; those in none come last.
+      groups: names of fields by the title of their group; fields without a group come last.
       examples: lines of commands, and of comments on them.
-      width: columns; by default those of the terminal, of which at most `WIDEST` are used.
+      width: number of columns; by default that of the terminal, but at most `WIDEST`.
     """
     width = min(width or shutil.get_terminal_size().columns, WIDEST)
     arguments = explained(options)
@@ -98,7 +98,7 @@ def help_of(
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """argparse's, but a line break in the text of an option stays, and no word is broken at its hyphen."""
+    """Formats as argparse does, but keeps line breaks in the text of an option, and breaks no word at its hyphen."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return [line for part in text.split("\n") for line in _filled(part, width).split("\n")]
@@ -124,7 +124,7 @@ def _explained(field: dataclasses.Field, hint: Any, text: str) -> Explained:
 
 
 def _plain(metavar: str) -> str:
-    """The same words for the same kinds of values in all commands."""
+    """Returns a metavar with N for an integer and X for a number, so that all commands use the same words."""
     return re.sub(r"\bINT\b", "N", re.sub(r"\bFLOAT\b", "X", metavar)).replace("N [N ...]", "N ...")
 
 
@@ -133,7 +133,7 @@ def _default(field: dataclasses.Field) -> str:
 
 
 def _value(kind: Any) -> str:
-    """What stands for a value of a type, such as `N` for a number, or the words that can be chosen."""
+    """Returns the placeholder for a value of a type, such as `N` for an integer, or the words to choose from."""
     parts = [part for part in typing.get_args(kind) if part is not types.NoneType]
     if typing.get_origin(kind) is typing.Literal:
         return "|".join(map(str, parts))
@@ -143,7 +143,7 @@ def _value(kind: Any) -> str:
 
 
 def _texts(options: type) -> dict[str, str]:
-    """The docstrings under the fields of a dataclass and its bases, by field."""
+    """Returns the docstrings under the fields of a dataclass and its bases, by field."""
     texts: dict[str, str] = {}
     for base in reversed(options.__mro__[:-1]):
         try:

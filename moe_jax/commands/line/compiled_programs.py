@@ -1,4 +1,4 @@
-"""Compiled programs that commands keep on the disk, so that a command that is run again need not compile.
+"""Keeps compiled programs on the disk, so that a command that is run again need not compile.
 
 JAX keeps them where `JAX_COMPILATION_CACHE_DIR` says. Without it, commands set it to a folder under the user's cache.
 Nothing here imports JAX.
@@ -17,13 +17,13 @@ MOST_BYTES = 2_000_000_000
 
 
 def keep_compiled_programs() -> Path | None:
-    """Has JAX keep compiled programs, if it is not imported yet; the oldest beyond `MOST_BYTES` are removed.
+    """Makes JAX keep compiled programs, if it is not imported yet; removes the oldest ones beyond `MOST_BYTES`.
 
     A folder that cannot be written is no error: then nothing is kept, as if `JAX_COMPILATION_CACHE_DIR` is set and
     empty. If it is set, nothing is changed.
 
     Returns:
-      The folder, or None if nothing was changed or none can be had.
+      The folder; None if nothing was changed or no folder can be written.
     """
     chosen = os.environ.get(VARIABLE)
     if chosen is not None:
@@ -45,7 +45,7 @@ def keep_compiled_programs() -> Path | None:
 
 
 def _folder() -> Path:
-    """Of this kind of machine: programs of a CPU with other instructions would not run here."""
+    """Returns the folder for this kind of machine: programs for a CPU with other instructions would not run here."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     cache = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
     try:
@@ -58,7 +58,7 @@ def _folder() -> Path:
 
 
 def _remove_oldest(folder: Path) -> None:
-    """Removes what was used longest ago until the rest is small enough. Other commands may do the same meanwhile."""
+    """Removes the programs unused for longest until the rest is small enough. Other commands may do so meanwhile."""
     found = []
     for file in folder.glob("*/*-cache"):
         try:

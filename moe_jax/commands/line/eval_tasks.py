@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TaskOptions(NamedTuple):
-    """See the options of `commands.eval`."""
+    """The options of `moe-jax eval` that concern tasks."""
 
     model: Path
     tasks: str
@@ -33,12 +33,12 @@ class TaskOptions(NamedTuple):
 
 
 def read_tasks(options: TaskOptions) -> "TaskFolder":
-    """The task files; what is wrong with the options is said before a model is read.
+    """Reads the task files and checks the options, before a model is read.
 
     Raises:
       FileNotFoundError, InputError: bad options or task files, or lm-eval is absent.
     """
-    # What lm-eval and `datasets` show of their progress would stand between the lines of ours.
+    # The progress bars of lm-eval and `datasets` would stand between our own lines.
     os.environ.setdefault("TQDM_DISABLE", "1")
     from moe_jax.harness.task_files import DATA_VARIABLE
     from moe_jax.harness.task_run import check_installed, known_tasks
@@ -68,7 +68,7 @@ def _check_file(option: str, path: Path) -> None:
 
 
 def list_tasks(known: "TaskFolder") -> None:
-    """Prints what can be asked for."""
+    """Prints the names of the tasks that `--tasks` can be given."""
     print("task files: " + ", ".join(sorted(known.tasks)))
     if known.groups or known.tags:
         print("several at once: " + ", ".join(sorted({*known.groups, *known.tags})))
@@ -80,7 +80,7 @@ def list_tasks(known: "TaskFolder") -> None:
 def evaluate_on_tasks(
     model: "Model", known: "TaskFolder", options: TaskOptions, *, batch_size: int, max_length: int | None
 ) -> None:
-    """Evaluates the model and prints the table, or what else was asked for. Several processes make the call.
+    """Evaluates the model, and prints a table or JSON or writes files, as the options say. All processes make the call.
 
     Raises:
       FileNotFoundError, InputError: bad task files or data, or a model without a tokenizer.
@@ -156,7 +156,7 @@ def _evaluated(
 
 
 def _config(model: "Model", options: TaskOptions, batch_size: int) -> dict[str, Any]:
-    """What lm-eval says of a run under the same names."""
+    """Returns the settings of a run under the names that lm-eval gives them."""
     return {
         "model": "moe-jax",
         "model_args": {"path": str(options.model), "compute_dtype": model.loading.compute_dtype},
@@ -175,7 +175,7 @@ def _plain(value: Any) -> Any:
 
 
 def _table(results: dict[str, Any]) -> str:
-    """lm-eval's own table, with standard errors; tasks without figures are not in it."""
+    """Returns lm-eval's own table, with standard errors; tasks without figures are left out."""
     from lm_eval.utils import make_table
 
     tables = [make_table(results)]

@@ -1,8 +1,8 @@
-"""Memory in huge pages, where Linux gives them only to programs that ask.
+"""Asks for memory in huge pages, where Linux gives them only to programs that ask.
 
-XLA takes what a program holds meanwhile anew from the system for every run on a CPU, and gives it back afterwards. With
-pages of 4 KiB a training step of a small MoE has hundreds of thousands of page faults; with huge ones, some hundred
-times fewer. Nothing here imports JAX.
+On a CPU, XLA asks the system for a program's temporary memory at every run, and gives it back afterwards. With pages
+of 4 KiB a training step of a small MoE has hundreds of thousands of page faults; with huge pages, some hundred times
+fewer. Nothing here imports JAX.
 """
 
 import os
@@ -16,7 +16,7 @@ _LEAST_GLIBC = (2, 35)
 
 
 def ask_for_huge_pages() -> None:
-    """Starts this process anew with huge pages, if they are to be had and nothing was said about them.
+    """Starts this process anew with huge pages, if the system has them and the user set nothing about them.
 
     The C library reads its tunables only when a process starts, so the process is replaced by itself, with the same
     number, arguments and open files. To be called before anything else was done. To go without, set the variable
@@ -35,7 +35,7 @@ def ask_for_huge_pages() -> None:
 
 
 def _are_for_the_asking() -> bool:
-    """Whether the C library can ask, and has to."""
+    """Whether Linux gives huge pages only to programs that ask, and the C library can ask."""
     try:
         library, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").split()
         is_new = tuple(map(int, version.split(".")[:2])) >= _LEAST_GLIBC

@@ -1,4 +1,4 @@
-"""A mesh of devices, as an option says it."""
+"""Reads a mesh of devices from the text of an option."""
 
 import re
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """`fsdp=8,tensor=2` as a dict.
+    """Reads `fsdp=8,tensor=2`: returns the sizes of the axes by name.
 
     Raises:
-      InputError: for anything else.
+      InputError: for a text of another form.
     """
     mesh = {}
     for part in text.split(","):
@@ -26,7 +26,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def mesh_section(mesh: Mapping[str, int]) -> "MeshSection":
-    """A mesh as a recipe has it; axes that are not named are 1.
+    """Returns a mesh as a section of a recipe; axes that are not named have size 1.
 
     Raises:
       InputError: for unknown axes, or sizes below 1.

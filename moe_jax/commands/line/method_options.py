@@ -1,7 +1,7 @@
 """The options of the methods of compression, as `moe-jax compress` takes them.
 
 The fields of the methods are the only list of them. Types, defaults and the texts of `--help` come from there: a method
-that is added to the table has its options at once. What a field takes can be said better in its metadata, as "metavar".
+that is added to the table has its options at once. The metadata of a field may name its values better, as "metavar".
 """
 
 import dataclasses
@@ -59,10 +59,10 @@ def command_fields() -> list[tuple[str, Any, dataclasses.Field]]:
 
 
 def given_options(options: Any) -> dict[str, Any]:
-    """The options of methods that the user gave, by the names of the methods' fields: as text, or, of switches, as set.
+    """Returns the options of methods that the user gave, by the names of the methods' fields: text, or for switches bool.
 
     Args:
-      options: with the fields of `command_fields`.
+      options: an object with the fields of `command_fields`.
     """
     given = {}
     for name in METHODS:
@@ -74,7 +74,7 @@ def given_options(options: Any) -> dict[str, Any]:
 
 
 def one_method(name: str, given: Mapping[str, Any]) -> Method:
-    """The method that the user asks for.
+    """Makes the method that the user asks for.
 
     Raises:
       InputError: for an unknown method, options that do not go with it, and values that cannot be read or are several.
@@ -91,15 +91,15 @@ def one_method(name: str, given: Mapping[str, Any]) -> Method:
 def swept_methods(
     names: Sequence[str], given: Mapping[str, Any], *, calibrated: bool = False
 ) -> list[tuple[str, Method]]:
-    """All that a sweep tries, by name: every method takes those of the options that it can read.
+    """Makes all methods that a sweep tries, by name: every method gets the options that it can read.
 
     Args:
-      names: of methods; none: those whose swept option is given, or else all.
-      given: as `given_options` says.
+      names: names of methods; none: the methods whose swept option is given, or else all.
+      given: the options, as `given_options` returns them.
       calibrated: whether there is a text; without one, methods that need it are tried only if they are named.
 
     Raises:
-      InputError: if no method can read an option, and as `one_method`.
+      InputError: if no method can read an option, and as in `one_method`.
     """
     for name in names:
         if name not in METHODS:
@@ -121,7 +121,7 @@ def swept_methods(
 
 
 def _refused(name: str, given: Mapping[str, Any]) -> dict[str, InputError]:
-    """Why a method cannot have an option, for those that it cannot."""
+    """Returns the options that a method cannot have, each with the error that says why."""
     refusals = {}
     for key, value in given.items():
         try:
@@ -134,7 +134,7 @@ def _refused(name: str, given: Mapping[str, Any]) -> dict[str, InputError]:
 
 
 def _read(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options in the types of a method, of its swept option all values; those of other methods are left as they are."""
+    """Returns options in the types of a method, its swept option with all values; leaves others as they are."""
     known = {option.name: option for option in _options(name)} if name in METHODS else {}
     read = dict(given)
     for key, value in given.items():
@@ -184,13 +184,13 @@ def _options(name: str) -> list[_Option]:
 
 
 def _kind(hint: Any) -> type:
-    """The type of a field, without None; words, if it is a choice between some."""
+    """Returns the type of a field without None; `str` if it is a choice between words."""
     parts = [part for part in (typing.get_args(hint) or (hint,)) if part is not types.NoneType]
     return str if _choices(hint) else parts[0]
 
 
 def _choices(hint: Any) -> tuple[str, ...]:
-    """The words between which a field is a choice."""
+    """Returns the words that a field chooses from."""
     for part in (hint, *typing.get_args(hint)):
         if typing.get_origin(part) is typing.Literal:
             return typing.get_args(part)
@@ -208,5 +208,5 @@ def _shown(default: Any) -> str:
 
 
 def _switch(option: _Option) -> str:
-    """The name of a switch says what it changes: `no_refit` where the method refits by default."""
+    """Returns the name of a switch, which says what it changes: `no_refit` where the method refits by default."""
     return f"no_{option.name}" if option.default else option.name

@@ -21,11 +21,11 @@ _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 
 
 def command_options(command: type[C], *specs: type[Spec], more: Collection[Field] = ()) -> type[C]:
-    """Makes the options of a command: what only it has, and those of the specs.
+    """Makes the options of a command: its own, and those of the specs.
 
     Args:
       command: a dataclass with the arguments of the command itself; its docstring is the command's.
-      specs: whose fields become options; where a field of `command` has the same name, that counts.
+      specs: the specs whose fields become options; a field of `command` with the same name takes precedence.
       more: further fields.
     """
     own: Any = command
@@ -39,7 +39,7 @@ def command_options(command: type[C], *specs: type[Spec], more: Collection[Field
 
 
 def given_to(spec: type[S], options: Any, **more: Any) -> S:
-    """Makes the spec of a verb from the options of its command, and what more the command says.
+    """Makes the spec of a verb from the options of its command and `more` values of fields.
 
     Raises:
       InputError: for options that are missing, cannot be read or contradict each other.
@@ -51,7 +51,7 @@ def either_options(specs: Mapping[type[Spec], Collection[str]]) -> list[Field]:
     """Returns the options of several specs, of which one will be chosen, as fields.
 
     Args:
-      specs: with the names of the options that are left out.
+      specs: each spec with the names of its options that are left out.
 
     Returns:
       Fields whose default, None or False, stands for an option that was not given. The help says what an option means
@@ -79,7 +79,7 @@ def either_options(specs: Mapping[type[Spec], Collection[str]]) -> list[Field]:
 
 
 def given_fields(fields: Collection[Field], options: Any) -> dict[str, Any]:
-    """Returns the options that were given of those that `either_options` lists, as a spec takes them."""
+    """Returns the options of `either_options` that the user gave, as a spec takes them."""
     given = {name: getattr(options, name) for name, *_ in fields}
     given = {name: value for name, value in given.items() if value is not None and value is not False}
     return {name.removeprefix("no_"): name == name.removeprefix("no_") and value for name, value in given.items()}
@@ -101,7 +101,7 @@ def option_field(option: Option) -> Field:
 
 
 def metavar(option: Option) -> str:
-    """Returns what stands for the value of an option in the help."""
+    """Returns the placeholder for the value of an option in the help."""
     if option.shown is not None:
         return option.shown.metavar
     words, (kind, *_) = _choices(option), _parts(option.kind)
@@ -109,7 +109,7 @@ def metavar(option: Option) -> str:
 
 
 def shown_default(option: Option) -> str:
-    """Returns what holds if an option is not given, in words; nothing if its text says it."""
+    """Returns the default of an option in words; nothing if its text says it."""
     if option.shown is not None and option.shown.default:
         return option.shown.default
     if option.default in (None, (), "", dataclasses.MISSING):
@@ -128,7 +128,7 @@ def help_text(text: str) -> str:
 
 
 def _name(option: Option) -> str:
-    """A switch says what it changes: `no_step0_check` where the check is made by default."""
+    """Returns the name of an option. A switch says what it changes: `no_step0_check` where the default is to check."""
     return f"no_{option.name}" if option.kind is bool and option.default else option.name
 
 
@@ -138,13 +138,13 @@ def _value(option: Option, options: Any) -> Any:
 
 
 def _parts(kind: Any) -> list[Any]:
-    """The types of which a value has one, but for None."""
+    """Returns the types of a union without None; for another type, the type itself."""
     united = typing.get_origin(kind) in (typing.Union, types.UnionType)
     return [part for part in typing.get_args(kind) if part is not types.NoneType] if united else [kind]
 
 
 def _choices(option: Option) -> tuple[Any, ...]:
-    """The words between which an option is a choice."""
+    """Returns the words that an option chooses from."""
     return tuple(
         word
         for kind in _parts(option.kind)

@@ -1,1 +1,1 @@
-"""What commands print that takes more than a few lines."""
+"""Prints the output of commands that takes more than a few lines."""

@@ -1,4 +1,4 @@
-"""What `inspect` prints about adapters: in which layers they are, of which form, and over which base."""
+"""Lines of `inspect` about adapters: their layers, their form, and their base."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def adapter_lines(config: "ModelConfig") -> list[str]:
-    """One line for each kind of adapter, LoRA or NF4 kernel, with the layers that have it."""
+    """Returns one line for each kind of adapter, LoRA or NF4 kernel, with the layers that have it."""
     layers_of: dict[str, list[int]] = {}
     for index, layer in enumerate(config.layers):
         for line in _of_layer(layer):
@@ -25,12 +25,12 @@ def adapter_lines(config: "ModelConfig") -> list[str]:
 def described_base(
     base: "ModelSource", own: "Mapping[str, jax.ShapeDtypeStruct]", sizes: dict[str, int]
 ) -> dict[str, Any]:
-    """The base of a tuned model, and the leaves that are stored without it, as JSON.
+    """Returns the base of a tuned model, and the leaves that are stored without it, as JSON.
 
     Args:
       base: the base.
       own: shapes and dtypes of the leaves that the tuned model stores itself.
-      sizes: number of parameters of the tuned model, by leaf path.
+      sizes: numbers of parameters of the tuned model, by leaf path.
     """
     return {
         "base": {"path": str(base.path), "fingerprint": base.fingerprint()},
@@ -43,7 +43,7 @@ def described_base(
 
 
 def in_words(value: Any) -> str:
-    """A config as `(name value, ...)`; anything else as a string."""
+    """Returns a config as `(name value, ...)`; anything else as a string."""
     if not isinstance(value, dict):
         return str(value)
     return "(" + ", ".join(f"{name} {one}" for name, one in value.items()) + ")"

@@ -1,4 +1,4 @@
-"""What `moe-jax compress` prints."""
+"""Prints the results of `moe-jax compress`."""
 
 import json
 import sys
@@ -44,7 +44,7 @@ def print_report(model: Path, out: Path, report: "Report", *, as_json: bool) -> 
 
 
 def _parts_line(out: Path, report: "Report") -> str:
-    """What the bytes of the compressed experts are: a kept share is not all that stays."""
+    """Returns a line that splits the bytes of the compressed experts into parts: there are more than the kept share."""
     from moe_jax.api.open_source import read_config
     from moe_jax.compression.coding.storage import bytes_by_part
 
@@ -56,7 +56,7 @@ def _parts_line(out: Path, report: "Report") -> str:
 
 
 def print_sweep(out: Path, sweep: "Sweep", *, as_json: bool) -> None:
-    """Prints what a sweep found: a table, or its JSON file. Warnings go to standard error."""
+    """Prints the results of a sweep: a table, or its JSON file. Warnings go to standard error."""
     _warn(sweep.warnings)
     if as_json:
         print((out / "sweep.json").read_text())
@@ -91,5 +91,5 @@ def _table(*columns: str) -> Table:
 
 
 def console() -> Console:
-    """Prints on standard output. Nothing is cut off: a terminal that is too narrow wraps lines itself."""
+    """Returns a console for standard output that cuts nothing off: a terminal that is too narrow wraps lines itself."""
     return Console(highlight=False, width=max(_WIDTH, Console().width))

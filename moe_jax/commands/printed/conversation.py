@@ -17,15 +17,15 @@ _HELP = "/clear forgets what was said, /exit ends; Ctrl-C ends an answer"
 
 
 def converse(model: "Model", system: Sequence[Message], wanted: "Wanted") -> None:
-    """Answers what is said on standard input, a line at a time, until it ends or says /exit.
+    """Answers the lines of standard input one after the other, until the input ends or a line is /exit.
 
-    Every answer is given all that was said before, read anew: a template may write what lies in the past in another
-    way. Answers are printed as they come; Ctrl-C ends one, and what was said of it counts.
+    For every answer the whole conversation is read anew, because a template may write earlier messages in another way.
+    Answers are printed as they come; Ctrl-C ends one, and its text so far stays in the conversation.
 
     Args:
-      model: with a tokenizer that has a chat template.
+      model: a model with a tokenizer that has a chat template.
       system: messages before the first line.
-      wanted: how answers are generated.
+      wanted: the options of `generate`.
 
     Raises:
       InputError: if there is no tokenizer or no chat template, or sampling options are bad.

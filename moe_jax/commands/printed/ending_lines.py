@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 def notes_on_length(model: "Model", results: Sequence["Continuation"], wanted: "Wanted") -> list[str]:
-    """A note if texts may become longer than those that the model was trained for."""
+    """Returns a note if texts may become longer than those that the model was trained for."""
     longest, added = max(len(result.prompt_ids) for result in results), wanted.max_new_tokens
     longest, most = max(longest, added) if model.config.has_encoder else longest + added, model.config.max_positions
     return [f"note: {longest} positions, but the model was trained for {most}"] if longest > most else []
 
 
 def endings(results: Sequence["Continuation"]) -> list[str]:
-    """Why texts ended: a line for each reason, with the numbers of the prompts if there are several."""
+    """Returns a line for each reason why texts ended, with the numbers of the prompts if there are several."""
     rows: dict[str, list[int]] = {}
     for index, result in enumerate(results):
         rows.setdefault(_ending(result), []).append(index + 1)
@@ -28,7 +28,7 @@ def endings(results: Sequence["Continuation"]) -> list[str]:
 
 
 def show_speed(speed: "Speed") -> str:
-    """Tokens, seconds and tokens per second in one line."""
+    """Returns tokens, seconds and tokens per second in one line."""
     if speed.tokens == 1:
         return f"1 token in {speed.seconds:.1f} s"
     rate = f"the first after {speed.first:.1f} s, then {speed.per_second:.1f} a second"
@@ -44,7 +44,7 @@ def _ending(result: "Continuation") -> str:
 
 
 def _numbers(numbers: Sequence[int]) -> str:
-    """`prompts 1-3, 7`."""
+    """Returns numbers as text with ranges, such as `prompts 1-3, 7`."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][1] + 1:

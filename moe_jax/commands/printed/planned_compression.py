@@ -1,4 +1,4 @@
-"""`moe-jax plan --compress METHOD`: what the experts of a model would take, in every form of storage."""
+"""`moe-jax plan --compress METHOD`: the bytes that the experts of a model would take, in every form of storage."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedCompression:
-    """The forms of a method.
+    """The bytes of the experts in the forms of a method.
 
     Attributes:
-      method: its name.
-      keep: the share that is kept; None where all is, in fewer bits.
-      dtype: of the parameters.
-      layers: that are compressed.
-      stored: one for every form.
+      method: name of the method.
+      keep: the share of the entries that is kept; None if all are kept, in fewer bits.
+      dtype: dtype of the parameters.
+      layers: indices of the compressed layers.
+      stored: the bytes, one entry for every form.
     """
 
     method: str
@@ -42,7 +42,7 @@ class PlannedCompression:
     stored: tuple[Stored, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """For programs; sizes in bytes."""
+        """Returns the forms as JSON, with sizes in bytes."""
         fewest = _fewest(self.stored)
         forms = [
             {
@@ -84,7 +84,7 @@ def planned_compression(
     layers: str | None,
     dtype: str | None,
 ) -> PlannedCompression:
-    """Counts what the options of `plan` ask for; see there.
+    """Counts the bytes of the experts; the arguments are options of `moe-jax plan`.
 
     Raises:
       InputError: for options that do not go together, or a model without experts.
@@ -114,7 +114,7 @@ def planned_compression(
 
 
 def _asked_for(method: str, residual: str | None, storage: str | None, bits: int | None) -> tuple[AnyLayout, ...]:
-    """The layouts of a method that the other options leave, and full kernels to compare with where there are none."""
+    """Returns the layouts of a method that fit the other options; without those, also full kernels to compare with."""
     every = METHODS[method].layouts
     if residual is None and storage is None and bits is None:
         return (*every, FULL)
@@ -165,7 +165,7 @@ def _table(stored: Sequence[Stored]) -> Table:
 
 
 def _fewest(stored: Sequence[Stored]) -> str | None:
-    """Of the forms that hold the same sparse entries, and can be written, the one of fewest bytes."""
+    """Returns the form with the fewest bytes among those that hold the same sparse entries and can be written."""
     sparse = [form for form in stored if form.layer.places and form.written]
     return min(sparse, key=lambda form: form.expert_bytes).form if len(sparse) > 1 else None
 
@@ -179,5 +179,5 @@ def _note(form: Stored, fewest: str | None) -> str:
 
 
 def _mib(count: int) -> str:
-    """With two digits where there are few of them: ends of rows."""
+    """Returns a number of MiB, with two digits after the point if it is small, as the ends of rows are."""
     return f"{count / 2**20:,.{1 if count >= 10 * 2**20 else 2}f}" if count else "-"

@@ -1,4 +1,4 @@
-"""Prints what `plan --platform` and `plan --train` say."""
+"""Prints the results of `plan --platform` and `plan --train`."""
 
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def print_strategies(planned: "PlannedStrategies") -> None:
-    """A table for every kind of experts; microseconds."""
+    """Prints a table for every kind of experts, in microseconds."""
     out = console_for_tables()
     peak, bandwidth = planned.operations_per_second, planned.bytes_per_second
     out.print()
@@ -54,7 +54,7 @@ def _strategies_table(layer: "LayerStrategies") -> Table:
 
 
 def print_training(planned: "PlannedTraining") -> None:
-    """A table of bytes, whether they fit, and the time."""
+    """Prints a table of bytes, whether they fit, and the time."""
     out = console_for_tables()
     axes = " x ".join(f"{axis} {size}" for axis, size in planned.mesh.items() if size > 1)
     many = f", {planned.devices} devices ({axes}), of which each holds:" if planned.devices > 1 else ":"

@@ -1,12 +1,12 @@
-"""What is beneath `StoragePath` for buckets of an object store, by addresses such as `gs://bucket/models/moe`.
+"""The layer beneath `StoragePath` for buckets of an object store, with addresses such as `gs://bucket/models/moe`.
 
-Where a local disk renames what is finished, a bucket cannot: what a command makes is written in its final place, and a
-file without which it counts for nothing (config.json of a model) is written last. Everything goes through TensorStore's
-client, which Orbax uses for the arrays of checkpoints too: one way to log in, to try again, to ask for a range of
-bytes, and to write only over what one has seen.
+On a local disk finished files are renamed; in a bucket this is impossible. There a command writes its files in their
+final place, and writes last the file without which the others count for nothing (config.json of a model). Everything
+goes through TensorStore's client, which Orbax uses for the arrays of checkpoints too: one way to log in, to retry, to
+ask for a range of bytes, and to overwrite only the version that was read.
 
-All of this was tested with a server in the tests that speaks the protocol of Google Cloud Storage, lists late and fails
-when it is told to, and never with Google's own.
+All of this was tested against a server in the tests that speaks the protocol of Google Cloud Storage, lists late and
+fails when it is told to, and never against Google's own.
 
     address    which paths are addresses, and of what
     objects    reading, writing and listing the objects of a bucket, in bounded time

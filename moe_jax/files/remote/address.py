@@ -1,4 +1,4 @@
-"""Addresses: what names a place in a bucket, and not on a disk."""
+"""Addresses: names of places in a bucket, not on a disk."""
 
 import os
 import re
@@ -33,7 +33,7 @@ class Address(NamedTuple):
 
 
 def written_out(path: str | os.PathLike[str]) -> str | None:
-    """The address that a path stands for, with both slashes, whatever its scheme; None for any other path."""
+    """Returns the address that a path stands for, with both slashes, whatever its scheme; None for any other path."""
     text = os.fspath(path)
     match = _ADDRESS.match(text)
     return f"{match[1]}://{text[match.end() :]}" if match else None
@@ -46,7 +46,7 @@ def is_in_bucket(path: str | os.PathLike[str]) -> bool:
 
 
 def parse_address(path: str | os.PathLike[str]) -> Address:
-    """The parts of an address of a supported scheme.
+    """Returns the parts of an address of a supported scheme.
 
     Raises:
       InputError: if the bucket cannot be called so, or a name in it is `.` or `..`.

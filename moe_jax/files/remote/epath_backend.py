@@ -1,6 +1,6 @@
-"""Addresses as Orbax knows paths, by `etils.epath`: the same requests as ours, and no other client beside.
+"""Gives Orbax addresses of buckets as paths of `etils.epath`, with our requests and no second client.
 
-Etils would go through gcsfs, which keeps listings for as long as the process lives and logs in by itself.
+Etils itself would use gcsfs, which caches listings for as long as the process lives and has a login of its own.
 """
 
 import io
@@ -38,10 +38,10 @@ class _Writing(io.BytesIO):
 
 
 class _Buckets(backend.Backend):
-    """What `epath` asks of a file system.
+    """Our buckets as a file system of `epath`.
 
-    Orbax makes folders, and expects to find them, whatever listings show: a folder that was made is an object whose
-    name ends with "/", as other tools for buckets have it.
+    Orbax makes folders, and expects to find them whatever listings show. A folder that was made is an object whose
+    name ends with "/", as in other tools for buckets.
     """
 
     def open(self, path: Any, mode: str) -> Any:
@@ -131,7 +131,7 @@ class BucketGPath(PosixGPath):
 
 
 def register() -> None:
-    """From now on `epath.Path("gs://...")` makes these requests."""
+    """Makes `epath.Path("gs://...")` use these requests from now on."""
     epath.register_path_cls("gs://")(BucketGPath)
 
 

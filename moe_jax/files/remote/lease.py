@@ -1,4 +1,4 @@
-"""Who works in a place of a bucket, where nothing can be locked: an object that its owner renews.
+"""Leases: objects that say who works in a place of a bucket, where nothing can be locked. The owner renews them.
 
 A lease counts for as long as it changes: whoever wants it watches it for `SECONDS` by their own clock, so that no two
 clocks have to agree, and takes it over if its owner has written nothing in that time. It is only ever written over what
@@ -19,7 +19,7 @@ from moe_jax.files.remote.objects import ABSENT, Found
 from moe_jax.files.storage_path import BucketPath
 
 SECONDS = 45.0
-"""After which a lease that was not renewed is nobody's."""
+"""Number of seconds after which a lease that was not renewed is free."""
 RENEWALS = 5  # in that time
 
 
@@ -31,11 +31,11 @@ class Lease:
     """
 
     def __init__(self, name: BucketPath, target: BucketPath):
-        """Asks for nothing yet.
+        """Sends no request yet.
 
         Args:
-          name: of the object.
-          target: what is worked on; for messages.
+          name: the object of the lease.
+          target: the place that is worked on; for messages.
         """
         self.name = name
         self._target = target
@@ -48,7 +48,7 @@ class Lease:
         self._identity = uuid.uuid4().hex
 
     def take(self) -> None:
-        """Takes the lease; waits while nobody renews one that is there.
+        """Takes the lease; if there is one already, waits until it is clear whether its owner renews it.
 
         Raises:
           InputError: if another process holds it; the message says which.
@@ -70,14 +70,16 @@ class Lease:
                 raise self._lost_it()
 
     def check_clock(self) -> None:
-        """Raises `InputError` if the lease was not renewed for so long that another process may have taken it; asks
-        nobody."""
+        """Raises `InputError` if the lease was not renewed for so long that another process may have taken it.
+
+        Sends no request.
+        """
         held = self._generation is not None  # only by the first process
         if self._lost or (held and time.monotonic() - self._renewed > self._seconds):
             raise self._lost_it()
 
     def release(self) -> None:
-        """Gives the lease back; if the bucket does not answer, it runs out."""
+        """Gives the lease back; if the bucket does not answer, the lease runs out by itself."""
         self._ended.set()
         with self._guard, contextlib.suppress(OSError, InputError):
             if self._generation is not None and not self._lost:
@@ -137,7 +139,7 @@ class Lease:
 
 
 def _machine() -> str:
-    """A name of this machine; of the container, where numbers of processes are its own."""
+    """Returns a name of this machine, or of the container, which has process numbers of its own."""
     try:
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:

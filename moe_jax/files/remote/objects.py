@@ -1,6 +1,6 @@
-"""Objects of a bucket: read, written, listed and removed, in bounded time and with one line when it fails.
+"""Reads, writes, lists and removes objects of a bucket, in bounded time, with errors of one line.
 
-What fails for a moment (status 429 and 5xx, a lost connection) is tried again by TensorStore.
+TensorStore retries requests that fail for a moment (status 429 and 5xx, a lost connection).
 """
 
 import errno
@@ -25,11 +25,11 @@ _LARGEST = 5 << 40  # bytes of an object that Google stores
 _REST = 256 << 10  # bytes that are rather read than asked about further
 _PARTS = 4
 ABSENT = b"\2"
-"""The generation, in TensorStore's terms, of an object that is not there."""
+"""The generation, in TensorStore's terms, of an object that does not exist."""
 
 
 class Found(NamedTuple):
-    """What there is of an object.
+    """The bytes read from an object, and its generation.
 
     Attributes:
       content: all bytes, or those of the range.
@@ -41,7 +41,7 @@ class Found(NamedTuple):
 
 
 class Sized(NamedTuple):
-    """How many bytes an object has, and its generation."""
+    """The number of bytes of an object, and its generation."""
 
     size: int
     generation: bytes
@@ -55,7 +55,7 @@ class Objects:
     """A bucket. `objects_of` opens each once."""
 
     def __init__(self, scheme: str, bucket: str):
-        """Nothing is asked of the network yet."""
+        """Sends no request yet."""
         import tensorstore
 
         self.where = f"{scheme}://{bucket}"
@@ -66,7 +66,7 @@ class Objects:
         self._store: Any = self._done("", lambda: opened)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Found | None:
-        """An object, or the bytes from `start` to `stop` of it; None if there is none.
+        """Returns an object, or the bytes from `start` to `stop` of it; None if there is none.
 
         Raises:
           TooShort: if it ends before `stop`, or has no byte at `start`.
@@ -80,7 +80,7 @@ class Objects:
         return Found(result.value, result.stamp.generation)
 
     def generation(self, name: str) -> bytes | None:
-        """The generation of an object, of which nothing is read; None if there is none."""
+        """Returns the generation of an object without reading its content; None if there is none."""
         result = self._done(name, lambda: self._store.read(name, byte_range=slice(0, 0)))
         return result.stamp.generation if result.state == "value" else None
 
@@ -92,17 +92,17 @@ class Objects:
             return False
 
     def size(self, name: str, *, at_least: int = 0) -> Sized | None:
-        """How many bytes an object has; None if there is none.
+        """Returns the number of bytes of an object; None if there is no object.
 
-        TensorStore does not say it. So it is looked for with requests for single bytes, several at the same time: which
-        power it lies below, then in which part of that, until what is left is little enough to be read.
+        TensorStore does not tell it, so requests for single bytes, several at the same time, search for the end: first
+        for a power of 16 above it, then for the part of that range, until the rest is small enough to be read.
 
         Args:
           name: of the object.
-          at_least: so many bytes it is known to have.
+          at_least: a number of bytes that it is known to have.
 
         Raises:
-          InputError: as `read`; or if the object is written meanwhile.
+          InputError: as in `read`, or if the object is written meanwhile.
         """
         low, high = at_least, _LARGEST
         places = [_REST * 16**power for power in range(8)]
@@ -117,7 +117,7 @@ class Objects:
         return None if found is None else Sized(low + len(found.content), found.generation)
 
     def _narrowed(self, name: str, places: list[int], low: int, high: int) -> tuple[int, int]:
-        """Between which two of some places an object ends."""
+        """Returns the two neighbours among some places between which an object ends."""
         with ThreadPoolExecutor(AT_ONCE) as pool:
             there = list(pool.map(lambda place: self.has(name, place), places))
         last = max((place for place, found in zip(places, there, strict=True) if found), default=low)
@@ -127,7 +127,7 @@ class Objects:
         return last, first
 
     def read_many(self, names: Iterable[str]) -> dict[str, Found | None]:
-        """Several objects, at the same time."""
+        """Reads several objects at the same time; returns them by name, None for one that does not exist."""
         names = list(names)
         with ThreadPoolExecutor(AT_ONCE) as pool:
             return dict(zip(names, pool.map(self.read, names), strict=True))
@@ -138,7 +138,7 @@ class Objects:
         Args:
           name: of the object.
           content: all of it.
-          over: write only if the object has this generation, `ABSENT` if there is none; None: whatever there is.
+          over: write only if the object has this generation (`ABSENT`: if there is no object); None: write always.
 
         Returns:
           The new generation; None if the object has another one than `over`.
@@ -147,7 +147,7 @@ class Objects:
           InputError: if it may not be written, or there is no such bucket.
           OSError: if the bucket does not answer.
         """
-        # A request that was lost on its way back is repeated, and then meets what it has written itself.
+        # If the answer to a request is lost, the request is repeated, and then finds the object that it wrote itself.
         stamp = self._done(name, lambda: self._store.write(name, bytes(content), if_equal=over), len(content))
         if stamp.generation:
             return stamp.generation
@@ -159,7 +159,7 @@ class Objects:
         self._done(name, lambda: self._store.write(name, None, if_equal=over))
 
     def names(self, folder: str) -> list[str]:
-        """Names of all objects in a folder and below, without the folder, as far as listings show them yet.
+        """Returns the names of all objects in a folder and below, relative to it, as far as listings show them yet.
 
         TensorStore takes a bucket that is not there, or must not be listed, for an empty one.
         """
@@ -179,7 +179,7 @@ class Objects:
             list(pool.map(lambda name: self.remove(f"{folder}/{name}"), sorted(names)))
 
     def _done(self, name: str, start: Callable[[], Any], size: int = 0) -> Any:
-        """The result of what `start` begins."""
+        """Waits for the request that `start` sends, and returns its result."""
         seconds = _seconds() + max(0, size) / _BYTES_PER_SECOND
         try:
             return start().result(timeout=seconds)
@@ -192,7 +192,7 @@ class Objects:
 
 @functools.cache
 def objects_of(scheme: str, bucket: str) -> Objects:
-    """The objects of a bucket."""
+    """Returns the objects of a bucket."""
     return Objects(scheme, bucket)
 
 
@@ -205,12 +205,12 @@ def _seconds() -> float:
 
 
 def explained(what: str, bucket: str, text: str) -> Exception:
-    """What an error of TensorStore means.
+    """Returns the error that users see for an error of TensorStore.
 
     Args:
-      what: was read or written.
-      bucket: it is in.
-      text: of the error.
+      what: the name of what was read or written.
+      bucket: the bucket that it is in.
+      text: the text of the error.
     """
     status = re.search(r"http_response_code='(\d+)'", text)
     if "PERMISSION_DENIED" in text or "UNAUTHENTICATED" in text:

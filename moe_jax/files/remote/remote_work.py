@@ -1,15 +1,16 @@
 """Work on something in a bucket that goes on after a kill, when the same command is given again.
 
-Nothing is renamed in a bucket. What is written lies where it will stay, and counts for nothing until the file is there
-that is written last (`MARKERS`). Beside it, until then:
+Nothing is renamed in a bucket. Files are written where they will stay, and count for nothing until the last one is
+there (`MARKERS`). Until then there are, beside the target:
 
-    .NAME.partial/job.json     which work it is, and since which beginning
-    .NAME.partial/lease.json   who is at it
-    .NAME.partial/notes/...    what the work has found out
-    .NAME.partial/done/...     what is done
+    .NAME.partial/job.json     which work it is, and the name of its beginning
+    .NAME.partial/lease.json   which process works on it
+    .NAME.partial/notes/...    results that the work has noted
+    .NAME.partial/done/...     which leaves are written
 
-All of it is read by known names: a listing may not show yet what was written just before a kill, and still show what
-was removed. So what is done carries the name of its beginning, and what an earlier beginning left is not taken for it.
+All of these are read by known names: a listing may not show yet a file that was written just before a kill, and may
+still show a removed one. So a note of finished work carries the name of its beginning, by which notes of an earlier
+beginning are told apart.
 """
 
 import hashlib
@@ -24,13 +25,12 @@ from moe_jax.files.remote.lease import Lease
 from moe_jax.files.storage_path import BucketPath, StoragePath
 
 MARKERS = ("config.json", "adapter_config.json", "tokens.json", "run.json")
-"""The files that commands write last, each without which what it is of counts for nothing: a model, an adapter for
-PEFT, files of tokens, and a run."""
+"""The files that commands write last. Without its file, the model, adapter for PEFT, tokens or run counts for nothing."""
 _JOB, _LEASE, _NOTES, _DONE = "job.json", "lease.json", "notes", "done"
 
 
 class RemoteWork:
-    """The place in a bucket in which a command works, alone; see `files.resume.Workplace`, whose methods it has.
+    """The place in a bucket in which a command works, alone. It has the methods of `files.resume.Workplace`.
 
     Attributes:
       folder: where to write: the target itself.
@@ -46,10 +46,10 @@ class RemoteWork:
         self._done: set[str] = set()
         self._noted: set[str] = set()
         self.beginning = ""
-        """The name of this beginning of the work; other processes are told it by the first."""
+        """The name of this beginning of the work; the first process tells it to the others."""
 
     def __enter__(self) -> Self:
-        """Takes the lease, and removes what is there unless it is of the same job.
+        """Takes the lease, and removes the files at the target unless they are of the same job.
 
         Raises:
           InputError: if the target exists, or another command is writing it.
@@ -71,7 +71,7 @@ class RemoteWork:
         return self
 
     def begin_anew(self) -> None:
-        """Removes what an earlier command left, as far as listings show it; the rest is written over, or not used."""
+        """Removes files of an earlier command, as far as listings show them; others are overwritten, or not used."""
         self.folder.objects.remove_all(self.folder.key)
         self.beginning = uuid.uuid4().hex
         self._write(_JOB, {"job": self._job, "beginning": self.beginning})
@@ -82,7 +82,7 @@ class RemoteWork:
         self._write(f"{_NOTES}/{name}.json", {"beginning": self.beginning, "data": data})
 
     def notes(self, names: Iterable[str]) -> dict[str, Any]:
-        """The data stored by `note` under some names; also before a kill."""
+        """Returns the data stored by `note` under some names, including data from before a kill."""
         keys = {(self._control / _NOTES / f"{name}.json").key: name for name in names}
         found = {keys[key]: note for key, note in self._control.objects.read_many(keys).items() if note is not None}
         stored = {name: json.loads(note.content) for name, note in found.items()}
@@ -96,7 +96,7 @@ class RemoteWork:
         (self._control / _DONE / name).write_bytes(self.beginning.encode())
 
     def marked(self, names: Iterable[str]) -> list[str]:
-        """Those of the leaves that are written, also before a kill."""
+        """Returns the names of the leaves that are written, including leaves from before a kill."""
         keys = {(self._control / _DONE / name).key: name for name in names}
         found = self._control.objects.read_many(keys)
         own = self.beginning.encode()
@@ -105,7 +105,7 @@ class RemoteWork:
         return done
 
     def complete(self) -> None:
-        """Removes what was only there for the work; the target's last file is written.
+        """Removes the files that were only needed for the work. Called when the target's last file is written.
 
         Raises:
           InputError: if another command has taken over the work.
@@ -121,7 +121,7 @@ class RemoteWork:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            # As on a disk: what the user corrects is another job.
+            # As on a disk: when the user corrects the input, it is another job.
             if error is not None and self._goes_on and not isinstance(error, InputError):
                 note = f"what is done of it is kept: the same command goes on, moe-jax clean {self.folder} removes it"
                 if note not in getattr(error, "__notes__", ()):
@@ -153,7 +153,7 @@ class RemoteWork:
 
 
 def control_of(target: BucketPath, suffix: str) -> BucketPath:
-    """The folder beside a target that is there while it is worked on."""
+    """Returns the folder beside a target that exists while a command works on the target."""
     return target.beside(suffix)
 
 
@@ -170,14 +170,14 @@ def _is_finished(target: BucketPath) -> bool:
 
 
 def remove_finished(target: BucketPath) -> None:
-    """Removes a model; what makes it count goes first."""
+    """Removes a finished target, first the file that makes it count."""
     for marker in MARKERS:
         (target / marker).unlink()
     target.objects.remove_all(target.key)
 
 
 def is_begun(target: StoragePath, suffix: str) -> bool:
-    """Whether a command has begun to make a target in a bucket, and did not come to its end."""
+    """Whether a command has begun to make a target in a bucket and has not finished it."""
     if not isinstance(target, BucketPath):
         return False
     control = control_of(target, suffix)
@@ -185,7 +185,7 @@ def is_begun(target: StoragePath, suffix: str) -> bool:
 
 
 def remove_begun(target: BucketPath, suffix: str) -> None:
-    """Removes what an interrupted command left: all of a target, unless that is finished.
+    """Removes the files of an interrupted command: all of a target, unless that is finished.
 
     Raises:
       InputError: if a command is working there.

@@ -6,7 +6,7 @@ import threading
 
 @dataclasses.dataclass(frozen=True)
 class Bytes:
-    """Bytes read and written since the process began; the difference of two is what was done between."""
+    """Bytes read and written since the process began; the difference of two is the traffic between them."""
 
     read: int = 0
     written: int = 0
@@ -20,12 +20,12 @@ _total = Bytes()
 
 
 def count(*, read: int = 0, written: int = 0) -> None:
-    """Adds to the total."""
+    """Adds bytes to the total."""
     global _total
     with _lock:
         _total = Bytes(_total.read + read, _total.written + written)
 
 
 def total() -> Bytes:
-    """All that was counted."""
+    """Returns the total so far."""
     return _total
