@@ -108,7 +108,7 @@ class Coordination:
             raise InputError("; ".join(problems))
 
     def _hello(self, index: int) -> dict[str, Any]:
-        """What a process said when it came."""
+        """Returns the message with which a process came."""
         return json.loads(self._client.blocking_key_value_get(f"{_HELLO}/{index}", math.ceil(1000 * self._wait)))
 
     def fail(self, code: int, message: str) -> None:
@@ -236,7 +236,7 @@ class Coordination:
         threading.Event().wait()  # this process is ending, and has its own reason
 
     def _apart(self) -> str:
-        """What is known where not all processes met."""
+        """Returns the message for processes that did not all meet."""
         place = self._place
         return (
             f"process {place.index} of {place.count} did not meet all the others through the first one at "

@@ -18,12 +18,12 @@ _SECONDS = {"MOE_JAX_DISTRIBUTED_WAIT": 300.0, "MOE_JAX_DISTRIBUTED_SILENCE": 20
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a process stands among all.
+    """The place of a process among those of a job.
 
     Attributes:
       address: host and port at which the first process listens.
-      count: of processes.
-      index: of this one, from 0.
+      count: number of processes.
+      index: index of this process, from 0.
       local_devices: indices of the accelerators of this machine that are this process's; None: all.
     """
 
@@ -34,10 +34,12 @@ class Place:
 
     @property
     def port(self) -> int:
+        """The port in the address."""
         return int(self.address.rpartition(":")[2])
 
     @property
     def host(self) -> str:
+        """The host in the address, an IPv6 one without brackets."""
         return self.address.rpartition(":")[0].strip("[]")
 
 

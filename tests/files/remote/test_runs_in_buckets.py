@@ -11,7 +11,7 @@ import pytest
 from moe_jax.api.open_source import open_source
 from moe_jax.commands.line import cli
 from moe_jax.core.errors import InputError
-from moe_jax.files import storage_path
+from moe_jax.files import growing
 from moe_jax.files.storage_path import as_path
 from moe_jax.training.log.metrics import read_metrics
 from moe_jax.training.run.checkpoint_copy import copy_checkpoint
@@ -209,7 +209,7 @@ def test_a_checkpoint_that_is_not_whole_is_not_copied(bucket, place):
 
 
 def test_lines_that_grow(bucket, monkeypatch):
-    monkeypatch.setattr(storage_path.GrowingObjects, "PART_BYTES", 20)
+    monkeypatch.setattr(growing.GrowingObjects, "PART_BYTES", 20)
     path = as_path("gs://bucket/run/metrics.jsonl")
     lines = [f"{{{i:03}}}\n" for i in range(20)]
     writer = path.growing(lines[:3])
