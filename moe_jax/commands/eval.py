@@ -13,7 +13,7 @@ from moe_jax.commands import BaseFlag
 
 if TYPE_CHECKING:
     from moe_jax.api.model import Model
-    from moe_jax.commands.eval_tasks import TaskOptions
+    from moe_jax.commands.line.eval_tasks import TaskOptions
 
 _BATCH_SIZE = 8
 # Of requests, which are mostly short.
@@ -141,11 +141,12 @@ def run(options: Options) -> None:
 
     from moe_jax.api.model import Loading, Model
     from moe_jax.api.run import default_seq_len, evaluate
-    from moe_jax.commands.eval_tasks import evaluate_on_tasks, list_tasks, read_tasks
+    from moe_jax.commands.line.eval_tasks import evaluate_on_tasks, list_tasks, read_tasks
     from moe_jax.core.errors import InputError, flag_of
     from moe_jax.data.sections import SourceSection
     from moe_jax.distributed.processes import is_first_process, join_processes, let_first_work
     from moe_jax.distributed.sharding import make_mesh
+    from moe_jax.files.storage_path import as_path
     from moe_jax.model_io.loading import dtype_for_generation
 
     if options.batch_size is not None and options.batch_size < 1:
@@ -180,7 +181,7 @@ def run(options: Options) -> None:
     dtype = None if options.tasks is None else dtype_for_generation(source, options.compute_dtype, mesh)
     model = Model.of_source(source, Loading(dtype=dtype, compute_dtype=options.compute_dtype, mesh=mesh))
     if options.tokenizer is not None:
-        model.tokenizer_files = (_tokenizer_file(options.tokenizer),)
+        model.tokenizer_files = (as_path(_tokenizer_file(options.tokenizer)),)
     if known is not None and task_options is not None:
         batch_size = _REQUESTS if options.batch_size is None else options.batch_size
         evaluate_on_tasks(model, known, task_options, batch_size=batch_size, max_length=options.seq_len)
@@ -207,7 +208,7 @@ def run(options: Options) -> None:
 
 
 def _task_options(options: Options, tasks: str) -> "TaskOptions":
-    from moe_jax.commands.eval_tasks import TaskOptions
+    from moe_jax.commands.line.eval_tasks import TaskOptions
 
     return TaskOptions(
         model=options.model,

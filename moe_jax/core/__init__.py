@@ -1,1 +1,1 @@
-"""What every room uses: errors, formatting, dtypes, finiteness, random draws, data sheets, the terminal."""
+"""Used by every room: errors, formatting, dtypes, finiteness, random draws, data sheets, the terminal."""

@@ -1,4 +1,4 @@
-"""What the docstring of a dataclass says of its attributes: help texts have no other source."""
+"""Texts of the attributes of a dataclass, read from its docstring: help texts have no other source."""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""What accelerators can do, by their makers' word: the one table for rooflines, memory and sizes of blocks.
+"""Speeds and sizes of accelerators, by their makers' word: the one table for rooflines, memory and sizes of blocks.
 
 A roofline is the least time that a program can take: that of its products at the peak of the matrix units, or that of
 its bytes at the bandwidth of the memory, whichever is longer. No program reaches either.
@@ -45,7 +45,7 @@ class Chip(NamedTuple):
     network: float = 0.0
 
     def operations_per_second(self, itemsize: int) -> float:
-        """Of products of floating-point numbers of so many bytes; those of one or two count as bfloat16."""
+        """Returns the peak for products of numbers of `itemsize` bytes; those of one or two count as bfloat16."""
         return self.float32 if itemsize >= 4 else self.bfloat16
 
 

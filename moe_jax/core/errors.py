@@ -55,7 +55,7 @@ def printable(text: str) -> str:
 
 
 def _beginning(value: Any, levels: int) -> str:
-    """What `repr` begins with, without the work for the rest."""
+    """Returns the beginning of `repr(value)`, without the work for the rest."""
     if isinstance(value, str | bytes):
         return repr(value[:MAX_SHOWN])
     if isinstance(value, int) and value.bit_length() > 4 * MAX_SHOWN:
@@ -156,7 +156,7 @@ def flag_of(option: str) -> str:
 
 
 def first_sentence(error: BaseException) -> str:
-    """What an error of a library says first, in at most `MAX_SHOWN` characters, and if it has to be cut, not in a word.
+    """Returns the beginning of an error's message, in at most `MAX_SHOWN` characters, and not cut within a word.
 
     Sentences are left out whole where the first of them is short enough.
     """

@@ -48,7 +48,7 @@ class TemplateFails(Exception):
 
 
 class Written(NamedTuple):
-    """What a template makes.
+    """The text that a template makes.
 
     Attributes:
       text: all of it.

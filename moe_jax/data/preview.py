@@ -95,7 +95,7 @@ def preview(
 
 
 def parts(document: Document, tokenizer: Tokenizer) -> Iterator[Part]:
-    """Returns a document as text, cut where scored parts begin and end. The first token is never scored."""
+    """Yields a document as text, cut where scored parts begin and end. The first token is never scored."""
     scored = document.scored > 0
     scored[:1] = False
     edges = [0, *(np.flatnonzero(np.diff(scored)) + 1).tolist(), len(scored)]

@@ -26,8 +26,7 @@ Format = Literal["auto", "text", "jsonl", "parquet", "arrow", "tokens"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FieldsSection:
-    """The keys of rows that hold the content: `text`, or `prompt` and `response`, or `messages`. Other keys are
-    ignored.
+    """The keys of rows that are read: `text`, or `prompt` and `response`, or `messages`. Others are ignored.
 
     Attributes:
       text: key of a text.

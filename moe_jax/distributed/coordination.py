@@ -1,9 +1,9 @@
-"""The processes of a job, which JAX's coordination service connects: what ends one of them ends all, with one line.
+"""The connection of the processes of a job, by JAX's coordination service: if one ends, all end, with one line.
 
-JAX's service notices by its heartbeats which process is gone, and keeps what processes tell each other. By itself it
-would abort the others with a stack of C++ functions. So it is told to go on (`jax_enable_recoverability`), and a thread
-of every process asks it who is left. When the first process dies, the service dies with it, and JAX's client calls
-`_lost`.
+JAX's service notices by its heartbeats which process is gone, and stores what processes tell each other. By itself it
+would abort the others with a stack of C++ functions. So it is told to continue (`jax_enable_recoverability`), and a
+thread of every process asks it which processes are left. When the first process dies, the service dies with it, and
+JAX's client calls `_lost`.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import jax
-from jax._src import distributed  # the service for a command of one process, and the hook; nothing public has them
+from jax._src import distributed  # the service for a command of one process, and the hook; they are not public
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
 from moe_jax.core.errors import InputError, printable
@@ -36,9 +36,9 @@ class Coordination:
     """The connection of this process with the others.
 
     Args:
-      place: where this process stands.
+      place: the place of this process in the job.
       wait: seconds after which processes that have not come are given up.
-      silence: seconds after which a process without heartbeats is taken to be dead.
+      silence: seconds after which a process without heartbeats is considered dead.
     """
 
     def __init__(self, place: Place, *, wait: float, silence: float):
@@ -58,7 +58,7 @@ class Coordination:
         """Waits until all processes have come.
 
         Args:
-          equal: what has to be the same in all processes, by name, as text.
+          equal: values, as text and by name, that must be equal in all processes.
           one_works: whether the first process computes alone, on its own devices: JAX is then not told of the others.
 
         Raises:
@@ -67,8 +67,8 @@ class Coordination:
         """
         place = self._place
         _check_address(place, self._wait)
-        # Of the signals that JAX would agree on by a service of its own, processes have waited for each other for ever,
-        # one for its answer and one in a collective.
+        # JAX has a service of its own by which processes agree on signals. With it processes have waited for each other
+        # for ever, one for the service's answer and one in a collective.
         jax.config.update("jax_enable_preemption_service", False)
         jax.config.update("jax_enable_recoverability", True)
         state = distributed.State() if one_works else distributed.global_state
@@ -108,13 +108,13 @@ class Coordination:
             raise InputError("; ".join(problems))
 
     def _hello(self, index: int) -> dict[str, Any]:
-        """Returns the message with which a process came."""
+        """Returns what a process said when it came."""
         return json.loads(self._client.blocking_key_value_get(f"{_HELLO}/{index}", math.ceil(1000 * self._wait)))
 
     def fail(self, code: int, message: str) -> None:
-        """Tells the others that this process ends, and why: they end too. For a process that is about to end.
+        """Tells the others that this process ends, and why, so that they end too. For a process that is about to end.
 
-        What is said first counts.
+        The first message counts.
         """
         if self._client is None or not self._ending.acquire(blocking=False):
             return
@@ -125,7 +125,7 @@ class Coordination:
             time.sleep(_SECONDS_TO_BE_HEARD)  # the service ends with this process
 
     def leave(self) -> None:
-        """Returns when all processes have come here, however long that takes; after it their ends are no accidents."""
+        """Returns when all processes have made this call, however long that takes; their ends are then no failures."""
         self._meet_at("moe_jax/leave")
         self._ending.acquire()
         self._leaving.set()
@@ -133,7 +133,7 @@ class Coordination:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._client.key_value_set(_ENDED, json.dumps({}), allow_overwrite=True)
             if self._place.index == 0:
-                # The service is needed until the others have taken their leave of it.
+                # The service is needed until the others have left it.
                 while len(self._client.get_live_nodes(list(range(self._place.count)))) > 1:
                     time.sleep(0.05)
             self._state.shutdown()
@@ -146,11 +146,11 @@ class Coordination:
         self._meet_at(f"moe_jax/meet/{next(self._meetings)}")
 
     def tell_first(self, news: Any) -> None:
-        """Tells the first process, which is not this one, how far the work is; JSON-able, and short."""
+        """Tells the first process, from another one, about progress; JSON-able, and short."""
         self._client.key_value_set(f"{_NEWS}/{self._place.index}-{next(self._told)}", json.dumps(news))
 
     def news(self, seconds: float) -> list[Any]:
-        """Returns what the others have told the first process since its last call; waits a while if that is nothing.
+        """Returns what the others have told the first process since its last call; waits a while if there is nothing.
 
         In the others there is nothing.
         """
@@ -171,7 +171,7 @@ class Coordination:
             self._client.key_value_set(_STOP, str(number), allow_overwrite=True)
 
     def stop_after(self, step: int) -> int | None:
-        """The signal because of which all processes stop after this step; None: they go on.
+        """Returns the signal because of which all processes stop after this step; None: they go on.
 
         Every process makes this call after it has started a step, and starts none before the last but one is computed,
         by all. So when a process asks about a step, the first one has returned from this call for the last but two.
@@ -186,7 +186,7 @@ class Coordination:
         return self._signal if self._last_step == step else None
 
     def await_reason(self) -> None:
-        """Waits until this process must have heard of another one's end, with which it ends itself."""
+        """Waits until this process must have been told of another one's end, with which it ends itself."""
         time.sleep(self._silence + 2)
 
     def _meet_at(self, barrier: str) -> None:
@@ -226,8 +226,10 @@ class Coordination:
             self._end(1, f"{names} is gone: it was killed, or its host stopped, or the network")
 
     def _lost(self, *_: object) -> None:
-        """Called by JAX's client, in a thread of its own, where it would abort: it could not join, or has lost the
-        service."""
+        """Ends this process; called by JAX's client, in a thread of its own, where it would abort.
+
+        That is when it could not join, or has lost the service.
+        """
         if self._hosts:
             self._end(1, f"{self._name(0)} is gone: it was killed, or its host stopped, or the network")
         else:
@@ -236,7 +238,7 @@ class Coordination:
         threading.Event().wait()  # this process is ending, and has its own reason
 
     def _apart(self) -> str:
-        """Returns the message for processes that did not all meet."""
+        """Returns the line that is said where not all processes met."""
         place = self._place
         return (
             f"process {place.index} of {place.count} did not meet all the others through the first one at "
@@ -279,7 +281,7 @@ def _check_address(place: Place, wait: float) -> None:
 def _calling_when_lost(lost: Any) -> Iterator[None]:
     """Lets the client of JAX that is made in the block call `lost` where it would abort the process.
 
-    The argument of that call is of a C++ type that Python does not have, by which it ends in `std::terminate`: that is
+    That call has an argument of a C++ type that Python does not have, and therefore ends in `std::terminate`, which is
     made to call `lost`, too.
     """
     make = _jax.get_distributed_runtime_client
@@ -298,7 +300,7 @@ _kept: list[Any] = []  # C++ holds their addresses
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Keeps from standard error what C++ says of the way in which the service is used."""
+    """Suppresses C++ messages on standard error about the way in which the service is used."""
     own, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     global _standard_error

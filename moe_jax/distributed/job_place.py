@@ -18,13 +18,13 @@ _SECONDS = {"MOE_JAX_DISTRIBUTED_WAIT": 300.0, "MOE_JAX_DISTRIBUTED_SILENCE": 20
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The place of a process among those of a job.
+    """The place of a process among all processes of a job.
 
     Attributes:
       address: host and port at which the first process listens.
       count: number of processes.
-      index: index of this process, from 0.
-      local_devices: indices of the accelerators of this machine that are this process's; None: all.
+      index: of this process, from 0.
+      local_devices: indices of this machine's accelerators that belong to this process; None: all.
     """
 
     address: str
@@ -34,12 +34,12 @@ class Place:
 
     @property
     def port(self) -> int:
-        """The port in the address."""
+        """Port at which the first process listens."""
         return int(self.address.rpartition(":")[2])
 
     @property
     def host(self) -> str:
-        """The host in the address, an IPv6 one without brackets."""
+        """Host on which the first process listens."""
         return self.address.rpartition(":")[0].strip("[]")
 
 
@@ -113,7 +113,7 @@ def _parsed(value: str) -> Place:
 
 def _detected() -> Place:
     """Finds the place as JAX does, except for the devices: JAX would give each process one GPU of a node."""
-    from jax._src import clusters  # no public function says these without starting what they are for
+    from jax._src import clusters  # no public function returns these without starting JAX's distributed service
 
     try:
         address, count, index, devices = clusters.ClusterEnv.auto_detect_unset_distributed_params(

@@ -30,15 +30,15 @@ def join_processes() -> None:
     the number of processes, and the index of this one, from 0. A process drives all accelerators that it sees; the
     processes of one node under Slurm share those of the node evenly.
 
-    From then on the processes end together: if one is killed, fails, or is not heard of for
-    `MOE_JAX_DISTRIBUTED_SILENCE` seconds (20), the others end with one line that says so. For each other they
-    wait `MOE_JAX_DISTRIBUTED_WAIT` seconds (300). `MOE_JAX_LOCAL_DEVICES` says how many accelerators each must
-    find, so that no job goes on with fewer; under Slurm that is known. What others than the first print on standard
-    output is dropped.
+    From then on the processes end together: if one is killed, fails, or sends no heartbeat for
+    `MOE_JAX_DISTRIBUTED_SILENCE` seconds (20), the others end with one line that says so. They wait
+    `MOE_JAX_DISTRIBUTED_WAIT` seconds (300) for each other. `MOE_JAX_LOCAL_DEVICES` sets how many accelerators each
+    must find, so that no job runs with fewer; under Slurm the number is known. Standard output of all processes but the
+    first is dropped.
 
     Raises:
-      InputError: if a variable says none of this, the others do not come or are of another version of this library, or
-        there are not as many devices or processes as there should be.
+      InputError: if a variable has another form, the others do not come or have another version of this library, or
+        there are fewer devices or processes than there should be.
     """
     place = find_place()
     if place is None:

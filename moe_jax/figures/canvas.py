@@ -1,4 +1,4 @@
-"""What pictures are drawn on. Their colours are matplotlib's settings at the time, so that a page can choose them."""
+"""The canvas of all pictures. Their colours are matplotlib's settings at the time, so that a page can choose them."""
 
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DrawnTo = Path | IO[bytes]
-"""Where a picture is written: a PNG at a path, or a file in the format of matplotlib's settings (`savefig.format`)."""
+"""The file of a picture: a PNG at a path, or a file in the format of matplotlib's settings (`savefig.format`)."""
 
 
 def new_figure(width: float, height: float) -> "Figure":

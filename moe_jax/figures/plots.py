@@ -116,7 +116,7 @@ class Scale(NamedTuple):
         return "viridis" if self.unit is None else "viridis_r"
 
     def shown(self, cosines: np.ndarray) -> np.ndarray:
-        """What is drawn for cosines."""
+        """Returns the values that are drawn for cosines."""
         return cosines if self.unit is None else (1 - cosines) / self.unit
 
 

@@ -178,8 +178,7 @@ class HarnessModel(TemplateLM):
         return [texts[index] for index in range(len(requests))]
 
     def _continued(self, prompts: Sequence[Sequence[int]], *, stop: Sequence[str], **how: Any) -> list[str]:
-        """Returns texts until one of `stop`, an end token, or the most tokens that `how` allows; without the stop
-        itself.
+        """Returns texts until one of `stop`, an end token, or the most tokens that `how` allows; without the stop.
 
         Special tokens are no text.
         """

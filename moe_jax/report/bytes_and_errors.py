@@ -1,4 +1,4 @@
-"""What compression did: bytes against those of the source, errors by layer, and quality against bytes of a sweep."""
+"""Figures of a compression: bytes against those of the source, errors by layer, and a sweep's quality against bytes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a model consists of: sizes, experts, and bytes by part."""
+"""Description of a model: sizes, experts, and bytes by part."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from moe_jax.report.elements import facts, joined, table
 
 
 class Sizes(NamedTuple):
-    """Of a model.
+    """Sizes of a model.
 
     Attributes:
       parameters: all of them, its base's too.

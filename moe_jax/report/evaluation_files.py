@@ -30,7 +30,7 @@ class Score(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """What a file says.
+    """An evaluation, as a file holds it.
 
     Attributes:
       path: of the file.

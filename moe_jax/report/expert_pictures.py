@@ -60,7 +60,7 @@ def similarity_pictures(layers: Sequence[LayerSimilarity], title: str) -> list[M
 
 
 def measured_pictures(measured: Measured) -> list[Markup]:
-    """What `inspect --plots` measured."""
+    """Returns pictures of the measurements of `inspect --plots`."""
     found = similarity_pictures(measured.layers, measured.model)
     if measured.shares:
         on = f", on {measured.text}" if measured.text else ""

@@ -181,7 +181,7 @@ def _in_words(title: str, curves: Sequence[Curve]) -> str:
 
 
 def _spread(shares: dict[int, np.ndarray]) -> str:
-    """Which expert of which layer is used most, and which least."""
+    """Returns a sentence on the experts that are used most and least, with their layers."""
     relative = {layer: share * len(share) for layer, share in shares.items()}
     most = max(relative, key=lambda layer: relative[layer].max())
     least = min(relative, key=lambda layer: relative[layer].min())

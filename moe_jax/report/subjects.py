@@ -1,4 +1,4 @@
-"""What a report is about: paths of any kind, recognised and read, but for weights."""
+"""Subjects of a report: paths of any kind, recognised and read, but for weights."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What `inspect --plots` measured.
+    """Measurements of `inspect --plots`.
 
     Attributes:
       model: its name.

@@ -233,8 +233,7 @@ def abstract_batch(recipe: Recipe, config: ModelConfig, mesh: Mesh) -> dict[str,
 
 
 def initial_states(program: Program, recipe: Recipe, source: ModelSource | None) -> tuple[nnx.State, nnx.State]:
-    """Returns the parameters before the first step, `(trained, frozen)`: from the source, or drawn with the recipe's
-    seed.
+    """Returns the parameters before the first step, `(trained, frozen)`: from the source, or drawn with the seed.
 
     Raises:
       InputError: if the source is incomplete, or its weights are not finite or too large for the recipe's dtypes.

@@ -179,7 +179,7 @@ def test_a_plan_knows_what_codes_of_allocate_may_have(models, out_of):
     assert all(form["expert_bytes"] > other["expert_bytes"] for form, other in zip(forms, fewer, strict=True))
 
 
-@one_in(2)
+@one_in(4)
 @pytest.mark.parametrize("base", ["stored", "nf4"])
 def test_lora_beside_the_centre_is_merged_into_a_plain_one(base, small, tmp_path, out_of):
     _, out = small
@@ -236,6 +236,7 @@ def test_other_methods_have_no_centre_to_code(models, tmp_path, failing):
     assert "--centre-bits does not go with quantize: it belongs to" in message
 
 
+@long
 def test_a_budget_has_room_for_what_codes_of_the_centres_save(models, tmp_path, out_of, failing):
     """Below the bytes of plain centres, and enough for those in codes."""
     budget = ("--method", "resmoe", "--budget-bits", "10.5")

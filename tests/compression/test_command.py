@@ -8,8 +8,8 @@ import re
 import numpy as np
 import pytest
 
+from moe_jax.api import compress as compress_api
 from moe_jax.api.open_source import open_source
-from moe_jax.commands import compress as compress_command
 from moe_jax.compression.choose_layers import parse_layers
 from moe_jax.compression.job.stream import choose_layers
 from moe_jax.compression.methods.delta_base import check_base
@@ -20,6 +20,7 @@ from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig, FFNConfig
 from tests.support.dense_models import dense_config
 from tests.support.moe_models import RECIPE, moe_config, run, same_weights
+from tests.support.tiers import long
 
 SPARSIFY, QUANTIZE = ("--method", "ders-sparsify", "--drop", 0.5), ("--method", "ders-quantize", "--bits", 4)
 
@@ -269,6 +270,7 @@ def test_a_base_may_differ_where_no_experts_are():
     check_base(dense, dataclasses.replace(model, family="mixtral"), (2,))
 
 
+@long
 def test_a_sweep(models, tmp_path, out_of, nll, text):
     options = ("--sweep", "--text", text, "--seq-len", 48, "--drop", "0.9", "--bits", "1")
     printed = out_of("compress", models["one"], tmp_path / "out", *options, "--json")
@@ -292,7 +294,7 @@ def test_a_sweep(models, tmp_path, out_of, nll, text):
 def test_a_sweep_tries_all_values_and_draws_them(models, tmp_path, out_of, monkeypatch, text):
     # Worse from model to model, at last beyond what a float holds: the axis becomes logarithmic.
     scores = iter([*np.linspace(2, 4, 4), 1000.0, 2.0])
-    monkeypatch.setattr(compress_command, "_scorer", lambda source, options: lambda model: float(next(scores)))
+    monkeypatch.setattr(compress_api, "_scorer", lambda source, spec: lambda model: float(next(scores)))
     words = ("--method", "ders-quantize")
     printed = out_of("compress", models["moe"], tmp_path / "out", "--sweep", "--text", text, *words)
     assert all(f"ders-quantize   bits {bits}" in printed for bits in (8, 4, 3, 2, 1))
@@ -304,6 +306,6 @@ def test_a_sweep_that_fails_leaves_nothing_behind(models, tmp_path, monkeypatch,
     def fail(model):
         raise InputError("no score")
 
-    monkeypatch.setattr(compress_command, "_scorer", lambda source, options: fail)
+    monkeypatch.setattr(compress_api, "_scorer", lambda source, spec: fail)
     assert run(models["moe"], tmp_path / "out", "--sweep", "--text", text) == 2
     assert os.listdir(tmp_path) == ["text.txt"]

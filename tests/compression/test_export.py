@@ -18,13 +18,13 @@ from moe_jax.conversion import export, read_hf_config
 from moe_jax.model_io.loading import load_model
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig, FFNConfig
-from tests.conversion.test_foreign_view import write_model
+from tests.conversion.hf.test_hf_view import write_model
 from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
 from tests.support.dense_models import dense_config, random_leaves
 from tests.support.dense_models import write_model as write_leaves
 from tests.support.hf_checkpoints import CONFIGS
 from tests.support.moe_models import RECIPE, MemorySource, moe_config, trained_leaves
-from tests.support.tiers import long, one_in
+from tests.support.tiers import long
 
 QUIET = Console(quiet=True)
 TOKENS = np.array([[1, 5, 9, 33, 2, 60, 17, 4, 4, 21, 8, 50]])
@@ -70,7 +70,7 @@ def test_transformers_gives_the_logits_of_the_compressed_model(source, tmp_path)
     assert np.abs(logits(out) - theirs(tmp_path / "hf")).max() < 1e-4
 
 
-@one_in(2)
+@long
 @pytest.mark.parametrize("name", ["qwen2_moe-dense-layers", "qwen3_moe-dense-layers"])
 def test_dense_layers_and_shared_experts_stay_beside_compressed_experts(name, tmp_path):
     config = read_hf_config(CONFIGS[name])

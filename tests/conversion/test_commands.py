@@ -20,6 +20,7 @@ from tests.support.hf_checkpoints import (
     read_tensors,
     write_checkpoint,
 )
+from tests.support.tiers import long
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -133,6 +134,7 @@ def peak_memory(*arguments: object) -> int:
     return int(result.stdout)
 
 
+@long
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: pathlib.Path):
     """Layers of 67 MB: 1 of them, or 4, take the same memory, within the noise of an allocator."""
     peaks = {}

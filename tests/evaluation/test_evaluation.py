@@ -19,6 +19,7 @@ from moe_jax.model_io.loading import model_leaves
 from moe_jax.model_io.model_dir import ModelDirectoryWriter
 from moe_jax.nn import Decoder
 from tests.support.losses import token_losses
+from tests.support.tiers import one_in
 from tests.support.training_models import FFN, config_of, moe
 
 CONFIG = config_of(FFN, moe())
@@ -56,6 +57,7 @@ def by_definition(model: Decoder, ids: np.ndarray, seq_len: int) -> tuple[int, f
     return scored, total
 
 
+@one_in(2)
 @pytest.mark.parametrize("seq_len", [20, 100])
 def test_every_token_but_the_first_of_each_window_is_scored(model, ids, seq_len):
     graphdef, state = nnx.split(model)

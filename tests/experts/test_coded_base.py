@@ -158,7 +158,7 @@ def test_a_bank_equals_that_over_the_kernels_its_codes_stand_for(kind, strategy,
         assert_close(got, expected)
 
 
-@one_in(7)
+@one_in(11)
 @pytest.mark.parametrize("stored", ["4 bits", "nf4", "none of down", "of gate alone"])
 @pytest.mark.parametrize("strategy", ["factored-grouped", "synthesised"])
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("strict_numerics")
 ONE, OTHER = (Product(normal(0, 2, 5, width), normal(1, width, 7)) for width in (4, 3))
 
 
-@pytest.mark.parametrize("way", [linear._at_once, linear._one_by_one, sum_of_products])
+@pytest.mark.parametrize("way", [linear._concatenated, linear._added, sum_of_products])
 def test_sum_of_products_and_its_gradients(way):
     def value(way, *products):
         y = way(*products)

@@ -1,6 +1,6 @@
 """Processor time of every test, children included, and what of it JAX traced, lowered and compiled.
 
-    python -m pytest -p tests.tooling.processor_time --processor-times FOLDER ...
+    python -m pytest -p tests.tooling.processor_time --processor-times=FOLDER ...
 
 adds to one file per worker in FOLDER: a line of JSON per test, with the seconds of each kind.
 """

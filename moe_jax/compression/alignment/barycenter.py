@@ -104,8 +104,8 @@ def free_support_barycenter(
     Args:
       clouds: E of them, float32, float64 or bfloat16, [n, D] each. They are read in blocks and never copied as a whole.
       solver: one of `SOLVERS`.
-      start: [n, D], what the clouds are aligned to first, and whose order of rows the result has; by default the points
-        of the cloud with the greatest norm.
+      start: [n, D], the points that the clouds are aligned to first, and whose order of rows the result has; by default
+        those of the cloud with the greatest norm.
       starts: how many starts are tried; the best result is kept. After the first one come the points of other clouds,
         then points drawn from all clouds.
       max_rounds: of each start. A round aligns every cloud once. By default 100, and 20 for large clouds.
@@ -150,7 +150,7 @@ def weight_matching(
     Args:
       clouds: see `free_support_barycenter`.
       permutations: where to begin, by default the orders in which the clouds are.
-      max_rounds: after so many rounds the search ends in any case; see `free_support_barycenter`.
+      max_rounds: most rounds of the search; see `free_support_barycenter`.
       progress: see `free_support_barycenter`.
 
     Returns:
@@ -236,7 +236,7 @@ def _is_worth_annealing(matching: Matching) -> bool:
 
 
 def _check(clouds, start, starts: int, max_rounds: int | None) -> int:
-    """Raises `InputError` for what cannot be solved; returns the rounds there may be."""
+    """Raises `InputError` for a problem that cannot be solved; returns the number of rounds allowed."""
     if not len(clouds):
         raise InputError("no clouds to take the barycenter of")
     shapes = dict.fromkeys(cloud.shape for cloud in clouds)

@@ -26,7 +26,7 @@ def align(points: Float[np.ndarray, "n D"], target: Float[np.ndarray, "n D"]) ->
 
     Args:
       points: the cloud to be ordered, float32, float64 or bfloat16.
-      target: what it is compared with.
+      target: the cloud that it is compared with.
 
     Returns:
       int32; `points[permutation]` has the least ||points[permutation] - target||_F. Among equal ones the order in which

@@ -10,8 +10,7 @@ WORDS = ("base", "choice")
 
 
 def layer_columns(layers: Sequence[LayerReport]) -> dict[str, list[str]]:
-    """Returns a text for every layer, by title. Columns without a figure in any layer are left out; `-` means no
-    figure.
+    """Returns a text for every layer, by title. Columns without any figure are left out; `-` means no figure.
 
     A line break in a title is where it may be divided.
     """

@@ -63,8 +63,7 @@ class Packing:
         bits: int | None = None,
         group_size: int | None = None,
     ) -> "Packing":
-        """Returns the requested packing, else that of the experts' codes if all are equal, else 4 bits in groups of
-        128.
+        """Returns the packing asked for, else that of the experts' codes if all are alike, else 4 bits, groups of 128.
 
         Args:
           config: of the model as it is.

@@ -56,7 +56,7 @@ class TensorEntry(NamedTuple):
       checksum: of the bytes that it is a part of, to be verified before they are used; None: the format has none.
       blocks: the type of the quantised blocks that it is stored in (GGUF files only); None: elements are stored as they
         are.
-      interleaved: width of the heads in its rows, if the two halves of a head's rotary dimensions alternate row by row
+      interleaved: number of heads in its rows, if the two halves of a head's rotary dimensions alternate row by row
         (GGUF files only) and the reader of rows has to reorder them; None: the rows are in order.
     """
 

@@ -52,7 +52,8 @@ class MergedModel:
         elif path in self._stored:
             yield None, self._source.read(path)
         else:
-            # A router among equal experts may have any values; the gate of a universal FFN has constant weight.
+            # Zeros do for a router among equal experts, and for the gate of a universal FFN, whose weight is then
+            # constant.
             yield None, self._zeros(path)
 
     def codes(self, path: str, packing: Packing) -> Iterator[tuple[int, Codes]]:

@@ -78,8 +78,7 @@ class TextFile:
         ]
 
     def _cut(self, content: bytes, first: int, begin: int) -> tuple[int, bool]:
-        """Returns the byte of the file at which the piece for `begin` really begins, and whether a document begins
-        there.
+        """Returns the byte of the file at which the piece for `begin` begins, and whether a document begins there.
 
         `content` are bytes of the file from `first` on.
         """

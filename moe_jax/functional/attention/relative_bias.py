@@ -15,8 +15,7 @@ MAX_DISTANCE = 65_536
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RelativeBiasConfig:
-    """A learned bias per head and bucket of distances: each short distance has its own bucket, longer ones share
-    buckets.
+    """A learned bias per head and bucket of distances: short distances have their own buckets, longer ones share.
 
         >>> moe_jax.RelativeBiasConfig().buckets
         32

@@ -1,4 +1,4 @@
-"""The head of a model, in chunks of tokens: what all losses of its logits share.
+"""The head of a model, in chunks of tokens: the common parts of all losses of its logits.
 
 The logits of all tokens at once, [N, V] in float32, would be the largest array of a training step (20 GB for 32,768
 tokens and a vocabulary of 151,936). Here the logits of one chunk are computed, used and dropped.

@@ -98,8 +98,7 @@ def over_columns(tile: int, columns: int, body: Callable[[Array, int, Any], Any]
 
 
 def tile_width(shape: tuple[int, int], rows: int) -> int:
-    """Returns the number of columns of a tile of a kernel [i, o] that meets `rows` rows: at least one, within the
-    limit.
+    """Returns the number of columns of a tile of a kernel [i, o] that meets `rows` rows: at least one.
 
     A divisor of o is preferred where one is nearly as wide: all tiles then run the same program.
     """

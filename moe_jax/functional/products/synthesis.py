@@ -36,8 +36,7 @@ Stacked = dict[str, Array]
 
 
 class Tiles(Protocol):
-    """Makes the kernel of one expert, a tile of columns at a time. Static and hashable: the arrays are passed beside
-    it.
+    """Makes the kernel of one expert, a tile of columns at a time. Static and hashable: arrays are passed beside it.
 
     Attributes:
       shape: [i, o] of the kernel, or of the part of it that this device has.
@@ -53,8 +52,7 @@ class Tiles(Protocol):
     def tile(
         self, base: Float[Array, "i w"] | None, arrays: Stacked, start: Int[Array, ""] | int, width: int
     ) -> Float[Array, "i w"]:
-        """Returns columns start ... start + width of the kernel, float32; differentiable in the base and floating
-        arrays.
+        """Returns columns start ... start + width of the kernel, float32; differentiable in base and floating arrays.
 
         Args:
           base: these columns of the base, float32; None: there is none.
@@ -78,8 +76,7 @@ class Tiles(Protocol):
     def thin_gradients(
         self, lhs: Array, dout: Array, arrays: Stacked, group_sizes: Array, products: Any
     ) -> Stacked | None:
-        """Returns the trained arrays' gradients computed without gradients of whole kernels, float32; None: not
-        possible.
+        """Returns the trained arrays' gradients without gradients of whole kernels, float32; None: not possible.
 
         Args:
           lhs: rows sorted by group.

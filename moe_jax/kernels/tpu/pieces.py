@@ -26,8 +26,7 @@ def in_pieces(size: int, step: int, body: Callable[[Any, int], None]) -> None:
 
 
 def over_strips(visits: Visits, v: Any, rows: int, strip: int, body: Callable[[Any, Bool[Array, "m 1"]], None]) -> None:
-    """Calls `body(first row in the block, which of the rows belong to the group)` for every strip with rows of the
-    group.
+    """Calls `body(first row in the block, which of the rows are the group's)` for every strip with rows of the group.
 
     Args:
       visits: of all blocks.

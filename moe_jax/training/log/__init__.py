@@ -1,1 +1,1 @@
-"""What a run reports while it goes on: metrics, TensorBoard, Weights & Biases, traces."""
+"""Reports of a run while it goes on: metrics, TensorBoard, Weights & Biases, traces."""

@@ -28,12 +28,12 @@ _FINITE = ("loss", "aux_loss", "distill_loss", "grad_norm", "eval_loss")
 
 
 def to_record(config: ModelConfig, step: int, metrics: StepMetrics) -> Record:
-    """The metrics of a step, JSON-able. Waits until the step is computed.
+    """Returns the metrics of a step, JSON-able. Waits until the step is computed.
 
-    Keys: `step`, `loss` (the cross-entropy, also with a teacher), `aux_loss` (what is added to the loss), `grad_norm`,
+    Keys: `step`, `loss` (the cross-entropy, also with a teacher), `aux_loss` (added to the loss), `grad_norm`,
     `learning_rate`, `tokens`, `scored_tokens`; with a teacher `distill_loss` (see `StepMetrics`); for a model with an
     encoder also `input_tokens`, `cut_inputs` and `cut_targets`; for one with MoE layers `balance_loss`, `z_loss` and
-    `cv_loss` (means over the layers, without coefficients), `expert_load` and `dropped` (by layer index); where PEFT
+    `cv_loss` (means over the layers, without coefficients), `expert_load` and `dropped` (by layer index); if PEFT
     experts have routers of their own, `perft_balance_loss`, `perft_z_loss` and `perft_load` likewise.
     """
     metrics = jax.tree.map(np.asarray, jax.device_get(metrics))
@@ -74,8 +74,8 @@ def is_finite(record: Record) -> bool:
 class MetricsWriter:
     """Appends records to metrics.jsonl and TensorBoard. Removes older records of steps after `last_step`.
 
-    Only the first process writes; in others this does nothing. Records of a run in a bucket may be there half a
-    minute later, events when a checkpoint is.
+    Only the first process writes; in others this does nothing. In a bucket, records may appear half a minute later, and
+    events when a checkpoint does.
 
     Args:
       run_dir: the directory that holds both.
@@ -105,6 +105,7 @@ class MetricsWriter:
             self._wandb = wandb()
 
     def write(self, record: Record) -> None:
+        """Writes the record of a step to all places."""
         if self._file:
             self._file.write(json.dumps(record) + "\n")
         if self._events:
@@ -120,6 +121,7 @@ class MetricsWriter:
             self._events.flush()
 
     def close(self) -> None:
+        """Stores what was written, and closes all files."""
         if self._file:
             self._file.close()
         if self._events:
@@ -129,7 +131,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """The records of a metrics.jsonl; an unfinished last line of a killed run is ignored."""
+    """Returns the records of a metrics.jsonl; an unfinished last line of a killed run is ignored."""
     records = []
     for line in as_path(path).read_grown().splitlines():
         try:
@@ -140,14 +142,14 @@ def read_metrics(path: Path) -> list[Record]:
 
 
 class StepLine:
-    """Shows the metrics of the current step: beside a bar on a terminal, otherwise as a line every so many steps.
+    """Shows the metrics of the current step: beside a bar on a terminal, otherwise as a line every few steps.
 
     A context manager.
 
     Args:
       console: where to show them.
-      first: steps done before.
-      steps: all steps of the run.
+      first: number of steps done before.
+      steps: number of all steps of the run.
       every: steps between lines if the console is not a terminal. Steps with an evaluation and the last step always
         have a line.
     """
@@ -201,7 +203,7 @@ def _flops(rate: float) -> str:
 
 
 def _flat(record: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Scalars of a record by TensorBoard tag, such as `expert_load/layer_1/expert_0`."""
+    """Returns the scalars of a record by TensorBoard tag, such as `expert_load/layer_1/expert_0`."""
     scalars: list[tuple[str, float]] = []
     for key, value in record.items():
         if isinstance(value, int | float):

@@ -15,8 +15,9 @@ _SECONDS = 20.0
 
 
 def is_installed() -> bool:
-    """Returns whether tensorboardX is there. It is imported only when events are written: it imports PyTorch, too,
-    where that is installed.
+    """Whether tensorboardX is installed.
+
+    It is imported only when events are written, because it imports PyTorch, too, where that is installed.
     """
     return importlib.util.find_spec("tensorboardX") is not None
 
@@ -28,7 +29,7 @@ class EventWriter:
     takes longer than a step where layers have many experts, and its `flush` does not wait for the queue.
 
     Args:
-      directory: created if necessary. In a bucket the file is there when it is closed, and as far as it was flushed.
+      directory: created if necessary. In a bucket the file appears when it is flushed or closed.
       first_step: TensorBoard no longer shows steps from here on that are in older files of the directory.
     """
 
@@ -53,7 +54,7 @@ class EventWriter:
             self._due = time.monotonic() + _SECONDS
 
     def flush(self) -> None:
-        """Returns when all is in its place."""
+        """Returns when all events are in the file, or in the bucket."""
         self._events.flush()
         self._folder.flush()
 

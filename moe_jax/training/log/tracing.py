@@ -16,8 +16,8 @@ class StepTrace:
     Every process writes a trace of its own devices.
 
     Args:
-      directory: which the profiler makes, and writes `plugins/profile/TIME/` into; of a bucket, when the trace ends.
-      steps: `(first, last)`, or nothing for no trace.
+      directory: made by the profiler, which writes `plugins/profile/TIME/` into it; in a bucket when the trace ends.
+      steps: `(first, last)`, or empty for no trace.
     """
 
     def __init__(self, directory: Path, steps: tuple[int, ...]):
@@ -46,7 +46,7 @@ class StepTrace:
         return True
 
     def __exit__(self, *_: object) -> None:
-        # The run ended, or stopped, in between.
+        # The run ended, or stopped, during the trace.
         if self._traces:
             self._stop()
 

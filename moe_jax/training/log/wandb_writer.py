@@ -13,7 +13,7 @@ _RUN_ID = "wandb_id"
 
 
 def import_wandb() -> Any:
-    """The library, which nothing else imports.
+    """Imports the library, which nothing else imports.
 
     Raises:
       InputError: if it is not installed.
@@ -25,15 +25,15 @@ def import_wandb() -> Any:
 
 
 class WandbWriter:
-    """Logs scalars to a run of Weights & Biases; a run that is continued goes on there.
+    """Logs scalars to a run of Weights & Biases; a continued run of ours continues that run.
 
-    Files, those of an offline run included, are in `RUN/wandb`, of a run in a bucket in `wandb` of the current
+    Files, those of an offline run included, are in `RUN/wandb`, or for a run in a bucket in `wandb` of the current
     directory; `wandb sync` sends them later.
 
     Args:
-      run_dir: of the run; `wandb_id` in it says which run it is there.
+      run_dir: of the run; `wandb_id` in it names the run of Weights & Biases.
       mode: `online` or `offline`.
-      project: there.
+      project: of Weights & Biases.
       config: the recipe, flat.
     """
 
@@ -50,8 +50,8 @@ class WandbWriter:
             dir=str(as_path(run_dir).on_disk or Path.cwd()),
             config=dict(config),
         )
-        # Steps of ours, and not its own, are the axis: those that an interrupted run wrote beyond its last checkpoint
-        # come a second time, which its own steps may not.
+        # Our steps, and not those of Weights & Biases, are the axis: steps that an interrupted run wrote beyond its
+        # last checkpoint come a second time, which its own steps do not allow.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -60,4 +60,5 @@ class WandbWriter:
         self._run.log({"step": step, **dict(scalars)})
 
     def close(self) -> None:
+        """Ends the run of Weights & Biases; everything is sent, or in its files."""
         self._run.finish()

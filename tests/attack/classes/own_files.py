@@ -26,7 +26,7 @@ from moe_jax.training.recipe import recipe_toml
 from moe_jax.training.recipe.schema import Recipe, load_recipe
 from moe_jax.training.run.continuation import RunRecord, read_record, write_record
 from tests.attack.attacks import Attack
-from tests.attack.classes.foreign_configs import impossible_values
+from tests.attack.classes.hf_configs import impossible_values
 from tests.attack.mutations import mutated_bytes, mutated_json
 
 _ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=16, biases=("q",), sliding_window=7)

@@ -137,6 +137,7 @@ def test_what_has_no_gradients(source, windows, tmp_path, monkeypatch):
         record_gradients(source, windows, tmp_path, **how)
 
 
+@long
 def test_a_recording_serves_with_and_without_them(source, text, tmp_path):
     options = {"seq_len": 16, "samples": 4, "sensitivities": True, "place": (tmp_path / "kept").joinpath}
     plain, weighted, again = (calibrate(source, text, gradients=asked, **options) for asked in (False, True, False))

@@ -101,8 +101,7 @@ def test_sensitivities_are_kept_and_found_again(source, calibrated, monkeypatch)
 
 
 # Half of it is what the disk needs to know of leaves, in so small a model.
-@one_in(2, first=1)
-@pytest.mark.parametrize("target", [6_600, pytest.param(8_000, marks=long), 9_500])
+@pytest.mark.parametrize("target", [6_600, *(pytest.param(target, marks=long) for target in (8_000, 9_500))])
 def test_stays_within_the_budget_and_is_better_with_more(source, calibrated, target, tmp_path):
     calibration, *_ = calibrated
     reports = {}
@@ -232,7 +231,7 @@ def test_experts_get_bits_of_their_own(source, calibrated, target, tmp_path, mon
     check_merged(small, source.config, leaves)
 
 
-@one_in(2, first=1)
+@long
 @pytest.mark.parametrize("experts", ["alike", "own"])
 def test_less_than_a_bit_for_every_expert(experts, tmp_path):
     """Experts have factors around a centre in codes where there is no room for more."""

@@ -128,6 +128,7 @@ def predicted(report) -> float:
     return sum(layer.predicted_divergence for layer in report.layers)
 
 
+@long
 def test_what_is_written_is_within_the_budget_and_no_worse_than_without(source, calibration, tmp_path):
     """Of two layers one gets row scales, on which more depends; what is merged gives the same as what is in codes."""
     layers = dict(calibration.layers)

@@ -83,7 +83,7 @@ class FusedTile(Protocol):
         ...
 
     def make(self, refs: Sequence[Any], piece: Piece) -> Float[Array, "p q"]:
-        """Returns a piece of what is added to the base, float32; called inside a Pallas kernel.
+        """Returns a piece of the part that is added to the base, float32; called inside a Pallas kernel.
 
         Args:
           refs: of the operands' blocks, of one expert.
