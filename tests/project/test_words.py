@@ -10,7 +10,9 @@ import pytest
 from tests.support.environment import ROOT
 
 # Rooms whose docstrings are still to be rewritten. The list only shrinks.
-UNFINISHED = (*("api", "checkpoints", "commands", "files", "model_io", "peft", "upcycling"),)
+UNFINISHED = (
+    *("api", "checkpoints", "commands", "files", "model_io", "peft", "upcycling"),
+)
 # "What there is of ..." is a riddle; "Returns the bytes of ..." is not.
 _RIDDLE = re.compile(r"(What|That|Those|Of|Which|Where)\b")
 _ONLY_SEE = re.compile(r"See (also )?`[^`]*`\.?$")
