@@ -10,9 +10,7 @@ import pytest
 from tests.support.environment import ROOT
 
 # Rooms whose docstrings are still to be rewritten. The list only shrinks.
-UNFINISHED = (
-    *("api", "checkpoints", "commands", "files", "generation", "model_io", "peft", "serve", "upcycling"),
-)
+UNFINISHED = (*("api", "checkpoints", "commands", "files", "generation", "model_io", "peft", "serve", "upcycling"),)
 # "What there is of ..." is a riddle; "Returns the bytes of ..." is not.
 _RIDDLE = re.compile(r"(What|That|Those|Of|Which|Where)\b")
 _ONLY_SEE = re.compile(r"See (also )?`[^`]*`\.?$")
