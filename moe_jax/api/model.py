@@ -73,7 +73,7 @@ class Model:
         """Takes a decoder as it is; what is done to it later is done to the model."""
         self.base: ModelSource | None = None
         self.lineage = [dict(entry) for entry in lineage]
-        self.tokenizer_files = tuple(as_path(file) for file in tokenizer_files)
+        self.tokenizer_files: tuple[Path, ...] = tuple(as_path(file) for file in tokenizer_files)
         self._decoder: Decoder | None = decoder
         self._source: ModelSource | None = None
         self._loading = Loading()

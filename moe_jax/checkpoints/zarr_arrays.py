@@ -1,7 +1,9 @@
 """The arrays of an Orbax checkpoint that is not a database: a folder each, in the format Zarr 2.
 
 Orbax would read them too. But it takes damaged metadata for a checkpoint without arrays, reads the metadata of all
-arrays in every call, and a large array twice into memory.
+arrays in every call, and a large array twice into memory. TensorStore reads the whole chunk of which it is asked for a
+part (a leaf is one chunk: 2 MB of an array of 1 GB took 1.1 GB of memory and 1.9 s, here 1 MB and 0.03 s), the whole
+array twice into memory, and zeros where the file of a chunk is missing.
 """
 
 import itertools

@@ -146,13 +146,13 @@ def export(
             # Before the weights, so that no copied file can take their place.
             files = source.tokenizer_files
             for file in files:
-                as_path(folder / file.name).write_durably(read_companion(file))
+                (folder / file.name).write_durably(read_companion(file))
             list_companions(folder, [file.name for file in files])
             with shard_writer(work, tensors, max_bytes) as writer:
                 _write_layers(model, mapped, specs, writer, work, progress, packing, allow_nonfinite=allow_nonfinite)
             keys = write_hf_config(replace(config, dtype=_main_dtype(specs)))
             lineage[-1]["measured"] = progress.measured()
-            as_path(folder / LINEAGE_FILE).write_durably((json.dumps(lineage, indent=2) + "\n").encode())
+            (folder / LINEAGE_FILE).write_durably((json.dumps(lineage, indent=2) + "\n").encode())
             # Opens all files and compares them with the config, which is written last.
             found = open_checkpoint(folder)
             if packing is None:
@@ -162,7 +162,7 @@ def export(
                 _check_planned(found, tensors)
                 keys["quantization_config"] = packing.describe(mapped)
             work.check_alone()
-            as_path(folder / "config.json").write_durably((json.dumps(keys, indent=2) + "\n").encode())
+            (folder / "config.json").write_durably((json.dumps(keys, indent=2) + "\n").encode())
             work.complete()
     console.print(f"wrote {dst}: {progress.summary()}", markup=False)
 

@@ -63,10 +63,10 @@ def export_peft(
     options = {"format": "peft", "allow_nonfinite": allow_nonfinite}
     lineage = [*source.lineage, new_lineage_entry("export", options, [source])]
     with staged_directory(dst) as folder:
-        as_path(folder / WEIGHTS_FILE).write_durably(_safetensors(tensors))
-        as_path(folder / LINEAGE_FILE).write_durably(_json(lineage))
+        (folder / WEIGHTS_FILE).write_durably(_safetensors(tensors))
+        (folder / LINEAGE_FILE).write_durably(_json(lineage))
         read_header(folder / WEIGHTS_FILE)  # compares it with the file
-        as_path(folder / CONFIG_FILE).write_durably(_json(config))  # last: in a bucket the adapter counts from then on
+        (folder / CONFIG_FILE).write_durably(_json(config))  # last: in a bucket the adapter counts from then on
     parameters = sum(target.is_parameter for target in targets)
     console.print(f"wrote {dst}: LoRA beside {len(targets) - parameters} linear modules", markup=False, end="")
     console.print(f" and {parameters} parameters" if parameters else "", markup=False)

@@ -73,16 +73,19 @@ class Coordination:
         jax.config.update("jax_enable_recoverability", True)
         state = distributed.State() if one_works else distributed.global_state
         initialize = state.initialize if one_works else jax.distributed.initialize
-        with _without_warnings(), _calling_when_lost(self._lost):
-            initialize(
-                place.address,
-                place.count,
-                place.index,
-                local_device_ids=None if one_works else place.local_devices,
-                cluster_detection_method="deactivate",
-                initialization_timeout=math.ceil(self._wait),
-                heartbeat_timeout_seconds=math.ceil(self._silence),
-            )
+        try:
+            with _without_warnings(), _calling_when_lost(self._lost):
+                initialize(
+                    place.address,
+                    place.count,
+                    place.index,
+                    local_device_ids=None if one_works else place.local_devices,
+                    cluster_detection_method="deactivate",
+                    initialization_timeout=math.ceil(self._wait),
+                    heartbeat_timeout_seconds=math.ceil(self._silence),
+                )
+        except RuntimeError:
+            raise InputError(self._apart()) from None
         self._state, self._client = state, state.client
         number = "number of processes"
         hello = {"host": platform.node()[:200], "equal": {number: str(place.count), **equal}}
@@ -227,18 +230,21 @@ class Coordination:
 
         That is when it could not join, or has lost the service.
         """
-        place = self._place
         if self._hosts:
             self._end(1, f"{self._name(0)} is gone: it was killed, or its host stopped, or the network")
         else:
-            text = (
-                f"process {place.index} of {place.count} did not meet all the others through the first one at "
-                f"{place.address} in {self._wait:.0f} s: is each of them started, once, with this address and this "
-                "number of processes?"
-            )
             if self._ending.acquire(blocking=False):
-                _exit(2, f"error: {text}")
+                _exit(2, f"error: {self._apart()}")
         threading.Event().wait()  # this process is ending, and has its own reason
+
+    def _apart(self) -> str:
+        """Returns the line that is said where not all processes met."""
+        place = self._place
+        return (
+            f"process {place.index} of {place.count} did not meet all the others through the first one at "
+            f"{place.address} in {self._wait:.0f} s: is each of them started, once, with this address and this number "
+            "of processes?"
+        )
 
     def _end(self, code: int, text: str) -> None:
         """Ends this process, unless it is ending already and has its own reason."""

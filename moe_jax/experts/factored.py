@@ -80,7 +80,7 @@ def factored_ffn(
 
 
 class _Place(NamedTuple):
-    """Where the deltas are applied.
+    """The place where the deltas are applied.
 
     Attributes:
       parts: of the kernels, those that a device of a mesh has; empty: they are whole.

@@ -34,7 +34,7 @@ from moe_jax.files.regular_files import hold
 from moe_jax.files.remote.remote_work import RemoteWork
 from moe_jax.files.resume import open_work
 from moe_jax.files.staging import check_target
-from moe_jax.files.storage_path import as_path
+from moe_jax.files.storage_path import StoragePath, as_path
 from moe_jax.files.tokenizer_files import companions_in, list_companions, read_companion
 from moe_jax.model_io.leaves_to_write import ExpectedLeaves
 from moe_jax.model_io.lineage import LINEAGE_FILE, job_of
@@ -302,7 +302,7 @@ class ModelDirectoryWriter:
         self._leave(error)
 
     @property
-    def _params(self) -> Path:
+    def _params(self) -> StoragePath:
         return self._work.folder / self._folder
 
     def _check_files(self) -> None:
@@ -319,7 +319,7 @@ class ModelDirectoryWriter:
         try:
             # Before the weights, so that nothing that is copied can take their place.
             for file in self._files:
-                as_path(self._work.folder / file.name).write_durably(read_companion(file))
+                (self._work.folder / file.name).write_durably(read_companion(file))
             if isinstance(self._work, RemoteWork):
                 list_companions(self._work.folder, [file.name for file in self._files])
                 return False, self._work.beginning
@@ -330,7 +330,7 @@ class ModelDirectoryWriter:
                     self._check_leaves()
                     return True, ""
                 if (self._params / COMPLETED).exists():  # and yet damaged
-                    as_path(self._params).remove_tree()
+                    self._params.remove_tree()
             return False, ""
         except BaseException as error:
             self._leave(error)
@@ -357,7 +357,7 @@ class ModelDirectoryWriter:
         for name, content in documents.items():
             if name == _CONFIG:
                 self._work.check_alone()
-            as_path(self._work.folder / name).write_durably(json.dumps(content, indent=2).encode())
+            (self._work.folder / name).write_durably(json.dumps(content, indent=2).encode())
         ModelDirectory(self._work.folder)
         self._work.complete()
 

@@ -110,7 +110,8 @@ def main() -> NoReturn:
     from moe_jax.commands.line import cli
 
     warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
-    work = ("api.train", "convert", "upcycle", "compress", "peft.adapt", "peft.merge", "train.run")
+    work = ("api.train", "conversion", "upcycling", "compression", "peft.adapt", "peft.merge")
+    work += ("training.run.training_run",)
     for module in (*work, *(f"commands.{command}" for command in cli.COMMANDS)):
         importlib.import_module(f"moe_jax.{module}")
     answers = os.fdopen(os.dup(1), "w")

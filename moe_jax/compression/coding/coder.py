@@ -57,6 +57,7 @@ class LeastError:
     def quantize(
         self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None, **more: Unpack[MoreOfCodes]
     ) -> Encoded:
+        """Quantises for the least squared error of the entries."""
         options: dict[str, Any] = {"bits": bits, "group_size": group_size, "fit": self.fit, "even": self.even, **more}
         if not options.pop("row_scales", False):
             return jax.tree.map(np.asarray, quantize(values, **options))
@@ -98,6 +99,7 @@ class LeastOutputError:
     def quantize(
         self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None, **more: Unpack[MoreOfCodes]
     ) -> Encoded:
+        """Quantises for the least change of outputs."""
         options: dict[str, Any] = {"bits": bits, "group_size": group_size, "fit": self.fit, "even": self.even, **more}
         if not options.pop("row_scales", False):
             return jax.tree.map(np.asarray, self._quantized(values, 1, options, feedback=self.feedback))
@@ -150,6 +152,7 @@ class LeastJointError:
     def factors(
         self, rows: Mapping[str, Float[np.ndarray, "f d"]], rank: int
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Factorises for the least change of outputs, or without moments for the least squared error."""
         if self.moments:
             return joint_factors(rows, self.kernels, self.moments["up"], self.moments["down"], rank)
         left, right = LeastError().factors(np.concatenate(list(rows.values()), axis=1), rank)

@@ -100,7 +100,7 @@ def tokenize(task: Task, out: Path, *, processes: int = 1, progress: Progress = 
         for unfinished in work.folder.glob(".*.new"):  # of processes that were killed
             unfinished.unlink()
         work.check_alone()
-        as_path(work.folder / INDEX).write_durably(json.dumps(content, indent=2).encode())
+        (work.folder / INDEX).write_durably(json.dumps(content, indent=2).encode())
         work.complete()
     return index
 

@@ -19,7 +19,7 @@ Multiply = Callable[[Array, dict[str, Array], Part | None], Array]
 """`multiply(x, arrays, part)`: x [..., i] -> [..., o]; `part` is what the arrays describe, None: the whole kernel."""
 
 
-def product_by_hand(
+def sharded_product(
     x: Float[Array, "... i"], arrays: Arrays, matrix: Matrix, specs: Mapping[str, P], multiply: Multiply, *, unit: int
 ) -> Float[Array, "... o"]:
     """`x W`, in the dtype of `x`; on one device, or over a mesh with the part of the kernel that each device holds.

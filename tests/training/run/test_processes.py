@@ -316,7 +316,7 @@ def test_a_first_process_that_does_not_answer_is_not_waited_for_for_ever(workpla
         environment = os.environ | place | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(arguments, cwd=workplace, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert f"process 1 of 2 could not reach the first one at localhost:{port} in 1 s" in done.stderr
+    assert f"process 1 of 2 did not meet all the others through the first one at localhost:{port} in 1 s" in done.stderr
 
 
 @long

@@ -5,7 +5,6 @@ makes tiles of the kernel, or where a base is part of every expert's kernel (`ex
 a device needs, and forgets them.
 """
 
-import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
@@ -19,13 +18,13 @@ from jaxtyping import Array, Float
 
 from moe_jax.core.draws import INIT_STD
 from moe_jax.experts.forms.fresh import ShapesOnly
-from moe_jax.experts.forms.kinds.nf4 import NF4, encode_nf4
+from moe_jax.experts.forms.kinds.nf4 import NF4
 from moe_jax.experts.forms.kinds.quantized import Quantized
 from moe_jax.experts.forms.matrix import Arrays, Matrix, Part, Split, Window
-from moe_jax.experts.forms.optional.coding import Coder, Residual
+from moe_jax.experts.forms.optional.coding import Coder, Encodable, EncodedKernel, Residual
 from moe_jax.experts.forms.optional.costs import CostModel, costs_of
 from moe_jax.experts.forms.protocol import KernelForm
-from moe_jax.experts.forms.sharded_linear import product_by_hand
+from moe_jax.experts.forms.sharded_linear import sharded_product
 from moe_jax.experts.layout.platforms import Platform
 from moe_jax.functional.products.packing import codes_shape
 
@@ -90,15 +89,13 @@ class Coded(CostModel, KernelForm):
     def making(self, matrices: Sequence[Matrix], platform: Platform) -> float:
         return costs_of(self.codes).making(matrices, platform)
 
-    @abc.abstractmethod
-    def encode(
-        self, residual: Residual, matrix: Matrix, coder: Coder
-    ) -> tuple[dict[str, np.ndarray], Float[np.ndarray, "i o"]]:
+    def encode(self, residual: Residual, matrix: Matrix, coder: Coder) -> EncodedKernel:
         """The leaves of a kernel, and the float32 numbers that they stand for."""
+        assert isinstance(self.codes, Encodable)
+        leaves, approximation = self.codes.encode(residual, matrix, coder)
+        return self._outer(leaves), approximation
 
-    def stored(
-        self, kernel: Float[np.ndarray, "i o"], matrix: Matrix, coder: Coder
-    ) -> tuple[dict[str, np.ndarray], Float[np.ndarray, "i o"]]:
+    def stored(self, kernel: Float[np.ndarray, "i o"], matrix: Matrix, coder: Coder) -> EncodedKernel:
         """Encodes a whole kernel of any floating-point dtype, as `encode` does it for a residual."""
         wide = Residual(np.asarray(kernel, np.float32), np.dtype(np.float32))
         return self.of_matrix(matrix).encode(wide, matrix, coder)
@@ -136,14 +133,7 @@ class CodedLevels(Coded):
 
         specs = self._inner(self.specs_of_one(matrix.split))
         # Eight codes fill whole bytes, whatever their bits.
-        return product_by_hand(x, self._inner(arrays), matrix, specs, multiply, unit=8)
-
-    def encode(
-        self, residual: Residual, matrix: Matrix, coder: Coder
-    ) -> tuple[dict[str, np.ndarray], Float[np.ndarray, "i o"]]:
-        assert isinstance(self.codes, Quantized)
-        leaves, approximation = self.codes.encode(residual, matrix, coder)
-        return self._outer(leaves), approximation
+        return sharded_product(x, self._inner(arrays), matrix, specs, multiply, unit=8)
 
 
 class CodedNF4(Coded):
@@ -159,10 +149,3 @@ class CodedNF4(Coded):
 
     def apply(self, x: Float[Array, "... i"], arrays: Arrays, matrix: Matrix, key: Array | None) -> Array:
         return self.codes.apply(x, self._inner(arrays), matrix, key)
-
-    def encode(
-        self, residual: Residual, matrix: Matrix, coder: Coder
-    ) -> tuple[dict[str, np.ndarray], Float[np.ndarray, "i o"]]:
-        """NF4 leaves a coder no choice."""
-        leaves, approximation = encode_nf4(residual.values)
-        return self._outer(leaves), approximation

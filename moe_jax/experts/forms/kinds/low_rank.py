@@ -22,6 +22,7 @@ from moe_jax.experts.forms.optional.coding import (
     Coder,
     Design,
     Encodable,
+    EncodedKernel,
     JointCoder,
     Layout,
     Residual,
@@ -189,9 +190,7 @@ class LowRank(ProductOfFactors, Encodable):
         rank = min(max(1, int(wanted.keep * f * width / (f + width))), f, width)
         return JointLowRank(rank=rank) if joint else LowRank(rank=rank)
 
-    def encode(
-        self, residual: Residual, matrix: Matrix, coder: Coder
-    ) -> tuple[dict[str, np.ndarray], Float[np.ndarray, "i o"]]:
+    def encode(self, residual: Residual, matrix: Matrix, coder: Coder) -> EncodedKernel:
         factors = coder.factors(residual.values, self.rank)
         left, right = (cast("a low-rank factor", factor, residual.dtype) for factor in factors)
         product = left.astype(np.float32) @ right.astype(np.float32).T

@@ -14,9 +14,10 @@ from jaxtyping import Array, Float, Int
 from moe_jax.experts.forms.fresh import normal_kernel
 from moe_jax.experts.forms.matrix import Arrays, Matrix, Part, Split, Window
 from moe_jax.experts.forms.optional.backends import MadeInPallas, MadeInTriton
+from moe_jax.experts.forms.optional.coding import Coder, Encodable, EncodedKernel, Residual
 from moe_jax.experts.forms.optional.costs import CostModel
 from moe_jax.experts.forms.protocol import KernelForm
-from moe_jax.experts.forms.sharded_linear import product_by_hand
+from moe_jax.experts.forms.sharded_linear import sharded_product
 from moe_jax.experts.layout.platforms import Platform
 from moe_jax.functional.products.block_synthesis import InTriton
 from moe_jax.functional.products.nf4 import (
@@ -37,7 +38,7 @@ _FOLDER = "nf4/"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NF4(CostModel, MadeInPallas, MadeInTriton, KernelForm):
+class NF4(Encodable, CostModel, MadeInPallas, MadeInTriton, KernelForm):
     """`nf4/codes`, `nf4/scale_codes`, `nf4/scales` and `nf4/offset`, in dtypes of their own."""
 
     over_base: ClassVar[bool] = False
@@ -86,6 +87,12 @@ class NF4(CostModel, MadeInPallas, MadeInTriton, KernelForm):
     def making(self, matrices: Sequence[Matrix], platform: Platform) -> float:
         return platform.unpack * sum(matrix.size for matrix in matrices)
 
+    def encode(self, residual: Residual, matrix: Matrix, coder: Coder) -> EncodedKernel:
+        """NF4 leaves a coder no choice."""
+        leaves = quantize_nf4(jnp.asarray(residual.values))
+        made = {_FOLDER + name: np.asarray(leaf) for name, leaf in leaves.items()}
+        return made, np.asarray(dequantize_nf4(leaves, residual.values.shape[0], jnp.dtype(jnp.float32)))
+
     def specs(self, split: Split) -> dict[str, P]:
         specs = {"codes": P("expert", None, "tensor"), "scale_codes": P("expert", None, "tensor")}
         if split == "in":
@@ -116,11 +123,4 @@ def nf4_linear(x: Float[Array, "... i"], leaves: Leaves, rows: int, split: Split
         return nf4_matmul(x, leaves | {"origin": part.origin}, part.shape[0], columns)
 
     specs = {name.removeprefix(_FOLDER): P(*spec[1:]) for name, spec in NF4().specs(split).items()}
-    return product_by_hand(x, leaves, Matrix("", (rows, columns), split), specs, multiply, unit=2)
-
-
-def encode_nf4(kernel: Float[np.ndarray, "i o"]) -> tuple[dict[str, np.ndarray], Float[np.ndarray, "i o"]]:
-    """The leaves of one kernel, by their paths, and the float32 numbers that they stand for."""
-    leaves = quantize_nf4(jnp.asarray(kernel))
-    made = {_FOLDER + name: np.asarray(leaf) for name, leaf in leaves.items()}
-    return made, np.asarray(dequantize_nf4(leaves, kernel.shape[0], jnp.dtype(jnp.float32)))
+    return sharded_product(x, leaves, Matrix("", (rows, columns), split), specs, multiply, unit=2)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, UInt8
@@ -14,7 +13,7 @@ from moe_jax.core.errors import MAX_SIZE, InputError
 from moe_jax.experts.forms.by_name import register
 from moe_jax.experts.forms.matrix import Arrays, Matrix, Split, Window
 from moe_jax.experts.forms.optional.backends import MadeInPallas, MadeInTriton
-from moe_jax.experts.forms.optional.coding import Coder, Design, Encodable, Layout, Residual, Wanted
+from moe_jax.experts.forms.optional.coding import Coder, Design, Encodable, EncodedKernel, Layout, Residual, Wanted
 from moe_jax.experts.forms.optional.costs import CostModel
 from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.layout.config import FFNConfig
@@ -236,9 +235,7 @@ class Quantized(Encodable, CostModel, MadeInPallas, MadeInTriton, KernelForm):
         names = (field.name for field in dataclasses.fields(cls) if field.name not in _OWN_BITS)
         return cls(**{name: getattr(wanted, name) for name in names})
 
-    def encode(
-        self, residual: Residual, matrix: Matrix, coder: Coder
-    ) -> tuple[dict[str, np.ndarray], Float[np.ndarray, "i o"]]:
+    def encode(self, residual: Residual, matrix: Matrix, coder: Coder) -> EncodedKernel:
         options = dataclasses.asdict(self.of_matrix(matrix))
         made = coder.quantize(residual.values, **{name: options[name] for name in options if name not in _OWN_BITS})
         return dict(made.leaves), made.approximation

@@ -31,7 +31,16 @@ from moe_jax.experts.forms.kinds.positions import (
 from moe_jax.experts.forms.kinds.quantized import check_group_size
 from moe_jax.experts.forms.matrix import Arrays, Load, Matrix, Part, Split, Window, ffn_matrices
 from moe_jax.experts.forms.optional.backends import MadeInPallas
-from moe_jax.experts.forms.optional.coding import Coder, Design, Encodable, Layout, Residual, Wanted, check_keep
+from moe_jax.experts.forms.optional.coding import (
+    Coder,
+    Design,
+    Encodable,
+    EncodedKernel,
+    Layout,
+    Residual,
+    Wanted,
+    check_keep,
+)
 from moe_jax.experts.forms.optional.costs import CostModel, Factored
 from moe_jax.experts.forms.protocol import KernelForm, Streams
 from moe_jax.experts.layout.config import FFNConfig
@@ -278,9 +287,7 @@ class Sparse(Encodable, CostModel, MadeInPallas, Factored, KernelForm):
         assert shares is not None
         return common_counts(shares, sizes, wanted.keep)
 
-    def encode(
-        self, residual: Residual, matrix: Matrix, coder: Coder
-    ) -> tuple[dict[str, np.ndarray], Float[np.ndarray, "i o"]]:
+    def encode(self, residual: Residual, matrix: Matrix, coder: Coder) -> EncodedKernel:
         assert residual.kept is not None
         shape, positions = residual.values.shape, np.flatnonzero(residual.kept)
         values = residual.values.reshape(-1)[positions]

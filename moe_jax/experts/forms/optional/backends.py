@@ -77,21 +77,25 @@ class FormTiles:
 
     @property
     def adds_to_base(self) -> bool:
+        """Whether a kernel is the base plus something that does not depend on it."""
         return self.form.adds_to_base
 
     def tile(
         self, base: Float[Array, "i w"] | None, arrays: Arrays, start: Int[Array, ""] | int, width: int
     ) -> Float[Array, "i w"]:
+        """Makes columns of one expert's kernel, float32."""
         window = Window(self.shape, self.whole, arrays.get(ORIGIN), start, width)
         return self.form.tile(base, _own(arrays), window)
 
     def fused(self) -> FusedTile | str:
+        """Returns how tiles are made inside a TPU kernel; or in words, why they are not."""
         if isinstance(self.form, MadeInPallas):
             return self.form.fused_tile(self.shape, self.whole)
         kind = self.form.kind or type(self.form).__name__
         return f"nothing says how {kind} kernels are made inside a Pallas kernel"
 
     def in_triton(self, arrays: Arrays) -> InTriton | None:
+        """Returns how kernels are made inside a Triton kernel; None: they are not."""
         if not isinstance(self.form, MadeInTriton):
             return None
         # It is the same for all experts.
@@ -101,6 +105,7 @@ class FormTiles:
     def thin_gradients(
         self, lhs: Array, dout: Array, arrays: Arrays, group_sizes: Array, products: Any
     ) -> dict[str, Array] | None:
+        """Returns the gradients of the trained arrays without those of whole kernels; None: there is no such way."""
         if not isinstance(self.form, MadeInTriton):
             return None
         return self.form.thin_gradients(lhs, dout, _own(arrays), group_sizes, products)

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 DEFAULT_GROUP_SIZE = 128
 """Number of codes that share a scale, where nothing else is asked for."""
 
+EncodedKernel = tuple[dict[str, np.ndarray], Float[np.ndarray, "i o"]]
+"""The leaves of one kernel by name, and the float32 numbers that they stand for."""
+
 Design = Literal["concat", "separate"]
 DESIGNS = ("concat", "separate")
 
@@ -35,12 +38,12 @@ class Encoded(NamedTuple):
 
     @property
     def codes(self) -> Any:
-        """Packed codes."""
+        """The packed codes among the leaves."""
         return self.leaves["codes"]
 
     @property
     def scales(self) -> Any:
-        """Their scales."""
+        """The scales among the leaves."""
         return self.leaves["scales"]
 
 
@@ -238,9 +241,7 @@ class Encodable(Storable):
     """Optional: a form that residuals are encoded in, one matrix of one expert at a time."""
 
     @abc.abstractmethod
-    def encode(
-        self, residual: Residual, matrix: Matrix, coder: Coder
-    ) -> tuple[dict[str, np.ndarray], Float[np.ndarray, "i o"]]:
+    def encode(self, residual: Residual, matrix: Matrix, coder: Coder) -> EncodedKernel:
         """Encodes the residual of one expert: its leaves, and the float32 [in, out] matrix that they add to the base.
 
         Args:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Own(NamedTuple):
-    """Where one expert is among the stored arrays of a matrix.
+    """The place of one expert among the stored arrays of a matrix.
 
     Attributes:
       form: its own.
