@@ -19,12 +19,16 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax import nn as nn
     from moe_jax import peft as peft
     from moe_jax import upcycling as upcycling
+    from moe_jax.api.adapt import adapt as adapt
     from moe_jax.api.classify import classify as classify
     from moe_jax.api.compress import CompressedExperts as CompressedExperts
     from moe_jax.api.compress import compress as compress
     from moe_jax.api.compress import compress_experts as compress_experts
+    from moe_jax.api.convert import convert as convert
+    from moe_jax.api.convert import export as export
     from moe_jax.api.generate import Continuation as Continuation
     from moe_jax.api.generate import generate as generate
+    from moe_jax.api.merge import merge as merge
     from moe_jax.api.model import Model as Model
     from moe_jax.api.model import load as load
     from moe_jax.api.model import save as save
@@ -33,13 +37,12 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.api.run import evaluate as evaluate
     from moe_jax.api.run import plan as plan
     from moe_jax.api.train import train as train
-    from moe_jax.api.transform import adapt as adapt
-    from moe_jax.api.transform import convert as convert
-    from moe_jax.api.transform import export as export
-    from moe_jax.api.transform import merge as merge
-    from moe_jax.api.transform import upcycle as upcycle
+    from moe_jax.api.upcycle import upcycle as upcycle
     from moe_jax.compression.alignment.barycenter import Barycenter as Barycenter
     from moe_jax.compression.alignment.barycenter import free_support_barycenter as free_support_barycenter
+    from moe_jax.compression.spec import CompressSpec as CompressSpec
+    from moe_jax.conversion.spec import ConvertSpec as ConvertSpec
+    from moe_jax.conversion.spec import ExportSpec as ExportSpec
     from moe_jax.core.errors import InputError as InputError
     from moe_jax.evaluation.classification import Classification as Classification
     from moe_jax.evaluation.held_out_loss import Evaluation as Evaluation
@@ -62,4 +65,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.models.moe_config import PerftConfig as PerftConfig
     from moe_jax.nn.decoder import Decoder as Decoder
     from moe_jax.nn.moe import MoE as MoE
+    from moe_jax.peft.spec import AdaptSpec as AdaptSpec
+    from moe_jax.peft.spec import MergeSpec as MergeSpec
     from moe_jax.training.recipe.schema import Recipe as Recipe
+    from moe_jax.upcycling.spec import UpcycleSpec as UpcycleSpec

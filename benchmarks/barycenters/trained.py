@@ -22,7 +22,7 @@ from moe_jax.training.recipe.schema import (
     TrainSection,
 )
 from moe_jax.training.run.training_run import train
-from moe_jax.upcycling import UpcycleOptions, upcycle
+from moe_jax.upcycling import UpcycleSpec, upcycle
 
 # Two layers of 4 experts of 1024 gated neurons, and of 8 experts of 1024 plain ones with biases.
 WIDE = {
@@ -53,8 +53,7 @@ def _trained(name: str, dense: ModelSource, text: Path, work: Path, steps: int) 
     run_dir.mkdir(parents=True, exist_ok=True)
     if name == UPCYCLED:
         start = run_dir / "start"
-        options = UpcycleOptions(num_experts=8, top_k=2, every=1, balance_coef=0.01)
-        upcycle(dense, start, options, seed=0, check=False, described={})
+        upcycle(dense, start, UpcycleSpec(experts=8, top_k=2, every=1, step0_check=False))
         source, section = ModelDirectory(start), ModelSection(path=str(start))
         config = source.config
     else:

@@ -120,8 +120,7 @@ SECTIONS = (
         "python benchmarks/real_llm.py MODEL",
         (
             *_TRAINING,
-            "moe_jax/generation/prompt_batches.py",
-            "moe_jax/generation/decoding.py",
+            "moe_jax/generation",
             "moe_jax/commands/line/cli.py",
             "moe_jax/commands",
         ),
@@ -132,7 +131,7 @@ SECTIONS = (
     _program(
         "serve",
         "python benchmarks/serve.py MODEL",
-        ("moe_jax/serve", "moe_jax/functional", "moe_jax/nn"),
+        ("moe_jax/serve", "moe_jax/generation", "moe_jax/functional", "moe_jax/nn"),
         layouts.SERVING,
     ),
     _program(

@@ -378,7 +378,7 @@ def _trainer(name, config):
 
 def _moved(name, config, base, rates):
     """The groups with parameters that a few steps change."""
-    model = model_of(grown(config, base, seed=0))
+    model = model_of(grown(config, base))
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 16), dtype=np.int32)
     ones = np.ones((2, 16), np.int32)
     places = np.tile(np.arange(16, dtype=np.int32), (2, 1))

@@ -32,7 +32,7 @@ from moe_jax.data.tokens.tokenizer import Tokenizer
 from moe_jax.harness.likelihood import Continuation, Likelihoods
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.nn import Decoder
-from moe_jax.upcycling import Start, UpcycleOptions, upcycled_config
+from moe_jax.upcycling import UpcycleSpec, upcycled_config
 from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
 from tests.support.tiers import long, one_in
 
@@ -51,8 +51,8 @@ def dense() -> Leaves:
 def place(dense: Leaves, tmp_path_factory: pytest.TempPathFactory) -> Place:
     """With a kept MoE whose experts are a dense model's FFN and noise."""
     place = Place(pathlib.Path("no data"), tmp_path_factory.mktemp("work"))
-    config = upcycled_config(dense.config, UpcycleOptions(num_experts=4, top_k=2, every=1))
-    keep(model_of(grown(config, dense, seed=0, start=Start(noise=0.5))), kept_path(place, SCALE, MODEL), [])
+    config = upcycled_config(dense.config, UpcycleSpec(experts=4, top_k=2, every=1))
+    keep(model_of(grown(config, dense, spec=UpcycleSpec(noise=0.5))), kept_path(place, SCALE, MODEL), [])
     return place
 
 

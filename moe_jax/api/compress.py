@@ -2,9 +2,10 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,46 +14,87 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from moe_jax.api.calibrate import calibrate as record_calibration
-from moe_jax.api.model import Model, ModelOrPath, OutPath, destination, open_model, result
-from moe_jax.compression import Method, make_method
+from moe_jax.api.calibrate import open_calibration
+from moe_jax.api.model import Loading, Model, ModelOrPath, OutPath, destination, open_model, result
+from moe_jax.api.run import read_ids, score
+from moe_jax.api.verb import model_verb, work_bars
+from moe_jax.compression import Calibration, Method, Score, Sweep
 from moe_jax.compression import compress as _compress
+from moe_jax.compression import sweep as _sweep
 from moe_jax.compression.choose_layers import parse_layers
-from moe_jax.compression.job.stream import check_before_calibration, choose_layers
+from moe_jax.compression.job.stream import OnLayer, check_before_calibration, choose_layers
 from moe_jax.compression.layer_figures import LayerFigures
 from moe_jax.compression.methods.delta_base import Base
 from moe_jax.compression.source_layer import SourceLayer
+from moe_jax.compression.spec import CompressSpec, MethodOption, SweepSpec
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import check_finite
-from moe_jax.core.formatting import parse_bytes
-from moe_jax.distributed.sharding import path_name
+from moe_jax.core.terminal import shows_work
+from moe_jax.distributed.processes import first_decides
+from moe_jax.distributed.sharding import make_mesh, path_name
 from moe_jax.experts import BankConfig, ExpertBank, make_bank
 from moe_jax.experts.forms.fresh import shapes_of
+from moe_jax.files.staging import check_target
+from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.cast_source import CastSource
 from moe_jax.model_io.in_memory import LeavesInMemory, ModelInMemory
+from moe_jax.model_io.model_source import ModelLike, ModelSource
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 
+P = ParamSpec("P")
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Kernels = ExpertBank | Mapping[str, Float[np.ndarray, "E i o"]]
 
 
-def compress(
+class CompressVerb(Protocol[P]):
+    """The type of `compress`; `P` are the fields of `CompressSpec`."""
+
+    @overload
+    def __call__(self, model: ModelOrPath, out: OutPath, spec: CompressSpec, /) -> Model: ...
+    @overload
+    def __call__(self, model: ModelOrPath, out: OutPath = None, *args: P.args, **kwargs: P.kwargs) -> Model: ...
+    @overload
+    def __call__(
+        self,
+        model: ModelOrPath,
+        out: OutPath = None,
+        *,
+        method: str,
+        **options: MethodOption | Sequence[int] | ModelLike,
+    ) -> Model: ...
+
+
+def _typed(spec: Callable[P, CompressSpec], verb: object) -> CompressVerb[P]:
+    del spec
+    return cast(CompressVerb[P], verb)
+
+
+def compress_model(
     model: ModelOrPath,
-    out: OutPath = None,
+    out: OutPath,
+    spec: CompressSpec,
     *,
-    method: str,
-    base: ModelOrPath | None = None,
-    extended: bool = False,
-    layers: str | Sequence[int] | None = None,
-    calibrate: str | os.PathLike[str] | None = None,
-    samples: int | None = None,
-    calibration_seed: int = 0,
-    gradients: bool = False,
-    calibration_dir: str | os.PathLike[str] | None = None,
-    seq_len: int | None = None,
-    batch_size: int = 8,
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
-    **options: Any,
+    on_layer: OnLayer = lambda layer, figures, nbytes: None,
 ) -> Model:
+    """Does what `compress` does; `on_layer` is called with every layer that is done."""
+    name, method = spec.named_method()
+    target = destination(out)
+    job = _Job.of(model, spec, [method])
+    with work_bars() as progress:
+        report = _compress(
+            job.source,
+            target,
+            method,
+            described=job.described | {"method": name, **dataclasses.asdict(method)},
+            progress=progress,
+            on_layer=on_layer,
+            **job.shared,
+        )
+    return result(target, model, report)
+
+
+@model_verb(CompressSpec)
+def _compress_verb(model: ModelOrPath, out: OutPath, spec: CompressSpec) -> Model:
     """Makes the experts of a trained Mixture-of-Experts smaller.
 
         >>> moe = moe_jax.tiny_model(experts=4)
@@ -65,25 +107,8 @@ def compress(
       model: a model with MoE layers, or the path of one.
       out: where a model directory appears, which must not exist; None: the model stays in memory. A job that was killed
         goes on where it was when it is started again with the same options.
-      method: `resmoe`, `ders-sparsify`, `ders-quantize`, or a baseline: `up`, `sp`, `svd`, `msmoe`, `meo`,
-        `git-rebasin`, `mlp-fusion`, `quantize`, `mobe`; with `calibrate` also `reap`, `hc-smoe`,
-        `d2-moe`, `allocate`.
-      base: the dense model that the experts came from, for deltas from it, or the path of one; by default the base that
-        a layer has already, or else the mean of its experts.
-      extended: the universal FFN beside the experts becomes one more delta of the same base.
-      layers: the layers to compress, as indices from 0 or as in `"top:24"`; None: all MoE layers. Of a model with an
-        encoder its layers come first, or are named as in `"encoder:0,2,decoder:top:2"`.
-      calibrate: a text file that the model is run on first. Methods that merge experts then know how these are used;
-        all others, but for `sp` and `mlp-fusion`, what the experts are given, and keep what changes their outputs
-        least. Without it, all experts and all inputs count alike.
-      samples, calibration_seed: how many windows are drawn of that text, by default 128, or as many as it has; and with
-        which seed.
-      gradients: whether tokens of that text count by the squared gradient of its loss with respect to what a layer
-        gives for them.
-      calibration_dir: a folder in which what was found is kept, for the same text to be used again; None: nowhere.
-      seq_len, batch_size: tokens that the model sees at a time on it, and windows computed at once.
-      dtype: of what is not in codes; None: as stored.
-      options: of the method, such as `keep=0.25` or `bits=4`; `moe-jax compress --help` lists them.
+      spec: the options.
+      keep, bits, ...: those of the method, which are the fields of its class; `moe-jax compress --help` lists them.
 
     Returns:
       The smaller model. Errors and bytes of every layer are in the last entry of its lineage.
@@ -94,46 +119,149 @@ def compress(
         `out` exists. Nothing is left behind.
       OSError: if the disk is full. What is done stays beside `out`, to be gone on with.
     """
-    made, source = _method(method, options), open_model(model)
-    if dtype is not None:
-        source = CastSource(source, dtype)
-    indices = parse_layers(layers, source.config) if isinstance(layers, str) else layers
-    calibration = None
-    described: dict[str, Any] = {"base": None, "extended": extended, "layers": indices}
-    if base is not None:
-        described["base"] = str(open_model(base).path)
-    if dtype is not None:
-        described["dtype"] = dtype
-    if calibrate is not None:
-        check_before_calibration(source, made, choose_layers(source.config, indices), extended=extended)
-        calibration = record_calibration(
-            open_model(model),
-            calibrate,
-            samples=samples,
-            seq_len=seq_len,
-            batch_size=batch_size,
-            seed=calibration_seed,
-            place=None if calibration_dir is None else Path(calibration_dir).joinpath,
-            mesh=model.mesh if isinstance(model, Model) else None,
-            sensitivities=made.needs_sensitivities,
-            gradients=gradients,
+    return compress_model(model, out, spec)
+
+
+_compress_verb.__name__ = _compress_verb.__qualname__ = "compress"  # pyright: ignore
+compress = _typed(CompressSpec, _compress_verb)
+
+
+def sweep(
+    model: ModelOrPath,
+    out: Path,
+    methods: Sequence[tuple[str, Method]],
+    spec: SweepSpec,
+    *,
+    given: Mapping[str, Any],
+) -> Sweep:
+    """Compresses a model by several methods, scores what comes out by a text, and throws it away.
+
+    Args:
+      model: a model with MoE layers, or the path of one.
+      out: the folder of results, which must not exist.
+      methods: what to try, by name.
+      spec: the other options.
+      given: the options of the methods as the user gave them, for the record.
+
+    Raises:
+      InputError: as `compress`.
+    """
+    first_decides(lambda: check_target(out))
+    assert spec.text is not None
+    job = _Job.of(model, spec, [method for _, method in methods])
+    text = as_path(spec.text)
+    described = job.described | dict(given) | {"method": list(dict.fromkeys(name for name, _ in methods))}
+    described |= {"seq_len": spec.seq_len}
+    read = [job.source, *([job.shared["base"]] if job.shared["base"] is not None else []), text]
+    read += [] if spec.calibrate is None else [as_path(spec.calibrate)]
+    scored_by = _scorer(job.source, spec)
+    with work_bars() as progress:
+        return _sweep(
+            job.source,
+            out,
+            methods,
+            scored_by,
+            described=described,
+            sources=read,
+            progress=progress,
+            **job.shared,
         )
-        described |= {"calibrate": str(calibrate), "seq_len": seq_len, "samples": samples}
-        described |= {"calibration_seed": calibration_seed} | ({"gradients": True} if gradients else {})
-    elif gradients:
-        raise InputError("gradients go with calibrate: name a text")
-    target = destination(out)
-    _compress(
-        source,
-        target,
-        made,
-        base=None if base is None else open_model(base),
-        extended=extended,
-        layers=indices,
-        calibration=calibration,
-        described=described | {"method": method, **dataclasses.asdict(made)},
-    )
-    return result(target, model)
+
+
+class _Job(NamedTuple):
+    """What is known before the first layer is compressed.
+
+    Attributes:
+      source: the model, cast if that was asked for.
+      shared: arguments of `moe_jax.compression.compress` and `sweep`: base, extended, layers, calibration.
+      described: options for the lineage.
+    """
+
+    source: ModelSource
+    shared: dict[str, Any]
+    described: dict[str, Any]
+
+    @classmethod
+    def of(cls, model: ModelOrPath, spec: CompressSpec, methods: Sequence[Method]) -> "_Job":
+        source = stored = open_model(model, spec.model_base)
+        if spec.dtype is not None:
+            source = CastSource(source, spec.dtype)
+        base = None if spec.base is None else open_model(spec.base)
+        layers = parse_layers(spec.layers, source.config) if isinstance(spec.layers, str) else spec.layers
+        # What would be found out anyway, but after a long calibration.
+        indices = choose_layers(source.config, layers)
+        calibration = None
+        if spec.calibrate is not None:
+            for method in methods:
+                check_before_calibration(source, method, indices, extended=spec.extended)
+            needed = any(method.needs_sensitivities for method in methods)
+            calibration = _calibration(model, stored, spec, sensitivities=needed)
+        shared = {"base": base, "extended": spec.extended, "layers": layers, "calibration": calibration}
+        return cls(source, shared, spec.described(layers))
+
+
+def _calibration(model: ModelOrPath, source: ModelSource, spec: CompressSpec, *, sensitivities: bool) -> Calibration:
+    """Records what the experts are given on the text of the spec.
+
+    The first process records it, on its own devices, and the others read what it wrote: so it does not depend, in the
+    last bits, on how many processes there are.
+    """
+    assert spec.calibrate is not None
+    text, folder = as_path(spec.calibrate), _calibration_folder(model, spec)
+    if folder is None and jax.process_count() > 1:
+        raise InputError("several processes need --calibration-dir: a folder that all of them see")
+    kept: list[Calibration] = []
+
+    def make() -> str:
+        with work_bars() as progress:
+            made = record_calibration(
+                source,
+                text,
+                samples=spec.samples,
+                seed=spec.calibration_seed or 0,
+                place=None if folder is None else folder.joinpath,
+                mesh=model.mesh if isinstance(model, Model) else make_mesh({"data": -1}, jax.local_devices()),
+                sensitivities=sensitivities,
+                gradients=spec.gradients,
+                progress=progress,
+                **_windows(source, spec),
+            )
+        kept.append(made)
+        return str(made.folder)
+
+    place = first_decides(make)
+    return kept[0] if kept else open_calibration(Path(place), text, source.config.moe_layers, gradients=spec.gradients)
+
+
+def _calibration_folder(model: ModelOrPath, spec: CompressSpec) -> Path | None:
+    """Where recordings of the model are kept: beside it if that can be written; None: nowhere."""
+    if spec.calibration_dir is not None:
+        return Path(spec.calibration_dir)
+    on_disk = None if isinstance(model, Model) else as_path(model).on_disk
+    if on_disk is None or not on_disk.is_dir():
+        return None
+    place = Path(os.path.abspath(on_disk))  # `.` and `..` have no name of their own
+    return place.with_name(f"{place.name}.calibration") if os.access(place.parent, os.W_OK) else None
+
+
+def _scorer(source: ModelSource, spec: SweepSpec) -> Score:
+    """Scores models by the text of a sweep, as `evaluate` does."""
+    assert spec.text is not None
+    ids, windows = read_ids(_over_devices(source), spec.text), _windows(source, spec)
+    return lambda model: score(_over_devices(model), ids, **windows).nll
+
+
+def _over_devices(source: ModelSource) -> Model:
+    """A model that will be copied to all devices, each of which computes some of the windows."""
+    return Model.of_source(source, Loading(mesh=make_mesh({"data": -1})))
+
+
+def _windows(source: ModelSource, spec: CompressSpec) -> dict[str, Any]:
+    """How many tokens the model is to see at a time."""
+    most = source.config.max_positions
+    if spec.seq_len is not None and spec.seq_len > most and shows_work():
+        print(f"warning: {source.path} was made for {most} positions, not {spec.seq_len}", file=sys.stderr)
+    return {"seq_len": spec.seq_len, "batch_size": 8 if spec.batch_size is None else spec.batch_size}
 
 
 class CompressedExperts(NamedTuple):
@@ -160,11 +288,11 @@ class CompressedExperts(NamedTuple):
 def compress_experts(
     experts: Kernels,
     *,
-    method: str,
+    method: str | Method,
     activation: Activation = "silu",
     base: Mapping[str, Float[np.ndarray, "i o"]] | None = None,
     router: Float[np.ndarray, "d E"] | None = None,
-    **options: Any,
+    **options: MethodOption,
 ) -> CompressedExperts:
     """Makes the experts of one layer smaller: arrays in, a bank of experts out.
 
@@ -191,9 +319,10 @@ def compress_experts(
       InputError: if shapes do not go together, an option does not go with the method, the method needs a calibration
         text, or weights are not finite.
     """
-    made, bank = _method(method, options), experts
+    name, made = CompressSpec(method=method, options=options).named_method()
+    bank = experts
     if made.needs_calibration:
-        raise InputError(f"{method} needs a text that a model runs over: use compress, of a whole model")
+        raise InputError(f"{name} needs a text that a model runs over: use compress, of a whole model")
     moe, d_model, leaves = _bank_leaves(bank) if isinstance(bank, ExpertBank) else _kernel_leaves(bank, activation)
     if router is not None:
         leaves["router/kernel"] = _array("router", router, (d_model, moe.num_experts))
@@ -202,7 +331,7 @@ def compress_experts(
     dense = None
     if base is not None:
         if made.origin is not None:
-            raise InputError(f"base does not go with {method}: it takes the {made.origin}")
+            raise InputError(f"base does not go with {name}: it takes the {made.origin}")
         found = {f"{name}/kernel": _array(name, base[name], shapes[name]) for name in shapes if name in base}
         if len(found) < len(shapes) or len(base) > len(shapes):
             raise InputError(f"base has the kernels {', '.join(base)}; expected {', '.join(shapes)}")
@@ -219,13 +348,6 @@ def compress_experts(
     figures = made.compress(layer, Base(layer, dense), target, write, analysis)
     compressed = _make_bank(target, d_model, {**leaves, **written})
     return CompressedExperts(compressed, target, figures, written.get("groups"))
-
-
-def _method(name: str, options: Mapping[str, Any]) -> Method:
-    given = dict(options)
-    if isinstance(given.get("target_bytes"), str):
-        given["target_bytes"] = parse_bytes(given["target_bytes"], flag="target_bytes")
-    return make_method(name, given)
 
 
 def _bank_leaves(bank: ExpertBank) -> tuple[MoEConfig, int, dict[str, np.ndarray]]:

@@ -25,7 +25,7 @@ _SECONDS_A_BLOCK = 0.1
 
 
 class Continuation(NamedTuple):
-    """What `generate` made of a prompt.
+    """A prompt and the text that `generate` added to it.
 
         >>> continued = moe_jax.generate(moe_jax.tiny_model(), [1, 2, 3], max_new_tokens=4)
         >>> continued.prompt_ids, len(continued.ids), continued.reason
@@ -71,7 +71,7 @@ class Speed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """How prompts are continued; see `generate`."""
+    """Options of `generate`, checked by it."""
 
     max_new_tokens: int = 128
     temperature: float = 0.0
@@ -266,7 +266,7 @@ class _Row:
 
 
 def prompt_ids(prompt: Prompt, model: Model) -> list[int]:
-    """The tokens of a prompt, as `generate` takes it, which see for the errors."""
+    """Returns the tokens of a prompt of any form that `generate` takes; raises the same errors."""
     if isinstance(prompt, str):
         tokenizer = tokenizer_of(model, "a text prompt", "give the prompt as token ids (--ids)")
         return (tokenizer.inputs if model.config.has_encoder else tokenizer.prompt)(prompt).tolist()
@@ -279,7 +279,7 @@ def prompt_ids(prompt: Prompt, model: Model) -> list[int]:
 
 
 def eos_ids(model: Model) -> tuple[int, ...]:
-    """Tokens that end a text: those of the config and of generation_config.json, where chat models name theirs."""
+    """Returns the tokens that end a text, those of generation_config.json included, where chat models name theirs."""
     file = next((file for file in model.tokenizer_files if file.name == "generation_config.json"), None)
     if file is None:
         return model.config.eos_ids

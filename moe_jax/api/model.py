@@ -13,12 +13,13 @@ from jax.sharding import Mesh
 from moe_jax.api.open_source import open_source
 from moe_jax.core.errors import InputError
 from moe_jax.data.tokens.tokenizer import Tokenizer
+from moe_jax.distributed.processes import first_decides
 from moe_jax.distributed.sharding import make_mesh, mesh_of
 from moe_jax.files.staging import check_target
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.in_memory import DecoderLeaves, InMemory, ModelInMemory, differing_leaves, open_writer
 from moe_jax.model_io.loading import dtype_for_generation, load_model
-from moe_jax.model_io.model_source import ModelSource
+from moe_jax.model_io.model_source import ModelLike, ModelSource
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.nn import Decoder
 from moe_jax.peft.parameter_sizes import parameter_sizes
@@ -61,6 +62,7 @@ class Model:
       base: the model on the disk that adapters of this one stand on; None if all of its weights are its own.
       lineage: how it came to be, one entry per command, the latest at the end; what was measured is under `measured`.
       tokenizer_files: files that go wherever the model goes; copied when it is saved.
+      report: what the verb that made the model found out, such as `Upcycled` or `Merged`; None: it was loaded.
     """
 
     def __init__(
@@ -77,15 +79,17 @@ class Model:
         self._decoder: Decoder | None = decoder
         self._source: ModelSource | None = None
         self._loading = Loading()
+        self.report: Any = None
 
     @classmethod
-    def of_source(cls, source: ModelSource, loading: Loading = Loading()) -> "Model":
+    def of_source(cls, source: ModelSource, loading: Loading = Loading(), report: Any = None) -> "Model":
         """A model whose weights are read when they are asked for."""
         model = cls.__new__(cls)
         model.base = None if isinstance(source.base, ModelInMemory) else source.base
         model.lineage = [dict(entry) for entry in source.lineage]
         model.tokenizer_files = source.tokenizer_files
         model._decoder, model._source, model._loading = None, source, loading
+        model.report = report
         return model
 
     @property
@@ -270,13 +274,13 @@ def tiny_model(*, experts: int = 0, top_k: int = 2, seed: int = 0) -> Model:
     return Model(Decoder(config, rngs=nnx.Rngs(seed)))
 
 
-def open_model(model: ModelOrPath, base: str | os.PathLike[str] | None = None) -> ModelSource:
+def open_model(model: ModelLike, base: str | os.PathLike[str] | None = None) -> ModelSource:
     """The weights of a model, or those at a path; `base` is where the base of an adapter directory is now.
 
     Raises:
       FileNotFoundError, InputError: see `load`.
     """
-    if not isinstance(model, Model):
+    if isinstance(model, str | os.PathLike):
         return open_source(os.fspath(model), base=None if base is None else os.fspath(base))
     if base is not None:
         raise InputError("base: where the base of an adapter directory is; the model is not the path of one")
@@ -284,16 +288,30 @@ def open_model(model: ModelOrPath, base: str | os.PathLike[str] | None = None) -
 
 
 def destination(out: str | os.PathLike[str] | None) -> Path | InMemory:
-    """Where a verb leaves its result: at `out`, or in memory if that is None."""
-    return InMemory() if out is None else as_path(out)
+    """Returns where a verb leaves its result: at `out`, or in memory if that is None.
+
+    Raises:
+      InputError: if there is something at `out`: said before a large model is opened, which takes a while.
+    """
+    if out is None:
+        return InMemory()
+    path = as_path(out)
+    first_decides(lambda: check_target(path, buckets=True))
+    return path
 
 
-def result(destination: Path | InMemory, given: ModelOrPath) -> Model:
-    """The model that a verb left at a destination, to be computed with as the one that it was given."""
+def result(destination: Path | InMemory, given: ModelOrPath, report: Any = None) -> Model:
+    """Returns the model that a verb left at a destination, to be computed with as the one that it was given.
+
+    Args:
+      destination: as the function of that name returns it.
+      given: the model that the verb was given.
+      report: what the verb found out.
+    """
     loading = given.loading if isinstance(given, Model) else Loading()
     if isinstance(destination, Path):
         source = open_source(destination)
     else:
         assert destination.source is not None
         source = destination.source
-    return Model.of_source(source, dataclasses.replace(loading, dtype=None))
+    return Model.of_source(source, dataclasses.replace(loading, dtype=None), report)

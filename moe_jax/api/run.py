@@ -22,8 +22,8 @@ from moe_jax.evaluation.held_out_texts import read_held_out, with_lengths
 from moe_jax.evaluation.pair_loss import PairEvaluator
 from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig
-from moe_jax.peft.options import adapted_config
-from moe_jax.peft.options import chosen_options as _adapt_options
+from moe_jax.peft.adapted_config import adapted_config
+from moe_jax.peft.spec import AdaptSpec
 from moe_jax.planning.model_costs import (
     Plan,
     TrainingMemory,
@@ -34,8 +34,8 @@ from moe_jax.planning.model_costs import (
 )
 from moe_jax.planning.planned_strategies import PlannedStrategies, planned_strategies
 from moe_jax.training.recipe.schema import OptimizerSection
-from moe_jax.upcycling import chosen_options as _upcycle_options
-from moe_jax.upcycling import upcycled_config
+from moe_jax.upcycling.new_config import upcycled_config
+from moe_jax.upcycling.spec import UpcycleSpec
 
 # Long enough for context to matter, short enough for any machine; a model with fewer positions gets fewer.
 _DEFAULT_SEQ_LEN = 1024
@@ -183,8 +183,8 @@ class ModelPlan(Plan):
 def plan(
     model: ModelOrPath | ModelConfig,
     *,
-    upcycle: Mapping[str, Any] | None = None,
-    adapt: Mapping[str, Any] | None = None,
+    upcycle: UpcycleSpec | Mapping[str, Any] | None = None,
+    adapt: AdaptSpec | Mapping[str, Any] | None = None,
     mesh: Mapping[str, int] | None = None,
     optimizer: OptimizerSection | None = None,
     platform: str | None = None,
@@ -199,8 +199,8 @@ def plan(
 
     Args:
       model: a model, a config, or the path of a model or of a config.json, ours or Hugging Face's.
-      upcycle: options of `upcycle`: count the MoE that the model would become.
-      adapt: options of `adapt`: count the model with these adapters; after `upcycle`, if both are given.
+      upcycle: a spec or options of `upcycle`: count the MoE that the model would become.
+      adapt: a spec or options of `adapt`: count the model with these adapters; after `upcycle`, if both are given.
       mesh: sizes of the axes `data`, `fsdp`, `expert` and `tensor`: adds the bytes per chip of training, in float32
         but for what is frozen, without activations.
       optimizer: with `mesh`: that of a recipe; by default AdamW.
@@ -218,9 +218,9 @@ def plan(
         config = model.config if isinstance(model, Model) else read_config(os.fspath(model))
     origin = None if config.moe_layers else config
     if upcycle is not None:
-        config = upcycled_config(config, _read_options(_upcycle_options, upcycle))
+        config = upcycled_config(config, upcycle if isinstance(upcycle, UpcycleSpec) else UpcycleSpec.of(upcycle))
     if adapt is not None:
-        config = adapted_config(config, _read_options(_adapt_options, adapt))
+        config = adapted_config(config, adapt if isinstance(adapt, AdaptSpec) else AdaptSpec.of(adapt))
     if tokens is not None and platform is None:
         raise InputError("tokens: only with platform")
     counted = make_plan(config, origin)
@@ -230,13 +230,6 @@ def plan(
         training_bytes_per_chip=None if mesh is None else training_memory(config, mesh, optimizer=optimizer),
         strategies=None if platform is None else planned_strategies(config, platform, tokens),
     )
-
-
-def _read_options(read: Any, options: Mapping[str, Any]) -> Any:
-    try:
-        return read(**options)
-    except TypeError as error:  # an unknown name, or one that is missing
-        raise InputError(str(error).replace(f"{read.__name__}()", "these options:")) from None
 
 
 def open_lazily(model: ModelOrPath) -> Model:

@@ -2,15 +2,16 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 import tyro
 
-from moe_jax.commands import optional
+from moe_jax.commands.line.spec_options import command_options, given_to
+from moe_jax.conversion.spec import ConvertSpec
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Command:
     """Reads a Hugging Face checkpoint or a GGUF file, tensor by tensor, and writes it as a model directory."""
 
     in_buckets: ClassVar[tuple[str, ...]] = ("src", "dst")
@@ -20,17 +21,11 @@ class Options:
     model on the Hugging Face Hub."""
     dst: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DST")]
     """Where the model directory appears; must not exist."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype of all parameters; by default each keeps its own, bit for bit, and quantised ones become float32."""
-    ignore_keys: Annotated[str | None, optional("KEY,KEY,...")] = None
-    """Keys of config.json that this library does not know, and that you know to change nothing; by default they are
-    refused."""
-    allow_nonfinite: bool = False
-    """Goes on where weights are NaN or infinite, instead of refusing."""
     dry_run: bool = False
     """Prints the mapping and sizes, and writes nothing; SRC may then be a config.json without weights."""
 
 
+Options = command_options(_Command, ConvertSpec)
 EXAMPLES = """
 # keeps the dtypes of the checkpoint, bit for bit
 moe-jax convert SmolLM2-135M-Instruct smollm
@@ -39,21 +34,19 @@ moe-jax convert mixtral-dir/config.json model-dir --dry-run
 """
 
 
-def run(options: Options) -> None:
+def run(options: _Command) -> None:
     """Converts the checkpoint.
 
     Raises:
       InputError: if the checkpoint is damaged or does not fit its config, weights are not finite, or DST exists.
     """
+    import moe_jax
     from moe_jax.conversion import convert
     from moe_jax.distributed.processes import join_processes
 
     join_processes()
-    convert(
-        options.src,
-        options.dst,
-        dtype=options.dtype,
-        ignore_keys=options.ignore_keys.split(",") if options.ignore_keys else (),
-        allow_nonfinite=options.allow_nonfinite,
-        dry_run=options.dry_run,
-    )
+    spec = given_to(ConvertSpec, options)
+    if options.dry_run:
+        convert(options.src, options.dst, spec, dry_run=True)
+    else:
+        moe_jax.convert(options.src, options.dst, spec)

@@ -13,7 +13,7 @@ from moe_jax.commands import BaseFlag
 
 if TYPE_CHECKING:
     from moe_jax.api.model import Model
-    from moe_jax.commands.eval_tasks import TaskOptions
+    from moe_jax.commands.line.eval_tasks import TaskOptions
 
 _BATCH_SIZE = 8
 # Of requests, which are mostly short.
@@ -141,7 +141,7 @@ def run(options: Options) -> None:
 
     from moe_jax.api.model import Loading, Model
     from moe_jax.api.run import default_seq_len, evaluate
-    from moe_jax.commands.eval_tasks import evaluate_on_tasks, list_tasks, read_tasks
+    from moe_jax.commands.line.eval_tasks import evaluate_on_tasks, list_tasks, read_tasks
     from moe_jax.core.errors import InputError, flag_of
     from moe_jax.data.sections import SourceSection
     from moe_jax.distributed.processes import is_first_process, join_processes, let_first_work
@@ -208,7 +208,7 @@ def run(options: Options) -> None:
 
 
 def _task_options(options: Options, tasks: str) -> "TaskOptions":
-    from moe_jax.commands.eval_tasks import TaskOptions
+    from moe_jax.commands.line.eval_tasks import TaskOptions
 
     return TaskOptions(
         model=options.model,

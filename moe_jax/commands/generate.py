@@ -74,32 +74,11 @@ class Options(BaseFlag):
 
 
 GROUPS = {
-    "what the model is given": (
-        "prompt",
-        "prompts_file",
-        "ids",
-        "chat",
-        "system",
-    ),
-    "which tokens are taken": (
-        "temperature",
-        "top_k",
-        "top_p",
-        "seed",
-    ),
-    "when a text ends": (
-        "max_new_tokens",
-        "stop",
-        "stop_ids",
-    ),
-    "what is printed": (
-        "stream",
-        "json",
-    ),
-    "where it is computed": (
-        "compute_dtype",
-        "mesh",
-    ),
+    "what the model is given": ("prompt", "prompts_file", "ids", "chat", "system"),
+    "which tokens are taken": ("temperature", "top_k", "top_p", "seed"),
+    "when a text ends": ("max_new_tokens", "stop", "stop_ids"),
+    "what is printed": ("stream", "json"),
+    "where it is computed": ("compute_dtype", "mesh"),
 }
 EXAMPLES = """
 moe-jax generate model-dir --prompt "Once upon a time" --max-new-tokens 100
@@ -187,23 +166,19 @@ def run(options: Options) -> None:
     if not is_first_process():
         return
     plain = [result for prompt, result in zip(prompts, results, strict=True) if isinstance(prompt, str)]
-    for note in (
-        *endings(results),
-        show_speed(speed),
-        *_advice(model, plain),
-        *notes_on_length(model, results, wanted),
-    ):
+    notes = [*endings(results), show_speed(speed), *_advice(model, plain), *notes_on_length(model, results, wanted)]
+    for note in notes:
         print(f"moe-jax: {note}", file=sys.stderr)
 
 
 def _beginning(model: "Model", prompt: Any, ids: Sequence[int]) -> str:
-    """What is printed before the text that is added: the prompt, unless the text is an answer to it."""
+    """Returns the text printed before the added one: the prompt, unless the added text is an answer to it."""
     is_answered = model.config.has_encoder or (len(prompt) > 0 and isinstance(prompt[0], Mapping))
     return "" if is_answered or model.tokenizer is None else model.tokenizer.decode(ids)
 
 
 def _advice(model: "Model", results: Sequence["Continuation"]) -> list[str]:
-    """What to do about texts that ended at once, where it is known."""
+    """Returns advice about texts that ended at once, if there is any."""
     from moe_jax.data.tokens.chat_template import find_chat_template
 
     silent = any(result.reason == "eos" and not result.ids for result in results)

@@ -3,15 +3,16 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, get_args, get_type_hints
 
 import tyro
 
-from moe_jax.commands.adapt import AdaptFlags, adapt_options
 from moe_jax.commands.line.mesh_option import mesh_section, parse_mesh
-from moe_jax.commands.upcycle import UpcycleFlags
+from moe_jax.commands.line.spec_options import command_options, either_options, given_fields
 from moe_jax.core.errors import InputError, flag_of
 from moe_jax.files.storage_path import as_path
+from moe_jax.peft.spec import AdaptSpec
+from moe_jax.upcycling.spec import UpcycleSpec
 
 if TYPE_CHECKING:
     from moe_jax.commands.printed.planned_compression import PlannedCompression
@@ -21,14 +22,13 @@ if TYPE_CHECKING:
     from moe_jax.planning.planned_training import PlannedTraining
     from moe_jax.training.recipe.schema import Recipe
 
-_ADAPT = ("perft-r", "perft-e", "perft-d", "perft-s", "lora")
 _OF_CENTRE = ("centre_bits", "centre_group_size")
 _OF_CODES = ("levels", "scale_bits", "zero_points", "row_scales")
 _NEEDS_COMPRESS = ("keep", "residual", "storage", "bits", *_OF_CENTRE, *_OF_CODES, "compress_layers", "dtype")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(UpcycleFlags, AdaptFlags):
+class _Command:
     """Counts the parameters and bytes of a model from its config alone.
 
     With options of upcycle or adapt, counts those of the model that they would make; with --compress, also the bytes of
@@ -46,20 +46,6 @@ class Options(UpcycleFlags, AdaptFlags):
     and time. The step is compiled for that; weights and data are not read, nothing is written. By default none."""
     set: Annotated[tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
     """With --train: overrides keys of the recipe, as in --set train.batch_size=16 model.remat=full."""
-    method: Annotated[
-        Literal["vanilla", "ders", "pesc", "perft-r", "perft-e", "perft-d", "perft-s", "lora"] | None,
-        tyro.conf.arg(metavar="METHOD"),
-    ] = None
-    """A method of upcycle (vanilla, ders, pesc) or of adapt (perft-r, perft-e, perft-d, perft-s, lora); the options
-    below are those of the two commands."""
-    adapter: Annotated[str | None, tyro.conf.arg(metavar="INT|lora:R|parallel:R")] = None
-    """pesc: the width of an adapter (default 512); methods of adapt: the form of an adapter."""
-    scale: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
-    """The factor by which the adapters' outputs are multiplied; by default that of the method."""
-    experts: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Experts per MoE layer (default 8); perft-r and perft-d: adapters per MoE layer."""
-    top_k: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Experts that a token is routed to (default 2); perft-r: adapters."""
     mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
     """A mesh such as fsdp=8,tensor=2. Adds the bytes per chip that training needs on it: float32 except for frozen
     parameters, activations not counted. With --platform also what a step holds, what chips send each other, and the
@@ -113,37 +99,12 @@ class Options(UpcycleFlags, AdaptFlags):
     """Prints JSON and nothing else."""
 
 
+# What upcycle and adapt are told beside the model that they make is no matter of a plan.
+_NOT_OF_MODELS = {UpcycleSpec: ("base", "text", "allow_nonfinite"), AdaptSpec: ("text", "allow_nonfinite")}
+_OF_MODELS = either_options(_NOT_OF_MODELS)
+Options = command_options(_Command, more=_OF_MODELS)
 GROUPS = {
-    "the model of moe-jax upcycle or adapt": (
-        "method",
-        "experts",
-        "top_k",
-        "every",
-        "layers",
-        "delta",
-        "adapter",
-        "scale",
-        "rest",
-        "freeze_base",
-        "gate",
-        "universal",
-        "extended",
-        "targets",
-        "alpha",
-        "dropout",
-        "base",
-        "balance_coef",
-        "z_coef",
-        "cv_coef",
-        "noise",
-        "drop",
-        "granularity",
-        "experts_from",
-        "rest_from",
-        "router_from",
-        "seed",
-        "no_step0_check",
-    ),
+    "the model of moe-jax upcycle or adapt": tuple(name for name, *_ in _OF_MODELS),
     "training by a recipe": (
         "train",
         "set",
@@ -186,7 +147,7 @@ moe-jax plan mixtral-dir --compress resmoe --keep 0.25
 """
 
 
-def run(options: Options) -> None:
+def run(options: _Command) -> None:
     """Prints the plan.
 
     Raises:
@@ -229,16 +190,16 @@ def run(options: Options) -> None:
     if compressed is not None:
         compressed.print()
     if strategies is not None:
-        from moe_jax.commands.printed.planned_platform import print_strategies
+        from moe_jax.commands.printed.planned_tables import print_strategies
 
         print_strategies(strategies)
     if training is not None:
-        from moe_jax.commands.printed.training_table import print_training
+        from moe_jax.commands.printed.planned_tables import print_training
 
         print_training(training)
 
 
-def _recipe(options: Options) -> "Recipe | None":
+def _recipe(options: _Command) -> "Recipe | None":
     if options.train is None:
         if options.set:
             raise InputError("--set: only with --train")
@@ -254,7 +215,7 @@ def _recipe(options: Options) -> "Recipe | None":
     return recipe if options.mesh is None else dataclasses.replace(recipe, mesh=mesh_section(parse_mesh(options.mesh)))
 
 
-def _training(recipe: "Recipe | None", config: "ModelConfig", options: Options) -> "PlannedTraining | None":
+def _training(recipe: "Recipe | None", config: "ModelConfig", options: _Command) -> "PlannedTraining | None":
     if recipe is None:
         if options.mesh is None or options.platform in (None, "cpu"):
             return None
@@ -273,24 +234,28 @@ def _training(recipe: "Recipe | None", config: "ModelConfig", options: Options) 
     return planned_training(recipe, config, platform, compiles=options.mesh is None, teacher=teacher)
 
 
-def _planned_config(config: "ModelConfig", options: Options) -> "ModelConfig":
+def _planned_config(config: "ModelConfig", options: _Command) -> "ModelConfig":
     """The config of the model that upcycle or adapt would make."""
-    from moe_jax.peft.options import adapted_config
-    from moe_jax.upcycling import upcycled_config
+    from moe_jax.peft.adapted_config import adapted_config
+    from moe_jax.upcycling.new_config import upcycled_config
 
-    upcycles, adapts = ({field.name for field in dataclasses.fields(kind)} for kind in (UpcycleFlags, AdaptFlags))
-    needless = upcycles - adapts if options.method in _ADAPT else adapts - upcycles
-    fields = [field for field in dataclasses.fields(options) if field.name in needless]
-    given = [flag_of(field.name) for field in fields if getattr(options, field.name) != field.default]
-    if given:
-        method = f"--method {options.method}" if options.method else "upcycling; to adapt a model takes --method"
-        raise InputError(f"{', '.join(given)}: does not go with {method}")
-    if options.method in _ADAPT:
-        return adapted_config(config, adapt_options(options))
-    return upcycled_config(config, options.options()) if options.any_given() else config
+    given = given_fields(_OF_MODELS, options)
+    method = given.get("method")
+    adapts = method in get_args(get_type_hints(AdaptSpec)["method"])
+    spec = AdaptSpec if adapts else UpcycleSpec
+    known = {option.name for option in spec.list_options()} - {*_NOT_OF_MODELS[spec]}
+    needless = [flag_of(name) for name in given if name.removeprefix("no_") not in known]
+    if needless:
+        how = f"--method {method}" if method else "upcycling; to adapt a model takes --method"
+        raise InputError(f"{', '.join(needless)}: does not go with {how}")
+    if not given:
+        return config
+    if adapts:
+        return adapted_config(config, AdaptSpec.of(given))
+    return upcycled_config(config, UpcycleSpec.of(given))
 
 
-def _compression(config: "ModelConfig", options: Options) -> "PlannedCompression | None":
+def _compression(config: "ModelConfig", options: _Command) -> "PlannedCompression | None":
     if options.compress is None:
         given = {name: getattr(options, name) for name in _NEEDS_COMPRESS}
         needless = [name for name, value in given.items() if value is not None and value is not False]
@@ -317,7 +282,7 @@ def _compression(config: "ModelConfig", options: Options) -> "PlannedCompression
     )
 
 
-def _memory(config: "ModelConfig", options: Options) -> "TrainingMemory | None":
+def _memory(config: "ModelConfig", options: _Command) -> "TrainingMemory | None":
     if options.mesh is None or options.train is not None:
         if options.optimizer is not None:
             raise InputError("--optimizer: only with --mesh")
@@ -329,7 +294,7 @@ def _memory(config: "ModelConfig", options: Options) -> "TrainingMemory | None":
     return training_memory(config, parse_mesh(options.mesh), optimizer=section)
 
 
-def _strategies(config: "ModelConfig", options: Options) -> "PlannedStrategies | None":
+def _strategies(config: "ModelConfig", options: _Command) -> "PlannedStrategies | None":
     if options.platform is None or options.train is not None:
         if options.tokens is not None:
             raise InputError("--tokens: only with --platform")

@@ -16,7 +16,7 @@ from moe_jax.core.errors import InputError
 class Options(BaseFlag):
     """Serves a model by the OpenAI protocol: /v1/completions and /v1/chat/completions, with streaming.
 
-    Requests are answered together: one that comes takes a free seat, and gets tokens with all others. No answer depends
+    Requests are answered together: one that comes takes a free slot, and gets tokens with all others. No answer depends
     on the others. Whoever can reach the address can use the model: there is no password.
     """
 
@@ -34,7 +34,7 @@ class Options(BaseFlag):
     seats: int = 8
     """Requests that are answered at the same time. Each costs memory for its context."""
     waiting: int = 64
-    """Requests that may wait for a seat; one more is refused with status 429."""
+    """Requests that may wait for a slot; one more is refused with status 429."""
     context: Annotated[int | None, optional("TOKENS", "what the model was trained for")] = None
     """Tokens of a prompt and its answer together, at most."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -62,8 +62,8 @@ def run(options: Options) -> None:
         raise InputError(f"serving needs the package {error.name}: pip install 'moe-jax[serve]'") from None
     from moe_jax.api.model import Loading, Model
     from moe_jax.api.run import tokenizer_of
-    from moe_jax.generation.engine import Engine
     from moe_jax.serve.app import make_app
+    from moe_jax.serve.scheduler import Scheduler
 
     if not 0 <= options.port < 1 << 16:
         raise InputError(f"port={options.port} must lie from 0 to 65535")
@@ -71,15 +71,16 @@ def run(options: Options) -> None:
     model = Model.of_source(source, Loading.for_generation(source, compute_dtype=options.compute_dtype))
     tokenizer = tokenizer_of(model, "serving", "serve a model that has one")
     with _listening(options.host, options.port) as listener:
-        engine = Engine(model.decoder, seats=options.seats, waiting=options.waiting, context=options.context)
+        scheduler = Scheduler(model.decoder, slots=options.seats, waiting=options.waiting, context=options.context)
         try:
             print("moe-jax: compiling", file=sys.stderr)
-            engine.warm()
+            scheduler.warm()
+            scheduler.on_compile = _say_compiling
             name = options.name or options.model.resolve().name
-            app = make_app(model, tokenizer, engine, name)
+            app = make_app(model, tokenizer, scheduler, name)
             config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=10)
             server = uvicorn.Server(config)
-            seats = f"{options.seats} seats of {engine.context} tokens"
+            seats = f"{options.seats} seats of {scheduler.context} tokens"
             print(f"serving {name!r} at {_address(listener)}/v1 with {seats}", flush=True)
             try:
                 server.run(sockets=[listener])
@@ -87,8 +88,12 @@ def run(options: Options) -> None:
                 if not server.should_exit:
                     raise
         finally:
-            engine.close()
+            scheduler.close()
     print("moe-jax: stopped", file=sys.stderr)
+
+
+def _say_compiling(width: int, length: int) -> None:
+    print(f"moe-jax: compiling for {width} at once, of up to {length} tokens", file=sys.stderr)
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from moe_jax.conversion.gguf.gguf_header import is_gguf
 from moe_jax.conversion.gguf.gguf_model import GGUFModel
 from moe_jax.conversion.hf.hugging_face_dir import HuggingFaceDirectory
 from moe_jax.conversion.mapping_report import print_mapping
+from moe_jax.conversion.spec import ConvertSpec
 from moe_jax.core.errors import check_member
 from moe_jax.core.terminal import ByteProgress, console_for_tables
 from moe_jax.distributed.gather import gathered
@@ -35,10 +36,8 @@ from moe_jax.model_io.zero_experts import ZeroExperts, zero_experts_line
 def convert(
     src: Path | str,
     dst: Path | str | InMemory,
+    spec: ConvertSpec = ConvertSpec(),
     *,
-    dtype: str | None = None,
-    ignore_keys: Collection[str] = (),
-    allow_nonfinite: bool = False,
     dry_run: bool = False,
     console: Console | None = None,
 ) -> None:
@@ -50,22 +49,20 @@ def convert(
       src: Hugging Face directory, GGUF file, or name on the Hugging Face Hub; for a dry run a config.json alone is
         enough, and for a model on the Hub only that is fetched.
       dst: where the model directory appears, which must not exist; or memory.
-      dtype: `float32`, `bfloat16` or `float16` for all parameters; None keeps every one bit for bit, and makes
-        quantised ones float32.
-      ignore_keys: unknown keys of config.json that are assumed to change nothing; others are an error.
-      allow_nonfinite: go on if weights are not finite.
+      spec: dtype of the parameters, and what to do with unknown keys and weights that are not finite.
       dry_run: only print the mapping and sizes.
       console: where to print; default standard error, and standard output for a dry run.
 
     Raises:
       FileNotFoundError: if there is nothing at `src`.
       InputError: if the checkpoint is damaged or does not fit its config, weights are not finite or too large for
-        `dtype`, or `dst` exists.
+        the dtype, or `dst` exists.
       OSError: if the disk is full. Nothing is at `dst` then, and the same call continues the work.
     """
     console = console or console_for_tables(stderr=not dry_run)
     if not is_first_process():
         console = Console(quiet=True)
+    dtype = spec.dtype
     if dtype is not None:
         check_member("dtype", dtype, tuple(DTYPES_BY_NAME))
     if not isinstance(dst, InMemory):
@@ -83,12 +80,12 @@ def convert(
             kinds = ", ".join(f"{count} of {kind}" for kind, count in source.quantized.items())
             console.print(f"quantised tensors become {dtype or 'float32'}: {kinds}")
     elif dry_run and not (src.is_dir() and has_weights(src)):
-        print_expected(src, dtype, ignore_keys, console)
+        print_expected(src, dtype, spec.ignored_keys, console)
         return
     else:
-        source = HuggingFaceDirectory(src, ignored_keys=ignore_keys)
+        source = HuggingFaceDirectory(src, ignored_keys=spec.ignored_keys)
     target = DTYPES_BY_NAME[dtype] if dtype else None
-    specs = {path: jax.ShapeDtypeStruct(spec.shape, target or spec.dtype) for path, spec in source.specs().items()}
+    specs = {path: jax.ShapeDtypeStruct(leaf.shape, target or leaf.dtype) for path, leaf in source.specs().items()}
     for why, count in Counter(source.weights.ignored.values()).items():
         console.print(f"left out: {count} tensors, {why}")
     if dry_run:
@@ -102,7 +99,7 @@ def convert(
         return
 
     config = replace(source.config, dtype=dtype) if dtype else source.config
-    options = {"dtype": dtype, "ignore_keys": sorted(ignore_keys), "allow_nonfinite": allow_nonfinite}
+    options = {"dtype": dtype, "ignore_keys": sorted(spec.ignored_keys), "allow_nonfinite": spec.allow_nonfinite}
     # An exported directory brings its own history.
     lineage = [*source.lineage, new_lineage_entry("convert", options, [source])]
     total = _bytes_of(specs)
@@ -116,7 +113,7 @@ def convert(
             tokenizer_files=source.tokenizer_files,
             lineage=lineage,
             resume=True,
-            allow_nonfinite=allow_nonfinite,
+            allow_nonfinite=spec.allow_nonfinite,
         ) as writer:
             if is_first_process():
                 for path in filter(ZeroExperts.concerns, writer.done):

@@ -23,7 +23,8 @@ from moe_jax.conversion.hf.hf_config import kept_keys, read_hf_config, write_hf_
 from moe_jax.conversion.hf.hf_format import exported_config
 from moe_jax.conversion.hf.hf_view import MergedModel
 from moe_jax.conversion.mapping_report import print_mapping
-from moe_jax.conversion.table import LAYOUTS, PER_EXPERT, Mapped, Piece, apply_table
+from moe_jax.conversion.spec import ExportSpec
+from moe_jax.conversion.table import LAYOUTS, Mapped, Piece, apply_table
 from moe_jax.conversion.weights import match_weights
 from moe_jax.core.errors import InputError, check_member
 from moe_jax.core.finite import REMEDY, check_finite, check_fits
@@ -51,13 +52,9 @@ SHARD_SIZE, SHARD_SIZE_IN_BUCKETS = "5GB", "500MB"
 def export(
     source: ModelSource,
     dst: Path | str,
+    spec: ExportSpec = ExportSpec(),
     *,
-    max_shard_size: str | int | None = None,
-    expert_layout: str = PER_EXPERT,
-    dense_layers: str = "replicate",
-    dtype: str | None = None,
     packed: Pack | None = None,
-    allow_nonfinite: bool = False,
     dry_run: bool = False,
     console: Console | None = None,
 ) -> None:
@@ -66,25 +63,19 @@ def export(
     Args:
       source: model directory, or Hugging Face directory.
       dst: where the directory appears; must not exist.
-      max_shard_size: such as `5GB`, the default; a larger tensor has a file of its own. In a bucket, where a few files
-        are in memory until they are complete, the default is `500MB`.
-      expert_layout: `per-expert` tensors, as on the hub and readable by every release of Transformers, or the `fused`
-        ones of release 5.
-      dense_layers: what to do with dense layers if a format needs an MoE in every layer: `replicate` their FFN as equal
-        experts; or `refuse`, which takes another format that holds the model, or stops.
-      dtype: `float32`, `bfloat16` or `float16` for all tensors; None keeps every one bit for bit.
+      spec: how the tensors are laid out, cast and spread over files.
       packed: how experts are written in codes; None: as they are.
-      allow_nonfinite: go on if weights are not finite.
       dry_run: only print the mapping and sizes.
       console: where to print; default standard error, and standard output for a dry run.
 
     Raises:
-      InputError: if no format can hold the model, weights are not finite or too large for `dtype`, or `dst` exists.
+      InputError: if no format can hold the model, weights are not finite or too large for the dtype, or `dst` exists.
       OSError: if the disk is full. Nothing is at `dst` then, and the same call continues the work.
     """
     console = console or console_for_tables(stderr=not dry_run)
-    check_member("expert layout", expert_layout, LAYOUTS)
-    check_member("choice for dense layers", dense_layers, DENSE_LAYERS)
+    dtype, max_shard_size = spec.dtype, spec.max_shard_size
+    check_member("expert layout", spec.expert_layout, LAYOUTS)
+    check_member("choice for dense layers", spec.dense_layers, DENSE_LAYERS)
     if dtype is not None:
         check_member("dtype", dtype, tuple(DTYPES_BY_NAME))
     dst = as_path(dst)
@@ -100,19 +91,19 @@ def export(
         )
 
     # Checks, before anything is read, that there is a format that can hold this model.
-    config = exported_config(source.config, replicate_dense=dense_layers == "replicate")
+    config = exported_config(source.config, replicate_dense=spec.dense_layers == "replicate")
     model = MergedModel(source, config)
     stored = model.specs()
     specs = {
-        path: jax.ShapeDtypeStruct(spec.shape, DTYPES_BY_NAME[dtype] if dtype else spec.dtype)
-        for path, spec in stored.items()
+        path: jax.ShapeDtypeStruct(leaf.shape, DTYPES_BY_NAME[dtype] if dtype else leaf.dtype)
+        for path, leaf in stored.items()
     }
     family = family_named(config.family)
     mapped = apply_table(
         family.table_of(config),
         specs,
         config.num_layers,
-        expert_layout,
+        spec.expert_layout,
         family.name,
         num_encoder_layers=config.num_encoder_layers,
     )
@@ -120,7 +111,7 @@ def export(
                for name, dtype_ in _tensor_dtypes(mapped, specs).items()}  # fmt: skip
     packing = None if packed is None else packed(source.config, config)
     if packing is not None:
-        tensors = packing.planned(mapped, tensors, {path: spec.dtype for path, spec in specs.items()})
+        tensors = packing.planned(mapped, tensors, {path: leaf.dtype for path, leaf in specs.items()})
     print_changes(source.config, config, specs, console)
     if dry_run:
         print_mapping(mapped.pieces, mapped.tensors, specs, stored, console)
@@ -132,10 +123,10 @@ def export(
     require_space(dst, total)
     options = {
         "max_shard_size": max_bytes,
-        "expert_layout": expert_layout,
-        "dense_layers": dense_layers,
+        "expert_layout": spec.expert_layout,
+        "dense_layers": spec.dense_layers,
         "dtype": dtype,
-        "allow_nonfinite": allow_nonfinite,
+        "allow_nonfinite": spec.allow_nonfinite,
     }
     if packing is not None:
         options |= {"bits": packing.bits, "group_size": packing.group_size}
@@ -149,7 +140,9 @@ def export(
                 (folder / file.name).write_durably(read_companion(file))
             list_companions(folder, [file.name for file in files])
             with shard_writer(work, tensors, max_bytes) as writer:
-                _write_layers(model, mapped, specs, writer, work, progress, packing, allow_nonfinite=allow_nonfinite)
+                _write_layers(
+                    model, mapped, specs, writer, work, progress, packing, allow_nonfinite=spec.allow_nonfinite
+                )
             keys = write_hf_config(replace(config, dtype=_main_dtype(specs)))
             lineage[-1]["measured"] = progress.measured()
             (folder / LINEAGE_FILE).write_durably((json.dumps(lineage, indent=2) + "\n").encode())

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import contextvars
 import sys
 import threading
 import time
@@ -39,6 +40,24 @@ def console_for_tables(*, stderr: bool = False) -> Console:
     """A console for tables. In a file or a pipe its lines are longer than on a terminal, so that nothing is cut off."""
     console = Console(stderr=stderr, highlight=False)
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=_WIDTH_OF_FILES)
+
+
+_SHOWN = contextvars.ContextVar("shown", default=False)
+
+
+@contextlib.contextmanager
+def shown_work() -> Iterator[None]:
+    """Within, verbs show on standard error what they do, with bars of progress: as commands do, and Python does not."""
+    token = _SHOWN.set(True)
+    try:
+        yield
+    finally:
+        _SHOWN.reset(token)
+
+
+def shows_work() -> bool:
+    """Returns whether verbs show what they do: see `shown_work`."""
+    return _SHOWN.get()
 
 
 class Pace:

@@ -6,24 +6,16 @@ Lengths are rounded up to buckets, for which programs are compiled, and tokens c
 ever more together. Neither changes a result.
 """
 
-import contextlib
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Bool, Int, PRNGKeyArray
 
 from moe_jax.core.errors import MAX_SIZE, InputError, is_finite
-from moe_jax.distributed.processes import on_host
-from moe_jax.distributed.sharding import mesh_of
-from moe_jax.functional.buckets import bucket
-from moe_jax.generation.decoding import MOST_STEPS, Choosing, Sampling, begin, continue_rows
-from moe_jax.models import ModelConfig
-from moe_jax.nn import Decoder, unstacked
+from moe_jax.generation.engine import Block, Engine
+from moe_jax.generation.rows import MOST_STEPS, ask
+from moe_jax.nn import Decoder
 
 FIRST_BLOCK = 8
 """Tokens after the first one that come together; the blocks after them are longer."""
@@ -67,22 +59,12 @@ def generate(
       InputError: for an empty prompt, ids outside the vocabulary, or bad sampling options.
       NonFiniteLogits: if logits are not finite.
     """
-    finished = [False] * len(prompts)
     results: list[list[int]] = [[] for _ in prompts]
-    for tokens in stream(
-        model,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        key=key,
-        eos_ids=eos_ids,
-    ):
-        for row, token in enumerate(tokens.tolist()):
-            finished[row] = finished[row] or token in eos_ids
-            if not finished[row]:
-                results[row].append(token)
+    how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "key": key}
+    for tokens in stream(model, prompts, max_new_tokens=max_new_tokens, eos_ids=eos_ids, **how):
+        for result, token in zip(results, tokens.tolist(), strict=True):
+            if token >= 0 and token not in eos_ids:
+                result.append(token)
     return results
 
 
@@ -101,7 +83,7 @@ def stream(
 ) -> Iterator[Int[np.ndarray, " B"]]:
     """Yields the next token of every row, step after step, until every row was given one of `eos_ids` or has ended.
 
-    The first comes at once, the others in blocks, which grow. A row goes on beyond its own end as long as others do.
+    The first comes at once, the others in blocks, which grow. A row that has ended is given -1.
 
     Args:
       ended: rows that the caller wants no more of, which it may say while it is given tokens; looked at before a block.
@@ -110,57 +92,41 @@ def stream(
     The other arguments, and errors: see `generate`.
     """
     _check(model, prompts, max_new_tokens, temperature, top_k, top_p, key)
-    key = jax.random.key(0) if key is None else key
-    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    padded = np.zeros((len(prompts), _bucket(int(lengths.max()), model.config)), np.int32)
-    for row, prompt in enumerate(prompts):
-        padded[row, : len(prompt)] = prompt
+    engine = Engine(model, draws=temperature > 0)
+    longest = max(map(len, prompts))
     if model.config.has_encoder:
-        slots = _bucket(max_new_tokens, model.config)
+        cache_length = engine.room(max_new_tokens)
     else:
-        slots = _bucket(padded.shape[1] + max_new_tokens, model.config, needed=int(lengths.max()) + max_new_tokens)
-    choosing = Choosing(temperature == 0.0, None if temperature == 0.0 else top_k, bool(temperature and top_p))
-    stop_ids = np.full(bucket(len(eos_ids), least=4), -1, np.int32)
-    stop_ids[: len(eos_ids)] = eos_ids
-    sampling = Sampling(key, jnp.float32(temperature), jnp.float32(top_p or 1.0), jnp.asarray(stop_ids))
-
-    parts = nnx.split(unstacked(model))
-    mesh = mesh_of(parts[1])
-
-    def over_mesh() -> AbstractContextManager:
-        # Around every program and not around all: between them the caller's code runs.
-        return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
-
-    with over_mesh():
-        progress = begin(*parts, jnp.asarray(padded), jnp.asarray(lengths), sampling, choosing=choosing, slots=slots)
-    yield _checked(on_host(progress.tokens), on_host(progress.finite), 1)
-    done, block_size = 1, FIRST_BLOCK
-    while done < max_new_tokens:
-        if not bool(progress.goes_on()) or (ended is not None and bool((ended | on_host(progress.stopped)).all())):
+        cache_length = engine.room(engine.room(longest) + max_new_tokens, needed=longest + max_new_tokens)
+    asked = ask(
+        len(prompts),
+        max_new_tokens,
+        key=jax.random.key(0) if key is None else key,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop_ids=eos_ids,
+    )
+    rows, block, _ = engine.read(prompts, asked, cache_length)
+    done, steps = 0, FIRST_BLOCK
+    while True:
+        yield from _checked(block, done)
+        done += len(block.tokens)
+        stay = block.active if ended is None else block.active & ~ended
+        if not stay.any():
             return
-        until, start = min(max_new_tokens, done + block_size), time.perf_counter()
-        with over_mesh():
-            progress, block = continue_rows(*parts, progress, sampling, jnp.int32(until), choosing=choosing)
-        tokens, finite, step = on_host(block), on_host(progress.finite), int(progress.step)
-        block_size = MOST_STEPS
-        if seconds is not None:
-            block_size = max(1, min(MOST_STEPS, int(seconds * (step - done) / (time.perf_counter() - start))))
-        for row in range(step - done):
-            is_last = done + row + 1 == step
-            yield _checked(tokens[row], finite if is_last else np.ones_like(finite), done + row + 1)
-        done = step
+        rows, block = engine.advance(rows, steps, stay=stay)
+        steps = MOST_STEPS if seconds is None else engine.steps_in(seconds)
 
 
-def _checked(tokens: Int[np.ndarray, " B"], finite: Bool[np.ndarray, " B"], step: int) -> Int[np.ndarray, " B"]:
-    if not finite.all():
-        raise NonFiniteLogits(f"prompt {np.argmin(finite) + 1} has logits that are not finite at token {step}")
-    return tokens
-
-
-def _bucket(length: int, config: ModelConfig, *, needed: int | None = None) -> int:
-    """The bucket of a length, or less where the model has only so many positions, but not less than is needed."""
-    size = bucket(length)
-    return max(needed or length, min(size, config.max_positions)) if config.bounded_positions else size
+def _checked(block: Block, before: int) -> Iterator[Int[np.ndarray, " B"]]:
+    """Yields the tokens of a block, up to the first whose logits are not finite, the last that its row was given."""
+    last = (block.tokens >= 0).sum(axis=0) - 1
+    bad = min((int(last[row]), int(row)) for row in np.flatnonzero(~block.finite)) if not block.finite.all() else None
+    for step, tokens in enumerate(block.tokens):
+        if bad is not None and bad[0] == step:
+            raise NonFiniteLogits(f"prompt {bad[1] + 1} has logits that are not finite at token {before + step + 1}")
+        yield tokens
 
 
 def _check(

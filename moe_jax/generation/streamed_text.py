@@ -28,7 +28,7 @@ class Detokenizer:
         self._before = len(self._window)
 
     def push(self, token: int) -> str:
-        """The text that is sure now that `token` came."""
+        """Adds a token and returns the text that is certain with it."""
         self._window.append(token)
         text = self._decode(self._window)
         if text.endswith(_BROKEN):
@@ -40,7 +40,7 @@ class Detokenizer:
         return new
 
     def finish(self) -> str:
-        """What waited for a token that does not come."""
+        """Returns the text that waited for another token, now that none comes."""
         return self._new(self._decode(self._window))
 
     def _new(self, text: str) -> str:
@@ -74,11 +74,11 @@ class StreamedText:
         self._tokens = Detokenizer(decode, before)
 
     def push(self, token: int) -> str:
-        """The text that `token` makes sure. What may be the beginning of a stop string waits."""
+        """Adds a token and returns the text that is certain with it. The possible beginning of a stop string waits."""
         return self._take(self._tokens.push(token), ends=False)
 
     def finish(self) -> str:
-        """What waited: no token comes any more."""
+        """Returns the text that waited, now that no token comes any more."""
         return self._take(self._tokens.finish(), ends=True)
 
     def _take(self, new: str, *, ends: bool) -> str:
@@ -97,7 +97,7 @@ class StreamedText:
 
 
 def checked_stops(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """The stop strings that were asked for.
+    """Returns the stop strings as a tuple.
 
     Raises:
       InputError: if one is empty, or none is a string.

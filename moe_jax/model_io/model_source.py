@@ -1,6 +1,7 @@
 """The protocol of everything from which a model can be read leaf by leaf."""
 
 import abc
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -51,6 +52,17 @@ class ModelSource(Protocol):
     def fingerprint(self) -> str:
         """A hash that identifies config and weights."""
         ...
+
+
+class HoldsSource(Protocol):
+    """An object that a model can be read from, such as `moe_jax.Model`."""
+
+    @property
+    def source(self) -> ModelSource: ...
+
+
+ModelLike = str | os.PathLike[str] | HoldsSource
+"""A model, or the path of one."""
 
 
 class _Readable(Protocol):

@@ -1,12 +1,10 @@
 """Adds new adapters to a model, and writes them with a reference to it as their base."""
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from moe_jax.checks.predictions import ProbeText, TextComparison
 from moe_jax.checks.step0 import Probe, Step0
 from moe_jax.core.counting import count_bytes
-from moe_jax.core.errors import InputError
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.model_io.in_memory import Destination, open_writer
 from moe_jax.model_io.lineage import new_lineage_entry
@@ -15,9 +13,10 @@ from moe_jax.model_io.model_source import ModelSource
 from moe_jax.model_io.over_base import LeavesOverBase
 from moe_jax.model_io.tuned_base import own_leaves
 from moe_jax.models import ModelConfig
+from moe_jax.peft.adapted_config import adapted_config
 from moe_jax.peft.initial import initial_leaves
-from moe_jax.peft.options import AdaptOptions, adapted_config
 from moe_jax.peft.parameter_sizes import parameter_sizes
+from moe_jax.peft.spec import AdaptSpec
 
 
 class Adapted(NamedTuple):
@@ -43,13 +42,9 @@ class Adapted(NamedTuple):
 def adapt(
     source: ModelSource,
     dst: Destination,
-    options: AdaptOptions,
+    spec: AdaptSpec,
     *,
-    seed: int = 0,
-    check: bool = True,
     text: ProbeText | None = None,
-    allow_nonfinite: bool = False,
-    described: Mapping[str, Any],
     progress: Progress = no_progress,
 ) -> Adapted:
     """Writes adapters that do not change the model yet, with a reference to it. One layer at a time is in memory.
@@ -57,38 +52,33 @@ def adapt(
     Args:
       source: the model.
       dst: the directory to write, or memory.
-      options: the adapters.
-      seed: of adapters and routers.
-      check: whether to compare the logits of the written model with the source's before it appears at `dst`.
-        Without it no weights of the source are read.
+      spec: the adapters. With `step0_check` the logits of the written model are compared with the source's before it
+        appears at `dst`; without it no weights of the source are read.
       text: of a model whose base is NF4, to tell what that changes in its predictions.
-      allow_nonfinite: go on where weights of the model are not finite.
-      described: the options as the user gave them, for the lineage.
       progress: called after every leaf and layer.
 
     Raises:
-      InputError: if the options do not fit the model, it has adapters already, the seed is negative, `dst` exists,
+      InputError: if the options do not fit the model, it has adapters already, `dst` exists,
         weights are found not to be finite, the check cannot be made in this machine's memory, or the logits differ.
         Nothing is left behind.
     """
-    config = adapted_config(source.config, options)
-    if seed < 0:
-        raise InputError(f"seed={seed} must not be negative")
-    leaves, own, sizes = initial_leaves(config, seed), own_leaves(config), parameter_sizes(config)
-    described = {**described, "allow_nonfinite": allow_nonfinite}
+    config = adapted_config(source.config, spec)
+    leaves, own, sizes = initial_leaves(config, spec.seed), own_leaves(config), parameter_sizes(config)
     writer = open_writer(
         dst,
         config,
         base=source,
         tokenizer_files=source.tokenizer_files,
-        lineage=[*source.lineage, new_lineage_entry("adapt", described, [source])],
-        allow_nonfinite=allow_nonfinite,
+        lineage=[*source.lineage, new_lineage_entry("adapt", spec.described(), [source])],
+        allow_nonfinite=spec.allow_nonfinite,
     )
     specs = leaf_specs(config)
     result = Adapted(config, sum(sizes[path] for path in own), count_bytes(specs[path] for path in own))
     below = LeavesOverBase(config, source).specs
     stored = below | {path: specs[path] for path in own}
-    probe = Probe(source, config, stored, seed, text=text, allow_nonfinite=allow_nonfinite) if check else None
+    probe = None
+    if spec.step0_check:
+        probe = Probe(source, config, stored, spec.seed, text=text, allow_nonfinite=spec.allow_nonfinite)
     with writer:
         for done, (path, leaf) in enumerate(leaves, start=1):
             writer.write({path: leaf})

@@ -28,6 +28,7 @@ from moe_jax.model_io.loading import check_leaves, leaf_specs
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.model_io.tuned_base import base_leaf, is_tuned, with_of_base
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig, config_to_json
+from moe_jax.peft.spec import MergeSpec
 
 _KERNEL = re.compile(r"layers/(\d+)/(attention|mlp)/(.*)/kernel")
 _NF4_LEAVES = ("codes", "scale_codes", "scales", "offset")
@@ -51,9 +52,8 @@ class Merged:
 def merge(
     source: ModelSource,
     out: Destination,
+    spec: MergeSpec = MergeSpec(),
     *,
-    partly: bool = False,
-    allow_nonfinite: bool = False,
     progress: Progress = no_progress,
 ) -> Merged:
     """Writes a tuned model as a model directory that needs no base, leaf by leaf.
@@ -64,19 +64,18 @@ def merge(
     Args:
       source: an adapter directory, or another tuned model.
       out: where the model directory appears, which must not exist; or memory.
-      partly: whether to keep adapters that cannot be merged, instead of refusing.
-      allow_nonfinite: go on where weights are not finite.
+      spec: whether adapters that cannot be merged are kept, instead of refusing; and weights that are not finite.
       progress: called with ("merging", leaves done, leaves).
 
     Returns:
       Counts of what was merged, and what was kept.
 
     Raises:
-      InputError: if there is nothing to merge, something cannot be merged and `partly` is false, weights are not
-        finite or become too large for their dtype, or `out` exists.
+      InputError: if there is nothing to merge, something cannot be merged and the spec does not say `partly`, weights
+        are not finite or become too large for their dtype, or `out` exists.
     """
     kept = unmergeable(source.config)
-    if kept and not partly:
+    if kept and not spec.partly:
         raise_if_any(
             [f"{kind}, which {why}" for kind, why in kept.items()],
             f"cannot merge {source.path}; --partly folds the rest and keeps them",
@@ -90,7 +89,7 @@ def merge(
     check_leaves(leaf_specs(source.config), stored, str(source.path))
 
     result = Merged(len(folded), len(dequantized), tuple(kept))
-    options = {"partly": partly, "allow_nonfinite": allow_nonfinite}
+    options = spec.described()
     lineage = [*source.lineage, first_decides(lambda: new_lineage_entry("merge", options, [source]))]
     check_equal({"the options": options, "the model": config_to_json(source.config)})
     lineage[-1]["measured"] = {"folded_kernels": result.folded, "dequantized_kernels": result.dequantized}
@@ -100,7 +99,7 @@ def merge(
         tokenizer_files=source.tokenizer_files,
         lineage=lineage,
         resume=True,
-        allow_nonfinite=allow_nonfinite,
+        allow_nonfinite=spec.allow_nonfinite,
     ) as writer:
         progress("merging", 0, len(expected))
         for done, path in enumerate(expected, 1):

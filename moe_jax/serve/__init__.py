@@ -1,5 +1,5 @@
 """A server of the OpenAI protocol, for models that no other server loads.
 
-`rows` has the compiled programs, `engine` the thread that runs them for all requests together, `requests` what is asked
-for, `answer` what becomes of it, and `app` the HTTP side.
+`scheduler` has the thread that answers all requests together, `requests` what is asked for, `answer` what becomes of
+it, and `app` the HTTP side.
 """

@@ -1,13 +1,13 @@
-"""The answer to one prompt, as it comes from the engine: text, reasons and log-probabilities."""
+"""The answer to one prompt, as it comes from the scheduler: text, reasons and log-probabilities."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
 from moe_jax.data.tokens.tokenizer import Tokenizer
-from moe_jax.generation.engine import Job, News, Scored
 from moe_jax.generation.streamed_text import StreamedText
 from moe_jax.serve.requests import ProtocolError, Request
+from moe_jax.serve.scheduler import Job, News, Scored
 
 
 class Told(NamedTuple):
@@ -35,7 +35,7 @@ class Answer:
     """The answer to a prompt.
 
     Attributes:
-      job: what the engine was asked.
+      job: what the scheduler was asked.
       made: tokens that the answer took so far, the one that ended it included.
     """
 

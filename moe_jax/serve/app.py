@@ -18,31 +18,31 @@ from moe_jax.api.model import Model
 from moe_jax.core.errors import InputError
 from moe_jax.data.tokens.tokenizer import Tokenizer
 from moe_jax.files.json_toml import ANYTHING, parse_json
-from moe_jax.generation.engine import Closed, Engine, Full
 from moe_jax.serve.answer import Answer, Piece, TokenTexts
 from moe_jax.serve.requests import ProtocolError, model_of, read_chat, read_completion
 from moe_jax.serve.requests import Request as Asked
+from moe_jax.serve.scheduler import Closed, Full, Scheduler
 
 MOST_BYTES = 16 << 20
-"""Of the body of a request."""
+"""Largest body of a request."""
 _SECONDS_TO_RETRY = 1
 
 
-def make_app(model: Model, tokenizer: Tokenizer, engine: Engine, name: str) -> Starlette:
-    """The application.
+def make_app(model: Model, tokenizer: Tokenizer, scheduler: Scheduler, name: str) -> Starlette:
+    """Returns the application of the server.
 
     Args:
       model: that is served.
       tokenizer: its own.
-      engine: that runs it; whoever started it closes it.
+      scheduler: that runs it; whoever started it closes it.
       name: of the model, in requests and answers.
     """
-    return _App(model, tokenizer, engine, name).app
+    return _App(model, tokenizer, scheduler, name).app
 
 
 class _App:
-    def __init__(self, model: Model, tokenizer: Tokenizer, engine: Engine, name: str):
-        self._model, self._tokenizer, self._engine, self._name = model, tokenizer, engine, name
+    def __init__(self, model: Model, tokenizer: Tokenizer, scheduler: Scheduler, name: str):
+        self._model, self._tokenizer, self._scheduler, self._name = model, tokenizer, scheduler, name
         self._texts = TokenTexts(tokenizer)
         self._eos = eos_ids(model)
         self._created = int(time.time())
@@ -56,10 +56,10 @@ class _App:
         self.app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _bug})
 
     async def _health(self, request: Request) -> Response:
-        failure = self._engine.failure
+        failure = self._scheduler.failure
         if failure is not None:
             return JSONResponse({"status": "failed", "problem": failure}, 503)
-        return JSONResponse({"status": "ok", **self._engine.load()})
+        return JSONResponse({"status": "ok", **self._scheduler.load()})
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._described()]})
@@ -72,7 +72,7 @@ class _App:
         return JSONResponse(self._described())
 
     def _described(self) -> dict[str, Any]:
-        limits = {"max_model_len": self._engine.context}
+        limits = {"max_model_len": self._scheduler.context}
         return {"id": self._name, "object": "model", "created": self._created, "owned_by": "moe-jax", **limits}
 
     def _check_model(self, name: str | None) -> None:
@@ -152,7 +152,7 @@ class _App:
         return ids
 
     def _submit(self, asked: Asked, prompts: Sequence[list[int]]) -> list[Answer]:
-        context = self._engine.context
+        context = self._scheduler.context
         longest = max(map(len, prompts))
         wanted = 1 if asked.max_tokens is None else asked.max_tokens
         if longest + wanted > context:
@@ -171,7 +171,7 @@ class _App:
             for ids in prompts
         ]
         try:
-            self._engine.submit([answer.job for answer in answers])
+            self._scheduler.submit([answer.job for answer in answers])
         except Full:
             raise ProtocolError(429, "too many requests wait; try again later", code="queue_full") from None
         except Closed as error:

@@ -1,4 +1,4 @@
-"""What requests of the OpenAI protocol ask for, checked, and the errors that they get.
+"""Reads and checks requests of the OpenAI protocol, and has the errors that answer bad ones.
 
 Fields that are not known are ignored, as clients send many. Known ones of another type, and known ones that ask for
 what this server does not do, are errors.
@@ -12,8 +12,7 @@ from typing import Any
 
 from moe_jax.core.errors import MAX_SIZE, InputError, shown
 from moe_jax.data.tokens.chat_template import check_messages
-from moe_jax.generation.engine import MOST_STOP_IDS
-from moe_jax.generation.rows import MOST_SCORES
+from moe_jax.generation.rows import MOST_SCORES, MOST_STOP_IDS
 
 MOST_STOPS = 16
 """Stop strings of a request; OpenAI's own server takes 4."""
@@ -57,13 +56,13 @@ class ProtocolError(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is asked for.
+    """A request for texts, checked.
 
     Attributes:
       prompts: texts or token ids, each of which is answered.
       messages: the conversation that is answered instead.
       max_tokens: None: as many as there is room for.
-      temperature, top_p, seed: see `functional.heads.sampling.sample_rows`.
+      temperature, top_p, seed: see `functional.heads.sampling.sample`.
       stop: strings that end an answer.
       stop_ids: tokens that do, besides the model's own.
       ignore_eos: whether the model's own do not.
@@ -89,7 +88,7 @@ class Request:
 
 
 def read_completion(body: Any) -> Request:
-    """A request to `/v1/completions`.
+    """Returns a request to `/v1/completions`, checked.
 
     Raises:
       ProtocolError: with status 400.
@@ -107,7 +106,7 @@ def read_completion(body: Any) -> Request:
 
 
 def read_chat(body: Any) -> Request:
-    """A request to `/v1/chat/completions`; see `read_completion`."""
+    """Returns a request to `/v1/chat/completions`, checked; errors as of `read_completion`."""
     _check_object(body)
     try:
         messages = check_messages(body.get("messages"))
@@ -134,7 +133,7 @@ def _as_one_text(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def model_of(body: Any) -> str | None:
-    """The model that a request names; None: it names none, and takes what there is."""
+    """Returns the name of the model that a request asks for; None if it names none, and takes the one there is."""
     _check_object(body)
     model = body.get("model")
     if model is not None and not isinstance(model, str):

@@ -26,16 +26,10 @@ from moe_jax.models import ModelConfig, config_to_json
 from moe_jax.peft.initial import initial_leaf
 from moe_jax.peft.parameter_sizes import parameter_sizes
 from moe_jax.upcycling.branches import Branches
-from moe_jax.upcycling.copies import MATRICES
-from moe_jax.upcycling.leaves import moe_leaves
-from moe_jax.upcycling.options import (
-    UpcycleOptions,
-    keeps_the_function,
-    prompt_problems,
-    upcycled_config,
-    why_different,
-)
+from moe_jax.upcycling.expert_leaves import MATRICES, moe_leaves
+from moe_jax.upcycling.new_config import keeps_the_function, upcycled_config, why_different
 from moe_jax.upcycling.prompted_router import Prompt, router_kernels
+from moe_jax.upcycling.spec import UpcycleSpec
 
 Specs = dict[str, jax.ShapeDtypeStruct]
 
@@ -74,15 +68,11 @@ class Upcycled(NamedTuple):
 def upcycle(
     source: ModelSource,
     dst: Destination,
-    options: UpcycleOptions,
+    spec: UpcycleSpec,
     *,
-    seed: int = 0,
-    check: bool = True,
     text: ProbeText | None = None,
     experts_from: Sequence[ModelSource] = (),
     prompts: Sequence[Prompt] = (),
-    allow_nonfinite: bool = False,
-    described: Mapping[str, Any],
     progress: Progress = no_progress,
 ) -> Upcycled:
     """Makes an MoE of a dense model. One layer at a time is in memory.
@@ -96,16 +86,11 @@ def upcycle(
     Args:
       source: the dense model.
       dst: the directory to write, or memory.
-      options: the MoE to make.
-      seed: of routers, factors and positions; the same seed gives the same weights.
-      check: whether to compare the logits of the written model with the source's before it appears at `dst`. Where they
-        are not meant to be equal, the difference is measured and nothing refused.
-      experts_from: the models that experts are from, as many as `options.start.models`; the others' dtypes are the
-        source's.
+      spec: the MoE to make. With `step0_check` the logits of the written model are compared with the source's before
+        it appears at `dst`; where they are not meant to be equal, the difference is measured and nothing refused.
+      experts_from: the models that `spec.experts_from` names; leaves get the source's dtypes.
       prompts: texts that the routers are made from, one for each copy of the FFN; none: routers are random.
       text: of a model with NF4 kernels, to tell what these change in its predictions.
-      allow_nonfinite: go on where weights are not finite.
-      described: the options as the user gave them, for the lineage.
       progress: called after every layer.
 
     Returns:
@@ -118,24 +103,22 @@ def upcycle(
     """
     if isinstance(dst, Path):
         first_decides(lambda: check_target(dst, buckets=True))
-    config = upcycled_config(source.config, options)
-    assert len(experts_from) == options.start.models, "the options say how many models there are"
-    branches = Branches(source, experts_from, options.start.rest_from) if experts_from else None
-    if seed < 0:
-        raise InputError(f"seed={seed} must not be negative")
+    config = upcycled_config(source.config, spec)
+    assert len(experts_from) == len(spec.experts_from), "the spec names the models"
+    branches = Branches(source, experts_from, spec.rest_from or "mean") if experts_from else None
     specs = upcycled_specs(config, source.specs())
-    differs = why_different(options, [specs[path].dtype for path in specs if path.endswith("/down/kernel")])
-    if check and not keeps_the_function(options) and options.start.granularity == 1:
-        raise InputError(_why_not_equal(options))
-    described = {**described, "allow_nonfinite": allow_nonfinite}
+    differs = why_different(spec, [specs[path].dtype for path in specs if path.endswith("/down/kernel")])
+    if spec.step0_check and not keeps_the_function(spec) and spec.granularity == 1:
+        raise InputError(_why_not_equal(spec))
+    described = spec.described()
     routers: dict[int, np.ndarray] = {}
     if prompts:
-        raise_if_any(prompt_problems(options, len(prompts)), "routers from texts")
+        raise_if_any(spec.prompt_problems(len(prompts)), "routers from texts")
         described["router_tokens"] = [prompt.fingerprint() for prompt in prompts]
         routers = router_kernels(source, prompts, config.moe_layers, progress)
     sources = [source, *experts_from]
     lineage = [*source.lineage, first_decides(lambda: new_lineage_entry("upcycle", described, sources))]
-    check_equal({"the options": {name: str(value) for name, value in described.items()}, "seed": seed})
+    check_equal({"the options": {name: str(value) for name, value in described.items()}, "seed": spec.seed})
     check_equal({"the new model": config_to_json(config)})
     base = source if config.frozen_base else None
     writer = open_writer(
@@ -145,23 +128,23 @@ def upcycle(
         tokenizer_files=source.tokenizer_files,
         lineage=lineage,
         resume=True,
-        allow_nonfinite=allow_nonfinite,
+        allow_nonfinite=spec.allow_nonfinite,
     )
     probe: Probe | None = None
 
     def make_probe() -> None:
         nonlocal probe
-        probe = Probe(source, config, specs, seed, text=text, allow_nonfinite=allow_nonfinite)
+        probe = Probe(source, config, specs, spec.seed, text=text, allow_nonfinite=spec.allow_nonfinite)
 
-    if check:
+    if spec.step0_check:
         first_decides(make_probe)
     result = Upcycled(config, *_sizes(source, config, specs), differs=differs)
     with writer:
-        if options.bank.form.beside_base_model:
-            _write_adapter_experts(source, config, writer, seed, progress)
+        if spec.bank.form.beside_base_model:
+            _write_adapter_experts(source, config, writer, spec.seed, progress)
         else:
-            _write_layers(source, branches, routers, config, options, writer, seed, progress)
-        if check:
+            _write_layers(source, branches, routers, config, spec, writer, progress)
+        if spec.step0_check:
             written = writer.read_back()
 
             def compare() -> None:
@@ -175,12 +158,12 @@ def upcycle(
     return result
 
 
-def _why_not_equal(options: UpcycleOptions) -> str:
-    if options.universal == "none":
-        what = f"gate {options.gate!r} with top_k={options.top_k} of {options.num_experts} experts"
+def _why_not_equal(spec: UpcycleSpec) -> str:
+    if spec.universal == "none":
+        what = f"gate {spec.weighting!r} with top_k={spec.top_k} of {spec.copies} experts"
         instead = "gate 'topk_softmax'"
     else:
-        what, instead = f"universal {options.universal!r}", "universal 'coder'"
+        what, instead = f"universal {spec.universal!r}", "universal 'coder'"
     return (
         f"{what} has weights that do not sum to 1, so the MoE cannot equal the dense model at step 0; use {instead}, "
         "or --no-step0-check if that is meant"
@@ -219,9 +202,8 @@ def _write_layers(
     branches: Branches | None,
     routers: Mapping[int, np.ndarray],
     config: ModelConfig,
-    options: UpcycleOptions,
+    spec: UpcycleSpec,
     writer: ModelWriter,
-    seed: int,
     progress: Progress,
 ) -> None:
     read = source.read if branches is None else branches.read
@@ -247,8 +229,8 @@ def _write_layers(
             if branches is not None:  # of which no more than a leaf of each should be in memory
                 ffn, copies = branches.ffn(prefix, names), branches.ffns(prefix, names)
             index = int(layer)
-            given = {"start": options.start, "branches": copies, "router": routers.get(index)}
-            for name, leaf in moe_leaves(ffn, config.moe(index), seed=seed, layer=index, **given):
+            given = {"branches": copies, "router": routers.get(index)}
+            for name, leaf in moe_leaves(ffn, config.moe(index), spec, layer=index, **given):
                 if prefix + name not in writer.done:
                     writer.write({prefix + name: leaf})
         progress("writing layers", done, len(by_layer))

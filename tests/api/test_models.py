@@ -185,7 +185,7 @@ def test_verbs_say_what_is_wrong_with_their_input(dense, moe, tmp_path):
         moe_jax.adapt(moe, method="loar", adapter="lora:2")
     with pytest.raises(InputError, match="in memory has nothing to merge"):
         moe_jax.merge(moe_jax.load(moe))
-    with pytest.raises(InputError, match="unexpected keyword argument 'expert'"):
+    with pytest.raises(InputError, match="did you mean 'experts'"):
         moe_jax.plan(dense, upcycle={"expert": 8})
 
 

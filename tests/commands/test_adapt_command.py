@@ -8,13 +8,12 @@ import pytest
 
 from moe_jax.api.open_source import open_source
 from moe_jax.commands.line import cli
-from moe_jax.commands.upcycle import UpcycleFlags
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.model_io.tuned_base import own_leaves
 from moe_jax.peft import adapt as adapt_module
 from moe_jax.peft.parameter_sizes import parameter_sizes
-from moe_jax.upcycling import PESC
-from tests.support.dense_models import random_leaves, write_model
+from moe_jax.upcycling import UpcycleSpec, upcycled_config
+from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.peft_models import FFN, FULL, SHARED, model_of
 from tests.support.tiers import long
 
@@ -203,16 +202,18 @@ def test_bad_options_of_upcycle_are_refused(options, messages, models, tmp_path,
     assert list(tmp_path.iterdir()) == []
 
 
+def upcycled(**options):
+    return upcycled_config(dense_config(), UpcycleSpec(**options))
+
+
 def test_methods_of_upcycling_are_names_for_what_there_was():
-    assert UpcycleFlags(method="vanilla").options() == UpcycleFlags().options()
-    assert UpcycleFlags(method="ders", delta="low-rank:2").options() == UpcycleFlags(delta="low-rank:2").options()
+    assert upcycled(method="vanilla") == upcycled()
+    assert upcycled(method="ders", delta="low-rank:2") == upcycled(delta="low-rank:2")
 
 
 def test_pesc_is_what_camelidae_was_unless_something_else_is_said():
-    spelled_out = UpcycleFlags(
-        method="pesc", experts=8, top_k=2, every=1, adapter="512", scale=0.25, rest="qlora:64", balance_coef=0.01
-    )
-    assert UpcycleFlags(method="pesc").options() == spelled_out.options() == PESC
+    given = {"experts": 8, "top_k": 2, "every": 1, "adapter": "512", "scale": 0.25, "rest": "qlora:64"}
+    assert upcycled(method="pesc") == upcycled(method="pesc", **given, balance_coef=0.01)
 
 
 @pytest.mark.parametrize(

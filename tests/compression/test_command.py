@@ -8,8 +8,8 @@ import re
 import numpy as np
 import pytest
 
+from moe_jax.api import compress as compress_api
 from moe_jax.api.open_source import open_source
-from moe_jax.commands import compress as compress_command
 from moe_jax.compression.choose_layers import parse_layers
 from moe_jax.compression.job.stream import choose_layers
 from moe_jax.compression.methods.delta_base import check_base
@@ -294,7 +294,7 @@ def test_a_sweep(models, tmp_path, out_of, nll, text):
 def test_a_sweep_tries_all_values_and_draws_them(models, tmp_path, out_of, monkeypatch, text):
     # Worse from model to model, at last beyond what a float holds: the axis becomes logarithmic.
     scores = iter([*np.linspace(2, 4, 4), 1000.0, 2.0])
-    monkeypatch.setattr(compress_command, "_scorer", lambda source, options: lambda model: float(next(scores)))
+    monkeypatch.setattr(compress_api, "_scorer", lambda source, spec: lambda model: float(next(scores)))
     words = ("--method", "ders-quantize")
     printed = out_of("compress", models["moe"], tmp_path / "out", "--sweep", "--text", text, *words)
     assert all(f"ders-quantize   bits {bits}" in printed for bits in (8, 4, 3, 2, 1))
@@ -306,6 +306,6 @@ def test_a_sweep_that_fails_leaves_nothing_behind(models, tmp_path, monkeypatch,
     def fail(model):
         raise InputError("no score")
 
-    monkeypatch.setattr(compress_command, "_scorer", lambda source, options: fail)
+    monkeypatch.setattr(compress_api, "_scorer", lambda source, spec: fail)
     assert run(models["moe"], tmp_path / "out", "--sweep", "--text", text) == 2
     assert os.listdir(tmp_path) == ["text.txt"]

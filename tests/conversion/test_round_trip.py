@@ -10,6 +10,7 @@ from rich.console import Console
 
 from moe_jax.conversion import HuggingFaceDirectory, convert, export
 from moe_jax.conversion.formats.safetensors_writer import PlannedTensor, plan_shards
+from moe_jax.conversion.spec import ConvertSpec, ExportSpec
 from moe_jax.conversion.table import FUSED, LAYOUTS, PER_EXPERT
 from moe_jax.core.errors import InputError
 from moe_jax.model_io.lineage import read_lineage
@@ -39,8 +40,8 @@ def bits(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def there_and_back(folder: pathlib.Path, **options: object) -> pathlib.Path:
     """Converts `folder`/foreign and exports it to `folder`/back, NaNs and infinities too."""
-    convert(folder / "foreign", folder / "ours", allow_nonfinite=True, console=QUIET)
-    export(ModelDirectory(folder / "ours"), folder / "back", allow_nonfinite=True, console=QUIET, **options)
+    convert(folder / "foreign", folder / "ours", ConvertSpec(allow_nonfinite=True), console=QUIET)
+    export(ModelDirectory(folder / "ours"), folder / "back", ExportSpec(allow_nonfinite=True, **options), console=QUIET)
     return folder / "back"
 
 
@@ -94,11 +95,11 @@ def test_dtype_casts_everything(tmp_path: pathlib.Path, target: str):
     tensors = random_tensors(CONFIGS["mixtral"], "bfloat16")
     source = write_checkpoint(tmp_path / "foreign", CONFIGS["mixtral"], tensors)
     expected = {name: array.astype(DTYPES[target]) for name, array in tensors.items()}
-    convert(source, tmp_path / "cast", dtype=target, console=QUIET)
+    convert(source, tmp_path / "cast", ConvertSpec(dtype=target), console=QUIET)
     cast = ModelDirectory(tmp_path / "cast")
     assert cast.config.dtype == target and {spec.dtype for spec in cast.specs().values()} == {np.dtype(target)}
     export(cast, tmp_path / "a", console=QUIET)
-    export(HuggingFaceDirectory(source), tmp_path / "b", dtype=target, console=QUIET)
+    export(HuggingFaceDirectory(source), tmp_path / "b", ExportSpec(dtype=target), console=QUIET)
     for back in (tmp_path / "a", tmp_path / "b"):
         assert_same_bits(read_tensors(back), expected)
         assert json.loads((back / "config.json").read_text())["torch_dtype"] == target
@@ -109,8 +110,8 @@ def test_numbers_that_do_not_fit_leave_nothing_behind(tmp_path: pathlib.Path):
     tensors["model.layers.2.mlp.down_proj.weight"][0, 0] = 1e30
     source = write_checkpoint(tmp_path / "foreign", CONFIGS["llama"], tensors)
     for command in (
-        lambda: convert(source, tmp_path / "out", dtype="float16", console=QUIET),
-        lambda: export(HuggingFaceDirectory(source), tmp_path / "out", dtype="float16", console=QUIET),
+        lambda: convert(source, tmp_path / "out", ConvertSpec(dtype="float16"), console=QUIET),
+        lambda: export(HuggingFaceDirectory(source), tmp_path / "out", ExportSpec(dtype="float16"), console=QUIET),
     ):
         with pytest.raises(InputError, match=r"layers/2/mlp/down/kernel: 1e\+30 does not fit in float16"):
             command()
@@ -135,8 +136,10 @@ def test_companions_and_lineage_travel(tmp_path: pathlib.Path):
 def test_a_dry_run_shows_the_mapping_and_writes_nothing(tmp_path: pathlib.Path):
     source = write_checkpoint(tmp_path / "foreign", CONFIGS["mixtral"], random_tensors(CONFIGS["mixtral"]))
     console = Console(record=True, width=200, quiet=False, file=open("/dev/null", "w"))
-    convert(source, tmp_path / "out", dry_run=True, dtype="bfloat16", console=console)
-    export(HuggingFaceDirectory(source), tmp_path / "out", dry_run=True, expert_layout=FUSED, console=console)
+    convert(source, tmp_path / "out", ConvertSpec(dtype="bfloat16"), dry_run=True, console=console)
+    export(
+        HuggingFaceDirectory(source), tmp_path / "out", ExportSpec(expert_layout=FUSED), dry_run=True, console=console
+    )
     text = console.export_text()
     for line in (
         ["model.layers.{i}.block_sparse_moe.experts.{e}.w1.weight", "x12", "48x32", "transpose, stack",
@@ -203,7 +206,7 @@ def test_a_disk_that_is_full_from_the_start(tmp_path: pathlib.Path, monkeypatch:
 )
 def test_bad_options(llama: pathlib.Path, options: dict, expected: str):
     with pytest.raises(InputError) as error:
-        export(HuggingFaceDirectory(llama), llama.parent / "out", console=QUIET, **options)
+        export(HuggingFaceDirectory(llama), llama.parent / "out", ExportSpec(**options), console=QUIET)
     assert expected in str(error.value)
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from moe_jax.conversion import HuggingFaceDirectory, convert, export
 from moe_jax.conversion.families import FAMILIES
+from moe_jax.conversion.spec import ExportSpec
 from moe_jax.conversion.table import FUSED, LAYOUTS, PER_EXPERT
 from moe_jax.model_io.model_dir import ModelDirectory
 from tests.support.hf_checkpoints import CONFIGS, assert_same_bits, read_tensors
@@ -82,7 +83,7 @@ def test_both_layouts_of_experts(saved, tmp_path: pathlib.Path, name: str, befor
     source = HuggingFaceDirectory(foreign)
     assert source.weights.layout == before
     assert any("gate_up_proj" in tensor for tensor in source.checkpoint.tensors) == (before == FUSED)
-    export(source, tmp_path / "back", expert_layout=after, console=QUIET)
+    export(source, tmp_path / "back", ExportSpec(expert_layout=after), console=QUIET)
     assert HuggingFaceDirectory(tmp_path / "back").weights.layout == after
     assert_same_model(tmp_path / "back", saved(name))
 
@@ -103,7 +104,7 @@ def test_pytorch_files_of_transformers_4(saved, tmp_path: pathlib.Path):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_loads_as_it_was(saved, tmp_path: pathlib.Path, dtype: str):
-    export(HuggingFaceDirectory(saved("olmoe")), tmp_path / "back", dtype=dtype, console=QUIET)
+    export(HuggingFaceDirectory(saved("olmoe")), tmp_path / "back", ExportSpec(dtype=dtype), console=QUIET)
     model = load(tmp_path / "back")
     assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype)}
 

@@ -4,7 +4,6 @@ import ast
 import dataclasses
 import json
 import re
-import typing
 from functools import partial
 
 import jax
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from moe_jax.commands.upcycle import UpcycleFlags
 from moe_jax.core.draws import stream
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import leaf_spec, path_name
@@ -34,6 +32,7 @@ from moe_jax.experts.forms.optional.coding import CodedJointly
 from moe_jax.experts.forms.optional.own_form import experts_with
 from moe_jax.experts.on_host import expert_kernels, leaves_from_dense
 from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig, MoEConfig, config_from_json, config_to_json
+from moe_jax.upcycling.spec import UpcycleSpec
 from tests.support.environment import ROOT
 from tests.support.tiers import one_in
 
@@ -165,7 +164,7 @@ def test_what_is_no_dense_ffn_is_refused():
 
 
 def test_delta_options_are_those_that_the_command_shows():
-    shown = typing.get_type_hints(UpcycleFlags, include_extras=True)["delta"].__metadata__[0].metavar
+    shown = next(option.shown.metavar for option in UpcycleSpec.list_options() if option.name == "delta")
     assert shown.split("|") == list(delta_options().values())
     for option in delta_options().values():
         kind, _, number = option.partition(":")

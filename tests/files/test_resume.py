@@ -10,6 +10,7 @@ from rich.console import Console
 
 from moe_jax.checkpoints import leaf_files
 from moe_jax.conversion import HuggingFaceDirectory, convert, export, to_hugging_face
+from moe_jax.conversion.spec import ExportSpec
 from moe_jax.core.errors import InputError
 from moe_jax.files import resume
 from moe_jax.model_io import in_memory
@@ -17,8 +18,8 @@ from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.peft.adapt import adapt
 from moe_jax.peft.merge import merge
-from moe_jax.peft.options import chosen_options as adapt_options
-from moe_jax.upcycling import chosen_options, upcycle
+from moe_jax.peft.spec import AdaptSpec
+from moe_jax.upcycling import UpcycleSpec, upcycle
 from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.disks import content_of
 from tests.support.hf_checkpoints import CONFIGS, random_tensors, write_checkpoint
@@ -53,11 +54,11 @@ def converting(folder: Path, read: list[str], monkeypatch) -> Callable[[Path], o
 def upcycling(folder: Path, read: list[str], monkeypatch) -> Callable[[Path], object]:
     config = dense_config()
     dense = write_model(folder / "dense", config, random_leaves(config))
-    options = chosen_options(experts=3, top_k=2, delta="low-rank:2")
+    spec = UpcycleSpec(experts=3, top_k=2, delta="low-rank:2", step0_check=False)
 
     def run(dst: Path) -> None:
         source = Watched(ModelDirectory(dense), read)
-        upcycle(source, dst, options, check=False, described={"seed": 0})  # pyright: ignore[reportArgumentType]
+        upcycle(source, dst, spec)  # pyright: ignore[reportArgumentType]
 
     return run
 
@@ -66,8 +67,7 @@ def merging(folder: Path, read: list[str], monkeypatch) -> Callable[[Path], obje
     config = dense_config()
     dense = ModelDirectory(write_model(folder / "dense", config, random_leaves(config)))
     memory = in_memory.InMemory()
-    options = adapt_options(method="lora", adapter="lora:2", targets="q,up")
-    adapt(dense, memory, options, check=False, described={})
+    adapt(dense, memory, AdaptSpec(method="lora", adapter="lora:2", targets="q,up", step0_check=False))
     return lambda dst: merge(Watched(memory.source, read), dst)  # pyright: ignore[reportArgumentType]
 
 
@@ -106,7 +106,7 @@ def test_an_export_goes_on_at_the_layer(tmp_path, monkeypatch):
     source = write_checkpoint(tmp_path / "foreign", CONFIGS["llama"], random_tensors(CONFIGS["llama"]))
     (source / "tokenizer.json").write_text("{}")
     before = content_of(source)
-    export(HuggingFaceDirectory(source), tmp_path / "undisturbed", max_shard_size="40kB", console=QUIET)
+    export(HuggingFaceDirectory(source), tmp_path / "undisturbed", ExportSpec(max_shard_size="40kB"), console=QUIET)
     written: list[str] = []
     write = to_hugging_face._write_leaf
 
@@ -119,7 +119,7 @@ def test_an_export_goes_on_at_the_layer(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(to_hugging_face, "_write_leaf", write_leaf)
         with pytest.raises(OSError, match="No space left") as stopped:
-            export(HuggingFaceDirectory(source), tmp_path / "out", max_shard_size="40kB", console=QUIET)
+            export(HuggingFaceDirectory(source), tmp_path / "out", ExportSpec(max_shard_size="40kB"), console=QUIET)
     assert "moe-jax clean" in stopped.value.__notes__[0]
     again: list[str] = []
     monkeypatch.setattr(
@@ -127,7 +127,7 @@ def test_an_export_goes_on_at_the_layer(tmp_path, monkeypatch):
         "_write_leaf",
         lambda model, path, *rest, **named: (again.append(path), write(model, path, *rest, **named)),
     )
-    export(HuggingFaceDirectory(source), tmp_path / "out", max_shard_size="40kB", console=QUIET)
+    export(HuggingFaceDirectory(source), tmp_path / "out", ExportSpec(max_shard_size="40kB"), console=QUIET)
     assert not set(again) & set(written) and {path.split("/")[0] for path in written} > {"layers"}
     assert content_of(tmp_path / "out") == content_of(tmp_path / "undisturbed") and content_of(source) == before
     assert sorted(os.listdir(tmp_path)) == ["foreign", "out", "undisturbed"]
@@ -147,7 +147,7 @@ def test_an_export_of_other_options_begins_anew(tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             export(source, tmp_path / "out", console=QUIET)
     for dst in ("out", "undisturbed"):
-        export(source, tmp_path / dst, dtype="bfloat16", console=QUIET)
+        export(source, tmp_path / dst, ExportSpec(dtype="bfloat16"), console=QUIET)
     assert content_of(tmp_path / "out") == content_of(tmp_path / "undisturbed")
 
 

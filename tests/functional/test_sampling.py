@@ -35,3 +35,20 @@ def test_top_k_renormalises_what_is_left():
 def test_top_p_keeps_the_smallest_sufficient_set(top_p, kept):
     expected = np.where(np.arange(5) < kept, PROBABILITIES, 0)
     np.testing.assert_allclose(frequencies(top_p=top_p), expected / expected.sum(), atol=0.03)
+
+
+def test_a_row_with_a_key_of_its_own_is_given_what_it_would_be_given_alone():
+    logits = jax.random.normal(jax.random.key(1), (6, 50)) * 2
+    keys = jax.random.split(jax.random.key(2), 6)
+    temperature = jnp.asarray([0.0, 1.0, 0.5, 2.0, 1.0, 0.0], jnp.float32)
+    top_k = jnp.asarray([50, 50, 3, 50, 9, 2], jnp.int32)
+    top_p = jnp.asarray([1.0, 1.0, 1.0, 0.7, 0.6, 0.5], jnp.float32)
+    together = jax.jit(sample)(logits, keys, temperature=temperature, top_k=top_k, top_p=top_p)
+    alone = [
+        int(sample(logits[row][None], keys[row], temperature=float(temperature[row]), top_k=int(top_k[row]),
+                   top_p=float(top_p[row]))[0])
+        for row in range(6)
+    ]  # fmt: skip
+    assert together.tolist() == alone
+    best = jnp.argmax(logits, axis=-1).tolist()
+    assert [alone[0], alone[5]] == [best[0], best[5]] and alone != best

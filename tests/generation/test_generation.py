@@ -1,6 +1,7 @@
 """KV-cached generation: against recomputation without a cache, for batches of different lengths."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,8 @@ import pytest
 from flax import nnx
 
 from moe_jax.core.errors import InputError
-from moe_jax.generation import decoding
-from moe_jax.generation import prompt_batches as generation
+from moe_jax.generation import prompt_batches, rows
+from moe_jax.generation.engine import Engine
 from moe_jax.generation.prompt_batches import NonFiniteLogits, generate, stream
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig
 from moe_jax.nn import Decoder, unstacked
@@ -100,15 +101,15 @@ def test_neither_batch_nor_bucket_nor_block_changes_a_greedy_result(model, full_
     prompts = [np.random.default_rng(n).integers(0, 40, n).tolist() for n in (1, 17, 30)]
     expected = [greedy_without_cache(full_forward, prompt, 12) for prompt in prompts]
     assert generate(model, prompts, max_new_tokens=12) == expected
-    for first, most, rows in ((3, 5, (1, 0)), (1, 1, (2,))):
-        monkeypatch.setattr(generation, "FIRST_BLOCK", first)
-        monkeypatch.setattr(generation, "MOST_STEPS", most)
-        assert generate(model, [prompts[row] for row in rows], max_new_tokens=12) == [expected[row] for row in rows]
+    for first, most, chosen in ((3, 5, (1, 0)), (1, 1, (2,))):
+        monkeypatch.setattr(prompt_batches, "FIRST_BLOCK", first)
+        monkeypatch.setattr(prompt_batches, "MOST_STEPS", most)
+        assert generate(model, [prompts[row] for row in chosen], max_new_tokens=12) == [expected[row] for row in chosen]
 
 
 def test_prompts_of_other_lengths_compile_nothing(small):
     def programs() -> tuple[int, int]:
-        return decoding.begin._cache_size(), decoding.continue_rows._cache_size()
+        return rows.read_prompts._cache_size(), rows.continue_rows._cache_size()
 
     generate(small, [[1] * 18, [2]], max_new_tokens=4)
     first = programs()
@@ -126,22 +127,24 @@ def test_prompts_of_other_lengths_compile_nothing(small):
 def test_tokens_come_in_blocks_and_end_where_all_rows_have_ended(small, monkeypatch):
     calls = []
 
-    def counted(*arguments, **options):
-        calls.append(int(arguments[4]))
-        return decoding.continue_rows(*arguments, **options)
+    class Counted(Engine):
+        def advance(self, rows, steps, **options):
+            rows, block = super().advance(rows, steps, **options)
+            calls.append(len(block.tokens))
+            return rows, block
 
-    monkeypatch.setattr(generation, "continue_rows", counted)
+    monkeypatch.setattr(prompt_batches, "Engine", Counted)
     sampled = dict(max_new_tokens=45, temperature=1.0, key=jax.random.key(3))
 
     def tokens(**options) -> list[int]:
         return [int(token[0]) for token in stream(small, PROMPTS[:1], **sampled, **options)]
 
     free = tokens()
-    assert len(free) == 45 and calls == [9, 41, 45]
+    assert len(free) == 45 and calls == [8, 32, 4]
     calls.clear()
     assert int(next(stream(small, PROMPTS[:1], **sampled))[0]) == free[0] and calls == []
     stop = next(token for at, token in enumerate(free) if at > 10 and token not in free[:at])
-    assert tokens(eos_ids=[stop]) == free[: free.index(stop) + 1] and calls == [9, 41]
+    assert tokens(eos_ids=[stop]) == free[: free.index(stop) + 1] and calls == [8, free.index(stop) - 8]
 
 
 def test_logits_that_are_not_finite_are_told_with_prompt_and_token(small):
@@ -159,25 +162,26 @@ def test_logits_that_are_not_finite_are_told_with_prompt_and_token(small):
 
 
 @one_in(3)  # full attention with one row, and a window with three
-@pytest.mark.parametrize("rows", [1, 3])
-def test_caches_are_updated_in_place_and_rings_are_no_longer_than_their_window(model, rows):
+@pytest.mark.parametrize("batch", [1, 3])
+def test_caches_are_updated_in_place_and_rings_are_no_longer_than_their_window(model, batch):
     parts = nnx.split(unstacked(model))
     window = model.config.layers[0].attention.sliding_window
-    choosing = decoding.Choosing(True, None, False)
-    sampling = decoding.Sampling(jax.random.key(0), jnp.float32(0), jnp.float32(1), jnp.full(4, -1, jnp.int32))
-    prompts, lengths = jnp.ones((rows, 48), jnp.int32), jnp.arange(48, 48 - rows, -1, dtype=jnp.int32)
-    progress = jax.eval_shape(lambda: decoding.begin(*parts, prompts, lengths, sampling, choosing=choosing, slots=96))
-    slots = 96 if window is None else 16
-    assert {leaf.shape for leaf in jax.tree.leaves(progress.caches)} == {(1, rows, 2, slots, 8)}
+    asked = rows.ask(batch, 9, key=jax.random.key(0))
+    prompts, lengths = jnp.ones((batch, 48), jnp.int32), jnp.arange(48, 48 - batch, -1, dtype=jnp.int32)
+    begin = partial(rows.read_prompts, *parts, prompts, lengths, asked, cache_length=96, draws=False)
+    begun = jax.eval_shape(begin)[0]
+    length = 96 if window is None else 16
+    assert {leaf.shape for leaf in jax.tree.leaves(begun.caches)} == {(1, batch, 2, length, 8)}
     # As programs are compiled outside of tests.
     options = {"xla_cpu_use_fusion_emitters": True, "xla_backend_optimization_level": 1}
-    lowered = decoding.continue_rows.lower(*parts, progress, sampling, jnp.int32(9), choosing=choosing)
+    stay = jnp.ones(batch, bool)
+    lowered = rows.continue_rows.lower(*parts, begun, stay, jnp.int32(9), jnp.int32(1), draws=False)
     program = lowered.compile(compiler_options=options)
-    whole = rf"f32\[(1,)*({rows},2|{2 * rows}),{slots},8\]"
+    whole = rf"f32\[(1,)*({batch},2|{2 * batch}),{length},8\]"
     assert re.search(whole, program.as_text())
     assert not re.findall(rf"= {whole}\S* (copy|concatenate|transpose)\(.*", program.as_text())
     donated = program.memory_analysis().alias_size_in_bytes
-    assert donated >= sum(leaf.size * 4 for leaf in jax.tree.leaves(progress.caches))
+    assert donated >= sum(leaf.size * 4 for leaf in jax.tree.leaves(begun.caches))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from moe_jax.model_io.loading import leaf_specs
 from moe_jax.models import AttentionConfig, LatentConfig, LayerConfig, ModelConfig, config_from_json, config_to_json
 from moe_jax.nn import Decoder, init_cache
 from moe_jax.nn.latent_attention import LatentAttention, LatentCache
-from moe_jax.peft.options import AdaptOptions, adapted_config
+from moe_jax.peft.adapted_config import adapted_config
+from moe_jax.peft.spec import AdaptSpec
 from moe_jax.training.flops import active_matmul_params
 from tests.support.numerics import made_at_once
 from tests.support.tiers import long, one_in
@@ -59,7 +60,7 @@ def lora(*targets):
 def test_a_cache_of_latents_gives_what_is_computed_without(strict_numerics, monkeypatch, tuned, absorbed):
     config = model_config(biases=())
     if tuned:
-        options = AdaptOptions(method="lora", adapter="lora:2", targets=("q", "q_up", "kv_down", "kv_up"), base="nf4")
+        options = AdaptSpec(method="lora", adapter="lora:2", targets=("q", "q_up", "kv_down", "kv_up"), base="nf4")
         config = adapted_config(config, options)
     model = random_model(config)
     apply = nnx.jit(lambda model, tokens, **options: model(tokens, **options))
@@ -145,7 +146,7 @@ def test_targets_are_named_by_what_a_model_has():
     with pytest.raises(
         InputError, match="k matches no kernel; this model has q_down, q_up, kv_down, kv_up, o, q, gate"
     ):
-        adapted_config(model_config(), AdaptOptions(method="lora", adapter="lora:2", targets=("k",)))
+        adapted_config(model_config(), AdaptSpec(method="lora", adapter="lora:2", targets=("k",)))
 
 
 def test_a_rotated_width_is_even():

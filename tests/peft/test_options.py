@@ -7,22 +7,23 @@ import pytest
 from moe_jax.core.errors import InputError
 from moe_jax.model_io.tuned_base import base_config
 from moe_jax.models import BankConfig
-from moe_jax.peft.options import AdaptOptions, adapted_config
+from moe_jax.peft.adapted_config import adapted_config
+from moe_jax.peft.spec import AdaptSpec
 from tests.support.peft_models import BARE, FFN, FULL, SHARED, model_of
 
 MIXED = model_of(FFN, FULL)
 
 
 def adapted(config, method, adapter="lora:4", **options):
-    return adapted_config(config, AdaptOptions(method=method, adapter=adapter, **options))
+    return adapted_config(config, AdaptSpec(method=method, adapter=adapter, **options))
 
 
 @pytest.mark.parametrize(
     ("method", "options", "expected"),
     [
-        ("perft-r", {"num_experts": 3, "top_k": 2}, ("routed", 3, 2)),
+        ("perft-r", {"experts": 3, "top_k": 2}, ("routed", 3, 2)),
         ("perft-e", {}, ("embedded", 4, None)),
-        ("perft-d", {"num_experts": 3}, ("dense", 3, None)),
+        ("perft-d", {"experts": 3}, ("dense", 3, None)),
         ("perft-s", {}, ("single", 1, None)),
     ],
 )
@@ -48,9 +49,9 @@ def test_adapters_are_scaled_as_their_kind_says():
 
 
 def test_the_losses_of_the_adapters_router_are_its_own():
-    perft = adapted(MIXED, "perft-r", num_experts=2, top_k=1, balance_coef=0.02, z_coef=0.001).layers[1].mlp.perft
+    perft = adapted(MIXED, "perft-r", experts=2, top_k=1, balance_coef=0.02, z_coef=0.001).layers[1].mlp.perft
     assert (perft.balance_coef, perft.z_coef) == (0.02, 0.001)
-    assert adapted(MIXED, "perft-r", num_experts=2, top_k=1).layers[1].mlp.perft.balance_coef == 0.01
+    assert adapted(MIXED, "perft-r", experts=2, top_k=1).layers[1].mlp.perft.balance_coef == 0.01
     assert adapted(MIXED, "perft-e").layers[1].mlp.balance_coef == FULL.balance_coef
 
 
@@ -90,13 +91,13 @@ def test_nf4_takes_attention_ffns_and_experts():
         (MIXED, {"method": "perft-s", "scale": float("nan")}, ["scale of nan"]),
         (MIXED, {"method": "perft-s", "scale": 1.0, "alpha": 8.0}, ["--alpha or --scale"]),
         (MIXED, {"method": "perft-s", "adapter": "parallel:4", "alpha": 8.0}, ["--alpha is LoRA's"]),
-        (MIXED, {"method": "perft-r", "num_experts": 2, "top_k": 3}, ["top_k=3 must lie between 1 and"]),
+        (MIXED, {"method": "perft-r", "experts": 2, "top_k": 3}, ["top_k=3 must lie between 1 and"]),
         (MIXED, {"method": "perft-r"}, ["--experts is missing", "--top-k is missing"]),
         (MIXED, {"method": "perft-d"}, ["--experts is missing"]),
-        (MIXED, {"method": "perft-d", "num_experts": 0}, ["num_experts=0 must be a positive integer"]),
-        (MIXED, {"method": "perft-d", "num_experts": 2, "top_k": 1}, ["--top-k goes with perft-r only"]),
-        (MIXED, {"method": "perft-s", "num_experts": 2}, ["--experts goes with perft-r and perft-d only"]),
-        (MIXED, {"method": "perft-e", "num_experts": 8}, ["one adapter for each of the MoE's experts"]),
+        (MIXED, {"method": "perft-d", "experts": 0}, ["experts=0 must be a positive integer"]),
+        (MIXED, {"method": "perft-d", "experts": 2, "top_k": 1}, ["--top-k goes with perft-r only"]),
+        (MIXED, {"method": "perft-s", "experts": 2}, ["--experts goes with perft-r and perft-d only"]),
+        (MIXED, {"method": "perft-e", "experts": 8}, ["one adapter for each of the MoE's experts"]),
         (MIXED, {"method": "perft-e", "balance_coef": 0.1}, ["--balance-coef goes with perft-r only"]),
         (MIXED, {"method": "perft-s", "targets": ("q",)}, ["--targets goes with lora only"]),
         (MIXED, {"method": "lora"}, ["--targets is missing"]),
@@ -110,14 +111,14 @@ def test_nf4_takes_attention_ffns_and_experts():
         (model_of(FFN), {"method": "perft-e"}, ["the model is dense; upcycle it first"]),
         (
             model_of(FFN),
-            {"method": "perft-e", "adapter": "lora:0", "num_experts": 3, "targets": ("q",)},
+            {"method": "perft-e", "adapter": "lora:0", "experts": 3, "targets": ("q",)},
             ["4 problems", "rank must be", "leave --experts out", "--targets goes", "upcycle it first"],
         ),
     ],
 )
 def test_what_makes_no_sense_is_refused(config, options, messages):
     with pytest.raises(InputError) as error:
-        adapted_config(config, AdaptOptions(**{"adapter": "lora:4", **options}))
+        adapted_config(config, AdaptSpec(**{"adapter": "lora:4", **options}))
     for message in messages:
         assert message in str(error.value)
 

@@ -9,16 +9,16 @@ import pytest
 import rich.console
 
 from moe_jax.commands.line import cli
-from moe_jax.experts.layout.config import AdapterConfig
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.tuned_base import base_config, own_leaves
-from moe_jax.models import BankConfig, config_to_json
-from moe_jax.peft.options import AdaptOptions, adapted_config
+from moe_jax.models import config_to_json
+from moe_jax.peft.adapted_config import adapted_config
 from moe_jax.peft.parameter_sizes import active_size, parameter_sizes
+from moe_jax.peft.spec import AdaptSpec
 from moe_jax.peft.trained_table import print_trained, trained_groups
 from moe_jax.planning.model_costs import dense_config, make_plan, trained_leaves, training_memory, tuned_parameters
 from moe_jax.training.flops import active_matmul_params
-from moe_jax.upcycling import PESC, Rest, upcycled_config
+from moe_jax.upcycling import UpcycleSpec, upcycled_config
 from tests.support.peft_models import FFN, FULL, SHARED, model_of
 
 OLMOE = "derived/allenai__OLMoE-1B-7B-0924"
@@ -90,25 +90,22 @@ def test_a_base_as_nf4_takes_few_bits(data_dir, capsys):
 
 # ---- small models, leaf by leaf -------------------------------------------------------------------------------------
 
-ADAPTER = AdapterConfig(rank=3, activation="gelu", scale=0.25)
-PESC_SMALL = dataclasses.replace(PESC, num_experts=4, bank=BankConfig(kind="adapter", adapter=ADAPTER))
-
 
 def adapted(config, method, **options):
-    return adapted_config(config, AdaptOptions(method=method, adapter="lora:3", **options))
+    return adapted_config(config, AdaptSpec(method=method, adapter="lora:3", **options))
 
 
-def upcycled(rest: Rest):
-    return upcycled_config(model_of(FFN, FFN), dataclasses.replace(PESC_SMALL, rest=rest))
+def upcycled(rest: str):
+    return upcycled_config(model_of(FFN, FFN), UpcycleSpec(method="pesc", experts=4, adapter=3, rest=rest))
 
 
 TUNED = {
-    "routed": adapted(model_of(FFN, FULL), "perft-r", num_experts=3, top_k=2),
+    "routed": adapted(model_of(FFN, FULL), "perft-r", experts=3, top_k=2),
     "embedded": adapted(model_of(FFN, FULL), "perft-e", base="nf4"),
-    "dense": adapted(model_of(SHARED), "perft-d", num_experts=3),
+    "dense": adapted(model_of(SHARED), "perft-d", experts=3),
     "lora": adapted(model_of(FFN, FULL, SHARED), "lora", targets=("q", "o", "gate", "down", "router"), base="nf4"),
-    "pesc": upcycled(Rest(kind="qlora", rank=2)),
-    "pesc-frozen": upcycled(Rest(kind="frozen")),
+    "pesc": upcycled("qlora:2"),
+    "pesc-frozen": upcycled("frozen"),
 }
 
 
@@ -156,7 +153,7 @@ def test_in_training_what_is_frozen_is_held_as_it_is_stored(base):
 
 def test_models_without_a_frozen_base_have_no_such_counts(tmp_path, capsys):
     assert tuned_parameters(model_of(FULL)) is None
-    assert tuned_parameters(upcycled(Rest())) is None
+    assert tuned_parameters(upcycled("full")) is None
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config_to_json(model_of(FULL))))
     assert "peft" not in plan(capsys, file)
@@ -223,7 +220,7 @@ def test_no_list_of_layers_is_cut_off_on_a_narrow_terminal():
 
 
 def test_layers_are_folded_and_nothing_is_left_out():
-    config = adapted(model_of(FULL, FFN, FULL, FFN), "perft-r", num_experts=3, top_k=2)
+    config = adapted(model_of(FULL, FFN, FULL, FFN), "perft-r", experts=3, top_k=2)
     groups = {group.pattern: group for group in trained_groups(config, trained_leaves(config))}
     assert groups.keys() == {
         f"layers/{{0,2}}/mlp/perft/{name}" for name in ("router/kernel", "adapters/down", "adapters/up")

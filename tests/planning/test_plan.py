@@ -23,7 +23,7 @@ from moe_jax.models import (
 from moe_jax.planning.model_costs import dense_config, make_plan, training_memory
 from moe_jax.training.program import make_program
 from moe_jax.training.recipe.schema import MeshSection, ModelSection, OptimizerSection, Recipe
-from moe_jax.upcycling import UpcycleOptions, upcycled_config
+from moe_jax.upcycling import UpcycleSpec, upcycled_config
 
 KEYS = {
     "dense_params", "total_params", "added_params", "router_params", "expert_params", "active_params",
@@ -39,7 +39,7 @@ def dense_model(d, f, num_layers, *, gated=True, bias=False, heads=2, **kwargs) 
 
 
 def upcycled(dense: ModelConfig, **options) -> ModelConfig:
-    return upcycled_config(dense, UpcycleOptions(**options))
+    return upcycled_config(dense, UpcycleSpec(**options))
 
 
 # ---- published figures ------------------------------------------------------------------------------------------
@@ -49,19 +49,19 @@ PHI_2 = dense_model(2560, 10240, 32, gated=False, bias=True, heads=32, vocab_siz
 
 
 def test_stablelm_with_low_rank_deltas():
-    plan = make_plan(upcycled(STABLELM_2, num_experts=4, bank=BankConfig(kind="low-rank", rank=1)))
+    plan = make_plan(upcycled(STABLELM_2, experts=4, delta=BankConfig(kind="low-rank", rank=1)))
     assert plan.added_params == plan.formula_added_params == 1_204_224
 
 
 def test_stablelm_with_sparse_deltas():
     """The published figure does not round the entries per matrix; 1153.43 are 1153 in each of 12 * 4 * 3."""
-    plan = make_plan(upcycled(STABLELM_2, num_experts=4, bank=BankConfig(kind="sparse", rate=0.9999)))
+    plan = make_plan(upcycled(STABLELM_2, experts=4, delta=BankConfig(kind="sparse", rate=0.9999)))
     assert plan.formula_added_params == 264_398
     assert plan.added_params == 12 * 4 * 3 * 1153 + 12 * 4 * 2048 == 264_336
 
 
 def test_phi_with_full_experts():
-    plan = make_plan(upcycled(PHI_2, num_experts=4))
+    plan = make_plan(upcycled(PHI_2, experts=4))
     assert plan.added_params == 3 * (2 * 2560 * 10240 + 12_800) * 16 + 16 * 4 * 2560
     assert round(plan.added_params / 1e9, 3) == 2.517
 
@@ -124,7 +124,7 @@ def test_the_model_agrees_with_the_formulas(gated, bias, kind, freeze, num_exper
     bank = BankConfig(kind=kind, rank=rank, rate=rate, train_base=not freeze)
     dense = dense_model(d, f, num_layers, gated=gated, bias=bias, tie_embeddings=freeze, dtype="bfloat16")
     gate = "topk_softmax" if top_k > 1 else "top1"  # a softmax over one expert gives its router no gradient
-    chosen = dict(num_experts=num_experts, top_k=top_k, every=every, bank=bank, gate=gate)
+    chosen = dict(experts=num_experts, top_k=top_k, every=every, delta=bank, gate=gate)
     plan = make_plan(upcycled(dense, **chosen))
 
     layers, n = num_layers // every, num_experts
@@ -164,14 +164,14 @@ def test_the_model_agrees_with_the_formulas(gated, bias, kind, freeze, num_exper
 
 def test_the_dense_model_of_an_upcycled_one_is_its_source():
     dense = dense_model(16, 24, 4)
-    assert dense_config(upcycled(dense, bank=BankConfig(kind="sparse", rate=0.5))) == dense
+    assert dense_config(upcycled(dense, delta=BankConfig(kind="sparse", rate=0.5))) == dense
 
 
 # ---- memory of training -----------------------------------------------------------------------------------------
 
 
 def test_memory_of_training_on_one_chip():
-    config = upcycled(dense_model(16, 24, 2), every=1, bank=BankConfig(kind="sparse", rate=0.5, train_base=False))
+    config = upcycled(dense_model(16, 24, 2), every=1, delta=BankConfig(kind="sparse", rate=0.5, train_base=False))
     plan, memory = make_plan(config), training_memory(config, {})
     places = 2 * 8 * (3 * 16 * 24 // 2 * 2 + (16 + 16 + 24) * 4)  # uint16 columns and int32 ends of rows
     assert memory.params == 4 * plan.total_params + places
@@ -250,17 +250,17 @@ def test_upcycles_options_are_understood(config_file, capsys):
         return dataclasses.asdict(make_plan(upcycled(dense_model(16, 24, 4), **options)))
 
     assert plan(capsys, config_file, "--delta", "full") == expected()
-    assert plan(capsys, config_file, "--experts", 4) == expected(num_experts=4)
+    assert plan(capsys, config_file, "--experts", 4) == expected(experts=4)
     low_rank = BankConfig(kind="low-rank", rank=2, train_base=False)
     assert plan(
         capsys, config_file, "--experts", 4, "--top-k", 1, "--every", 1, "--delta", "low-rank:2", "--freeze-base",
         "--seed", 3, "--gate", "top1", "--balance-coef", 0.1, "--z-coef", 0.1, "--no-step0-check",
-    ) == expected(num_experts=4, top_k=1, every=1, bank=low_rank, gate="top1")  # fmt: skip
+    ) == expected(experts=4, top_k=1, every=1, delta=low_rank, gate="top1")  # fmt: skip
     assert plan(capsys, config_file, "--layers", 0, 3) == expected(layers=(0, 3))
 
 
 def test_a_plan_is_what_upcycling_makes(config_file, capsys, tmp_path):
-    config = upcycled(dense_model(16, 24, 4), bank=BankConfig(kind="sparse", rate=0.5))
+    config = upcycled(dense_model(16, 24, 4), delta=BankConfig(kind="sparse", rate=0.5))
     (tmp_path / "moe.json").write_text(json.dumps(config_to_json(config)))
     counted = plan(capsys, tmp_path / "moe.json")
     assert counted == plan(capsys, config_file, "--delta", "sparse:0.5")

@@ -12,14 +12,14 @@ from moe_jax.model_io.loading import leaf_specs
 from moe_jax.models import BankConfig, ModelConfig
 from moe_jax.planning.model_costs import dense_config, make_plan
 from moe_jax.training.flops import active_matmul_params
-from moe_jax.upcycling import UpcycleOptions, upcycled_config
+from moe_jax.upcycling import UpcycleSpec, upcycled_config
 from tests.planning.test_plan import PHI_2, STABLELM_2, dense_model
 
 DEEPSEEK_CODER = dense_model(2048, 5504, 24, heads=16, vocab_size=32256)
 
 
 def planned(dense: ModelConfig, **options):
-    return make_plan(upcycled_config(dense, UpcycleOptions(**{"num_experts": 4, **options})))
+    return make_plan(upcycled_config(dense, UpcycleSpec(**{"experts": 4, **options})))
 
 
 # ---- published added parameters ---------------------------------------------------------------------------------
@@ -27,8 +27,8 @@ def planned(dense: ModelConfig, **options):
 
 def test_stablelm_2():
     """Every second of 24 blocks, 4 experts, linear gate; the published SM count does not round entries per matrix."""
-    sparse = planned(STABLELM_2, bank=BankConfig(kind="sparse", rate=0.9999))
-    low_rank = planned(STABLELM_2, bank=BankConfig(kind="low-rank", rank=1))
+    sparse = planned(STABLELM_2, delta=BankConfig(kind="sparse", rate=0.9999))
+    low_rank = planned(STABLELM_2, delta=BankConfig(kind="low-rank", rank=1))
     assert (sparse.formula_added_params, low_rank.formula_added_params) == (264_398, 1_204_224)
     assert sparse.router_params == low_rank.router_params == 12 * 4 * 2048
 
@@ -42,7 +42,7 @@ def test_phi_2():
 def test_deepseek_coder(rank, millions):
     """All 24 blocks, `coder` gate; the published counts leave out the universal FFN beside the experts."""
     bank = BankConfig(kind="low-rank", rank=rank)
-    plan = planned(DEEPSEEK_CODER, every=1, bank=bank, universal="coder")
+    plan = planned(DEEPSEEK_CODER, every=1, delta=bank, universal="coder")
     assert f"{plan.formula_added_params / 1e6:#.4g}" == millions
     assert plan.router_params == 24 * (2 * 2048 * 4 + 16)
     assert plan.universal_params == 24 * 3 * 2048 * 5504
@@ -80,10 +80,10 @@ def test_the_formulas_of_methods_8(kind, universal, extended, gated, bias, num_e
     bits, group = (data.draw(st.sampled_from([8, 4, 2, 1])), 8) if kind == "quantized" else (None, None)
     bank = BankConfig(kind=kind, rank=rank, rate=rate, bits=bits, group_size=group)
     dense = dense_model(d, f, num_layers, gated=gated, bias=bias, dtype="bfloat16")
-    options = dict(num_experts=n, top_k=top_k, every=every, bank=bank, universal=universal, extended=extended)
+    options = dict(experts=n, top_k=top_k, every=every, delta=bank, universal=universal, extended=extended)
     if universal == "none" and top_k == 1:
         options["gate"] = "top1"  # a softmax over one expert gives its router no gradient
-    config = upcycled_config(dense, UpcycleOptions(**options))
+    config = upcycled_config(dense, UpcycleSpec(**options))
     plan = make_plan(config)
 
     layers, m = num_layers // every, 3 if gated else 2
@@ -126,9 +126,9 @@ def test_the_formulas_of_methods_8(kind, universal, extended, gated, bias, num_e
 
 
 def test_bytes_are_those_of_the_leaves():
-    options = dict(num_experts=3, every=1, universal="coder", bank=BankConfig(kind="sparse", rate=0.5))
+    options = dict(experts=3, every=1, universal="coder", delta=BankConfig(kind="sparse", rate=0.5))
     for extended in (False, True):
-        config = upcycled_config(dense_model(16, 24, 2, bias=True), UpcycleOptions(extended=extended, **options))
+        config = upcycled_config(dense_model(16, 24, 2, bias=True), UpcycleSpec(extended=extended, **options))
         specs = leaf_specs(config).values()
         assert make_plan(config).param_bytes == sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
         trained = sum(math.prod(spec.shape) for spec in specs if spec.dtype.kind == "f")

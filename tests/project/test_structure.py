@@ -29,7 +29,7 @@ CORE = ("functional", "kernels", "experts", "nn", "models")
 # `commands/NAME.py` and `api/NAME.py` are the faces of the verb or the room NAME; `configs` is that of all configs.
 FACES = ("commands", "api", "configs")
 # Names that say what a module is to its room, and not what it is about.
-ROLES = {"options": "what a verb is asked to do", "report": "what a job says at its end"}
+ROLES = {"spec": "what a verb is asked to do", "report": "what a job says at its end"}
 
 
 class Import(NamedTuple):
@@ -310,7 +310,7 @@ def test_what_points_up_is_found():
         ("commands.plan", "plan", False),
         ("functional.routing", "nn.router", False),
         ("functional.attention", "nn.attention", False),
-        ("upcycle.options", "peft.options", False),
+        ("upcycling.spec", "peft.spec", False),
         ("loss", "los", False),
     ],
 )

@@ -17,15 +17,15 @@ import pytest
 
 import moe_jax
 from moe_jax.generation import rows
-from moe_jax.generation.engine import Engine
 from moe_jax.serve.requests import read_chat
+from moe_jax.serve.scheduler import Scheduler
 from tests.support.byte_tokenizer import BOS
 from tests.support.served_models import CONTEXT, serving
 
 
 @pytest.fixture(scope="module")
 def address(model):
-    with serving(model, Engine(model.decoder, seats=4, waiting=64)) as address:
+    with serving(model, Scheduler(model.decoder, slots=4, waiting=64)) as address:
         yield address
 
 
@@ -130,7 +130,7 @@ def test_answers_end_with_the_eos_of_the_model_unless_it_is_ignored(model, serve
     free = greedy(model, "ab", max_new_tokens=12)
     ends = moe_jax.load(served_dir)
     ends.decoder.config = dataclasses.replace(ends.config, eos_ids=(free.ids[4],))
-    with serving(ends, Engine(ends.decoder, seats=1)) as address:
+    with serving(ends, Scheduler(ends.decoder, slots=1)) as address:
         asked = {"prompt": "ab", "max_tokens": 12, "temperature": 0}
         _, _, answer = post(address, "completions", json.dumps(asked).encode())
         assert answer["choices"][0]["text"] == greedy(ends, "ab").text and answer["usage"]["completion_tokens"] <= 5
@@ -176,11 +176,11 @@ def test_16_requests_at_once_are_answered_as_one_at_a_time(client, model):
 
     asked = requests()
     alone = [ask(request) for request in asked]
-    before = rows.continue_all._cache_size(), rows.read_prompt._cache_size()
+    before = rows.continue_rows._cache_size(), rows.read_prompts._cache_size()
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         assert list(pool.map(ask, asked)) == alone
-    # Both sizes of caches and three kinds of sampling have their programs; a mixture of rows has none of its own.
-    assert rows.continue_all._cache_size() - before[0] <= 6 and rows.read_prompt._cache_size() == before[1]
+    # 2 and 4 rows, and both lengths of caches, have their programs; no way of sampling has one, and no mixture of rows.
+    assert rows.continue_rows._cache_size() - before[0] <= 4 and rows.read_prompts._cache_size() == before[1]
     assert len({text for text, _, _ in alone}) == 16
     for request, (text, reason, _) in [(asked[index], alone[index]) for index in (1, 2, 4)]:
         stop_ids = request.get("extra_body", {}).get("stop_token_ids", [])
@@ -246,8 +246,8 @@ def test_bad_requests_are_told_what_is_wrong(address, path, body, status, messag
     assert set(answer["error"]) == {"message", "type", "param", "code"}
 
 
-class Gated(Engine):
-    """An engine that makes a block of one token for every permit."""
+class Gated(Scheduler):
+    """A scheduler that makes a block of one token for every permit."""
 
     def __init__(self, *arguments, **options):
         self.permits = threading.Semaphore(0)
@@ -256,7 +256,7 @@ class Gated(Engine):
 
     def _continue(self):
         self.permits.acquire()
-        self._steps, self.given = 1, self.given + 1
+        self.seconds_a_block, self.given = 0.0, self.given + 1
         super()._continue()
 
     def close(self):
@@ -273,8 +273,8 @@ def until(condition) -> None:
 
 
 def test_who_finds_the_queue_full_may_come_again(model):
-    engine = Gated(model.decoder, seats=1, waiting=1)
-    with serving(model, engine) as address, concurrent.futures.ThreadPoolExecutor(2) as pool:
+    scheduler = Gated(model.decoder, slots=1, waiting=1)
+    with serving(model, scheduler) as address, concurrent.futures.ThreadPoolExecutor(2) as pool:
         client = client_of(address)
 
         def ask():
@@ -288,15 +288,15 @@ def test_who_finds_the_queue_full_may_come_again(model):
         assert status == 429 and int(headers["retry-after"]) >= 1 and body["error"]["code"] == "queue_full"
         with pytest.raises(openai.RateLimitError):
             ask()
-        engine.permits.release(100)
+        scheduler.permits.release(100)
         assert [one.result(30) for one in answers] == [greedy(model, "ab", max_new_tokens=3).text] * 2
         assert ask() == answers[0].result()
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_client_that_goes_away_leaves_its_seat(model, streams):
-    engine = Gated(model.decoder, seats=1, waiting=4)
-    with serving(model, engine) as address:
+def test_a_client_that_goes_away_leaves_its_slot(model, streams):
+    scheduler = Gated(model.decoder, slots=1, waiting=4)
+    with serving(model, scheduler) as address:
         client = client_of(address)
         if streams:
             stream = client.completions.create(model="tiny", prompt="ab", max_tokens=200, temperature=0, stream=True)
@@ -307,20 +307,20 @@ def test_a_client_that_goes_away_leaves_its_seat(model, streams):
                 client.with_options(timeout=0.5).completions.create(
                     model="tiny", prompt="ab", max_tokens=200, temperature=0
                 )
-        # Its seat is free after a block or so: the next one is answered.
-        until(lambda: engine.permits.release() or time.sleep(0.05) or health(address)["running"] == 0)
-        assert engine.given < 100
-        engine.permits.release(100)
+        # Its slot is free after a block or so: the next one is answered.
+        until(lambda: scheduler.permits.release() or time.sleep(0.05) or health(address)["running"] == 0)
+        assert scheduler.given < 100
+        scheduler.permits.release(100)
         other = client.completions.create(model="tiny", prompt="c", max_tokens=3, temperature=0)
         assert other.choices[0].text == greedy(model, "c", max_new_tokens=3).text
 
 
 def test_what_is_answered_when_the_server_ends_is_told(model):
-    engine = Gated(model.decoder, seats=1, waiting=4)
-    with serving(model, engine) as address, concurrent.futures.ThreadPoolExecutor(1) as pool:
+    scheduler = Gated(model.decoder, slots=1, waiting=4)
+    with serving(model, scheduler) as address, concurrent.futures.ThreadPoolExecutor(1) as pool:
         answer = pool.submit(post, address, "completions", b'{"prompt": "a", "max_tokens": 99, "temperature": 0}')
         until(lambda: health(address)["running"] == 1)
-        engine.close()
+        scheduler.close()
         status, _, body = answer.result(30)
         assert status == 500 and body["error"]["message"] == "the server is shutting down"
         assert post(address, "completions", b'{"prompt": "a"}')[0] == 503
@@ -330,7 +330,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(model, served_dir):
     broken = moe_jax.load(served_dir)
     embedding = broken.decoder.embed.embedding
     embedding[...] = embedding[...].at[ord("x")].set(math.nan)
-    with serving(broken, Engine(broken.decoder, seats=1)) as address:
+    with serving(broken, Scheduler(broken.decoder, slots=1)) as address:
         status, _, body = post(address, "completions", b'{"prompt": "x", "temperature": 0}')
         assert status == 500 and "not finite" in body["error"]["message"]
         answer = client_of(address).completions.create(model="tiny", prompt="ab", max_tokens=2, temperature=0)

@@ -13,7 +13,7 @@ from moe_jax.experts.on_host import expert_kernels
 from moe_jax.model_io.loading import leaf_specs, load_model
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig, ModelConfig, MoEConfig
-from moe_jax.upcycling.leaves import moe_leaves
+from moe_jax.upcycling.expert_leaves import moe_leaves
 from tests.support.dense_models import dense_config, random_leaves
 
 EXPERTS = 3
@@ -77,7 +77,7 @@ def trained_leaves(config: ModelConfig, dense: dict[str, np.ndarray], *, noise: 
     for i in config.moe_layers:
         prefix = f"layers/{i}/mlp/"
         ffn = {path.removeprefix(prefix): leaf for path, leaf in dense.items() if path.startswith(prefix)}
-        for name, leaf in moe_leaves(ffn, config.layers[i].mlp, seed=0, layer=i):
+        for name, leaf in moe_leaves(ffn, config.layers[i].mlp, layer=i):
             moved = leaf
             if leaf.dtype.kind not in "iu":
                 moved = leaf.astype(np.float32) + noise * random.standard_normal(leaf.shape).astype(np.float32)

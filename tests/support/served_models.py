@@ -1,4 +1,4 @@
-"""A model that is served, and its engine."""
+"""A model that is served, and its scheduler."""
 
 import contextlib
 import threading
@@ -7,7 +7,7 @@ CONTEXT = 300
 
 
 @contextlib.contextmanager
-def serving(model, engine):
+def serving(model, scheduler):
     """The address of a server in a thread."""
     import uvicorn
 
@@ -15,7 +15,7 @@ def serving(model, engine):
     from moe_jax.serve.app import make_app
 
     with _listening("127.0.0.1", 0) as listener:
-        app = make_app(model, model.tokenizer, engine, "tiny")
+        app = make_app(model, model.tokenizer, scheduler, "tiny")
         server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
@@ -24,5 +24,5 @@ def serving(model, engine):
         finally:
             server.should_exit = True
             thread.join(30)
-            engine.close()
+            scheduler.close()
             assert not thread.is_alive()

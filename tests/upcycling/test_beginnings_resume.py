@@ -7,7 +7,7 @@ import pytest
 
 from moe_jax.checkpoints import leaf_files
 from moe_jax.model_io.model_dir import ModelDirectory
-from moe_jax.upcycling import chosen_options, upcycle
+from moe_jax.upcycling import UpcycleSpec, upcycle
 from moe_jax.upcycling.prompted_router import Prompt
 from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.tiers import long
@@ -25,12 +25,12 @@ def test_it_goes_on_at_the_leaf(models, tmp_path, monkeypatch):
     for number in range(1 + models):
         scaled = {path: leaf * np.float32(1 + number / 10) for path, leaf in leaves.items()}
         sources.append(ModelDirectory(write_model(tmp_path / "given" / str(number), config, scaled)))
-    given = {"noise": 0.1, "drop": 0.25, "granularity": 2, "experts_from": sources[1:], "experts": 3}
-    options = chosen_options(**given)
+    models = [source.path for source in sources[1:]]
+    how = {"noise": 0.1, "drop": 0.25, "granularity": 2, "experts_from": models, "experts": 3}
+    spec = UpcycleSpec(**how, step0_check=False)
 
     def run(dst):
-        others = {"experts_from": sources[1:], "prompts": PROMPTS, "described": {"seed": 0}}
-        upcycle(sources[0], dst, options, check=False, **others)
+        upcycle(sources[0], dst, spec, experts_from=sources[1:], prompts=PROMPTS)
 
     def content(name):
         written = ModelDirectory(tmp_path / name)

@@ -10,7 +10,7 @@ import tokenizers
 import moe_jax
 from moe_jax.core.errors import InputError
 from moe_jax.model_io.model_dir import ModelDirectory
-from moe_jax.upcycling import Start, UpcycleOptions, upcycled_config
+from moe_jax.upcycling import UpcycleSpec, upcycled_config
 from moe_jax.upcycling.branches import Branches, LazyLeaves
 from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.tiers import one_in
@@ -164,8 +164,9 @@ def test_bad_options_of_the_command(options, message, models, tmp_path, failing)
 
 
 def test_as_many_models_as_experts():
-    with pytest.raises(InputError, match="3 models give one expert each, num_experts=8"):
-        upcycled_config(dense_config(), UpcycleOptions(start=Start(models=3)))
+    with pytest.raises(InputError, match="--experts-from names 3 models"):
+        UpcycleSpec(experts=8, experts_from=("a", "b", "c"))
+    assert upcycled_config(dense_config(), UpcycleSpec(experts_from=("a", "b", "c"))).moe(1).num_experts == 3
 
 
 def test_plan_counts_without_reading_the_models(models):

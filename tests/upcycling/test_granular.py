@@ -15,8 +15,8 @@ from moe_jax.core.errors import InputError
 from moe_jax.functional.routing.gates import GATES
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_dir import ModelDirectory
-from moe_jax.upcycling import PESC, Start, UpcycleOptions, moe_leaves, parse_delta, upcycled_config
-from moe_jax.upcycling.options import why_different
+from moe_jax.upcycling import UpcycleSpec, moe_leaves, upcycled_config
+from moe_jax.upcycling.new_config import why_different
 from tests.support.dense_models import DTYPES, dense_config, random_leaves
 from tests.support.numerics import logits_of
 from tests.upcycling.test_start import lineage_of, run
@@ -27,12 +27,12 @@ PREFIX = "layers/0/mlp/"
 def made(pieces: int, *, experts=2, top_k=2, gate="topk_softmax", seed=0, noise=0.0, drop=0.0, dtype=None, **dense):
     """An FFN's leaves, the MoE and its leaves."""
     config = dense_config(**dense)
-    start = Start(granularity=pieces, noise=noise, drop=drop)
-    options = UpcycleOptions(num_experts=experts, top_k=top_k, every=1, gate=gate, start=start)
-    moe = upcycled_config(config, options).moe(0)
+    how = {"granularity": pieces, "noise": noise, "drop": drop, "seed": seed}
+    spec = UpcycleSpec(experts=experts, top_k=top_k, every=1, gate=gate, **how)
+    moe = upcycled_config(config, spec).moe(0)
     leaves = random_leaves(config, dtype=dtype)
     ffn = {path.removeprefix(PREFIX): leaf for path, leaf in leaves.items() if path.startswith(PREFIX)}
-    return ffn, moe, dict(moe_leaves(ffn, moe, seed=seed, layer=0, start=start))
+    return ffn, moe, dict(moe_leaves(ffn, moe, spec, layer=0))
 
 
 def apply_ffn(x, leaves):
@@ -112,7 +112,7 @@ def test_noise_and_dropped_neurons_go_with_it():
 def test_leaves_are_those_of_the_model():
     config = dense_config(num_layers=1, bias=True)
     for pieces in (2, 3):
-        options = UpcycleOptions(every=1, start=Start(granularity=pieces))
+        options = UpcycleSpec(every=1, granularity=pieces)
         specs = leaf_specs(upcycled_config(config, options))
         _, _, leaves = made(pieces, experts=8, bias=True, num_layers=1)
         expected = {path.removeprefix(PREFIX): spec.shape for path, spec in specs.items() if path.startswith(PREFIX)}
@@ -122,25 +122,25 @@ def test_leaves_are_those_of_the_model():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"start": Start(granularity=5)}, "granularity=5 does not divide the 24 neurons of the FFN"),
+        ({"granularity": 5}, "granularity=5 does not divide the 24 neurons of the FFN"),
         ({"universal": "coder"}, "does not go with a universal FFN"),
         ({"gate": "top1", "top_k": 1}, "goes with gate 'topk_softmax' or 'softmax_topk', not 'top1'"),
-        ({"bank": parse_delta("low-rank:2")}, "experts that are different pieces of the FFN have no base in common"),
-        ({"bank": PESC.bank}, "experts that are different pieces"),
+        ({"delta": "low-rank:2"}, "experts that are different pieces of the FFN have no base in common"),
+        ({"method": "pesc"}, "--granularity does not go with adapter experts"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options, message):
     with pytest.raises(InputError, match=message):
-        upcycled_config(dense_config(), UpcycleOptions(**{"start": Start(granularity=2), **options}))
+        upcycled_config(dense_config(), UpcycleSpec(**{"granularity": 2, **options}))
 
 
 def test_what_is_promised():
     float32, bfloat16 = DTYPES["float32"], DTYPES["bfloat16"]
     for pieces, dtype, equal in ((2, bfloat16, True), (3, float32, True), (3, bfloat16, False), (1, bfloat16, True)):
-        assert (why_different(UpcycleOptions(start=Start(granularity=pieces)), [dtype]) is None) == equal
-    why = why_different(UpcycleOptions(gate="softmax_topk", start=Start(granularity=2)), [float32])
+        assert (why_different(UpcycleSpec(granularity=pieces), [dtype]) is None) == equal
+    why = why_different(UpcycleSpec(gate="softmax_topk", granularity=2), [float32])
     assert why is not None and "scaled by 8" in why
-    all_chosen = UpcycleOptions(gate="softmax_topk", num_experts=2, start=Start(granularity=2))
+    all_chosen = UpcycleSpec(gate="softmax_topk", experts=2, granularity=2)
     assert why_different(all_chosen, [float32]) is None
     assert {name for name in GATES if GATES[name].weights_sum_to_one} == {"topk_softmax", "topk_sigmoid"}
 

@@ -9,7 +9,7 @@ import pytest
 from moe_jax.core.errors import InputError
 from moe_jax.experts.forms.kinds.positions import from_csr
 from moe_jax.models import ModelConfig
-from moe_jax.upcycling import UpcycleOptions, moe_leaves, parse_delta, upcycled_config
+from moe_jax.upcycling import UpcycleSpec, moe_leaves, upcycled_config
 from tests.support.dense_models import dense_config, random_leaves
 
 EXPERTS = 3
@@ -17,12 +17,12 @@ EXPERTS = 3
 
 def upcycle_layer(dense: ModelConfig, delta: str, *, seed=0, layer=0, dtype=None) -> tuple[dict, dict]:
     """Leaves of an FFN and of the MoE made from it."""
-    options = UpcycleOptions(num_experts=EXPERTS, every=1, bank=parse_delta(delta))
+    options = UpcycleSpec(experts=EXPERTS, every=1, delta=delta)
     moe = upcycled_config(dense, options).layers[0].mlp
     leaves = random_leaves(dense, dtype=dtype)
     prefix = "layers/0/mlp/"
     ffn = {path.removeprefix(prefix): leaf for path, leaf in leaves.items() if path.startswith(prefix)}
-    return ffn, dict(moe_leaves(ffn, moe, seed=seed, layer=layer))
+    return ffn, dict(moe_leaves(ffn, moe, UpcycleSpec(seed=seed), layer=layer))
 
 
 def is_random(path: str) -> bool:

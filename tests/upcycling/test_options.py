@@ -2,7 +2,7 @@ import pytest
 
 from moe_jax.core.errors import InputError
 from moe_jax.models import BankConfig, FFNConfig, MoEConfig
-from moe_jax.upcycling import PESC, UpcycleOptions, keeps_the_function, parse_delta, upcycled_config
+from moe_jax.upcycling import UpcycleSpec, keeps_the_function, parse_delta, upcycled_config
 from tests.support.dense_models import dense_config
 
 
@@ -62,7 +62,7 @@ def test_there_is_no_base_to_freeze_in_full_experts():
 )
 def test_every_nth_layer_becomes_an_moe(num_layers, options, moe_layers):
     dense = dense_config(num_layers=num_layers, bias=True, foreign={"kept": 1})
-    config = upcycled_config(dense, UpcycleOptions(**options))
+    config = upcycled_config(dense, UpcycleSpec(**options))
     assert config.moe_layers == moe_layers
     moe = MoEConfig(expert=FFNConfig(dim=24, bias=True), num_experts=8, top_k=2, gate="topk_softmax")
     for i, layer in enumerate(config.layers):
@@ -73,7 +73,9 @@ def test_every_nth_layer_becomes_an_moe(num_layers, options, moe_layers):
 
 def test_options_reach_the_moe():
     bank = parse_delta("low-rank:3", freeze_base=True)
-    options = UpcycleOptions(num_experts=4, top_k=1, every=1, bank=bank, gate="top1", balance_coef=0.5, z_coef=0.1)
+    options = UpcycleSpec(
+        experts=4, top_k=1, every=1, delta="low-rank:3", freeze_base=True, gate="top1", balance_coef=0.5, z_coef=0.1
+    )
     moe = upcycled_config(dense_config(), options).layers[0].mlp
     assert (moe.num_experts, moe.top_k, moe.gate, moe.bank) == (4, 1, "top1", bank)
     assert (moe.balance_coef, moe.z_coef) == (0.5, 0.1)
@@ -87,35 +89,35 @@ def test_options_reach_the_moe():
         ({"layers": (1, 4)}, "layers 4 do not exist; the model has layers 0 to 3"),
         ({"layers": (-1,)}, "layers -1 do not exist"),
         ({"layers": ()}, "no layers are named"),
-        ({"num_experts": 1}, "top_k=2 is above num_experts=1"),
-        ({"num_experts": 0, "top_k": 0}, "num_experts=0 must be a positive integer"),
+        ({"experts": 1}, "top_k=2 is above num_experts=1"),
+        ({"experts": 0, "top_k": 0}, "num_experts=0 must be a positive integer"),
         ({"gate": "top1"}, "top1' routes to one expert, top_k=2"),
         ({"top_k": 1}, "top_k=1 with gate 'topk_softmax' weights an expert by 1 .*; use top_k=2, a universal FFN"),
-        ({"top_k": 1, "bank": PESC.bank}, "top_k=1 with gate 'topk_softmax' .*; use top_k=2$"),
-        ({"bank": BankConfig(kind="low-rank", rank=17)}, r"rank 17 is above min\(d, f\) = 16"),
-        ({"bank": BankConfig(kind="sparse", rate=0.9999)}, "rate 0.9999 leaves no entry"),
-        ({"bank": BankConfig(kind="sparse", rate=0.5, entries=(3, 4))}, r"entries=\(3, 4\) is not one for each of"),
+        ({"top_k": 1, "method": "pesc"}, "top_k=1 with gate 'topk_softmax' .*; use top_k=2$"),
+        ({"delta": BankConfig(kind="low-rank", rank=17)}, r"rank 17 is above min\(d, f\) = 16"),
+        ({"delta": BankConfig(kind="sparse", rate=0.9999)}, "rate 0.9999 leaves no entry"),
+        ({"delta": BankConfig(kind="sparse", rate=0.5, entries=(3, 4))}, r"entries=\(3, 4\) is not one for each of"),
     ],
 )
 def test_options_that_do_not_go_with_the_model_are_refused(options, message):
     with pytest.raises(InputError, match=message):
-        upcycled_config(dense_config(), UpcycleOptions(**options))
+        upcycled_config(dense_config(), UpcycleSpec(**options))
 
 
 def test_all_problems_are_reported_together():
     with pytest.raises(InputError, match="(?s)every=9 must.*top_k=3 is above num_experts=2"):
-        upcycled_config(dense_config(), UpcycleOptions(every=9, num_experts=2, top_k=3))
+        upcycled_config(dense_config(), UpcycleSpec(every=9, experts=2, top_k=3))
 
 
 def test_an_moe_is_not_upcycled_again():
-    config = upcycled_config(dense_config(), UpcycleOptions())
+    config = upcycled_config(dense_config(), UpcycleSpec())
     with pytest.raises(InputError, match=r"is an MoE already \(layers 1, 3\)"):
-        upcycled_config(config, UpcycleOptions())
+        upcycled_config(config, UpcycleSpec())
 
 
 def test_gates_whose_weights_sum_to_one():
-    assert keeps_the_function(UpcycleOptions())
-    assert keeps_the_function(UpcycleOptions(gate="softmax_topk", num_experts=2))
-    assert keeps_the_function(UpcycleOptions(gate="top1", num_experts=1, top_k=1))
-    assert not keeps_the_function(UpcycleOptions(gate="softmax_topk"))
-    assert not keeps_the_function(UpcycleOptions(gate="top1", top_k=1))
+    assert keeps_the_function(UpcycleSpec())
+    assert keeps_the_function(UpcycleSpec(gate="softmax_topk", experts=2))
+    assert keeps_the_function(UpcycleSpec(gate="top1", experts=1, top_k=1))
+    assert not keeps_the_function(UpcycleSpec(gate="softmax_topk"))
+    assert not keeps_the_function(UpcycleSpec(gate="top1", top_k=1))

@@ -10,21 +10,20 @@ import pytest
 from moe_jax.api.open_source import open_source
 from moe_jax.commands.line import cli
 from moe_jax.core.errors import InputError
-from moe_jax.experts import AdapterConfig, BankConfig, LoRAConfig
+from moe_jax.experts import AdapterConfig, LoRAConfig
 from moe_jax.model_io.adapter_dir import AdapterDirectory
 from moe_jax.model_io.loading import load_model
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.model_io.tuned_base import own_leaves
 from moe_jax.models import MoEConfig
 from moe_jax.peft.initial import initial_leaf
-from moe_jax.upcycling import PESC, Rest, dense_to_moe, parse_rest, upcycle, upcycled_config
+from moe_jax.upcycling import DenseParameters, UpcycleSpec, dense_to_moe, parse_rest, upcycle, upcycled_config
 from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.numerics import logits_of
 
-ADAPTER = AdapterConfig(rank=4, activation="gelu", scale=0.25, dropout=0.1)
-SMALL = dataclasses.replace(PESC, num_experts=4, bank=BankConfig(kind="adapter", adapter=ADAPTER))
-RESTS = {"qlora:3": Rest(kind="qlora", rank=3), "lora:3": Rest(kind="lora", rank=3)}
-RESTS |= {"frozen": Rest(kind="frozen"), "full": Rest()}
+SMALL = UpcycleSpec(method="pesc", experts=4, adapter=4)
+RESTS = {"qlora:3": DenseParameters(kind="qlora", rank=3), "lora:3": DenseParameters(kind="lora", rank=3)}
+RESTS |= {"frozen": DenseParameters(kind="frozen"), "full": DenseParameters()}
 
 
 @pytest.mark.parametrize("text", RESTS)
@@ -48,7 +47,7 @@ def test_other_rests_are_refused(text, message):
 
 
 def test_pesc_is_camelidaes_unless_said_otherwise():
-    config = upcycled_config(dense_config(), PESC)
+    config = upcycled_config(dense_config(), UpcycleSpec(method="pesc"))
     assert config.moe_layers == (0, 1, 2, 3) and config.frozen_base
     layer = config.layers[0]
     lora = {"rank": 64, "scale": 0.25, "dropout": 0.1}
@@ -74,9 +73,10 @@ def test_layers_without_adapters_are_frozen_and_tuned_like_the_others():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"bank": BankConfig()}, "rest 'qlora' freezes the dense model, and full experts are trained with it"),
-        ({"gate": "softmax_topk"}, "adapter experts go with gate 'topk_softmax' alone"),
-        ({"universal": "coder"}, "adapter experts go with gate 'topk_softmax' alone"),
+        ({"method": None, "adapter": None, "rest": RESTS["qlora:3"]}, "--rest goes with --method pesc only"),
+        ({"gate": "softmax_topk"}, "--gate does not go with adapter experts"),
+        ({"universal": "coder"}, "--universal does not go with adapter experts"),
+        ({"adapter": "wide"}, "--adapter 'wide'"),
         ({"top_k": 9}, "top_k=9 is above num_experts=4"),
     ],
 )
@@ -97,8 +97,7 @@ def test_a_model_that_is_tuned_already_is_refused():
 def test_it_starts_as_the_dense_model_exactly(text, every, dense_model, tmp_path):
     """A bfloat16 model with biases."""
     dense, dst = ModelDirectory(dense_model), tmp_path / "pesc"
-    options = dataclasses.replace(SMALL, every=every, rest=RESTS[text])
-    result = upcycle(dense, dst, options, seed=1, described={"rest": text})
+    result = upcycle(dense, dst, dataclasses.replace(SMALL, every=every, rest=text, seed=1))
     assert result.step0.difference == 0.0 and result.step0.largest > 0.1
     # Quantising 16 x 24 kernels to four bits is no small change; it is told apart from the step.
     assert (result.quantization is not None) == (text == "qlora:3")
@@ -127,7 +126,7 @@ def test_a_wrong_leaf_fails_the_check_and_leaves_nothing(dense_model, tmp_path, 
     monkeypatch.setattr(dense_to_moe, "initial_leaf", wrong)
     options = dataclasses.replace(SMALL, layers=(1,), rest=RESTS["frozen"])
     with pytest.raises(InputError, match="logits differ"):
-        upcycle(ModelDirectory(dense_model), tmp_path / "pesc", options, described={})
+        upcycle(ModelDirectory(dense_model), tmp_path / "pesc", options)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -148,8 +147,7 @@ def test_dtypes_of_a_mixed_checkpoint_are_kept(tmp_path):
     leaves["layers/0/mlp/up/kernel"] = leaves["layers/0/mlp/up/kernel"].astype(jnp.bfloat16)
     source = ModelDirectory(write_model(tmp_path / "dense", config, leaves))
     for rest in ("frozen", "full"):
-        options = dataclasses.replace(SMALL, rest=RESTS[rest])
-        result = upcycle(source, tmp_path / rest, options, check=False, described={})
+        result = upcycle(source, tmp_path / rest, dataclasses.replace(SMALL, rest=rest, step0_check=False))
         specs = open_source(tmp_path / rest).specs()
         halved = {path for path, spec in specs.items() if spec.dtype == jnp.bfloat16}
         assert halved == {"layers/0/mlp/experts/base/up/kernel"}

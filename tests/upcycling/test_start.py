@@ -12,21 +12,22 @@ from moe_jax.commands.line import cli
 from moe_jax.core.draws import stream
 from moe_jax.core.errors import InputError
 from moe_jax.model_io.model_dir import ModelDirectory
-from moe_jax.upcycling import Start, UpcycleOptions, moe_leaves, parse_delta, upcycled_config
-from moe_jax.upcycling.copies import dropped_neurons, redrawn, with_noise
+from moe_jax.upcycling import UpcycleSpec, moe_leaves, upcycled_config
+from moe_jax.upcycling.expert_leaves import dropped_neurons, redrawn, with_noise
 from tests.support.dense_models import dense_config, random_leaves, write_model
 
 NEURON_AXIS = {"gate": 1, "up": 1, "down": 0}
 PREFIX = "layers/0/mlp/"
 
 
-def upcycle_layer(start: Start, *, seed=0, layer=0, experts=3, dtype=None, **dense) -> tuple[dict, dict]:
+def upcycle_layer(start: dict, *, seed=0, layer=0, experts=3, dtype=None, **dense) -> tuple[dict, dict]:
     """Leaves of an FFN and of the MoE made from it."""
     config = dense_config(**dense)
     leaves = random_leaves(config, dtype=dtype)
-    moe = upcycled_config(config, UpcycleOptions(num_experts=experts, every=1, start=start)).moe(0)
+    spec = UpcycleSpec(experts=experts, every=1, seed=seed, **start)
+    moe = upcycled_config(config, spec).moe(0)
     ffn = {path.removeprefix(PREFIX): leaf for path, leaf in leaves.items() if path.startswith(PREFIX)}
-    return ffn, dict(moe_leaves(ffn, moe, seed=seed, layer=layer, start=start))
+    return ffn, dict(moe_leaves(ffn, moe, spec, layer=layer))
 
 
 def run(*arguments) -> int:
@@ -68,11 +69,11 @@ def test_dropped_neurons_are_drawn_like_those_that_they_replace(name):
     assert abs(np.corrcoef(part.ravel(), kernel[at].ravel())[0, 1]) < 0.02
 
 
-@pytest.mark.parametrize("start", [Start(noise=0.1), Start(drop=0.5), Start(noise=0.1, drop=0.25)])
+@pytest.mark.parametrize("start", [dict(noise=0.1), dict(drop=0.5), dict(noise=0.1, drop=0.25)])
 @pytest.mark.parametrize("gated", [True, False])
 def test_only_kernels_of_experts_change(start, gated):
     ffn, moe = upcycle_layer(start, gated=gated, bias=True)
-    _, plain = upcycle_layer(Start(), gated=gated, bias=True)
+    _, plain = upcycle_layer(dict(), gated=gated, bias=True)
     assert moe.keys() == plain.keys()
     for path, leaf in moe.items():
         assert leaf.shape == plain[path].shape and leaf.dtype == plain[path].dtype
@@ -85,7 +86,7 @@ def test_only_kernels_of_experts_change(start, gated):
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("drop", [0.5, 0.3, 1.0])
 def test_a_neuron_is_dropped_from_all_matrices_and_each_expert_has_its_own(gated, drop):
-    ffn, moe = upcycle_layer(Start(drop=drop), gated=gated)
+    ffn, moe = upcycle_layer(dict(drop=drop), gated=gated)
     dropped = []
     for expert in range(3):
         of_matrices = []
@@ -100,7 +101,7 @@ def test_a_neuron_is_dropped_from_all_matrices_and_each_expert_has_its_own(gated
     assert len(set(dropped)) == (1 if drop == 1 else 3)
 
 
-@pytest.mark.parametrize("start", [Start(noise=0.1), Start(drop=0.5), Start(noise=0.1, drop=0.5)])
+@pytest.mark.parametrize("start", [dict(noise=0.1), dict(drop=0.5), dict(noise=0.1, drop=0.5)])
 def test_draws_repeat_with_the_seed_and_differ_in_layers(start):
     drawn = {}
     for seed, layer in ((0, 0), (0, 1), (1, 0)):
@@ -113,9 +114,9 @@ def test_draws_repeat_with_the_seed_and_differ_in_layers(start):
 
 
 def test_more_noise_changes_neither_what_is_dropped_nor_how_it_is_drawn():
-    _, noisy = upcycle_layer(Start(noise=0.1, drop=0.5))
-    _, clean = upcycle_layer(Start(drop=0.5))
-    ffn, _ = upcycle_layer(Start())
+    _, noisy = upcycle_layer(dict(noise=0.1, drop=0.5))
+    _, clean = upcycle_layer(dict(drop=0.5))
+    ffn, _ = upcycle_layer(dict())
     up, others = clean["experts/up/kernel"][0], noisy["experts/up/kernel"][0]
     dropped = ~np.equal(up, ffn["up/kernel"]).all(axis=0)
     np.testing.assert_array_equal(up[:, dropped], others[:, dropped])
@@ -128,15 +129,14 @@ def test_more_noise_changes_neither_what_is_dropped_nor_how_it_is_drawn():
 )
 def test_bad_starts_are_refused(options, message):
     with pytest.raises(InputError, match=message):
-        Start(**options)
+        UpcycleSpec(**options)
 
 
 @pytest.mark.parametrize("delta", ["low-rank:2", "sparse:0.5"])
-@pytest.mark.parametrize("start", [Start(noise=0.1), Start(drop=0.1)])
+@pytest.mark.parametrize("start", [dict(noise=0.1), dict(drop=0.1)])
 def test_a_delta_cannot_begin_with_it(delta, start):
-    options = UpcycleOptions(bank=parse_delta(delta), start=start)
     with pytest.raises(InputError, match="needs --delta full"):
-        upcycled_config(dense_config(), options)
+        UpcycleSpec(delta=delta, **start)
 
 
 @pytest.mark.parametrize(

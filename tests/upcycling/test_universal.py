@@ -14,7 +14,7 @@ from moe_jax.model_io.loading import leaf_specs, load_model
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig, FFNConfig, MoEConfig, config_from_json, config_to_json
 from moe_jax.planning.model_costs import trained_leaves
-from moe_jax.upcycling import UpcycleOptions, keeps_the_function, moe_leaves, parse_delta, upcycled_config
+from moe_jax.upcycling import UpcycleSpec, keeps_the_function, moe_leaves, upcycled_config
 from tests.support.dense_models import dense_config, random_leaves
 from tests.support.numerics import logits_of
 from tests.support.tiers import long
@@ -30,7 +30,7 @@ def run(*arguments) -> int:
 
 
 def test_options_reach_the_moe():
-    options = UpcycleOptions(bank=parse_delta("low-rank:2"), universal="coder", extended=True, cv_coef=0.5)
+    options = UpcycleSpec(delta="low-rank:2", universal="coder", extended=True, cv_coef=0.5)
     config = upcycled_config(dense_config(), options)
     moe = config.layers[1].mlp
     assert (moe.universal, moe.extended, moe.cv_coef, moe.bank_experts, moe.bank_top_k) == ("coder", True, 0.5, 9, 3)
@@ -39,8 +39,8 @@ def test_options_reach_the_moe():
 
 def test_coder_keeps_the_function_and_med_does_not():
     for top_k in (1, 2, 8):
-        assert keeps_the_function(UpcycleOptions(universal="coder", top_k=top_k))
-        assert not keeps_the_function(UpcycleOptions(universal="med", top_k=top_k))
+        assert keeps_the_function(UpcycleSpec(universal="coder", top_k=top_k))
+        assert not keeps_the_function(UpcycleSpec(universal="med", top_k=top_k))
 
 
 @pytest.mark.parametrize(
@@ -64,16 +64,14 @@ def test_what_makes_no_sense_is_refused(options, message):
 def upcycle_layer(delta: str, universal: str, *, extended: bool, seed=0, **dense) -> tuple[dict, dict, dict]:
     """Leaves of an FFN, of the MoE made from it, and their description."""
     config = dense_config(bias=True, dtype="bfloat16", **dense)
-    options = UpcycleOptions(
-        num_experts=EXPERTS, every=1, bank=parse_delta(delta), universal=universal, extended=extended
-    )
+    options = UpcycleSpec(experts=EXPERTS, every=1, delta=delta, universal=universal, extended=extended)
     moe_config = upcycled_config(config, options)
     prefix = "layers/0/mlp/"
     ffn = {path.removeprefix(prefix): leaf for path, leaf in random_leaves(config).items() if path.startswith(prefix)}
     specs = {
         path.removeprefix(prefix): spec for path, spec in leaf_specs(moe_config).items() if path.startswith(prefix)
     }
-    return ffn, dict(moe_leaves(ffn, moe_config.layers[0].mlp, seed=seed, layer=0)), specs
+    return ffn, dict(moe_leaves(ffn, moe_config.layers[0].mlp, UpcycleSpec(seed=seed), layer=0)), specs
 
 
 @pytest.mark.parametrize(
@@ -125,8 +123,8 @@ def test_the_universal_delta_differs_from_the_experts():
 
 def test_a_frozen_base_leaves_the_universal_ffn_to_be_trained():
     for extended in (False, True):
-        bank = parse_delta("low-rank:2", freeze_base=True)
-        config = upcycled_config(dense_config(), UpcycleOptions(bank=bank, universal="coder", extended=extended))
+        frozen = {"delta": "low-rank:2", "freeze_base": True}
+        config = upcycled_config(dense_config(), UpcycleSpec(**frozen, universal="coder", extended=extended))
         trained = trained_leaves(config)
         assert not any("/base/" in path for path in trained)
         assert ("layers/1/mlp/universal/up/kernel" in trained) == (not extended)

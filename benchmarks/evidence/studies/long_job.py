@@ -40,7 +40,7 @@ def train_smollm_moe(place: Place, shape: str, name: str) -> dict[str, Any]:
     folder = kept_folder(place, scale.name, f"{shape}, untrained") / MODEL
     config = shape_of(shape).config(source.config)
     if not folder.exists():
-        keep(model_of(grown(config, read_leaves(source), seed=0)), folder, source.tokenizer_files)
+        keep(model_of(grown(config, read_leaves(source))), folder, source.tokenizer_files)
     start = ModelDirectory(folder)
     recipe = load_recipe(RECIPES / "smollm2_moe.toml", [f"model.path={str(folder)!r}"])
     corpus = Corpus(place, scale, config, tokenizer_file(place, scale))

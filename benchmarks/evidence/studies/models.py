@@ -16,8 +16,7 @@ from moe_jax.model_io.tuned_base import is_tuned
 from moe_jax.models import ModelConfig, MoEConfig
 from moe_jax.nn import Decoder
 from moe_jax.peft.initial import initial_leaves
-from moe_jax.upcycling import Start, moe_leaves
-from moe_jax.upcycling.start import PLAIN
+from moe_jax.upcycling import UpcycleSpec, moe_leaves
 
 
 class Leaves:
@@ -80,9 +79,8 @@ def keep(model: Decoder, folder: Path, tokenizer_files: Sequence[Path]) -> None:
 def grown(
     config: ModelConfig,
     base: Leaves,
-    seed: int,
     *,
-    start: Start = PLAIN,
+    spec: UpcycleSpec = UpcycleSpec(),
     branches: Sequence[Leaves] = (),
     routers: Mapping[int, np.ndarray] | None = None,
 ) -> Leaves:
@@ -91,13 +89,12 @@ def grown(
     Args:
       config: the base's own, that of an MoE made of it, or of the base with adapters, LoRA, PERFT or NF4.
       base: all its leaves.
-      seed: of the leaves that the base has not.
-      start: what is done to the copies of FFNs that become experts.
+      spec: what is done to the copies of FFNs that become experts, and the seed of the leaves that the base has not.
       branches: the models that experts are from, one each, in place of the base.
       routers: the first router of every new MoE layer, float32[d, E]; None: drawn.
     """
     if is_tuned(config):
-        own = Leaves(config, dict(initial_leaves(config, seed)))
+        own = Leaves(config, dict(initial_leaves(config, spec.seed)))
         over = LeavesOverBase(config, base, _Own(own))
         return Leaves(config, {path: over.read(path) for path in leaf_specs(config)})
     leaves = dict(base.leaves)
@@ -106,9 +103,7 @@ def grown(
             continue
         prefix = f"layers/{index}/mlp/"
         ffn, *others = (_below(model.leaves, prefix) for model in (base, *branches))
-        made = moe_leaves(
-            ffn, layer.mlp, seed=seed, layer=index, start=start, branches=others, router=(routers or {}).get(index)
-        )
+        made = moe_leaves(ffn, layer.mlp, spec, layer=index, branches=others, router=(routers or {}).get(index))
         leaves = {path: leaf for path, leaf in leaves.items() if not path.startswith(prefix)}
         leaves |= {prefix + path: leaf for path, leaf in made}
     if branches:

@@ -9,14 +9,13 @@ from functools import partial
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from moe_jax.experts import AdapterExperts, BankConfig
 from moe_jax.functional.routing.decision import RouterStats, Routing, route
 from moe_jax.models import ModelConfig
 from moe_jax.nn.perft import Perft
-from moe_jax.peft.options import AdaptOptions, adapted_config
-from moe_jax.upcycling import PESC, Start, UpcycleOptions, parse_delta, upcycled_config
-from moe_jax.upcycling.rest import Rest, with_rest
-from moe_jax.upcycling.start import PLAIN
+from moe_jax.peft.adapted_config import adapted_config
+from moe_jax.peft.spec import AdaptSpec
+from moe_jax.upcycling import DenseParameters, UpcycleSpec, upcycled_config
+from moe_jax.upcycling.dense_parameters import with_rest
 
 EXPERTS, TOP_K = 8, 2
 BTX, PROMPTED, DRAWN = "btx", "prompted", "drawn"
@@ -26,14 +25,14 @@ BTX, PROMPTED, DRAWN = "btx", "prompted", "drawn"
 class Shape:
     """Attributes:
     config: what it makes of the config of the model that it begins with.
-    start: what is done to copies of FFNs.
+    spec: what is done to copies of FFNs.
     parts: `BTX`: experts are from models of one domain each; `PROMPTED`: routers are made of texts; `DRAWN`: all
       weights are new.
     patched: a context in which it is trained.
     """
 
     config: Callable[[ModelConfig], ModelConfig] = lambda config: config
-    start: Start = PLAIN
+    spec: UpcycleSpec = UpcycleSpec()
     parts: str = ""
     patched: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
@@ -51,39 +50,37 @@ def shape_of(name: str) -> Shape:
 
 
 def _upcycled(*, every: int = 2, experts: int = EXPERTS, parts: str = "", **options: object) -> Shape:
-    chosen = UpcycleOptions(num_experts=experts, top_k=TOP_K, every=every, balance_coef=0.01, **options)
-    return Shape(partial(upcycled_config, options=chosen), start=chosen.start, parts=parts)
+    spec = UpcycleSpec(experts=experts, top_k=TOP_K, every=every, balance_coef=0.01, **options)
+    return Shape(partial(upcycled_config, spec=spec), spec=spec, parts=parts)
 
 
 def _deltas(kind: str, number: str, variant: str | None) -> Shape:
     delta = {"LM r": f"low-rank:{number}", "SM ": f"sparse:{number}"}[kind]
-    bank = parse_delta(delta, freeze_base=variant == "frozen base")
+    options = {"delta": delta, "freeze_base": variant == "frozen base"}
     if variant in ("universal", "extended"):
-        return _upcycled(bank=bank, universal="coder", gate="topk_softmax", extended=variant == "extended")
-    return _upcycled(bank=bank)
+        return _upcycled(**options, universal="coder", extended=variant == "extended")
+    return _upcycled(**options)
 
 
 def _pesc(adapter: str, kind: str, rank: str | None) -> Shape:
     """Adapters of a width in every layer, and LoRA, QLoRA or nothing beside them; scale and dropout as published."""
-    published = PESC.bank.form.adapter
-    bank = BankConfig(AdapterExperts(adapter=dataclasses.replace(published, rank=int(adapter))))
-    return _upcycled(every=1, bank=bank, rest=_rest(kind, rank))
+    return _upcycled(method="pesc", every=1, adapter=adapter, rest=_rest(kind, rank))
 
 
 def _lora(kind: str, rank: str) -> Shape:
     return Shape(partial(with_rest, rest=_rest(kind, rank)))
 
 
-def _rest(kind: str, rank: str | None) -> Rest:
-    return Rest(kind=kind.lower(), rank=int(rank) if rank else None)
+def _rest(kind: str, rank: str | None) -> DenseParameters:
+    return DenseParameters(kind=kind.lower(), rank=int(rank) if rank else None)
 
 
 def _adapted(method: str, kind: str = "lora", *, rank: str, **options: object) -> Shape:
-    return Shape(partial(adapted_config, options=AdaptOptions(method=method, adapter=f"{kind}:{rank}", **options)))
+    return Shape(partial(adapted_config, spec=AdaptSpec(method=method, adapter=f"{kind}:{rank}", **options)))
 
 
 def _routed(top_k: str, adapters: str, rank: str, of_base: str | None) -> Shape:
-    shape = _adapted("perft-r", rank=rank, num_experts=int(adapters), top_k=int(top_k))
+    shape = _adapted("perft-r", rank=rank, experts=int(adapters), top_k=int(top_k))
     return dataclasses.replace(shape, patched=_with_weights_of_the_base) if of_base else shape
 
 
@@ -118,17 +115,17 @@ _SHAPES: dict[str, Callable[..., Shape]] = {
     "vanilla, 4 experts": lambda: _upcycled(experts=4),
     "vanilla, from random weights": lambda: _upcycled(parts=DRAWN),
     "vanilla, 3 experts": lambda: _upcycled(experts=3),
-    "experts from models": lambda: _upcycled(experts=3, parts=BTX, start=Start(models=3)),
+    "experts from models": lambda: _upcycled(experts=3, parts=BTX, experts_from=("one", "two", "three")),
     "vanilla, 3 experts, routers from texts": lambda: _upcycled(experts=3, parts=PROMPTED),
-    f"noise {_NUMBER}": lambda noise: _upcycled(start=Start(noise=float(noise))),
-    f"drop {_NUMBER}": lambda drop: _upcycled(start=Start(drop=float(drop))),
-    f"granularity {_NUMBER}": lambda pieces: _upcycled(start=Start(granularity=int(pieces))),
+    f"noise {_NUMBER}": lambda noise: _upcycled(noise=float(noise)),
+    f"drop {_NUMBER}": lambda drop: _upcycled(drop=float(drop)),
+    f"granularity {_NUMBER}": lambda pieces: _upcycled(granularity=int(pieces)),
     rf"(LM r|SM )=?{_NUMBER}(?:, (frozen base|universal|extended))?": _deltas,
     rf"PESC {_NUMBER} (LoRA|QLoRA|frozen|full) ?(\d+)?": _pesc,
     r"(LoRA|QLoRA) (\d+)": _lora,
     r"PERFT-R (\d+)/(\d+) r=(\d+)(, weights of the base's router)?": _routed,
     r"PERFT-E r=(\d+)": lambda rank: _adapted("perft-e", rank=rank),
-    r"PERFT-D (\d+) r=(\d+)": lambda count, rank: _adapted("perft-d", rank=rank, num_experts=int(count)),
+    r"PERFT-D (\d+) r=(\d+)": lambda count, rank: _adapted("perft-d", rank=rank, experts=int(count)),
     r"PERFT-S r=(\d+)": lambda rank: _adapted("perft-s", rank=rank),
     r"LoRA q,v r=(\d+)": lambda rank: _adapted("lora", rank=rank, targets=("q", "v")),
     r"LoRA router r=(\d+)": lambda rank: _adapted("lora", rank=rank, targets=("router",)),

@@ -165,4 +165,4 @@ def _first(place: Place, run: Run, shape: Shape, config: ModelConfig, corpus: Co
         # Of every domain another stretch for every seed.
         tokens = (corpus.encode(name)[run.seed % 10 * MOST_TOKENS :][:MOST_TOKENS] for name in DOMAINS)
         routers = router_kernels(base, [Prompt(ids) for ids in tokens], config.moe_layers)
-    return grown(config, base, run.seed, start=shape.start, branches=branches, routers=routers)
+    return grown(config, base, spec=dataclasses.replace(shape.spec, seed=run.seed), branches=branches, routers=routers)

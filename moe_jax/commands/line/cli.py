@@ -209,7 +209,10 @@ def _run(arguments: list[str]) -> None:
 
         if not let_first_work():
             return
-    module.run(options)
+    from moe_jax.core.terminal import shown_work
+
+    with shown_work():
+        module.run(options)
 
 
 def _overview() -> str:

@@ -70,7 +70,7 @@ def converse(model: "Model", system: Sequence[Message], wanted: "Wanted") -> Non
 
 
 def _lines() -> Iterator[str]:
-    """What is said, without empty lines. On a terminal Ctrl-C drops the line that is being written."""
+    """Yields the lines that the user writes, but for empty ones. On a terminal Ctrl-C drops the line being written."""
     while True:
         try:
             line = input("> ") if sys.stdin.isatty() else sys.stdin.readline()

@@ -1,4 +1,4 @@
-"""What is said about texts when they have ended: why, how fast they came, and whether they were too long."""
+"""Lines about texts that have ended: why they ended, how fast they came, and whether they were too long."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

@@ -14,6 +14,7 @@ import moe_jax
 from moe_jax.commands.line.cli import main
 from moe_jax.conversion import convert
 from moe_jax.conversion.formats.checkpoint_files import open_checkpoint
+from moe_jax.conversion.spec import ConvertSpec
 from moe_jax.model_io.model_dir import ModelDirectory
 from tests.support.hf_checkpoints import CONFIGS
 from tests.support.tiers import one_in
@@ -92,7 +93,7 @@ def test_experts_around_a_centre_are_merged_and_rounded(models, tmp_path):
 
 def test_bfloat16_models_load_too(models, tmp_path):
     bfloat16, small = tmp_path / "bfloat16", tmp_path / "small"
-    convert(models("mixtral").with_name("mixtral-hf"), bfloat16, dtype="bfloat16", console=QUIET)
+    convert(models("mixtral").with_name("mixtral-hf"), bfloat16, ConvertSpec(dtype="bfloat16"), console=QUIET)
     moe_jax.compress(bfloat16, small, method="quantize", bits=4, group_size=16, levels="even")
     moe_jax.export(small, tmp_path / "packed", format="compressed-tensors")
     scale = next(t for n, t in open_checkpoint(tmp_path / "packed").tensors.items() if n.endswith("weight_scale"))

@@ -15,6 +15,7 @@ from rich.console import Console
 from moe_jax.conversion import HuggingFaceDirectory, export, read_hf_config
 from moe_jax.conversion.families import FAMILIES
 from moe_jax.conversion.hf.hf_format import exported_config
+from moe_jax.conversion.spec import ExportSpec
 from moe_jax.core.errors import InputError
 from moe_jax.experts.forms.kinds.positions import to_csr
 from moe_jax.model_io.loading import leaf_specs, load_model
@@ -104,7 +105,7 @@ def test_transformers_gives_the_same_logits(tmp_path: pathlib.Path, name: str):
 
     config, architecture = EXPORTS[name]
     source = write_model(tmp_path / "ours", config)
-    export(source, tmp_path / "back", console=QUIET, max_shard_size="50kB")
+    export(source, tmp_path / "back", ExportSpec(max_shard_size="50kB"), console=QUIET)
     tokens = np.array([[1, 5, 9, 33, 2, 60, 17, 4, 4, 21, 8, 50]])
     ours = logits(source, tokens)
     model, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
@@ -170,7 +171,7 @@ def test_dense_layers_become_equal_experts_and_the_price_is_said(tmp_path: pathl
 )
 def test_dense_layers_stay_dense_where_the_format_has_them(tmp_path: pathlib.Path, name: str, choice: str, family: str):
     config = upcycled(name, None, BANKS["full"], None)
-    export(write_model(tmp_path / "ours", config), tmp_path / "back", dense_layers=choice, console=QUIET)
+    export(write_model(tmp_path / "ours", config), tmp_path / "back", ExportSpec(dense_layers=choice), console=QUIET)
     back = HuggingFaceDirectory(tmp_path / "back").config
     assert (back.family, back.moe_layers) == (family, (1,))
     assert [back.layers[i] for i in (0, 2)] == [config.layers[i] for i in (0, 2)]
@@ -180,7 +181,7 @@ def test_dense_layers_can_be_refused(tmp_path: pathlib.Path, monkeypatch: pytest
     monkeypatch.setitem(FAMILIES, "llama", dataclasses.replace(FAMILIES["llama"], moe_formats=("mixtral",)))
     source = write_model(tmp_path / "ours", upcycled("llama", None, BANKS["full"], None))
     with pytest.raises(InputError, match="needs an MoE in every layer, but 2 of 3 are dense; --dense-layers replicate"):
-        export(source, tmp_path / "back", dense_layers="refuse", console=QUIET)
+        export(source, tmp_path / "back", ExportSpec(dense_layers="refuse"), console=QUIET)
     assert not (tmp_path / "back").exists()
 
 

@@ -9,6 +9,7 @@ from moe_jax.api.open_source import open_source
 from moe_jax.commands.line import cli
 from moe_jax.conversion import export
 from moe_jax.conversion.formats.checkpoint_files import open_checkpoint
+from moe_jax.conversion.spec import ExportSpec
 from moe_jax.core.errors import InputError
 from moe_jax.files import byte_files
 from moe_jax.files.byte_files import open_bytes, size_of
@@ -82,7 +83,7 @@ def test_only_the_ranges_of_a_tensor_are_read(bucket, dense, tmp_path, monkeypat
 
 def test_faults_on_the_way(bucket, dense, tmp_path):
     """Each request fails twice: by a status, or by a connection that is cut."""
-    export(dense, tmp_path / "hf", max_shard_size="8KB")
+    export(dense, tmp_path / "hf", ExportSpec(max_shard_size="8KB"))
     failed = {}
 
     def fault(request):
@@ -97,7 +98,7 @@ def test_faults_on_the_way(bucket, dense, tmp_path):
     upload(bucket, tmp_path / "hf", "models/hf")
     bucket.fault = fault
     same(open_source(HF), dense)
-    export(open_source(HF), "gs://bucket/models/again", max_shard_size="8KB")
+    export(open_source(HF), "gs://bucket/models/again", ExportSpec(max_shard_size="8KB"))
     same(open_source("gs://bucket/models/again"), dense)
 
 
@@ -160,7 +161,7 @@ def test_an_export_is_killed_and_goes_on(bucket, dense, monkeypatch, no_waiting,
     bucket.delay = delay
 
     def job():
-        export(dense, HF, max_shard_size="8KB")
+        export(dense, HF, ExportSpec(max_shard_size="8KB"))
 
     for number in (1, 15, 20, 25, 27, 29, 31):
         assert killed_at(number, job, monkeypatch)
@@ -181,13 +182,13 @@ def test_shards_that_are_whole_are_not_written_again(bucket, dense, monkeypatch,
 
     bucket.fault = lambda request: 400 if request.verb == "put" and "model-00003" in request.name else None
     with pytest.raises(OSError, match="model-00003") as caught:
-        export(dense, HF, max_shard_size="8KB")
+        export(dense, HF, ExportSpec(max_shard_size="8KB"))
     assert any("the same command goes on" in note for note in caught.value.__notes__)
     bucket.fault = None
     first = [name for name in put() if "00003" not in name]
     assert first
     bucket.requests.clear()
-    export(dense, HF, max_shard_size="8KB")
+    export(dense, HF, ExportSpec(max_shard_size="8KB"))
     assert put() and not set(first) & set(put())
     same(open_source(HF), dense)
 

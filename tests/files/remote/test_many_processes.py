@@ -61,10 +61,10 @@ for axes, target in places:
     step(f"save {axes}")
     source = ModelDirectory(target)
 
-from moe_jax.upcycling import chosen_options, upcycle
-options = chosen_options(experts=4, delta="low-rank:2", every=1)
+from moe_jax.upcycling import UpcycleSpec, upcycle
+spec = UpcycleSpec(experts=4, delta="low-rank:2", every=1, step0_check=False)
 before = traffic.total()
-upcycle(ModelDirectory(folder / "converted"), folder / "upcycled", options, check=False, described={"seed": 0})
+upcycle(ModelDirectory(folder / "converted"), folder / "upcycled", spec)
 step("upcycle")
 
 from moe_jax.compression import compress, make_method

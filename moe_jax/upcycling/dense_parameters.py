@@ -12,8 +12,8 @@ _KINDS = ("qlora", "lora", "frozen", "full")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rest:
-    """How attention and FFNs of all layers are treated. Embeddings, norms and the head have neither LoRA nor NF4.
+class DenseParameters:
+    """How the dense model's attention and FFNs are treated (PESC); nothing else has LoRA or NF4.
 
     Attributes:
       kind: `full`: trained like everything else. `frozen`: not trained. `lora`: frozen, with LoRA on every kernel.
@@ -52,7 +52,7 @@ class Rest:
         return LoRAConfig(rank=self.rank, targets=targets, scale=self.alpha / self.rank, dropout=self.dropout)
 
 
-def parse_rest(text: str) -> Rest:
+def parse_rest(text: str) -> DenseParameters:
     """Reads `qlora:R`, `lora:R`, `frozen` or `full`.
 
     Raises:
@@ -63,15 +63,15 @@ def parse_rest(text: str) -> Rest:
     if kind not in _KINDS or bool(colon) != (kind in ("qlora", "lora")):
         raise InputError(f"unknown --rest {shown(text)}{hint}; it is one of {', '.join(RESTS)}")
     if not colon:
-        return Rest(kind=kind)
+        return DenseParameters(kind=kind)
     try:
         rank = int(number)
     except ValueError:
         raise InputError(f"--rest {shown(text)}: expected a whole number after the colon") from None
-    return Rest(kind=kind, rank=rank)
+    return DenseParameters(kind=kind, rank=rank)
 
 
-def with_rest(config: ModelConfig, rest: Rest) -> ModelConfig:
+def with_rest(config: ModelConfig, rest: DenseParameters) -> ModelConfig:
     """The config with `rest` applied to the attention and the FFN (in an MoE, the experts' FFN) of every layer."""
     if rest.kind == "full":
         return config
@@ -79,7 +79,7 @@ def with_rest(config: ModelConfig, rest: Rest) -> ModelConfig:
     return dataclasses.replace(config, layers=layers, frozen_base=True)
 
 
-def _layer(layer: LayerConfig, rest: Rest) -> LayerConfig:
+def _layer(layer: LayerConfig, rest: DenseParameters) -> LayerConfig:
     nf4 = rest.kind == "qlora"
     attention = dataclasses.replace(layer.attention, nf4=nf4, lora=rest.lora(layer.attention.projections))
 

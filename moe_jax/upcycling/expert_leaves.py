@@ -1,7 +1,7 @@
-"""Makes experts that are not plain copies of a dense FFN: pieces of it, with noise, with neurons drawn anew.
+"""Makes the leaves of an MoE layer from those of a dense FFN, one at a time (methods.md 2.1-2.4, 2.6).
 
-What is computed is in methods.md 2.6. One leaf is in memory at a time; its experts are made in float32, one after the
-other.
+Experts are copies of the FFN, or pieces of it, with noise, with neurons drawn anew. The latter are made in float32, one
+after the other.
 """
 
 import math
@@ -10,28 +10,98 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from jaxtyping import Float, Int
 
-from moe_jax.core.draws import DROPPED, NOISE, REDRAWN, draw_positions, stream
+from moe_jax.core.draws import DROPPED, NOISE, REDRAWN, ROUTER, draw_positions, draw_router, stream
 from moe_jax.core.errors import InputError
+from moe_jax.experts.on_host import leaves_from_dense
 from moe_jax.functional.routing.gates import GATES
 from moe_jax.models import MoEConfig
-from moe_jax.upcycling.start import Start
+from moe_jax.upcycling.spec import UpcycleSpec
 
 MATRICES = ("gate", "up", "down")
 
 Kernel = Float[np.ndarray, "i o"]
 Leaf = Float[np.ndarray, "..."]
+Leaves = Iterator[tuple[str, np.ndarray]]
+
+
+def moe_leaves(
+    ffn: Mapping[str, np.ndarray],
+    moe: MoEConfig,
+    spec: UpcycleSpec = UpcycleSpec(),
+    *,
+    layer: int,
+    branches: Sequence[Mapping[str, np.ndarray]] = (),
+    router: np.ndarray | None = None,
+) -> Leaves:
+    """Yields the leaves of an MoE layer whose experts, and universal FFN, compute what a dense FFN does.
+
+    Args:
+      ffn: leaves of the FFN by path below the layer's `mlp`: `up/kernel` [in, out], `up/bias` [out], ...
+      moe: the layer to make; its experts have the FFN's shape.
+      spec: what is done to the experts' copies of the FFN, and the seed of everything random.
+      layer: index of the layer; different layers draw differently.
+      branches: the FFNs that experts are copies of, one for every copy; none: all are of `ffn`.
+      router: what a linear router begins as, float32[d, copies]; None: it is drawn.
+
+    Yields:
+      Paths below `mlp` and leaves in the dtypes of the FFN. A leaf that repeats the FFN's for every expert is a
+      view with stride 0 along the experts, so that the only copy is the one that is written.
+
+    Raises:
+      InputError: if experts of this form cannot be the FFN.
+    """
+    yield from _router((branches[0] if branches else ffn)["up/kernel"], moe, spec, layer, router)
+
+    def streams(name: str, purpose: int, expert: int) -> np.random.Generator:
+        return stream(spec.seed, layer, purpose, MATRICES.index(name), expert)
+
+    if spec.copies_are_plain and not branches:
+        kernels = {name: ffn[f"{name}/kernel"] for name in MATRICES if f"{name}/kernel" in ffn}
+        for path, leaf in leaves_from_dense(moe.bank, moe.expert, moe.bank_experts, kernels, streams):
+            yield f"experts/{path}", leaf
+        for name in kernels:
+            if f"{name}/bias" in ffn:
+                yield f"experts/{name}/bias", _repeat(ffn[f"{name}/bias"], moe.bank_experts)
+    else:
+        for path, leaf in changed_leaves(branches or [ffn], moe, spec, layer=layer):
+            yield f"experts/{path}", leaf
+    if moe.universal_beside:
+        for path, leaf in ffn.items():
+            yield f"universal/{path}", leaf
+
+
+def _router(up: np.ndarray, moe: MoEConfig, spec: UpcycleSpec, layer: int, given: np.ndarray | None) -> Leaves:
+    """A linear router, or XFT's gate network, whose noise begins at zero.
+
+    Pieces of one copy of the FFN have equal columns (a virtual group), so that all of them are chosen or none.
+    """
+    d_model, num_experts = up.shape[0], moe.num_experts // spec.granularity
+    first = draw_router(stream(spec.seed, layer, ROUTER), d_model, num_experts) if given is None else given
+    first = first.astype(up.dtype)
+    if moe.universal != "coder":
+        yield "router/kernel", np.repeat(first, spec.granularity, axis=1)
+        return
+    yield "router/hidden/kernel", first
+    yield (
+        "router/out/kernel",
+        draw_router(stream(spec.seed, layer, ROUTER, 1), num_experts, num_experts).astype(up.dtype),
+    )
+    yield "router/noise/kernel", np.zeros_like(first)
+
+
+def _repeat(leaf: np.ndarray, num_experts: int) -> np.ndarray:
+    return np.broadcast_to(leaf, (num_experts, *leaf.shape))
 
 
 def changed_leaves(
-    ffns: Sequence[Mapping[str, np.ndarray]], moe: MoEConfig, start: Start, *, seed: int, layer: int
+    ffns: Sequence[Mapping[str, np.ndarray]], moe: MoEConfig, spec: UpcycleSpec, *, layer: int
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields kernels [E, in, out] and biases [E, out] of experts that begin as `start` says.
+    """Yields kernels [E, in, out] and biases [E, out] of experts that are not plain copies of an FFN.
 
     Args:
       ffns: leaves of dense FFNs by path below `mlp`, `up/kernel` and so on: one for every copy, or one for all of them.
       moe: the layer to make, of full experts; with granularity G, those of one copy are G consecutive ones.
-      start: what is done to the copies.
-      seed: of all draws.
+      spec: what is done to the copies, and the seed of all draws.
       layer: index of the layer; different layers draw differently.
 
     Yields:
@@ -40,7 +110,7 @@ def changed_leaves(
     Raises:
       InputError: if the spread of a kernel is not finite, so that nothing can be drawn like it.
     """
-    pieces = start.granularity
+    pieces = spec.granularity
     scale = output_scale(moe.gate, moe.num_experts, moe.top_k, pieces)
     for path, first in ffns[0].items():
         name, kind = path.split("/")
@@ -51,7 +121,7 @@ def changed_leaves(
                 expert = copy * pieces + index
                 made = piece_of(dense, path, index, pieces, scale).astype(np.float32)
                 if kind == "kernel":
-                    made = _changed(made, name, start, seed, layer, expert)
+                    made = _changed(made, name, spec, layer, expert)
                 leaf = np.empty((moe.num_experts, *made.shape), first.dtype) if leaf is None else leaf
                 leaf[expert] = made
         assert leaf is not None
@@ -91,16 +161,16 @@ def piece_of(leaf: Leaf, path: str, index: int, pieces: int, scale: float) -> Le
     return leaf[at] if scale == 1 else leaf[at] * np.float32(scale)
 
 
-def _changed(kernel: Kernel, name: str, start: Start, seed: int, layer: int, expert: int) -> Kernel:
+def _changed(kernel: Kernel, name: str, spec: UpcycleSpec, layer: int, expert: int) -> Kernel:
     """The kernel of an expert with noise, and with neurons drawn anew: that comes last, and is drawn without noise."""
     changed, key = kernel, (MATRICES.index(name), expert)
-    if start.noise:
-        changed = with_noise(kernel, start.noise, stream(seed, layer, NOISE, *key))
-    if start.drop:
+    if spec.noise:
+        changed = with_noise(kernel, spec.noise, stream(spec.seed, layer, NOISE, *key))
+    if spec.drop:
         # Of one expert the same neurons in all matrices, so that the matrix is not part of the key.
-        of_neurons = stream(seed, layer, DROPPED, expert)
-        neurons = dropped_neurons(of_neurons, kernel.shape[name != "down"], start.drop)
-        changed = redrawn(kernel, changed, name, neurons, stream(seed, layer, REDRAWN, *key))
+        of_neurons = stream(spec.seed, layer, DROPPED, expert)
+        neurons = dropped_neurons(of_neurons, kernel.shape[name != "down"], spec.drop)
+        changed = redrawn(kernel, changed, name, neurons, stream(spec.seed, layer, REDRAWN, *key))
     return changed
 
 

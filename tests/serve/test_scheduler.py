@@ -1,4 +1,4 @@
-"""The engine alone, with models whose caches and experts are of other kinds."""
+"""The scheduler alone, with models whose caches and experts are of other kinds."""
 
 import queue
 
@@ -9,10 +9,12 @@ from flax import nnx
 
 from moe_jax.core.errors import InputError
 from moe_jax.experts import BankConfig
-from moe_jax.generation.engine import Closed, Engine, Job
+from moe_jax.generation.engine import Engine
 from moe_jax.generation.prompt_batches import generate
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.nn import Decoder
+from moe_jax.serve import scheduler as scheduler_module
+from moe_jax.serve.scheduler import Closed, Job, Scheduler
 from tests.support.tiers import long
 
 
@@ -36,9 +38,9 @@ def model():
     return make_model()
 
 
-def answers(engine: Engine, prompts: list[list[int]], most: list[int]) -> list[list[int]]:
+def answers(scheduler: Scheduler, prompts: list[list[int]], most: list[int]) -> list[list[int]]:
     told = [queue.SimpleQueue() for _ in prompts]
-    engine.submit([Job(ids, n, news.put) for ids, n, news in zip(prompts, most, told, strict=True)])
+    scheduler.submit([Job(ids, n, news.put) for ids, n, news in zip(prompts, most, told, strict=True)])
     found: list[list[int]] = [[] for _ in prompts]
     for tokens, news in zip(found, told, strict=True):
         ended = None
@@ -55,24 +57,50 @@ def test_rings_and_experts_and_caches_that_grow_change_no_token(model):
     """Prompts shorter and longer than the ring; one row that outgrows the first caches while others come and go."""
     prompts = [np.random.default_rng(n).integers(0, 40, n).tolist() for n in (3, 30, 17, 1, 32)]
     most = [270, 9, 12, 5, 7]
-    engine = Engine(model, seats=2)
+    scheduler = Scheduler(model, slots=2)
     try:
-        together = answers(engine, prompts, most)
-        # A seat that had a long text has a short one after it.
-        assert answers(engine, prompts[:0:-1], most[:0:-1]) == together[:0:-1]
+        together = answers(scheduler, prompts, most)
+        # A slot that had a long text has a short one after it.
+        assert answers(scheduler, prompts[:0:-1], most[:0:-1]) == together[:0:-1]
         with pytest.raises(Closed, match="shutting down"):
-            engine.close()
-            engine.submit([Job([1], 1, print)])
+            scheduler.close()
+            scheduler.submit([Job([1], 1, print)])
     finally:
-        engine.close()
+        scheduler.close()
     expected = generate(model, prompts, max_new_tokens=max(most))
     assert together == [tokens[:n] for tokens, n in zip(expected, most, strict=True)]
 
 
+def test_as_many_rows_are_computed_as_requests_need(model, monkeypatch):
+    """One of five goes on when the others have ended: in one row, in which it is given what it would be given alone."""
+    widths: list[int] = []
+
+    class Counted(Engine):
+        def advance(self, rows, steps, **options):
+            widths.append(len(rows.tokens))
+            return super().advance(rows, steps, **options)
+
+    monkeypatch.setattr(scheduler_module, "Engine", Counted)
+    scheduler = Scheduler(model)
+    scheduler.seconds_a_block = 0.0  # tokens come one by one
+    compiled: list[tuple[int, int]] = []
+    scheduler.on_compile = lambda *program: compiled.append(program)
+    prompts = [[1, 2, 3], [4], [5, 6], [7], [8, 9, 10]]
+    try:
+        together = answers(scheduler, prompts, [3, 3, 3, 12, 3])
+        assert widths == [8] * 2 + [1] * 9 and compiled == [(8, 256), (1, 256)]
+        assert answers(scheduler, prompts[3:], [12, 3]) == together[3:]
+        assert widths[11:] == [2] * 2 + [1] * 9 and compiled[2:] == [(2, 256)]
+    finally:
+        scheduler.close()
+    expected = generate(model, prompts, max_new_tokens=12)
+    assert [tokens[:n] for tokens, n in zip(expected, [3, 3, 3, 12, 3], strict=True)] == together
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"seats": 0}, "seats=0"), ({"waiting": 0}, "waiting=0"), ({"context": 1}, "context=1 must be at least 2")],
+    [({"slots": 0}, "seats=0"), ({"waiting": 0}, "waiting=0"), ({"context": 1}, "context=1 must be at least 2")],
 )
 def test_bad_sizes_are_refused(model, options, message):
     with pytest.raises(InputError, match=message):
-        Engine(model, **options)
+        Scheduler(model, **options)

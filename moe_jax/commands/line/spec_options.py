@@ -1,0 +1,157 @@
+"""The options of a command, generated from the spec of its verb."""
+
+import dataclasses
+import re
+import types
+import typing
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import tyro
+
+from moe_jax.core.errors import flag_of
+from moe_jax.core.verb_spec import Option, Spec
+
+C = TypeVar("C")
+S = TypeVar("S", bound=Spec)
+Field = tuple[str, Any, dataclasses.Field]
+
+_METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
+
+
+def command_options(command: type[C], *specs: type[Spec], more: Collection[Field] = ()) -> type[C]:
+    """Makes the options of a command: what only it has, and those of the specs.
+
+    Args:
+      command: a dataclass with the arguments of the command itself; its docstring is the command's.
+      specs: whose fields become options; where a field of `command` has the same name, that counts.
+      more: further fields.
+    """
+    own: Any = command
+    taken = {field.name for field in dataclasses.fields(own)}
+    fields = [field for spec in specs for field in map(option_field, spec.list_options()) if field[0] not in taken]
+    made = dataclasses.make_dataclass("Options", [*fields, *more], bases=(command,), frozen=True, kw_only=True)
+    made.__doc__ = command.__doc__
+    buckets = [name for one in (command, *specs) for name in getattr(one, "in_buckets", ())]
+    made.in_buckets = tuple(dict.fromkeys(buckets))
+    return made
+
+
+def given_to(spec: type[S], options: Any, **more: Any) -> S:
+    """Makes the spec of a verb from the options of its command, and what more the command says.
+
+    Raises:
+      InputError: for options that are missing, cannot be read or contradict each other.
+    """
+    return spec.of({option.name: _value(option, options) for option in spec.list_options()} | more)
+
+
+def either_options(specs: Mapping[type[Spec], Collection[str]]) -> list[Field]:
+    """Returns the options of several specs, of which one will be chosen, as fields.
+
+    Args:
+      specs: with the names of the options that are left out.
+
+    Returns:
+      Fields whose default, None or False, stands for an option that was not given. The help says what an option means
+      to each verb that has it.
+    """
+    listed = {
+        spec: {one.name: one for one in spec.list_options() if one.name not in without}
+        for spec, without in specs.items()
+    }
+    fields = []
+    for name in dict.fromkeys(name for options in listed.values() for name in options):
+        same = {spec: options[name] for spec, options in listed.items() if name in options}
+        option = next(iter(same.values()))
+        if option.kind is bool:
+            fields.append(option_field(option))
+            continue
+        words = [word for one in same.values() for word in _choices(one)]
+        kind = typing.Literal[tuple(words)] if words else option.kind  # pyright: ignore[reportInvalidTypeArguments]
+        texts = [f"{spec.verb()}: {_with_default(one)}" for spec, one in same.items()]
+        text = "\n".join(texts) if len(same) > 1 else _with_default(option)
+        metavars = dict.fromkeys(map(metavar, same.values()))
+        arg = tyro.conf.arg(metavar="|".join(metavars), help=help_text(text), help_behavior_hint="")
+        fields.append((name, Annotated[kind | None, arg], _default(None)))
+    return fields
+
+
+def given_fields(fields: Collection[Field], options: Any) -> dict[str, Any]:
+    """Returns the options that were given of those that `either_options` lists, as a spec takes them."""
+    given = {name: getattr(options, name) for name, *_ in fields}
+    given = {name: value for name, value in given.items() if value is not None and value is not False}
+    return {name.removeprefix("no_"): name == name.removeprefix("no_") and value for name, value in given.items()}
+
+
+def option_field(option: Option) -> Field:
+    """Returns name, type and default of an option as a field of a command."""
+    if option.kind is bool:
+        text = option.text
+        if option.default:
+            text = f"Skips what is done otherwise: {text[0].lower()}{text[1:]}"
+        return (_name(option), Annotated[bool, tyro.conf.arg(help=help_text(text))], _default(False))
+    required = option.default is dataclasses.MISSING
+    kind = option.kind | None if required else option.kind
+    hint = shown_default(option)
+    behavior = "(required)" if required else f"(default: {hint})" if hint else ""
+    arg = tyro.conf.arg(metavar=metavar(option), help=help_text(option.text), help_behavior_hint=behavior)
+    return (option.name, Annotated[kind, arg], _default(None if required else option.default))
+
+
+def metavar(option: Option) -> str:
+    """Returns what stands for the value of an option in the help."""
+    if option.shown is not None:
+        return option.shown.metavar
+    words, (kind, *_) = _choices(option), _parts(option.kind)
+    return "|".join(map(str, words)) if words else _METAVARS[kind]
+
+
+def shown_default(option: Option) -> str:
+    """Returns what holds if an option is not given, in words; nothing if its text says it."""
+    if option.shown is not None and option.shown.default:
+        return option.shown.default
+    if option.default in (None, (), "", dataclasses.MISSING):
+        return ""
+    return f"{option.default:g}" if isinstance(option.default, float) else str(option.default)
+
+
+def _with_default(option: Option) -> str:
+    default = shown_default(option)
+    return f"{option.text} (default: {default})" if default else option.text
+
+
+def help_text(text: str) -> str:
+    """Returns a text with options as they are typed: `top_k` in backticks as --top-k."""
+    return re.sub(r"`(\w+)`", lambda found: flag_of(found[1]), text)
+
+
+def _name(option: Option) -> str:
+    """A switch says what it changes: `no_step0_check` where the check is made by default."""
+    return f"no_{option.name}" if option.kind is bool and option.default else option.name
+
+
+def _value(option: Option, options: Any) -> Any:
+    value = getattr(options, _name(option))
+    return not value if _name(option) != option.name else value
+
+
+def _parts(kind: Any) -> list[Any]:
+    """The types of which a value has one, but for None."""
+    united = typing.get_origin(kind) in (typing.Union, types.UnionType)
+    return [part for part in typing.get_args(kind) if part is not types.NoneType] if united else [kind]
+
+
+def _choices(option: Option) -> tuple[Any, ...]:
+    """The words between which an option is a choice."""
+    return tuple(
+        word
+        for kind in _parts(option.kind)
+        if typing.get_origin(kind) is typing.Literal
+        for word in typing.get_args(kind)
+    )
+
+
+def _default(value: Any) -> dataclasses.Field:
+    return dataclasses.field(default=value)

@@ -1,0 +1,167 @@
+"""What `compress` is asked to do, and a sweep over several methods."""
+
+import dataclasses
+import inspect
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from moe_jax.compression.methods.interface import Method
+from moe_jax.compression.methods.registry import METHODS, make_method, option_names
+from moe_jax.core.errors import InputError, flag_of, nearest, shown
+from moe_jax.core.formatting import parse_bytes
+from moe_jax.core.verb_spec import Option, Shown, Spec, name_of
+from moe_jax.model_io.model_source import ModelLike
+
+MethodOption = str | int | float | bool | None
+"""A value of an option of a method; which ones a method has are the fields of its class."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompressSpec(Spec):
+    """The options of `compress`. Those of its method may also be given beside them, by their names.
+
+        >>> spec = moe_jax.CompressSpec(method="up", options={"keep": 0.25}, layers="top:1")
+        >>> moe_jax.compress(moe_jax.tiny_model(experts=4), None, spec).lineage[-1]["options"]["layers"]
+        (1,)
+
+    Raises:
+      InputError: for options that do not go together.
+    """
+
+    in_buckets: ClassVar[tuple[str, ...]] = ("base", "model_base", "calibrate")
+    reads_windows: ClassVar[bool] = False
+
+    method: Annotated[str | Method | None, Shown("NAME", read_as=str | None)] = None
+    """How: the name of a method, or a method itself."""
+    options: Mapping[str, MethodOption] | None = None
+    """Options of the method, where that is a name."""
+    base: Annotated[ModelLike | None, Shown("DENSE", read_as=Path | None)] = None
+    """The dense model that the experts came from, for deltas from it; by default the base that a layer has already, or
+    else the mean of its experts."""
+    model_base: Annotated[str | os.PathLike[str] | None, Shown("DIR", "where it was", Path | None)] = None
+    """Where the model is now that the given one stands on, if it was moved: the base of an adapter directory, or what
+    the run of a checkpoint was begun with."""
+    extended: bool = False
+    """The universal FFN beside the experts becomes one more delta of the same base."""
+    layers: Annotated[str | Sequence[int] | None, Shown("all|top:N|0,3,8-11", "all", str | None)] = None
+    """The layers to compress, counted from 0, or the last N MoE layers; the others stay as they are. Of a model with an
+    encoder, encoder:SOME,decoder:SOME counts them in each stack."""
+    calibrate: Annotated[str | os.PathLike[str] | None, Shown("FILE", read_as=Path | None)] = None
+    """A text file that the model is run on first: methods that merge experts then know how these are used, all others
+    (but sp and mlp-fusion, which do not look at it) what the experts are given, and keep what changes outputs least.
+    Without it, all experts and all inputs count alike, and methods that look at outputs (reap, hc-smoe, d2-moe) can do
+    nothing."""
+    samples: Annotated[int | None, Shown("INT", "128, or as many as there are")] = None
+    """With `calibrate`: windows that are drawn of the text."""
+    calibration_seed: Annotated[int | None, Shown("INT", "0")] = None
+    """With `calibrate`: seed of the draw."""
+    gradients: bool = False
+    """With `calibrate`: tokens count by the squared gradient of the text's loss with respect to what a layer gives for
+    them; otherwise all alike. The pass over the text then also runs backwards."""
+    calibration_dir: Annotated[
+        str | os.PathLike[str] | None, Shown("DIR", "MODEL.calibration, if that can be written", Path | None)
+    ] = None
+    """With `calibrate`: where the recording is kept, for the same text to be used again; of a model in memory nowhere
+    else."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Dtype of what is not in codes, in experts and in all else; by default as stored."""
+    seq_len: Annotated[int | None, Shown("TOKENS", "1024, or what the model can do")] = None
+    """With `calibrate` or a sweep: tokens that the model sees at a time."""
+    batch_size: Annotated[int | None, Shown("INT", "8")] = None
+    """With `calibrate` or a sweep: windows computed at once. Does not change the result."""
+
+    def __post_init__(self) -> None:
+        sizes = [flag_of(name) for name in ("seq_len", "batch_size") if self._has(name)]
+        if sizes and not self.reads_windows and self.calibrate is None:
+            raise InputError(f"{', '.join(sizes)}: only with --sweep or --calibrate")
+        unused = [flag_of(name) for name in ("samples", "calibration_seed", "calibration_dir") if self._has(name)]
+        unused += ["--gradients"] if self.gradients else []
+        if unused and self.calibrate is None:
+            raise InputError(f"{', '.join(unused)}: only with --calibrate")
+        if self.batch_size is not None and self.batch_size < 1:
+            raise InputError(f"--batch-size {self.batch_size} must be at least 1")
+
+    def _has(self, name: str) -> bool:
+        return getattr(self, name) is not None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """Makes a spec from options by their names, those of the method among them; None: not given."""
+        fields = [field.name for field in dataclasses.fields(cls)]
+        own = {name: value for name, value in given.items() if name in fields}
+        of_method = {name: value for name, value in given.items() if name not in fields}
+        for name in of_method:
+            if name not in option_names():
+                known = (*fields, *option_names())
+                raise InputError(f"unknown option {shown(name)}{nearest(name, known)}; known: {', '.join(known)}")
+        return super().of(own | ({"options": {**(own.get("options") or {}), **of_method}} if of_method else {}))
+
+    @classmethod
+    def list_options(cls) -> list[Option]:
+        """The options but those of the methods; the text of `method` says what every one does."""
+        summaries = (f"{name}: {(inspect.getdoc(method) or name).splitlines()[0]}" for name, method in METHODS.items())
+        methods = "\n".join(["How. With --sweep several, separated by commas, by default all.", *summaries])
+        listed = [option for option in super().list_options() if option.name != "options"]
+        return [option._replace(text=methods) if option.name == "method" else option for option in listed]
+
+    @classmethod
+    def parameters(cls) -> list[inspect.Parameter]:
+        """The options as keywords of a function, those of all methods at the end."""
+        of_methods = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in option_names()]
+        taken = {parameter.name for parameter in super().parameters()}
+        return [*super().parameters(), *(one.replace(default=None) for one in of_methods if one.name not in taken)]
+
+    def named_method(self) -> tuple[str, Method]:
+        """Returns the method with its name.
+
+        Raises:
+          InputError: if there is none, or its options do not go with it.
+        """
+        if self.method is None:
+            raise InputError("--method is missing; see moe-jax compress --help")
+        if not isinstance(self.method, Method):
+            return self.method, method_of(self.method, self.options or {})
+        if self.options:
+            raise InputError(f"{', '.join(self.options)}: options of a method that is given itself")
+        return next(name for name, kind in METHODS.items() if kind is type(self.method)), self.method
+
+    def described(self, layers: Sequence[int] | None) -> dict[str, Any]:
+        """Returns the options but the method's for the lineage; `layers` are those that are meant."""
+        base = None if self.base is None else name_of(self.base)
+        described: dict[str, Any] = {"base": base, "extended": self.extended, "layers": layers}
+        if self.dtype is not None:
+            described["dtype"] = self.dtype
+        if self.calibrate is not None:
+            described |= {"calibrate": str(self.calibrate), "seq_len": self.seq_len, "samples": self.samples}
+            described |= {"calibration_seed": self.calibration_seed} | ({"gradients": True} if self.gradients else {})
+        return described
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SweepSpec(CompressSpec):
+    """The options of a sweep: those of `compress`, and the text that its models are scored by."""
+
+    in_buckets: ClassVar[tuple[str, ...]] = (*CompressSpec.in_buckets, "text")
+    reads_windows: ClassVar[bool] = True
+
+    text: Annotated[str | os.PathLike[str] | None, Shown("FILE", read_as=Path | None)] = None
+    """With --sweep, which requires it: a text file."""
+
+    def __post_init__(self) -> None:
+        if self.text is None:
+            raise InputError("--sweep needs --text FILE, to measure the perplexity of")
+        super().__post_init__()
+
+
+def method_of(name: str, options: Mapping[str, MethodOption]) -> Method:
+    """Makes a method from options by their names; a size in bytes may be text, such as `12GB`.
+
+    Raises:
+      InputError: for an unknown method, an option of another one, one that is missing, or a value out of range.
+    """
+    given = {key: value for key, value in options.items() if value is not None}
+    if isinstance(size := given.get("target_bytes"), str):
+        given["target_bytes"] = parse_bytes(size, flag="target_bytes")
+    return make_method(name, given)

@@ -1,0 +1,74 @@
+"""What `convert` and `export` are asked to do."""
+
+import dataclasses
+from collections.abc import Collection
+from typing import Annotated, ClassVar, Literal
+
+from moe_jax.core.errors import InputError, flag_of
+from moe_jax.core.verb_spec import Shown, TakesMovedBase, TakesNonfinite
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvertSpec(TakesNonfinite):
+    """The options of `convert`.
+
+    >>> moe_jax.ConvertSpec(ignore_keys="one,other").ignored_keys
+    ('one', 'other')
+    """
+
+    dtype: Dtype | None = None
+    """Dtype of all parameters; by default each keeps its own, bit for bit, and quantised ones become float32."""
+    ignore_keys: Annotated[str | Collection[str], Shown("KEY,KEY,...", read_as=str)] = ""
+    """Keys of config.json that this library does not know, and that you know to change nothing; by default they are
+    refused."""
+
+    @property
+    def ignored_keys(self) -> tuple[str, ...]:
+        """The keys of `ignore_keys`."""
+        keys = self.ignore_keys
+        return tuple(keys.split(",") if isinstance(keys, str) and keys else keys)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportSpec(TakesMovedBase, TakesNonfinite):
+    """The options of `export`.
+
+        >>> moe_jax.ExportSpec(format="peft", bits=4)
+        Traceback (most recent call last):
+        moe_jax.core.errors.InputError: --bits: does not go with --format peft, which writes LoRA as it is stored
+
+    Raises:
+      InputError: for options that do not go with the format.
+    """
+
+    in_buckets: ClassVar[tuple[str, ...]] = ("base",)
+
+    max_shard_size: Annotated[str | int | None, Shown("SIZE", "5GB, in a bucket 500MB", str | None)] = None
+    """Largest size of a file, such as 5GB, 500MB or 2GiB; a larger tensor has a file of its own. In a bucket, a few of
+    them are in memory at a time."""
+    expert_layout: Literal["per-expert", "fused"] = "per-expert"
+    """One tensor per expert, as on the hub; or fused tensors, which only Transformers 5 and later read."""
+    dense_layers: Literal["replicate", "refuse"] = "replicate"
+    """What to do with dense layers if a format needs an MoE in every layer: store equal experts; or take another format
+    that holds the model, or stop."""
+    format: Literal["checkpoint", "compressed-tensors", "peft"] = "checkpoint"
+    """A checkpoint of the whole model; the same with experts in codes, which Transformers and vLLM load; or the LoRA of
+    an adapter directory, for the PEFT library."""
+    bits: Annotated[Literal[4, 8] | None, Shown("4|8", "those that the experts have, or 4")] = None
+    """With `format` compressed-tensors: of the codes. Experts that are such codes already keep them; others are
+    rounded."""
+    group_size: Annotated[int | None, Shown("INT", "that of the experts, or 128")] = None
+    """With `format` compressed-tensors: inputs that share a scale."""
+    dtype: Dtype | None = None
+    """Dtype of all tensors; by default each keeps its own, bit for bit."""
+
+    def __post_init__(self) -> None:
+        known = ("base", "format", "allow_nonfinite")
+        others = {field.name: field.default for field in dataclasses.fields(self) if field.name not in known}
+        given = [flag_of(name) for name, default in others.items() if getattr(self, name) != default]
+        if self.format == "peft" and given:
+            raise InputError(f"{', '.join(given)}: does not go with --format peft, which writes LoRA as it is stored")
+        if self.format != "compressed-tensors" and (self.bits is not None or self.group_size is not None):
+            raise InputError("--bits and --group-size: only with --format compressed-tensors")

@@ -1,0 +1,297 @@
+"""What `upcycle` is asked to do: its options, read and checked."""
+
+import dataclasses
+import os
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from moe_jax.core.errors import InputError, check_member, check_number, check_positive, flag_of, raise_if_any, shown
+from moe_jax.core.verb_spec import NOT_GIVEN, Shown, TakesMovedBase, TakesNonfinite, name_of
+
+if TYPE_CHECKING:  # they import JAX, and the command line should read options without it
+    from moe_jax.experts import BankConfig
+    from moe_jax.experts.forms.protocol import ExpertForm
+    from moe_jax.model_io.model_source import ModelLike
+    from moe_jax.upcycling.dense_parameters import DenseParameters
+
+_NOT_OF_PESC = (
+    *("delta", "freeze_base", "universal", "extended", "gate", "noise", "drop", "experts_from", "rest_from"),
+    "granularity",
+)
+_WHY_FULL = {
+    "noise": "noise is no delta of low rank, nor of few entries",
+    "drop": "neurons drawn anew are no delta of low rank, nor of few entries",
+    "granularity": "experts that are different pieces of the FFN have no base in common",
+    "experts_from": "what different models have learnt is no delta of low rank, nor of few entries",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpcycleSpec(TakesMovedBase, TakesNonfinite):
+    """The options of `upcycle`: which Mixture-of-Experts is made of a dense model.
+
+    The form of the experts may also be given as an object, such as `delta=moe_jax.configs.LowRank(rank=16)`.
+
+        >>> spec = moe_jax.UpcycleSpec(experts=4, delta="low-rank:2", every=1)
+        >>> moe_jax.upcycle(moe_jax.tiny_model(), None, spec).config.moe_layers
+        (0, 1)
+
+    Raises:
+      InputError: for options that cannot be read or contradict each other.
+    """
+
+    in_buckets: ClassVar[tuple[str, ...]] = ("base", "text", "experts_from")
+
+    method: Annotated[Literal["vanilla", "ders", "pesc"] | None, Shown("vanilla|ders|pesc", "by --delta")] = None
+    """vanilla: every expert is a copy of the FFN; ders: the experts share the FFN, and each adds a `delta` to it; pesc:
+    the experts share the FFN, and each has an adapter after it (Camelidae)."""
+    experts: Annotated[int | None, Shown("INT", "8")] = None
+    """Experts per MoE layer; with `granularity`, copies of the FFN that are cut into experts."""
+    top_k: int = 2
+    """Experts that a token is routed to."""
+    every: Annotated[int | None, Shown("INT", "2, of pesc 1")] = None
+    """Every N-th layer becomes an MoE: with 2, the layers 1, 3, 5, ... counted from 0; with 1, all layers."""
+    layers: Annotated[Sequence[int] | None, Shown("INT [INT ...]", "by --every", tuple[int, ...] | None)] = None
+    """The layers that become MoEs, counted from 0."""
+    delta: Annotated[
+        "str | ExpertForm | BankConfig | None", Shown("full|low-rank:R|sparse:RATE", "full", str | None)
+    ] = None
+    """The form of an expert: full, a copy of the FFN; or the shared FFN plus a delta per matrix, either of rank R or
+    sparse, with the share RATE of its entries (such as 0.9) fixed to zero."""
+    adapter: Annotated[str | int | None, Shown("INT", "512", str | None)] = None
+    """pesc: the width of an adapter."""
+    scale: Annotated[float | None, Shown("FLOAT", "0.25")] = None
+    """pesc: the factor by which the adapters' outputs are multiplied."""
+    rest: Annotated["str | DenseParameters | None", Shown("qlora:R|lora:R|frozen|full", "qlora:64", str | None)] = None
+    """pesc: how the parameters of the dense model are treated. lora: frozen, with LoRA of rank R on every kernel of
+    attention and FFNs; qlora: the same over NF4 kernels; frozen: frozen without LoRA; full: trained."""
+    freeze_base: bool = False
+    """Freezes the shared FFN in training (low-rank and sparse)."""
+    gate: Annotated[
+        Literal["topk_softmax", "softmax_topk", "top1"] | None,
+        Shown("topk_softmax|softmax_topk|top1", "topk_softmax"),
+    ] = None
+    """Weights of the chosen experts: the softmax over their logits (topk_softmax); their part of the softmax over all
+    experts (softmax_topk); or that of the first alone (top1)."""
+    universal: Literal["none", "coder", "med"] = "none"
+    """Adds a universal FFN, a copy of the FFN that sees every token. coder (XFT): its weight is 1 minus the largest
+    router probability, so that all weights sum to 1; med (Med-MoE): its weight is 1, and the MoE does not start with
+    the dense model's logits."""
+    extended: bool = False
+    """Stores the universal FFN as one more delta over the shared FFN (low-rank and sparse)."""
+    balance_coef: float = 0.01
+    """Coefficient of the loss that makes the router use all experts alike, in training."""
+    z_coef: float = 0.0
+    """Coefficient of the router's z-loss, which keeps its logits small, in training."""
+    cv_coef: float = 0.0
+    """Coefficient in training of XFT's balance loss, the squared coefficients of variation of importance and load."""
+    noise: Annotated[float, Shown("STD")] = 0.0
+    """Adds Gaussian noise to the kernels of every expert, with STD times the standard deviation of the kernel. Needs
+    `delta` full. Step 0: not the dense model's logits; the check says how far off they are, and does not fail."""
+    drop: Annotated[float, Shown("R")] = 0.0
+    """Drop-Upcycling (Nakamura et al. 2025): the share R, in the paper 0.5, of every expert's neurons, in gate, up and
+    down the same, are drawn anew, from a normal distribution with the mean and standard deviation of what they replace.
+    Needs `delta` full. Step 0: not the dense model's logits; the check says how far off they are, and does not fail."""
+    granularity: Annotated[int, Shown("G")] = 1
+    """Granular upcycling (He et al. 2024): every copy of the FFN is cut along its neurons into G experts, so that there
+    are G times `experts` experts, of which G times `top_k` are chosen. At first the router chooses all pieces of a copy
+    or none. Their outputs are scaled: by G (gate topk_softmax), or by G times `experts` / `top_k` (softmax_topk). Needs
+    `delta` full. Step 0: the dense model's logits with topk_softmax, since the pieces add up to the FFN; with
+    softmax_topk only as far as the router finds all experts alike, and the check then says how far off they are."""
+    experts_from: Annotated["Sequence[ModelLike]", Shown("DIR [DIR ...]", "SRC alone", tuple[Path, ...])] = ()
+    """Branch-Train-MiX (Sukhbaatar et al. 2024): expert i has the FFN of the i-th of these models, which have the dense
+    model's architecture and tokenizer; all else is their mean. The dense model gives an expert only if it is named too.
+    Needs `delta` full. Step 0: not the dense model's logits; the check says how far off they are, and does not fail."""
+    rest_from: Annotated[Literal["mean", "base"] | None, Shown("mean|base", "mean")] = None
+    """With `experts_from`, what is no expert (attention, norms, embeddings, other FFNs): the mean, or that of the dense
+    model."""
+    router_from: Annotated[Sequence[str], Shown("TEXT [TEXT ...]", "random", tuple[str, ...])] = ()
+    """Routers begin from texts, one for each expert (with `granularity`, each copy), or @FILE for a text in a file: the
+    row of an expert is the mean of what the layer's FFN is given for the first 512 tokens of its text, divided by
+    its length. Goes with every `delta`. Step 0: unchanged by it, for it only chooses among experts."""
+    seed: int = 0
+    """Seed of all draws: routers, low-rank factors, sparse positions, noise, dropped neurons."""
+    step0_check: bool = True
+    """Compares the new model's logits with the dense model's, and refuses gates that cannot reproduce them."""
+    text: Annotated[str | os.PathLike[str] | None, Shown("FILE", "a built-in text", Path | None)] = None
+    """With NF4 kernels (`rest` qlora): a text on which the loss before and after quantising, and the KL divergence, are
+    shown; its first 512 tokens."""
+
+    def __post_init__(self) -> None:
+        from moe_jax.experts import BankConfig
+        from moe_jax.experts.forms.by_name import option_of_form
+
+        if self.delta is not None and not isinstance(self.delta, BankConfig):
+            object.__setattr__(self, "delta", option_of_form(self.delta))
+        headline = "upcycling" if self.method is None else f"--method {self.method}"
+        if self.method == "pesc":
+            problems = [f"{flag_of(name)} does not go with adapter experts" for name in _NOT_OF_PESC if self._has(name)]
+        else:
+            given = [name for name in ("adapter", "scale", "rest") if getattr(self, name) is not None]
+            problems = [f"{flag_of(name)} goes with --method pesc only" for name in given] + self._delta_problems()
+        raise_if_any(problems, headline)
+        check_number(self, "noise", "drop", at_least=0)
+        check_positive(self, "granularity")
+        check_member("universal", self.universal, ("none", "coder", "med"))
+        if self.gate is not None and self.universal != "none":
+            raise InputError(f"--gate does not go with --universal {self.universal}, which weights the experts itself")
+        if self.rest_from is not None and not self.experts_from:
+            raise InputError("--rest-from goes with --experts-from only")
+        if self.seed < 0:
+            raise InputError(f"seed={self.seed} must not be negative")
+        check_member("rest_from", self.rest_from or "mean", ("mean", "base"))
+        if self.experts_from and self.experts not in (None, len(self.experts_from)):
+            raise InputError(
+                f"--experts-from names {len(self.experts_from)} models, each for one expert, and --experts is "
+                f"{self.experts}"
+            )
+        if self.drop > 1:
+            raise InputError(f"drop={self.drop} is a share of the neurons, at most 1")
+        if not self.bank.has_own_kernels:
+            needs = [f"{flag_of(name)} needs --delta full: {why}" for name, why in _WHY_FULL.items() if self._has(name)]
+            raise_if_any(needs, "upcycling")
+        if self.router_from:
+            raise_if_any(self.prompt_problems(len(self.router_from)), "upcycling")
+
+    @property
+    def copies(self) -> int:
+        """Number of copies of the FFN: of experts, where they are not cut into pieces."""
+        if self.experts is not None:
+            return self.experts
+        return len(self.experts_from) or len(self.router_from) or 8
+
+    @property
+    def every_nth(self) -> int:
+        """Every how many layers one becomes an MoE."""
+        return self.every if self.every is not None else 1 if self.method == "pesc" else 2
+
+    @property
+    def weighting(self) -> str:
+        """The gate: one of `functional.routing.gates.GATES`."""
+        return self.gate or "topk_softmax"
+
+    @property
+    def copies_are_plain(self) -> bool:
+        """Whether the experts begin as unchanged copies of one FFN."""
+        return not (self.noise or self.drop or self.granularity > 1 or self.experts_from)
+
+    @cached_property
+    def bank(self) -> "BankConfig":
+        """The form of the experts."""
+        from moe_jax.experts import BankConfig
+
+        if self.method == "pesc":
+            return self._adapter_bank()
+        if isinstance(self.delta, BankConfig):
+            return self.delta
+        return parse_delta(str(self.delta or "full"), freeze_base=self.freeze_base)
+
+    @cached_property
+    def dense_parameters(self) -> "DenseParameters":
+        """How the parameters of the dense model are treated."""
+        from moe_jax.upcycling.dense_parameters import DenseParameters, parse_rest
+
+        if self.rest is None:
+            return DenseParameters(kind="qlora", rank=64) if self.method == "pesc" else DenseParameters()
+        return parse_rest(self.rest) if isinstance(self.rest, str) else self.rest
+
+    def prompt_problems(self, prompts: int) -> list[str]:
+        """Returns why routers cannot be made from so many texts."""
+        problems = []
+        if prompts != self.copies:
+            what = "experts" if self.granularity == 1 else "copies of the FFN that are cut into experts"
+            problems.append(f"--router-from has {prompts} texts for {self.copies} {what}; give one for each")
+        if self.universal == "coder":
+            problems.append("--router-from makes linear routers, and --universal coder has a gate network")
+        if self.bank.form.beside_base_model:
+            problems.append("--router-from does not go with adapter experts")
+        return problems
+
+    def described(self) -> dict[str, Any]:
+        """Returns the options as they are written to the lineage."""
+        pesc = self.bank.form.beside_base_model
+        described = {
+            "method": self.method,
+            "experts": self.copies,
+            "top_k": self.top_k,
+            "every": self.every_nth if self.layers is None else None,
+            "layers": None if self.layers is None else tuple(self.layers),
+            "delta": None if pesc else self._described_delta(),
+            "freeze_base": self.freeze_base,
+            "gate": self.weighting if self.universal == "none" else None,
+            "universal": self.universal,
+            "extended": self.extended,
+            "balance_coef": self.balance_coef,
+            "z_coef": self.z_coef,
+            "cv_coef": self.cv_coef,
+            "seed": self.seed,
+            "step0_check": self.step0_check,
+        }
+        if pesc:
+            described |= dataclasses.asdict(self.bank.form) | {"rest": dataclasses.asdict(self.dense_parameters)}
+        for name in ("noise", "drop", "granularity"):
+            if self._has(name):
+                described[name] = getattr(self, name)
+        if self.rest_from == "base":
+            described["rest_from"] = "base"
+        if self.experts_from:
+            described["experts_from"] = [name_of(model) for model in self.experts_from]
+        if self.router_from:
+            described["router_from"] = list(self.router_from)
+        return described | {"allow_nonfinite": self.allow_nonfinite}
+
+    def _adapter_bank(self) -> "BankConfig":
+        """PESC's bank; what is not given is as in the released Camelidae models (methods.md 6)."""
+        from moe_jax.experts import AdapterConfig, AdapterExperts, BankConfig
+
+        width = "512" if self.adapter is None else str(self.adapter)
+        if not re.fullmatch(r"\d{1,9}", width):
+            raise InputError(
+                f"--adapter {shown(self.adapter)}: of pesc it is the adapters' width, a whole number such as 512"
+            )
+        scale = 0.25 if self.scale is None else self.scale
+        adapter = AdapterConfig(rank=int(width), activation="gelu", scale=scale, dropout=0.1)
+        return BankConfig(AdapterExperts(adapter=adapter))
+
+    def _described_delta(self) -> str | dict[str, Any]:
+        if self.delta is None or isinstance(self.delta, str):
+            return self.delta or "full"
+        return dataclasses.asdict(self.delta)
+
+    def _has(self, name: str) -> bool:
+        value = getattr(self, name)
+        return value not in (*NOT_GIVEN, ()) and not (name == "granularity" and value == 1)
+
+    def _delta_problems(self) -> list[str]:
+        """Problems of `delta` with a method that has deltas or copies."""
+        from moe_jax.experts import BankConfig
+        from moe_jax.experts.forms.by_name import delta_options, form_named, form_of_option
+
+        form = self.delta.form if isinstance(self.delta, BankConfig) else self.delta and form_of_option(str(self.delta))
+        over_base = bool(form and form.over_base)
+        if self.method == "vanilla" and over_base:
+            return [f"its experts are copies, and --delta {self.delta} is another kind; use --method ders"]
+        if self.method == "ders" and not over_base:
+            offered = [option for kind, option in delta_options().items() if form_named(kind).over_base]
+            return [f"--delta is missing: {' or '.join(offered)}"]
+        if self.method not in (None, "vanilla", "ders"):
+            return [f"unknown method {shown(self.method)}; it is one of vanilla, ders, pesc"]
+        return []
+
+
+def parse_delta(text: str, *, freeze_base: bool = False) -> "BankConfig":
+    """Reads `full`, `low-rank:R`, `sparse:RATE`, or what other forms say of themselves.
+
+    Raises:
+      InputError: for anything else, a number out of range, or a frozen base where there is none.
+    """
+    from moe_jax.experts import BankConfig
+    from moe_jax.experts.forms.by_name import form_of_option
+
+    form = form_of_option(text)
+    if freeze_base and not form.over_base:
+        raise InputError(f"--freeze-base needs a shared base, and --delta {text} has none: its experts are copies")
+    return BankConfig(form, train_base=not freeze_base)
