@@ -104,11 +104,10 @@ def evaluate_tasks(
       system: the system prompt.
 
     Returns:
-      lm-eval's results, JSON except for `samples`: `results`, `groups`, `configs`, `versions`, `n-shot`, `n-samples`,
-      ...
+      lm-eval's results, JSON except `samples`: `results`, `groups`, `configs`, `versions`, `n-shot`, `n-samples`, ...
 
-      Raises:
-        InputError: if there are no answers to count, or templates fail.
+    Raises:
+      InputError: if there are no answers to count, or templates fail.
     """
     import lm_eval.evaluator
 

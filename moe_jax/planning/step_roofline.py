@@ -22,12 +22,13 @@ from moe_jax.training.recipe.schema import Recipe
 class StepRoofline(NamedTuple):
     """An estimate for one chip.
 
-    matrix: seconds of the products, with those that `remat` does again.
-    memory: seconds for the bytes that are moved to and from its memory.
-    links: seconds for the bytes that it sends; None: the links of the chip are unknown.
-    seconds: the longest of them.
-    bound: the name of the longest.
-    utilisation: share of the peak that the model's own operations would reach in this time.
+    Attributes:
+      matrix: seconds of the products, with those that `remat` does again.
+      memory: seconds for the bytes that are moved to and from its memory.
+      links: seconds for the bytes that it sends; None: the links of the chip are unknown.
+      seconds: the longest of them.
+      bound: the name of the longest.
+      utilisation: share of the peak that the model's own operations would reach in this time.
     """
 
     matrix: float

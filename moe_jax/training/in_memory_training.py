@@ -43,9 +43,9 @@ def train_on_batches(
 ) -> tuple[Decoder, Record]:
     """Trains until `recipe.train.steps` steps are done or there are no batches left.
 
-    recipe: optimizer, schedule, partition, dtypes, mesh, seed. Its run directory, data, checkpoints, log and evaluation
-      are ignored.
-        evaluation do not count.
+    Args:
+      recipe: optimizer, schedule, partition, dtypes, mesh, seed. Its run directory, data, checkpoints, log and
+        evaluation are ignored.
       source: the model to begin with, which is not changed.
       batches: see `read_batch`; all of one shape, with the recipe's number of rows.
       devices: of the mesh; default all.

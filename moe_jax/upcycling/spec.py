@@ -1,4 +1,4 @@
-"""`UpcycleSpec`: the options of `upcycle`, read and checked."""
+"""The options of `upcycle`, read and checked."""
 
 import dataclasses
 import os

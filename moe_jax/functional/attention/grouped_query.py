@@ -1,9 +1,8 @@
 """Grouped-query attention with causal, bidirectional, prefix, sliding-window and packed-document masks.
 
 Kernels are used where they support the case: on TPUs JAX's splash attention (`kernels.tpu.splash_attention`), on NVIDIA
-  GPUs cuDNN's
-flash attention and Triton's (`kernels.gpu.flash_attention`). Everything else, and everything on other platforms, is
-computed by `chunked_attention`. No array grows with the square of the length.
+GPUs cuDNN's flash attention and Triton's (`kernels.gpu.flash_attention`). Everything else, and everything on other
+platforms, is computed by `chunked_attention`. No array grows with the square of the length.
 """
 
 import logging

@@ -1,8 +1,7 @@
 """Gates: from a router's logits to the chosen experts and their weights. Always float32 (methods.md 1).
 
 A gate is two small functions, registered by name: scores of all experts, and weights of the chosen ones. A bias or
-  groups,
-which restrict the choice, work with every gate. `register_gate` adds a gate, for `MoEConfig.gate` to name.
+groups, which restrict the choice, work with every gate. `register_gate` adds a gate, for `MoEConfig.gate` to name.
 """
 
 from collections.abc import Callable

@@ -33,8 +33,9 @@ _METADATA_OF_ARRAYS = f"{_STATE}/array_metadatas"
 def copy_checkpoint(source: Path, target: Path) -> None:
     """Copies the folder of a checkpoint.
 
-    source: the folder of a complete checkpoint.
-    target: where the copy is made; nothing exists there.
+    Args:
+      source: the folder of a complete checkpoint.
+      target: where the copy is made; nothing exists there.
 
     Raises:
       InputError: if something of the checkpoint is missing.
