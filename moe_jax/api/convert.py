@@ -94,7 +94,7 @@ def _packed(spec: ExportSpec) -> Pack | None:
 
 
 def packed_experts(bits: int | None = None, group_size: int | None = None) -> Pack:
-    """Returns how `export` writes experts in codes, which are found as in `compress`; `Packing.of` checks the options."""
+    """Returns how `export` writes experts in codes, found as in `compress`; `Packing.of` checks the options."""
     return partial(Packing.of, quantise=_codes, bits=bits, group_size=group_size)
 
 

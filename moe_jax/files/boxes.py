@@ -51,7 +51,7 @@ def fresh(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 
 def _runs(shape: Sequence[int], box: Sequence[slice]) -> tuple[int, list[int]]:
-    """Returns the length of the contiguous runs of a box, which is the same for all, and where each begins, in elements."""
+    """Returns the length of the contiguous runs of a box, the same for all, and where each begins, in elements."""
     axis, run = len(shape), 1
     while axis > 0:
         axis -= 1

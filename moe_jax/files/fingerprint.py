@@ -60,7 +60,7 @@ def fingerprint_contents(files: Iterable[Path]) -> str:
 
 
 def _hashed_samples(files: Sequence[Path]) -> list[bytes]:
-    """Returns the hashed samples of files. Reads several files at the same time: those in buckets take many requests."""
+    """Returns the hashed samples of files. Reads several at the same time: those in buckets take many requests."""
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         return list(pool.map(lambda file: hashlib.sha256(sample_file(file)).digest(), files))
 

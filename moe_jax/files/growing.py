@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class LocalFolder:
-    """A folder on this machine's disk whose files belong to a place: it is the place, or they are copied there.
+    """A folder on this machine's disk whose files belong to a place: either it is that place, or they are copied there.
 
     Attributes:
       path: path of the folder.
@@ -71,9 +71,9 @@ class GrowingFile:
 class GrowingObjects(GrowingFile):
     """Lines that grow in a bucket, where nothing can be appended to an object.
 
-    They are written in parts, `metrics.jsonl`, `metrics.jsonl.1`, ...: the last one anew when it is flushed, or some
-    time after lines came, and when it has become large, another one begins. Parts are read by their names until one is
-    not there.
+    They are written in parts, `metrics.jsonl`, `metrics.jsonl.1`, ... The last part is rewritten when it is flushed, or
+    some time after lines came; when it has become large, another one begins. A reader asks for the parts by name until
+    one does not exist.
     """
 
     PART_BYTES = 1 << 20

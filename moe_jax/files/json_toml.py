@@ -23,7 +23,7 @@ MAX_TOML_BYTES = 1 << 20
 MAX_KEY_PARTS = 16
 
 Unusual = Literal["nonfinite", "large integers", "surrogates"]
-"""Values that JSON can hold and most files must not: NaN and infinities, integers beyond 64 bits, halves of characters."""
+"""Values of JSON that most files must not hold: NaN and infinities, integers beyond 64 bits, halves of characters."""
 
 ANYTHING: tuple[Unusual, ...] = ("nonfinite", "large integers", "surrogates")
 """All unusual values, for files most of whose keys are not ours; each value is checked where it is used."""

@@ -1,4 +1,4 @@
-"""Writes directories atomically: beside their target, and renamed at the end. `resume` does so for work that goes on."""
+"""Writes directories atomically: beside their target, and renamed at the end. `resume` does so for resumable work."""
 
 import contextlib
 import datetime

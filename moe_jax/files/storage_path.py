@@ -1,11 +1,11 @@
-"""Where files are: a place on a disk, or an address in a bucket, by the same methods.
+"""Paths of files on a disk or in a bucket, with the same methods.
 
-Both are paths of `pathlib`, with what that does not have: writing that is atomic or done when it returns, lines that
-grow, listings, versions, copies made on this machine. Nobody outside of `moe_jax.files` asks which of the two a path
-is.
+Both are paths of `pathlib` with further methods: writes that are atomic, or stored when they return; files of lines
+that grow; listings; versions; copies on this machine. Code outside of `moe_jax.files` never asks which of the two a
+path is.
 
-A bucket has no folders: there is one where the name of an object goes on after it. What is known by its name is read as
-it is now; what a listing shows may be some time old.
+A bucket has no folders: a folder exists if the name of an object begins with it. Reading an object by its name gives
+its present content; a listing may be some time old.
 """
 
 import contextlib
@@ -38,11 +38,11 @@ class StoragePath(PosixPath):
     """A path with more methods than those of `pathlib`. `as_path` makes one of a text, or of another path.
 
     Attributes:
-      renames: whether what is finished can take another name at once, and files can grow. If not, a file is written as
-        a whole, and the one without which the others count for nothing is written last.
-      at_once: how many files, or parts of one, are best asked for at the same time.
-      absence: what to add to the message that there is no model here.
-      on_disk: the path for programs that open files by themselves; None: they cannot.
+      renames: whether finished files can be renamed at once, and files can grow. If not, a file is written as a whole,
+        and the file without which the others count for nothing is written last.
+      at_once: number of files, or parts of one, that are best requested at the same time.
+      absence: text added to the message that there is no model here.
+      on_disk: the path for programs that open files by themselves; None if they cannot.
     """
 
     renames = True
@@ -74,8 +74,7 @@ class StoragePath(PosixPath):
 
     @contextlib.contextmanager
     def replacing(self) -> Iterator[IO[bytes]]:
-        """Yields a file to write to, which replaces this one when the block ends without an error; see
-        `replace_content`."""
+        """Yields a file to write to, which replaces this one atomically when the block ends without an error."""
         fresh = self.beside("new")
         try:
             with open(fresh, "wb") as handle:
@@ -110,13 +109,13 @@ class StoragePath(PosixPath):
         return self.with_name(f".{self.name}.{suffix}")
 
     def files_below(self) -> list[str]:
-        """Returns names of all files in a folder and below, relative to it and sorted; in a bucket, as far as listings show."""
+        """Returns all files in a folder and below, relative to it, sorted; in a bucket, as far as listings show."""
         return sorted(file.relative_to(self).as_posix() for file in self.rglob("*") if file.is_file())
 
     def matching(self) -> list["StoragePath"]:
-        """Returns the files that this path means as a pattern (`**` for any depth), sorted.
+        """Returns the files that match this path as a pattern (`**` for any depth), sorted.
 
-        As much of its beginning as is the path of a folder is no pattern, whatever characters it has: `run[1]/*.txt`.
+        The beginning of it that is the path of a folder is not a pattern, whatever its characters: `run[1]/*.txt`.
         """
         folder = next(parent for parent in self.parents if parent.is_dir())
         below = str(self.relative_to(folder))
@@ -124,20 +123,20 @@ class StoragePath(PosixPath):
         return sorted(path for path in found if path.is_file())
 
     def looked_from(self) -> str:
-        """How a file was looked for, to be said if there is none."""
+        """Says how a file was looked for, for the message that there is none."""
         return f"looked from {Path.cwd()}"
 
     def version(self) -> str:
-        """Changes with the content of a file."""
+        """Returns a text that changes with the content of a file."""
         stat = self.stat()
         return f"{stat.st_size}\n{stat.st_mtime_ns}"
 
     def mark_folder(self) -> None:
-        """Makes Orbax find a folder in which there may be no files yet."""
+        """Lets Orbax find a folder that may have no files yet."""
         self.mkdir(parents=True, exist_ok=True)
 
     def check_parent(self) -> None:
-        """Raises `FileNotFoundError` if there is no folder in which a file could be written."""
+        """Raises `FileNotFoundError` if the folder of this file does not exist."""
         if not self.parent.is_dir():
             raise FileNotFoundError(f"no directory {self.parent} to write {self.name} to")
 
@@ -146,7 +145,7 @@ class StoragePath(PosixPath):
         return os.path.relpath(place, self) if place.on_disk else None
 
     def follow(self, way: str) -> "StoragePath":
-        """Where a relative path leads from this folder; an absolute one is itself."""
+        """Returns the place that a relative path names from this folder; an absolute path is returned as it is."""
         there = as_path(way)
         return there if there.is_absolute() else (self / way).resolve()
 
@@ -155,7 +154,7 @@ class StoragePath(PosixPath):
         return {"driver": "file", "path": f"{self}/"}
 
     def storage_error(self, text: str) -> Exception | None:
-        """Returns the error of the disk or the bucket that a library's message tells of; None: it tells of none."""
+        """Returns the disk or bucket error that a library's message speaks of; None: it speaks of none."""
         found = next((code for code in _DISK_ERRORS if os.strerror(code) in text), None)
         return None if found is None else OSError(found, os.strerror(found), str(self))
 
@@ -168,14 +167,14 @@ class StoragePath(PosixPath):
         """Opens a file of lines that grows; `read_grown` reads it.
 
         Args:
-          kept: the lines that it begins with, each with its end; what else is there is removed.
+          kept: the lines that the file begins with, each with its end; other lines in it are removed.
         """
         if self.exists():  # if the process is killed here, the lines so far are not lost
             self.replace_content("".join(kept).encode())
         return GrowingFile(self)
 
     def read_grown(self) -> bytes:
-        """What a file of lines holds; nothing if there is none."""
+        """Returns the content of a file of lines; nothing if there is no file."""
         return self.read_bytes() if self.exists() else b""
 
     def write_grown(self, content: bytes) -> None:
@@ -189,9 +188,9 @@ class DiskPath(StoragePath):
 
 
 class BucketPath(StoragePath):
-    """An address such as `gs://bucket/models/moe`: names as ever, files by requests.
+    """An address such as `gs://bucket/models/moe`. Parts and names work as in `pathlib`, files by requests.
 
-    What a bucket does not have, such as links and renaming, is not here; functions of `os` find nothing at it.
+    Links, renaming and whatever else a bucket does not have are not supported; functions of `os` find nothing at it.
     """
 
     renames = False
@@ -219,18 +218,18 @@ class BucketPath(StoragePath):
 
     @property
     def address(self) -> Address:
-        """Its parts."""
+        """The scheme, the bucket and the key of this address."""
         return parse_address(str(self))
 
     @property
     def objects(self) -> Objects:
-        """The bucket."""
+        """The bucket of this address."""
         address = self.address
         return objects_of(address.scheme, address.bucket)
 
     @property
     def key(self) -> str:
-        """The name of the object, or of the folder."""
+        """The name of the object, or of the folder, in its bucket."""
         return self.address.key
 
     def absolute(self) -> "BucketPath":
@@ -249,7 +248,7 @@ class BucketPath(StoragePath):
         return bool(self.key) and self.objects.generation(self.key) is not None
 
     def is_dir(self, **_: Any) -> bool:
-        """Whether there is anything in the folder: a finished model, whatever listings show, or what they show."""
+        """Whether the folder has a finished model, even if listings do not show it yet, or an object that they show."""
         return not self.key or (self / "config.json").is_file() or bool(self.objects.names(self.key))
 
     def exists(self, **_: Any) -> bool:
@@ -260,11 +259,11 @@ class BucketPath(StoragePath):
             yield self / name
 
     def glob(self, pattern: str, **_: Any) -> Iterator["BucketPath"]:
-        """What is in the folder and has a name of this pattern; not below."""
+        """Yields the entries of the folder whose names match a pattern; not entries of folders in it."""
         return (child for child in self.iterdir() if fnmatch.fnmatchcase(child.name, pattern))
 
     def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
-        """Does nothing: a folder is there with what is in it."""
+        """Does nothing: a folder exists as soon as it has an object."""
 
     def read_bytes(self) -> bytes:
         found = self.objects.read(self.key)
@@ -298,7 +297,7 @@ class BucketPath(StoragePath):
         self.write_bytes(content)
 
     def sync(self) -> None:
-        """Does nothing: what was written is stored."""
+        """Does nothing: written objects are stored."""
 
     def remove_tree(self) -> None:
         self.objects.remove_all(self.key)
@@ -328,7 +327,7 @@ class BucketPath(StoragePath):
         self.objects.write(f"{self.key}/", b"")
 
     def check_parent(self) -> None:
-        """Does nothing: folders are there with what is in them."""
+        """Does nothing: an object needs no folder."""
 
     def way_to(self, place: StoragePath) -> str | None:
         if not isinstance(place, BucketPath) or place.address[:2] != self.address[:2]:
@@ -363,13 +362,14 @@ class BucketPath(StoragePath):
         self.growing(content.decode().splitlines(keepends=True))
 
     def part(self, number: int) -> "BucketPath":
-        """Returns the object of a part of a file that grows."""
+        """Returns the object that holds a part of a file that grows."""
         return self if number == 0 else self.with_name(f"{self.name}.{number}")
 
 
 def as_path(path: str | os.PathLike[str]) -> StoragePath:
-    """Returns the path that a text, or another path, stands for; an address is one also where `Path` has made one slash of its
-    two.
+    """Returns a text or another path as a `StoragePath`.
+
+    An address is recognised even if `Path` has turned its two slashes into one.
 
     Raises:
       InputError: if it is an address in which no bucket is named.
@@ -386,13 +386,16 @@ def read_generation(path: StoragePath) -> Found | None:
 
 
 def write_over(path: StoragePath, content: bytes, generation: bytes) -> bytes | None:
-    """Writes an object unless another process has, since it had a generation; see `Objects.write`."""
+    """Writes an object if it still has this generation; returns the new one, None if another process has written it."""
     assert isinstance(path, BucketPath)
     return path.objects.write(path.key, content, over=generation)
 
 
 def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
-    """Whether the parts of a path match those of a pattern, `**` any number of them; hidden ones have to be named."""
+    """Whether the parts of a path match those of a pattern, where `**` stands for any number of parts.
+
+    A hidden part matches only a pattern that begins with a dot.
+    """
     if not patterns or not names:
         return not names and all(pattern == "**" for pattern in patterns)
     hidden = names[0].startswith(".") and not patterns[0].startswith(".")

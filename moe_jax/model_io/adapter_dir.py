@@ -71,7 +71,7 @@ class AdapterDirectory(ModelDirectory, OverBase):
         `moe_jax.api.open_source` finds the base and opens both.
 
         Args:
-          path: the adapter directory.
+          path: path of the adapter directory.
           base: the model that it was made for.
 
         Raises:
@@ -95,7 +95,7 @@ class AdapterDirectory(ModelDirectory, OverBase):
             )
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Leaf path -> shape and dtype: as stored, or for NF4 codes made from kernels of the base, as made.
+        """Returns leaf path -> shape and dtype: as stored, or for NF4 codes made from kernels of the base, as made.
 
         Raises:
           InputError: if metadata is damaged, or the leaves are not those of the config; all problems are listed.
@@ -104,7 +104,7 @@ class AdapterDirectory(ModelDirectory, OverBase):
         return self._leaves.specs
 
     def own_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Leaf path -> shape and dtype of the leaves that are stored here and not in the base."""
+        """Returns leaf path -> shape and dtype of the leaves that are stored here and not in the base."""
         return self._reader.specs
 
     def read(self, path: str) -> np.ndarray:
@@ -112,15 +112,15 @@ class AdapterDirectory(ModelDirectory, OverBase):
         return self._leaves.read(path)
 
     def read_part(self, path: str, part: Part) -> np.ndarray:
-        """Reads a box of a leaf; of one that is neither here nor in the base as it is, all has to be made."""
+        """Reads a box of a leaf; if the leaf has to be quantised, all of it is made."""
         return self._leaves.read_part(path, part)
 
     def stored_bytes(self, path: str) -> int:
-        """Bytes of a leaf on disk, here or in the base."""
+        """Returns the number of bytes of a leaf on disk, here or in the base."""
         return self._leaves.stored_bytes(path)
 
     def fingerprint(self) -> str:
-        """Returns identity of config, base and own weights: a SHA-256."""
+        """Returns a SHA-256 of config, base and own weights."""
         return hashlib.sha256(f"{super().fingerprint()}{self._base_fingerprint}".encode()).hexdigest()
 
     @cached_property
@@ -149,11 +149,11 @@ class AdapterDirectoryWriter(ModelDirectoryWriter):
 
         Args:
           dst: where the directory appears.
-          config: of the tuned model.
+          config: config of the tuned model.
           base: its base, which the directory refers to.
-          tokenizer_files, lineage, resume, allow_nonfinite: see `ModelDirectoryWriter`.
-          trained: leaves of the base that were trained, and are stored here with their new values. Besides these, all
-            leaves must be written that the base does not have.
+          tokenizer_files, lineage, resume, allow_nonfinite: as in `ModelDirectoryWriter`.
+          trained: leaves of the base that were trained, and are stored here with their new values. All leaves that the
+            base does not have must be written too.
 
         Raises:
           InputError: if `config` does not belong to `base`, `base` is an adapter directory itself, or `dst` exists.

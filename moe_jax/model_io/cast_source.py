@@ -1,4 +1,4 @@
-"""A model as if it were stored in another dtype."""
+"""Reads a model as if it were stored in another dtype."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ from moe_jax.model_io.model_source import ModelSource
 
 
 class CastSource:
-    """A `ModelSource` that casts another one's leaves when they are read; what they take on the disk stays the same."""
+    """A `ModelSource` that casts another one's leaves when they are read. Stored sizes are those of the other one."""
 
     def __init__(self, source: ModelSource, dtype: str):
-        """Reads nothing yet.
+        """Reads no weights yet.
 
         Args:
           source: the model.
-          dtype: `float32`, `bfloat16` or `float16`, for all leaves of floating point that may be cast.
+          dtype: `float32`, `bfloat16` or `float16`, for all floating-point leaves that may be cast.
 
         Raises:
           InputError: for another dtype.
@@ -35,26 +35,26 @@ class CastSource:
 
     @property
     def path(self) -> Path:
-        """That of the model."""
+        """The path of the model."""
         return self._source.path
 
     @property
     def tokenizer_files(self) -> tuple[Path, ...]:
-        """Those of the model."""
+        """The tokenizer files of the model."""
         return self._source.tokenizer_files
 
     @property
     def lineage(self) -> Sequence[dict[str, Any]]:
-        """That of the model."""
+        """The lineage of the model."""
         return self._source.lineage
 
     @property
     def base(self) -> ModelSource | None:
-        """Where the model stands on another one, that one, not cast."""
+        """The base of the model, not cast; None if it has none."""
         return self._source.base
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Leaf path -> shape, and the dtype in which `read` gives it."""
+        """Returns leaf path -> shape and the dtype that `read` returns."""
         return {
             path: jax.ShapeDtypeStruct(spec.shape, self._dtype) if may_be_cast(path, spec.dtype) else spec
             for path, spec in self._source.specs().items()
@@ -75,9 +75,9 @@ class CastSource:
             raise InputError(f"{error}; choose another --dtype") from None
 
     def stored_bytes(self, path: str) -> int:
-        """Bytes of one leaf as the model stores it."""
+        """Returns the number of bytes of one leaf as the model stores it."""
         return self._source.stored_bytes(path)
 
     def fingerprint(self) -> str:
-        """That of the model as it is stored."""
+        """Returns the fingerprint of the model as it is stored."""
         return self._source.fingerprint()

@@ -1,8 +1,8 @@
-"""Models of the Hugging Face Hub by their names: `org/name` or `org/name@revision` in the place of a path.
+"""Opens models of the Hugging Face Hub by name: `org/name` or `org/name@revision` instead of a path.
 
-What exists on the disk is always meant as a path, and so is what could: a name whose first part is a folder here.
-Downloaded are a model's config, its tokenizer, and its weights as safetensors (as PyTorch files where there are no
-others); never code. They lie in the Hub's own cache, which also answers when there is no network.
+A text is taken as a path if it exists on the disk, or could: if its first part is a folder here. The config of a model,
+its tokenizer and its weights are downloaded, as safetensors or, where there are none, as PyTorch files; code never is.
+Files lie in the Hub's own cache, which is also used when there is no network.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from moe_jax.files.storage_path import as_path
 from moe_jax.files.tokenizer_files import is_companion
 
 CONFIG = "config.json"
-# As the Hub allows them. One slash: nothing else tells a name from a path.
+# The names that the Hub allows. Only the single slash tells a name from a path.
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9])?"
 _NAME = re.compile(rf"(?P<repository>{_PART}/{_PART})(?:@(?P<revision>[\w][\w./-]{{0,200}}))?")
 _SNAPSHOT = re.compile(r"models--(?P<organisation>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/?")
@@ -29,7 +29,7 @@ _TORCH = re.compile(rf"pytorch_model{_SHARD}\.bin(\.index\.json)?")
 
 
 def is_hub_name(path: Path | str) -> bool:
-    """Whether a model on the Hub is meant, and no path: see the module."""
+    """Whether a text names a model on the Hub and not a path, by the rule at the top of this module."""
     text = os.fspath(path)
     found = _name(text)
     if found is None or os.path.lexists(text):
@@ -38,7 +38,7 @@ def is_hub_name(path: Path | str) -> bool:
 
 
 def why_a_path(path: Path | str) -> str:
-    """To be added to the message that there is nothing at a path: why it was not taken for a name, if it could be."""
+    """Returns why a path was not taken for a name on the Hub, if it could be one; for the message that it is absent."""
     text = os.fspath(path)
     if _name(text) is None or os.path.lexists(text) or is_hub_name(text):
         return ""
@@ -50,11 +50,11 @@ def _name(text: str) -> re.Match[str] | None:
 
 
 def local_model(path: Path | str, *, weights: bool = True) -> Path:
-    """Returns the path itself; or of a name on the Hub the folder that its files were downloaded to.
+    """Returns a path as it is; for a name on the Hub, downloads the files and returns their folder.
 
     Args:
       path: a path, or `org/name[@revision]`.
-      weights: whether more than the config is needed.
+      weights: whether the weights and the tokenizer are needed too, and not only the config.
 
     Raises:
       InputError: if the package is absent, or the Hub has no such model, does not give it, or cannot be reached and the
@@ -80,14 +80,14 @@ def local_model(path: Path | str, *, weights: bool = True) -> Path:
 
 
 def hub_origin(path: Path | str) -> str | None:
-    """`org/name@commit` of a folder in the Hub's cache; None for any other."""
+    """Returns `org/name@commit` for a folder in the Hub's cache; None for any other."""
     found = _SNAPSHOT.search(os.fspath(path))
     return None if found is None else f"{found['organisation']}/{found['name']}@{found['commit']}"
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What the library would say of its attempts is said once, by the error that they end in."""
+    """Hides the library's messages about its attempts: the error in the end says what is needed."""
     import huggingface_hub.utils.logging  # which sets the level of its logger when it is imported
 
     logger = logging.getLogger(huggingface_hub.__name__)
@@ -100,11 +100,11 @@ def _quiet() -> Iterator[None]:
 
 
 def _fetch(repository: str, revision: str | None, weights: bool) -> Path:
-    """Downloads what is needed and not in the cache."""
+    """Downloads the needed files that are not in the cache; returns their folder."""
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    # Asked once: a download would be tried for half a minute where the Hub cannot be reached.
+    # One request first: if the Hub cannot be reached, the library would retry a download for half a minute.
     try:
         about = huggingface_hub.HfApi().model_info(repository, revision=revision)
     except Exception as error:
@@ -119,7 +119,7 @@ def _fetch(repository: str, revision: str | None, weights: bool) -> Path:
 
 
 def _cached(repository: str, revision: str | None) -> Path:
-    """Returns the folder in the cache of a model that was fetched before."""
+    """Returns the folder in the cache of a model that was downloaded before."""
     import huggingface_hub
 
     config = huggingface_hub.hf_hub_download(repository, CONFIG, revision=revision, local_files_only=True)
@@ -133,14 +133,14 @@ def _wanted(names: Iterable[str]) -> list[str]:
     weights = safetensors or [name for name in here if _TORCH.fullmatch(name)]
     if not weights:
         raise InputError("it has neither safetensors nor PyTorch files there; if it has a GGUF file, fetch that alone")
-    # Names are patterns to the library.
+    # The library takes names as patterns.
     return [
         re.sub(r"([*?[])", r"[\1]", name) for name in here if name == CONFIG or name in weights or is_companion(name)
     ]
 
 
 def _why(error: Exception) -> str:
-    """What a failure means, and what to do."""
+    """Says why a download failed, and what to do."""
     from huggingface_hub import errors
 
     hub = "the Hugging Face Hub"

@@ -27,7 +27,7 @@ IN_MEMORY = Path("in memory")
 
 
 class LeavesInMemory:
-    """Leaves as arrays of the host.
+    """Leaves as NumPy arrays in memory.
 
     Attributes:
       specs: leaf path -> shape and dtype.
@@ -38,7 +38,7 @@ class LeavesInMemory:
         self._leaves = leaves
 
     def read(self, path: str) -> np.ndarray:
-        """Returns one leaf, not copied.
+        """Returns one leaf, without a copy.
 
         Raises:
           InputError: if there is no such leaf.
@@ -68,7 +68,7 @@ class DecoderLeaves:
         }
 
     def read(self, path: str) -> np.ndarray:
-        """Returns one leaf."""
+        """Fetches one leaf from its devices."""
         leaf, index = self._leaves[path]
         return np.asarray(layer_of(leaf, index))
 
@@ -79,7 +79,7 @@ class DecoderLeaves:
 
 
 class ModelInMemory:
-    """A model in memory to read from; a `ModelSource`. See there for the attributes."""
+    """A model in memory to read from; a `ModelSource`, which documents the attributes."""
 
     def __init__(
         self,
@@ -174,12 +174,12 @@ def open_writer(
     """Opens a writer of a model directory, of an adapter directory if there is a base, or of either in memory.
 
     Args:
-      dst: where the model goes.
-      config: of the model.
-      tokenizer_files, lineage, resume, allow_nonfinite: see `ModelDirectoryWriter`; in memory there is nothing to
+      dst: where the model is written.
+      config: config of the model.
+      tokenizer_files, lineage, resume, allow_nonfinite: as in `ModelDirectoryWriter`; in memory there is nothing to
         resume.
-      base: the base of the model's adapters. Then only the leaves that it does not have are written, and those in
-        `trained`.
+      base: the base of the model's adapters, if it has some. Then only the leaves that the base does not have and those
+        in `trained` are written.
       trained: leaves of the base whose values have changed.
 
     Raises:
@@ -265,7 +265,7 @@ class _MemoryWriter:
 
 
 def differing_leaves(model: ModelSource, base: ModelSource) -> list[str]:
-    """Leaves of the base whose values differ in the tuned model.
+    """Returns the paths of the leaves of the base whose values differ in the tuned model.
 
     Args:
       model: the tuned model.

@@ -1,4 +1,4 @@
-"""The leaves that a model directory must get: which, of what shapes, and by which process."""
+"""The leaves that must be written to a model directory: their paths, their shapes, and the process that writes each."""
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -12,15 +12,15 @@ from moe_jax.models import ModelConfig
 
 
 class ExpectedLeaves:
-    """The leaves that must be written, to check against."""
+    """The leaves that must be written, and checks of the leaves that are."""
 
     def __init__(self, config: ModelConfig, only: Iterable[str] | None = None, *, allow_nonfinite: bool = False):
         """Expects all leaves that the config describes, or some of them.
 
         Args:
-          config: of the model.
-          only: paths of those expected; None: all.
-          allow_nonfinite: whether they may hold NaN and infinity.
+          config: config of the model.
+          only: paths of the expected leaves; None: all.
+          allow_nonfinite: whether leaves may hold NaN and infinity.
         """
         specs = leaf_specs(config)
         self._specs = specs if only is None else {path: specs[path] for path in only}
@@ -28,11 +28,11 @@ class ExpectedLeaves:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Of all of them."""
+        """The paths of all expected leaves."""
         return tuple(self._specs)
 
     def share(self, paths: Iterable[str]) -> frozenset[str]:
-        """Those of the leaves that this process writes: of all bytes about as many as every other process."""
+        """Returns the leaves that this process writes; every process gets about the same number of bytes."""
         owners = dealt({path: _nbytes(self._specs[path]) for path in paths})
         return frozenset(path for path, process in owners.items() if process == jax.process_index())
 
@@ -51,24 +51,24 @@ class ExpectedLeaves:
                 check_finite(path, np.asarray(leaf), REMEDY)
 
     def check_all(self, written: Collection[str]) -> None:
-        """Raises `ValueError` unless all of them are among the leaves `written`."""
+        """Raises `ValueError` unless all expected leaves are among the leaves `written`."""
         missing = sorted(path for path in self._specs if path not in written)
         if missing:
             raise ValueError(f"{len(missing)} leaves were not written, the first is {missing[0]}")
 
 
 def dealt(sizes: Mapping[Any, int]) -> dict[Any, int]:
-    """Deals work out to the processes, to each about as much as to every other.
+    """Assigns pieces of work to processes, so that every process gets about as much.
 
     Args:
-      sizes: of the pieces of work, by what they are called.
+      sizes: sizes of the pieces of work, by name.
 
     Returns:
-      By the same names, the process that does it; the same in all processes.
+      The process of every piece, by name; the same in all processes.
     """
     loads = [0] * jax.process_count()
     owners = {}
-    # By name where sizes are equal: sets of names have another order in every process.
+    # Equal sizes are ordered by name, because sets of names have another order in every process.
     for name in sorted(sizes, key=lambda name: (-sizes[name], str(name))):
         owners[name] = loads.index(min(loads))
         loads[owners[name]] += sizes[name]

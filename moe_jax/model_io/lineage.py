@@ -28,9 +28,9 @@ def new_lineage_entry(
     """Describes one command.
 
     Args:
-      command: its name.
+      command: name of the command.
       options: JSON-able, or paths.
-      sources: models and files that it read; of a model from the Hugging Face Hub, name and commit are noted.
+      sources: models and files that it read; for a model from the Hugging Face Hub, name and commit are recorded.
       measured: JSON-able measurements (errors, bytes, perplexity).
 
     Returns:
@@ -47,16 +47,16 @@ def new_lineage_entry(
 
 
 def job_of(lineage: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What identifies the work that a lineage describes; date, versions and measurements are not part of it."""
+    """Returns the identity of the work that a lineage describes: all but date, versions and measurements."""
     return [{name: entry.get(name) for name in ("command", "options", "sources")} for entry in lineage]
 
 
 def read_lineage(path: Path, *, inside: Directory | None = None) -> list[dict[str, Any]]:
-    """Returns the entries of a model directory; none for a directory without lineage, such as Hugging Face's.
+    """Returns the lineage of a model directory; no entries for a directory without one, such as Hugging Face's.
 
     Args:
-      path: of the directory.
-      inside: the directory itself, where it is open already.
+      path: path of the directory.
+      inside: the directory itself, if it is open already.
 
     Raises:
       InputError: if lineage.json is not a list of entries.
@@ -76,7 +76,7 @@ _TYPES = {"command": str, "options": dict, "sources": list, "versions": dict, "d
 
 
 def _check_entry(entry: Mapping[str, Any], where: str) -> None:
-    """Raises `InputError` unless what an entry holds is of the types that `new_lineage_entry` writes."""
+    """Raises `InputError` unless the values of an entry have the types that `new_lineage_entry` writes."""
     wrong = [name for name, kind in _TYPES.items() if name in entry and type(entry[name]) is not kind]
     raise_if_any([f"{name} is {shown(entry[name])}" for name in wrong], where)
     for source in entry.get("sources", ()):

@@ -1,4 +1,4 @@
-"""Conversion between leaves on disk, one per parameter and layer, and a stacked and sharded model in memory."""
+"""Converts between leaves on disk, one per parameter and layer, and a stacked and sharded model in memory."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ from moe_jax.nn import Decoder, is_stacked, unstacked
 
 Index = tuple[slice, ...]
 
-# Layers that are no larger together are stacked, and taken apart, on the host: a program for each shape takes longer.
+# Stacked layers up to this size are stacked, and taken apart, on the host: compiling a program per shape takes longer.
 _ON_HOST = 32 << 20
 _STACKED = re.compile(r"(stack/|encoder/|)segments/(\d+)/blocks/(\d+)/(.*)")
 
@@ -40,7 +40,7 @@ def abstract_model(config: ModelConfig, *, compute_dtype: str = "float32", remat
 def _abstract_parts(
     config: ModelConfig, compute_dtype: str, remat: str, environment: tuple[str, Exchange]
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """Its graph and state; a bank takes its strategy and exchange from the environment when it is made."""
+    """Returns graph and state of that model; banks take their strategy and exchange from the environment when made."""
     dtype = jnp.dtype(compute_dtype)
     return nnx.split(shapes_of(lambda rngs: Decoder(config, rngs=rngs, compute_dtype=dtype, remat=remat)))
 
@@ -49,8 +49,8 @@ def leaf_specs(config: ModelConfig, dtype: str | None = None) -> dict[str, jax.S
     """Returns the leaves of a model on disk: leaf path -> shape and dtype. No weights are needed or made.
 
     Args:
-      config: of the model.
-      dtype: for floating-point leaves; default the config's.
+      config: config of the model.
+      dtype: dtype of floating-point leaves; default the config's.
     """
     return dict(_leaf_specs(config, dtype))
 
@@ -66,14 +66,14 @@ def _leaf_specs(config: ModelConfig, dtype: str | None) -> dict[str, jax.ShapeDt
 
 
 def disk_paths(config: ModelConfig, path: str, *, stacked: bool = True) -> list[str]:
-    """Returns paths on disk of a parameter in memory: one per repeat if it is stacked.
+    """Returns the paths on disk of a parameter in memory: one per repeat if it is stacked.
 
     stack/segments/0/blocks/1/mlp/up/kernel -> layers/1/mlp/up/kernel, layers/3/mlp/up/kernel, ...
     stack/final_norm/scale                  -> final_norm/scale
     encoder/final_norm/scale                -> encoder_norm/scale
     encoder/relative_bias/table             -> encoder_relative_bias/table
 
-    With `stacked` false, of a model whose layers were unstacked (`nn.unstacked`): every parameter has one path.
+    With `stacked` false, the model is one whose layers were unstacked (`nn.unstacked`): every parameter has one path.
     """
     match = _STACKED.fullmatch(path)
     if not match:
@@ -98,17 +98,18 @@ def load_model(
     finite: bool = False,
     stacked: bool = True,
 ) -> Decoder:
-    """Reads a model, leaf by leaf; large layers are stacked on the device, so the host holds one leaf at a time. Of a
-    sharded leaf it reads and holds only what its own devices need, where the source can read parts.
+    """Reads a model, leaf by leaf. Large layers are stacked on the device, so the host holds one leaf at a time.
+
+    If the source can read parts, only the part of a sharded leaf that this process's devices need is read and held.
 
     Args:
       source: a model directory, an adapter directory or a Hugging Face directory.
       param_dtype: dtype of floating-point parameters, or a function from a path in memory to it; None: as stored (the
         widest, where stacked layers differ). Codes and scales of NF4 kernels are always as stored.
       compute_dtype: dtype of the activations.
-      remat: see `Decoder`.
-      mesh: shards by the rule table; None: one device.
-      finite: refuse weights that are not finite.
+      remat: as in `Decoder`.
+      mesh: the mesh to shard over, by the rule table; None: one device.
+      finite: whether to refuse weights that are not finite.
       stacked: whether layers are stacked; if not, every layer has arrays of its own, as generation wants them.
 
     Raises:
@@ -125,7 +126,7 @@ def load_model(
         shardings = state_shardings(state, mesh)
 
     def reader(name: str, dtype: jnp.dtype) -> Callable[[Index], np.ndarray]:
-        """Returns a function that returns a box of a leaf, and reads it once."""
+        """Returns a function that returns boxes of a leaf; it reads the leaf once."""
 
         def checked(leaf: np.ndarray) -> np.ndarray:
             if finite:
@@ -170,11 +171,11 @@ def load_model(
 
 
 def dtype_for_generation(source: ModelSource, compute_dtype: str, mesh: Mesh | None = None) -> str | None:
-    """Returns the `param_dtype` with which a model that is only to generate is best loaded.
+    """Returns the `param_dtype` that suits a model which only generates.
 
     On a CPU XLA converts narrower weights to the dtype of the activations anew for every token, which takes several
-    times as long as the token itself. So there they are widened when they are read, which changes no result, unless
-    that needs more than half of the memory that is free.
+    times as long as the token itself. So on a CPU weights are widened when they are read, which changes no result,
+    unless that needs more than half of the free memory.
     """
     platform = (jax.devices()[0] if mesh is None else mesh.devices.flat[0]).platform
     if platform != "cpu" or compute_dtype != "float32":
@@ -188,7 +189,7 @@ def dtype_for_generation(source: ModelSource, compute_dtype: str, mesh: Mesh | N
 def may_be_cast(path: str, dtype: jnp.dtype) -> bool:
     """Whether a leaf may be cast to another floating-point dtype.
 
-    Neither integers nor the scales of NF4 kernels, nor biases of selection, whose differences would be lost.
+    Integers, the scales of NF4 kernels, and biases of selection, whose differences would be lost, may not.
     """
     is_nf4 = "/nf4/" in path or "/coded_nf4/" in path
     return jnp.issubdtype(dtype, jnp.floating) and not is_nf4 and not path.endswith("/selection_bias")
@@ -201,8 +202,10 @@ def model_leaves(model: Decoder) -> Iterator[tuple[str, jax.Array | np.ndarray]]
 
 
 def layer_of(leaf: jax.Array, index: int | None) -> jax.Array | np.ndarray:
-    """Returns one of several stacked layers, on the host if they are small and no other host has a part; the leaf if `index` is
-    None."""
+    """Returns one of several stacked layers, or the leaf itself if `index` is None.
+
+    The layer is on the host if the leaf is small and no other host has a part of it.
+    """
     if index is None:
         return leaf
     if leaf.nbytes <= _ON_HOST and leaf.is_fully_addressable:
@@ -213,8 +216,7 @@ def layer_of(leaf: jax.Array, index: int | None) -> jax.Array | np.ndarray:
 
 
 def stacked_leaves(model: Decoder) -> dict[str, tuple[jax.Array, int | None]]:
-    """Where the leaves of a model on disk are in memory: the array that holds each, and its index there if several are
-    stacked; layer after layer."""
+    """Returns the place in memory of every leaf on disk, layer by layer: an array, and an index if that is stacked."""
     entries = {}
     for path, leaf in _leaves(nnx.state(model)):
         for index, name in enumerate(disk_paths(model.config, path, stacked=is_stacked(model))):
@@ -223,7 +225,7 @@ def stacked_leaves(model: Decoder) -> dict[str, tuple[jax.Array, int | None]]:
 
 
 def check_leaves(expected: dict[str, Any], found: dict[str, Any], where: str) -> None:
-    """Compares what a config describes with what a source holds; both are leaf path -> anything with a `shape`.
+    """Compares the leaves that a config describes with those of a source; both are leaf path -> object with a `shape`.
 
     Raises:
       InputError: listing every leaf that is missing, unexpected or misshapen.
@@ -249,13 +251,13 @@ def _by_layer(path: str) -> tuple[int, int, str]:
 
 
 def _put(shape: tuple[int, ...], sharding: jax.sharding.Sharding, part: Callable[[Index], np.ndarray]) -> jax.Array:
-    # From a callback and not device_put: every process of a pod then asks for its own shards.
+    # A callback and not device_put, so that every process of a pod asks only for its own shards.
     return jax.make_array_from_callback(shape, sharding, lambda index: part(index or ()))
 
 
 @lru_cache(maxsize=64)
 def _layer_program(sharding: jax.sharding.Sharding) -> Callable[[jax.Array, int], jax.Array]:
-    """Takes a layer out of several, and leaves every shard where it is."""
+    """Returns a program that takes one layer out of several and leaves every shard on its device."""
     return jax.jit(lambda leaf, index: leaf[index], out_shardings=sharding)
 
 
@@ -265,7 +267,7 @@ def _without_leading_axis(sharding: jax.sharding.Sharding) -> jax.sharding.Shard
     return sharding
 
 
-# Kept: many leaves of a model have the same shape, and compiling takes longer than filling all but the largest.
+# Cached: many leaves of a model have the same shape, and compiling takes longer than filling all but the largest.
 @lru_cache(maxsize=256)
 def _zeros_program(
     shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.Sharding

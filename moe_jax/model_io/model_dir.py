@@ -3,11 +3,10 @@
     config.json      versioned `ModelConfig`; the tree of the model can be built from it alone
     params/          Orbax checkpoint, one leaf per parameter per layer
     lineage.json     how the model was made
-    tokenizer files  copied through unchanged; see `companions`
+    tokenizer files  copied unchanged (`files.tokenizer_files`)
 
-On a disk a directory is written beside its target and renamed when it is complete. In a bucket it is written where it
-will be, config.json last: without it there is no model. `model_io.adapter_dir.py` holds what is different for adapter
-directories.
+On a disk a directory is written beside its target and renamed when it is complete. In a bucket it is written in its
+final place, config.json last: without it there is no model. `model_io/adapter_dir.py` adds adapter directories.
 """
 
 import contextlib
@@ -62,7 +61,7 @@ def is_model_directory(path: Path) -> bool:
 class ModelDirectory:
     """A model directory to read from; a `ModelSource`.
 
-    Another directory that takes its place while it is read is not noticed: this one is held open.
+    It is held open: if another directory takes its place meanwhile, reading goes on from this one.
     """
 
     base: ModelSource | None = None
@@ -98,7 +97,7 @@ class ModelDirectory:
         return LeafReader(Path(self._folder), inside=self._held)
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Leaf path -> shape and dtype as stored.
+        """Returns leaf path -> shape and dtype as stored.
 
         Raises:
           InputError: if metadata is damaged, or the leaves are not those of the config; all problems are listed.
@@ -111,11 +110,11 @@ class ModelDirectory:
         return self._reader.read(path)
 
     def read_part(self, path: str, part: Part) -> np.ndarray:
-        """Reads a box of a leaf, and no bytes but its own."""
+        """Reads a box of a leaf, and no bytes but those of the box."""
         return self._reader.read_part(path, part)
 
     def stored_bytes(self, path: str) -> int:
-        """Bytes of a leaf on disk."""
+        """Returns the number of bytes of a leaf on disk."""
         return self._reader.stored_bytes(path)
 
     def fingerprint(self) -> str:
@@ -137,11 +136,11 @@ class ModelDirectoryWriter:
 
     Everything is written to `.NAME.partial` beside the target, which is renamed when the block ends without an error.
     After an error it is removed, unless the writer is resumable and the error is not an `InputError`: then the same job
-    can continue later. In a bucket there is no such folder; see `remote_work`.
+    can continue later. In a bucket there is no such folder: `files.remote.remote_work` says how that works.
 
     With several processes every process makes the same calls, and each writes its own leaves: `mine` says which, and
-    leaves that only others write need not be read or computed. They are dealt out by their bytes, or by `deal`. A leaf
-    that is sharded over processes is written by `write_sharded`, each shard where it is.
+    leaves that only others write need not be read or computed. They are assigned by their bytes, or by `deal`. A leaf
+    that is sharded over processes is written by `write_sharded`: every process writes its own shards.
 
     Attributes:
       lineage: written at the end; until then, measurements can be added to its last entry.
@@ -165,10 +164,11 @@ class ModelDirectoryWriter:
 
         Args:
           dst: where the directory appears.
-          config: of the model.
+          config: config of the model.
           tokenizer_files: files to copy.
           lineage: all entries, the last one for the command that writes.
-          resume: continue after what the same job (config, command, options, sources) wrote before an interruption.
+          resume: whether to keep the leaves that the same job (config, command, options, sources) wrote before an
+            interruption, and go on after them.
           leaves: paths of the leaves that must be written; default all that the config describes.
           documents: JSON-able content of further files, by name.
           allow_nonfinite: whether leaves may hold NaN and infinity.
@@ -200,8 +200,10 @@ class ModelDirectoryWriter:
         self._work.note(name, data)
 
     def notes(self, names: Iterable[str]) -> dict[str, Any]:
-        """Returns the data stored by `note` under some names; in a resumed job, also that of the interrupted one. All processes
-        make the call."""
+        """Returns the data stored by `note` under some names; in a resumed job, also that of the interrupted one.
+
+        All processes make the call.
+        """
         names = list(names)
         return first_decides(lambda: self._work.notes(names))
 
@@ -213,7 +215,7 @@ class ModelDirectoryWriter:
                 self._work.beginning = beginning
                 self._leaves = ShardWriter(self._params, self._expected.paths, marks=self._work)
             elif not whole and (has_joined() or self._params.exists()):
-                # Also of one process, where several have begun.
+                # Also for a job that is now one process but was begun by several.
                 self._leaves = ShardWriter(self._params, self._expected.paths, marks=None)
             elif not whole:
                 self._leaves = LeafWriter(self._params, resume=True)
@@ -233,7 +235,7 @@ class ModelDirectoryWriter:
         self._mine = frozenset(path for path, process in owners.items() if process == jax.process_index())
 
     def write(self, leaves: Mapping[str, np.ndarray | jax.Array]) -> None:
-        """Writes leaves; see `LeafWriter.write`.
+        """Writes leaves by path, as `LeafWriter.write` does.
 
         Raises:
           OSError: if the disk is full or cannot be written.
@@ -254,12 +256,12 @@ class ModelDirectoryWriter:
         """Writes the shards that this process has of a leaf; every process makes the call.
 
         Args:
-          path: of the leaf.
-          leaf: sharded over all processes.
-          dtype: to write it in; see `core.finite.cast`.
+          path: path of the leaf.
+          leaf: the leaf, sharded over all processes.
+          dtype: the dtype in which it is written; `core.finite.cast` casts it.
 
         Raises:
-          OSError, ValueError, InputError: see `write`.
+          OSError, ValueError, InputError: as in `write`.
         """
         self._expected.check({path: leaf})
         if path in self._done:
@@ -297,7 +299,7 @@ class ModelDirectoryWriter:
                 self._leave(failed)
                 raise
         elif isinstance(error, InputError) and is_first_process():
-            # At once: what the others work in is about to be removed.
+            # Without waiting: the folder in which the others work is about to be removed.
             fail_together(2, str(error))
         self._leave(error)
 
@@ -313,11 +315,14 @@ class ModelDirectoryWriter:
         raise_if_any(missing, f"cannot write {self._dst}")
 
     def _begin(self) -> tuple[bool, str]:
-        """Prepares the folder, and returns whether all leaves are in it already, and the name of the beginning of work
-        in a bucket. For the first process."""
+        """Prepares the folder. Only the first process calls this.
+
+        Returns:
+          Whether all leaves are in it already, and the name of this beginning of the work in a bucket.
+        """
         self._work.__enter__()
         try:
-            # Before the weights, so that nothing that is copied can take their place.
+            # Copied before the weights are written, so that no copied file can replace them.
             for file in self._files:
                 (self._work.folder / file.name).write_durably(read_companion(file))
             if isinstance(self._work, RemoteWork):
@@ -338,21 +343,21 @@ class ModelDirectoryWriter:
 
     def _finish_leaves(self) -> None:
         if self._leaves is not None:
-            # Those of other processes are looked for when all are there.
+            # Leaves of other processes are looked for when all have finished.
             self._expected.check_all(self._done | (set(self._expected.paths) - self._mine))
             self._leaves.close()
             self._leaves = None
             first_decides(self._check_leaves)
 
     def _check_leaves(self) -> None:
-        """Raises `ValueError` unless what is on the disk are the leaves of the config, all of them and whole."""
+        """Raises `ValueError` unless the leaves on the disk are exactly those of the config, all complete."""
         written = LeafReader(self._params)
         self._expected.check(written.specs)
         self._expected.check_all(written.specs)
         written.check_sizes()
 
     def _complete(self) -> None:
-        # In a bucket the last one makes all others count.
+        # In a bucket the file that is written last makes all others count.
         documents = {LINEAGE_FILE: self.lineage, **self._documents, _CONFIG: config_to_json(self._config)}
         for name, content in documents.items():
             if name == _CONFIG:
@@ -366,7 +371,7 @@ class ModelDirectoryWriter:
             self._work.__exit__(type(error) if error else None, error, None)
 
     def _job(self) -> list[Any]:
-        """What identifies the job."""
+        """Returns the identity of the job."""
         return [config_to_json(self._config), job_of(self.lineage)]
 
 

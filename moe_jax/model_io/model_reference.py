@@ -1,4 +1,4 @@
-"""How one directory refers to a model in another: so that both can be moved together, and each of them alone."""
+"""References from one directory to a model in another; both can be moved together, and each of them alone."""
 
 import dataclasses
 from pathlib import Path
@@ -11,7 +11,7 @@ from moe_jax.model_io.model_source import ModelSource
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelReference:
-    """Which model is meant, and where it is.
+    """A reference to a model: its path and its fingerprint.
 
     Attributes:
       path: of the model; relative to the directory that refers to it, unless absolute.
@@ -30,7 +30,7 @@ class ModelReference:
 
     @classmethod
     def to(cls, source: ModelSource, directory: Path) -> Self:
-        """Returns a reference to a model on the disk, from a directory, which need not be there yet."""
+        """Makes a reference to a model on the disk from a directory, which need not exist yet."""
         place, here = as_path(source.path).resolve(), as_path(directory).resolve()
         way = here.way_to(place)
         if way is None:
@@ -38,7 +38,7 @@ class ModelReference:
         return cls(path=way, fingerprint=source.fingerprint(), absolute=str(place))
 
     def locate(self, directory: Path) -> Path:
-        """Where the model is, seen from the directory that refers to it; perhaps there is nothing."""
+        """Returns the path of the model, for a reference in this directory; there may be nothing at the path."""
         near = as_path(directory).follow(self.path)
         if self.absolute is None or near.exists():
             return near

@@ -20,7 +20,7 @@ class ModelSource(Protocol):
       path: the directory, or what to call the model in messages.
       tokenizer_files: files that are copied unchanged with the model.
       lineage: how it was made, one entry per command.
-      base: of a model that is stored as adapters over another one, that one; otherwise None.
+      base: the model that this one's adapters belong to, if it is stored as adapters over another one; else None.
     """
 
     config: ModelConfig
@@ -38,7 +38,7 @@ class ModelSource(Protocol):
     def base(self) -> "ModelSource | None": ...
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Leaf path -> shape and dtype as stored."""
+        """Returns leaf path -> shape and dtype as stored."""
         ...
 
     def read(self, path: str) -> np.ndarray:
@@ -46,7 +46,7 @@ class ModelSource(Protocol):
         ...
 
     def stored_bytes(self, path: str) -> int:
-        """Bytes of one leaf as stored."""
+        """Returns the number of bytes of one leaf as stored."""
         ...
 
     def fingerprint(self) -> str:
@@ -70,11 +70,11 @@ class _Readable(Protocol):
 
 
 def read_part(leaves: _Readable, path: str, part: tuple[slice, ...]) -> np.ndarray:
-    """Returns a box of a leaf, of a model or a set of leaves. Where these can, only its bytes are read.
+    """Returns a box of a leaf. Reads only the bytes of the box if `leaves` can read parts.
 
     Args:
-      leaves: what has the leaf; with `read_part(path, part)` if it can read parts.
-      path: of the leaf.
+      leaves: a model or a set of leaves; it has `read_part(path, part)` if it can read parts.
+      path: path of the leaf.
       part: a slice of step 1 with both ends for each axis.
     """
     reading = getattr(leaves, "read_part", None)
@@ -82,8 +82,8 @@ def read_part(leaves: _Readable, path: str, part: tuple[slice, ...]) -> np.ndarr
 
 
 class OverBase(abc.ABC):
-    """A `ModelSource` that stands on another one, and stores only what is its own."""
+    """A `ModelSource` that takes leaves from its base, and stores only its own."""
 
     @abc.abstractmethod
     def own_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Leaf path -> shape and dtype of the leaves that it does not take from its base."""
+        """Returns leaf path -> shape and dtype of the leaves that it does not take from its base."""

@@ -39,7 +39,7 @@ class LeavesOverBase:
         """Compares the leaves on both sides; no weights are read.
 
         Args:
-          config: of the tuned model.
+          config: config of the tuned model.
           base: its base.
           own: the model's own leaves; None: there are none.
         """
@@ -50,7 +50,7 @@ class LeavesOverBase:
 
     @property
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Leaf path -> shape and dtype: as stored, or as made for NF4 leaves. Leaves on neither side are left out."""
+        """Returns leaf path -> shape and dtype as stored, or as made for NF4 leaves; without leaves on neither side."""
         return self._specs
 
     @cached_property
@@ -85,7 +85,7 @@ class LeavesOverBase:
         return self._waiting.pop(path)
 
     def read_part(self, path: str, part: Part) -> np.ndarray:
-        """Reads a box of a leaf; of one that has to be quantised, all is made."""
+        """Reads a box of a leaf; if the leaf has to be quantised, all of it is made."""
         own = self._own_leaves(path)
         if own is not None:
             return read_part(own, path, part)
@@ -95,7 +95,7 @@ class LeavesOverBase:
         return self.read(path)[part]
 
     def stored_bytes(self, path: str) -> int:
-        """Bytes of a leaf as stored. The codes of an NF4 kernel count as the kernel that the base stores."""
+        """Returns the bytes of a leaf as stored. The codes of an NF4 kernel count as the kernel in the base."""
         own = self._own_leaves(path)
         if own is not None:
             return own.stored_bytes(path)
@@ -104,7 +104,7 @@ class LeavesOverBase:
         return 0 if made or source is None else self._base.stored_bytes(source)
 
     def _own_leaves(self, path: str) -> StoredLeaves | None:
-        """Returns the model's own leaves, if this is one of them."""
+        """Returns the model's own leaves if the path is one of them, else None."""
         return self._own if self._own is not None and path in self._own.specs else None
 
     def _quantize(self, kernel: str, folder: str) -> None:
@@ -125,7 +125,7 @@ class LeavesOverBase:
 
 
 def _host() -> Any:
-    """Returns the host's CPU, so that quantisation gives the same codes with every accelerator."""
+    """Returns the host's CPU, on which quantisation gives the same codes with every accelerator."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS names an accelerator only

@@ -32,7 +32,7 @@ def base_config(config: ModelConfig, *, keep_nf4: bool = False) -> ModelConfig:
 
 
 def as_base(config: ModelConfig) -> ModelConfig:
-    """Returns the config in which adapter experts (PESC) belong to the model, so that it can be the base of other adapters.
+    """Returns the config with adapter experts (PESC) as part of the model, so that other adapters can have it as base.
 
     The config of a model with a frozen base is returned unchanged: its adapters are not part of that base.
     """
@@ -48,9 +48,9 @@ def is_tuned(config: ModelConfig) -> bool:
 
 
 def with_nf4(config: ModelConfig, nf4: bool) -> ModelConfig:
-    """Returns the config with the kernels of attention, FFNs, shared bases and full experts in NF4, or with none in NF4.
+    """Returns the config with the kernels of attention, FFNs, shared bases and full experts in NF4, or none in NF4.
 
-    Embeddings, head, norms, routers, biases and adapters are never NF4, and a base in codes of its own keeps these.
+    Embeddings, head, norms, routers, biases and adapters are never NF4, and a shared base in other codes keeps those.
     """
 
     def layer_with(layer: LayerConfig) -> LayerConfig:
@@ -75,8 +75,8 @@ def base_leaf(config: ModelConfig, path: str) -> str | None:
         layers/3/attention/q/lora/a                  -> None
 
     Args:
-      config: of the tuned model.
-      path: of a leaf that it describes.
+      config: config of the tuned model.
+      path: path of a leaf that it describes.
     """
     if "/lora/" in path or "/perft/" in path:
         return None
@@ -97,7 +97,7 @@ def kernel_of(path: str) -> str | None:
 
 
 def own_leaves(config: ModelConfig) -> frozenset[str]:
-    """Returns paths of the leaves that the base does not have: adapters, LoRA, and routers that choose among adapters."""
+    """Returns the paths of leaves that the base does not have: adapters, LoRA, and routers that choose adapters."""
     return frozenset(path for path in leaf_specs(config) if base_leaf(config, path) is None)
 
 
@@ -115,12 +115,12 @@ def _base_layer(layer: LayerConfig, keep_nf4: bool) -> LayerConfig:
 
 
 def _is_pesc(layer: LayerConfig) -> bool:
-    """Whether the experts are adapters that stand after what the base has."""
+    """Whether the experts are adapters after an FFN of the base."""
     return isinstance(layer.mlp, MoEConfig) and layer.mlp.bank.form.beside_base_model
 
 
 def with_of_base(layer: LayerConfig, of_base: bool) -> LayerConfig:
-    """Returns the layer with adapter experts, where it has any, that are the base's or stand beside it."""
+    """Returns the layer with its adapter experts, if any, as part of the base or as adapters over it."""
     if not isinstance(layer.mlp, MoEConfig) or not isinstance(layer.mlp.bank.form, BesideBase):
         return layer
     bank = dataclasses.replace(layer.mlp.bank, form=layer.mlp.bank.form.as_part_of_base(of_base))

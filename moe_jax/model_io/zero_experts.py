@@ -1,4 +1,4 @@
-"""Experts whose weights are all zero: no error, but seldom meant, so that those who make or read a model are told."""
+"""Finds experts whose weights are all zero: no error, but seldom intended, so users are told."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -11,7 +11,7 @@ _KERNEL = re.compile(r"layers/(\d+)/mlp/experts/(?:gate|up|down)/kernel")
 
 
 class ZeroExperts:
-    """Collects them while leaves go by, for banks of full kernels. Hardly anything is read of an expert that is not."""
+    """Collects zero experts of banks with full kernels, leaf by leaf. For other experts it reads only a few numbers."""
 
     def __init__(self) -> None:
         self._zero: dict[int, set[int]] = {}
@@ -22,11 +22,11 @@ class ZeroExperts:
         return _KERNEL.fullmatch(path) is not None
 
     def add(self, path: str, leaf: np.ndarray) -> None:
-        """Takes note of a leaf.
+        """Looks for experts with only zeros in a leaf.
 
         Args:
-          path: of any leaf.
-          leaf: [E, in, out] of a kernel.
+          path: path of any leaf.
+          leaf: the leaf; [E, in, out] for a kernel.
         """
         match = _KERNEL.fullmatch(path)
         if not match:
@@ -37,12 +37,12 @@ class ZeroExperts:
 
     @property
     def found(self) -> list[tuple[int, list[int]]]:
-        """For each layer of which it has seen kernels, the experts that had only zeros in all of them."""
+        """Returns for each layer whose kernels were added the experts that had only zeros in all of them."""
         return [(layer, sorted(experts)) for layer, experts in self._zero.items()]
 
     @classmethod
     def joined(cls, found: Iterable[Iterable[tuple[int, Iterable[int]]]]) -> "ZeroExperts":
-        """What several have `found` together."""
+        """Joins the results of `found` from several processes."""
         joined = cls()
         for layer, experts in (item for one in found for item in one):
             joined._zero[layer] = joined._zero.get(layer, set(experts)) & set(experts)
@@ -55,7 +55,7 @@ class ZeroExperts:
 
 
 def zero_experts_line(by_layer: Mapping[int, Collection[int]]) -> str:
-    """What is said of them, in one line.
+    """Returns one line about the zero experts.
 
     Args:
       by_layer: the experts, by layer; not empty.

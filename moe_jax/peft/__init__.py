@@ -1,7 +1,7 @@
 """Parameter-efficient tuning: LoRA and PERFT, and the partition of a model into trained and frozen parameters.
 
-`moe_jax.adapt` adds adapters and `moe_jax.merge` multiplies them in; what is here serves a training loop of your own:
-`trainable_paths` says what patterns train, and `split_model` gives `(graphdef, trained, frozen)`.
+`moe_jax.adapt` adds adapters and `moe_jax.merge` multiplies them in. The functions here serve your own training loop:
+`trainable_paths` returns the parameters that patterns select, and `split_model` `(graphdef, trained, frozen)`.
 
     >>> from moe_jax.peft import split_model, trainable_paths
     >>> moe = moe_jax.tiny_model(experts=4)

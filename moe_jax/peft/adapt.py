@@ -28,7 +28,7 @@ class Adapted(NamedTuple):
       step0: comparison of the tuned model with the original, or, with an NF4 base, with the original in NF4; None if
         it was not asked for.
       quantization: comparison of the original in NF4 with the original; None if the base is not NF4.
-      on_text: the same on the text that was given; None if there was none.
+      on_text: the same comparison on a given text; None if there was none.
     """
 
     config: ModelConfig
@@ -54,7 +54,7 @@ def adapt(
       dst: the directory to write, or memory.
       spec: the adapters. With `step0_check` the logits of the written model are compared with the source's before it
         appears at `dst`; without it no weights of the source are read.
-      text: of a model whose base is NF4, to tell what that changes in its predictions.
+      text: for a model with an NF4 base, a text on which the change of its predictions is measured.
       progress: called after every leaf and layer.
 
     Raises:

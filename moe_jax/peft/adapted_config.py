@@ -59,7 +59,7 @@ def adapted_config(config: ModelConfig, spec: AdaptSpec) -> ModelConfig:
         try:
             layers[i] = _adapted(layer, spec, adapter)
         except InputError as error:
-            # Equal layers have equal problems: one of them is enough.
+            # Equal layers have equal problems, so one of them is checked.
             raise InputError(f"--method {spec.method}: {error}") from None
     adapted = dataclasses.replace(config, layers=tuple(layers), frozen_base=True)
     return with_nf4(adapted, True) if spec.base == "nf4" else adapted
@@ -96,7 +96,7 @@ def parse_adapter(spec: AdaptSpec) -> AdapterConfig:
 
 
 def targets_of(config: ModelConfig) -> tuple[str, ...]:
-    """Returns names of the kernels that can get LoRA in at least one layer of a model."""
+    """Returns the names of the kernels that can get LoRA in at least one layer of a model."""
     of_attention = (name for layer in config.layers for name in layer.attention.projections)
     of_mlp = (name for layer in config.layers for name in _targets(layer.mlp))
     return tuple(dict.fromkeys([*of_attention, *of_mlp]))
@@ -113,7 +113,7 @@ def _scale(spec: AdaptSpec, kind: str, rank: int) -> float:
 
 
 def _misplaced(spec: AdaptSpec) -> list[str]:
-    """Problems: options that the method does not have, and required ones that are missing."""
+    """Returns a problem for each option that the method does not have, and each required one that is missing."""
     problems = []
     for name, methods in _ONLY.items():
         flag = flag_of(name)
@@ -128,7 +128,7 @@ def _misplaced(spec: AdaptSpec) -> list[str]:
 
 
 def _unfit(config: ModelConfig, spec: AdaptSpec) -> list[str]:
-    """Problems: why the model cannot have these adapters."""
+    """Returns the problems why the model cannot have these adapters."""
     problems = []
     if is_tuned(config):
         problems.append("the model has adapters already; merge them (moe-jax merge) or adapt the model below them")
@@ -182,7 +182,7 @@ def _with_lora(layer: LayerConfig, spec: AdaptSpec, adapter: AdapterConfig) -> L
         mlp = dataclasses.replace(layer.mlp, lora=lora(layer.mlp.matrices))
         return dataclasses.replace(layer, attention=attention, mlp=mlp)
     known = _targets(layer.mlp)
-    # Full experts take sorted rows, without dropout. A rate that the user asked for is refused later.
+    # Full experts compute on sorted rows, without dropout. A rate that the user asked for is refused later.
     without_dropout = layer.mlp.bank.meets_sorted_rows and spec.dropout is None
     beside = lora([name for name in known if name != ROUTER], *([0.0] if without_dropout else []))
     expert = dataclasses.replace(layer.mlp.expert, lora=beside)
@@ -192,7 +192,7 @@ def _with_lora(layer: LayerConfig, spec: AdaptSpec, adapter: AdapterConfig) -> L
 
 
 def _targets(mlp: FFNConfig | MoEConfig) -> tuple[str, ...]:
-    """Returns names of the kernels of a layer's FFN or MoE that can get LoRA."""
+    """Returns the names of the kernels of a layer's FFN or MoE that can get LoRA."""
     if isinstance(mlp, FFNConfig):
         return mlp.matrices
     router = () if mlp.universal == "coder" else (ROUTER,)

@@ -37,13 +37,13 @@ def initial_leaves(config: ModelConfig, seed: int) -> Iterator[tuple[str, np.nda
 
 
 def initial_leaf(path: str, spec: jax.ShapeDtypeStruct, seed: int) -> np.ndarray:
-    """Returns one initial leaf; `spec` is its shape and dtype."""
+    """Makes one initial leaf; `spec` is its shape and dtype."""
     (make,) = (make for ending, make in _MAKERS.items() if path.endswith(ending))
     return make(path, spec, seed)
 
 
 def _factor(path: str, spec: jax.ShapeDtypeStruct, seed: int) -> np.ndarray:
-    """Returns the first factor: [in, r], or [E, in, r] with a stream for every expert."""
+    """Draws the first factor: [in, r], or [E, in, r] with its own random stream for every expert."""
     leaf = np.empty(spec.shape, spec.dtype)
     for index, one in enumerate(leaf.reshape(-1, *spec.shape[-2:])):
         one[...] = draw_factor(_stream(seed, path, index), *one.shape)

@@ -2,7 +2,7 @@
 
 This applies to LoRA on attention, FFNs, bases of experts, full experts and routers. With an NF4 base, LoRA is added to
 the dequantised kernel, because that is the model that was trained; the result is not the unquantised base plus LoRA.
-The same holds of a base of experts in codes: with LoRA beside it, it becomes a plain one; without, it stays as it is.
+Likewise a shared base of experts in codes becomes a plain one if it has LoRA; without LoRA it stays as it is.
 Adapters (PESC, PERFT) cannot be merged into a kernel.
 """
 
@@ -58,17 +58,17 @@ def merge(
 ) -> Merged:
     """Writes a tuned model as a model directory that needs no base, leaf by leaf.
 
-    In memory are one leaf before and after merging, and one of its kernels in float32. Of several processes that make
-    the same call, each merges its own leaves.
+    In memory are one leaf before and after merging, and one of its kernels in float32. If several processes make the
+    same call, each merges its own leaves.
 
     Args:
       source: an adapter directory, or another tuned model.
       out: where the model directory appears, which must not exist; or memory.
-      spec: whether adapters that cannot be merged are kept, instead of refusing; and weights that are not finite.
+      spec: whether to keep adapters that cannot be merged, and weights that are not finite, instead of refusing.
       progress: called with ("merging", leaves done, leaves).
 
     Returns:
-      Counts of what was merged, and what was kept.
+      The numbers of merged kernels, and the adapters that were kept.
 
     Raises:
       InputError: if there is nothing to merge, something cannot be merged and the spec does not say `partly`, weights
@@ -111,7 +111,7 @@ def merge(
 
 
 def unmergeable(config: ModelConfig) -> dict[str, str]:
-    """Adapters that cannot be merged, as phrases -> the reason."""
+    """Returns a phrase for each kind of adapters that cannot be merged -> the reason."""
     found: dict[str, tuple[str, list[int]]] = {}
     for i in config.moe_layers:
         moe = config.moe(i)
@@ -125,7 +125,7 @@ def unmergeable(config: ModelConfig) -> dict[str, str]:
 
 
 def merged_config(config: ModelConfig) -> ModelConfig:
-    """Returns the config after merging: without LoRA, NF4, codes of a base that has LoRA, and `frozen_base`.
+    """Returns the config after merging: without LoRA, NF4, `frozen_base`, and codes of a shared base that has LoRA.
 
     Adapters (PESC, PERFT) stay.
     """
@@ -176,7 +176,7 @@ def _folded_kernel(source: ModelSource, path: str) -> np.ndarray:
 
 
 def _kernels(source: ModelSource, path: str, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
-    """Yields the kernels without LoRA, made of their codes if they are stored so; float32."""
+    """Yields the kernels without LoRA in float32; kernels that are stored as codes are dequantised."""
     if path in source.specs():
         for kernel in source.read(path).reshape(-1, *shape[-2:]):
             yield kernel.astype(np.float32)
@@ -197,7 +197,7 @@ def _kernels(source: ModelSource, path: str, shape: tuple[int, ...]) -> Iterator
 
 
 def _kernel_dtype(source: ModelSource, path: str) -> np.dtype:
-    """Returns the dtype of the kernel; of one in codes, that of the base's kernel, or else of the model."""
+    """Returns the dtype of a kernel; for one in codes, the dtype of the base's kernel, or else of the model."""
     if path in source.specs():
         return np.dtype(source.specs()[path].dtype)
     if source.base is not None:

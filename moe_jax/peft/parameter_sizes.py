@@ -9,11 +9,11 @@ from moe_jax.models import ModelConfig
 
 
 def parameter_sizes(config: ModelConfig) -> dict[str, int]:
-    """Leaf path -> number of parameters.
+    """Returns leaf path -> number of parameters.
 
     Positions of sparse deltas and codes of quantised ones are not parameters. An NF4 kernel counts as the kernel that
-    it was quantised from, under that kernel's path; its scales are not counted. Of a base in codes, the scales are
-    parameters unless it is NF4.
+    it was quantised from, under that kernel's path; its scales are not counted. The scales of a shared base in other
+    codes are parameters.
     """
     specs = leaf_specs(with_nf4(config, False))
     counted = {path: spec for path, spec in specs.items() if is_parameter(spec) and "/coded_nf4/" not in path}
@@ -21,14 +21,14 @@ def parameter_sizes(config: ModelConfig) -> dict[str, int]:
 
 
 def active_size(config: ModelConfig, path: str, size: int) -> int:
-    """How many of a leaf's parameters are active for one token.
+    """Returns the number of a leaf's parameters that are active for one token.
 
     All of them, except for leaves with one part per expert or adapter: of these, the parts that the router chooses for
     a token (PERFT-S and D: all; E: k of E; R: K of M). Routers are active as a whole.
 
     Args:
-      config: of the model.
-      path: the leaf's, as in `parameter_sizes`.
+      config: config of the model.
+      path: path of the leaf, as in `parameter_sizes`.
       size: number of its parameters.
     """
     if "/mlp/perft/adapters/" in path:

@@ -1,4 +1,4 @@
-"""Which parameters are trained. The others have no gradient and no optimizer state.
+"""Splits a model into trained and frozen parameters. The frozen ones have no gradient and no optimizer state.
 
 Patterns are written against the leaf paths of a model directory, one per parameter and layer
 (`layers/3/mlp/router/kernel`), and must match a whole path: `router` alone matches nothing, so that nothing is
@@ -22,15 +22,15 @@ from moe_jax.peft.patterns import full_matches
 def trainable_paths(
     model: Decoder, *, train: Sequence[str] | None = None, freeze: Sequence[str] = ()
 ) -> frozenset[str]:
-    """Returns paths in memory (`stack/segments/0/blocks/1/...`) of the parameters that are trained.
+    """Returns the paths in memory (`stack/segments/0/blocks/1/...`) of the parameters that are trained.
 
-    A parameter is trained if it matches a pattern of `train` and none of `freeze`. Never trained are integer leaves,
-    NF4 kernels, and what a bank itself freezes (the base, with `train_base=False`).
+    A parameter is trained if it matches a pattern of `train` and none of `freeze`. Integer leaves, NF4 kernels, and
+    leaves that a bank itself freezes (the base, with `train_base=False`) are never trained.
 
     Args:
-      model: may be abstract.
+      model: a model, which may be abstract.
       train, freeze: regular expressions that must match whole leaf paths. Without `train`, all parameters are trained;
-        of a model with a frozen base, only those that the base does not have: adapters, LoRA, and adapters' routers.
+        in a model with a frozen base, only those that the base does not have: adapters, LoRA, and adapters' routers.
 
     Raises:
       InputError: for a pattern that is not a regular expression, takes too long, matches nothing, or matches only some

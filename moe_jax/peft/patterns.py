@@ -1,7 +1,7 @@
-"""Regular expressions that somebody else wrote, matched within a bounded time.
+"""Matches regular expressions from users within a bounded time.
 
-Python's matcher may take time that grows exponentially with a name (`(a+)+b`), and while it runs nothing else of the
-process does. So a process of its own matches, which is ended when it has used too much.
+Python's matcher may take time that grows exponentially with a name (`(a+)+b`), and while it runs, nothing else in the
+process can. So a separate process matches, and is ended when it has used too much time.
 """
 
 import json
@@ -30,9 +30,9 @@ for pattern in patterns:
 
 
 def full_matches(patterns: Sequence[str], names: Sequence[str]) -> list[set[str] | str]:
-    """For each pattern, the names that it matches as a whole; or what is wrong with it, to be said after its name.
+    """Returns for each pattern the names that it matches as a whole, or a text that says what is wrong with it.
 
-    Patterns that follow one that takes too long have no answer.
+    Patterns after one that takes too long have no entry.
     """
     if not patterns:
         return []

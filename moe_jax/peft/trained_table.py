@@ -62,7 +62,7 @@ def print_trained(console: rich.console.Console, config: ModelConfig, trained: C
     total, active = sum(sizes.values()), sum(group.active for group in groups)
     count = sum(group.size for group in groups)
     table = rich.table.Table(box=None, header_style="bold", pad_edge=False)
-    # A list of layers has no spaces at which it could go on in the next line, and would be cut off.
+    # A list of layers has no spaces at which it could wrap, and would be cut off.
     table.add_column("will be trained", overflow="fold")
     for column in ("parameters", "active", "of the model"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -104,7 +104,7 @@ def _router_lines(config: ModelConfig, sizes: Mapping[str, int], trained: Collec
 
 
 def _moe_of(config: ModelConfig, path: str) -> MoEConfig:
-    """Returns the layer of a leaf of a router."""
+    """Returns the MoE layer that a leaf of a router belongs to."""
     moe = config.layers[int(path.split("/")[1])].mlp
     assert isinstance(moe, MoEConfig)
     return moe
@@ -122,7 +122,7 @@ def _as_nf4(config: ModelConfig, sizes: Mapping[str, int]) -> str:
 
 
 def _percent(part: int, total: int) -> str:
-    """Returns a share in percent, with enough digits that a small one is not 0."""
+    """Returns a share in percent, with enough digits that a small share does not read 0."""
     share = part / total
     return f"{share:.2%}" if share >= 0.001 or not part else f"{100 * share:.2g}%"
 

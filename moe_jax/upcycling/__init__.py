@@ -1,7 +1,7 @@
-"""A dense model made into an MoE (methods.md 2, 6): of copies, of a shared base with deltas, or of adapters (PESC).
+"""Upcycling of a dense model to an MoE (methods.md 2, 6): copies, a shared base with deltas, or adapters (PESC).
 
-`moe_jax.upcycle` is the verb. Here are its options as one object, the config that they give, and the check that the new
-model computes what the old one did.
+`moe_jax.upcycle` is the verb. This package has its options as one object, the config that they result in, and the check
+that the new model computes the same as the old one.
 
     >>> from moe_jax.upcycling import UpcycleSpec, upcycled_config
     >>> dense = moe_jax.tiny_model().config

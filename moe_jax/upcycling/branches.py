@@ -1,4 +1,4 @@
-"""Experts from several models, and the mean of these for all else (Branch-Train-MiX; methods.md 2.6)."""
+"""Takes experts from several models, and all other leaves from their mean (Branch-Train-MiX; methods.md 2.6)."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,16 +14,16 @@ from moe_jax.files.tokenizer_files import TOKENIZER
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
 
-# What does not change what a model of given leaves computes for a row of tokens.
+# Fields of a config that do not change what a model with given leaves computes for a row of tokens.
 _OF_NO_MATTER = frozenset(("family", "dtype", "bos_id", "eos_ids", "foreign"))
 _MAX_BYTES = 64 << 20  # of a file of a tokenizer
 
 
 class LazyLeaves(Mapping[str, np.ndarray]):
-    """Leaves that are read each time that they are asked for, so that none stays in memory."""
+    """Leaves that are read each time they are asked for, so that none stays in memory."""
 
     def __init__(self, paths: Iterable[str], read: Callable[[str], np.ndarray]):
-        """`read` is asked for these `paths`."""
+        """Takes the `paths` of the leaves and a function `read` that returns the leaf at a path."""
         self._paths, self._read = dict.fromkeys(paths), read
 
     def __getitem__(self, path: str) -> np.ndarray:
@@ -42,15 +42,15 @@ class LazyLeaves(Mapping[str, np.ndarray]):
 
 
 class Branches:
-    """Models of one architecture, trained apart, that are read as the parts of an MoE. Leaves get the base's dtypes."""
+    """Separately trained models of one architecture, read as the parts of an MoE. Leaves get the base's dtypes."""
 
     def __init__(self, base: ModelSource, models: Sequence[ModelSource], rest_from: Literal["mean", "base"]):
-        """Reads no weights.
+        """Checks the models; reads no weights.
 
         Args:
           base: the model that is upcycled.
           models: one for every copy of the FFN.
-          rest_from: what becomes of all that is no expert: the mean over the models, or the base's.
+          rest_from: the source of the leaves that are not of experts: the mean over the models, or the base.
 
         Raises:
           InputError: if a model has another architecture or tokenizer than the base.
@@ -61,7 +61,7 @@ class Branches:
         self._dtypes = {path: spec.dtype for path, spec in base.specs().items()}
 
     def read(self, path: str) -> np.ndarray:
-        """Returns a leaf of what is no expert. Leaves of the models are added up one after the other, in float32."""
+        """Returns a leaf that is not of an expert. Leaves of the models are added one after the other, in float32."""
         if self._rest_from == "base":
             return self._base.read(path)
         total = self._models[0].read(path).astype(np.float32)
@@ -71,7 +71,7 @@ class Branches:
         return total.astype(self._dtypes[path])
 
     def ffn(self, prefix: str, names: Iterable[str]) -> Mapping[str, np.ndarray]:
-        """Returns the FFN that is no expert, by the `names` of leaves below `prefix`."""
+        """Returns the FFN made of leaves that `read` returns, by the `names` of leaves below `prefix`."""
         return LazyLeaves(names, lambda name: self.read(prefix + name))
 
     def ffns(self, prefix: str, names: Iterable[str]) -> list[Mapping[str, np.ndarray]]:
@@ -85,7 +85,7 @@ class Branches:
 
 
 def _check_alike(base: ModelSource, model: ModelSource) -> None:
-    """Raises `InputError`, with what differs first, unless a model has the architecture and tokenizer of the base."""
+    """Raises `InputError`, naming the first difference, unless a model has the base's architecture and tokenizer."""
     where = f"--experts-from {model.path}"
     different = _difference(_comparable(base.config), _comparable(model.config))
     if different is None:
@@ -123,7 +123,7 @@ def _difference(ours: Any, theirs: Any, name: str = "") -> str | None:
 
 
 def _other_tokens(base: ModelSource, model: ModelSource) -> str | None:
-    """In what the tokenizers of two models differ; None: in nothing that ids mean, or one of them has none."""
+    """Returns how the tokenizers of two models differ; None if ids mean the same in both, or one model has none."""
     ours, theirs = ({file.name: as_path(file) for file in one.tokenizer_files} for one in (base, model))
     for name in sorted(ours.keys() & theirs.keys()):
         if name != TOKENIZER and not name.endswith((".model", ".tiktoken")):
@@ -141,7 +141,7 @@ def _other_tokens(base: ModelSource, model: ModelSource) -> str | None:
 
 
 def _vocabulary(content: bytes, file: object) -> dict[str, int]:
-    """Tokens and their ids, in the order of these; the library has another order every time."""
+    """Returns tokens and their ids, ordered by id; the library's own order is different every time."""
     try:
         vocabulary = tokenizers.Tokenizer.from_buffer(content).get_vocab(with_added_tokens=True)
     except Exception as error:  # the library raises Exception itself

@@ -1,4 +1,4 @@
-"""How the dense model's own parameters are treated when adapter experts are added to it (PESC; methods.md 6)."""
+"""The treatment of the dense model's own parameters when adapter experts are added to it (PESC; methods.md 6)."""
 
 import dataclasses
 from typing import Literal
@@ -13,7 +13,7 @@ _KINDS = ("qlora", "lora", "frozen", "full")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenseParameters:
-    """How the dense model's attention and FFNs are treated (PESC); nothing else has LoRA or NF4.
+    """The treatment of the dense model's attention and FFNs (PESC); nothing else has LoRA or NF4.
 
     Attributes:
       kind: `full`: trained like everything else. `frozen`: not trained. `lora`: frozen, with LoRA on every kernel.
@@ -37,6 +37,7 @@ class DenseParameters:
 
     @property
     def has_lora(self) -> bool:
+        """Whether LoRA is added to every kernel of attention and FFNs."""
         return self.kind in ("qlora", "lora")
 
     @property
@@ -45,7 +46,7 @@ class DenseParameters:
         return self.kind != "full"
 
     def lora(self, targets: tuple[str, ...]) -> LoRAConfig | None:
-        """LoRA on these kernels of a module; None if there is none."""
+        """Returns the LoRA on these kernels of a module; None without LoRA."""
         if not self.has_lora:
             return None
         assert self.rank is not None
@@ -72,7 +73,7 @@ def parse_rest(text: str) -> DenseParameters:
 
 
 def with_rest(config: ModelConfig, rest: DenseParameters) -> ModelConfig:
-    """Returns the config with `rest` applied to the attention and the FFN (in an MoE, the experts' FFN) of every layer."""
+    """Returns the config with `rest` applied to attention and FFN (in an MoE, the experts' FFN) of every layer."""
     if rest.kind == "full":
         return config
     layers = tuple(_layer(layer, rest) for layer in config.layers)

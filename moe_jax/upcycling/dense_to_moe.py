@@ -47,12 +47,12 @@ class Upcycled(NamedTuple):
     Attributes:
       config: of the new model.
       dense, upcycled: sizes of the model before and after.
-      own: size of what an adapter directory stores itself; None if a model directory was written.
+      own: size of the leaves that an adapter directory stores itself; None if a model directory was written.
       step0: comparison of the MoE with the dense model, or, with NF4 kernels, with the dense model in NF4; None if it
         was not asked for.
-      differs: why the MoE is not meant to begin with the dense model's logits; None: it is.
+      differs: why the MoE is not meant to begin with the dense model's logits; None: it is meant to.
       quantization: comparison of the dense model in NF4 with the dense model; None if there are no NF4 kernels.
-      on_text: the same on the text that was given; None if there was none.
+      on_text: the same comparison on a given text; None if there was none.
     """
 
     config: ModelConfig
@@ -77,8 +77,8 @@ def upcycle(
 ) -> Upcycled:
     """Makes an MoE of a dense model. One layer at a time is in memory.
 
-    Of several processes that make the same call, each makes its own layers. The first compares the models, for which
-    a layer needs what the one before it gives, and the others wait.
+    If several processes make the same call, each makes its own layers. The first compares the models, layer after
+    layer, and the others wait.
 
     The output is a model directory, or for adapter experts over a frozen model (PESC) an adapter directory that refers
     to the source.
@@ -87,14 +87,14 @@ def upcycle(
       source: the dense model.
       dst: the directory to write, or memory.
       spec: the MoE to make. With `step0_check` the logits of the written model are compared with the source's before
-        it appears at `dst`; where they are not meant to be equal, the difference is measured and nothing refused.
+        it appears at `dst`; if they are not meant to be equal, the difference is only measured.
       experts_from: the models that `spec.experts_from` names; leaves get the source's dtypes.
       prompts: texts that the routers are made from, one for each copy of the FFN; none: routers are random.
-      text: of a model with NF4 kernels, to tell what these change in its predictions.
+      text: for a model with NF4 kernels, a text on which the change of its predictions is measured.
       progress: called after every layer.
 
     Returns:
-      Sizes, and in the first process what the comparison found.
+      The sizes, and in the first process the results of the comparison.
 
     Raises:
       InputError: if the source is an MoE, the options do not fit it, `dst` exists, weights are not finite, the check
@@ -171,7 +171,7 @@ def _why_not_equal(spec: UpcycleSpec) -> str:
 
 
 def upcycled_specs(config: ModelConfig, dense: Mapping[str, jax.ShapeDtypeStruct]) -> Specs:
-    """Shapes and dtypes of the leaves that are written.
+    """Returns the shapes and dtypes of the leaves that are written.
 
     Args:
       config: of the upcycled model.
@@ -237,7 +237,7 @@ def _write_layers(
 
 
 def _deal(writer: ModelWriter, layers: Collection[str], specs: Specs) -> None:
-    """An MoE is made by one process, which reads its FFN once; the other leaves are dealt out one by one."""
+    """Assigns leaves to processes: all leaves of an MoE to one, which reads its FFN once; other leaves one by one."""
 
     def piece(path: str) -> str:
         names = path.split("/")
@@ -268,7 +268,7 @@ def _write_adapter_experts(
 
 
 def _by_layer(paths: Iterable[str]) -> dict[str, list[str]]:
-    """Returns paths of leaves by their layer's index; under "" those outside the layers."""
+    """Returns the paths of leaves by their layer's index; leaves outside the layers are under ""."""
     by_layer: dict[str, list[str]] = {}
     for path in paths:
         by_layer.setdefault(path.split("/")[1] if path.startswith("layers/") else "", []).append(path)
@@ -276,7 +276,7 @@ def _by_layer(paths: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _sizes(source: ModelSource, config: ModelConfig, specs: Specs) -> tuple[Stored, Stored, Stored | None]:
-    """Sizes of the dense model, of the upcycled one, and of what an adapter directory stores itself."""
+    """Returns the sizes of the dense model, of the upcycled one, and of the leaves that an adapter directory stores."""
     dense, sizes = source.specs().values(), parameter_sizes(config)
     before = Stored(count_parameters(dense), count_bytes(dense))
     after = Stored(sum(sizes.values()), count_bytes(specs.values()))

@@ -1,7 +1,7 @@
 """Makes the leaves of an MoE layer from those of a dense FFN, one at a time (methods.md 2.1-2.4, 2.6).
 
-Experts are copies of the FFN, or pieces of it, with noise, with neurons drawn anew. The latter are made in float32, one
-after the other.
+Experts are copies of the FFN, or pieces of it, with noise, or with neurons drawn anew. Changed experts are made in
+float32, one after the other.
 """
 
 import math
@@ -38,10 +38,10 @@ def moe_leaves(
     Args:
       ffn: leaves of the FFN by path below the layer's `mlp`: `up/kernel` [in, out], `up/bias` [out], ...
       moe: the layer to make; its experts have the FFN's shape.
-      spec: what is done to the experts' copies of the FFN, and the seed of everything random.
+      spec: the changes of the experts' copies of the FFN, and the seed of all draws.
       layer: index of the layer; different layers draw differently.
-      branches: the FFNs that experts are copies of, one for every copy; none: all are of `ffn`.
-      router: what a linear router begins as, float32[d, copies]; None: it is drawn.
+      branches: the FFNs that experts are copies of, one for every copy; none: all are copies of `ffn`.
+      router: the initial kernel of a linear router, float32[d, copies]; None: it is drawn.
 
     Yields:
       Paths below `mlp` and leaves in the dtypes of the FFN. A leaf that repeats the FFN's for every expert is a
@@ -71,7 +71,7 @@ def moe_leaves(
 
 
 def _router(up: np.ndarray, moe: MoEConfig, spec: UpcycleSpec, layer: int, given: np.ndarray | None) -> Leaves:
-    """Returns a linear router, or XFT's gate network, whose noise begins at zero.
+    """Yields the leaves of a linear router, or of XFT's gate network, whose noise begins at zero.
 
     Pieces of one copy of the FFN have equal columns (a virtual group), so that all of them are chosen or none.
     """
@@ -101,7 +101,7 @@ def changed_leaves(
     Args:
       ffns: leaves of dense FFNs by path below `mlp`, `up/kernel` and so on: one for every copy, or one for all of them.
       moe: the layer to make, of full experts; with granularity G, those of one copy are G consecutive ones.
-      spec: what is done to the copies, and the seed of all draws.
+      spec: the changes of the copies, and the seed of all draws.
       layer: index of the layer; different layers draw differently.
 
     Yields:
@@ -129,7 +129,7 @@ def changed_leaves(
 
 
 def output_scale(gate: str, num_experts: int, top_k: int, granularity: int) -> float:
-    """What the down kernels of the pieces of an FFN are multiplied by, so that a token's experts add up to the FFN.
+    """Returns the factor for the down kernels of the pieces of an FFN, so that a token's experts add up to the FFN.
 
     He et al. 2024 (arXiv 2410.07524) scale by `E G^2 / T` for a softmax over all `E G` experts of which T are chosen,
     E the number of copies (`num_experts` is `E G` here, `top_k` is T): each chosen one then has a weight of about
@@ -146,7 +146,7 @@ def output_scale(gate: str, num_experts: int, top_k: int, granularity: int) -> f
 
 
 def piece_of(leaf: Leaf, path: str, index: int, pieces: int, scale: float) -> Leaf:
-    """Returns a piece of a dense FFN's leaf: that of consecutive neurons, `scale` times as large where outputs are made of it.
+    """Returns the piece of a dense FFN's leaf for consecutive neurons; down kernels are multiplied by `scale`.
 
     The bias of the output belongs to no neuron. Every piece has all of it, `scale / pieces` times as large: weights
     of the experts sum to `pieces / scale`.
@@ -162,12 +162,12 @@ def piece_of(leaf: Leaf, path: str, index: int, pieces: int, scale: float) -> Le
 
 
 def _changed(kernel: Kernel, name: str, spec: UpcycleSpec, layer: int, expert: int) -> Kernel:
-    """Returns the kernel of an expert with noise, and with neurons drawn anew: that comes last, and is drawn without noise."""
+    """Returns the kernel of an expert with noise, and then with neurons drawn anew, which are drawn without noise."""
     changed, key = kernel, (MATRICES.index(name), expert)
     if spec.noise:
         changed = with_noise(kernel, spec.noise, stream(spec.seed, layer, NOISE, *key))
     if spec.drop:
-        # Of one expert the same neurons in all matrices, so that the matrix is not part of the key.
+        # The same neurons in all matrices of an expert, so the matrix is not part of the key.
         of_neurons = stream(spec.seed, layer, DROPPED, expert)
         neurons = dropped_neurons(of_neurons, kernel.shape[name != "down"], spec.drop)
         changed = redrawn(kernel, changed, name, neurons, stream(spec.seed, layer, REDRAWN, *key))
@@ -175,7 +175,7 @@ def _changed(kernel: Kernel, name: str, spec: UpcycleSpec, layer: int, expert: i
 
 
 def with_noise(kernel: Kernel, relative: float, random: np.random.Generator) -> Kernel:
-    """Returns the kernel with Gaussian noise whose standard deviation is that of the kernel's entries times `relative`."""
+    """Returns the kernel plus Gaussian noise, whose standard deviation is `relative` times that of its entries."""
     _, deviation = _mean_and_deviation(kernel)
     noise = random.standard_normal(kernel.shape, np.float32)
     noise *= np.float32(relative * deviation)
@@ -185,7 +185,7 @@ def with_noise(kernel: Kernel, relative: float, random: np.random.Generator) -> 
 def dropped_neurons(random: np.random.Generator, count: int, share: float) -> Int[np.ndarray, " n"]:
     """Returns the neurons of an expert that are drawn anew: `floor(share * count)` of them, every set equally likely.
 
-    That it is rounded down is how we read the paper; a neuron more or less is not told apart by its results.
+    The paper does not say how to round; we round down. One neuron more or less would not show in its results.
     """
     return draw_positions(random, count, math.floor(share * count + 1e-9))
 
@@ -193,7 +193,7 @@ def dropped_neurons(random: np.random.Generator, count: int, share: float) -> In
 def redrawn(
     kernel: Kernel, into: Kernel, name: str, neurons: Int[np.ndarray, " n"], random: np.random.Generator
 ) -> Kernel:
-    """`into` with the entries of some neurons drawn from the normal distribution of these entries in `kernel`.
+    """Returns `into` with the entries of some neurons drawn from the normal distribution of these entries in `kernel`.
 
     Mean and standard deviation are those of the dropped part of this matrix alone (Nakamura et al. 2025,
     arXiv 2502.19261, section 3). Biases, which the paper's models do not have, stay as they are.
@@ -212,7 +212,7 @@ def redrawn(
 
 
 def _mean_and_deviation(entries: Float[np.ndarray, "..."]) -> tuple[float, float]:
-    """Added up in float64, but not copied to it: a kernel can be large."""
+    """Returns mean and standard deviation, summed in float64 without a float64 copy: a kernel can be large."""
     mean = float(np.sum(entries, dtype=np.float64)) / entries.size
     square = float(np.einsum("ij,ij->", entries, entries, dtype=np.float64)) / entries.size
     if not math.isfinite(square):

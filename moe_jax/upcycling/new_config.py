@@ -45,7 +45,7 @@ def upcycled_config(dense: ModelConfig, spec: UpcycleSpec) -> ModelConfig:
         try:
             layers[i] = dataclasses.replace(layers[i], mlp=_moe(dense, i, spec))
         except InputError as error:
-            # Equal layers have equal problems: one of them is enough.
+            # Equal layers have equal problems, so one of them is checked.
             problems.append(str(error))
             break
     raise_if_any(problems, "these options do not go with the model")
@@ -62,11 +62,11 @@ def keeps_the_function(spec: UpcycleSpec) -> bool:
 
 
 def why_different(spec: UpcycleSpec, dtypes: Collection[np.dtype] = ()) -> str | None:
-    """Why the MoE is not meant to begin with the dense model's logits; None: it is, if it `keeps_the_function`.
+    """Returns why the MoE is not meant to begin with the dense model's logits; None: it is, if it `keeps_the_function`.
 
     Args:
-      spec: of the MoE.
-      dtypes: in which the FFN's down kernels are stored.
+      spec: the options of the MoE.
+      dtypes: the dtypes in which the FFN's down kernels are stored.
     """
     reasons = []
     if len(spec.experts_from):
@@ -85,14 +85,14 @@ def why_different(spec: UpcycleSpec, dtypes: Collection[np.dtype] = ()) -> str |
 
 
 def granular_scale(spec: UpcycleSpec) -> float:
-    """`output_scale` of the MoE that is made by these spec."""
+    """Returns the `output_scale` of the MoE that these options make."""
     pieces = spec.granularity
     gate, experts, top_k = spec.weighting, spec.copies * pieces, spec.top_k * pieces
     return output_scale(gate, experts, top_k, pieces)
 
 
 def _granular_problems(spec: UpcycleSpec, expert: FFNConfig) -> list[str]:
-    """Why an FFN cannot be cut into pieces that are experts."""
+    """Returns the problems why an FFN cannot be cut into pieces that are experts."""
     pieces, problems = spec.granularity, []
     if pieces == 1:
         return problems

@@ -15,29 +15,29 @@ from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.model_io.model_source import ModelSource
 
 MOST_TOKENS = 512
-"""No more of a text is read: all texts go through the model at once."""
+"""Number of tokens of a text that are read at most: all texts go through the model at once."""
 
 
 class Prompt(NamedTuple):
     """A text for an expert.
 
     Attributes:
-      ids: of its tokens.
-      first: index of the first of them that is counted; before it, BOS.
+      ids: ids of its tokens.
+      first: index of the first token that is counted; BOS may be before it.
     """
 
     ids: Int[np.ndarray, " n"]
     first: int = 0
 
     def fingerprint(self) -> str:
-        """Returns the same for the same tokens only."""
+        """Returns a text that is the same for the same tokens only."""
         return hashlib.sha256(np.asarray([self.first, *self.ids], np.int64).tobytes()).hexdigest()
 
 
 def router_kernels(
     source: ModelSource, prompts: Sequence[Prompt], layers: Sequence[int], progress: Progress = no_progress
 ) -> dict[int, Float[np.ndarray, "d C"]]:
-    """Routers of a dense model's layers, from the hidden states of texts.
+    """Returns routers for a dense model's layers, made from the hidden states of texts.
 
     The column of a text is the mean, over its tokens, of what the FFN of the layer is given (after the norm before it,
     where there is one), divided by its Euclidean norm. So the logit of a token is the length of its own hidden state
@@ -53,8 +53,8 @@ def router_kernels(
       progress: called after every layer.
 
     Raises:
-      InputError: if the model sees what comes after a token, a text has no tokens or equals another one, its hidden
-        states have no direction, or a layer does not fit into memory.
+      InputError: if the model sees tokens after the present one, a text has no tokens or equals another one, the mean
+        of its hidden states is zero or not finite, or a layer does not fit into memory.
     """
     config = source.config
     if config.has_encoder or any(layer.attention.mask != "causal" for layer in config.layers):
@@ -70,7 +70,7 @@ def router_kernels(
                     f"texts {other + 1} and {number} for the router are equal in their first {most} tokens, so that it "
                     "could not tell their experts apart"
                 )
-    # What follows a text is not seen by it.
+    # The tokens of a text do not see the padding after it.
     tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)
     for row, ids in zip(tokens, rows, strict=True):
         row[: len(ids)] = ids

@@ -158,14 +158,14 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
 
     @property
     def copies(self) -> int:
-        """Number of copies of the FFN: of experts, where they are not cut into pieces."""
+        """Number of copies of the FFN; this is the number of experts unless copies are cut into pieces."""
         if self.experts is not None:
             return self.experts
         return len(self.experts_from) or len(self.router_from) or 8
 
     @property
     def every_nth(self) -> int:
-        """Every how many layers one becomes an MoE."""
+        """The number N if every N-th layer becomes an MoE."""
         return self.every if self.every is not None else 1 if self.method == "pesc" else 2
 
     @property
@@ -199,7 +199,7 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
         return parse_rest(self.rest) if isinstance(self.rest, str) else self.rest
 
     def prompt_problems(self, prompts: int) -> list[str]:
-        """Returns why routers cannot be made from so many texts."""
+        """Returns the problems why routers cannot be made from this number of texts."""
         problems = []
         if prompts != self.copies:
             what = "experts" if self.granularity == 1 else "copies of the FFN that are cut into experts"
@@ -244,7 +244,7 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
         return described | {"allow_nonfinite": self.allow_nonfinite}
 
     def _adapter_bank(self) -> "BankConfig":
-        """PESC's bank; what is not given is as in the released Camelidae models (methods.md 6)."""
+        """Returns PESC's bank; options that are not given are as in the released Camelidae models (methods.md 6)."""
         from moe_jax.experts import AdapterConfig, AdapterExperts, BankConfig
 
         width = "512" if self.adapter is None else str(self.adapter)
@@ -266,7 +266,7 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
         return value not in (*NOT_GIVEN, ()) and not (name == "granularity" and value == 1)
 
     def _delta_problems(self) -> list[str]:
-        """Problems of `delta` with a method that has deltas or copies."""
+        """Returns the problems of `delta` with a method that has deltas or copies."""
         from moe_jax.experts import BankConfig
         from moe_jax.experts.forms.by_name import delta_options, form_named, form_of_option
 
@@ -283,7 +283,7 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
 
 
 def parse_delta(text: str, *, freeze_base: bool = False) -> "BankConfig":
-    """Reads `full`, `low-rank:R`, `sparse:RATE`, or what other forms say of themselves.
+    """Reads `full`, `low-rank:R`, `sparse:RATE`, or the text that another form writes for itself.
 
     Raises:
       InputError: for anything else, a number out of range, or a frozen base where there is none.

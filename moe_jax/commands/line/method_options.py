@@ -59,7 +59,7 @@ def command_fields() -> list[tuple[str, Any, dataclasses.Field]]:
 
 
 def given_options(options: Any) -> dict[str, Any]:
-    """Returns the options of methods that the user gave, by the names of the methods' fields: text, or for switches bool.
+    """Returns the options of methods that the user gave, by the names of the fields: texts, or bool for switches.
 
     Args:
       options: an object with the fields of `command_fields`.

@@ -25,7 +25,7 @@ from moe_jax.files.remote.lease import Lease
 from moe_jax.files.storage_path import BucketPath, StoragePath
 
 MARKERS = ("config.json", "adapter_config.json", "tokens.json", "run.json")
-"""The files that commands write last. Without its file, the model, adapter for PEFT, tokens or run counts for nothing."""
+"""The files that commands write last. Without its file a model, an adapter for PEFT, tokens or a run does not count."""
 _JOB, _LEASE, _NOTES, _DONE = "job.json", "lease.json", "notes", "done"
 
 
