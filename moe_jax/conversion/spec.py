@@ -1,4 +1,4 @@
-"""What `convert` and `export` are asked to do."""
+"""The options of `convert` and `export`."""
 
 import dataclasses
 from collections.abc import Collection
@@ -51,7 +51,7 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
     expert_layout: Literal["per-expert", "fused"] = "per-expert"
     """One tensor per expert, as on the hub; or fused tensors, which only Transformers 5 and later read."""
     dense_layers: Literal["replicate", "refuse"] = "replicate"
-    """What to do with dense layers if a format needs an MoE in every layer: store equal experts; or take another format
+    """Treatment of dense layers if a format needs an MoE in every layer: store equal experts; or take another format
     that holds the model, or stop."""
     format: Literal["checkpoint", "compressed-tensors", "peft"] = "checkpoint"
     """A checkpoint of the whole model; the same with experts in codes, which Transformers and vLLM load; or the LoRA of
