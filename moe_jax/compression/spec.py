@@ -41,8 +41,8 @@ class CompressSpec(Spec):
     """The dense model that the experts came from, for deltas from it; by default the base that a layer has already, or
     else the mean of its experts."""
     model_base: Annotated[str | os.PathLike[str] | None, Shown("DIR", "where it was", Path | None)] = None
-    """Present place of the model that the given one stands on, if it was moved: the base of an adapter directory, or
-    the model that the run of a checkpoint was begun with."""
+    """Path of the model that the given one stands on, if it was moved: of the base of an adapter directory, or of what
+    the run of a checkpoint was begun with."""
     extended: bool = False
     """The universal FFN beside the experts becomes one more delta of the same base."""
     layers: Annotated[str | Sequence[int] | None, Shown("all|top:N|0,3,8-11", "all", str | None)] = None

@@ -51,8 +51,8 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
     expert_layout: Literal["per-expert", "fused"] = "per-expert"
     """One tensor per expert, as on the hub; or fused tensors, which only Transformers 5 and later read."""
     dense_layers: Literal["replicate", "refuse"] = "replicate"
-    """Treatment of dense layers if a format needs an MoE in every layer: store equal experts; or take another format
-    that holds the model, or stop."""
+    """If a format needs an MoE in every layer: store a dense layer as equal experts (replicate); or take another format
+    that holds the model, or stop (refuse)."""
     format: Literal["checkpoint", "compressed-tensors", "peft"] = "checkpoint"
     """A checkpoint of the whole model; the same with experts in codes, which Transformers and vLLM load; or the LoRA of
     an adapter directory, for the PEFT library."""

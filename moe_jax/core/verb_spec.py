@@ -122,8 +122,8 @@ class TakesMovedBase(Spec):
     """Options of a verb whose model may stand on another one."""
 
     base: Annotated[str | os.PathLike[str] | None, Shown("DIR", "where it was", Path | None)] = None
-    """Present place of the model that the given one stands on, if it was moved: the base of an adapter directory, or
-    the model that the run of a checkpoint was begun with."""
+    """Path of the model that the given one stands on, if it was moved: of the base of an adapter directory, or of what
+    the run of a checkpoint was begun with."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,6 @@ import itertools
 import os
 import posixpath
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ from pathlib import Path, PosixPath
 from typing import IO, Any, Self, TypeVar
 
 from moe_jax.core.errors import InputError
+from moe_jax.files.growing import CopiedFolder, GrowingFile, GrowingObjects, LocalFolder
 from moe_jax.files.remote.address import DRIVERS, Address, is_in_bucket, parse_address, written_out
 from moe_jax.files.remote.objects import AT_ONCE, Found, Objects, explained, objects_of
 
@@ -159,12 +159,12 @@ class StoragePath(PosixPath):
         found = next((code for code in _DISK_ERRORS if os.strerror(code) in text), None)
         return None if found is None else OSError(found, os.strerror(found), str(self))
 
-    def local_folder(self) -> "LocalFolder":
+    def local_folder(self) -> LocalFolder:
         """A folder on this machine's disk, for programs that write files bit by bit."""
         self.mkdir(parents=True, exist_ok=True)
         return LocalFolder(self, self)
 
-    def growing(self, kept: Sequence[str]) -> "GrowingFile":
+    def growing(self, kept: Sequence[str]) -> GrowingFile:
         """Opens a file of lines that grows; `read_grown` reads it.
 
         Args:
@@ -186,108 +186,6 @@ class StoragePath(PosixPath):
 
 class DiskPath(StoragePath):
     """A place on a disk."""
-
-
-class LocalFolder:
-    """A folder on this machine's disk whose files belong to a place: it is the place, or they are copied there.
-
-    Attributes:
-      path: of the folder.
-    """
-
-    def __init__(self, place: StoragePath, path: Path):
-        self._place, self.path = place, path
-
-    def flush(self) -> None:
-        """Returns when all files are in their place."""
-
-    def close(self) -> None:
-        self.flush()
-
-    def __enter__(self) -> "LocalFolder":
-        return self
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        self.close()
-
-
-class _CopiedFolder(LocalFolder):
-    def __init__(self, place: StoragePath):
-        self._temporary = tempfile.TemporaryDirectory(prefix="moe-jax-")
-        super().__init__(place, Path(self._temporary.name))
-
-    def flush(self) -> None:
-        for file in sorted(self.path.rglob("*")):
-            if file.is_file() and not file.name.startswith("."):
-                (self._place / file.relative_to(self.path)).write_durably(file.read_bytes())
-
-    def close(self) -> None:
-        super().close()
-        self._temporary.cleanup()
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        if kind is None:
-            self.flush()
-        self._temporary.cleanup()
-
-
-class GrowingFile:
-    """Lines that are appended to a file, and are there at once."""
-
-    def __init__(self, path: StoragePath):
-        self._file = path.open("a", encoding="utf-8")
-
-    def write(self, line: str) -> None:
-        self._file.write(line)
-        self._file.flush()
-
-    def flush(self) -> None:
-        """Returns when all lines are there."""
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class GrowingObjects(GrowingFile):
-    """Lines that grow in a bucket, where nothing can be appended to an object.
-
-    They are written in parts, `metrics.jsonl`, `metrics.jsonl.1`, ...: the last one anew when it is flushed, or some
-    time after lines came, and when it has become large, another one begins. Parts are read by their names until one is
-    not there.
-    """
-
-    PART_BYTES = 1 << 20
-    SECONDS = 30.0
-
-    def __init__(self, path: "BucketPath", lines: Iterable[str]):
-        self._path = path
-        self._part, self._text, self._changed = 0, "", False
-        for line in lines:
-            self._add(line)
-        self.flush()
-        for part in itertools.takewhile(BucketPath.is_file, map(path.part, itertools.count(self._part + 1))):
-            part.unlink()
-        self._written = time.monotonic()
-
-    def write(self, line: str) -> None:
-        self._add(line)
-        if time.monotonic() - self._written > self.SECONDS:
-            self.flush()
-
-    def flush(self) -> None:
-        if self._changed:
-            self._path.part(self._part).write_bytes(self._text.encode())
-        self._changed, self._written = False, time.monotonic()
-
-    def close(self) -> None:
-        self.flush()
-
-    def _add(self, line: str) -> None:
-        if len(self._text) >= self.PART_BYTES:
-            self.flush()
-            self._part, self._text = self._part + 1, ""
-        self._text += line
-        self._changed = True
 
 
 class BucketPath(StoragePath):
@@ -452,7 +350,7 @@ class BucketPath(StoragePath):
         return explained(str(self), self.objects.where, text)
 
     def local_folder(self) -> LocalFolder:
-        return _CopiedFolder(self)
+        return CopiedFolder(self)
 
     def growing(self, kept: Sequence[str]) -> GrowingFile:
         return GrowingObjects(self, kept)

@@ -1,4 +1,4 @@
-"""What `adapt` and `merge` are asked to do."""
+"""The options of `adapt` and `merge`."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""What `upcycle` is asked to do: its options, read and checked."""
+"""The options of `upcycle`, read and checked."""
 
 import dataclasses
 import os

@@ -70,6 +70,7 @@ def test_it_is_compressed_again_from_its_own_centre(small, tmp_path):
     assert similar.to_base[name][0] == pytest.approx(cosine, abs=1e-5)
 
 
+@long
 def test_training_moves_scales_and_keeps_codes(small, models, tmp_path, capsys):
     code, out = small
     if code == "nf4":

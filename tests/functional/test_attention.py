@@ -245,6 +245,7 @@ def test_the_platforms_kernel_or_one_word_why_not(platform, options, kernel, rea
     assert len(said) == (reason is not None) and all(reason in message for message in said)
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("sizes", "rows", "heads"),
     [

@@ -116,7 +116,7 @@ def run(folder: pathlib.Path, endpoint: str, commands: list[list[str]], **enviro
     settings = {"HF_ENDPOINT": endpoint, "HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "0",
                 "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "*"}  # fmt: skip
     done = subprocess.run(
-        [sys.executable, str(pathlib.Path(__file__).with_name("hub_commands.py")), json.dumps(commands)],
+        [sys.executable, str(pathlib.Path(__file__).parents[1] / "support" / "hub_commands.py"), json.dumps(commands)],
         env={**os.environ, **ROOT, **settings, **environment}, cwd=folder, capture_output=True, text=True,
         timeout=300, check=False,
     )  # fmt: skip

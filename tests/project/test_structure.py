@@ -29,7 +29,7 @@ CORE = ("functional", "kernels", "experts", "nn", "models")
 # `commands/NAME.py` and `api/NAME.py` are the faces of the verb or the room NAME; `configs` is that of all configs.
 FACES = ("commands", "api", "configs")
 # Names that say what a module is to its room, and not what it is about.
-ROLES = {"spec": "what a verb is asked to do", "report": "what a job says at its end"}
+ROLES = {"spec": "options of verbs", "report": "what a job says at its end"}
 
 
 class Import(NamedTuple):

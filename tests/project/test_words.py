@@ -10,9 +10,7 @@ import pytest
 from tests.support.environment import ROOT
 
 # Rooms whose docstrings are still to be rewritten. The list only shrinks.
-UNFINISHED = (
-    *("api", "checkpoints", "commands", "files", "model_io", "peft", "upcycling"),
-)
+UNFINISHED = (*("api", "checkpoints", "commands", "files", "model_io", "peft", "upcycling"),)
 # "What there is of ..." is a riddle; "Returns the bytes of ..." is not.
 _RIDDLE = re.compile(r"(What|That|Those|Of|Which|Where)\b")
 _ONLY_SEE = re.compile(r"See (also )?`[^`]*`\.?$")
@@ -22,9 +20,12 @@ def problems_of(source: str) -> Iterator[tuple[int, str]]:
     """Yields the line and the problem of each docstring that a stranger would not understand, or that is missing."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
-        for child in getattr(node, "body", ()) if not isinstance(node, ast.Lambda | ast.IfExp) else ():
-            if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
-                if isinstance(child.value.value, str) and (problem := _problem(child.value.value)):
+        body = getattr(node, "body", ()) if not isinstance(node, ast.Lambda | ast.IfExp) else ()
+        for before, child in zip([None, *body], body, strict=False):
+            # The text under a field is help for an option: "Where the report appears" is plain there.
+            is_text = isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)
+            if is_text and isinstance(child.value.value, str) and not isinstance(before, ast.AnnAssign):
+                if problem := _problem(child.value.value):
                     yield child.lineno, problem
     yield from _undocumented(tree, inherits=False)
 

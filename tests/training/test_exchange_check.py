@@ -9,6 +9,7 @@ from moe_jax.experts.parallel import exchange
 from moe_jax.training.exchange_check import exchange_check
 from moe_jax.training.program import first_state, initial_states, make_program
 from moe_jax.training.recipe.schema import MeshSection, ModelSection
+from tests.support.tiers import long
 from tests.support.training_models import config_of, moe, recipe_of
 from tests.training.test_step import random_batch
 
@@ -35,6 +36,7 @@ def first_step(recipe):
         compare(metrics)
 
 
+@long
 def test_an_exchange_that_works_passes():
     first_step(recipe_with(exchange="all-to-all", check_exchange=True))
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 
-from moe_jax.files.storage_path import LocalFolder, as_path
+from moe_jax.files.growing import LocalFolder
+from moe_jax.files.storage_path import as_path
 
 
 class StepTrace:

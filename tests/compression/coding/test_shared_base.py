@@ -19,7 +19,7 @@ from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig
 from tests.compression.methods.recorded_layers import calibration_of, recorded
 from tests.support.moe_models import MemorySource, memory_moe
-from tests.support.tiers import one_in
+from tests.support.tiers import long, one_in
 
 EXPERTS, SIZE, CODER = 8, 256, LeastError()
 
@@ -75,6 +75,7 @@ def test_error_and_bits_of_gaussian_experts(rho, centre, bits, error, once, twic
         assert stored == pytest.approx(per_weight, abs=0.003)
 
 
+@long
 def test_a_refit_never_makes_it_worse():
     """Of all rounds the best one stays: with a centre as coarse as this, and residuals as fine, not always the last."""
     kernels = experts(0.3)

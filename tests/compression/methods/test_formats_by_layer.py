@@ -148,6 +148,7 @@ def test_what_is_written_is_within_the_budget_and_no_worse_than_without(source, 
     check_merged(ModelDirectory(tmp_path / "True"), source.config, leaves)
 
 
+@long
 def test_parts_of_a_layer_have_formats_of_their_own(source, calibration, tmp_path, monkeypatch):
     """Experts of which there is much to lose get row scales, and no others."""
     for module in (storage, bits_by_matrix):  # in so small a model, leaves are dearer to the disk than bits

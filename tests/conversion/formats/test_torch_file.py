@@ -81,7 +81,7 @@ class Malicious:
 def test_runs_nothing(torch, tmp_path: pathlib.Path):
     target = tmp_path / "written"
     torch.save({"weight": Malicious(str(target))}, tmp_path / "x.bin")
-    with pytest.raises(InputError, match="wants to run io.open; only plain tensors are read"):
+    with pytest.raises(InputError, match="wants to run _?io.open; only plain tensors are read"):
         read_torch_file(tmp_path / "x.bin")
     assert not target.exists()
 

@@ -25,6 +25,7 @@ from moe_jax.files.remote import objects
 from moe_jax.files.storage_path import as_path
 from tests.files.remote.kills import killed_at, no_waiting  # noqa: F401
 from tests.support.byte_tokenizer import byte_tokenizer
+from tests.support.tiers import long
 from tests.support.training_models import FFN, config_of, write_config
 
 LINES = [f"the {i}th line says {i * i}" for i in range(400)]
@@ -101,6 +102,7 @@ def test_batches_are_those_of_a_disk(bucket, folder, monkeypatch, name, shuffle)
             np.testing.assert_array_equal(one[key], other[key])
 
 
+@long
 def test_requests_that_fail_are_made_again(bucket, folder):
     failed = {}
 

@@ -19,6 +19,7 @@ from tests.files.remote.kills import killed_at, no_waiting  # noqa: F401
 from tests.support import gguf_files
 from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.hf_checkpoints import BASE, random_tensors, write_checkpoint
+from tests.support.tiers import long
 
 HF = "gs://bucket/models/hf"
 
@@ -81,6 +82,7 @@ def test_only_the_ranges_of_a_tensor_are_read(bucket, dense, tmp_path, monkeypat
     assert "model.safetensors" in {file.name for file in source.checkpoint.files}
 
 
+@long
 def test_faults_on_the_way(bucket, dense, tmp_path):
     """Each request fails twice: by a status, or by a connection that is cut."""
     export(dense, tmp_path / "hf", ExportSpec(max_shard_size="8KB"))

@@ -11,7 +11,7 @@ import pytest
 from moe_jax.api.open_source import open_source
 from moe_jax.commands.line import cli
 from moe_jax.core.errors import InputError
-from moe_jax.files import storage_path
+from moe_jax.files import growing
 from moe_jax.files.storage_path import as_path
 from moe_jax.training.log.metrics import read_metrics
 from moe_jax.training.run.checkpoint_copy import copy_checkpoint
@@ -209,7 +209,7 @@ def test_a_checkpoint_that_is_not_whole_is_not_copied(bucket, place):
 
 
 def test_lines_that_grow(bucket, monkeypatch):
-    monkeypatch.setattr(storage_path.GrowingObjects, "PART_BYTES", 20)
+    monkeypatch.setattr(growing.GrowingObjects, "PART_BYTES", 20)
     path = as_path("gs://bucket/run/metrics.jsonl")
     lines = [f"{{{i:03}}}\n" for i in range(20)]
     writer = path.growing(lines[:3])
@@ -217,6 +217,6 @@ def test_lines_that_grow(bucket, monkeypatch):
         writer.write(line)
     assert len(path.read_grown()) < 120  # the last part is not due
     writer.close()
-    assert path.read_grown().decode() == "".join(lines) and path.part(3).is_file()
+    assert path.read_grown().decode() == "".join(lines) and (path.parent / "metrics.jsonl.3").is_file()
     path.growing(lines[:5]).close()
     assert path.read_grown().decode() == "".join(lines[:5])

@@ -182,6 +182,7 @@ def test_the_average_is_saved_evaluated_and_exported(folder, capsys):
     assert ModelDirectory(Path("without/model")).fingerprint() == ModelDirectory(Path("run/model")).fingerprint()
 
 
+@long
 def test_groups_are_keys_like_others(folder, capsys):
     """They are written down, compared, and may be changed by a restart, which keeps the moments."""
     groups = 'optimizer.groups=[{match=["layers/0/attention/.*"], learning_rate=1e-5}]'
