@@ -52,7 +52,7 @@ from evidence.studies.trainings import Trainings
 from evidence.studies.variants import label
 from moe_jax.distributed.sharding import path_name
 from moe_jax.model_io.loading import abstract_model, model_leaves
-from moe_jax.nn.perft import Perft
+from moe_jax.nn.moe import Perft
 from moe_jax.peft import trainable_paths
 from moe_jax.training.program import draw_model
 from tests.support.environment import ROOT

@@ -15,10 +15,16 @@ from moe_jax.core.errors import InputError
 from moe_jax.core.finite import is_floating, largest_magnitude
 from moe_jax.data.examples import Example
 from moe_jax.data.sections import DataSection, SourceSection
-from moe_jax.data.sources.cached_copies import uncompressed
+from moe_jax.data.sources.data_files import uncompressed
 from moe_jax.data.tokens.tokenizer import Pair, Tokenizer
-from moe_jax.evaluation.held_out_loss import Evaluation, Evaluator, check_seq_len, read_text
-from moe_jax.evaluation.held_out_texts import read_held_out, with_lengths
+from moe_jax.evaluation.held_out_loss import (
+    Evaluation,
+    Evaluator,
+    check_seq_len,
+    read_held_out,
+    read_text,
+    with_lengths,
+)
 from moe_jax.evaluation.pair_loss import PairEvaluator
 from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig

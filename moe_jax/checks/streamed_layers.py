@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.distributed.sharding import path_name
-from moe_jax.experts.forms.fresh import shapes_of
+from moe_jax.experts.forms.matrix import shapes_of
 from moe_jax.functional.attention.relative_bias import bias_by_distance
 from moe_jax.functional.routing.decision import RouterStats, Routing
 from moe_jax.models import LayerConfig, ModelConfig

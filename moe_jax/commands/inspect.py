@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import tyro
 
 from moe_jax.commands import BaseFlag
-from moe_jax.core.counting import is_parameter
-from moe_jax.core.formatting import index_set, show_bytes
+from moe_jax.core.formatting import index_set, is_parameter, show_bytes
 
 if TYPE_CHECKING:
     import jax

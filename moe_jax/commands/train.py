@@ -82,8 +82,8 @@ def run(options: Options) -> None:
     """
     from moe_jax.api.open_source import read_config
     from moe_jax.core.errors import InputError
+    from moe_jax.training.recipe.recipe_toml import recipe_file
     from moe_jax.training.recipe.schema import load_recipe
-    from moe_jax.training.recipe.shipped import recipe_file
 
     if options.keys is not None:
         _print_keys(options.keys)

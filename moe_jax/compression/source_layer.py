@@ -1,7 +1,9 @@
 """The experts of one MoE layer of a model on disk, whatever its bank; kernels are made one at a time."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,9 +16,11 @@ from moe_jax.experts.on_host import base_kernel, expert_kernels
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import BankConfig, MoEConfig
 
+if TYPE_CHECKING:
+    from moe_jax.models import ModelConfig
+
 Write = Callable[[str, np.ndarray], None]
 """Takes a leaf: its path below the layer's `mlp`, and the array."""
-
 LARGEST_WEIGHT = 2.0**50
 """Methods compute in float32, in which the sum over a kernel of the squares of larger numbers could be infinite."""
 
@@ -174,3 +178,66 @@ def check_weights(what: str, weights: np.ndarray) -> np.ndarray:
             f"of weights up to {LARGEST_WEIGHT:.2g}"
         )
     return weights
+
+
+def parse_layers(text: str, config: "ModelConfig") -> tuple[int, ...] | None:
+    """Reads which layers a user means.
+
+    Args:
+      text: `all`; `top:N`, the last N MoE layers; or layers and ranges of layers, counted from 0, separated by commas.
+        A range stands for the MoE layers in it. Of a model with an encoder, layers are counted through both stacks; or
+        in each of them, if any of these stands after `encoder:` or `decoder:`.
+      config: of the model.
+
+    Returns:
+      Indices in the order given; a layer named on its own need not be an MoE layer. None: all MoE layers.
+
+    Raises:
+      InputError: if it cannot be read, asks for more MoE layers than there are, or names a range without any, or a
+        stack that the model does not have.
+    """
+    from moe_jax.core.errors import InputError
+
+    if text == "all":
+        return None
+    if not re.match(r"(encoder|decoder):", text):
+        return _parse(text, config.moe_layers, "the model")
+    if not config.has_encoder:
+        raise InputError(f"--layers {text}: the model has no encoder; name its layers without a stack")
+    first, found = config.num_encoder_layers, []
+    for part in re.split(r",(?=(?:encoder|decoder):)", text):
+        stack, _, rest = part.partition(":")
+        layers = range(first) if stack == "encoder" else range(first, config.num_layers)
+        moe = [layers.index(i) for i in config.moe_layers if i in layers]
+        chosen = moe if rest == "all" else _parse(rest, moe, f"the {stack}")
+        if not chosen:
+            raise InputError(f"--layers {part}: the {stack} has no MoE layers")
+        outside = [i for i in chosen if i >= len(layers)]
+        if outside:
+            raise InputError(f"--layers {part}: the {stack} has layers 0 to {len(layers) - 1}, and no {outside[0]}")
+        found += [layers[i] for i in chosen]
+    return tuple(found)
+
+
+def _parse(text: str, moe: "tuple[int, ...] | list[int]", where: str) -> tuple[int, ...] | None:
+    """Reads the layers of one stack; `moe` are its MoE layers, counted within the stack."""
+    from moe_jax.core.errors import InputError, shown
+
+    if top := re.fullmatch(r"top:(\d{1,9})", text):
+        count = int(top[1])
+        if not 1 <= count <= max(1, len(moe)):
+            raise InputError(f"--layers {text}: {where} has {len(moe)} MoE layers")
+        return tuple(moe[-count:]) or None  # a model without MoE layers is refused elsewhere
+    found: list[int] = []
+    for part in text.split(","):
+        ends = re.fullmatch(r"\s*(\d{1,9})(?:-(\d{1,9}))?\s*", part)
+        if ends is None:
+            raise InputError(f"--layers {shown(text)}: expected all, top:N, or layers such as 0,3,8-11")
+        if ends[2] is None:
+            found.append(int(ends[1]))
+            continue
+        some = [i for i in moe if int(ends[1]) <= i <= int(ends[2])]
+        if not some:
+            raise InputError(f"--layers {part.strip()}: none of them is an MoE layer")
+        found += some
+    return tuple(found)

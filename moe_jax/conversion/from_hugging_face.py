@@ -12,7 +12,6 @@ import numpy as np
 from rich.console import Console
 
 from moe_jax.conversion.checkpoint_source import CheckpointSource
-from moe_jax.conversion.expected import print_expected
 from moe_jax.conversion.formats.checkpoint_files import has_weights
 from moe_jax.conversion.formats.copying import DTYPES_BY_NAME
 from moe_jax.conversion.gguf.gguf_header import is_gguf
@@ -20,10 +19,10 @@ from moe_jax.conversion.gguf.gguf_model import GGUFModel
 from moe_jax.conversion.hf.hugging_face_dir import HuggingFaceDirectory
 from moe_jax.conversion.mapping_report import print_mapping
 from moe_jax.conversion.spec import ConvertSpec
+from moe_jax.conversion.weights import print_expected
 from moe_jax.core.errors import check_member
 from moe_jax.core.terminal import ByteProgress, console_for_tables
-from moe_jax.distributed.gather import gathered
-from moe_jax.distributed.processes import first_decides, is_first_process
+from moe_jax.distributed.processes import first_decides, gathered, is_first_process
 from moe_jax.files.resume import require_space
 from moe_jax.files.staging import check_target, refuse_existing
 from moe_jax.files.storage_path import as_path

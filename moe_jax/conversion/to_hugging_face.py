@@ -18,9 +18,8 @@ from moe_jax.conversion.formats.copying import DTYPES_BY_NAME, copy_transposed
 from moe_jax.conversion.formats.packed_experts import Packing
 from moe_jax.conversion.formats.safetensors_writer import PlannedTensor, ShardWriter, shard_writer
 from moe_jax.conversion.formats.tensors import DTYPE_NAMES
-from moe_jax.conversion.hf.hf_changes import print_changes
 from moe_jax.conversion.hf.hf_config import kept_keys, read_hf_config, write_hf_config
-from moe_jax.conversion.hf.hf_format import exported_config
+from moe_jax.conversion.hf.hf_format import exported_config, print_changes
 from moe_jax.conversion.hf.hf_view import MergedModel
 from moe_jax.conversion.mapping_report import print_mapping
 from moe_jax.conversion.spec import ExportSpec

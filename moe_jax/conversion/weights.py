@@ -1,14 +1,20 @@
 """Matches the tensors of a checkpoint with its family's table: none missing, none left over."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from rich.console import Console
 
 from moe_jax.conversion.families import family_named
 from moe_jax.conversion.formats.checkpoint_files import CheckpointFiles
 from moe_jax.conversion.formats.tensors import DTYPES, TensorEntry
-from moe_jax.conversion.table import Ignored, Mapped, Piece, Table, Tied, apply_table, detect_layout
-from moe_jax.core.errors import clipped, raise_if_any, shown
+from moe_jax.conversion.hf.hf_config import read_hf_config
+from moe_jax.conversion.mapping_report import print_mapping
+from moe_jax.conversion.table import PER_EXPERT, Ignored, Mapped, Piece, Table, Tied, apply_table, detect_layout
+from moe_jax.core.errors import InputError, clipped, raise_if_any, shown
+from moe_jax.files.json_toml import read_json_object
 from moe_jax.models import ModelConfig
 
 
@@ -109,3 +115,38 @@ def _mixed_dtypes(checkpoint: CheckpointFiles, mapped: Mapped) -> list[str]:
         if len(dtypes) > 1:
             problems.append(f"{leaf} would be stacked from tensors of dtypes {', '.join(sorted(dtypes))}")
     return problems
+
+
+def print_expected(path: Path, dtype: str | None, ignored_keys: Collection[str], console: Console) -> None:
+    """Prints the mapping of an absent checkpoint, in the per-expert layout.
+
+    Args:
+      path: its config.json, or the directory with that file.
+      dtype: of all parameters after conversion; None: they keep that of the config.
+      ignored_keys: unknown keys of config.json that are assumed to change nothing.
+      console: where to print.
+
+    Raises:
+      FileNotFoundError: if there is no such file.
+      InputError: if the config cannot be read.
+    """
+    from moe_jax.model_io.loading import leaf_specs
+
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(f"no config at {file}")
+    try:
+        config = read_hf_config(read_json_object(file, allow=("nonfinite",)), ignored=ignored_keys)
+    except InputError as error:
+        raise InputError(f"{file}: {error}") from None
+    stored, leaves = leaf_specs(config), leaf_specs(config, dtype)
+    mapped = apply_table(
+        family_named(config.family).table_of(config),
+        stored,
+        config.num_layers,
+        PER_EXPERT,
+        config.family,
+        num_encoder_layers=config.num_encoder_layers,
+    )
+    console.print(f"{file} has no weights beside it; a checkpoint of this config holds:", markup=False)
+    print_mapping(mapped.pieces, mapped.tensors, leaves, stored, console)

@@ -1,9 +1,14 @@
-"""Numbers as people write and read them: bytes, durations, sets of indices."""
+"""Numbers, counts and names of dtypes, as people write and read them."""
 
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
 
 from moe_jax.core.errors import InputError, shown
+
+if TYPE_CHECKING:
+    import jax
 
 GB = 1e9
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -55,3 +60,34 @@ def index_set(indices: Iterable[int]) -> str:
     if len(ordered) > 2 and ordered == list(range(ordered[0], ordered[-1] + 1, step)):
         return f"{{{ordered[0]}..{ordered[-1]}{f'..{step}' if step > 1 else ''}}}"
     return f"{{{','.join(map(str, ordered))}}}"
+
+
+def is_parameter(spec: "jax.ShapeDtypeStruct") -> bool:
+    """Whether a leaf holds parameters. Integers are positions of sparse deltas, or codes (methods.md 8)."""
+    return spec.dtype.kind not in "iu"
+
+
+def count_parameters(specs: "Iterable[jax.ShapeDtypeStruct]") -> int:
+    """Number of parameters in leaves; integers are not counted."""
+    return sum(math.prod(spec.shape) for spec in specs if is_parameter(spec))
+
+
+def count_bytes(specs: "Iterable[jax.ShapeDtypeStruct]") -> int:
+    """Number of bytes in leaves, integers included."""
+    return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
+
+
+SHORT_NAMES = {
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "fp16": "float16",
+    "half": "float16",
+    "f32": "float32",
+    "fp32": "float32",
+}
+
+
+def full_name(name: str, choices: Collection[str]) -> str:
+    """The one of `choices` that a short name of a dtype stands for; `name` itself if it stands for none."""
+    full = SHORT_NAMES.get(name, name)
+    return full if name not in choices and full in choices else name

@@ -9,8 +9,8 @@ import rich.table
 from rich.markup import escape
 
 from moe_jax.core.formatting import show_bytes
-from moe_jax.figures.canvas import DrawnTo
 from moe_jax.figures.curves import Curve, plot_curves
+from moe_jax.figures.plots import DrawnTo
 from moe_jax.report.elements import html_page, picture, said, section, table
 from moe_jax.report.pictures import drawn
 from moe_jax.training.log.metrics import Record

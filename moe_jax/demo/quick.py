@@ -1,14 +1,128 @@
 """The quick demo: trains a small model on text that every Python has, upcycles it, and compares."""
 
 import json
+import statistics
+import sysconfig
 import time
 from pathlib import Path
+from typing import NamedTuple
+
+import rich.table
+import tokenizers
 
 from moe_jax.core.errors import InputError
-from moe_jax.demo.results import Result, median_speed, plot, table
 from moe_jax.demo.shell import Shell, make_folder
-from moe_jax.demo.text import byte_tokenizer, write_text
-from moe_jax.training.log.metrics import read_metrics
+from moe_jax.training.log.metrics import Record, read_metrics
+
+
+class Result(NamedTuple):
+    """One model of the comparison."""
+
+    name: str
+    params: int
+    added: int
+    perplexity: float
+    tokens_per_second: float
+
+
+def median_speed(records: list[Record]) -> float:
+    """Training tokens per second: the median over the steps, which leaves out compilation."""
+    return statistics.median(record["tokens_per_second"] for record in records)
+
+
+def table(results: list[Result], held_out_bytes: int) -> rich.table.Table:
+    """A table of the results, with one row per model."""
+    table = rich.table.Table(
+        title=f"held-out text: {held_out_bytes:,} bytes; perplexity is per byte", title_justify="left"
+    )
+    for column in ("model", "parameters", "added", "held-out perplexity", "training tokens/s"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for result in results:
+        numbers = (
+            f"{result.params:,}",
+            f"{result.added:,}",
+            f"{result.perplexity:.3f}",
+            f"{result.tokens_per_second:,.0f}",
+        )
+        table.add_row(result.name, *numbers)
+    return table
+
+
+def plot(path: Path, dense: Path, others: dict[str, Path]) -> None:
+    """Draws the loss over steps: of the dense model, and then of the models that continue from it.
+
+    Args:
+      path: the PNG to write.
+      dense: run directory of the dense model.
+      others: run directories by name, each begun from the trained dense model.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    first = read_metrics(dense / "metrics.jsonl")
+    begin = first[-1]["step"]
+    curves = {
+        "dense": (0, first),
+        **{name: (begin, read_metrics(run / "metrics.jsonl")) for name, run in others.items()},
+    }
+    for index, (name, (offset, records)) in enumerate(curves.items()):
+        style = {"label": name, "linewidth": 1.2, "color": f"C{index}"}
+        left.plot([offset + r["step"] for r in records], [r["loss"] for r in records], **style)
+        held_out = [(offset + r["step"], r["eval_loss"]) for r in records if "eval_loss" in r]
+        if name != "dense":
+            held_out.insert(0, (begin, next(r["eval_loss"] for r in reversed(first) if "eval_loss" in r)))
+            right.plot(*zip(*held_out, strict=True), marker="o", markersize=3, **style)
+    left.set(title="training loss", xlabel="step", ylabel="nats per byte")
+    right.set(title="held-out loss after the dense model's training", xlabel="step")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+BOS, EOS = "<bos>", "<eos>"
+# One in this many files is held out.
+HELD_OUT_EVERY = 10
+
+
+def write_text(folder: Path, held_out_bytes: int) -> tuple[int, int]:
+    """Copies the library's top-level modules: `train/*.txt`, and `held-out.txt` made of other files.
+
+    Args:
+      folder: created.
+      held_out_bytes: the approximate amount of held-out text.
+
+    Returns:
+      Bytes of training and of held-out text.
+    """
+    modules = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    (folder / "train").mkdir(parents=True)
+    trained, held_out = 0, ""
+    for index, module in enumerate(modules):
+        text = module.read_text(encoding="utf-8", errors="replace")
+        if index % HELD_OUT_EVERY != 0:
+            trained += (folder / "train" / f"{module.stem}.txt").write_bytes(text.encode())
+        elif len(held_out) < held_out_bytes:
+            held_out += text[: held_out_bytes - len(held_out)]
+    return trained, (folder / "held-out.txt").write_bytes(held_out.encode())
+
+
+def byte_tokenizer() -> tokenizers.Tokenizer:
+    """A tokenizer whose tokens are the 256 bytes, after BOS (id 0) and EOS (id 1)."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokens = [BOS, EOS, *alphabet]
+    model = tokenizers.models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[])
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.add_special_tokens([BOS, EOS])
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
+    return tokenizer
+
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -28,7 +142,6 @@ CONFIG = {
     "eos_token_id": 1,
     "torch_dtype": "float32",
 }
-
 RECIPE = """\
 # Run from the folder in which `moe-jax demo` was started: paths are relative to it.
 run_dir = "{folder}/runs/{name}"
@@ -59,7 +172,6 @@ text = "{folder}/text/held-out.txt"
 every = {eval_every}
 seq_len = 256
 """
-
 HELD_OUT_BYTES = 24 * 1024
 
 

@@ -14,7 +14,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.experts.bank import ExpertBank
 from moe_jax.experts.bank_config import BankConfig
 from moe_jax.experts.forms.by_name import register
-from moe_jax.experts.forms.fresh import uniform_factor
+from moe_jax.experts.forms.matrix import uniform_factor
 from moe_jax.experts.forms.protocol import BesideBase, ExpertForm
 from moe_jax.experts.layout.config import AdapterConfig, FFNConfig
 from moe_jax.experts.layout.mesh import current_mesh, token_axes

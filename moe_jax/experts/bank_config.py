@@ -9,7 +9,7 @@ from moe_jax.experts.forms import ExpertForm, Full, KernelForm, ffn_matrices
 from moe_jax.experts.forms.base_codes import BaseCodes
 from moe_jax.experts.forms.by_name import form_named, kinds_with
 from moe_jax.experts.forms.kinds.positions import ENCODINGS
-from moe_jax.experts.forms.optional.own_form import ByExpert
+from moe_jax.experts.forms.optional.coding import ByExpert
 from moe_jax.experts.layout.config import FFNConfig
 
 

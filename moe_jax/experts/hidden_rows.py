@@ -16,8 +16,7 @@ from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.functional.ffn import hidden
 from moe_jax.functional.products.gated import GATE, UP, gated_product
 from moe_jax.functional.routing.dispatch import row_biases
-from moe_jax.kernels.by_platform import PRODUCT
-from moe_jax.kernels.deferred import Bound
+from moe_jax.kernels.by_platform import PRODUCT, Bound
 from moe_jax.kernels.tpu.tiles.fused_tile import FusedTile
 
 _BELOW_BASE = f"{BASE}/"

@@ -14,8 +14,7 @@ from moe_jax.experts.bank_config import BankConfig
 from moe_jax.experts.factored import factored_ffn
 from moe_jax.experts.forms.kinds.lora import whole_form
 from moe_jax.experts.forms.matrix import BASE, Load, Matrix, ffn_matrices
-from moe_jax.experts.forms.optional.coding import CodedJointly
-from moe_jax.experts.forms.optional.own_form import own_of
+from moe_jax.experts.forms.optional.coding import CodedJointly, own_of
 from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.hidden_rows import Kernels
 from moe_jax.experts.layout.config import FFNConfig

@@ -14,8 +14,8 @@ from moe_jax.core.errors import InputError
 from moe_jax.experts.forms.by_name import register
 from moe_jax.experts.forms.kinds.quantized import Quantized
 from moe_jax.experts.forms.matrix import Arrays, Matrix, Split, Window
+from moe_jax.experts.forms.optional.coding import ByExpert, Own
 from moe_jax.experts.forms.optional.costs import CostModel
-from moe_jax.experts.forms.optional.own_form import ByExpert, Own
 from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.hidden_rows import Kernels
 from moe_jax.experts.kernel_bank import KernelBank

@@ -13,8 +13,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.experts.bank_config import BankConfig
 from moe_jax.experts.forms.kinds.kernel_of_codes import Coded
 from moe_jax.experts.forms.matrix import Matrix, Window, ffn_matrices
-from moe_jax.experts.forms.optional.coding import CodedJointly
-from moe_jax.experts.forms.optional.own_form import ByExpert, own_of
+from moe_jax.experts.forms.optional.coding import ByExpert, CodedJointly, own_of
 from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.layout.config import FFNConfig
 

@@ -2,18 +2,41 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
-from moe_jax.figures.canvas import DrawnTo, ink, new_figure
 from moe_jax.figures.similarity import MEAN, LayerSimilarity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.colors import Normalize
+    from matplotlib.figure import Figure
+
+DrawnTo = Path | IO[bytes]
+"""The file of a picture: a PNG at a path, or a file in the format of matplotlib's settings (`savefig.format`)."""
+
+
+def new_figure(width: float, height: float) -> "Figure":
+    """An empty figure of a size in inches."""
+    # pyplot is not used: it has global state, and may choose a backend that needs a screen.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def ink() -> str:
+    """The colour of text, for lines that stand out from the coloured ones."""
+    import matplotlib
+
+    return matplotlib.rcParams["text.color"]
+
 
 _DPI = 130
 # The largest number of heat maps side by side, and of experts for which a heat map shows numbers.

@@ -11,8 +11,8 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from moe_jax.core.dtype_names import full_name
 from moe_jax.core.errors import MAX_SHOWN, InputError, clipped, nearest, raise_if_any, shown
+from moe_jax.core.formatting import full_name
 from moe_jax.files.json_toml import fits_64_bits, is_unicode
 
 T = TypeVar("T")

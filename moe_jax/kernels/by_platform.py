@@ -1,17 +1,121 @@
 """Chooses the implementation of a product, in one place, by the platform that a program is lowered for."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 from jax.typing import DTypeLike
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
-from moe_jax.kernels.deferred import Bound, deferred
 from moe_jax.kernels.gpu.nvidia import compute_capability, triton_fits
 from moe_jax.kernels.tpu.chip import current_core
+
+_deferred = Primitive("deferred")
+_deferred.multiple_results = True
+
+
+def deferred(
+    function: Callable[..., PyTree[Array]],
+    *arguments: PyTree[Array],
+    out: PyTree[jax.ShapeDtypeStruct],
+    divided: Callable[..., PyTree[Array]] | None = None,
+    **options: Hashable,
+) -> PyTree[Array]:
+    """Returns `function(*arguments, **options)`; the function is traced when the program is lowered.
+
+    The call can be batched, but has no derivative. The function does not see the context of the caller: the caller must
+    find out what depends on the mesh in use, and pass it as an option.
+
+    Args:
+      function: programs are the same if the function and the options are equal.
+      arguments: trees of arrays.
+      out: shapes and dtypes of the result.
+      divided: called, without the options, in place of the function if the compiler divides the program between several
+        devices, as it cannot divide a kernel. None: the function is no kernel, or is known to run on one device.
+      options: further arguments.
+    """
+    arrays, structure = jax.tree.flatten(arguments)
+    leaves, out_structure = jax.tree.flatten(out)
+    shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
+    call = _Call(Bound(function, **options), structure)
+    other = call if divided is None else _Call(divided, structure)
+    return jax.tree.unflatten(out_structure, _deferred.bind(*arrays, call=call, divided=other, shapes=shapes))
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class Bound:
+    """A function with some of its options. Two with equal parts are equal, unlike two of `functools.partial`."""
+
+    function: Callable[..., PyTree[Array]]
+    options: tuple[tuple[str, Hashable], ...]
+
+    def __init__(self, function: Callable[..., PyTree[Array]], **options: Hashable) -> None:
+        object.__setattr__(self, "function", function)
+        object.__setattr__(self, "options", tuple(sorted(options.items())))
+
+    def __call__(self, *arguments: PyTree[Array], **others: Hashable) -> PyTree[Array]:
+        return self.function(*arguments, **dict(self.options), **others)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A function of trees, with flat lists of arrays as arguments and result."""
+
+    function: Callable[..., PyTree[Array]]
+    structure: Any
+
+    def __call__(self, *arrays: Array) -> list[Array]:
+        return jax.tree.leaves(self.function(*jax.tree.unflatten(self.structure, arrays)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mapped:
+    """A function of arrays, mapped over some of their axes."""
+
+    call: Callable[..., list[Array]]
+    axes: tuple[int | None, ...]
+
+    def __call__(self, *arrays: Array) -> list[Array]:
+        return jax.vmap(self.call, in_axes=self.axes)(*arrays)
+
+
+@_deferred.def_abstract_eval
+def _abstract(*_: Any, shapes: tuple, **calls: Callable[..., list[Array]]) -> list[ShapedArray]:
+    del calls
+    return [ShapedArray(shape, dtype) for shape, dtype in shapes]
+
+
+def _traced(*arrays: Array, call: Callable[..., list[Array]], shapes: tuple) -> list[Array]:
+    out = call(*arrays)
+    made = tuple((array.shape, array.dtype) for array in out)
+    assert made == shapes, f"{call} makes {made}, not {shapes}"
+    return out
+
+
+def _batched(arrays: Sequence[Array], axes: Sequence[int | None], **params: Any) -> tuple[list[Array], list[int]]:
+    size = next(array.shape[axis] for array, axis in zip(arrays, axes, strict=True) if axis is not None)
+    shapes = tuple(((size, *shape), dtype) for shape, dtype in params["shapes"])
+    calls = {name: _Mapped(params[name], tuple(axes)) for name in ("call", "divided")}
+    out = _deferred.bind(*arrays, **calls, shapes=shapes)
+    return out, [0] * len(out)
+
+
+def _lowered(context: mlir.LoweringRuleContext, *arrays: Any, call: Any, divided: Any, shapes: tuple) -> Any:
+    # The context has a number of devices only if the compiler divides the program; inside `shard_map` it has none.
+    devices = getattr(context.module_context.axis_context, "num_devices", 1)
+    chosen = call if devices == 1 else divided
+    return mlir.lower_fun(_traced, multiple_results=True)(context, *arrays, call=chosen, shapes=shapes)
+
+
+_deferred.def_impl(lambda *arrays, **params: jax.jit(partial(_deferred.bind, **params))(*arrays))
+mlir.register_lowering(_deferred, _lowered)
+batching.primitive_batchers[_deferred] = _batched
 
 
 def one_device() -> bool:

@@ -15,7 +15,7 @@ from moe_jax.core.errors import raise_if_any
 from moe_jax.core.finite import cast, check_finite
 from moe_jax.core.memory import available_memory
 from moe_jax.distributed.sharding import path_name, state_shardings
-from moe_jax.experts.forms.fresh import shapes_of
+from moe_jax.experts.forms.matrix import shapes_of
 from moe_jax.experts.parallel.exchange import Exchange, exchange_from_environment
 from moe_jax.experts.strategy import strategy_from_environment
 from moe_jax.model_io.model_source import ModelSource, read_part

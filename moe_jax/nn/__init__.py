@@ -23,11 +23,11 @@ from moe_jax.nn.latent_attention import LatentAttention as LatentAttention
 from moe_jax.nn.layers import FFN as FFN
 from moe_jax.nn.layers import Norm as Norm
 from moe_jax.nn.moe import MoE as MoE
-from moe_jax.nn.perft import Perft as Perft
+from moe_jax.nn.moe import Perft as Perft
 from moe_jax.nn.router import CoderRouter as CoderRouter
 from moe_jax.nn.router import LinearRouter as LinearRouter
-from moe_jax.nn.router_stats import auxiliary_loss as auxiliary_loss
-from moe_jax.nn.router_stats import load_per_layer as load_per_layer
+from moe_jax.nn.router import auxiliary_loss as auxiliary_loss
+from moe_jax.nn.router import load_per_layer as load_per_layer
 from moe_jax.nn.stack import Stack as Stack
 from moe_jax.nn.unstacked import is_stacked as is_stacked
 from moe_jax.nn.unstacked import unstacked as unstacked

@@ -14,7 +14,7 @@ from moe_jax.models.config import ModelConfig
 from moe_jax.nn.cache import Caches
 from moe_jax.nn.embed import Embed
 from moe_jax.nn.head import Head
-from moe_jax.nn.router_stats import StackedStats
+from moe_jax.nn.router import StackedStats
 from moe_jax.nn.stack import Stack, StackOutput
 
 

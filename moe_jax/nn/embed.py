@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from moe_jax.core.errors import InputError
-from moe_jax.experts.forms.fresh import normal_kernel
+from moe_jax.experts.forms.matrix import normal_kernel
 from moe_jax.models.config import ModelConfig
 
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from moe_jax.experts.forms.fresh import normal_kernel
+from moe_jax.experts.forms.matrix import normal_kernel
 from moe_jax.experts.layout.mesh import BATCH_AXES, axes_size, current_mesh, sequence_axis, splits_batch
 from moe_jax.experts.variables import Leaves
 from moe_jax.functional.heads.cross_entropy import token_cross_entropies, weighted_cross_entropy

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.core.errors import check_member
-from moe_jax.experts.forms.fresh import ShapesOnly, normal_kernel, shapes_of
+from moe_jax.experts.forms.matrix import ShapesOnly, normal_kernel, shapes_of
 from moe_jax.experts.layout.mesh import shard_batch
 from moe_jax.functional import keys
 from moe_jax.functional.attention.relative_bias import bias_by_distance
@@ -22,7 +22,7 @@ from moe_jax.nn.block import Block
 from moe_jax.nn.cache import Cache, Caches, longest_row, source_slots
 from moe_jax.nn.context import Context, FixedContext, make_context
 from moe_jax.nn.layers import Norm
-from moe_jax.nn.router_stats import StackedStats
+from moe_jax.nn.router import StackedStats
 
 # What is saved for the backward pass: only the input of a repeat, or also every product with a kernel.
 REMAT_POLICIES = {

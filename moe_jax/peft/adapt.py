@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from moe_jax.checks.predictions import ProbeText, TextComparison
 from moe_jax.checks.step0 import Probe, Step0
-from moe_jax.core.counting import count_bytes
+from moe_jax.core.formatting import count_bytes
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.model_io.in_memory import Destination, open_writer
 from moe_jax.model_io.lineage import new_lineage_entry

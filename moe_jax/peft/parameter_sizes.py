@@ -2,7 +2,7 @@
 
 import math
 
-from moe_jax.core.counting import is_parameter
+from moe_jax.core.formatting import is_parameter
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.tuned_base import with_nf4
 from moe_jax.models import ModelConfig

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from moe_jax.core.counting import count_bytes
 from moe_jax.core.errors import raise_if_any
+from moe_jax.core.formatting import count_bytes
 from moe_jax.distributed.sharding import AXES, leaf_spec, parts, path_name, undivided, unknown_axes
 from moe_jax.experts.forms.optional.costs import costs_of
 from moe_jax.experts.layout.mesh import spec_on_mesh
@@ -24,8 +24,7 @@ from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.peft import split_model, trainable_paths
 from moe_jax.peft.parameter_sizes import active_size, parameter_sizes
 from moe_jax.training.flops import train_flops_per_token
-from moe_jax.training.optim.optimizer import make_optimizer
-from moe_jax.training.optim.optimizer_state import Placed, state_specs
+from moe_jax.training.optim.optimizer import Placed, make_optimizer, state_specs
 from moe_jax.training.recipe.schema import OptimizerSection
 
 

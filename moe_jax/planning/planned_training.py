@@ -33,8 +33,8 @@ from moe_jax.planning.step_time import (
     optimizer_operations,
     rates_of_chip,
     step_time,
+    timed_step,
 )
-from moe_jax.planning.timed_step import timed_step
 from moe_jax.training.program import Program, abstract_batch, make_program
 from moe_jax.training.recipe.schema import (
     CheckpointSection,

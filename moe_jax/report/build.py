@@ -13,12 +13,11 @@ from moe_jax.files.staging import check_target
 from moe_jax.files.storage_path import as_path
 from moe_jax.report.bytes_and_errors import compression_tables, sweep_pictures
 from moe_jax.report.comparison import side_by_side_table
-from moe_jax.report.describe_model import Sizes, model_facts, sizes_of
+from moe_jax.report.describe_model import Sizes, lineage_steps, model_facts, sizes_of
 from moe_jax.report.elements import html_page, joined, note, section
+from moe_jax.report.evaluation_files import score_tables
 from moe_jax.report.expert_pictures import measure_layers, measured_pictures, similarity_pictures
-from moe_jax.report.lineage_steps import lineage_steps
 from moe_jax.report.run_curves import recipe_text, training_curves, training_facts, use_of_experts
-from moe_jax.report.scores import score_tables
 from moe_jax.report.subjects import Subject, named, open_subject, with_evaluations
 
 _COMPARED = "compared"

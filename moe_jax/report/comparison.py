@@ -8,8 +8,8 @@ from moe_jax.core.formatting import show_bytes
 from moe_jax.report.bytes_and_errors import last_compression
 from moe_jax.report.describe_model import Sizes, experts_in_words
 from moe_jax.report.elements import Cell, lines, table, with_spread
+from moe_jax.report.evaluation_files import spread_of, value_of
 from moe_jax.report.run_curves import median_speed, numbers, overlaid_losses
-from moe_jax.report.scores import spread_of, value_of
 from moe_jax.report.subjects import Subject
 
 _ORDER = (

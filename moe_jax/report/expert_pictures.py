@@ -7,8 +7,7 @@ from markupsafe import Markup
 
 from moe_jax.core.terminal import Progress
 from moe_jax.figures import LayerSimilarity, comparable_layers, measure_similarity
-from moe_jax.figures.canvas import DrawnTo
-from moe_jax.figures.plots import plot_between, plot_load, plot_to_base
+from moe_jax.figures.plots import DrawnTo, plot_between, plot_load, plot_to_base
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.report.elements import folded, picture, table
 from moe_jax.report.pictures import drawn

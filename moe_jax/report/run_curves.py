@@ -10,10 +10,8 @@ import numpy as np
 from jaxtyping import Float
 from markupsafe import Markup
 
-from moe_jax.figures.canvas import DrawnTo
-from moe_jax.figures.curves import Curve, plot_curves
-from moe_jax.figures.plots import plot_load
-from moe_jax.figures.use_over_time import plot_use_over_time
+from moe_jax.figures.curves import Curve, plot_curves, plot_use_over_time
+from moe_jax.figures.plots import DrawnTo, plot_load
 from moe_jax.report.elements import code, facts, folded, picture, side_by_side, table
 from moe_jax.report.pictures import drawn
 from moe_jax.report.subjects import Run

@@ -10,8 +10,8 @@ import numpy as np
 
 from moe_jax.checks.predictions import ProbeText, TextComparison
 from moe_jax.checks.step0 import Probe, Step0, probe_tokens
-from moe_jax.core.counting import count_bytes, count_parameters
 from moe_jax.core.errors import InputError, raise_if_any
+from moe_jax.core.formatting import count_bytes, count_parameters
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.distributed.processes import check_equal, first_decides
 from moe_jax.files.staging import check_target

@@ -8,8 +8,7 @@ import sys
 import pytest
 
 from moe_jax.core.errors import InputError
-from moe_jax.harness.task_data import read_examples
-from moe_jax.harness.task_files import SHIPPED, read_task_folder, sandboxed_templates
+from moe_jax.harness.task_files import SHIPPED, read_examples, read_task_folder, sandboxed_templates
 from moe_jax.harness.task_run import known_tasks, load_tasks
 from tests.support.environment import ROOT
 from tests.support.task_files import CHOICE, QUESTIONS, WRITTEN, write_task

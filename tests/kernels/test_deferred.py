@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from moe_jax.kernels.deferred import deferred
+from moe_jax.kernels.by_platform import deferred
 from tests.support.jaxprs import equations
 
 

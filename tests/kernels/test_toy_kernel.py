@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from moe_jax.kernels.by_platform import by_platform
-from moe_jax.kernels.deferred import Bound
+from moe_jax.kernels.by_platform import Bound, by_platform
 from tests.support.numerics import assert_close, normal
 
 BLOCK = 8

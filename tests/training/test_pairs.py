@@ -17,7 +17,7 @@ from moe_jax.data.pipeline import open_data
 from moe_jax.data.sections import DataSection, SourceSection
 from moe_jax.data.tokens.tokenizer import Tokenizer
 from moe_jax.distributed.sharding import make_mesh
-from moe_jax.evaluation.held_out_texts import read_held_out
+from moe_jax.evaluation.held_out_loss import read_held_out
 from moe_jax.evaluation.pair_loss import PairEvaluator
 from moe_jax.models import MoEConfig
 from moe_jax.training.flops import step_flops, train_flops_per_token

@@ -86,9 +86,8 @@ def evaluate_on_tasks(
       FileNotFoundError, InputError: bad task files or data, or a model without a tokenizer.
     """
     from moe_jax.distributed.processes import is_first_process
-    from moe_jax.harness.samples import samples_of, without_unjudged
     from moe_jax.harness.task_files import sandboxed_templates
-    from moe_jax.harness.task_run import load_tasks
+    from moe_jax.harness.task_run import load_tasks, samples_of, without_unjudged
 
     names = [name.strip() for name in options.tasks.split(",") if name.strip()]
     if not names:

@@ -18,8 +18,13 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from moe_jax.compression.alignment.canonical import canonical_order, squared_row_norms
-from moe_jax.compression.alignment.matching import AlignmentProgress, Matching, is_small
+from moe_jax.compression.alignment.matching import (
+    AlignmentProgress,
+    Matching,
+    canonical_order,
+    is_small,
+    squared_row_norms,
+)
 from moe_jax.compression.alignment.transport import align as align
 from moe_jax.core.errors import InputError, check_member
 

@@ -2,13 +2,13 @@
 
 import abc
 import dataclasses
+import heapq
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from moe_jax.compression.allocation.knapsack import Candidate, allocate
 from moe_jax.compression.coding.shared_base import base_bytes
 from moe_jax.compression.coding.storage import disk_bytes
 from moe_jax.compression.source_layer import SourceLayer
@@ -16,6 +16,67 @@ from moe_jax.core.errors import InputError
 from moe_jax.experts import BankConfig, BaseCodes
 from moe_jax.experts.forms.optional.coding import Wanted
 from moe_jax.models import FFNConfig, MoEConfig
+
+
+class Candidate(NamedTuple):
+    """One way to compress a layer.
+
+    Attributes:
+      nbytes: size of the layer, compressed in this way.
+      error: of the layer, compressed in this way; errors of layers are added up.
+      choice: whatever the caller needs to recognise it.
+    """
+
+    nbytes: int
+    error: float
+    choice: Any = None
+
+
+def allocate(candidates: Mapping[int, Sequence[Candidate]], budget_bytes: int) -> dict[int, Candidate]:
+    """Chooses one candidate per layer.
+
+    The sum of errors exceeds the least possible one by at most the gain of the first step that did not fit, which is
+    next to nothing for many layers. A larger budget never gives a larger sum.
+
+    Args:
+      candidates: by layer, in any order.
+      budget_bytes: for all layers together.
+
+    Returns:
+      By layer, in the order of `candidates`; their bytes are at most the budget.
+
+    Raises:
+      InputError: if even the smallest candidates of all layers are too large.
+    """
+    chosen = {layer: min(some, key=lambda c: (c.nbytes, c.error)) for layer, some in candidates.items()}
+    left = budget_bytes - sum(candidate.nbytes for candidate in chosen.values())
+    if left < 0:
+        raise InputError(
+            f"a budget of {budget_bytes:,} bytes is too small for the experts of {len(chosen)} layers: "
+            f"they take at least {budget_bytes - left:,} bytes"
+        )
+    better = {layer: list(some) for layer, some in candidates.items()}
+    steps: list[tuple[float, int, Candidate]] = []
+
+    def push_steepest(layer: int) -> None:
+        """The step to the next vertex of the hull, among what is better than the present choice and fits."""
+        now = chosen[layer]
+        better[layer] = [c for c in better[layer] if c.error < now.error and 0 < c.nbytes - now.nbytes <= left]
+        if better[layer]:
+            slopes = [(now.error - c.error) / (c.nbytes - now.nbytes) for c in better[layer]]
+            steepest = max(slopes)
+            heapq.heappush(steps, (-steepest, layer, better[layer][slopes.index(steepest)]))
+
+    for layer in candidates:
+        push_steepest(layer)
+    while steps:
+        _, layer, to = heapq.heappop(steps)
+        cost = to.nbytes - chosen[layer].nbytes
+        if cost <= left:
+            chosen[layer] = to
+            left -= cost
+        push_steepest(layer)
+    return chosen
 
 
 def all_alike(

@@ -1,5 +1,6 @@
 """The ways in which `allocate` may store a matrix of all experts of a layer, and what each changes in its outputs."""
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -7,6 +8,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from moe_jax.compression.alignment.design_matrix import aligned_kernels, mean_kernel
+from moe_jax.compression.allocation.budget import Candidate
 from moe_jax.compression.allocation.sensitivity_pass import output_error
 from moe_jax.compression.allocation.together import Together
 from moe_jax.compression.coding.coder import LeastError, LeastOutputError
@@ -28,7 +30,6 @@ FACTORED: tuple[tuple[int, float], ...] = tuple((centre, keep) for centre in (2,
 ADDED = ("zero_points", "row_scales")
 """Options of `forms.Quantized` that codes of experts may have beside scales of groups. A centre has none of them."""
 _COLUMNS = 128
-
 Format = Callable[..., dict[str, Any]]
 """`format(bits, added=...)`: options of `Coder.quantize` beside the bits."""
 
@@ -136,3 +137,74 @@ def _left(coder: LeastOutputError, residual: np.ndarray, ranks: Mapping[float, i
 def _squared(coder: LeastOutputError, error: np.ndarray) -> float:
     """tr(E^T H E)."""
     return float(np.sum(error * (coder.moment @ error), dtype=np.float64))
+
+
+MOST_SIZES = 16
+"""Sizes of the second part that are tried for two choices."""
+
+
+class Alike(NamedTuple):
+    """Experts that all have one choice.
+
+    Attributes:
+      nbytes: of the layer, all experts being stored so.
+      own: of these, bytes of one expert.
+      more: bytes that a layer takes more if it has such a part beside another, for what the disk knows of leaves.
+      errors: of every expert, float64[E]; those of experts are added up.
+      choice: see `Candidate`.
+    """
+
+    nbytes: int
+    own: int
+    more: int
+    errors: Float[np.ndarray, " E"]
+    choice: tuple
+
+
+class InParts(NamedTuple):
+    """The choice of a layer in two parts.
+
+    Attributes:
+      parts: choices.
+      part_of: of every expert, the part that it is in.
+    """
+
+    parts: tuple[tuple, tuple]
+    part_of: tuple[int, ...]
+
+
+def in_two_parts(some: Sequence[Alike], *, multiple: int = 1) -> list[Candidate]:
+    """Every two of some choices, and of all ways to divide the experts into so many each, the one of least error.
+
+    Experts of a part take the same room, so that those belong into the larger codes whose error falls most.
+
+    Args:
+      some: choices around the same centre, or all without one.
+      multiple: the number of experts in every part is a multiple of it.
+    """
+    found = []
+    for few, many in itertools.permutations(some, 2):
+        if many.own <= few.own:
+            continue
+        order = np.argsort(few.errors - many.errors, kind="stable")[::-1]
+        gained = np.cumsum((few.errors - many.errors)[order])
+        experts = len(order)
+        sizes = [n for n in range(multiple, experts, multiple) if (experts - n) % multiple == 0]
+        for size in sizes[:: -(-len(sizes) // MOST_SIZES) or 1]:
+            if gained[size - 1] <= 0:
+                continue
+            part_of = np.zeros(experts, int)
+            part_of[order[:size]] = 1
+            nbytes = few.nbytes + size * (many.own - few.own) + many.more
+            error = float(few.errors.sum() - gained[size - 1])
+            found.append(Candidate(nbytes, error, InParts((few.choice, many.choice), tuple(part_of.tolist()))))
+    return found
+
+
+def without_worse(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Returns the candidates that no other one equals or beats in both bytes and error."""
+    best: list[Candidate] = []
+    for candidate in sorted(candidates, key=lambda c: (c.nbytes, c.error)):
+        if not best or candidate.error < best[-1].error:
+            best.append(candidate)
+    return best

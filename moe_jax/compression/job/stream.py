@@ -11,19 +11,17 @@ import numpy as np
 
 from moe_jax.compression.allocation.sensitivity_pass import check_full_experts
 from moe_jax.compression.calibration.recorded import NOT_YET_RECORDED, Calibration
-from moe_jax.compression.job.analyses import AnalysisStore
-from moe_jax.compression.job.board import Board
+from moe_jax.compression.job.board import AnalysisStore, Board
 from moe_jax.compression.job.report import LayerReport, Report
 from moe_jax.compression.layer_figures import LayerFigures
 from moe_jax.compression.methods.delta_base import Base, check_base
 from moe_jax.compression.methods.interface import Analysis, Method
 from moe_jax.compression.source_layer import SourceLayer, Write
-from moe_jax.core.counting import count_bytes
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import DoesNotFit
+from moe_jax.core.formatting import count_bytes
 from moe_jax.core.terminal import Progress, no_progress
-from moe_jax.distributed.gather import gathered, gathered_arrays
-from moe_jax.distributed.processes import check_equal, first_decides, is_first_process
+from moe_jax.distributed.processes import check_equal, first_decides, gathered, gathered_arrays, is_first_process
 from moe_jax.files.staging import check_target
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.in_memory import Destination, InMemory, ModelWriter, open_writer

@@ -21,10 +21,19 @@ from jaxtyping import Float
 
 from moe_jax.compression.alignment.barycenter import SOLVERS
 from moe_jax.compression.alignment.design_matrix import unaligned
-from moe_jax.compression.allocation.budget import Budget, BudgetBits, TargetBytes
-from moe_jax.compression.allocation.by_expert import Alike, InParts, in_two_parts, without_worse
-from moe_jax.compression.allocation.choices import ADDED, CHOICES, FACTORED, Choice, errors_of_choices, rank_of
-from moe_jax.compression.allocation.knapsack import Candidate, allocate
+from moe_jax.compression.allocation.budget import Budget, BudgetBits, Candidate, TargetBytes, allocate
+from moe_jax.compression.allocation.choices import (
+    ADDED,
+    CHOICES,
+    FACTORED,
+    Alike,
+    Choice,
+    InParts,
+    errors_of_choices,
+    in_two_parts,
+    rank_of,
+    without_worse,
+)
 from moe_jax.compression.allocation.together import together
 from moe_jax.compression.coding.coder import check_levels
 from moe_jax.compression.coding.storage import LEAF_OVERHEAD, disk_bytes_by_matrix
@@ -34,13 +43,12 @@ from moe_jax.compression.methods.delta_base import BARYCENTER, Base
 from moe_jax.compression.methods.interface import Analysis, Method, Tick, check_calibrated
 from moe_jax.compression.methods.resmoe import IDENTITY, aligned, in_order
 from moe_jax.compression.source_layer import SourceLayer, Write
-from moe_jax.core.counting import count_bytes
 from moe_jax.core.errors import InputError, check_member, check_positive
+from moe_jax.core.formatting import count_bytes
 from moe_jax.experts import BankConfig, BaseCodes, Mixed
 from moe_jax.experts.forms import KernelForm, LowRank, Matrix, Quantized
 from moe_jax.experts.forms.kinds.quantized import TABLE_BITS
-from moe_jax.experts.forms.optional.coding import DEFAULT_GROUP_SIZE, Layout
-from moe_jax.experts.forms.optional.own_form import own_of
+from moe_jax.experts.forms.optional.coding import DEFAULT_GROUP_SIZE, Layout, own_of
 from moe_jax.models import MoEConfig
 
 

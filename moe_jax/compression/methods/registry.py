@@ -9,9 +9,8 @@ from moe_jax.compression.methods.d2_moe import D2MoE
 from moe_jax.compression.methods.ders_quantize import Quantize
 from moe_jax.compression.methods.ders_sparsify import Sparsify
 from moe_jax.compression.methods.interface import Method
-from moe_jax.compression.methods.merging.expert_merging import MEO, GitReBasin, MSMoE
+from moe_jax.compression.methods.merging.expert_merging import MEO, GitReBasin, HCSMoE, MSMoE
 from moe_jax.compression.methods.merging.expert_pruning import REAP
-from moe_jax.compression.methods.merging.hc_smoe import HCSMoE
 from moe_jax.compression.methods.merging.mlp_fusion import MLPFusion
 from moe_jax.compression.methods.merging.structured_pruning import StructuredPruning
 from moe_jax.compression.methods.mobe import MoBE

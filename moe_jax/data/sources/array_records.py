@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moe_jax.data.sources.cached_copies import import_pyarrow
-from moe_jax.data.sources.data_files import DataFile
+from moe_jax.data.sources.data_files import DataFile, import_pyarrow
 
 _BLOCK, _BLOCK_HEADER = 1 << 16, 24
 # Hash of the header, bytes of the data, hash of the data, kind and number of records, uncompressed bytes.

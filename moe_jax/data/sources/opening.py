@@ -8,8 +8,7 @@ from pathlib import Path
 from moe_jax.core.errors import InputError
 from moe_jax.data.examples import RowReader
 from moe_jax.data.sections import DataSection, SourceSection
-from moe_jax.data.sources.cached_copies import uncompressed
-from moe_jax.data.sources.data_files import DataFile
+from moe_jax.data.sources.data_files import DataFile, uncompressed
 from moe_jax.data.sources.tables import TableRows
 from moe_jax.data.sources.text_files import Files, JsonLines, TextFile, check_beginning, find_files
 from moe_jax.data.sources.token_files import TokenRecords

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from moe_jax.core.errors import InputError, clipped, first_sentence, shown
 from moe_jax.data.examples import Example, RowReader
-from moe_jax.data.sources.cached_copies import cached_copy, import_pyarrow
+from moe_jax.data.sources.data_files import cached_copy, import_pyarrow
 from moe_jax.files.byte_files import open_bytes, size_of
 from moe_jax.files.storage_path import as_path
 

@@ -13,8 +13,7 @@ import numpy as np
 
 from moe_jax.core.errors import InputError
 from moe_jax.data.examples import Document, Example, RowReader
-from moe_jax.data.sources.cached_copies import cached_copy
-from moe_jax.data.sources.data_files import DataFile
+from moe_jax.data.sources.data_files import DataFile, cached_copy
 from moe_jax.files.json_toml import ANYTHING, parse_json
 from moe_jax.files.storage_path import as_path
 

@@ -22,11 +22,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from moe_jax.core.counting import count_bytes
 from moe_jax.core.draws import FRESH
 from moe_jax.core.errors import check_member
-from moe_jax.experts.forms.fresh import shapes_of
-from moe_jax.experts.forms.matrix import BASE, ORIGIN, Arrays, Matrix, Part, Split, Window, ffn_matrices
+from moe_jax.core.formatting import count_bytes
+from moe_jax.experts.forms.matrix import BASE, ORIGIN, Arrays, Matrix, Part, Split, Window, ffn_matrices, shapes_of
 from moe_jax.experts.forms.optional.backends import FormTiles
 from moe_jax.experts.layout.config import FFNConfig
 from moe_jax.functional.products.linear import linear

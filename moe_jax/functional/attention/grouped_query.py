@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from moe_jax.functional.attention.chunked_attention import Visibility as Visibility
 from moe_jax.functional.attention.chunked_attention import chunked_attention
-from moe_jax.kernels.deferred import Bound, deferred
+from moe_jax.kernels.by_platform import Bound, deferred
 from moe_jax.kernels.gpu import flash_attention
 from moe_jax.kernels.gpu.nvidia import compute_capability
 

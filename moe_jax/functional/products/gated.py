@@ -12,8 +12,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.by_platform import by_platform
-from moe_jax.kernels.deferred import Bound
+from moe_jax.kernels.by_platform import Bound, by_platform
 from moe_jax.kernels.tpu.tiles.fused_tile import FusedTile
 
 BASE = "base"

@@ -22,8 +22,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.by_platform import PRODUCT, one_device
-from moe_jax.kernels.deferred import Bound, deferred
+from moe_jax.kernels.by_platform import PRODUCT, Bound, deferred, one_device
 from moe_jax.kernels.gpu.nvidia import compute_capability
 from moe_jax.kernels.ragged_dot import ragged_outer, ragged_product, zero_rows_beyond
 from moe_jax.kernels.tpu.chip import current_core

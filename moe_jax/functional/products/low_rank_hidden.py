@@ -19,8 +19,7 @@ from moe_jax.functional.ffn import hidden
 from moe_jax.functional.products.linear import linear
 from moe_jax.functional.routing.decision import Routing
 from moe_jax.functional.routing.dispatch import weighted_sum
-from moe_jax.kernels.by_platform import by_platform
-from moe_jax.kernels.deferred import Bound
+from moe_jax.kernels.by_platform import Bound, by_platform
 
 
 class Projection(NamedTuple):

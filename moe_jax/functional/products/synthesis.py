@@ -25,8 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.functional.products.block_synthesis import InTriton
 from moe_jax.functional.products.grouped import longest_tile, over_columns, over_tiles, tile_width, when
-from moe_jax.kernels.by_platform import PRODUCT, by_platform
-from moe_jax.kernels.deferred import Bound
+from moe_jax.kernels.by_platform import PRODUCT, Bound, by_platform
 from moe_jax.kernels.ragged_dot import zero_rows_beyond
 from moe_jax.kernels.tpu.tiles.fused_tile import FusedTile
 

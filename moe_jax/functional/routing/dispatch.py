@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.kernels.by_platform import by_platform
-from moe_jax.kernels.deferred import Bound
+from moe_jax.kernels.by_platform import Bound, by_platform
 from moe_jax.kernels.tpu.chip import LANES, Core, round_up
 
 MOST_PARTS, MOST_GATHERS = 8, 32

@@ -1,12 +1,15 @@
 """Optimizers with warm-up, clipping, and separate rates for groups of parameters (Optax)."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int
 
 from moe_jax.distributed.sharding import path_name
 from moe_jax.training.optim.parameter_groups import Rates, apply_rates
@@ -142,3 +145,78 @@ def at_step(opt_state: optax.OptState, step: jax.Array) -> optax.OptState:
         return optax.ScaleByScheduleState(count=step) if is_schedule(node) else node
 
     return jax.tree.map(moved, opt_state, is_leaf=is_schedule)
+
+
+class Placed(NamedTuple):
+    """Shape of a parameter, and how it is split."""
+
+    shape: tuple[int, ...]
+    spec: P
+
+
+def state_specs(opt_state: optax.OptState, params: Mapping[str, Placed]) -> Any:
+    """Returns the partition specs of the arrays of an optimizer's state.
+
+    Args:
+      opt_state: arrays or ShapeDtypeStructs.
+      params: of the trained parameters, by path in memory.
+
+    Returns:
+      The same tree with a PartitionSpec for every leaf. An array of a parameter's shape gets the parameter's spec; an
+      array that lacks one of the axes of its matrix (the factors of Adafactor's second moment) gets the spec of the
+      others; small ones, such as counters and constants of a matrix, are replicated.
+    """
+    # Path of the parameter, as it stands in the path of a leaf that belongs to it.
+    inside = {f"/{path}/": placed for path, placed in params.items()}
+
+    def spec(path: tuple, leaf: Any) -> P:
+        name = f"/{path_name(path).replace('.', '/')}/"
+        owners = [key for key in inside if key in name]
+        if not leaf.ndim or not owners:
+            return P()
+        return _spec_like(leaf.shape, inside[max(owners, key=len)], is_column="/v_col/" in name)
+
+    return jax.tree_util.tree_map_with_path(spec, opt_state)
+
+
+def _spec_like(shape: tuple[int, ...], param: Placed, *, is_column: bool) -> P:
+    if shape == param.shape:
+        return param.spec
+    ndim = len(param.shape)
+    axes = (*param.spec, *(None,) * (ndim - len(param.spec)))
+    fitting = [axis for axis in range(max(0, ndim - 2), ndim) if _without(param.shape, axis) == shape]
+    if not fitting:
+        return P()
+    # Both fit a square matrix. Optax then takes the means of rows along the last axis.
+    return P(*_without(axes, fitting[0] if is_column else fitting[-1]))
+
+
+def _without(items: tuple, index: int) -> tuple:
+    return items[:index] + items[index + 1 :]
+
+
+def first_average(params: nnx.State) -> nnx.State:
+    """Returns the average before the first step: the parameters, as float32."""
+    # A copy, even where a parameter is float32 already: both are donated to the step.
+    return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), params)
+
+
+def next_average(average: nnx.State, params: nnx.State, step: Int[Array, ""], decay: float) -> nnx.State:
+    """Returns the average after a step.
+
+    Args:
+      average: before the step, float32.
+      params: after the step.
+      step: number of steps done, including this one.
+      decay: share of itself that the average keeps; early steps keep less, (1 + step) / (10 + step), so that it does
+        not stay near the first parameters for long.
+    """
+    done = jnp.asarray(step, jnp.float32)
+    new = 1.0 - jnp.minimum(decay, (1.0 + done) / (10.0 + done))
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
+    return cast(nnx.State, optax.incremental_update(cast(Any, params), cast(Any, average), new))
+
+
+def in_dtypes_of(params: nnx.State, average: nnx.State) -> nnx.State:
+    """Returns the average as parameters: in the dtypes of `params`."""
+    return jax.tree.map(lambda like, leaf: leaf.astype(like.dtype), params, average)

@@ -6,6 +6,8 @@ import tomllib
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from moe_jax.core.attribute_texts import attribute_texts
@@ -184,3 +186,23 @@ def _described(hint: Any) -> str:
     if parts := typing.get_args(hint):  # a union
         return " | ".join(_described(part) for part in parts if part is not types.NoneType)
     return {str: "text", int: "integer", float: "number", bool: "true | false"}.get(hint, "table")
+
+
+PACKAGE = "moe_jax.recipes"
+"""In a checkout this is the folder `train/recipes`."""
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Returns the files of the recipes by their names, such as `upcycle_small`."""
+    files = (Path(str(file)) for file in resources.files(PACKAGE).iterdir())
+    return {file.stem: file for file in sorted(files) if file.suffix == ".toml"}
+
+
+def recipe_file(named: Path) -> Path:
+    """Returns the file of a recipe: the path itself, or that of the shipped recipe of this name.
+
+    A file or address of this name comes first.
+    """
+    if named.suffix or len(named.parts) != 1 or named.exists():
+        return named
+    return shipped_recipes().get(named.name, named)

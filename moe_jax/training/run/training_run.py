@@ -18,8 +18,7 @@ from moe_jax.data.tokens.chat_template import FILE as CHAT_TEMPLATE
 from moe_jax.data.tokens.tokenizer import Tokenizer, find_tokenizer
 from moe_jax.distributed.batch_placement import local_rows
 from moe_jax.distributed.processes import check_equal, describe_devices, first_decides, is_first_process, wait_for_all
-from moe_jax.evaluation.held_out_loss import Evaluator
-from moe_jax.evaluation.held_out_texts import HeldOut, read_held_out, with_lengths
+from moe_jax.evaluation.held_out_loss import Evaluator, HeldOut, read_held_out, with_lengths
 from moe_jax.evaluation.pair_loss import PairEvaluator
 from moe_jax.files.staging import check_writable
 from moe_jax.files.storage_path import as_path
@@ -32,7 +31,7 @@ from moe_jax.peft.trained_table import print_trained
 from moe_jax.training.log import tensorboard
 from moe_jax.training.log.wandb_writer import import_wandb
 from moe_jax.training.loop import Loop
-from moe_jax.training.optim.average import in_dtypes_of
+from moe_jax.training.optim.optimizer import in_dtypes_of
 from moe_jax.training.program import (
     Program,
     completed_state,

@@ -11,7 +11,7 @@ from flax import nnx
 from moe_jax.commands.line import cli
 from moe_jax.compression.coding.storage import FULL, layer_in, stored_bytes
 from moe_jax.compression.methods.registry import METHODS
-from moe_jax.core.counting import count_bytes
+from moe_jax.core.formatting import count_bytes
 from moe_jax.experts.forms import Matrix, Sparse
 from moe_jax.experts.forms.by_name import registered
 from moe_jax.experts.forms.kinds.positions import ENCODINGS, POSITION_LEAVES, encoding_bytes, smallest_encoding

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from moe_jax.api.calibrate import calibrate
 from moe_jax.compression import compress, make_method
-from moe_jax.compression.allocation.by_expert import Alike, in_two_parts
-from moe_jax.compression.allocation.knapsack import Candidate, allocate
+from moe_jax.compression.allocation.budget import Candidate, allocate
+from moe_jax.compression.allocation.choices import Alike, in_two_parts
 from moe_jax.compression.allocation.sensitivity_pass import TRIED_BITS, TRIED_GROUP_SIZE, measure_sensitivities
 from moe_jax.compression.calibration.layerwise_pass import sample_windows
 from moe_jax.compression.calibration.recorded import Calibration

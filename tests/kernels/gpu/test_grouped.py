@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.kernels.gpu import grouped, mosaic_grouped
+from moe_jax.kernels.gpu import grouped
 
 SIZES = jnp.asarray([3, 0, 5], jnp.int32)
 
@@ -45,4 +45,4 @@ def test_what_jaxs_kernel_for_hopper_takes(rows, fan_in, fan_out, dtype, capabil
     lhs = jax.ShapeDtypeStruct((rows, fan_in), dtype)
     for shape, transposed in ((1, fan_in, fan_out), False), ((1, fan_out, fan_in), True):
         kernels = jax.ShapeDtypeStruct(shape, dtype)
-        assert mosaic_grouped.fits(lhs, kernels, capability, transposed=transposed) == fits
+        assert grouped.fits(lhs, kernels, capability, transposed=transposed) == fits

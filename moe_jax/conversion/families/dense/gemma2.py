@@ -26,7 +26,7 @@ from moe_jax.conversion.families.parts.gemma_norms import (
     write_biases,
     write_scale,
 )
-from moe_jax.conversion.families.parts.windows import SLIDING, read_layer_types, write_layer_types
+from moe_jax.conversion.families.parts.which_layers import SLIDING, read_layer_types, write_layer_types
 from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.models import LayerConfig, ModelConfig
 

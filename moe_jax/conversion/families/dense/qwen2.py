@@ -16,7 +16,7 @@ from moe_jax.conversion.families.parts.family import (
     write_activation,
     write_decoder,
 )
-from moe_jax.conversion.families.parts.windows import read_windows, write_windows
+from moe_jax.conversion.families.parts.which_layers import read_windows, write_windows
 from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.models import LayerConfig, ModelConfig
 

@@ -15,8 +15,7 @@ from moe_jax.conversion.families.parts.family import (
     same_in_all_layers,
     write_decoder,
 )
-from moe_jax.conversion.families.parts.sparse_layers import read_layers, write_layers
-from moe_jax.conversion.families.parts.windows import read_windows, write_windows
+from moe_jax.conversion.families.parts.which_layers import read_layers, read_windows, write_layers, write_windows
 from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.conversion.table import linear
 from moe_jax.models import ModelConfig

@@ -11,8 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from moe_jax.experts.forms.by_name import register
-from moe_jax.experts.forms.fresh import normal_kernel
-from moe_jax.experts.forms.matrix import Arrays, Matrix, Part, Split, Window
+from moe_jax.experts.forms.matrix import Arrays, Matrix, Part, Split, Window, normal_kernel
 from moe_jax.experts.forms.optional.backends import MadeInPallas
 from moe_jax.experts.forms.optional.coding import Storable
 from moe_jax.experts.forms.optional.costs import CostModel

@@ -17,10 +17,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from moe_jax.core.draws import INIT_STD
-from moe_jax.experts.forms.fresh import ShapesOnly
 from moe_jax.experts.forms.kinds.nf4 import NF4
 from moe_jax.experts.forms.kinds.quantized import Quantized
-from moe_jax.experts.forms.matrix import Arrays, Matrix, Part, Split, Window
+from moe_jax.experts.forms.matrix import Arrays, Matrix, Part, ShapesOnly, Split, Window
 from moe_jax.experts.forms.optional.coding import Coder, Encodable, EncodedKernel, Residual
 from moe_jax.experts.forms.optional.costs import CostModel, costs_of
 from moe_jax.experts.forms.protocol import KernelForm

@@ -8,12 +8,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from moe_jax.experts.forms.fresh import uniform_factor
 from moe_jax.experts.forms.kinds.full import Full
 from moe_jax.experts.forms.kinds.kernel_of_codes import Coded, CodedLevels, CodedNF4
 from moe_jax.experts.forms.kinds.low_rank import LowRank, low_rank_specs
 from moe_jax.experts.forms.kinds.nf4 import NF4
-from moe_jax.experts.forms.matrix import Arrays, Matrix, Part, Split, Window
+from moe_jax.experts.forms.matrix import Arrays, Matrix, Part, Split, Window, uniform_factor
 from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.layout.config import LoRAConfig
 from moe_jax.functional.adapters import adapter

@@ -14,8 +14,7 @@ from moe_jax.core.draws import FACTOR, draw_factor
 from moe_jax.core.errors import InputError, check_positive
 from moe_jax.core.finite import cast
 from moe_jax.experts.forms.by_name import register
-from moe_jax.experts.forms.fresh import uniform_factor
-from moe_jax.experts.forms.matrix import Arrays, Load, Matrix, Part, Split, Window, ffn_matrices
+from moe_jax.experts.forms.matrix import Arrays, Load, Matrix, Part, Split, Window, ffn_matrices, uniform_factor
 from moe_jax.experts.forms.optional.backends import MadeInPallas, MadeInTriton
 from moe_jax.experts.forms.optional.coding import (
     CodedJointly,

@@ -12,10 +12,9 @@ from jaxtyping import Array
 
 from moe_jax.core.errors import InputError, check_member, check_positive
 from moe_jax.experts.forms.by_name import register
-from moe_jax.experts.forms.fresh import normal_kernel
 from moe_jax.experts.forms.kinds.full import Full
 from moe_jax.experts.forms.kinds.low_rank import LowRank, ProductOfFactors
-from moe_jax.experts.forms.matrix import Arrays, Load, Matrix, Split, ffn_matrices
+from moe_jax.experts.forms.matrix import Arrays, Load, Matrix, Split, ffn_matrices, normal_kernel
 from moe_jax.experts.forms.optional.coding import Layout, Storable, Wanted
 from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.layout.config import FFNConfig

@@ -11,8 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from moe_jax.experts.forms.fresh import normal_kernel
-from moe_jax.experts.forms.matrix import Arrays, Matrix, Part, Split, Window
+from moe_jax.experts.forms.matrix import Arrays, Matrix, Part, Split, Window, normal_kernel
 from moe_jax.experts.forms.optional.backends import MadeInPallas, MadeInTriton
 from moe_jax.experts.forms.optional.coding import Coder, Encodable, EncodedKernel, Residual
 from moe_jax.experts.forms.optional.costs import CostModel
