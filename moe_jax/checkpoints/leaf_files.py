@@ -1,6 +1,6 @@
 """The parameters of a model directory: named leaves, written and read one after another in flat memory.
 
-They form an Orbax checkpoint, which `py` makes; each leaf is a file of its own that is read without Orbax.
+They form an Orbax checkpoint, which `orbax_store` writes; each leaf is a file of its own that is read without Orbax.
 """
 
 import math

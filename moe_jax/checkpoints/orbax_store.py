@@ -1,7 +1,7 @@
 """Everything that goes through Orbax; the only file that imports it.
 
-The functions write and read the leaves of a model directory, for `py`. `TrainingCheckpoints` holds what a
-training run needs to go on.
+The functions write and read the leaves of a model directory, for `leaf_files`. `TrainingCheckpoints` stores the state
+that a training run needs to go on.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ class _Orbax:
     """Orbax's v1 API, imported when it is first used: that takes half a second, and few commands need it."""
 
     def __getattr__(self, name: str) -> Any:
-        # Orbax makes the name of this API when it is imported; 0.12 still keeps it in another place.
+        # Importing Orbax defines the name of this API; 0.12 still has it in another place.
         try:
             import orbax.checkpoint.v1 as orbax  # pyright: ignore[reportMissingImports]
         except ImportError:
@@ -347,7 +347,7 @@ def _writing(directory: Path) -> Iterator[None]:
     usual = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
-        # When one write of a group fails, Orbax closes its event loop, and every other write complains that it did.
+        # When one write of a group fails, Orbax closes its event loop, and every other write reports that as an error.
         if str(unraisable.exc_value) != "Event loop is closed":
             usual(unraisable)
 

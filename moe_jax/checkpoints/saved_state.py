@@ -15,7 +15,7 @@ _STATE = "state"  # Orbax's name for the only item of a checkpoint
 
 
 class SavedState:
-    """One of the checkpoints that `TrainingCheckpoints` wrote. Leaves have names such as `value`."""
+    """A checkpoint that `TrainingCheckpoints` wrote. Leaves have names such as `params.lm_head.kernel.value`."""
 
     def __init__(self, directory: Path):
         """Opens nothing yet: leaves are read when they are asked for."""
