@@ -40,7 +40,7 @@ def probe_text(
 
     Args:
       source: the model that a new one is made from.
-      config: of the new model.
+      config: config of the new model.
       file: the user's text; None: the built-in one.
       check: whether the models will be compared.
 

@@ -59,7 +59,7 @@ def calibrate(
       samples: number of windows that are drawn from it; None: 128, or as many as it has.
       seq_len: number of tokens of a window; by default as for `evaluate`.
       batch_size: number of windows computed at once. Changes the result in the last bits only.
-      seed: of the draw.
+      seed: seed of the draw.
       place: returns the folder of the recording by its name, in which it is found again later; None: the recording
         lies in a temporary folder that lives as long as the result.
       mesh: devices that share the work; None: the first one.

@@ -48,9 +48,9 @@ def classify(
         the like, as GLUE has them; or a list of pairs of a text and its label, a string or a number.
       labels: names of the labels, in the order of their numbers. By default those of the model's classes, or the
         strings that occur as labels.
-      template: of a file: what the model is given, with keys of the lines in braces: `"sst2 sentence: {sentence}"`.
-      input_len: tokens that are looked at; by default 1024, or what the model can do if that is less. Of a longer text
-        the end is left out, but by a decoder that is asked for likelihoods the beginning.
+      template: for a file: the text for the model, with keys of the lines in braces: `"sst2 sentence: {sentence}"`.
+      input_len: number of tokens that are read; by default 1024, or the context length if that is less. The end of a
+        longer text is left out, or its beginning if a decoder is asked for likelihoods.
       batch_size: rows computed at once. Does not change the result.
 
     Returns:

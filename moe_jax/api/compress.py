@@ -107,7 +107,7 @@ def _compress_verb(model: ModelOrPath, out: OutPath, spec: CompressSpec) -> Mode
       out: where a model directory appears, which must not exist; None: the model stays in memory. A job that was killed
         goes on where it was when it is started again with the same options.
       spec: the options.
-      keep, bits, ...: those of the method, which are the fields of its class; `moe-jax compress --help` lists them.
+      keep, bits, ...: options of the method, which are the fields of its class; `moe-jax compress --help` lists them.
 
     Returns:
       The smaller model. Errors and bytes of every layer are in the last entry of its lineage.
@@ -116,7 +116,7 @@ def _compress_verb(model: ModelOrPath, out: OutPath, spec: CompressSpec) -> Mode
       FileNotFoundError: if there is nothing at a path.
       InputError: if the model has no experts, an option does not go with it or the method, weights are not finite, or
         `out` exists. Nothing is left behind.
-      OSError: if the disk is full. What is done stays beside `out`, to be gone on with.
+      OSError: if the disk is full. Finished layers stay beside `out`, and the same call goes on after them.
     """
     return compress_model(model, out, spec)
 
@@ -187,7 +187,7 @@ class _Job(NamedTuple):
             source = CastSource(source, spec.dtype)
         base = None if spec.base is None else open_model(spec.base)
         layers = parse_layers(spec.layers, source.config) if isinstance(spec.layers, str) else spec.layers
-        # What would be found out anyway, but after a long calibration.
+        # This would fail anyway, but only after a long calibration.
         indices = choose_layers(source.config, layers)
         calibration = None
         if spec.calibrate is not None:
@@ -308,11 +308,11 @@ def compress_experts(
     Args:
       experts: the kernels of all experts, `up` [E, d, f], `down` [E, f, d] and perhaps `gate` [E, d, f]; or a bank. The
         kernels have any floating-point dtype, which the result keeps.
-      method: as of `compress`.
-      activation: of the experts, if kernels are given; a bank has its own.
+      method: as in `compress`.
+      activation: activation of the experts, if kernels are given; a bank has its own.
       base: kernels of the dense FFN that the experts came from, for deltas from it: `up` [d, f], ...
-      router: [d, E], for the methods that merge experts, which look at how alike its columns are.
-      options: of the method, such as `keep=0.25`.
+      router: [d, E], for the methods that merge experts, which compare its columns.
+      options: options of the method, such as `keep=0.25`.
 
     Raises:
       InputError: if shapes do not go together, an option does not go with the method, the method needs a calibration

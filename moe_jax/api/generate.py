@@ -20,7 +20,7 @@ Prompt = str | Sequence[int] | np.ndarray | Sequence[Message]
 Reason = Literal["eos", "stop_id", "stop", "length"]
 OnText = Callable[[int, str], object]
 
-# Somebody who reads along is given text ten times a second.
+# While somebody reads along, text is shown ten times a second.
 _SECONDS_A_BLOCK = 0.1
 
 
@@ -34,9 +34,9 @@ class Continuation(NamedTuple):
     Attributes:
       prompt: its text; None without a tokenizer.
       prompt_ids: its tokens, BOS included where the tokenizer puts one, and before an encoder the EOS that ends it.
-      text: what was added, up to the stop string if there was one; None without a tokenizer. With an encoder, the whole
+      text: the added text, up to the stop string if there was one; None without a tokenizer. With an encoder, the whole
         answer.
-      ids: tokens that were added: those before the one that ended the text, or all up to the end of the stop string.
+      ids: the added tokens, up to but without the one that ended the text, or up to the end of the stop string.
       stopped: whether the text ended before `max_new_tokens`.
       reason: why it ended: `eos`, a token that the model names as the end of texts; `stop_id`, another one that was
         asked for; `stop`, a stop string; `length`, `max_new_tokens`.
@@ -59,8 +59,8 @@ class Speed(NamedTuple):
       tokens: number of tokens added to all prompts together, including the tokens that ended texts.
       first: seconds until every prompt had its first token: reading the prompts, and compiling.
       seconds: the whole time.
-      per_second: tokens per second after the first block of them, in which the program is compiled; of a shorter text,
-        after the first token.
+      per_second: tokens per second after the first block, in which the program is compiled; for a shorter text, after
+        the first token.
     """
 
     tokens: int
@@ -139,7 +139,7 @@ def generate(
       temperature: divides the logits before sampling; 0 takes the most likely token.
       top_k: samples from this many of the most likely tokens.
       top_p: samples from the most likely tokens whose probabilities sum to this.
-      seed: of sampling.
+      seed: seed of sampling.
       stop_ids: tokens that end a text, besides those that the model names as EOS, in its config or in
         generation_config.json. Nothing else of that file is used: unless a temperature is asked for, no token is drawn.
       stop: strings that end a text and are not part of it; they are found in the text, whatever its tokens are.
@@ -225,7 +225,7 @@ def _speed(arrivals: Sequence[tuple[float, int]]) -> Speed:
 
 
 class _Row:
-    """A prompt and what was added to it so far."""
+    """A prompt and the tokens added to it so far."""
 
     def __init__(self, model: Model, prompt: Sequence[int], stops: Sequence[str], eos: set[int], stop_ids: set[int]):
         tokenizer = model.tokenizer

@@ -10,7 +10,7 @@ from moe_jax.peft.spec import MergeSpec
 def merge(model: ModelOrPath, out: OutPath, spec: MergeSpec) -> Model:
     """Folds LoRA into the kernels that it stands beside; the model then needs no base.
 
-    Over NF4 kernels it is folded into what these stand for, so that the model computes what was trained.
+    NF4 kernels are dequantised before, so that the model computes what was trained.
 
         >>> tuned = moe_jax.adapt(moe_jax.tiny_model(), method="lora", adapter="lora:2", targets=["q", "v"])
         >>> merged = moe_jax.merge(tuned)

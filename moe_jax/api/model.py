@@ -45,7 +45,7 @@ class Loading:
 
 
 class Model:
-    """A model: a decoder, its tokenizer, and how it came to be.
+    """A model: a decoder, its tokenizer, and its lineage.
 
     `load` and every verb return one, and every verb takes one. The result of a verb that was given `out` lies in that
     directory until its decoder is asked for; any other lies in memory.
@@ -60,7 +60,7 @@ class Model:
 
     Attributes:
       base: the model on the disk that the adapters of this one belong to; None if all of its weights are its own.
-      lineage: how it came to be, one entry per command, the latest at the end; what was measured is under `measured`.
+      lineage: how it was made, one entry per command, the latest at the end; figures are under `measured`.
       tokenizer_files: files that go wherever the model goes; copied when it is saved.
       report: the result of the verb that made the model, such as `Upcycled` or `Merged`; None: it was loaded.
     """
@@ -198,9 +198,9 @@ def load(
       model: the directory; or a model, to be loaded in another way.
       dtype: `float32`, `bfloat16` or `float16` for all floating-point parameters; None: as they are stored (the widest,
         where layers that are stacked differ).
-      compute_dtype: of the activations.
-      remat: what the backward pass computes again instead of keeping it: `none`, every layer (`full`), or every layer
-        but its matrix products (`dots`).
+      compute_dtype: dtype of the activations.
+      remat: the values that the backward pass computes again instead of keeping them: `none`, every layer (`full`), or
+        every layer but its matrix products (`dots`).
       mesh: devices to split the parameters over, or the sizes of the axes `data`, `fsdp`, `expert` and `tensor`, one
         of which may be -1 for the devices that are left; None: the first device.
       base: where the base of an adapter directory is now; by default where the directory says.
@@ -226,7 +226,7 @@ def save(model: Model, path: str | os.PathLike[str], *, allow_nonfinite: bool = 
         'model'
 
     Args:
-      model: what to write.
+      model: the model to write.
       path: where the directory appears; must not exist.
       allow_nonfinite: go on where weights are NaN or infinite.
 
@@ -275,7 +275,7 @@ def tiny_model(*, experts: int = 0, top_k: int = 2, seed: int = 0) -> Model:
 
 
 def open_model(model: ModelLike, base: str | os.PathLike[str] | None = None) -> ModelSource:
-    """Returns the weights of a model, or those at a path; `base` is where the base of an adapter directory is now.
+    """Returns the weights of a model or of a path; `base` is the path now of an adapter directory's base.
 
     Raises:
       FileNotFoundError, InputError: as in `load`.

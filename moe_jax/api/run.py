@@ -61,11 +61,11 @@ def evaluate(
     """Measures the perplexity of a model on a text, or on the targets of pairs.
 
     A text is tokenised whole without special tokens and cut into consecutive windows, the last of which may be shorter;
-    every token but the first of each window is scored. Pairs are inputs and what is to be said to them: every token of
-    a target is scored, and the EOS that ends it where the model names one, given the input and the target so far. A
-    model with an encoder is scored on pairs alone; a model without one reads input and target as one text. If a pair
-    is too long, an encoder leaves out its end, and a model without one its beginning. Files may have every form that
-    training data has, but *.array_record files of tokens must have been made with the model's own tokenizer.
+    every token but the first of each window is scored. Pairs are inputs and targets: every token of a target is scored,
+    and the EOS that ends it where the model names one, given the input and the target so far. A model with an encoder
+    is scored on pairs alone; a model without one reads input and target as one text. If a pair is too long, an encoder
+    leaves out its end, and a model without one its beginning. Files may have every form that training data has, but
+    *.array_record files of tokens must have been made with the model's own tokenizer.
 
         >>> scored = moe_jax.evaluate(moe_jax.tiny_model(), range(40), seq_len=16)
         >>> scored.tokens, scored.windows, 60 < scored.perplexity < 68
@@ -208,11 +208,11 @@ def plan(
       upcycle: a spec or options of `upcycle`: count the MoE that the model would become.
       adapt: a spec or options of `adapt`: count the model with these adapters; after `upcycle`, if both are given.
       mesh: sizes of the axes `data`, `fsdp`, `expert` and `tensor`: adds the bytes per chip of training, in float32
-        but for what is frozen, without activations.
+        except for frozen parameters, without activations.
       optimizer: with `mesh`: that of a recipe; by default AdamW.
       platform: a key of `data_sheets.CHIPS`, such as `v5e`, `h100` or `cpu`: adds the strategy by which experts
         would be applied there, and the least time of every one.
-      tokens: of a training batch on one device of the platform; default 8192.
+      tokens: number of tokens of a training batch on one device of the platform; default 8192.
 
     Raises:
       FileNotFoundError: if there is no config at the path.

@@ -59,20 +59,20 @@ def train(
       recipe: the path of a recipe, a recipe, or its keys as nested mappings. With batches the keys that name files do
         not count, nor have to be there: `run_dir`, `model.path`, `data`, `checkpoint`, `log`, `eval`; without
         `train.batch_size` it is that of the first batch, and without `mesh` the model stays on its devices.
-      model: what is trained on the batches, or its path; it is not changed.
+      model: the model that is trained on the batches, or its path; it is not changed.
       batches: token ids [B, T + 1], rows of one document each, of which every token but the first is a target. Or
         mappings, as the training step takes them: `tokens` and `targets` [B, T], and perhaps `weights`, 0 where a
         target is not scored, `segment_ids`, the documents of a row from 1 on, 0 for padding, and `positions` in them.
         For a model with an encoder they are mappings of `inputs` [B, S] and `targets` [B, T], and perhaps
         `inputs_valid`, false for padding, `segment_ids`, 1 for targets and 0 for padding after them, and `weights`.
         All have one shape. Training ends with the batches or after `train.steps`.
-      overrides: of a recipe, as in `["train.steps=100"]`.
+      overrides: keys of the recipe with other values, as in `["train.steps=100"]`.
       resume: continue the run in the recipe's run directory; where there is none, a new one starts.
       restart: begin a new run with a checkpoint of another one, `RUN@STEP`. Optimizer and schedule may differ.
       skip_batches: with `restart`: leave out this many batches after the checkpoint.
-      on_step: with batches: called with `step`, `loss`, `aux_loss`, `grad_norm`, `expert_load` and more of every step,
-        which of a whole run are in `metrics.jsonl`.
-      verbose: of a whole run: print what `moe-jax train` prints.
+      on_step: with batches: called with `step`, `loss`, `aux_loss`, `grad_norm`, `expert_load` and more after every
+        step; a whole run writes these to `metrics.jsonl`.
+      verbose: for a whole run: print what `moe-jax train` prints.
 
     Returns:
       The trained model: that in the run directory, or one in memory.

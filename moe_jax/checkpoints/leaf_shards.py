@@ -124,7 +124,7 @@ class ShardWriter:
             "shape": list(shape),
             "zarr_format": 2,
         }
-        # To the byte what `LeafWriter` leaves there.
+        # Byte for byte the same file as `LeafWriter` writes.
         (self._folder(path) / ".zarray").write_durably(json.dumps(metadata, separators=(",", ":")).encode())
 
     def _complete(self) -> None:
@@ -143,7 +143,7 @@ class ShardWriter:
             "custom_metadata": None,
         }
         self._store(self._directory / STATE / "_METADATA", metadata)
-        # What Orbax asks of a checkpoint, so that it reads this one.
+        # Orbax needs these files to read the checkpoint.
         (self._directory / "orbax.checkpoint").write_durably(b"")
         (self._directory / "commit_success.txt").write_durably(b"written by moe_jax")
         handler = "orbax.checkpoint.experimental.v1._src.handlers.stateful_checkpointable_handler"

@@ -365,7 +365,7 @@ def _disk_errors(path: Path) -> Iterator[None]:
     TensorStore reports a full disk as `ValueError`, and Orbax may wrap it.
 
     Args:
-      path: what was being written; named in the message.
+      path: the file or folder that was being written; named in the message.
 
     Raises:
       OSError: with the error's number and `path`.

@@ -1,8 +1,8 @@
 """The checkpoints of a training run in a bucket.
 
-Orbax's own management of steps needs renaming or listings that are up to date, and in a bucket a client beside
-TensorStore's. Here every checkpoint is saved to a folder of a new name, and counts when `steps.json` names it: that is
-read by its name and written over what was read, so neither a late listing nor a second process can do harm.
+Orbax's own management of steps needs renaming or listings that are up to date, and in a bucket a second client besides
+TensorStore's. Here every checkpoint is saved to a folder with a new name, and counts when `steps.json` names it. This
+file is read by name and only written over the version that was read, so late listings and other processes do no harm.
 
     steps.json          step -> folder
     STEP-TOKEN/         an Orbax checkpoint, one array a folder: a database would be merged by listings

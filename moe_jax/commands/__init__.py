@@ -18,8 +18,8 @@ class BaseFlag:
     """The option `--base`, for models that need another one."""
 
     base: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: where it was)")] = None
-    """Where the model is now that this one stands on, if it was moved: the base of an adapter directory, or what the
-    run of a checkpoint was begun with."""
+    """The present path of the model that this one needs, if it was moved: the base of an adapter directory, or the
+    model that the run of a checkpoint was begun with."""
 
     def open(self, path: Path) -> "ModelSource":
         """Opens a model with its base, as `open_source` does."""
@@ -32,8 +32,8 @@ def optional(metavar: str, default: str = "", text: str | None = None) -> object
     """Returns the annotation of an option whose default is None, "not given".
 
     Args:
-      metavar: what the help shows as its value.
-      default: what the help shows as its default: the value that is used if it is not given.
+      metavar: the placeholder for its value in the help.
+      default: the default in the help: the value that is used if the option is not given.
       text: its help, instead of the docstring of the field.
     """
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})" if default else "", help=text)

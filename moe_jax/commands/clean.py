@@ -1,4 +1,4 @@
-"""`moe-jax clean DIR`: removes what interrupted commands left."""
+"""`moe-jax clean DIR`: removes files that interrupted commands left."""
 
 import dataclasses
 from pathlib import Path
@@ -9,12 +9,12 @@ import tyro
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Removes what commands left that were killed, or that found a full disk, and that will not be given again."""
+    """Removes files of commands that were killed, or found a full disk, and that will not be given again."""
 
     in_buckets: ClassVar[tuple[str, ...]] = ("target",)
 
     target: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
-    """What the command was to make; or the folder in which it was to make something, such as a run directory."""
+    """The target of the command, or the folder in which it was to make its target, such as a run directory."""
 
 
 EXAMPLES = """

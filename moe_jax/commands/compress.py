@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 class _Command:
     """Makes the experts of a trained Mixture-of-Experts smaller.
 
-    A centre is an expert in the middle of all, which they share; a residual, or delta, is what one differs by from it;
-    the design matrix of an expert has all weights of a neuron in one row. An option of several methods says what each
-    takes it for.
+    A centre is an expert in the middle of all, which they share; a residual, or delta, is the difference of one expert
+    from it; the design matrix of an expert has all weights of a neuron in one row. If several methods have an option,
+    its text says what it means to each.
 
     Interrupted, even killed, it goes on where it was when the same command is given again. Several processes share the
     layers.

@@ -21,8 +21,8 @@ _MOST_SHOWN = 2000  # characters of a document
 class Options:
     """Shows what a model learns of the data of a recipe, or tokenises it once, before training.
 
-    inspect: prints the first documents of every source as the model gets them. What is not scored (prompts, what the
-    user says) is dim; in a file or a pipe, what is scored stands between ⟦ and ⟧. A table counts tokens.
+    inspect: prints the first documents of every source as the model gets them. Unscored parts (prompts, the user's
+    words) are dim; in a file or a pipe, scored parts stand between ⟦ and ⟧. A table counts tokens.
 
     tokenize: writes the tokens of all sources to OUT, array_record files that a recipe names as its sources. Training
     on them gives the same batches without the tokenizer's work. After a kill the same command goes on.

@@ -28,7 +28,7 @@ class Options:
     no_weights: bool = False
     """Reads no weights: without how similar experts are. That reads all experts, one matrix of a layer at a time."""
     base: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: where it was)")] = None
-    """Where the model is now that an adapter directory or a checkpoint among the PATHs stands on, if it was moved."""
+    """The present path of the model that an adapter directory or a checkpoint among the PATHs needs, if it moved."""
 
 
 EXAMPLES = """

@@ -19,7 +19,7 @@ def read_box(directory: Directory, file: str, shape: Sequence[int], box: Sequenc
     Args:
       directory: where the file is.
       file: it holds the array's bytes in C order and nothing else.
-      shape: of the array.
+      shape: shape of the array.
       box: a slice with both ends for each axis.
       out: filled; it has the shape of the box and the dtype of the array.
     """

@@ -41,7 +41,7 @@ class ByteFile(io.RawIOBase, abc.ABC):
     `read_at` may be called by several threads at once.
 
     Attributes:
-      path: of the file.
+      path: path of the file.
       identity: equal for the same file with the same content, as far as can be told without reading it.
     """
 
@@ -130,7 +130,7 @@ class ObjectFile(ByteFile):
         """Opens it.
 
         Args:
-          path: of the object.
+          path: path of the object.
           head_bytes: number of bytes at its beginning that are read now and kept; None: `HEAD_BYTES`.
 
         Raises:

@@ -37,7 +37,7 @@ class HeldDirectory:
         """Opens the directory.
 
         Args:
-          path: of the directory.
+          path: path of the directory.
           inside: the directory that a relative path begins at; None: the current one.
 
         Raises:
@@ -76,7 +76,7 @@ class HeldDirectory:
         """Reads parts of a file, and counts their bytes.
 
         Args:
-          name: of the file, relative to the directory.
+          name: name of the file, relative to the directory.
           ranges: where each part begins, and contiguous bytes to fill with it.
 
         Raises:
@@ -95,7 +95,7 @@ class BucketDirectory:
     """A folder of a bucket to read from, with the reading methods of `HeldDirectory`.
 
     Attributes:
-      path: of the folder.
+      path: path of the folder.
     """
 
     def __init__(self, path: BucketPath):
@@ -134,7 +134,7 @@ class BucketDirectory:
         """Reads parts of an object at the same time, and counts their bytes.
 
         Args:
-          name: of the object, relative to the folder.
+          name: name of the object, relative to the folder.
           ranges: where each part begins, and bytes to fill with it.
 
         Raises:
@@ -187,7 +187,7 @@ def open_regular(path: Path | str, *, inside: HeldDirectory | None = None) -> Bi
     """Opens a file to read its bytes; links are followed.
 
     Args:
-      path: of the file.
+      path: path of the file.
       inside: the directory that a relative path begins at; None: the current one.
 
     Raises:
@@ -217,7 +217,7 @@ def read_regular(path: Path | str, *, max_bytes: int, inside: Directory | None =
     """Returns the whole content of a file, or of an object in a bucket.
 
     Args:
-      path: of the file; links are followed.
+      path: path of the file; links are followed.
       max_bytes: a larger file is refused before it is read.
       inside: as in `open_regular`.
 

@@ -48,7 +48,7 @@ class Workplace:
         """Touches no file yet.
 
         Args:
-          target: what the command makes.
+          target: the file or folder that the command makes.
           job: JSON-able, the same for the same work only: command, options, identities of the sources. None: the work
             begins anew every time.
           suffix: the folder is called `.NAME.SUFFIX`.

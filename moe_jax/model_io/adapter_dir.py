@@ -41,7 +41,7 @@ def read_base_reference(path: Path) -> ModelReference:
 
     Raises:
       FileNotFoundError: if there is none.
-      InputError: if it is not what an `AdapterDirectoryWriter` writes.
+      InputError: if it does not have the form that `AdapterDirectoryWriter` writes.
     """
     file = as_path(path) / BASE_FILE
     if not file.is_file():

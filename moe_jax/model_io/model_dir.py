@@ -1,4 +1,4 @@
-"""The model directory: what every command reads and writes.
+"""The model directory, which every command reads and writes.
 
     config.json      versioned `ModelConfig`; the tree of the model can be built from it alone
     params/          Orbax checkpoint, one leaf per parameter per layer
@@ -83,7 +83,7 @@ class ModelDirectory:
 
     @property
     def tokenizer_files(self) -> tuple[Path, ...]:
-        """Files that are copied with the model; see `companions_in`."""
+        """Files that are copied with the model, as `companions_in` finds them."""
         self._held.check_in_place()
         return companions_in(self.path)
 

@@ -14,7 +14,7 @@ class ModelReference:
     """A reference to a model: its path and its fingerprint.
 
     Attributes:
-      path: of the model; relative to the directory that refers to it, unless absolute.
+      path: path of the model; relative to the directory that refers to it, unless absolute.
       absolute: where the model was when the reference was written; tried if there is nothing at `path`.
       fingerprint: identity of its contents.
     """

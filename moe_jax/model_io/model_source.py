@@ -16,8 +16,8 @@ class ModelSource(Protocol):
     """A model in any format, on disk or in memory, that is read one leaf at a time in bounded memory.
 
     Attributes:
-      config: of the model.
-      path: the directory, or what to call the model in messages.
+      config: config of the model.
+      path: the directory, or a name of the model for messages.
       tokenizer_files: files that are copied unchanged with the model.
       lineage: how it was made, one entry per command.
       base: the model that this one's adapters belong to, if it is stored as adapters over another one; else None.

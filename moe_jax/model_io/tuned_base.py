@@ -24,7 +24,7 @@ def base_config(config: ModelConfig, *, keep_nf4: bool = False) -> ModelConfig:
     to the base. A config without any of these is returned equal, with `frozen_base` off.
 
     Args:
-      config: of the tuned model.
+      config: config of the tuned model.
       keep_nf4: whether NF4 kernels stay NF4. The result then computes what the tuned model does before training.
     """
     layers = tuple(_base_layer(layer, keep_nf4) for layer in config.layers)

@@ -23,8 +23,8 @@ class Adapted(NamedTuple):
     """The result of `adapt`.
 
     Attributes:
-      config: of the tuned model.
-      params, bytes: of the adapters.
+      config: config of the tuned model.
+      params, bytes: number of parameters of the adapters, and their bytes.
       step0: comparison of the tuned model with the original, or, with an NF4 base, with the original in NF4; None if
         it was not asked for.
       quantization: comparison of the original in NF4 with the original; None if the base is not NF4.

@@ -35,7 +35,7 @@ def adapted_config(config: ModelConfig, spec: AdaptSpec) -> ModelConfig:
     """Returns the config of a model with new adapters over a frozen base.
 
     Args:
-      config: of the base.
+      config: config of the base.
       spec: the adapters.
 
     Returns:

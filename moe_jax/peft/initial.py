@@ -19,7 +19,7 @@ def initial_leaves(config: ModelConfig, seed: int) -> Iterator[tuple[str, np.nda
     `adapters/up`) is zero, and routers are normal with standard deviation 0.02 (methods.md 6, 7).
 
     Args:
-      config: of the tuned model.
+      config: config of the tuned model.
       seed: the same seed gives the same leaves; every leaf has its own stream of random numbers.
 
     Yields:

@@ -32,7 +32,7 @@ def trained_groups(config: ModelConfig, trained: Collection[str]) -> list[Parame
     """Returns the parameters that are trained, grouped over layers, in the order of the model.
 
     Args:
-      config: of the model.
+      config: config of the model.
       trained: paths of leaves as on disk.
     """
     sizes = parameter_sizes(config)
@@ -55,7 +55,7 @@ def print_trained(console: rich.console.Console, config: ModelConfig, trained: C
 
     Args:
       console: to print to.
-      config: of the model.
+      config: config of the model.
       trained: paths of leaves as on disk.
     """
     sizes, groups = parameter_sizes(config), trained_groups(config, trained)

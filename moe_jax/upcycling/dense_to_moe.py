@@ -45,7 +45,7 @@ class Upcycled(NamedTuple):
     """The result of `upcycle`.
 
     Attributes:
-      config: of the new model.
+      config: config of the new model.
       dense, upcycled: sizes of the model before and after.
       own: size of the leaves that an adapter directory stores itself; None if a model directory was written.
       step0: comparison of the MoE with the dense model, or, with NF4 kernels, with the dense model in NF4; None if it
@@ -174,7 +174,7 @@ def upcycled_specs(config: ModelConfig, dense: Mapping[str, jax.ShapeDtypeStruct
     """Returns the shapes and dtypes of the leaves that are written.
 
     Args:
-      config: of the upcycled model.
+      config: config of the upcycled model.
       dense: leaf path -> shape and dtype of the dense model as stored. Its dtypes are kept; new leaves have those of
         the FFN, except that adapters and LoRA have that of the config.
     """

@@ -39,7 +39,7 @@ def router_kernels(
 ) -> dict[int, Float[np.ndarray, "d C"]]:
     """Returns routers for a dense model's layers, made from the hidden states of texts.
 
-    The column of a text is the mean, over its tokens, of what the FFN of the layer is given (after the norm before it,
+    The column of a text is the mean, over its tokens, of the inputs of the layer's FFN (after the norm before it,
     where there is one), divided by its Euclidean norm. So the logit of a token is the length of its own hidden state
     times the cosine between it and the text's mean. This is our definition of what mergekit calls gate mode "hidden";
     there, as far as we know, states are those between layers, and negative prompts can be subtracted.

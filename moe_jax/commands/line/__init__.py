@@ -1,1 +1,1 @@
-"""The command line itself: the table of commands, arguments, help, and what a process needs before JAX."""
+"""The command line itself: the table of commands, arguments, help, and preparations of a process before JAX."""

@@ -153,7 +153,7 @@ def _end(code: int, message: str, short: str | None = None) -> int:
     """Says why the command ended and returns its exit code; does not return where other processes wait for this one."""
     waited_for = _others_wait()
     if waited_for:
-        # They would wait for ever. They end with what is said here, or with its short form.
+        # The other processes would wait for ever. They end with this message, or with its short form.
         sys.modules["moe_jax.distributed.processes"].fail_together(code, short or message.removeprefix("error: "))
     print(f"moe-jax: {message}", file=sys.stderr)
     if waited_for:

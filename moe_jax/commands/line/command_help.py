@@ -35,7 +35,7 @@ class Explained:
     Attributes:
       name: name of the field.
       call: how users write it, such as `--top-k N` or `MODEL`.
-      text: what it does; line breaks are kept, so that the meaning for each of several methods stands on its own line.
+      text: its help; line breaks are kept, so that the meaning for each of several methods stands on its own line.
       default: the default in parentheses, or nothing.
       is_positional: whether it is written without a name.
       is_switch: whether it takes no value.

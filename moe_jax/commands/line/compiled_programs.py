@@ -11,7 +11,7 @@ import warnings
 from pathlib import Path
 
 VARIABLE = "JAX_COMPILATION_CACHE_DIR"
-# JAX itself keeps only what took a second; the many small programs of a command take as long together.
+# By default JAX keeps only programs that took a second to compile. The many small ones of a command add up to as much.
 LEAST_SECONDS = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 MOST_BYTES = 2_000_000_000
 

@@ -8,9 +8,9 @@ ask for a range of bytes, and to overwrite only the version that was read.
 All of this was tested against a server in the tests that speaks the protocol of Google Cloud Storage, lists late and
 fails when it is told to, and never against Google's own.
 
-    address    which paths are addresses, and of what
+    address    addresses: which paths are addresses, and their parts
     objects    reading, writing and listing the objects of a bucket, in bounded time
-    lease      who works in a place, where nothing can be locked
+    lease      leases: which process works in a place, since nothing can be locked
     remote_work  work that goes on after a kill
     epath_backend  addresses for Orbax, which asks `etils.epath`
     traffic    bytes that were read and written, here and on local disks

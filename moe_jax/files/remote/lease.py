@@ -1,8 +1,8 @@
 """Leases: objects that say who works in a place of a bucket, where nothing can be locked. The owner renews them.
 
 A lease counts for as long as it changes: whoever wants it watches it for `SECONDS` by their own clock, so that no two
-clocks have to agree, and takes it over if its owner has written nothing in that time. It is only ever written over what
-was read (generations), so of two who take it over one gets it.
+clocks have to agree, and takes it over if its owner has written nothing in that time. It is only written over the
+version that was read (generations), so if two processes take it over, one gets it.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ class Lease:
     """The right to work in a place, from `take` to `release`. It is renewed in the background.
 
     Attributes:
-      name: of the object.
+      name: name of the object.
     """
 
     def __init__(self, name: BucketPath, target: BucketPath):

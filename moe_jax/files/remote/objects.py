@@ -98,7 +98,7 @@ class Objects:
         for a power of 16 above it, then for the part of that range, until the rest is small enough to be read.
 
         Args:
-          name: of the object.
+          name: name of the object.
           at_least: a number of bytes that it is known to have.
 
         Raises:
@@ -136,7 +136,7 @@ class Objects:
         """Writes an object as a whole.
 
         Args:
-          name: of the object.
+          name: name of the object.
           content: all of it.
           over: write only if the object has this generation (`ABSENT`: if there is no object); None: write always.
 
