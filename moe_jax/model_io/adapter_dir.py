@@ -104,7 +104,6 @@ class AdapterDirectory(ModelDirectory, OverBase):
         return self._leaves.specs
 
     def own_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns leaf path -> shape and dtype of the leaves that are stored here and not in the base."""
         return self._reader.specs
 
     def read(self, path: str) -> np.ndarray:
