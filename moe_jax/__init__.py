@@ -69,3 +69,6 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.peft.spec import MergeSpec as MergeSpec
     from moe_jax.training.recipe.schema import Recipe as Recipe
     from moe_jax.upcycling.spec import UpcycleSpec as UpcycleSpec
+
+# The names above, which are not attributes yet.
+__all__ = sorted(name for name in globals()["__dir__"]() if not name.startswith("_"))  # pyright: ignore
