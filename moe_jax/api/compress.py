@@ -35,8 +35,7 @@ from moe_jax.experts import BankConfig, ExpertBank, make_bank
 from moe_jax.experts.forms.matrix import shapes_of
 from moe_jax.files.staging import check_target
 from moe_jax.files.storage_path import as_path
-from moe_jax.model_io.cast_source import CastSource
-from moe_jax.model_io.in_memory import LeavesInMemory, ModelInMemory
+from moe_jax.model_io.in_memory import CastSource, LeavesInMemory, ModelInMemory
 from moe_jax.model_io.model_source import ModelLike, ModelSource
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 

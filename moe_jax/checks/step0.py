@@ -31,8 +31,7 @@ from moe_jax.core.formatting import show_bytes
 from moe_jax.core.memory import available_memory
 from moe_jax.core.terminal import Progress
 from moe_jax.model_io.model_source import ModelSource
-from moe_jax.model_io.over_base import LeavesOverBase
-from moe_jax.model_io.tuned_base import as_base, base_config, is_tuned
+from moe_jax.model_io.tuned_base import LeavesOverBase, as_base, base_config, is_tuned
 from moe_jax.models import ModelConfig
 
 PROBE_SHAPE = (2, 32)

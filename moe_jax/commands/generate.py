@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import tyro
 
 from moe_jax.commands import BaseFlag
-from moe_jax.commands.line.mesh_option import parse_mesh
-from moe_jax.commands.printed.ending_lines import endings, notes_on_length, show_speed
+from moe_jax.commands.line.spec_options import parse_mesh
+from moe_jax.commands.printed.conversation import endings, notes_on_length, show_speed
 from moe_jax.core.errors import InputError, shown
 
 if TYPE_CHECKING:

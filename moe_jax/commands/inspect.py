@@ -73,8 +73,7 @@ def run(options: Options) -> None:
       FileNotFoundError: if there is nothing at the path.
       InputError: if it is not a model that can be read, or cannot be drawn.
     """
-    from moe_jax.commands.printed.adapter_lines import described_base
-    from moe_jax.commands.printed.inspect_plots import check_options, draw
+    from moe_jax.commands.printed.inspect_tables import check_options, described_base, draw
     from moe_jax.model_io.model_source import OverBase
     from moe_jax.models import config_to_json
 
@@ -203,7 +202,7 @@ def describe_experts(
 def _sizes(config: "ModelConfig", specs: "Mapping[str, jax.ShapeDtypeStruct]") -> dict[str, int]:
     """Returns the number of parameters by leaf path; an NF4 kernel counts as the kernel that it was quantised from."""
     if any("/nf4/" in path or "/coded_nf4/" in path for path in specs):
-        from moe_jax.peft.parameter_sizes import parameter_sizes
+        from moe_jax.peft.trained_table import parameter_sizes
 
         return parameter_sizes(config)
     return {path: spec.size for path, spec in specs.items() if is_parameter(spec)}
@@ -226,7 +225,7 @@ def _print(
     from rich.markup import escape
     from rich.table import Table
 
-    from moe_jax.commands.printed.adapter_lines import adapter_lines
+    from moe_jax.commands.printed.inspect_tables import adapter_lines
     from moe_jax.core.terminal import console_for_tables
 
     console = console_for_tables()
@@ -273,7 +272,7 @@ def _heads(attention: "AttentionConfig") -> str:
 
 def _expert_lines(experts: list[dict[str, Any]]) -> list[str]:
     """Returns one line for all MoE layers that are alike."""
-    from moe_jax.commands.printed.adapter_lines import in_words
+    from moe_jax.commands.printed.inspect_tables import in_words
 
     kinds: dict[str, list[int]] = {}
     for entry in experts:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, get_args, get_ty
 
 import tyro
 
-from moe_jax.commands.line.mesh_option import mesh_section, parse_mesh
-from moe_jax.commands.line.spec_options import command_options, either_options, given_fields
+from moe_jax.commands.line.spec_options import command_options, either_options, given_fields, mesh_section, parse_mesh
 from moe_jax.core.errors import InputError, flag_of
 from moe_jax.files.storage_path import as_path
 from moe_jax.peft.spec import AdaptSpec

@@ -11,7 +11,7 @@ from moe_jax.api.open_source import open_source
 from moe_jax.core.errors import InputError
 from moe_jax.demo.page import Answers, Row, plot, print_page, write_page
 from moe_jax.demo.shell import Shell, make_folder
-from moe_jax.peft.parameter_sizes import parameter_sizes
+from moe_jax.peft.trained_table import parameter_sizes
 from moe_jax.training.log.metrics import read_metrics
 
 NAMES = ("Mia", "Noah", "Ada", "Liam", "Zoe", "Omar", "Ivy", "Hugo", "Lena", "Raj")

@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -21,15 +21,52 @@ import numpy as np
 from moe_jax.checkpoints.zarr_arrays import Part
 from moe_jax.core.errors import InputError
 from moe_jax.files.json_toml import read_json_object
+from moe_jax.files.local_paths import check_model_path
 from moe_jax.files.storage_path import as_path
 from moe_jax.files.strict import parse, without_format
 from moe_jax.model_io.loading import check_leaves, leaf_specs
 from moe_jax.model_io.model_dir import BASE_FILE, ModelDirectory, ModelDirectoryWriter
-from moe_jax.model_io.model_reference import ModelReference
 from moe_jax.model_io.model_source import ModelSource, OverBase
-from moe_jax.model_io.over_base import LeavesOverBase
-from moe_jax.model_io.tuned_base import base_config, own_leaves
+from moe_jax.model_io.tuned_base import LeavesOverBase, base_config, own_leaves
 from moe_jax.models import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelReference:
+    """A reference to a model: its path and its fingerprint.
+
+    Attributes:
+      path: path of the model; relative to the directory that refers to it, unless absolute.
+      absolute: where the model was when the reference was written; tried if there is nothing at `path`.
+      fingerprint: identity of its contents.
+    """
+
+    path: str
+    fingerprint: str
+    absolute: str | None = None
+
+    def __post_init__(self) -> None:
+        for path in (self.path, self.absolute):
+            if path is not None:
+                check_model_path(path)
+
+    @classmethod
+    def to(cls, source: ModelSource, directory: Path) -> Self:
+        """Makes a reference to a model on the disk from a directory, which need not exist yet."""
+        place, here = as_path(source.path).resolve(), as_path(directory).resolve()
+        way = here.way_to(place)
+        if way is None:
+            return cls(path=str(place), fingerprint=source.fingerprint())
+        return cls(path=way, fingerprint=source.fingerprint(), absolute=str(place))
+
+    def locate(self, directory: Path) -> Path:
+        """Returns the path of the model, for a reference in this directory; there may be nothing at the path."""
+        near = as_path(directory).follow(self.path)
+        if self.absolute is None or near.exists():
+            return near
+        far = as_path(self.absolute)
+        return far if far.exists() else near
+
 
 _FORMAT = "moe_jax.adapter"
 _VERSION = 1

@@ -1,25 +1,24 @@
-"""Models in memory: a source and a writer with the interfaces of those on disk.
+"""Models in memory, with the interfaces of those on disk; and models as if they were stored in another dtype."""
 
-A verb that is given `InMemory()` instead of a path does the same work and puts its model there.
-"""
-
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from moe_jax.core.errors import InputError
+from moe_jax.core.errors import InputError, check_member
+from moe_jax.core.finite import DoesNotFit, cast
 from moe_jax.files.fingerprint import fingerprint_leaves, sample_array
 from moe_jax.model_io.adapter_dir import AdapterDirectoryWriter
 from moe_jax.model_io.leaves_to_write import ExpectedLeaves
-from moe_jax.model_io.loading import layer_of, stacked_leaves
+from moe_jax.model_io.loading import layer_of, may_be_cast, stacked_leaves
 from moe_jax.model_io.model_dir import ModelDirectoryWriter, fingerprint_model
 from moe_jax.model_io.model_source import ModelSource
-from moe_jax.model_io.over_base import LeavesOverBase, StoredLeaves
-from moe_jax.model_io.tuned_base import own_leaves
+from moe_jax.model_io.tuned_base import LeavesOverBase, StoredLeaves, own_leaves
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
 
@@ -279,3 +278,71 @@ def differing_leaves(model: ModelSource, base: ModelSource) -> list[str]:
 def _equal(one: np.ndarray, other: np.ndarray) -> bool:
     """Whether two leaves are bitwise equal in the dtype of the first."""
     return np.array_equal(one.reshape(-1).view(np.uint8), other.astype(one.dtype).reshape(-1).view(np.uint8))
+
+
+class CastSource:
+    """A `ModelSource` that casts another one's leaves when they are read. Stored sizes are those of the other one."""
+
+    def __init__(self, source: ModelSource, dtype: str):
+        """Reads no weights yet.
+
+        Args:
+          source: the model.
+          dtype: `float32`, `bfloat16` or `float16`, for all floating-point leaves that may be cast.
+
+        Raises:
+          InputError: for another dtype.
+        """
+        check_member("dtype", dtype, ("float32", "bfloat16", "float16"))
+        self.config = dataclasses.replace(source.config, dtype=dtype)
+        self._source = source
+        self._dtype = jnp.dtype(dtype)
+
+    @property
+    def path(self) -> Path:
+        """The path of the model."""
+        return self._source.path
+
+    @property
+    def tokenizer_files(self) -> tuple[Path, ...]:
+        """The tokenizer files of the model."""
+        return self._source.tokenizer_files
+
+    @property
+    def lineage(self) -> Sequence[dict[str, Any]]:
+        """The lineage of the model."""
+        return self._source.lineage
+
+    @property
+    def base(self) -> ModelSource | None:
+        """The base of the model, not cast; None if it has none."""
+        return self._source.base
+
+    def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns leaf path -> shape and the dtype that `read` returns."""
+        return {
+            path: jax.ShapeDtypeStruct(spec.shape, self._dtype) if may_be_cast(path, spec.dtype) else spec
+            for path, spec in self._source.specs().items()
+        }
+
+    def read(self, path: str) -> np.ndarray:
+        """Reads one leaf and casts it.
+
+        Raises:
+          InputError: if it cannot be read, or is too large for the dtype.
+        """
+        leaf = self._source.read(path)
+        if not may_be_cast(path, leaf.dtype):
+            return leaf
+        try:
+            return cast(path, leaf, self._dtype)
+        except DoesNotFit as error:
+            raise InputError(f"{error}; choose another --dtype") from None
+
+    def stored_bytes(self, path: str) -> int:
+        """Returns the number of bytes of one leaf as the model stores it."""
+        return self._source.stored_bytes(path)
+
+    def fingerprint(self) -> str:
+        """Returns the fingerprint of the model as it is stored."""
+        return self._source.fingerprint()

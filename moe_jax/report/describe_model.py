@@ -9,7 +9,7 @@ from markupsafe import Markup
 from moe_jax.core.formatting import count_bytes, index_set, is_parameter, show_bytes
 from moe_jax.model_io.model_source import ModelSource, OverBase
 from moe_jax.models import ModelConfig
-from moe_jax.peft.parameter_sizes import active_size, parameter_sizes
+from moe_jax.peft.trained_table import active_size, parameter_sizes
 from moe_jax.report.elements import facts, folded, joined, steps, table
 
 

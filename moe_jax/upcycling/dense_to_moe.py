@@ -20,11 +20,10 @@ from moe_jax.model_io.leaves_to_write import dealt
 from moe_jax.model_io.lineage import new_lineage_entry
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_source import ModelSource
-from moe_jax.model_io.over_base import LeavesOverBase
-from moe_jax.model_io.tuned_base import base_leaf, is_tuned, kernel_of, own_leaves
+from moe_jax.model_io.tuned_base import LeavesOverBase, base_leaf, is_tuned, kernel_of, own_leaves
 from moe_jax.models import ModelConfig, config_to_json
-from moe_jax.peft.initial import initial_leaf
-from moe_jax.peft.parameter_sizes import parameter_sizes
+from moe_jax.peft.adapt import initial_leaf
+from moe_jax.peft.trained_table import parameter_sizes
 from moe_jax.upcycling.branches import Branches
 from moe_jax.upcycling.expert_leaves import MATRICES, moe_leaves
 from moe_jax.upcycling.new_config import keeps_the_function, upcycled_config, why_different

@@ -13,7 +13,7 @@ from moe_jax.model_io.lineage import read_lineage
 from moe_jax.model_io.loading import check_leaves, leaf_specs
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.model_io.tuned_base import base_config, own_leaves
-from moe_jax.peft.initial import initial_leaves
+from moe_jax.peft.adapt import initial_leaves
 from tests.support.dense_models import random_leaves, write_model
 from tests.support.tuned_models import FFN, model, tuned_and_base
 

@@ -6,12 +6,11 @@ import pytest
 
 from moe_jax.core.errors import InputError
 from moe_jax.functional.products.nf4 import quantize_nf4
-from moe_jax.model_io import over_base
+from moe_jax.model_io import tuned_base
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_dir import ModelDirectory
-from moe_jax.model_io.over_base import LeavesOverBase
-from moe_jax.model_io.tuned_base import base_config, base_leaf, is_tuned, kernel_of, own_leaves
-from moe_jax.peft.initial import initial_leaves
+from moe_jax.model_io.tuned_base import LeavesOverBase, base_config, base_leaf, is_tuned, kernel_of, own_leaves
+from moe_jax.peft.adapt import initial_leaves
 from tests.support.dense_models import random_leaves, write_model
 from tests.support.tuned_models import lora, model, moe, tuned_and_base
 
@@ -89,7 +88,7 @@ def test_kernels_are_quantised_once(tmp_path, monkeypatch):
     tuned, config = CASES["PERFT-R beside NF4 experts"]
     base = ModelDirectory(write_model(tmp_path / "base", config, random_leaves(config)))
     made = []
-    monkeypatch.setattr(over_base, "quantize_nf4", lambda kernel: made.append(kernel) or quantize_nf4(kernel))
+    monkeypatch.setattr(tuned_base, "quantize_nf4", lambda kernel: made.append(kernel) or quantize_nf4(kernel))
     paths = [path for path in leaf_specs(tuned) if base_leaf(tuned, path) is not None]
     kernels = {kernel_of(path) for path in paths} - {None}
     # Layer by layer, as files are read; and leaf by leaf over all layers, as a stacked model is loaded.

@@ -16,7 +16,7 @@ from moe_jax.model_io.loading import load_model
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.model_io.tuned_base import own_leaves
 from moe_jax.models import MoEConfig
-from moe_jax.peft.initial import initial_leaf
+from moe_jax.peft.adapt import initial_leaf
 from moe_jax.upcycling import DenseParameters, UpcycleSpec, dense_to_moe, parse_rest, upcycle, upcycled_config
 from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.numerics import logits_of

@@ -35,7 +35,7 @@ from evidence.studies.variants import NO_DELTAS
 from moe_jax.compression import Calibration, Report, compress, make_method
 from moe_jax.compression.calibration.recorded import LayerCalibration
 from moe_jax.distributed.sharding import make_mesh
-from moe_jax.model_io.cast_source import CastSource
+from moe_jax.model_io.in_memory import CastSource
 from moe_jax.model_io.loading import load_model
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.model_io.model_source import ModelSource

@@ -11,11 +11,10 @@ import numpy as np
 from moe_jax.model_io.loading import leaf_specs, load_model, model_leaves
 from moe_jax.model_io.model_dir import ModelDirectoryWriter, new_lineage_entry
 from moe_jax.model_io.model_source import ModelSource
-from moe_jax.model_io.over_base import LeavesOverBase
-from moe_jax.model_io.tuned_base import is_tuned
+from moe_jax.model_io.tuned_base import LeavesOverBase, is_tuned
 from moe_jax.models import ModelConfig, MoEConfig
 from moe_jax.nn import Decoder
-from moe_jax.peft.initial import initial_leaves
+from moe_jax.peft.adapt import initial_leaves
 from moe_jax.upcycling import UpcycleSpec, moe_leaves
 
 

@@ -29,8 +29,7 @@ from moe_jax.model_io.leaves_to_write import dealt
 from moe_jax.model_io.lineage import new_lineage_entry
 from moe_jax.model_io.loading import check_leaves, leaf_specs
 from moe_jax.model_io.model_source import ModelSource
-from moe_jax.model_io.over_base import StoredLeaves
-from moe_jax.model_io.tuned_base import is_tuned
+from moe_jax.model_io.tuned_base import StoredLeaves, is_tuned
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig, config_to_json
 
 T = TypeVar("T")

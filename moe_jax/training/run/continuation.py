@@ -18,7 +18,7 @@ from moe_jax.files.fingerprint import fingerprint_contents
 from moe_jax.files.json_toml import read_json_object
 from moe_jax.files.storage_path import as_path
 from moe_jax.files.strict import parse, without_format
-from moe_jax.model_io.model_reference import ModelReference
+from moe_jax.model_io.adapter_dir import ModelReference
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig, config_to_json
 from moe_jax.training.recipe import recipe_toml
