@@ -168,5 +168,5 @@ def test_the_command_counts_tokens_by_them(models, text, tmp_path, capsys):
         models["one"], calibrate=text, seq_len=16, samples=4, calibration_dir=tmp_path / "kept", **options
     )
     np.testing.assert_array_equal(made.source.read(path), found["weighted"].read(path))
-    with pytest.raises(InputError, match="gradients go with calibrate"):
+    with pytest.raises(InputError, match="gradients.*calibrate"):
         moe_jax.compress(models["one"], **options)

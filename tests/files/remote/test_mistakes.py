@@ -30,7 +30,7 @@ UPCYCLE = ["--experts", "2", "--top-k", "2", "--every", "1"]
 
 def test_no_permission(bucket, dense, capsys):
     bucket.fault = lambda request: 403
-    assert "gs://bucket/x/base.json: no permission (status 403)" in error_of(["inspect", "gs://bucket/x"], capsys)
+    assert "gs://bucket/x: no permission (status 403)" in error_of(["inspect", "gs://bucket/x"], capsys)
     err = error_of(["upcycle", dense, "gs://bucket/x", *UPCYCLE], capsys)
     assert "no permission (status 403); log in with `gcloud auth application-default login`" in err
 
@@ -62,7 +62,7 @@ def test_nobody_there(dense, capsys, monkeypatch):
     objects.objects_of.cache_clear()
     err = error_of(["inspect", "gs://bucket/x"], capsys)
     objects.objects_of.cache_clear()
-    assert "gs://bucket/x/base.json: Could not connect to server; is there a network?" in err
+    assert "gs://bucket/x: Could not connect to server; is there a network?" in err
 
 
 def test_what_is_not_complete_is_no_model(bucket, capsys):
