@@ -34,7 +34,7 @@ from moe_jax.files.remote.remote_work import RemoteWork
 from moe_jax.files.resume import Workplace, open_work, require_space
 from moe_jax.files.staging import check_target, refuse_existing
 from moe_jax.files.storage_path import as_path
-from moe_jax.files.tokenizer_files import list_companions, read_companion
+from moe_jax.files.tokenizer_files import list_tokenizer_files, read_tokenizer_file
 from moe_jax.model_io.lineage import LINEAGE_FILE, job_of, new_lineage_entry
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_source import ModelSource
@@ -136,8 +136,8 @@ def export(
             # Before the weights, so that no copied file can take their place.
             files = source.tokenizer_files
             for file in files:
-                (folder / file.name).write_durably(read_companion(file))
-            list_companions(folder, [file.name for file in files])
+                (folder / file.name).write_durably(read_tokenizer_file(file))
+            list_tokenizer_files(folder, [file.name for file in files])
             with shard_writer(work, tensors, max_bytes) as writer:
                 _write_layers(
                     model, mapped, specs, writer, work, progress, packing, allow_nonfinite=spec.allow_nonfinite

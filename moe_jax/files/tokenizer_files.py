@@ -18,7 +18,7 @@ _LIST = "files.json"
 _OTHERS = frozenset({"generation_config.json"})
 
 
-def companions_in(directory: Path) -> tuple[Path, ...]:
+def tokenizer_files_in(directory: Path) -> tuple[Path, ...]:
     """Returns the files in the directory of a model that are copied unchanged with it, sorted. No others are copied.
 
     Raises:
@@ -26,13 +26,13 @@ def companions_in(directory: Path) -> tuple[Path, ...]:
     """
     directory = as_path(directory)
     if isinstance(directory, BucketPath):
-        return tuple(file for file in _in_bucket(directory) if is_companion(file.name))
-    files = sorted(file for file in directory.iterdir() if is_companion(file.name) and file.is_file())
+        return tuple(file for file in _in_bucket(directory) if goes_with_model(file.name))
+    files = sorted(file for file in directory.iterdir() if goes_with_model(file.name) and file.is_file())
     refuse_links_out(directory, files)
     return tuple(files)
 
 
-def list_companions(directory: StoragePath, names: Iterable[str]) -> None:
+def list_tokenizer_files(directory: StoragePath, names: Iterable[str]) -> None:
     """Writes a list of the files that go with a model in a bucket, where listings may not show them yet."""
     if not isinstance(directory, BucketPath):
         return
@@ -40,7 +40,7 @@ def list_companions(directory: StoragePath, names: Iterable[str]) -> None:
 
 
 def _in_bucket(directory: BucketPath) -> list[Path]:
-    """Returns the files of a folder that a listing shows, and those that `list_companions` has recorded."""
+    """Returns the files of a folder that a listing shows, and those that `list_tokenizer_files` has recorded."""
     names = {child.name for child in directory.iterdir()} | set(_listed(directory))
     return [directory / name for name in sorted(names)]
 
@@ -55,7 +55,7 @@ def _listed(directory: BucketPath) -> list[str]:
         raise InputError(f"{directory / _LIST} is damaged: it does not list files") from None
 
 
-def read_companion(file: Path) -> bytes:
+def read_tokenizer_file(file: Path) -> bytes:
     """Returns the content of a file that goes with a model, to be written beside another.
 
     Raises:
@@ -77,7 +77,7 @@ def refuse_links_out(directory: Path, files: Iterable[Path]) -> None:
             raise InputError(f"{file} is a link to {target}, outside of {directory}; put a copy there, or remove it")
 
 
-def is_companion(name: str) -> bool:
+def goes_with_model(name: str) -> bool:
     """Whether a file of this name goes wherever its model goes."""
     return name in _OTHERS or is_of_tokenizer(name)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from moe_jax.core.errors import InputError, first_sentence
 from moe_jax.files.storage_path import as_path
-from moe_jax.files.tokenizer_files import is_companion
+from moe_jax.files.tokenizer_files import goes_with_model
 
 CONFIG = "config.json"
 # The names that the Hub allows. Only the single slash tells a name from a path.
@@ -135,7 +135,7 @@ def _wanted(names: Iterable[str]) -> list[str]:
         raise InputError("it has neither safetensors nor PyTorch files there; if it has a GGUF file, fetch that alone")
     # The library takes names as patterns.
     return [
-        re.sub(r"([*?[])", r"[\1]", name) for name in here if name == CONFIG or name in weights or is_companion(name)
+        re.sub(r"([*?[])", r"[\1]", name) for name in here if name == CONFIG or name in weights or goes_with_model(name)
     ]
 
 

@@ -34,7 +34,7 @@ from moe_jax.files.remote.remote_work import RemoteWork
 from moe_jax.files.resume import open_work
 from moe_jax.files.staging import check_target
 from moe_jax.files.storage_path import StoragePath, as_path
-from moe_jax.files.tokenizer_files import companions_in, list_companions, read_companion
+from moe_jax.files.tokenizer_files import list_tokenizer_files, read_tokenizer_file, tokenizer_files_in
 from moe_jax.model_io.leaves_to_write import ExpectedLeaves
 from moe_jax.model_io.lineage import LINEAGE_FILE, job_of
 from moe_jax.model_io.lineage import new_lineage_entry as new_lineage_entry
@@ -83,9 +83,9 @@ class ModelDirectory:
 
     @property
     def tokenizer_files(self) -> tuple[Path, ...]:
-        """Files that are copied with the model, as `companions_in` finds them."""
+        """Files that are copied with the model, as `tokenizer_files_in` finds them."""
         self._held.check_in_place()
-        return companions_in(self.path)
+        return tokenizer_files_in(self.path)
 
     @property
     def lineage(self) -> list[dict[str, Any]]:
@@ -324,9 +324,9 @@ class ModelDirectoryWriter:
         try:
             # Copied before the weights are written, so that no copied file can replace them.
             for file in self._files:
-                (self._work.folder / file.name).write_durably(read_companion(file))
+                (self._work.folder / file.name).write_durably(read_tokenizer_file(file))
             if isinstance(self._work, RemoteWork):
-                list_companions(self._work.folder, [file.name for file in self._files])
+                list_tokenizer_files(self._work.folder, [file.name for file in self._files])
                 return False, self._work.beginning
             if has_joined() or self._params.exists():
                 adopt_groups(self._params)  # of a writer that was alone

@@ -118,7 +118,7 @@ def test_numbers_that_do_not_fit_leave_nothing_behind(tmp_path: pathlib.Path):
         assert [child.name for child in tmp_path.iterdir()] == ["foreign"]
 
 
-def test_companions_and_lineage_travel(tmp_path: pathlib.Path):
+def test_tokenizer_files_and_lineage_travel(tmp_path: pathlib.Path):
     source = write_checkpoint(tmp_path / "foreign", CONFIGS["llama"], random_tensors(CONFIGS["llama"]))
     for name in ("tokenizer.json", "tokenizer.model", "generation_config.json"):
         (source / name).write_bytes(name.encode())

@@ -17,7 +17,7 @@ from moe_jax.files.fingerprint import fingerprint_files
 from moe_jax.files.json_toml import read_json_object
 from moe_jax.files.regular_files import hold
 from moe_jax.files.storage_path import as_path
-from moe_jax.files.tokenizer_files import TOKENIZER, companions_in
+from moe_jax.files.tokenizer_files import TOKENIZER, tokenizer_files_in
 from moe_jax.model_io.lineage import read_lineage
 from moe_jax.models.serialize import FORMAT
 
@@ -64,7 +64,7 @@ class HuggingFaceDirectory(CheckpointSource):
           InputError: if the vocabulary is damaged, or a file is a link out of the directory.
         """
         self._held.check_in_place()
-        files = companions_in(self.path)
+        files = tokenizer_files_in(self.path)
         vocabulary = family_named(self.config.family).vocabulary
         if vocabulary is None or any(file.name == TOKENIZER for file in files):
             return files

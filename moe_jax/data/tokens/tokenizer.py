@@ -15,7 +15,7 @@ from moe_jax.data.tokens.chat_template import FILE as CHAT_TEMPLATE
 from moe_jax.files.json_toml import ANYTHING, read_json_object
 from moe_jax.files.regular_files import read_regular
 from moe_jax.files.storage_path import as_path
-from moe_jax.files.tokenizer_files import TOKENIZER, read_companion, tokenizer_files
+from moe_jax.files.tokenizer_files import TOKENIZER, read_tokenizer_file, tokenizer_files
 from moe_jax.models import ModelConfig
 
 Edge = Literal["auto", "always", "never"]
@@ -272,9 +272,9 @@ def tokenizer_identity(tokenizer: Path, chat_template: str | None = None) -> str
         files[CHAT_TEMPLATE] = as_path(chat_template)
     digest = hashlib.sha256()
     for name in (TOKENIZER, "tokenizer_config.json"):
-        digest.update(hashlib.sha256(read_companion(files[name]) if name in files else b"").digest())
+        digest.update(hashlib.sha256(read_tokenizer_file(files[name]) if name in files else b"").digest())
     if CHAT_TEMPLATE in files:
-        digest.update(hashlib.sha256(read_companion(files[CHAT_TEMPLATE])).digest())
+        digest.update(hashlib.sha256(read_tokenizer_file(files[CHAT_TEMPLATE])).digest())
     return digest.hexdigest()
 
 

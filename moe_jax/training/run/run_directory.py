@@ -31,7 +31,7 @@ from moe_jax.distributed.processes import first_decides
 from moe_jax.files.remote.lease import Lease
 from moe_jax.files.staging import DirectoryLock, hold_alone, place_to_replace, replace_directory
 from moe_jax.files.storage_path import as_path
-from moe_jax.files.tokenizer_files import companions_in, list_companions, read_companion
+from moe_jax.files.tokenizer_files import list_tokenizer_files, read_tokenizer_file, tokenizer_files_in
 from moe_jax.model_io.adapter_dir import AdapterDirectory, AdapterDirectoryWriter
 from moe_jax.model_io.lineage import new_lineage_entry
 from moe_jax.model_io.loading import disk_paths, may_be_cast, model_leaves
@@ -163,15 +163,15 @@ def write_beginning(run_dir: Path, recipe: Recipe, record: RunRecord, files: Map
     folder = as_path(run_dir / _TOKENIZER)
     folder.remove_tree()
     folder.mkdir()
-    list_companions(folder, files)
+    list_tokenizer_files(folder, files)
     for name, file in files.items():
-        (folder / name).write_durably(read_companion(file))
+        (folder / name).write_durably(read_tokenizer_file(file))
     write_record(run_dir, record)
 
 
 def files_of_run(run_dir: Path) -> tuple[Path, ...]:
     """Returns the files that go with the model of a run: its tokenizer's, and others."""
-    return companions_in(run_dir / _TOKENIZER)
+    return tokenizer_files_in(run_dir / _TOKENIZER)
 
 
 def write_model(
