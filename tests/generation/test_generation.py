@@ -15,6 +15,7 @@ from moe_jax.generation.engine import Engine
 from moe_jax.generation.prompt_batches import NonFiniteLogits, generate, stream
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig
 from moe_jax.nn import Decoder, unstacked
+from tests.support.environment import HAS_OLD_EMITTERS
 from tests.support.numerics import initialised
 from tests.support.tiers import one_in
 
@@ -173,7 +174,8 @@ def test_caches_are_updated_in_place_and_rings_are_no_longer_than_their_window(m
     length = 96 if window is None else 16
     assert {leaf.shape for leaf in jax.tree.leaves(begun.caches)} == {(1, batch, 2, length, 8)}
     # As programs are compiled outside of tests.
-    options = {"xla_cpu_use_fusion_emitters": True, "xla_backend_optimization_level": 1}
+    options = {"xla_backend_optimization_level": 1}
+    options |= {"xla_cpu_use_fusion_emitters": True} if HAS_OLD_EMITTERS else {}
     stay = jnp.ones(batch, bool)
     lowered = rows.continue_rows.lower(*parts, begun, stay, jnp.int32(9), jnp.int32(1), draws=False)
     program = lowered.compile(compiler_options=options)

@@ -9,10 +9,10 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 # emitters of loops write far less of it; from 0.12 on there are the new ones alone, and a process ends at once, without
 # a word, for a flag that its XLA does not know. A worker has one core: programs split for several are only more work.
 # And in the order that favours concurrency, collectives of eight devices wait for each other for ever on two cores.
-_HAS_OLD_EMITTERS = tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 12)
+HAS_OLD_EMITTERS = tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 12)
 COMPILER_FLAGS = " ".join((
     "--xla_backend_optimization_level=0",
-    *["--xla_cpu_use_fusion_emitters=false"] * _HAS_OLD_EMITTERS,
+    *["--xla_cpu_use_fusion_emitters=false"] * HAS_OLD_EMITTERS,
     "--xla_cpu_parallel_codegen_split_count=1",
     "--xla_cpu_enable_concurrency_optimized_scheduler=false",
 ))  # fmt: skip
