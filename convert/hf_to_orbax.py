@@ -15,16 +15,19 @@ import moe_jax
 def main(*arguments: str) -> list[Path]:
     """Returns the model directories."""
     *checkpoints, out = map(Path, arguments)
-    made = []
-    for checkpoint in checkpoints:
-        target = out / checkpoint.stem
+    # A directory may be called Qwen2.5-7B; of a file the name ends before .gguf.
+    targets = [out / (checkpoint.stem if checkpoint.is_file() else checkpoint.name) for checkpoint in checkpoints]
+    if twice := {target.name for target in targets if targets.count(target) > 1}:
+        raise moe_jax.InputError(
+            f"several checkpoints are called {', '.join(sorted(twice))}: give each an OUT of its own"
+        )
+    for checkpoint, target in zip(checkpoints, targets, strict=True):
         if target.exists():
             print(f"{target} is there")
         else:
             model = moe_jax.convert(checkpoint, target)
             print(f"{target}: {model}")
-        made.append(target)
-    return made
+    return targets
 
 
 if __name__ == "__main__":

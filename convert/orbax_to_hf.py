@@ -8,8 +8,6 @@ With CHECKPOINT, every tensor of OUT must have the same bits as there; for a mod
 import sys
 from pathlib import Path
 
-from safetensors.numpy import load_file
-
 import moe_jax
 
 
@@ -29,6 +27,8 @@ def main(model: str, out: str, checkpoint: str | None = None) -> int:
 
 def tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], bytes]]:
     """Returns the shape and the bytes of every tensor in the safetensors files of a folder."""
+    from safetensors.numpy import load_file  # `pip install safetensors`; needed for the comparison alone
+
     files = sorted(folder.glob("*.safetensors"))
     return {name: (array.shape, array.tobytes()) for file in files for name, array in load_file(file).items()}
 

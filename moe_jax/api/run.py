@@ -265,7 +265,9 @@ def _checked_ids(ids: Sequence[int] | np.ndarray, config: ModelConfig) -> np.nda
     """Returns int32[n] ids of a text; raises `InputError` if they cannot be scored."""
     array = np.asarray(ids)
     if array.ndim != 1 or array.dtype.kind not in "iu" or len(array) < 2:
-        raise InputError(f"token ids of shape {array.shape} and dtype {array.dtype}; expected at least 2 integers")
+        raise InputError(
+            f"token ids of shape {array.shape} and dtype {array.dtype}; expected one dimension of at least 2 integers"
+        )
     if array.min() < 0 or array.max() >= config.vocab_size:
         raise InputError(f"token ids from {array.min()} to {array.max()}; the vocabulary has {config.vocab_size}")
     return array.astype(np.int32)

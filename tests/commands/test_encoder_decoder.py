@@ -124,7 +124,7 @@ def test_chosen_layers_of_both_stacks_are_compressed(switch, tmp_path, method, c
     np.testing.assert_allclose(logits(HuggingFaceDirectory(tmp_path / "back")), after, atol=1e-5, rtol=0)
 
 
-@long  # `compress/methods/test_resmoe.py` has a decoder, of which all is kept too
+@long  # `compression/methods/test_resmoe.py` has a decoder, of which all is kept too
 def test_all_that_is_kept_is_the_model(switch, tmp_path):
     """Whole residuals around a centre, in the encoder and in the decoder: the same logits."""
     assert run("compress", switch, tmp_path / "out", "--method", "resmoe", "--keep", 1.0) == 0

@@ -69,4 +69,8 @@ def test_recipes_are_installed_with_the_package():
     assert {f"{name}.json" for name in EXPECTED} <= installed
     name = "mixtral_8x7b_v5p_4x4x4"
     assert recipe_file(Path(name)).read_text() == (RECIPES / f"{name}.toml").read_text()
-    assert recipe_file(Path("own.toml")) == Path("own.toml") and recipe_file(Path("nothing")) == Path("nothing")
+    assert recipe_file(Path(f"{name}.toml")) == recipe_file(Path(name)) and recipe_file(Path("own.toml")) == Path(
+        "own.toml"
+    )
+    with pytest.raises(FileNotFoundError, match="did you mean 'mixtral_8x7b_v5p_4x4x4'"):
+        recipe_file(Path("mixtral_8x7b_v5p_4x4x"))

@@ -137,7 +137,7 @@ def lines_of_functions(source: str) -> set[int]:
 def distance(path: str, test: str) -> int:
     """How far a test is from a source file.
 
-    0: in the file that mirrors it, `nn/moe.py` and `tests/nn/test_moe_gates.py`; 1: in the same room; 2: elsewhere.
+    0: in the file that mirrors it, `nn/moe.py` and `tests/nn/test_moe_layer.py`; 1: in the same room; 2: elsewhere.
     """
     source, file = Path(path.removeprefix("moe_jax/")), Path(test.split("::")[0]).relative_to("tests")
     if source.parts[:-1] != file.parts[:-1] and source.parts[:1] != file.parts[:1]:

@@ -1,4 +1,4 @@
-"""The numerical methods by which the leaves of compressed experts are made; see `experts.forms.protocol.Coder`."""
+"""Numerical methods that make the leaves of compressed experts; see `experts.forms.optional.coding.Coder`."""
 
 import functools
 from collections.abc import Mapping

@@ -40,7 +40,7 @@ def sort_by_expert(experts: Int[Array, "T k"], num_experts: int) -> Order:
     """Sorts assignments by expert, stably.
 
     Args:
-      experts: of every assignment. Those outside [0, num_experts) are in no group: `routing.NO_EXPERT`, or over a mesh
+      experts: of every assignment. Those outside [0, num_experts) are in no group: `decision.NO_EXPERT`, or over a mesh
         the experts of other devices.
       num_experts: E.
     """

@@ -201,8 +201,17 @@ def shipped_recipes() -> dict[str, Path]:
 def recipe_file(named: Path) -> Path:
     """Returns the file of a recipe: the path itself, or that of the shipped recipe of this name.
 
-    A file or address of this name comes first.
+    A file or address of this name comes first. `.toml` may follow the name.
+
+    Raises:
+      FileNotFoundError: if a name without a folder is neither a file's nor a shipped recipe's; lists these.
     """
-    if named.suffix or len(named.parts) != 1 or named.exists():
+    if len(named.parts) != 1 or named.exists():
         return named
-    return shipped_recipes().get(named.name, named)
+    shipped = shipped_recipes()
+    if named.stem in shipped and named.suffix in ("", ".toml"):
+        return shipped[named.stem]
+    if named.suffix:
+        return named
+    listed = ", ".join(shipped)
+    raise FileNotFoundError(f"no recipe at {named}{nearest(named.name, shipped)}; the library comes with {listed}")

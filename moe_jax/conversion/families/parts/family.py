@@ -48,7 +48,7 @@ class Family:
       write: ModelConfig -> keys of config.json; may raise `InputError` for what the format cannot express.
       table: its tensors, in the order in which they are written.
       harmless: keys of config.json that change nothing in this family, besides those that change nothing in any
-        (`harmless_keys.py`) and those that `read` asks for or `defaults` names.
+        (`hf.config_keys`) and those that `read` asks for or `defaults` names.
       moe_formats: names of families whose formats may hold a model of this family that has MoE layers; it is exported
         in the first that gives the same logits.
       universal: the kind of universal FFN that every MoE of the format has; None: MoEs may have none.
