@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from moe_jax.api.open_source import open_source
-from moe_jax.core.errors import InputError
+from moe_jax.core.errors import InputError, shown
 from moe_jax.data.tokens.tokenizer import Tokenizer
 from moe_jax.distributed.processes import first_decides
 from moe_jax.distributed.sharding import make_mesh, mesh_of
@@ -284,6 +284,8 @@ def open_model(model: ModelLike, base: str | os.PathLike[str] | None = None) -> 
         return open_source(os.fspath(model), base=None if base is None else os.fspath(base))
     if base is not None:
         raise InputError("base: where the base of an adapter directory is; the model is not the path of one")
+    if not hasattr(model, "source"):
+        raise TypeError(f"expected a model or the path of one, got {shown(model)}")
     return model.source
 
 

@@ -4,7 +4,7 @@ import functools
 import inspect
 import os
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar, cast, overload
@@ -60,25 +60,38 @@ def _with_options(spec: Any, do: F, *, out: Any) -> F:
     # With the verb's parameters but the spec, the options of the spec.
     first, second, _ = inspect.signature(do).parameters.values()
     parameters = [first, second.replace(default=out), *spec.parameters()]
-    empty = () if out is inspect.Parameter.empty else (out,)
+    empty, name = out is not inspect.Parameter.empty, spec.verb()
+
+    names = (first.name, second.name, "spec")
 
     @functools.wraps(do)
     def verb(*given: Any, **options: Any) -> Any:
-        places = {name: options.pop(name) for name in (first.name, second.name, "spec") if name in options}
-        names = (first.name, second.name, "spec")
-        if len(given) > len(names) or (not given and first.name not in places):
-            raise TypeError(f"{do.__name__}() takes {first.name}, {second.name} and options by their names")
-        places |= dict(zip(names, given, strict=False))
+        if len(given) > len(names):
+            raise TypeError(
+                f"{name}() takes {', '.join(names)}, and options by their names; got {len(given)} arguments"
+            )
+        places = dict(zip(names, given, strict=False))
+        for place in names:
+            if place in options and place in places:
+                raise TypeError(f"{name}() got two values for {place}")
+        places |= {place: options.pop(place) for place in names if place in options}
+        missing = [place for place in names[: 1 if empty else 2] if place not in places]
+        if missing:
+            but = f"; it has no option {', '.join(options)}" if options else ""
+            raise TypeError(f"{name}() is missing {' and '.join(missing)}{but}")
+        for place in names[:2]:
+            if isinstance(places.get(place), Spec | Mapping):
+                raise TypeError(f"{name}(): {place} is a {type(places[place]).__name__}; a spec is the third argument")
         made = places.get("spec")
         if made is None:
             made = spec.of(options)
         elif options or not isinstance(made, spec):
-            raise InputError(f"{do.__name__} takes a {spec.__name__} or its fields, not both or another one")
-        if second.name not in places and not empty:
-            raise TypeError(f"{do.__name__}() needs {second.name}")
+            wrong = f"also {', '.join(options)}" if options else f"a {type(made).__name__}"
+            raise InputError(f"{name}() takes the spec {spec.__name__} or its fields as keywords; got {wrong}")
         return do(places[first.name], places.get(second.name), made)
 
-    verb.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
+    returned = inspect.signature(do).return_annotation
+    verb.__signature__ = inspect.Signature(parameters, return_annotation=returned)  # pyright: ignore[reportAttributeAccessIssue]
     verb.__doc__ = _documented(inspect.getdoc(do) or "", spec.list_options())
     return cast(F, verb)
 

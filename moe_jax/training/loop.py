@@ -147,16 +147,17 @@ class Loop:
         """
         first = int(state.step)
         recipe, run_dir = self._recipe, as_path(self._recipe.run_dir)
-        writer = MetricsWriter(
-            run_dir, last_step=first, tensorboard=recipe.log.tensorboard, wandb=_wandb_writer(recipe)
-        )
-        progress = StepLine(self._console, first=first, steps=recipe.train.steps, every=recipe.log.every)
-        try:
-            trace = StepTrace(run_dir / "profile", recipe.log.profile_steps)
-            with jax.set_mesh(self._program.mesh), StopSignals(self._say_stopping) as signals, progress, trace:
-                return self._steps(state, signals, writer, progress, trace), self._last
-        finally:
-            writer.close()
+        # Signals are heard before the writers are made, whose imports take a second.
+        with jax.set_mesh(self._program.mesh), StopSignals(self._say_stopping) as signals:
+            writer = MetricsWriter(
+                run_dir, last_step=first, tensorboard=recipe.log.tensorboard, wandb=_wandb_writer(recipe)
+            )
+            try:
+                progress = StepLine(self._console, first=first, steps=recipe.train.steps, every=recipe.log.every)
+                with progress, StepTrace(run_dir / "profile", recipe.log.profile_steps) as trace:
+                    return self._steps(state, signals, writer, progress, trace), self._last
+            finally:
+                writer.close()
 
     def _steps(
         self, state: TrainState, signals: StopSignals, writer: MetricsWriter, progress: StepLine, trace: StepTrace

@@ -128,3 +128,20 @@ def test_a_spec_and_its_options_make_the_same_model():
     assert len({model.source.fingerprint() for model in made}) == 1
     assert made[0].config.moe(1).z_coef == 0.1 and made[0].lineage[-1]["options"]["z_coef"] == 0.1
     assert made[0].report.step0.difference == 0
+
+
+def test_what_is_no_model_or_no_place_is_named():
+    dense = moe_jax.tiny_model()
+    calls = {
+        "a model or the path of one, got 42": lambda: moe_jax.compress(42, method="up", keep=0.5),
+        r"merge\(\) is missing model": lambda: moe_jax.merge(),
+        r"upcycle\(\) is missing model; it has no option dense": lambda: moe_jax.upcycle(dense=dense),
+        r"export\(\) is missing out": lambda: moe_jax.export(dense),
+        "a spec is the third argument": lambda: moe_jax.upcycle(dense, moe_jax.UpcycleSpec()),
+        "two values for model": lambda: moe_jax.upcycle(dense, model=dense),
+    }
+    for said, call in calls.items():
+        with pytest.raises(TypeError, match=said):
+            call()
+    with pytest.raises(moe_jax.InputError, match=r"upcycle\(\) takes the spec UpcycleSpec or its fields"):
+        moe_jax.upcycle(dense, None, moe_jax.UpcycleSpec(), experts=2)
