@@ -40,11 +40,6 @@ class DenseParameters:
         """Whether LoRA is added to every kernel of attention and FFNs."""
         return self.kind in ("qlora", "lora")
 
-    @property
-    def freezes(self) -> bool:
-        """Whether the dense model's own parameters are no longer trained."""
-        return self.kind != "full"
-
     def lora(self, targets: tuple[str, ...]) -> LoRAConfig | None:
         """Returns the LoRA on these kernels of a module; None without LoRA."""
         if not self.has_lora:
