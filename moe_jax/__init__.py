@@ -54,9 +54,9 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.experts import KernelBank as KernelBank
     from moe_jax.experts import LoRAConfig as LoRAConfig
     from moe_jax.experts import make_bank as make_bank
-    from moe_jax.functional.attention.relative_bias import RelativeBiasConfig as RelativeBiasConfig
-    from moe_jax.functional.attention.rope import RopeConfig as RopeConfig
-    from moe_jax.functional.routing.decision import route as route
+    from moe_jax.functional.position_embeddings import RelativeBiasConfig as RelativeBiasConfig
+    from moe_jax.functional.position_embeddings import RopeConfig as RopeConfig
+    from moe_jax.functional.routing import route as route
     from moe_jax.models import AttentionConfig as AttentionConfig
     from moe_jax.models import LatentConfig as LatentConfig
     from moe_jax.models import LayerConfig as LayerConfig

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from moe_jax.experts.layout.config import FFNConfig
 from moe_jax.experts.parallel.exchange import Exchange, exchange_from_environment
 from moe_jax.experts.strategy import check_strategy, strategy_from_environment
-from moe_jax.functional.routing.decision import Routing
+from moe_jax.functional.routing import Routing
 
 if TYPE_CHECKING:
     from moe_jax.experts.bank_config import BankConfig

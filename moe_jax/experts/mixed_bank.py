@@ -20,7 +20,7 @@ from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.hidden_rows import Kernels
 from moe_jax.experts.kernel_bank import KernelBank
 from moe_jax.experts.layout.platforms import Platform
-from moe_jax.functional.routing.decision import NO_EXPERT, Routing
+from moe_jax.functional.routing import NO_EXPERT, Routing
 
 MAX_PARTS = 4
 

@@ -1,9 +1,4 @@
-"""Stochastic rounding to one of the two nearest numbers of a narrower dtype, such that the mean is the number itself.
-
-A weight in bfloat16 has steps of 2^-8 of its size. A smaller update is lost if it is rounded to the nearest number,
-every time; rounded stochastically it takes the whole step with the probability that is its share of one (Gupta et al.
-2015, arXiv:1502.02551, section 3; for bfloat16 training Zamirai et al. 2020, arXiv:2010.06192, section 4).
-"""
+"""Rounding: of lengths up to few sizes, and of float32 to bfloat16 at random."""
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +6,27 @@ from jax import lax
 from jaxtyping import Array, BFloat16, Float
 
 
+def bucket(length: int, *, least: int = 16) -> int:
+    """Returns the smallest of `least`, 1.5 `least`, 2 `least`, 3 `least`, 4 `least`, ... that is at least `length`.
+
+    Args:
+      length: at least 1.
+      least: an even number.
+    """
+    size = least
+    while size < length:
+        if 3 * size // 2 >= length:
+            return 3 * size // 2
+        size *= 2
+    return size
+
+
 def round_stochastically(x: Float[Array, "*n"], key: Array) -> BFloat16[Array, "*n"]:
     """Rounds float32 to bfloat16 up or down, each with a probability that makes the mean `x`.
+
+    A weight in bfloat16 has steps of 2^-8 of its size. A smaller update is lost if it is rounded to the nearest number,
+    every time; rounded so it takes the whole step with the probability that is its share of one (Gupta et al. 2015,
+    arXiv:1502.02551, section 3; for bfloat16 training Zamirai et al. 2020, arXiv:2010.06192, section 4).
 
     Numbers of bfloat16 stay as they are, infinities and NaN too; the same key gives the same result on every mesh.
 

@@ -15,8 +15,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from moe_jax.core.errors import MAX_SIZE
-from moe_jax.functional.buckets import bucket
-from moe_jax.functional.heads.sampling import sample
+from moe_jax.functional.rounding import bucket
+from moe_jax.functional.sampling import sample
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Caches, Decoder, init_cache
 
@@ -34,7 +34,7 @@ class Asked(NamedTuple):
 
     Attributes:
       key: of sampling: one for all rows, or one for every row; a row's step is folded into it.
-      temperature, top_k, top_p: see `functional.heads.sampling.sample`.
+      temperature, top_k, top_p: see `functional.sampling.sample`.
       stop_ids: tokens that end a row; -1 stands for none.
       most: tokens that a row may be given.
       scores: rows whose tokens are scored, if the programs score any.

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from moe_jax.core.errors import InputError, check_member, check_number, check_positive, shown
 from moe_jax.experts.layout.config import FFNConfig
-from moe_jax.functional.attention.rope import RopeConfig
+from moe_jax.functional.position_embeddings import RopeConfig
 from moe_jax.models.attention_config import PROJECTIONS as PROJECTIONS
 from moe_jax.models.attention_config import AttentionConfig as AttentionConfig
 from moe_jax.models.attention_config import LatentConfig as LatentConfig

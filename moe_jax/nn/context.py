@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.core.errors import InputError
-from moe_jax.functional.attention.grouped_query import Visibility
-from moe_jax.functional.attention.rope import RopeConfig, rope_tables
+from moe_jax.functional.attention import Visibility
+from moe_jax.functional.position_embeddings import RopeConfig, rope_tables
 from moe_jax.models.config import ModelConfig
 from moe_jax.nn.cache import Slots
 from moe_jax.nn.embed import default_positions

@@ -7,15 +7,16 @@ from jaxtyping import Array, Float, Int
 from moe_jax.experts.forms.matrix import normal_kernel
 from moe_jax.experts.layout.mesh import BATCH_AXES, axes_size, current_mesh, sequence_axis, splits_batch
 from moe_jax.experts.variables import Leaves
-from moe_jax.functional.heads.cross_entropy import token_cross_entropies, weighted_cross_entropy
-from moe_jax.functional.heads.distilled_cross_entropy import (
+from moe_jax.functional.cross_entropy import (
     Distillation,
     DistilledLoss,
     TeacherArrays,
     distilled_cross_entropy,
+    token_cross_entropies,
+    weighted_cross_entropy,
 )
-from moe_jax.functional.heads.head_chunks import HeadOptions, LossAxes, finish_logits
-from moe_jax.functional.products.linear import linear_float32
+from moe_jax.functional.dense import linear_float32
+from moe_jax.functional.head_chunks import HeadOptions, LossAxes, finish_logits
 from moe_jax.models.config import ModelConfig
 
 

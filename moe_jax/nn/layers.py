@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 from moe_jax.experts.layout.config import FFNConfig
 from moe_jax.experts.linear import Linear as Linear
 from moe_jax.experts.linear import apply_ffn, ffn_linears
-from moe_jax.functional.norms import layer_norm, rms_norm
+from moe_jax.functional.dense import layer_norm, rms_norm
 
 
 class Norm(nnx.Module):

@@ -11,8 +11,7 @@ from jaxtyping import Array, Float
 
 from moe_jax.experts.layout.config import LoRAConfig
 from moe_jax.experts.variables import Fixed, Leaves
-from moe_jax.functional.routing.decision import RouterStats
-from moe_jax.functional.routing.universal import add_noise, coder_logits
+from moe_jax.functional.routing import RouterStats, add_noise, coder_logits
 from moe_jax.models.config import ModelConfig, MoEConfig
 from moe_jax.models.segments import segments_of
 from moe_jax.nn.layers import Linear

@@ -24,9 +24,9 @@ from moe_jax.experts.forms.optional.costs import costs_by_strategy
 from moe_jax.experts.layout.mesh import spec_on_mesh
 from moe_jax.experts.layout.platforms import Platform, current_chip
 from moe_jax.experts.strategy import _choose, choose_strategy, strategy_costs
-from moe_jax.functional.ffn import ffn
-from moe_jax.functional.products.sparse_product import entry_rows
-from moe_jax.functional.routing.decision import Routing
+from moe_jax.functional.dense import ffn
+from moe_jax.functional.routing import Routing
+from moe_jax.functional.sparse_product import entry_rows
 from tests.support.numerics import assert_close, made_at_once, randomised
 from tests.support.tiers import examples, one_in
 

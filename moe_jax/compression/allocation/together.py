@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from moe_jax.compression.alignment.design_matrix import aligned_biases, aligned_kernels, mean_kernel
 from moe_jax.compression.calibration.recorded import LayerRows
 from moe_jax.compression.source_layer import SourceLayer
-from moe_jax.functional.ffn import ffn_hidden
+from moe_jax.functional.dense import ffn_hidden
 
 TOKENS = 512
 """For which outputs are computed, at most, evenly from the text."""

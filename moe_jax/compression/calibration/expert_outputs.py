@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from moe_jax.compression.source_layer import SourceLayer
-from moe_jax.functional.ffn import ffn
+from moe_jax.functional.dense import ffn
 
 Outputs = Callable[[Int[np.ndarray, " n"]], Iterator[tuple[slice, Float[np.ndarray, "c d"]]]]
 """For one expert and tokens given by their indices: yields slices of these, and their float32 outputs."""

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from moe_jax.compression.calibration.recorded import LayerRows
 from moe_jax.compression.source_layer import SourceLayer
-from moe_jax.functional.ffn import ffn_hidden
+from moe_jax.functional.dense import ffn_hidden
 
 BACKGROUND = 64
 """Weight of the tokens of the whole layer, in tokens that are routed to an expert."""

@@ -17,7 +17,7 @@ from moe_jax.compression.coding.row_scales import best_row_scales, scales_of_mag
 from moe_jax.compression.coding.truncated_svd import truncated_svd
 from moe_jax.core.errors import InputError, check_member
 from moe_jax.experts.forms.optional.coding import Encoded, MoreOfCodes
-from moe_jax.functional.products.packing import SCALE_DTYPE
+from moe_jax.functional.codes import SCALE_DTYPE
 
 Levels = Literal["any", "even", "fitted"]
 LEVELS: tuple[str, ...] = get_args(Levels)

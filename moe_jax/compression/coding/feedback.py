@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 from moe_jax.compression.coding.quantizer import best_grid, fitted_table, nearest_codes, stored
 from moe_jax.core.errors import InputError
 from moe_jax.experts.forms.optional.coding import Encoded
-from moe_jax.functional.products.packing import Grid
+from moe_jax.functional.codes import Grid
 
 DAMPING = 0.01
 """The share of the mean of its diagonal that is added to the diagonal of a second moment: as published."""

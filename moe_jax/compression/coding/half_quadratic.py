@@ -25,7 +25,7 @@ from moe_jax.compression.coding.coder import LeastError
 from moe_jax.compression.coding.quantizer import nearest_codes, stored
 from moe_jax.compression.coding.zero_points import read_grid
 from moe_jax.experts.forms.optional.coding import Encoded, MoreOfCodes
-from moe_jax.functional.products.packing import Grid
+from moe_jax.functional.codes import Grid
 
 NORM, BETA, GROWTH, ROUNDS = 0.7, 10.0, 1.01, 20
 """p, beta, its factor, and the number of steps: as published."""

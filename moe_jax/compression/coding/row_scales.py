@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from jaxtyping import Float
 
-from moe_jax.functional.products.packing import SCALE_DTYPE
+from moe_jax.functional.codes import SCALE_DTYPE
 
 _ROUNDS = 10
 _POWERS = tuple(n / 10 for n in range(1, 11))

@@ -1,11 +1,11 @@
-"""Scales and zero points of groups: grids that need not lie around zero (`functional.products.packing`)."""
+"""Scales and zero points of groups: grids that need not lie around zero (`functional.codes`)."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from moe_jax.functional.products.packing import Grid, scale_leaves, scales_of, zero_leaf, zeros_of
+from moe_jax.functional.codes import Grid, scale_leaves, scales_of, zero_leaf, zeros_of
 
 # The span of the levels as a share of that of the entries, from which fitting begins.
 _SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)

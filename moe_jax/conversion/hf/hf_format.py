@@ -17,7 +17,7 @@ from moe_jax.conversion.hf.config_keys import is_harmless
 from moe_jax.conversion.hf.hf_config import inexpressible, write_hf_config
 from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import GB
-from moe_jax.functional.routing.gates import GATES
+from moe_jax.functional.routing import GATES
 from moe_jax.models import BankConfig, LayerConfig, ModelConfig, MoEConfig
 
 # A shared expert of zeros may be as narrow as possible.

@@ -6,7 +6,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from moe_jax.functional.attention.grouped_query import Placement
+from moe_jax.functional.attention import Placement
 
 BATCH_AXES = ("data", "fsdp", "expert")
 """The axes that split the rows of a batch."""

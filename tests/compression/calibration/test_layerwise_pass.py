@@ -16,7 +16,7 @@ from moe_jax.compression.calibration.recorded import read_layer
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.files.staging import lock_directory
-from moe_jax.functional.routing.decision import route
+from moe_jax.functional.routing import route
 from moe_jax.model_io.model_dir import ModelDirectory
 
 KEY = {"model": "one"}

@@ -13,7 +13,7 @@ from moe_jax.commands.line.cli import main  # noqa: E402
 from moe_jax.conversion import GGUFModel, HuggingFaceDirectory, checkpoint_source  # noqa: E402
 from moe_jax.conversion.gguf.gguf_rope import llama3_factors  # noqa: E402
 from moe_jax.core.errors import InputError  # noqa: E402
-from moe_jax.functional.attention.rope import rope_tables  # noqa: E402
+from moe_jax.functional.position_embeddings import rope_tables  # noqa: E402
 from tests.support.gguf_files import ARCHITECTURES, tensors_of, write_gguf  # noqa: E402
 from tests.support.hf_checkpoints import BASE, CONFIGS, random_tensors, write_checkpoint  # noqa: E402
 

@@ -17,10 +17,10 @@ from moe_jax.experts.forms.optional.coding import Storable
 from moe_jax.experts.forms.optional.costs import CostModel
 from moe_jax.experts.forms.protocol import KernelForm, Streams
 from moe_jax.experts.layout.platforms import Platform
-from moe_jax.functional.products.grouped import grouped_matmul
-from moe_jax.functional.products.linear import linear
-from moe_jax.kernels.tpu.tiles.fused_tile import FusedTile
-from moe_jax.kernels.tpu.tiles.stored_tile import StoredTile
+from moe_jax.functional.dense import linear
+from moe_jax.functional.grouped import grouped_matmul
+from moe_jax.kernels.tpu.fused_tile import FusedTile
+from moe_jax.kernels.tpu.tiles import StoredTile
 
 
 @register("full")

@@ -25,7 +25,7 @@ from moe_jax.experts.forms.optional.costs import CostModel, costs_of
 from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.forms.sharded_linear import sharded_product
 from moe_jax.experts.layout.platforms import Platform
-from moe_jax.functional.products.packing import codes_shape
+from moe_jax.functional.codes import codes_shape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -32,10 +32,10 @@ from moe_jax.experts.forms.optional.costs import CostModel, SideBySide
 from moe_jax.experts.forms.protocol import KernelForm, Streams
 from moe_jax.experts.layout.config import FFNConfig
 from moe_jax.experts.layout.platforms import Cost, Platform
-from moe_jax.functional.products.block_synthesis import InTriton
-from moe_jax.functional.products.grouped import grouped_matmul
-from moe_jax.kernels.tpu.tiles.fused_tile import FusedTile
-from moe_jax.kernels.tpu.tiles.low_rank_tile import LowRankTile
+from moe_jax.functional.grouped import grouped_matmul
+from moe_jax.functional.synthesis import InTriton
+from moe_jax.kernels.tpu.fused_tile import FusedTile
+from moe_jax.kernels.tpu.tiles import LowRankTile
 
 NEURONS = "neurons/factor"
 

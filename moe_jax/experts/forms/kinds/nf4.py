@@ -1,4 +1,4 @@
-"""Frozen kernels in NF4 (see `functional.products.nf4`): of a linear map, of a shared base, or of full experts."""
+"""Frozen kernels in NF4 (see `functional.codes`): of a linear map, of a shared base, or of full experts."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,8 +18,7 @@ from moe_jax.experts.forms.optional.costs import CostModel
 from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.forms.sharded_linear import sharded_product
 from moe_jax.experts.layout.platforms import Platform
-from moe_jax.functional.products.block_synthesis import InTriton
-from moe_jax.functional.products.nf4 import (
+from moe_jax.functional.codes import (
     BLOCK,
     LEVELS,
     SCALE_BLOCK,
@@ -30,8 +29,9 @@ from moe_jax.functional.products.nf4 import (
     nf4_tile,
     quantize_nf4,
 )
-from moe_jax.kernels.tpu.tiles.fused_tile import FusedTile
-from moe_jax.kernels.tpu.tiles.nf4_tile import NF4Tile, why_not_nf4
+from moe_jax.functional.synthesis import InTriton
+from moe_jax.kernels.tpu.fused_tile import FusedTile
+from moe_jax.kernels.tpu.tiles import NF4Tile, why_not_nf4
 
 _FOLDER = "nf4/"
 
@@ -101,12 +101,12 @@ class NF4(Encodable, CostModel, MadeInPallas, MadeInTriton, KernelForm):
 
 
 def nf4_leaves(arrays: Arrays) -> dict[str, Array]:
-    """The arrays by the names that `functional.products.nf4` uses."""
+    """The arrays by the names that `functional.codes` uses."""
     return {name.removeprefix(_FOLDER): array for name, array in arrays.items() if name.startswith(_FOLDER)}
 
 
 def nf4_linear(x: Float[Array, "... i"], leaves: Leaves, rows: int, split: Split) -> Float[Array, "... o"]:
-    """`x W` with W in NF4, in the dtype of `x`; see `functional.products.nf4.nf4_matmul`.
+    """`x W` with W in NF4, in the dtype of `x`; see `functional.codes.nf4_matmul`.
 
     Args:
       x: activations [B, ..., i].

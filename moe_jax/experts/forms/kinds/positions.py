@@ -7,7 +7,7 @@
   than one in 16 is kept.
 
 Entries lie row by row, columns ascending. Rows and columns are uint16 where they can be: with int32 the positions would
-take more room than values of 16 bits. On the device, `functional.products.sparse_product` reads the same.
+take more room than values of 16 bits. On the device, `functional.sparse_product` reads the same.
 """
 
 import math

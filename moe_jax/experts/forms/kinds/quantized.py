@@ -18,8 +18,7 @@ from moe_jax.experts.forms.optional.costs import CostModel
 from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.layout.config import FFNConfig
 from moe_jax.experts.layout.platforms import Platform
-from moe_jax.functional.products.block_synthesis import InTriton
-from moe_jax.functional.products.packing import (
+from moe_jax.functional.codes import (
     SCALE_DTYPE,
     Grid,
     codes_shape,
@@ -30,8 +29,9 @@ from moe_jax.functional.products.packing import (
     unpack,
     zeros_of,
 )
-from moe_jax.kernels.tpu.tiles.fused_tile import FusedTile
-from moe_jax.kernels.tpu.tiles.packed_tile import PackedTile, why_not_packed
+from moe_jax.functional.synthesis import InTriton
+from moe_jax.kernels.tpu.fused_tile import FusedTile
+from moe_jax.kernels.tpu.tiles import PackedTile, why_not_packed
 
 BITS = (8, 4, 3, 2, 1)
 TABLE_BITS = (4, 3, 2)

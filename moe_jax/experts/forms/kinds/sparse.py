@@ -45,14 +45,14 @@ from moe_jax.experts.forms.optional.costs import CostModel, Factored
 from moe_jax.experts.forms.protocol import KernelForm, Streams
 from moe_jax.experts.layout.config import FFNConfig
 from moe_jax.experts.layout.platforms import Cost, Platform
-from moe_jax.functional.products.packing import SCALE_DTYPE, dequantize, pack, scales_shape
-from moe_jax.functional.products.sparse_product import (
+from moe_jax.functional.codes import SCALE_DTYPE, dequantize, pack, scales_shape
+from moe_jax.functional.sparse_product import (
     bitmap_tile,
     entry_coordinates,
     grouped_sparse_matmul,
     scatter_tile,
 )
-from moe_jax.kernels.tpu.tiles.fused_tile import FusedTile
+from moe_jax.kernels.tpu.fused_tile import FusedTile
 
 VALUE_BITS = (8, 4, 3, 2)
 # What is tried under a budget.

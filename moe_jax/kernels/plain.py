@@ -1,8 +1,28 @@
-"""Grouped products as XLA lowers them: dense products over all experts, except the forward product on TPU."""
+"""What kernels and plain XLA share: activation functions, and grouped products as XLA lowers them."""
 
+from collections.abc import Callable
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
+
+ACTIVATION_FUNCTIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+
+def activated(gate: Float[Array, "m n"], activation: str) -> Float[Array, "m n"]:
+    """Returns the activation of a gate, float32, computed with operations that Mosaic has."""
+    if activation == "gelu":
+        # Mosaic lacks `erfc`, which other platforms use here.
+        return 0.5 * gate * (1.0 + lax.erf(gate * 0.5**0.5))
+    return ACTIVATION_FUNCTIONS[activation](gate)
+
 
 _OUTER = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]

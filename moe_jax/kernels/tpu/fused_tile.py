@@ -1,17 +1,19 @@
 """How a kernel [i, o] of one expert is made inside a Pallas kernel, from the stored arrays.
 
 A fused tile is a static description: which arrays of an expert are brought into fast memory for a block of the kernel,
-and how entries of the kernel are made from them there. A form of experts that has one returns it from
-`KernelForm.fused_tile`.
+and how entries of the kernel are made from them there.
 """
 
+import abc
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.tpu.chip import Core
+from moe_jax.kernels.hardware import ANY_CORE, Core
+
+STEP = 256
 
 
 class Operand(NamedTuple):
@@ -59,20 +61,21 @@ class Piece(NamedTuple):
     shape: tuple[int, int]
 
 
-class FusedTile(Protocol):
+class FusedTile(abc.ABC):
     """Makes pieces of kernels inside a Pallas kernel, and the gradients of their arrays. Static, hashable.
+
+    A form of experts that has one returns it from `KernelForm.fused_tile`, whatever the platform: Pallas, which takes a
+    while to import, is imported where it is used.
 
     Attributes:
       step: pieces begin at multiples of this many rows, a multiple of 128.
       is_whole: its only operand is the kernel itself.
     """
 
-    @property
-    def step(self) -> int: ...
+    step = STEP
+    is_whole = False
 
-    @property
-    def is_whole(self) -> bool: ...
-
+    @abc.abstractmethod
     def operands(self, arrays: Mapping[str, Array], dtype: Any) -> Sequence[Operand]:
         """Returns the arrays that a kernel reads: those that are stored, or small ones computed from them.
 
@@ -80,8 +83,8 @@ class FusedTile(Protocol):
           arrays: of all experts, by name.
           dtype: in which the kernels are multiplied.
         """
-        ...
 
+    @abc.abstractmethod
     def make(self, refs: Sequence[Any], piece: Piece) -> Float[Array, "p q"]:
         """Returns a piece of the part that is added to the base, float32; called inside a Pallas kernel.
 
@@ -89,7 +92,6 @@ class FusedTile(Protocol):
           refs: of the operands' blocks, of one expert.
           piece: its place in the block.
         """
-        ...
 
     def gradients(
         self,
@@ -99,8 +101,8 @@ class FusedTile(Protocol):
         trained: Sequence[str],
         group_sizes: Int[Array, " E"],
         *,
-        core: Core,
-        interpret: bool,
+        core: Core = ANY_CORE,
+        interpret: bool = False,
     ) -> dict[str, Array]:
         """Returns the gradients of the trained arrays, float32, with no gradient of any whole kernel in memory.
 
@@ -113,4 +115,5 @@ class FusedTile(Protocol):
           core: the core for which the sizes of blocks are chosen.
           interpret: run kernels in interpret mode.
         """
-        ...
+        assert not trained, f"kernels of {type(self).__name__} are frozen: {trained}"
+        return {}

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from moe_jax.functional.attention.chunked_attention import Visibility as Visibility
-from moe_jax.functional.attention.chunked_attention import chunked_attention
+from moe_jax.functional.attention_chunks import Visibility as Visibility
+from moe_jax.functional.attention_chunks import chunked_attention
 from moe_jax.kernels.by_platform import Bound, deferred
 from moe_jax.kernels.gpu import flash_attention
-from moe_jax.kernels.gpu.nvidia import compute_capability
+from moe_jax.kernels.hardware import compute_capability
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def attention(
       window: a query sees keys fewer than this many positions away, itself included; None: all. Not with `prefix`.
       scale: of the scores; None: 1/sqrt(D).
       soft_cap: scaled scores become `c tanh(scores / c)`; None: no cap.
-      bias: added to the scaled and capped scores: per head and distance, from `relative_bias.bias_by_distance`.
+      bias: added to the scaled and capped scores: per head and distance, from `bias_by_distance`.
       aligned: query t and key s have positions t and s (no cache), so that keys that a mask hides from a whole chunk of
         queries need not be looked at.
       placement: where it runs; None: the platform is found when the program is lowered, and kernels are used only on

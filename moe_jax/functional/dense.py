@@ -1,11 +1,14 @@
-"""Products of activations with one kernel, and how their sums are accumulated and rounded."""
+"""The parts of dense layers: products with one kernel, norms, FFNs, and dropout with the keys that it draws from."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
+
+from moe_jax.kernels.plain import ACTIVATION_FUNCTIONS
 
 
 def linear(
@@ -104,3 +107,88 @@ def _linear_float32_backward(kept: tuple[Array, Array], cotangent: Array) -> tup
 
 
 linear_float32.defvjp(_linear_float32_forward, _linear_float32_backward)
+
+
+def _along_last(array: Float[Array, "*axes d"], ndim: int) -> Float[Array, "... d"]:
+    return jnp.expand_dims(array.astype(jnp.float32), tuple(range(ndim - array.ndim)))
+
+
+def rms_norm(
+    x: Float[Array, "... d"], scale: Float[Array, " d"], eps: float, *, plus_one: bool = False
+) -> Float[Array, "... d"]:
+    """Root-mean-square norm over the last axis (Zhang & Sennrich, 2019), times `scale`.
+
+    Args:
+      x: the input.
+      scale: one factor per element of the last axis.
+      eps: added to the mean square.
+      plus_one: the factors are `1 + scale`, added in float32 (Gemma).
+    """
+    x32 = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    factors = _along_last(scale, x.ndim)
+    return (x32 * inverse * (1.0 + factors if plus_one else factors)).astype(x.dtype)
+
+
+def layer_norm(
+    x: Float[Array, "... d"], scale: Float[Array, "*axes d"], bias: Float[Array, " d"] | None, eps: float
+) -> Float[Array, "... d"]:
+    """Layer norm over the last axis (Ba et al., 2016). A scale with several axes varies along those axes of `x`."""
+    x32 = x.astype(jnp.float32)
+    centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps)
+    y = centred * inverse * _along_last(scale, x.ndim)
+    return (y if bias is None else y + _along_last(bias, x.ndim)).astype(x.dtype)
+
+
+def hidden(up: Float[Array, "... f"], gate: Float[Array, "... f"] | None, activation: str) -> Float[Array, "... f"]:
+    """Returns `act(gate) * up` for a gated FFN, or `act(up)` for a plain one (`gate` is None)."""
+    act = ACTIVATION_FUNCTIONS[activation]
+    return act(up) if gate is None else act(gate) * up
+
+
+def ffn(
+    x: Float[Array, "... d"],
+    kernels: Mapping[str, Float[Array, "i o"]],
+    biases: Mapping[str, Float[Array, " o"]],
+    activation: str,
+) -> Float[Array, "... d"]:
+    """Returns the output of a dense FFN.
+
+    Args:
+      x: activations.
+      kernels: `up` [d, f], `down` [f, d], and `gate` [d, f] if the FFN is gated.
+      biases: biases of any of them by the same names; may be empty.
+      activation: a key of `ACTIVATION_FUNCTIONS`.
+    """
+    return linear(ffn_hidden(x, kernels, biases, activation), kernels["down"], biases.get("down"))
+
+
+def ffn_hidden(
+    x: Float[Array, "... d"],
+    kernels: Mapping[str, Float[Array, "d f"]],
+    biases: Mapping[str, Float[Array, " f"]],
+    activation: str,
+) -> Float[Array, "... f"]:
+    """Returns the hidden state, the input of `down`, of a dense FFN. Arguments as for `ffn`; `down` may be missing."""
+    gate = linear(x, kernels["gate"], biases.get("gate")) if "gate" in kernels else None
+    return hidden(linear(x, kernels["up"], biases.get("up")), gate, activation)
+
+
+# One number for each random part of a layer.
+ROUTER_NOISE, ATTENTION, FFN, EXPERTS, PERFT, CROSS_ATTENTION = range(6)
+# The key of an encoder: the key of the pass, folded with a number that no layer has.
+ENCODER = 2**31 - 1
+
+
+def fold_in(key: Array | None, data: int | Array) -> Array | None:
+    """Returns `jax.random.fold_in(key, data)`, or None if the key is None."""
+    return None if key is None else jax.random.fold_in(key, data)
+
+
+def dropout(x: Float[Array, "..."], rate: float, key: Array | None) -> Float[Array, "..."]:
+    """Sets entries to zero with probability `rate`, divides the others by `1 - rate`; without a key, does nothing."""
+    if key is None or rate == 0.0:
+        return x
+    kept = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    return jnp.where(kept, x / jnp.asarray(1.0 - rate, x.dtype), jnp.zeros((), x.dtype))

@@ -23,9 +23,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.by_platform import PRODUCT, Bound, deferred, one_device
-from moe_jax.kernels.gpu.nvidia import compute_capability
-from moe_jax.kernels.ragged_dot import ragged_outer, ragged_product, zero_rows_beyond
-from moe_jax.kernels.tpu.chip import current_core
+from moe_jax.kernels.hardware import compute_capability, current_core
+from moe_jax.kernels.plain import ragged_outer, ragged_product, zero_rows_beyond
 
 # Rows of a tile on CPU: long tiles make fast matrix products, short ones at the end of a group waste little.
 TILES = (256, 64)
@@ -215,7 +214,7 @@ def _tpu_product(lhs: Array, rhs: Array, group_sizes: Array, *, transposed: bool
 
 def _traced_tpu_product(lhs: Array, rhs: Array, group_sizes: Array, **options: Any) -> Array:
     from moe_jax.kernels.tpu.grouped_product import grouped_product
-    from moe_jax.kernels.tpu.tiles.stored_tile import StoredTile
+    from moe_jax.kernels.tpu.tiles import StoredTile
 
     _, fan_in, fan_out = rhs.shape
     return grouped_product(lhs, None, {"kernel": rhs}, group_sizes, StoredTile(), (fan_in, fan_out), **options)
@@ -228,7 +227,7 @@ def _tpu_outer(lhs: Array, dout: Array, group_sizes: Array) -> Array:
 
 
 def _traced_tpu_outer(lhs: Array, dout: Array, group_sizes: Array, **options: Any) -> Array:
-    from moe_jax.kernels.tpu.grouped_outer import grouped_outer
+    from moe_jax.kernels.tpu.kernel_gradients import grouped_outer
 
     return grouped_outer(lhs, dout, group_sizes, lhs.dtype, **options)
 

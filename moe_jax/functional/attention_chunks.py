@@ -1,4 +1,4 @@
-"""Attention in chunks of queries: on every platform, with every mask and bias; the reference for the kernels.
+"""Attention without a kernel: in chunks of queries, with every mask and bias, and of few queries to a cache.
 
 A chunk of queries meets only the keys that it can see. This halves the arithmetic of a causal product, and the scores
 stay in the cache of a CPU core. The backward pass recomputes the scores of a chunk instead of keeping them, so memory
@@ -9,7 +9,9 @@ bands; one loop runs over the chunks of a band, and each of them meets all the k
 does not grow with the length, and a causal product costs at most 1 / MAX_BANDS more arithmetic than it has to.
 """
 
-from collections.abc import Callable
+import functools
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.functional.attention.relative_bias import bias_between
+from moe_jax.functional.position_embeddings import bias_between
 
 CHUNK = 128
 MAX_BANDS = 8
@@ -84,7 +86,7 @@ def chunked_attention(
     soft_cap: float | None,
     aligned: bool,
 ) -> Float[Array, "B T H W"]:
-    """Computes `functional.attention.grouped_query.attention`, with the same arguments, on any platform."""
+    """Computes `functional.attention.attention`, with the same arguments, on any platform."""
     batch, length, heads, width = q.shape
     kv_heads = k.shape[2]
     if visible.prefix is not None:
@@ -239,16 +241,74 @@ def _cut(keys: _Keys, cut: Callable[[Array], Array]) -> _Keys:
     return _Keys(k, v, tokens, keys.bias)
 
 
-def _mask(queries: _Tokens, keys: _Tokens, mask: str, window: int | None) -> Bool[Array, "t s"]:
-    """Returns which keys each query sees, in one row of the batch."""
-    distance = queries.positions[:, None] - keys.positions[None, :]
+def _mask(queries: _Tokens, keys: _Tokens, mask: str, window: int | None) -> Bool[Array, "*B t s"]:
+    """Returns which keys each query sees."""
+    distance = queries.positions[..., :, None] - keys.positions[..., None, :]
     seen = jnp.ones_like(distance, bool) if mask == "bidirectional" else distance >= 0
     if mask == "prefix":
         assert queries.prefix is not None
-        seen |= keys.positions[None, :] < queries.prefix[:, None]
+        seen |= keys.positions[..., None, :] < queries.prefix[..., :, None]
     if window is not None:
         seen &= jnp.abs(distance) < window
     if queries.segments is not None:
         assert keys.segments is not None
-        seen &= queries.segments[:, None] == keys.segments[None, :]
+        seen &= queries.segments[..., :, None] == keys.segments[..., None, :]
     return seen
+
+
+# More queries at a time belong in `functional.attention`, which takes them in chunks.
+MOST_QUERIES = 16
+
+
+def cached_attention(
+    parts: Sequence[tuple[Float[Array, "B T H D"], Float[Array, "B K S D"]]],
+    v: Float[Array, "B K S W"],
+    visible: Visibility,
+    *,
+    mask: str,
+    window: int | None,
+    scale: float | None,
+    soft_cap: float | None = None,
+    bias: Float[Array, "H n"] | None = None,
+) -> Float[Array, "B T H W"]:
+    """Returns softmax attention, as `functional.attention.attention` does, in the dtype of the queries.
+
+    Args:
+      parts: pairs of queries and keys, one pair for every array that holds part of the width of the heads; the
+        products of the pairs are added up to the scores.
+      v: values.
+      visible: positions and documents; see `Visibility`.
+      mask, window, soft_cap, bias: as `grouped_query.attention` takes them.
+      scale: of the scores; None: 1/sqrt(D), where D is the sum of the widths of the parts.
+    """
+    batch, length, heads, _ = parts[0][0].shape
+    kv_heads = v.shape[1]
+    group = heads // kv_heads
+
+    def scores_of(q: Array, k: Array) -> Float[Array, "B K m S"]:
+        q = q.reshape(batch, length, kv_heads, group, -1).transpose(0, 2, 3, 1, 4)
+        return _product(q.reshape(batch, kv_heads, group * length, -1), k.astype(q.dtype), contract_keys=False)
+
+    scores = functools.reduce(jnp.add, [scores_of(*part) for part in parts])
+    if scale is None:
+        scale = 1 / math.sqrt(sum(q.shape[-1] for q, _ in parts))
+    scores = scores.reshape(batch, kv_heads, group, length, -1) * jnp.float32(scale)
+    if soft_cap is not None:
+        scores = jnp.tanh(scores / jnp.float32(soft_cap)) * jnp.float32(soft_cap)
+    if bias is not None:
+        between = jax.vmap(bias_between, in_axes=(None, 0, 0))(bias, visible.positions, visible.key_positions)
+        scores = scores + between.reshape(batch, kv_heads, group, length, -1)
+    prefix = None if visible.prefix is None else visible.prefix[:, None]
+    queries = _Tokens(visible.positions, visible.segments, prefix)
+    seen = _mask(queries, _Tokens(visible.key_positions, visible.key_segments, None), mask, window)
+    scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    dtype = parts[0][0].dtype
+    shares = jax.nn.softmax(scores, axis=-1).astype(dtype).reshape(batch, kv_heads, group * length, -1)
+    y = _product(shares, v.astype(dtype), contract_keys=True).astype(dtype)
+    y = y.reshape(batch, kv_heads, group, length, -1).transpose(0, 3, 1, 2, 4)
+    return y.reshape(batch, length, heads, -1)
+
+
+def _product(a: Array, b: Array, *, contract_keys: bool) -> Float[Array, "B K m n"]:
+    dimensions = (((3,), (2 if contract_keys else 3,)), ((0, 1), (0, 1)))
+    return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)

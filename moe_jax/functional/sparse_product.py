@@ -5,7 +5,7 @@ A matrix unit is faster with a dense kernel than this is with more than some 0.3
 
 On NVIDIA GPUs each turn of these loops, whose number depends on the groups, would ask the host. There the kernels of a
 block of experts are made dense, rounded to the dtype of the rows, and multiplied by a grouped kernel
-(`block_synthesis`).
+(`functional.synthesis`).
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt8
 
-from moe_jax.functional.products.grouped import longest_tile, over_tiles
+from moe_jax.functional.grouped import longest_tile, over_tiles
 from moe_jax.kernels.by_platform import PRODUCT, Bound, by_platform
-from moe_jax.kernels.ragged_dot import zero_rows_beyond
+from moe_jax.kernels.plain import zero_rows_beyond
 
 Offset = Int[Array, ""] | int
 
@@ -122,7 +122,7 @@ def grouped_sparse_matmul(
     Args:
       lhs: rows sorted by group.
       values: entries of every kernel.
-      positions: of the entries, stacked over the groups: CSR or COO (see `functional.products.sparse_product`).
+      positions: of the entries, stacked over the groups: CSR or COO (see `functional.sparse_product`).
       group_sizes: rows per group, int32. Rows beyond their sum give zeros.
       width: o.
     """
@@ -210,7 +210,7 @@ def _product(
 
 @dataclasses.dataclass(frozen=True)
 class EntryTiles:
-    """Dense kernels made from entries: the `Tiles` that `functional.products.block_synthesis` takes.
+    """Dense kernels made from entries: the `Tiles` that `functional.synthesis` takes.
 
     Their arrays are `values` and those of positions in CSR or COO.
 
@@ -240,7 +240,7 @@ class EntryTiles:
 def _gpu_product(
     lhs: Array, values: Array, positions: Positions, group_sizes: Array, *, width: int, capability: Any
 ) -> Array:
-    from moe_jax.functional.products.block_synthesis import block_product
+    from moe_jax.functional.synthesis import block_product
     from moe_jax.kernels.gpu.grouped import TritonProducts
 
     tiles, products = EntryTiles((lhs.shape[1], width)), TritonProducts(capability)
@@ -250,7 +250,7 @@ def _gpu_product(
 def _gpu_gradients(
     lhs: Array, values: Array, positions: Positions, group_sizes: Array, dout: Array, *, width: int, capability: Any
 ) -> tuple[Array, Array]:
-    from moe_jax.functional.products.block_synthesis import block_gradients
+    from moe_jax.functional.synthesis import block_gradients
     from moe_jax.kernels.gpu.grouped import TritonProducts
 
     arguments = lhs, None, {"values": values}, positions, group_sizes, dout

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.kernels.by_platform import Bound, by_platform
-from moe_jax.kernels.tpu.chip import LANES, Core, round_up
+from moe_jax.kernels.hardware import LANES, Core, round_up
 
 MOST_PARTS, MOST_GATHERS = 8, 32
 """Most parts that a sum over choices is divided into, and most gathers: each takes the compiler some time."""
@@ -40,7 +40,7 @@ def sort_by_expert(experts: Int[Array, "T k"], num_experts: int) -> Order:
     """Sorts assignments by expert, stably.
 
     Args:
-      experts: of every assignment. Those outside [0, num_experts) are in no group: `decision.NO_EXPERT`, or over a mesh
+      experts: of every assignment. Those outside [0, num_experts) are in no group: `routing.NO_EXPERT`, or over a mesh
         the experts of other devices.
       num_experts: E.
     """
