@@ -21,7 +21,7 @@ from moe_jax.experts.layout.mesh import current_mesh, token_axes
 from moe_jax.experts.layout.platforms import Platform, current_chip
 from moe_jax.experts.linear import apply_ffn, ffn_linears
 from moe_jax.functional.adapters import all_adapters, cheaper_way, routed_adapters
-from moe_jax.functional.dense import dropout, fold_in
+from moe_jax.functional.keys import dropout, fold_in
 from moe_jax.functional.routing import Routing
 
 

@@ -22,7 +22,7 @@ from moe_jax.experts.linear import BIAS, ffn_linears, lora_for
 from moe_jax.experts.parallel.over_mesh import apply_experts
 from moe_jax.experts.strategy import choose_strategy
 from moe_jax.experts.variables import Leaves
-from moe_jax.functional.dense import fold_in
+from moe_jax.functional.keys import fold_in
 from moe_jax.functional.routing import Routing
 
 

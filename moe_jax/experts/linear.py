@@ -12,7 +12,8 @@ from moe_jax.experts.forms.kinds.lora import whole_form
 from moe_jax.experts.forms.matrix import Matrix, Split, ffn_matrices
 from moe_jax.experts.layout.config import FFNConfig, LoRAConfig
 from moe_jax.experts.variables import Leaves
-from moe_jax.functional.dense import Product, fold_in, hidden, linear, sum_of_products
+from moe_jax.functional.dense import Product, hidden, linear, sum_of_products
+from moe_jax.functional.keys import fold_in
 
 BIAS = "bias"
 

@@ -1,4 +1,4 @@
-"""The parts of dense layers: products with one kernel, norms, FFNs, and dropout with the keys that it draws from."""
+"""The parts of dense layers: products with one kernel, norms and FFNs."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -173,22 +173,3 @@ def ffn_hidden(
     """Returns the hidden state, the input of `down`, of a dense FFN. Arguments as for `ffn`; `down` may be missing."""
     gate = linear(x, kernels["gate"], biases.get("gate")) if "gate" in kernels else None
     return hidden(linear(x, kernels["up"], biases.get("up")), gate, activation)
-
-
-# One number for each random part of a layer.
-ROUTER_NOISE, ATTENTION, FFN, EXPERTS, PERFT, CROSS_ATTENTION = range(6)
-# The key of an encoder: the key of the pass, folded with a number that no layer has.
-ENCODER = 2**31 - 1
-
-
-def fold_in(key: Array | None, data: int | Array) -> Array | None:
-    """Returns `jax.random.fold_in(key, data)`, or None if the key is None."""
-    return None if key is None else jax.random.fold_in(key, data)
-
-
-def dropout(x: Float[Array, "..."], rate: float, key: Array | None) -> Float[Array, "..."]:
-    """Sets entries to zero with probability `rate`, divides the others by `1 - rate`; without a key, does nothing."""
-    if key is None or rate == 0.0:
-        return x
-    kept = jax.random.bernoulli(key, 1.0 - rate, x.shape)
-    return jnp.where(kept, x / jnp.asarray(1.0 - rate, x.dtype), jnp.zeros((), x.dtype))

@@ -14,8 +14,8 @@ from jaxtyping import Bool, Int
 
 from moe_jax.distributed.processes import on_host
 from moe_jax.distributed.sharding import mesh_of
-from moe_jax.functional.rounding import bucket
 from moe_jax.generation.rows import MOST_STEPS, Asked, Rows, Scores, continue_rows, read_prompts
+from moe_jax.kernels.hardware import bucket
 from moe_jax.nn import Decoder, unstacked
 
 

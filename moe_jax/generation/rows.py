@@ -15,8 +15,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from moe_jax.core.errors import MAX_SIZE
-from moe_jax.functional.rounding import bucket
 from moe_jax.functional.sampling import sample
+from moe_jax.kernels.hardware import bucket
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Caches, Decoder, init_cache
 

@@ -18,7 +18,7 @@ from moe_jax.distributed.batch_placement import batch_shards, local_rows, place
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.evaluation.forward import run_to_head
 from moe_jax.functional.head_chunks import chunk_size
-from moe_jax.functional.rounding import bucket
+from moe_jax.kernels.hardware import bucket
 from moe_jax.nn import Decoder
 
 # Smallest length of a batch, and fewest scored positions: logits of a few more positions are cheaper than another

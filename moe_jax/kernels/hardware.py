@@ -1,4 +1,4 @@
-"""The hardware that a program is lowered for: a TPU core and its fast memory (VMEM), an NVIDIA GPU's capability."""
+"""The hardware that a program is lowered for: a TPU core and its fast memory, an NVIDIA GPU's capability; sizes."""
 
 import math
 import re
@@ -49,11 +49,6 @@ def block_bytes(shape: tuple[int, ...], dtype: jnp.dtype) -> int:
     *leading, rows, columns = shape
     rows = 1 if rows == 1 else round_up(rows, 32 // itemsize)
     return math.prod(leading) * rows * round_up(columns, LANES) * itemsize
-
-
-def round_up(size: int, multiple: int) -> int:
-    """Returns the smallest multiple of `multiple` that is at least `size`."""
-    return math.ceil(size / multiple) * multiple
 
 
 Capability = tuple[int, int]
@@ -111,3 +106,21 @@ def triton_fits(dtype: DTypeLike, capability: Capability | None) -> bool:
 def _parse(text: str | None) -> Capability | None:
     found = re.fullmatch(r"(\d+)\.(\d+)", text or "")
     return (int(found[1]), int(found[2])) if found else None
+
+
+def round_up(size: int, multiple: int) -> int:
+    """Returns the smallest multiple of `multiple` that is at least `size`."""
+    return math.ceil(size / multiple) * multiple
+
+
+def bucket(length: int, *, least: int = 16) -> int:
+    """Returns the smallest of `least`, 1.5 `least`, 2 `least`, 3 `least`, 4 `least`, ... that is at least `length`.
+
+    One compiled program serves many lengths that are rounded up so. `least` is even, `length` at least 1.
+    """
+    size = least
+    while size < length:
+        if 3 * size // 2 >= length:
+            return 3 * size // 2
+        size *= 2
+    return size

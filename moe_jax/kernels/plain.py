@@ -1,4 +1,4 @@
-"""What kernels and plain XLA share: activation functions, and grouped products as XLA lowers them."""
+"""Activation functions, and grouped products as XLA lowers them: for kernels and for what needs none."""
 
 from collections.abc import Callable
 from functools import partial

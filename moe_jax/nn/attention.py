@@ -8,7 +8,7 @@ from moe_jax.experts.layout.mesh import attention_placement, shard_cache
 from moe_jax.experts.linear import lora_for
 from moe_jax.functional.attention import Visibility, attention
 from moe_jax.functional.attention_chunks import MOST_QUERIES, cached_attention
-from moe_jax.functional.dense import fold_in
+from moe_jax.functional.keys import fold_in
 from moe_jax.functional.position_embeddings import apply_rope
 from moe_jax.models.config import PROJECTIONS, AttentionConfig, ModelConfig
 from moe_jax.nn.cache import KVCache, Slots

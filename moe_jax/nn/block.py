@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from moe_jax.functional import dense
+from moe_jax.functional import keys
 from moe_jax.functional.routing import RouterStats
 from moe_jax.models.config import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.nn.attention import Attention
@@ -48,7 +48,7 @@ class Block(nnx.Module):
 
         def attend(x: Array) -> tuple[Array, Cache | None]:
             rope, bias = context.rope[self.rope], context.relative_bias if self.is_biased else None
-            attention_key = dense.fold_in(key, dense.ATTENTION)
+            attention_key = keys.fold_in(key, keys.ATTENTION)
             return self.attention(
                 x, context.visible, rope=rope, cache=cache, slots=context.slots, bias=bias, key=attention_key
             )
@@ -56,13 +56,13 @@ class Block(nnx.Module):
         def attend_across(x: Array) -> tuple[Array, KVCache | None]:
             assert context.source is not None
             source, visible = context.source
-            kept, cross_key = None if cache is None else cache.cross, dense.fold_in(key, dense.CROSS_ATTENTION)
+            kept, cross_key = None if cache is None else cache.cross, keys.fold_in(key, keys.CROSS_ATTENTION)
             return self.cross_attention.attend_across(x, visible, source=source, cache=kept, key=cross_key)
 
         def apply_mlp(x: Array) -> tuple[Array, tuple[RouterStats, ...]]:
             if self.is_moe:
                 return self.mlp(x, context.valid, key)
-            return self.mlp(x, dense.fold_in(key, dense.FFN)), ()
+            return self.mlp(x, keys.fold_in(key, keys.FFN)), ()
 
         if self.parallel:
             for_attention = self.attention_norm(x)

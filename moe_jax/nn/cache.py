@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.experts.layout.mesh import current_mesh, shard_cache
-from moe_jax.functional.rounding import bucket
+from moe_jax.kernels.hardware import bucket
 from moe_jax.models.config import AttentionConfig, LayerConfig, ModelConfig
 from moe_jax.models.segments import Segment, segments_of, single_layers
 

@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.core.errors import InputError
-from moe_jax.functional import dense
+from moe_jax.functional import keys
 from moe_jax.functional.cross_entropy import DistilledLoss
 from moe_jax.models.config import ModelConfig
 from moe_jax.nn.cache import Caches
@@ -104,7 +104,7 @@ class Decoder(nnx.Module):
         if not self.config.has_encoder:
             raise InputError(f"a {self.config.family!r} model has no encoder, and takes no inputs beside its tokens")
         x = self.embed(inputs, embeddings=embeddings)
-        x, _, router = self.encoder(x, valid=valid, key=dense.fold_in(key, dense.ENCODER))
+        x, _, router = self.encoder(x, valid=valid, key=keys.fold_in(key, keys.ENCODER))
         return Encoded(x, valid, router)
 
     def __call__(

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from moe_jax.experts.layout.mesh import attention_placement, shard_batch
 from moe_jax.functional.attention import Visibility, attention
 from moe_jax.functional.attention_chunks import MOST_QUERIES, cached_attention
-from moe_jax.functional.dense import fold_in
+from moe_jax.functional.keys import fold_in
 from moe_jax.functional.position_embeddings import apply_rope
 from moe_jax.models.config import AttentionConfig, LatentConfig, ModelConfig
 from moe_jax.nn.attention import make_projections

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float
 from moe_jax.experts.adapters import Adapters
 from moe_jax.experts.kernel_bank import make_bank
 from moe_jax.experts.variables import Fixed
-from moe_jax.functional import dense
+from moe_jax.functional import keys
 from moe_jax.functional.routing import (
     NO_EXPERT,
     RouterStats,
@@ -130,7 +130,7 @@ class MoE(nnx.Module):
             check_shape("valid", valid, x.shape[:-1])
         tokens = x.reshape(-1, x.shape[-1])
         valid = None if valid is None else valid.reshape(-1)
-        logits = self.router(tokens, dense.fold_in(key, dense.ROUTER_NOISE))
+        logits = self.router(tokens, keys.fold_in(key, keys.ROUTER_NOISE))
         routing, stats = route(
             logits,
             self.config.top_k,
@@ -149,13 +149,13 @@ class MoE(nnx.Module):
         if self.config.extended:
             weight = self._universal_weight(tokens, logits)
             routing = add_choice(routing, self.config.routed_experts, weight, valid)
-        y = self.experts(tokens, routing, dense.fold_in(key, dense.EXPERTS))
+        y = self.experts(tokens, routing, keys.fold_in(key, keys.EXPERTS))
         if self.config.universal_beside:
-            universal = self.universal(tokens, dense.fold_in(key, dense.FFN))
+            universal = self.universal(tokens, keys.fold_in(key, keys.FFN))
             y = add_weighted(y, universal, self._universal_weight(tokens, logits))
         if self.config.perft is None:
             return y.reshape(x.shape), (stats,)
-        added, own_stats = self.perft(tokens, chosen, valid, dense.fold_in(key, dense.PERFT))
+        added, own_stats = self.perft(tokens, chosen, valid, keys.fold_in(key, keys.PERFT))
         return (y + added).reshape(x.shape), (stats, *own_stats)
 
     def auxiliary_loss(self, stats: tuple[RouterStats, ...]) -> Float[Array, ""]:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from moe_jax.core.errors import check_member
 from moe_jax.experts.forms.matrix import ShapesOnly, normal_kernel, shapes_of
 from moe_jax.experts.layout.mesh import shard_batch
-from moe_jax.functional import dense
+from moe_jax.functional import keys
 from moe_jax.functional.position_embeddings import bias_by_distance
 from moe_jax.functional.routing import RouterStats
 from moe_jax.kernels.by_platform import PRODUCT
@@ -211,7 +211,7 @@ def _apply_pattern(
     fills_cross = context.source is not None and context.source.output is not None
     new_caches, stats = [], []
     for position, block in enumerate(nnx.merge(graphdef, params)):
-        layer_key = dense.fold_in(key, first_layer + position)
+        layer_key = keys.fold_in(key, first_layer + position)
         x, cache, router = block(x, context, None if caches is None else caches[position], layer_key)
         # Caches of cross-attention that are filled already must not be copied for every token.
         new_caches.append(cache if cache is None or fills_cross else cache._replace(cross=None))

@@ -17,7 +17,7 @@ from moe_jax.distributed.sharding import leaf_spec, make_mesh, path_name
 from moe_jax.experts.adapters import Adapters
 from moe_jax.experts.layout.mesh import BATCH_AXES
 from moe_jax.functional.adapters import WAYS, routed_adapters
-from moe_jax.functional.dense import dropout
+from moe_jax.functional.keys import dropout
 from moe_jax.functional.routing import Routing, route
 from moe_jax.kernels.plain import ACTIVATION_FUNCTIONS
 from moe_jax.models import AdapterConfig, BankConfig, FFNConfig, MoEConfig, PerftConfig

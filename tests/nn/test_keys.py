@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from moe_jax.distributed.sharding import path_name
-from moe_jax.functional.dense import fold_in
+from moe_jax.functional.keys import fold_in
 from moe_jax.model_io.loading import disk_paths, model_leaves
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.nn import Decoder

@@ -16,7 +16,7 @@ from moe_jax.experts.forms.matrix import Arrays, Matrix, Part, Split, Window, un
 from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.layout.config import LoRAConfig
 from moe_jax.functional.adapters import adapter
-from moe_jax.functional.dense import dropout
+from moe_jax.functional.keys import dropout
 
 _FOLDER = "lora/"
 

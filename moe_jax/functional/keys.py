@@ -1,24 +1,32 @@
-"""Rounding: of lengths up to few sizes, and of float32 to bfloat16 at random."""
+"""Random keys of a forward pass, and what is drawn by them: dropout, stochastic rounding.
+
+A pass has one key; None is that of a pass without randomness, as in evaluation. The key of a layer is the pass's key
+folded with the index of the layer, and everything random in a layer folds the layer's key with a number of its own. So
+no draw depends on another draw, nor on how layers are stacked.
+"""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, BFloat16, Float
 
+# One number for each random part of a layer.
+ROUTER_NOISE, ATTENTION, FFN, EXPERTS, PERFT, CROSS_ATTENTION = range(6)
+# The key of an encoder: the key of the pass, folded with a number that no layer has.
+ENCODER = 2**31 - 1
 
-def bucket(length: int, *, least: int = 16) -> int:
-    """Returns the smallest of `least`, 1.5 `least`, 2 `least`, 3 `least`, 4 `least`, ... that is at least `length`.
 
-    Args:
-      length: at least 1.
-      least: an even number.
-    """
-    size = least
-    while size < length:
-        if 3 * size // 2 >= length:
-            return 3 * size // 2
-        size *= 2
-    return size
+def fold_in(key: Array | None, data: int | Array) -> Array | None:
+    """Returns `jax.random.fold_in(key, data)`, or None if the key is None."""
+    return None if key is None else jax.random.fold_in(key, data)
+
+
+def dropout(x: Float[Array, "..."], rate: float, key: Array | None) -> Float[Array, "..."]:
+    """Sets entries to zero with probability `rate`, divides the others by `1 - rate`; without a key, does nothing."""
+    if key is None or rate == 0.0:
+        return x
+    kept = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    return jnp.where(kept, x / jnp.asarray(1.0 - rate, x.dtype), jnp.zeros((), x.dtype))
 
 
 def round_stochastically(x: Float[Array, "*n"], key: Array) -> BFloat16[Array, "*n"]:
