@@ -67,7 +67,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.nn.moe import MoE as MoE
     from moe_jax.peft.spec import AdaptSpec as AdaptSpec
     from moe_jax.peft.spec import MergeSpec as MergeSpec
-    from moe_jax.training.recipe.schema import Recipe as Recipe
+    from moe_jax.training.recipe import Recipe as Recipe
     from moe_jax.upcycling.spec import UpcycleSpec as UpcycleSpec
 
 # The names above, which are not attributes yet.

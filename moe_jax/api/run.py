@@ -39,7 +39,7 @@ from moe_jax.planning.model_costs import (
     tuned_parameters,
 )
 from moe_jax.planning.planned_strategies import PlannedStrategies, planned_strategies
-from moe_jax.training.recipe.schema import OptimizerSection
+from moe_jax.training.recipe import OptimizerSection
 from moe_jax.upcycling.new_config import upcycled_config
 from moe_jax.upcycling.spec import UpcycleSpec
 

@@ -12,7 +12,7 @@ from moe_jax.core.errors import InputError
 if TYPE_CHECKING:  # they import JAX, and `--help` should answer without it
     from moe_jax.data.preview import Part, SourcePreview
     from moe_jax.data.tokens.tokenize_sources import Task
-    from moe_jax.training.recipe.schema import Recipe
+    from moe_jax.training.recipe import Recipe
 
 _MOST_SHOWN = 2000  # characters of a document
 
@@ -58,7 +58,7 @@ def run(options: Options) -> None:
     Raises:
       InputError, FileNotFoundError: bad input, in one message.
     """
-    from moe_jax.training.recipe.schema import load_recipe
+    from moe_jax.training.recipe import load_recipe
 
     if (options.task == "tokenize") != (options.out is not None):
         raise InputError("data tokenize RECIPE.toml OUT writes to OUT; data inspect RECIPE.toml writes nothing")

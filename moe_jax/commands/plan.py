@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from moe_jax.planning.model_costs import Plan, TrainingMemory, TunedParameters
     from moe_jax.planning.planned_strategies import PlannedStrategies
     from moe_jax.planning.planned_training import PlannedTraining
-    from moe_jax.training.recipe.schema import Recipe
+    from moe_jax.training.recipe import Recipe
 
 _OF_CENTRE = ("centre_bits", "centre_group_size")
 _OF_CODES = ("levels", "scale_bits", "zero_points", "row_scales")
@@ -208,7 +208,7 @@ def _recipe(options: _Command) -> "Recipe | None":
         raise InputError(f"{', '.join(map(flag_of, needless))}: the recipe says it; change it with --set")
     if options.mesh is not None and options.platform in (None, "cpu"):
         raise InputError("--mesh with --train: only with --platform, such as v5p or h100; else use --set mesh.fsdp=8")
-    from moe_jax.training.recipe.schema import load_recipe
+    from moe_jax.training.recipe import load_recipe
 
     recipe = load_recipe(options.train, [override for group in options.set for override in group])
     return recipe if options.mesh is None else dataclasses.replace(recipe, mesh=mesh_section(parse_mesh(options.mesh)))
@@ -287,7 +287,7 @@ def _memory(config: "ModelConfig", options: _Command) -> "TrainingMemory | None"
             raise InputError("--optimizer: only with --mesh")
         return None
     from moe_jax.planning.model_costs import training_memory
-    from moe_jax.training.recipe.schema import OptimizerSection
+    from moe_jax.training.recipe import OptimizerSection
 
     section = OptimizerSection(kind=options.optimizer or "adamw")
     return training_memory(config, parse_mesh(options.mesh), optimizer=section)

@@ -82,8 +82,8 @@ def run(options: Options) -> None:
     """
     from moe_jax.api.open_source import read_config
     from moe_jax.core.errors import InputError
-    from moe_jax.training.recipe.recipe_toml import recipe_file
-    from moe_jax.training.recipe.schema import load_recipe
+    from moe_jax.training.recipe import load_recipe
+    from moe_jax.training.recipe_toml import recipe_file
 
     if options.keys is not None:
         _print_keys(options.keys)
@@ -132,8 +132,8 @@ def _print_keys(patterns: Sequence[str]) -> None:
     from rich.table import Table
 
     from moe_jax.core.terminal import console_for_tables
-    from moe_jax.training.recipe.recipe_toml import recipe_keys
-    from moe_jax.training.recipe.schema import Recipe
+    from moe_jax.training.recipe import Recipe
+    from moe_jax.training.recipe_toml import recipe_keys
 
     table = Table("key", "values", "default", "meaning")
     for key in recipe_keys(Recipe, patterns):

@@ -18,7 +18,7 @@ from moe_jax.core.data_sheets import chip_of_kind
 from moe_jax.core.errors import InputError, first_line, shown
 from moe_jax.models import ModelConfig
 from moe_jax.planning import gpu_topology
-from moe_jax.training.recipe.schema import Recipe
+from moe_jax.training.recipe import Recipe
 
 if TYPE_CHECKING:  # they import JAX, and the environment has to be described before that
     from jax.stages import Compiled

@@ -47,7 +47,7 @@ from moe_jax.planning.placed_leaves import PlacedLeaf
 from moe_jax.planning.step_roofline import StateNumbers, StepRoofline, step_roofline
 from moe_jax.training.flops import step_flops
 from moe_jax.training.program import Program, abstract_batch
-from moe_jax.training.recipe.schema import Recipe
+from moe_jax.training.recipe import Recipe
 from moe_jax.training.step import make_loss
 
 _COPIES = {

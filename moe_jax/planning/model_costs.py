@@ -25,7 +25,7 @@ from moe_jax.peft import split_model, trainable_paths
 from moe_jax.peft.trained_table import active_size, parameter_sizes
 from moe_jax.training.flops import train_flops_per_token
 from moe_jax.training.optim.optimizer import Placed, make_optimizer, state_specs
-from moe_jax.training.recipe.schema import OptimizerSection
+from moe_jax.training.recipe import OptimizerSection
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

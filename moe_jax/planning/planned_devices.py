@@ -11,7 +11,7 @@ from moe_jax.core.data_sheets import CHIPS, Chip, chip_of_kind
 from moe_jax.core.errors import InputError, check_member, shown
 from moe_jax.planning import gpu_topology
 from moe_jax.planning.compile_only import described_devices, has_tpu_compiler
-from moe_jax.training.recipe.schema import MeshSection
+from moe_jax.training.recipe import MeshSection
 
 # The smallest slices that the TPU compiler knows; a step for fewer chips uses some of them.
 _SLICES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}

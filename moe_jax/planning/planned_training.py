@@ -36,7 +36,7 @@ from moe_jax.planning.step_time import (
     timed_step,
 )
 from moe_jax.training.program import Program, abstract_batch, make_program
-from moe_jax.training.recipe.schema import (
+from moe_jax.training.recipe import (
     CheckpointSection,
     MeshSection,
     ModelSection,

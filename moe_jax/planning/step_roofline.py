@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from moe_jax.core.data_sheets import Chip
 from moe_jax.planning.hlo import Transfer
 from moe_jax.training.program import Program
-from moe_jax.training.recipe.schema import Recipe
+from moe_jax.training.recipe import Recipe
 
 
 class StepRoofline(NamedTuple):

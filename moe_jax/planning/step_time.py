@@ -25,7 +25,7 @@ from moe_jax.models.segments import segments_of
 from moe_jax.training.flops import step_flops, train_flops_per_token
 from moe_jax.training.optim.optimizer import is_orthogonalised
 from moe_jax.training.program import Program, abstract_batch, first_state, make_program
-from moe_jax.training.recipe.schema import OptimizerSection, Recipe
+from moe_jax.training.recipe import OptimizerSection, Recipe
 
 # Enough to fill the caches of a CPU several times, and small beside any training run.
 _COPIED = 64 << 20

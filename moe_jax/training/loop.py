@@ -18,6 +18,7 @@ from moe_jax.evaluation.held_out_loss import Evaluator
 from moe_jax.evaluation.pair_loss import PairEvaluator
 from moe_jax.experts import ExpertBank, set_exchange
 from moe_jax.files.storage_path import as_path
+from moe_jax.training import recipe_toml
 from moe_jax.training.device_batches import BatchesOnDevices
 from moe_jax.training.flops import peak_flops, step_flops
 from moe_jax.training.log.metrics import MetricsWriter, Record, StepLine, is_finite, to_record
@@ -25,8 +26,7 @@ from moe_jax.training.log.tracing import StepTrace
 from moe_jax.training.log.wandb_writer import WandbWriter
 from moe_jax.training.optim.optimizer import in_dtypes_of
 from moe_jax.training.program import Program, metrics_of
-from moe_jax.training.recipe import recipe_toml
-from moe_jax.training.recipe.schema import Recipe
+from moe_jax.training.recipe import Recipe
 from moe_jax.training.run.run_directory import CHECKPOINTS
 from moe_jax.training.run.signals import StopSignals
 from moe_jax.training.step import StepMetrics, TrainState

@@ -26,7 +26,7 @@ from moe_jax.nn import Decoder
 from moe_jax.peft import split_model, trainable_paths
 from moe_jax.training.optim.optimizer import Placed, at_step, learning_rate, make_optimizer, state_specs
 from moe_jax.training.optim.parameter_groups import group_rates
-from moe_jax.training.recipe.schema import Recipe
+from moe_jax.training.recipe import Recipe
 from moe_jax.training.step import StepMetrics, Teaching, TrainState, init_state, make_step
 
 

@@ -19,7 +19,7 @@ from moe_jax.planning import compile_only, planned_devices, planned_training
 from moe_jax.planning.compile_only import DoesNotFit
 from moe_jax.planning.step_time import Rates, StepBytes, optimizer_operations, step_time
 from moe_jax.training.program import abstract_batch, first_state, initial_states, make_program
-from moe_jax.training.recipe.schema import (
+from moe_jax.training.recipe import (
     EmaSection,
     MeshSection,
     ModelSection,

@@ -17,7 +17,7 @@ from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
 from moe_jax.peft import split_model, trainable_paths
 from moe_jax.training.optim.optimizer import learning_rate, make_optimizer
-from moe_jax.training.recipe.schema import OptimizerSection, ScheduleSection
+from moe_jax.training.recipe import OptimizerSection, ScheduleSection
 from moe_jax.training.step import TrainState, init_state, make_step
 
 _SCORED_AT_ONCE = 16

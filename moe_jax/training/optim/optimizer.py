@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 from moe_jax.distributed.sharding import path_name
 from moe_jax.training.optim.parameter_groups import Rates, apply_rates
 from moe_jax.training.optim.per_matrix import is_matrix, per_matrix
-from moe_jax.training.recipe.schema import OptimizerSection, ScheduleSection
+from moe_jax.training.recipe import OptimizerSection, ScheduleSection
 
 # If its updates have this root mean square, as AdamW's have on average, Muon can share AdamW's learning rate and weight
 # decay (Liu et al. 2025, arXiv:2502.16982, section 2.2).

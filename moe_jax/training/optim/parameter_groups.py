@@ -12,7 +12,7 @@ import optax
 from moe_jax.core.errors import clipped, nearest, raise_if_any, shown
 from moe_jax.distributed.sharding import path_name
 from moe_jax.peft.partition import full_matches
-from moe_jax.training.recipe.schema import OptimizerSection
+from moe_jax.training.recipe import OptimizerSection
 
 PerLayer = float | tuple[float, ...]
 

@@ -21,8 +21,8 @@ from moe_jax.files.strict import parse, without_format
 from moe_jax.model_io.adapter_dir import ModelReference
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig, config_to_json
-from moe_jax.training.recipe import recipe_toml
-from moe_jax.training.recipe.schema import Recipe
+from moe_jax.training import recipe_toml
+from moe_jax.training.recipe import Recipe
 
 # Keys that may differ between a run and its continuation, because they do not change what a step computes. (Another
 # mesh sums in another order, so the last bits may differ; restoring onto it is a feature.)

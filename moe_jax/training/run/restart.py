@@ -12,7 +12,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.files.remote.remote_work import is_begun
 from moe_jax.files.resume import PARTIAL, require_space, staged_directory
 from moe_jax.files.storage_path import as_path
-from moe_jax.training.recipe.schema import Recipe, load_recipe
+from moe_jax.training.recipe import Recipe, load_recipe
 from moe_jax.training.run.checkpoint_copy import bytes_of_checkpoint, copy_checkpoint
 from moe_jax.training.run.continuation import RECORD, Restart, RunRecord, changed_keys, with_horizon
 from moe_jax.training.run.run_directory import (

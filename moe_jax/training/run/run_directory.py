@@ -39,8 +39,8 @@ from moe_jax.model_io.model_dir import ModelDirectoryWriter
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
-from moe_jax.training.recipe import recipe_toml
-from moe_jax.training.recipe.schema import Recipe, load_recipe
+from moe_jax.training import recipe_toml
+from moe_jax.training.recipe import Recipe, load_recipe
 from moe_jax.training.run.continuation import RECORD, Restart, RunRecord, read_record, write_record
 
 RECIPE = "recipe.toml"

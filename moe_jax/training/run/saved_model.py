@@ -23,7 +23,7 @@ from moe_jax.models import ModelConfig, config_from_json
 from moe_jax.nn import Decoder
 from moe_jax.peft import trainable_paths
 from moe_jax.training.program import draw_model
-from moe_jax.training.recipe.schema import Recipe, load_recipe
+from moe_jax.training.recipe import Recipe, load_recipe
 from moe_jax.training.run.continuation import RECORD, RunRecord
 from moe_jax.training.run.run_directory import (
     RECIPE,

@@ -28,6 +28,7 @@ from moe_jax.model_io.loading import disk_paths
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.peft.trained_table import print_trained
+from moe_jax.training import recipe_toml
 from moe_jax.training.log import tensorboard
 from moe_jax.training.log.wandb_writer import import_wandb
 from moe_jax.training.loop import Loop
@@ -41,8 +42,7 @@ from moe_jax.training.program import (
     make_program,
     mesh_for,
 )
-from moe_jax.training.recipe import recipe_toml
-from moe_jax.training.recipe.schema import Recipe
+from moe_jax.training.recipe import Recipe
 from moe_jax.training.run.continuation import (
     RECORD,
     Restart,

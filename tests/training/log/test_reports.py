@@ -14,7 +14,7 @@ from moe_jax.training.log import tensorboard
 from moe_jax.training.log.metrics import MetricsWriter
 from moe_jax.training.log.tracing import StepTrace
 from moe_jax.training.log.wandb_writer import WandbWriter
-from moe_jax.training.recipe.schema import LogSection
+from moe_jax.training.recipe import LogSection
 
 
 class FakeRun:

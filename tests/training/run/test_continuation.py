@@ -10,7 +10,7 @@ import pytest
 from moe_jax.api.open_source import open_source
 from moe_jax.commands.line import cli
 from moe_jax.model_io.model_dir import ModelDirectory
-from moe_jax.training.recipe.schema import load_recipe
+from moe_jax.training.recipe import load_recipe
 from moe_jax.training.run import run_directory
 from moe_jax.training.run import training_run as run_module
 from moe_jax.training.run.run_directory import RunLock

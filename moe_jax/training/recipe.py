@@ -16,7 +16,7 @@ from moe_jax.files import strict
 from moe_jax.files.json_toml import read_toml
 from moe_jax.files.local_paths import check_model_path
 from moe_jax.files.storage_path import as_path
-from moe_jax.training.recipe import recipe_toml
+from moe_jax.training import recipe_toml
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -370,7 +370,7 @@ class EvalSection:
 class Recipe:
     """A training run.
 
-        >>> from moe_jax.training.recipe.schema import ModelSection
+        >>> from moe_jax.training.recipe import ModelSection
         >>> moe_jax.Recipe(run_dir="run", model=ModelSection(path="moe-dir")).optimizer.learning_rate
         0.0003
 
