@@ -21,7 +21,7 @@ from moe_jax.training.recipe import (
     ScheduleSection,
     TrainSection,
 )
-from moe_jax.training.run.training_run import train
+from moe_jax.training.training_run import train
 from moe_jax.upcycling import UpcycleSpec, upcycle
 
 # Two layers of 4 experts of 1024 gated neurons, and of 8 experts of 1024 plain ones with biases.

@@ -20,10 +20,10 @@ from moe_jax.model_io.lineage import new_lineage_entry
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.training import recipe_toml
 from moe_jax.training.in_memory_training import Batch, read_batch, train_on_batches
-from moe_jax.training.log.metrics import Record
 from moe_jax.training.loop import Stopped
+from moe_jax.training.metrics import Record
 from moe_jax.training.recipe import Recipe, read_recipe_table
-from moe_jax.training.run.training_run import train as _train
+from moe_jax.training.training_run import train as _train
 
 RecipeOrPath = Recipe | Mapping[str, Any] | str | os.PathLike[str]
 

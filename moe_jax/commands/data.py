@@ -75,7 +75,7 @@ def run(options: Options) -> None:
 def _task(recipe: "Recipe") -> "Task":
     from moe_jax.api.open_source import open_source, read_config
     from moe_jax.data.tokens.tokenize_sources import Task
-    from moe_jax.training.run.training_run import path_of_tokenizer
+    from moe_jax.training.training_run import path_of_tokenizer
 
     if recipe.model.path is not None:
         source = open_source(recipe.model.path, base=recipe.model.base)
