@@ -114,7 +114,7 @@ def run_recipe(
     continue_command: str = "moe_jax.train(..., resume=True)",
     console: rich.console.Console | None = None,
 ) -> Path:
-    """Opens the models that a recipe names and runs it; for the arguments see `training.run.training_run.train`."""
+    """Opens the models that a recipe names and runs it; for the arguments see `training.training_run.train`."""
     if skip_batches < 0 or (skip_batches and restart is None):
         raise InputError(f"skip_batches = {skip_batches}: expected a number of batches from 0, and restart with it")
     if recipe.model.path is None and recipe.model.init == "checkpoint":

@@ -38,7 +38,7 @@ class Run:
 
     Attributes:
       recipe: as resolved, TOML.
-      records: of the steps, as `training.log.metrics.to_record` makes them.
+      records: of the steps, as `training.metrics.to_record` makes them.
       checkpoints: steps of those that there are.
     """
 

@@ -269,7 +269,7 @@ def make_optimizer(
     Args:
       section: of the recipe.
       schedule: learning rate by steps done.
-      rates: of every parameter, by its path in memory, if the recipe has groups (`parameter_groups.group_rates`).
+      rates: of every parameter, by its path in memory, if the recipe has groups (`group_rates`).
     """
     clip = optax.clip_by_global_norm(section.clip_norm) if section.clip_norm else optax.identity()
     decayed = optax.chain(_direction(section), apply_rates(section, rates), optax.scale_by_learning_rate(schedule))

@@ -2,7 +2,7 @@
 
 Relative paths in a recipe are relative to the current directory and not to the recipe, so that the resolved recipe in
 the run directory means the same when it is run again from the same directory. If model, data or run were moved, a run
-is continued with the new paths: the contents of the files count (`continuation`).
+is continued with the new paths: the contents of the files count (`run_directory`).
 """
 
 import dataclasses

@@ -47,7 +47,7 @@ class Trainer:
     decay: it would pull deltas and adapters towards nothing, and with them towards the base.
 
     Attributes:
-      groups: of the parameters that are trained (`parameter_groups`).
+      groups: of the parameters that are trained (`training.optimizer`).
       trained_params: their number.
     """
 
