@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from moe_jax.planning.devices import GPUS, described_devices, has_gpu_compiler, prepare_environment
+from moe_jax.planning.planned_devices import GPUS, described_devices, has_gpu_compiler, prepare_environment
 
 prepare_environment()
 

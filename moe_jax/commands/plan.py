@@ -153,7 +153,7 @@ def run(options: _Command) -> None:
       InputError: if it cannot be read, or the options do not go with it.
     """
     if options.train is not None and options.mesh is None and options.platform not in (None, "cpu"):
-        from moe_jax.planning.devices import prepare_environment
+        from moe_jax.planning.planned_devices import prepare_environment
 
         prepare_environment()
     recipe = _recipe(options)

@@ -102,7 +102,7 @@ def run(options: Options) -> None:
     recipe = load_recipe(recipe_file(options.recipe), overrides)
     if options.compile_only:
         from moe_jax.planning.compile_only import check_fits, compile_only, print_report
-        from moe_jax.planning.devices import prepare_environment
+        from moe_jax.planning.planned_devices import prepare_environment
 
         prepare_environment()
         file = options.config or recipe.model.config or recipe.model.path

@@ -26,7 +26,7 @@ from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
 from moe_jax.nn.decoder import DecoderOutput
-from moe_jax.nn.router import RouterStatistics, RouterSums, StackedStats, stats_per_layer
+from moe_jax.nn.moe import RouterStatistics, RouterSums, StackedStats, stats_per_layer
 from moe_jax.nn.stack import StackOutput
 
 Batch = dict[str, Array]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from moe_jax.core.data_sheets import chip_of_kind
 from moe_jax.core.errors import InputError, first_line
 from moe_jax.models import ModelConfig
-from moe_jax.planning.devices import described_devices, gpu_hosts, is_gpu
+from moe_jax.planning.planned_devices import described_devices, gpu_hosts, is_gpu
 from moe_jax.training.recipe import Recipe
 
 if TYPE_CHECKING:  # they import JAX, and the environment has to be described before that

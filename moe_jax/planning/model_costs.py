@@ -18,10 +18,9 @@ from moe_jax.core.data_sheets import CHIPS
 from moe_jax.core.errors import InputError, check_member, raise_if_any
 from moe_jax.core.formatting import count_bytes
 from moe_jax.distributed.sharding import AXES, leaf_spec, parts, path_name, undivided, unknown_axes
-from moe_jax.experts.forms.matrix import Load
-from moe_jax.experts.forms.optional.costs import costs_of
-from moe_jax.experts.layout.mesh import spec_on_mesh
-from moe_jax.experts.layout.platforms import Cost, Platform
+from moe_jax.experts.devices import Cost, Platform, spec_on_mesh
+from moe_jax.experts.forms.optional import costs_of
+from moe_jax.experts.shapes import Load
 from moe_jax.experts.strategy import cheapest, strategy_costs
 from moe_jax.model_io.loading import abstract_model, disk_paths, leaf_specs
 from moe_jax.model_io.tuned_base import base_config, own_leaves

@@ -24,7 +24,7 @@ from moe_jax.files.growing import LocalFolder
 from moe_jax.files.json_toml import ANYTHING, parse_json
 from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig
-from moe_jax.nn.router import stats_per_layer
+from moe_jax.nn.moe import stats_per_layer
 from moe_jax.training.step import StepMetrics
 
 NO_TENSORBOARD = (
