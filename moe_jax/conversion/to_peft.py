@@ -23,7 +23,7 @@ from moe_jax.conversion.table import FUSED, apply_table
 from moe_jax.core.errors import InputError, raise_if_any
 from moe_jax.core.finite import REMEDY, check_finite
 from moe_jax.core.terminal import console_for_tables
-from moe_jax.experts.layout.config import LoRAConfig
+from moe_jax.experts.shapes import LoRAConfig
 from moe_jax.files.local_paths import check_beside
 from moe_jax.files.resume import staged_directory
 from moe_jax.files.staging import check_target

@@ -14,7 +14,7 @@ from moe_jax.core.draws import draw_factor, draw_router, stream
 from moe_jax.core.errors import InputError, check_member, flag_of, nearest, raise_if_any, shown
 from moe_jax.core.formatting import count_bytes
 from moe_jax.core.terminal import Progress, no_progress
-from moe_jax.experts.layout.config import AdapterConfig, FFNConfig, LoRAConfig
+from moe_jax.experts.shapes import AdapterConfig, FFNConfig, LoRAConfig
 from moe_jax.model_io.in_memory import Destination, open_writer
 from moe_jax.model_io.lineage import new_lineage_entry
 from moe_jax.model_io.loading import leaf_specs
