@@ -1,4 +1,4 @@
-"""What an MoE begins with besides a dense model: experts of several models, routers made from texts (methods.md 2.6).
+"""The sources of an MoE besides a dense model: experts of several models, routers made from texts (methods.md 2.6).
 
 Branch-Train-MiX takes experts from several models, and all other leaves from their mean. A router made from texts gives
 an expert the tokens that look like those of its text.
