@@ -26,8 +26,8 @@ from moe_jax.compression.threads import ahead
 from moe_jax.core.errors import InputError
 from moe_jax.experts import BankConfig, BaseCodes
 from moe_jax.experts.forms import JointLowRank, LowRank, Matrix, Sparse
-from moe_jax.experts.forms.optional.coding import DEFAULT_GROUP_SIZE, Encodable, Residual, Wanted
-from moe_jax.experts.forms.optional.costs import SideBySide
+from moe_jax.experts.forms.coding import DEFAULT_GROUP_SIZE, Encodable, Residual, Wanted
+from moe_jax.experts.forms.optional import SideBySide
 from moe_jax.models import FFNConfig, MoEConfig
 
 

@@ -16,8 +16,8 @@ from moe_jax.compression.report import NO_BASE
 from moe_jax.compression.spec import parse_layers
 from moe_jax.compression.stream import choose_layers
 from moe_jax.core.errors import InputError, check_member
-from moe_jax.experts.forms.kinds.quantized import check_scale_bits
-from moe_jax.experts.forms.optional.coding import Layout
+from moe_jax.experts.forms.coding import Layout
+from moe_jax.experts.forms.quantized import check_scale_bits
 
 if TYPE_CHECKING:
     from moe_jax.models import ModelConfig

@@ -1,4 +1,4 @@
-"""Numerical methods that make the leaves of compressed experts; see `experts.forms.optional.coding.Coder`.
+"""Numerical methods that make the leaves of compressed experts; see `experts.forms.coding.Coder`.
 
 For a calibrated layer they minimise the change of outputs, else the error of the kernels themselves.
 """
@@ -25,7 +25,7 @@ from moe_jax.compression.coding.factorization import joint_factors, truncated_sv
 from moe_jax.compression.coding.quantizer import quantize
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.core.errors import InputError, check_member
-from moe_jax.experts.forms.optional.coding import Encoded, MoreOfCodes
+from moe_jax.experts.forms.coding import Encoded, MoreOfCodes
 from moe_jax.functional.products.packing import SCALE_DTYPE
 
 Levels = Literal["any", "even", "fitted"]
@@ -146,7 +146,7 @@ class LeastOutputError:
 
 @dataclass(frozen=True, eq=False)
 class LeastJointError:
-    """Factors all matrices of an expert together; see `experts.forms.optional.coding.JointCoder`.
+    """Factors all matrices of an expert together; see `experts.forms.coding.JointCoder`.
 
     Attributes:
       moments: second moments of what the matrices are given, by name, float32. With them the outputs change least, and

@@ -8,7 +8,7 @@ from jax import lax
 from jax.scipy.special import ndtri
 from jaxtyping import Array, Float, Int
 
-from moe_jax.experts.forms.optional.coding import Encoded
+from moe_jax.experts.forms.coding import Encoded
 from moe_jax.functional.products.packing import (
     SCALE_DTYPE,
     Grid,

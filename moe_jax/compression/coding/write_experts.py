@@ -41,7 +41,7 @@ from moe_jax.compression.source_layer import (
 from moe_jax.core.errors import InputError
 from moe_jax.experts import BankConfig, BaseCodes
 from moe_jax.experts.forms import KernelForm, Matrix
-from moe_jax.experts.forms.optional.coding import (
+from moe_jax.experts.forms.coding import (
     ByExpert,
     CodedJointly,
     Coder,

@@ -22,7 +22,7 @@ from moe_jax.compression.calibration.sensitivities import output_error
 from moe_jax.compression.coding.coder import LeastError, LeastOutputError, expert_coders, shared_base_coder
 from moe_jax.compression.source_layer import SourceLayer, aligned_biases, aligned_kernels, mean_kernel
 from moe_jax.experts.forms import LowRank
-from moe_jax.experts.forms.optional.coding import Wanted
+from moe_jax.experts.forms.coding import Wanted
 from moe_jax.functional.ffn import ffn_hidden
 
 TOKENS = 512

@@ -32,9 +32,9 @@ from moe_jax.compression.methods.narrower import (
 from moe_jax.compression.report import NO_BASE, LayerFigures, Measure
 from moe_jax.compression.source_layer import SourceLayer, Write, design_matrices, unaligned
 from moe_jax.core.finite import cast
-from moe_jax.experts.forms.optional.coding import check_keep
+from moe_jax.experts.forms.coding import check_keep
 from moe_jax.models import MoEConfig
-from moe_jax.nn.router import RouterStatistics
+from moe_jax.nn.moe import RouterStatistics
 
 # Of the search for orders that Git Re-Basin makes.
 MOST_ROUNDS = 100

@@ -16,9 +16,9 @@ from moe_jax.compression.methods.interface import Analysis, Base, Method, Tick
 from moe_jax.compression.report import NO_BASE, LayerFigures, Measure
 from moe_jax.compression.source_layer import SourceLayer, Write, design_matrices, neuron_rows
 from moe_jax.core.errors import InputError, check_member
-from moe_jax.experts.forms.kinds.positions import kept_entries
-from moe_jax.experts.forms.optional.coding import DESIGNS, check_keep
-from moe_jax.experts.layout.config import FFNConfig
+from moe_jax.experts.forms.coding import DESIGNS, check_keep
+from moe_jax.experts.forms.sparse import kept_entries
+from moe_jax.experts.shapes import FFNConfig
 from moe_jax.models import BankConfig, MoEConfig
 
 

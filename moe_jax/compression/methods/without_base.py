@@ -38,8 +38,8 @@ from moe_jax.compression.methods.interface import Analysis, Base, Method, Tick
 from moe_jax.compression.report import NO_BASE, LayerFigures
 from moe_jax.compression.source_layer import SourceLayer, Write, aligned_experts, unaligned
 from moe_jax.experts.forms import LowRank, Quantized, Sparse
-from moe_jax.experts.forms.kinds.quantized import BITS
-from moe_jax.experts.forms.optional.coding import DEFAULT_GROUP_SIZE, Encoded, Layout, MoreOfCodes, Wanted
+from moe_jax.experts.forms.coding import DEFAULT_GROUP_SIZE, Encoded, Layout, MoreOfCodes, Wanted
+from moe_jax.experts.forms.quantized import BITS
 from moe_jax.functional.products.nf4 import LEVELS
 from moe_jax.functional.products.packing import SCALE_DTYPE, Grid, scale_leaves, scales_of
 from moe_jax.models import MoEConfig

@@ -11,7 +11,7 @@ from moe_jax.compression.budget import BudgetBits, TargetBytes, trials
 from moe_jax.compression.source_layer import SourceLayer, design_matrices
 from moe_jax.core.errors import InputError
 from moe_jax.experts.forms import LowRank, Quantized, Sparse
-from moe_jax.experts.forms.optional.coding import Wanted
+from moe_jax.experts.forms.coding import Wanted
 from moe_jax.model_io.loading import load_model
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig
