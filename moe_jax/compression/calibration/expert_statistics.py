@@ -1,4 +1,4 @@
-"""What the experts of a layer do on the calibration text: their usage, inputs and outputs.
+"""Usage, inputs and outputs of the experts of a layer on the calibration text.
 
 *Second moments* of the inputs of every expert's matrices: a routed expert adds `w (h W_down)` to the output of a token,
 so that the effect of an error of its matrices there grows with the square of the router weight w. So the moments of an
