@@ -147,8 +147,8 @@ SECTIONS = (
         "python benchmarks/vllm_parity.py DATA EXPORT ... --vllm PYTHON",
         (
             "moe_jax/conversion/to_hugging_face.py",
-            "moe_jax/conversion/formats/packed_experts.py",
-            "moe_jax/conversion/hf/hf_config.py",
+            "moe_jax/conversion/packed_experts.py",
+            "moe_jax/conversion/hf_config.py",
         ),
         layouts.VLLM,
     ),
@@ -264,7 +264,13 @@ SECTIONS = (
                 *_LOOP,
                 "moe_jax/upcycling",
             ),
-            *("moe_jax/peft", "moe_jax/compression/job", "moe_jax/files/resume.py", "moe_jax/files/staging.py"),
+            *(
+                "moe_jax/peft",
+                "moe_jax/compression/stream.py",
+                "moe_jax/compression/board.py",
+                "moe_jax/files/resume.py",
+                "moe_jax/files/staging.py",
+            ),
             *(
                 "moe_jax/model_io/model_dir.py",
                 "moe_jax/checkpoints/leaf_files.py",
@@ -278,7 +284,7 @@ SECTIONS = (
     _program(
         "real_model",
         "python benchmarks/real_model.py DATA",
-        ("moe_jax/conversion", *_MODEL, "moe_jax/generation/prompt_batches.py", "moe_jax/evaluation/held_out_loss.py"),
+        ("moe_jax/conversion", *_MODEL, "moe_jax/generation/prompt_batches.py", "moe_jax/evaluation/held_out.py"),
         layouts.REAL_MODEL_FILES,
         layouts.REAL_MODEL_TEXT,
     ),
@@ -297,7 +303,7 @@ SECTIONS = (
             "moe_jax/conversion",
             *_TRAINING,
             "moe_jax/compression",
-            "moe_jax/evaluation/pair_loss.py",
+            "moe_jax/evaluation/held_out.py",
             "moe_jax/evaluation/classification.py",
         ),
         layouts.ENCODER_DECODERS,

@@ -21,18 +21,18 @@ from moe_jax.api.verb import model_verb, work_bars
 from moe_jax.compression import Calibration, Method, Score, Sweep
 from moe_jax.compression import compress as _compress
 from moe_jax.compression import sweep as _sweep
-from moe_jax.compression.job.stream import OnLayer, check_before_calibration, choose_layers
-from moe_jax.compression.layer_figures import LayerFigures
-from moe_jax.compression.methods.delta_base import Base
-from moe_jax.compression.source_layer import SourceLayer, parse_layers
-from moe_jax.compression.spec import CompressSpec, MethodOption, SweepSpec
+from moe_jax.compression.methods.interface import Base
+from moe_jax.compression.report import LayerFigures
+from moe_jax.compression.source_layer import SourceLayer
+from moe_jax.compression.spec import CompressSpec, MethodOption, SweepSpec, parse_layers
+from moe_jax.compression.stream import OnLayer, check_before_calibration, choose_layers
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import check_finite
 from moe_jax.core.terminal import shows_work
 from moe_jax.distributed.processes import first_decides
 from moe_jax.distributed.sharding import make_mesh, path_name
 from moe_jax.experts import BankConfig, ExpertBank, make_bank
-from moe_jax.experts.forms.matrix import shapes_of
+from moe_jax.experts.shapes import shapes_of
 from moe_jax.files.staging import check_target
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.in_memory import CastSource, LeavesInMemory, ModelInMemory

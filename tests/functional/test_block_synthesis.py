@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moe_jax.experts.forms import LowRank, Quantized
-from moe_jax.experts.forms.kinds.positions import to_csr
-from moe_jax.experts.forms.optional.backends import FormTiles
+from moe_jax.experts.forms.optional import FormTiles
+from moe_jax.experts.forms.sparse import to_csr
 from moe_jax.functional import synthesis
 from moe_jax.functional.codes import codes_shape, scales_shape
 from moe_jax.functional.sparse_product import EntryTiles

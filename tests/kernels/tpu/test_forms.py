@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.experts.forms import Full, LowRank, Quantized, Sparse
-from moe_jax.experts.forms.kinds.nf4 import NF4
-from moe_jax.experts.forms.matrix import BASE, Matrix, Part
-from moe_jax.experts.forms.optional.backends import FormTiles
+from moe_jax.experts.forms.kernel_of_codes import NF4
+from moe_jax.experts.forms.optional import FormTiles
 from moe_jax.experts.hidden_rows import Kernels, hidden_rows
+from moe_jax.experts.shapes import BASE, Matrix, Part
 from moe_jax.functional.codes import SCALE_LEVELS, codes_shape, quantize_nf4, scales_shape
 from moe_jax.functional.dense import hidden
-from moe_jax.kernels.tpu import grouped_product
 from moe_jax.kernels.tpu.tiles import NF4Tile, scale_levels
 from tests.kernels.tpu import references
 from tests.kernels.tpu.conftest import ORDERS
