@@ -16,6 +16,7 @@ from moe_jax.experts.hidden_rows import Kernels, hidden_rows
 from moe_jax.experts.shapes import BASE, Matrix, Part
 from moe_jax.functional.codes import SCALE_LEVELS, codes_shape, quantize_nf4, scales_shape
 from moe_jax.functional.dense import hidden
+from moe_jax.kernels.tpu import grouped_product
 from moe_jax.kernels.tpu.tiles import NF4Tile, scale_levels
 from tests.kernels.tpu import references
 from tests.kernels.tpu.conftest import ORDERS
