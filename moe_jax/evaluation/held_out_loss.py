@@ -16,11 +16,10 @@ from jaxtyping import Array, Float
 
 from moe_jax.core.errors import InputError
 from moe_jax.data.examples import Document, Example
+from moe_jax.data.opening import check_form, named_files, open_files, template_loader
 from moe_jax.data.sections import DataSection, SourceSection, input_length
-from moe_jax.data.sources.opening import check_form, named_files, open_files, template_loader
-from moe_jax.data.tokens.tokenizer import Pair, Tokenizer
-from moe_jax.distributed.batch_placement import batch_shards, local_rows, place
-from moe_jax.distributed.sharding import make_mesh
+from moe_jax.data.tokenizer import Pair, Tokenizer
+from moe_jax.distributed.sharding import batch_shards, local_rows, make_mesh, place
 from moe_jax.evaluation.forward import Batch, run_to_head
 from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig

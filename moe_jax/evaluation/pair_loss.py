@@ -11,9 +11,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from moe_jax.data.tokens.tokenizer import Pair
-from moe_jax.distributed.batch_placement import batch_shards, local_rows, place
-from moe_jax.distributed.sharding import make_mesh
+from moe_jax.data.tokenizer import Pair
+from moe_jax.distributed.sharding import batch_shards, local_rows, make_mesh, place
 from moe_jax.evaluation.forward import Batch, run_to_head
 from moe_jax.evaluation.held_out_loss import Evaluation, exp_or_inf
 
@@ -65,7 +64,7 @@ class RowScores:
     def _batches(self) -> Iterator[tuple[list[int], dict[str, np.ndarray]]]:
         """Yields batches of pairs of similar length, and the indices of the pairs in their first rows."""
         # Imported here because it imports Grain, which commands that evaluate nothing should not load.
-        from moe_jax.data.pair_batches import stack_pairs
+        from moe_jax.data.pipeline import stack_pairs
 
         groups: dict[tuple[int, int | None], list[int]] = {}
         for index, pair in enumerate(self._pairs):

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.distributed.batch_placement import local_rows, merge_positions, place
+from moe_jax.distributed.sharding import local_rows, merge_positions, place
 
 
 class BatchesOnDevices:

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
-from moe_jax.distributed.batch_placement import batch_shards, local_rows, place
+from moe_jax.distributed.sharding import batch_shards, local_rows, place
 from moe_jax.evaluation.held_out_loss import check_seq_len, text_windows
 from moe_jax.nn import Decoder
 from moe_jax.nn.router import RouterStatistics, RouterSums, StackedStats, stats_per_layer

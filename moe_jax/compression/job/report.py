@@ -5,7 +5,7 @@ from typing import Any
 
 from moe_jax.compression.layer_figures import LayerFigures
 from moe_jax.compression.methods.delta_base import DENSE, MEAN, OWN
-from moe_jax.model_io.zero_experts import zero_experts_line
+from moe_jax.model_io.leaves_to_write import zero_experts_line
 
 # Measured on stories260K, upcycled and trained for 300 steps: 0.995 at a learning rate of 1e-3, 0.89 at 6e-3. For
 # independent experts it is 1/sqrt(E) to their own mean, at most 0.71, and 0 to a base that is not theirs.

@@ -14,8 +14,8 @@ import numpy as np
 from moe_jax.conversion.formats.checkpoint_files import SAFETENSORS_INDEX, SINGLE_SAFETENSORS
 from moe_jax.conversion.formats.safetensors_file import encode_header
 from moe_jax.conversion.formats.tensors import DTYPES as PARAMETER_DTYPES
-from moe_jax.files.remote.remote_work import RemoteWork
-from moe_jax.files.remote.traffic import count
+from moe_jax.files.regular_files import count_traffic
+from moe_jax.files.remote_work import RemoteWork
 from moe_jax.files.resume import Workplace
 from moe_jax.files.storage_path import as_path
 
@@ -194,7 +194,7 @@ class BucketShards(ShardWriter):
                 return
             del self._begun[file], shard
         as_path(self._directory / file).write_durably(whole.data)
-        count(written=whole.size)
+        count_traffic(written=whole.size)
         self._work.mark(file)
 
     def sync(self) -> bool:

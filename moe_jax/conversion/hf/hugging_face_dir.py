@@ -13,7 +13,7 @@ from moe_jax.conversion.formats.checkpoint_files import CheckpointFiles, open_ch
 from moe_jax.conversion.hf.hf_config import read_hf_config
 from moe_jax.conversion.weights import Weights, match_weights
 from moe_jax.core.errors import InputError
-from moe_jax.files.fingerprint import fingerprint_files
+from moe_jax.files.byte_files import fingerprint_files
 from moe_jax.files.json_toml import read_json_object
 from moe_jax.files.regular_files import hold
 from moe_jax.files.storage_path import as_path

@@ -24,11 +24,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax.checkpoints.steps_in_bucket import read_steps
+from moe_jax.checkpoints.saved_state import read_steps
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import cast
 from moe_jax.distributed.processes import first_decides
-from moe_jax.files.remote.lease import Lease
+from moe_jax.files.remote_work import Lease
 from moe_jax.files.staging import DirectoryLock, hold_alone, place_to_replace, replace_directory
 from moe_jax.files.storage_path import as_path
 from moe_jax.files.tokenizer_files import list_tokenizer_files, read_tokenizer_file, tokenizer_files_in

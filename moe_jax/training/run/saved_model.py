@@ -14,7 +14,7 @@ from moe_jax.checkpoints.saved_state import SavedState
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import cast
 from moe_jax.distributed.sharding import path_name
-from moe_jax.files.fingerprint import fingerprint_leaves, sample_array
+from moe_jax.files.byte_files import fingerprint_leaves, sample_array
 from moe_jax.model_io.in_memory import DecoderLeaves
 from moe_jax.model_io.loading import abstract_model, disk_paths, leaf_specs, may_be_cast
 from moe_jax.model_io.model_dir import fingerprint_model
