@@ -166,7 +166,7 @@ def check_crc(file: ByteFile, expected: Checksum) -> None:
 
 def _read_at(file: ByteFile, position: int, out: memoryview) -> None:
     got = file.read_at(position, out)
-    regular_files.count(read=got)
+    regular_files.count_traffic(read=got)
     if got < len(out):
         raise InputError(f"{file.path} ended while it was read; it is truncated, fetch it again")
 

@@ -34,11 +34,11 @@ def test_a_box_of_a_file(bucket, tmp_path, place, shape, box):
     folder = where(place, tmp_path)
     (folder / "file").write_bytes(array.tobytes())
     out = np.empty_like(array[box])
-    before = regular_files.total()
+    before = regular_files.traffic_so_far()
     read_box(hold(folder), "file", shape, box, out)
     np.testing.assert_array_equal(out, array[box])
     if place == "disk":
-        assert (regular_files.total() - before).read == out.nbytes
+        assert (regular_files.traffic_so_far() - before).read == out.nbytes
 
 
 def test_in_a_bucket_near_runs_are_one_request(bucket):
@@ -72,9 +72,9 @@ def test_a_leaf_in_chunks(bucket, tmp_path, place):
     assert len(samples) == 1
     if place == "disk":
         np.testing.assert_array_equal(read_leaf(folder, "a/kernel"), array)
-        before = regular_files.total()
+        before = regular_files.traffic_so_far()
         part = reader.read_part("b", (slice(0, 8), slice(0, 512), slice(64, 128)))
-        assert (regular_files.total() - before).read == part.nbytes
+        assert (regular_files.traffic_so_far() - before).read == part.nbytes
 
 
 def test_a_chunk_that_is_missing_or_short(tmp_path):
