@@ -115,7 +115,7 @@ def test_two_processes_write_what_one_does(tmp_path, small_shards):
 
 _KILLED = """
 import sys, pathlib
-from moe_jax.data.tokens import tokenize_sources as tokenize
+from moe_jax.data import tokenize_sources as tokenize
 from tests.data.test_token_files import a_task
 tokenize.LEAST_BYTES = 2000
 folder = pathlib.Path(sys.argv[1])
