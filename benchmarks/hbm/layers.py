@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moe_jax.experts import BankConfig, FFNConfig, make_bank
-from moe_jax.experts.forms.matrix import Load
-from moe_jax.experts.layout.platforms import Platform, current_chip
+from moe_jax.experts.devices import Platform, current_chip
+from moe_jax.experts.shapes import Load
 from moe_jax.experts.strategy import cheapest, strategy_costs
 from moe_jax.functional.ffn import ffn
 from moe_jax.functional.routing.decision import Routing

@@ -32,7 +32,7 @@ from moe_jax.core.terminal import shows_work
 from moe_jax.distributed.processes import first_decides
 from moe_jax.distributed.sharding import make_mesh, path_name
 from moe_jax.experts import BankConfig, ExpertBank, make_bank
-from moe_jax.experts.forms.matrix import shapes_of
+from moe_jax.experts.shapes import shapes_of
 from moe_jax.files.staging import check_target
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.in_memory import CastSource, LeavesInMemory, ModelInMemory

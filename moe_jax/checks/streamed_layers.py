@@ -16,15 +16,13 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.distributed.sharding import path_name
-from moe_jax.experts.forms.matrix import shapes_of
+from moe_jax.experts.shapes import shapes_of
 from moe_jax.functional.attention.relative_bias import bias_by_distance
 from moe_jax.functional.routing.decision import RouterStats, Routing
 from moe_jax.models import LayerConfig, ModelConfig
-from moe_jax.nn.block import Block
 from moe_jax.nn.context import make_context
-from moe_jax.nn.embed import Embed
-from moe_jax.nn.head import Head
-from moe_jax.nn.stack import make_final_norm
+from moe_jax.nn.layers import Embed, Head
+from moe_jax.nn.stack import Block, make_final_norm
 
 EMBEDDING = "embed/embedding"
 TABLE = "relative_bias/table"

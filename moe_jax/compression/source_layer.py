@@ -11,7 +11,7 @@ from moe_jax.compression.calibration.recorded import LayerCalibration, LayerRows
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import cast, check_finite, largest_magnitude
 from moe_jax.experts.forms import KernelForm, ffn_matrices
-from moe_jax.experts.forms.optional.coding import Wanted
+from moe_jax.experts.forms.coding import Wanted
 from moe_jax.experts.on_host import base_kernel, expert_kernels
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import BankConfig, MoEConfig

@@ -14,7 +14,7 @@ from moe_jax.conversion.families import family_named
 from moe_jax.conversion.hf.hf_format import exported_config
 from moe_jax.conversion.table import FUSED, apply_table
 from moe_jax.core.errors import InputError
-from moe_jax.experts.layout.config import LoRAConfig
+from moe_jax.experts.shapes import LoRAConfig
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.tuned_base import base_config
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig

@@ -19,10 +19,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.core.errors import InputError, nearest, raise_if_any, shown
-from moe_jax.experts.forms.by_name import delta_specs, shared_delta_specs
-from moe_jax.experts.forms.kinds.lora import whole_kernel_specs
-from moe_jax.experts.forms.matrix import Split
-from moe_jax.experts.layout.mesh import spec_on_mesh
+from moe_jax.experts.devices import spec_on_mesh
+from moe_jax.experts.forms.protocol import delta_specs, shared_delta_specs
+from moe_jax.experts.forms.whole import whole_kernel_specs
+from moe_jax.experts.shapes import Split
 
 AXES = ("data", "fsdp", "expert", "sequence", "tensor")
 

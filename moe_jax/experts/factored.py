@@ -22,11 +22,11 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from moe_jax.experts.forms.matrix import Part
-from moe_jax.experts.forms.optional.costs import Factored, SideBySide
+from moe_jax.experts.devices import current_mesh, token_axes
+from moe_jax.experts.forms.optional import Factored, SideBySide
 from moe_jax.experts.hidden_rows import Kernels
-from moe_jax.experts.layout.mesh import current_mesh, token_axes
-from moe_jax.experts.parallel.over_mesh import biases_once, num_experts, parts_of
+from moe_jax.experts.over_mesh import biases_once, num_experts, parts_of
+from moe_jax.experts.shapes import Part
 from moe_jax.functional.ffn import hidden
 from moe_jax.functional.products.linear import Product, linear, product_of_float32
 from moe_jax.functional.products.low_rank_hidden import (
@@ -179,7 +179,7 @@ def _of_own_tokens(
             bias_specs,
         ),
         out_specs=(neurons, tokens),
-        # See `experts.parallel.over_mesh`.
+        # See `experts.over_mesh`.
         check_vma=False,
     )(arrays, x, routing, dict(of_base), dict(biases))
 

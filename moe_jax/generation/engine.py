@@ -16,7 +16,7 @@ from moe_jax.distributed.processes import on_host
 from moe_jax.distributed.sharding import mesh_of
 from moe_jax.functional.buckets import bucket
 from moe_jax.generation.rows import MOST_STEPS, Asked, Rows, Scores, continue_rows, read_prompts
-from moe_jax.nn import Decoder, unstacked
+from moe_jax.nn import Decoder, decoder
 
 
 class Block(NamedTuple):
@@ -51,7 +51,7 @@ class Engine:
           scores: whether any row may want log-probabilities.
         """
         self.config = model.config
-        self._parts = nnx.split(unstacked(model))
+        self._parts = nnx.split(decoder(model))
         self._mesh = mesh_of(self._parts[1])
         self._wanted = {"draws": draws, "scores": scores}
         self._pace = float("inf")

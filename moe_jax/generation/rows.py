@@ -130,7 +130,7 @@ def read_prompts(
     seen. With an encoder, that is what reads the prompts, and the decoder begins with its own first token.
 
     Args:
-      graphdef, state: of a `Decoder` whose layers are not stacked (`nn.unstacked`).
+      graphdef, state: of a `Decoder` whose layers are not stacked (`nn.decoder.unstacked`).
       prompts: token ids.
       lengths: of the prompts.
       asked: how the rows are continued.

@@ -28,7 +28,7 @@ from moe_jax.generation.prompt_batches import stream
 from moe_jax.generation.streamed_text import StreamedText
 from moe_jax.harness.answer_cache import Answer, AnswerCache
 from moe_jax.harness.likelihood import Continuation, Likelihoods
-from moe_jax.nn import Decoder, unstacked
+from moe_jax.nn import Decoder, decoder
 
 # Batches of each process between two times that the answers of all are gathered and stored.
 _BATCHES = 64
@@ -152,7 +152,7 @@ class HarnessModel(TemplateLM):
 
     def _generate(self, requests: list[Instance]) -> list[str]:
         if self._unstacked is None:
-            self._unstacked = unstacked(self._model)
+            self._unstacked = decoder(self._model)
         prompts = [self.tok_encode(request.args[0]) for request in requests]
         settings = [_settings(_generation_options(request)) for request in requests]
         groups: dict[str, list[int]] = {}

@@ -5,7 +5,7 @@ from typing import Literal
 
 from moe_jax.core.errors import InputError, check_member, check_number, check_positive
 from moe_jax.experts.bank_config import BankConfig
-from moe_jax.experts.layout.config import AdapterConfig, FFNConfig, LoRAConfig
+from moe_jax.experts.shapes import AdapterConfig, FFNConfig, LoRAConfig
 from moe_jax.functional.routing.gates import GATES, GROUP_SCORES, weights_are_constant
 from moe_jax.functional.routing.universal import GATE_BESIDE, UNIVERSAL
 

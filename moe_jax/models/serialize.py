@@ -5,10 +5,9 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from moe_jax.core.errors import InputError, check_positive
-from moe_jax.experts.layout.config import FFNConfig
+from moe_jax.experts.shapes import FFNConfig
 from moe_jax.files import json_toml
-from moe_jax.models.config import AttentionConfig, LayerConfig, ModelConfig, MoEConfig, check_num_layers
-from moe_jax.models.segments import segments_of
+from moe_jax.models.config import AttentionConfig, LayerConfig, ModelConfig, MoEConfig, check_num_layers, segments_of
 
 FORMAT = "moe_jax.model"
 # Version 2: codes of a quantised delta stand for all 2^bits levels. Version 1 had as many bits, with other meanings.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from moe_jax.core.errors import InputError, check_member, flag_of, nearest, raise_if_any, shown
-from moe_jax.experts.layout.config import AdapterConfig, FFNConfig, LoRAConfig
+from moe_jax.experts.shapes import AdapterConfig, FFNConfig, LoRAConfig
 from moe_jax.model_io.tuned_base import as_base, is_tuned, with_nf4
 from moe_jax.models.config import LayerConfig, ModelConfig, MoEConfig, PerftConfig
 from moe_jax.peft.spec import AdaptSpec

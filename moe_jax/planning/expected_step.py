@@ -35,11 +35,10 @@ from flax import nnx
 from moe_jax.core.data_sheets import Chip
 from moe_jax.data.sections import input_length
 from moe_jax.distributed.sharding import AXES
-from moe_jax.experts.forms.matrix import Load
+from moe_jax.experts.devices import TOKEN_AXES, Platform
+from moe_jax.experts.exchange import Exchange, exchange_from_environment
 from moe_jax.experts.forms.protocol import KernelForm
-from moe_jax.experts.layout.mesh import TOKEN_AXES
-from moe_jax.experts.layout.platforms import Platform
-from moe_jax.experts.parallel.exchange import Exchange, exchange_from_environment
+from moe_jax.experts.shapes import Load
 from moe_jax.experts.strategy import strategy_on
 from moe_jax.models import FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.planning.hlo import KINDS, Collectives, Transfer

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec
 from moe_jax.core.errors import raise_if_any
 from moe_jax.core.formatting import count_bytes
 from moe_jax.distributed.sharding import AXES, leaf_spec, parts, path_name, undivided, unknown_axes
-from moe_jax.experts.forms.optional.costs import costs_of
-from moe_jax.experts.layout.mesh import spec_on_mesh
+from moe_jax.experts.devices import spec_on_mesh
+from moe_jax.experts.forms.optional import costs_of
 from moe_jax.model_io.loading import abstract_model, disk_paths, leaf_specs
 from moe_jax.model_io.tuned_base import base_config, own_leaves
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig

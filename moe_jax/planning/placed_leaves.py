@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.core.errors import raise_if_any
 from moe_jax.distributed.sharding import leaf_spec, parts, path_name, undivided
-from moe_jax.experts.layout.mesh import spec_on_mesh
+from moe_jax.experts.devices import spec_on_mesh
 from moe_jax.training.program import Program
 
 # Axes that split parameters which every device along them needs as a whole.

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from moe_jax.core.data_sheets import CHIPS
 from moe_jax.core.errors import InputError, check_member
-from moe_jax.experts.forms.matrix import Load
-from moe_jax.experts.layout.platforms import Cost, Platform
+from moe_jax.experts.devices import Cost, Platform
+from moe_jax.experts.shapes import Load
 from moe_jax.experts.strategy import cheapest, strategy_costs
 from moe_jax.models import ModelConfig, MoEConfig
 

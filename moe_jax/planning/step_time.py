@@ -21,7 +21,7 @@ from moe_jax.core.memory import available_memory
 from moe_jax.data.sections import input_length
 from moe_jax.distributed.sharding import path_name
 from moe_jax.models import ModelConfig
-from moe_jax.models.segments import segments_of
+from moe_jax.models.config import segments_of
 from moe_jax.training.flops import step_flops, train_flops_per_token
 from moe_jax.training.optim.optimizer import is_orthogonalised
 from moe_jax.training.program import Program, abstract_batch, first_state, make_program

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from moe_jax.distributed.sharding import batch_shards, local_rows, place
 from moe_jax.evaluation.held_out_loss import check_seq_len, text_windows
 from moe_jax.nn import Decoder
-from moe_jax.nn.router import RouterStatistics, RouterSums, StackedStats, stats_per_layer
+from moe_jax.nn.moe import RouterStatistics, RouterSums, StackedStats, stats_per_layer
 
 
 class ExpertLoad(NamedTuple):

@@ -15,7 +15,7 @@ from moe_jax.evaluation.forward import Batch, run_to_head
 from moe_jax.functional.rounding import round_stochastically
 from moe_jax.models import ModelConfig
 from moe_jax.nn import auxiliary_loss
-from moe_jax.nn.router import StackedStats
+from moe_jax.nn.moe import StackedStats
 from moe_jax.training.optim.optimizer import first_average, next_average
 
 

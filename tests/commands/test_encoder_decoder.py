@@ -20,7 +20,7 @@ from moe_jax.distributed.sharding import make_mesh
 from moe_jax.model_io.loading import load_model
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import ModelConfig, config_from_json, config_to_json
-from moe_jax.nn.router import auxiliary_loss, load_per_layer
+from moe_jax.nn.moe import auxiliary_loss, load_per_layer
 from tests.support.dense_models import random_leaves, write_model
 from tests.support.hf_checkpoints import CONFIGS
 from tests.support.tiers import long, one_in

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.distributed.sharding import make_mesh
-from moe_jax.experts.layout.mesh import attention_placement
+from moe_jax.experts.devices import attention_placement
 from moe_jax.functional.attention import chunked_attention as chunks
 from moe_jax.functional.attention import grouped_query as module
 from moe_jax.functional.attention.grouped_query import Placement, Visibility, attention

@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moe_jax.experts.forms import LowRank, Quantized
-from moe_jax.experts.forms.kinds.positions import to_csr
-from moe_jax.experts.forms.optional.backends import FormTiles
+from moe_jax.experts.forms.optional import FormTiles
+from moe_jax.experts.forms.sparse import to_csr
 from moe_jax.functional.products import block_synthesis
 from moe_jax.functional.products.block_synthesis import block_gradients, block_product, experts_per_block
 from moe_jax.functional.products.packing import codes_shape, scales_shape

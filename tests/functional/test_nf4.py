@@ -8,8 +8,8 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.experts.forms.kinds.nf4 import NF4
-from moe_jax.experts.forms.optional.backends import FormTiles
+from moe_jax.experts.forms.kernel_of_codes import NF4
+from moe_jax.experts.forms.optional import FormTiles
 from moe_jax.functional.products import grouped
 from moe_jax.functional.products.nf4 import (
     BLOCK,

@@ -14,7 +14,7 @@ from moe_jax.generation import prompt_batches, rows
 from moe_jax.generation.engine import Engine
 from moe_jax.generation.prompt_batches import NonFiniteLogits, generate, stream
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig
-from moe_jax.nn import Decoder, unstacked
+from moe_jax.nn import Decoder, decoder
 from tests.support.environment import HAS_OLD_EMITTERS
 from tests.support.numerics import initialised
 from tests.support.tiers import one_in
@@ -165,7 +165,7 @@ def test_logits_that_are_not_finite_are_told_with_prompt_and_token(small):
 @one_in(3)  # full attention with one row, and a window with three
 @pytest.mark.parametrize("batch", [1, 3])
 def test_caches_are_updated_in_place_and_rings_are_no_longer_than_their_window(model, batch):
-    parts = nnx.split(unstacked(model))
+    parts = nnx.split(decoder(model))
     window = model.config.layers[0].attention.sliding_window
     asked = rows.ask(batch, 9, key=jax.random.key(0))
     prompts, lengths = jnp.ones((batch, 48), jnp.int32), jnp.arange(48, 48 - batch, -1, dtype=jnp.int32)

@@ -13,7 +13,7 @@ from moe_jax.distributed.sharding import make_mesh, state_shardings
 from moe_jax.generation import rows
 from moe_jax.generation.prompt_batches import generate
 from moe_jax.models import MoEConfig
-from moe_jax.nn import unstacked
+from moe_jax.nn import decoder
 from tests.generation.test_generation import DENSE, PROMPTS, make_model
 from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.tiers import one_in
@@ -42,7 +42,7 @@ def test_a_mesh_changes_no_token(model, axes, prompts):
 
 def test_caches_are_split_by_rows_and_heads_and_never_gathered(model):
     mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
-    parts = nnx.split(unstacked(split(model, mesh)))
+    parts = nnx.split(decoder(split(model, mesh)))
     asked = rows.ask(4, 9, key=jax.random.key(0))
     prompts, lengths = jnp.ones((4, 32), jnp.int32), jnp.full(4, 32, jnp.int32)
     with jax.set_mesh(mesh):

@@ -5,7 +5,7 @@ import pytest
 
 from moe_jax.core.data_sheets import CHIPS
 from moe_jax.core.errors import InputError
-from moe_jax.experts.parallel.over_mesh import FURTHER_ROUNDS
+from moe_jax.experts.over_mesh import FURTHER_ROUNDS
 from moe_jax.planning.compile_only import allocations, check_fits
 from moe_jax.planning.hlo import Transfer, collectives, largest_arrays, transfers
 from moe_jax.planning.step_roofline import StateNumbers, sending_seconds, step_roofline

@@ -5,7 +5,7 @@ import pytest
 
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import local_rows, place
-from moe_jax.experts.parallel import exchange
+from moe_jax.experts import exchange
 from moe_jax.training.loop import exchange_check
 from moe_jax.training.program import first_state, initial_states, make_program
 from moe_jax.training.recipe.schema import MeshSection, ModelSection

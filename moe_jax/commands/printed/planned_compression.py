@@ -16,8 +16,8 @@ from moe_jax.compression.methods.registry import METHODS, check_method, check_op
 from moe_jax.compression.methods.resmoe import DEFAULT_BITS, residual_forms
 from moe_jax.compression.source_layer import parse_layers
 from moe_jax.core.errors import InputError, check_member
-from moe_jax.experts.forms.kinds.quantized import check_scale_bits
-from moe_jax.experts.forms.optional.coding import Layout
+from moe_jax.experts.forms.coding import Layout
+from moe_jax.experts.forms.quantized import check_scale_bits
 
 if TYPE_CHECKING:
     from moe_jax.models import ModelConfig

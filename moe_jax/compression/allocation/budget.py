@@ -14,7 +14,7 @@ from moe_jax.compression.coding.storage import disk_bytes
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.core.errors import InputError
 from moe_jax.experts import BankConfig, BaseCodes
-from moe_jax.experts.forms.optional.coding import Wanted
+from moe_jax.experts.forms.coding import Wanted
 from moe_jax.models import FFNConfig, MoEConfig
 
 

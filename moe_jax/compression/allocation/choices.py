@@ -15,7 +15,7 @@ from moe_jax.compression.coding.coder import LeastError, LeastOutputError
 from moe_jax.compression.coding.expert_coders import expert_coders, shared_base_coder
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.experts.forms import LowRank
-from moe_jax.experts.forms.optional.coding import Wanted
+from moe_jax.experts.forms.coding import Wanted
 
 CHOICES: tuple[tuple[int | None, int], ...] = (
     *((None, bits) for bits in (2, 3, 4, 8)),

@@ -20,8 +20,8 @@ from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.compression.threads import ahead
 from moe_jax.experts import BaseCodes
 from moe_jax.experts.forms import JointLowRank, LowRank, Matrix, Sparse
-from moe_jax.experts.forms.optional.coding import DEFAULT_GROUP_SIZE, Encodable, Residual, Wanted
-from moe_jax.experts.forms.optional.costs import SideBySide
+from moe_jax.experts.forms.coding import DEFAULT_GROUP_SIZE, Encodable, Residual, Wanted
+from moe_jax.experts.forms.optional import SideBySide
 
 SAMPLED_NEURONS = 2 * DEFAULT_GROUP_SIZE
 

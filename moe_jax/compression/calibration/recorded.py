@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from moe_jax.core.errors import InputError
 from moe_jax.files.json_toml import ANYTHING, read_json
 from moe_jax.files.storage_path import as_path
-from moe_jax.nn.router import RouterStatistics
+from moe_jax.nn.moe import RouterStatistics
 
 FORMAT = 2
 """Version of the files of a recording. A recording of another version is made anew."""

@@ -3,7 +3,7 @@
 import numpy as np
 
 from moe_jax.compression.source_layer import SourceLayer
-from moe_jax.nn.router import RouterStatistics
+from moe_jax.nn.moe import RouterStatistics
 
 
 def statistics_of(layer: SourceLayer) -> RouterStatistics:

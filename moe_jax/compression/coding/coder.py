@@ -1,4 +1,4 @@
-"""Numerical methods that make the leaves of compressed experts; see `experts.forms.optional.coding.Coder`."""
+"""Numerical methods that make the leaves of compressed experts; see `experts.forms.coding.Coder`."""
 
 import functools
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from moe_jax.compression.coding.quantizer import quantize
 from moe_jax.compression.coding.row_scales import best_row_scales, scales_of_magnitudes
 from moe_jax.compression.coding.truncated_svd import truncated_svd
 from moe_jax.core.errors import InputError, check_member
-from moe_jax.experts.forms.optional.coding import Encoded, MoreOfCodes
+from moe_jax.experts.forms.coding import Encoded, MoreOfCodes
 from moe_jax.functional.products.packing import SCALE_DTYPE
 
 Levels = Literal["any", "even", "fitted"]
@@ -137,7 +137,7 @@ class LeastOutputError:
 
 @dataclass(frozen=True, eq=False)
 class LeastJointError:
-    """Factors all matrices of an expert together; see `experts.forms.optional.coding.JointCoder`.
+    """Factors all matrices of an expert together; see `experts.forms.coding.JointCoder`.
 
     Attributes:
       moments: second moments of what the matrices are given, by name, float32. With them the outputs change least, and

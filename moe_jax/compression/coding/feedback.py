@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from moe_jax.compression.coding.quantizer import best_grid, fitted_table, nearest_codes, stored
 from moe_jax.core.errors import InputError
-from moe_jax.experts.forms.optional.coding import Encoded
+from moe_jax.experts.forms.coding import Encoded
 from moe_jax.functional.products.packing import Grid
 
 DAMPING = 0.01

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 from moe_jax.compression.coding.coder import LeastError
 from moe_jax.compression.coding.quantizer import nearest_codes, stored
 from moe_jax.compression.coding.zero_points import read_grid
-from moe_jax.experts.forms.optional.coding import Encoded, MoreOfCodes
+from moe_jax.experts.forms.coding import Encoded, MoreOfCodes
 from moe_jax.functional.products.packing import Grid
 
 NORM, BETA, GROWTH, ROUNDS = 0.7, 10.0, 1.01, 20

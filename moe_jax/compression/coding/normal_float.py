@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from moe_jax.compression.coding.coder import LeastError
 from moe_jax.compression.coding.quantizer import nearest_codes, stored
-from moe_jax.experts.forms.optional.coding import Encoded, MoreOfCodes
+from moe_jax.experts.forms.coding import Encoded, MoreOfCodes
 from moe_jax.functional.products.nf4 import LEVELS
 from moe_jax.functional.products.packing import SCALE_DTYPE, Grid, scale_leaves, scales_of
 

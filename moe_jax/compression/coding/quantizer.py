@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.compression.coding import zero_points as asymmetric
 from moe_jax.compression.coding.zero_points import asymmetric_grid
-from moe_jax.experts.forms.optional.coding import Encoded
+from moe_jax.experts.forms.coding import Encoded
 from moe_jax.functional.products.packing import SCALE_DTYPE, Grid, dequantize, pack, scale_leaves, scales_of, zero_leaf
 
 # Where the search for a scale begins: the largest level as a share of the largest absolute value of a group. On the odd

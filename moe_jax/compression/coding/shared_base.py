@@ -23,7 +23,7 @@ from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.core.errors import InputError
 from moe_jax.experts import BankConfig, BaseCodes
 from moe_jax.experts.forms import Matrix
-from moe_jax.experts.forms.optional.coding import Coder, Residual
+from moe_jax.experts.forms.coding import Coder, Residual
 
 REFITS = 2
 # What one refit has to gain of the error, for another to be tried.

@@ -22,7 +22,7 @@ from moe_jax.compression.layer_figures import Measure
 from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.experts import BankConfig
 from moe_jax.experts.forms import KernelForm, Matrix
-from moe_jax.experts.forms.optional.coding import ByExpert, CodedJointly, Encodable, Residual, experts_with, own_of
+from moe_jax.experts.forms.coding import ByExpert, CodedJointly, Encodable, Residual, experts_with, own_of
 
 CODER = LeastError()
 

@@ -47,8 +47,8 @@ from moe_jax.core.errors import InputError, check_member, check_positive
 from moe_jax.core.formatting import count_bytes
 from moe_jax.experts import BankConfig, BaseCodes, Mixed
 from moe_jax.experts.forms import KernelForm, LowRank, Matrix, Quantized
-from moe_jax.experts.forms.kinds.quantized import TABLE_BITS
-from moe_jax.experts.forms.optional.coding import DEFAULT_GROUP_SIZE, Layout, own_of
+from moe_jax.experts.forms.coding import DEFAULT_GROUP_SIZE, Layout, own_of
+from moe_jax.experts.forms.quantized import TABLE_BITS
 from moe_jax.models import MoEConfig
 
 

@@ -16,7 +16,7 @@ from moe_jax.compression.methods.interface import Analysis, Method, check_calibr
 from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.core.errors import InputError
 from moe_jax.experts.forms import LowRank
-from moe_jax.experts.forms.optional.coding import Layout, Wanted
+from moe_jax.experts.forms.coding import Layout, Wanted
 from moe_jax.models import MoEConfig
 
 WEIGHTED_MEAN = "mean of the experts, weighted by their inputs"

@@ -18,7 +18,7 @@ from moe_jax.compression.source_layer import SourceLayer, Write, check_weights
 from moe_jax.conversion.families import FAMILIES
 from moe_jax.core.errors import InputError
 from moe_jax.experts import BankConfig
-from moe_jax.experts.forms.optional.coding import Encodable, Residual
+from moe_jax.experts.forms.coding import Encodable, Residual
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig, MoEConfig
 

@@ -15,10 +15,10 @@ from moe_jax.compression.methods.interface import Analysis, Method
 from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.core.errors import InputError, check_member
 from moe_jax.experts import BaseCodes
+from moe_jax.experts.bank_config import Code
 from moe_jax.experts.forms import Quantized
-from moe_jax.experts.forms.base_codes import Code
-from moe_jax.experts.forms.kinds.quantized import BITS
-from moe_jax.experts.forms.optional.coding import DEFAULT_GROUP_SIZE, Layout, Wanted
+from moe_jax.experts.forms.coding import DEFAULT_GROUP_SIZE, Layout, Wanted
+from moe_jax.experts.forms.quantized import BITS
 from moe_jax.models import MoEConfig
 
 SCALES = ("mse", "absmax")

@@ -22,10 +22,10 @@ from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.core.draws import draw_positions
 from moe_jax.core.errors import InputError, check_member
 from moe_jax.experts import BankConfig, BaseCodes, FFNConfig
+from moe_jax.experts.bank_config import Code
 from moe_jax.experts.forms import Sparse
-from moe_jax.experts.forms.base_codes import Code
-from moe_jax.experts.forms.kinds.positions import encode_positions, smallest_encoding
-from moe_jax.experts.forms.optional.coding import Layout, Residual
+from moe_jax.experts.forms.coding import Layout, Residual
+from moe_jax.experts.forms.sparse import encode_positions, smallest_encoding
 from moe_jax.models import MoEConfig
 
 KEEP = ("random", "exact", "magnitude")

@@ -16,8 +16,8 @@ from moe_jax.compression.methods.interface import Analysis, Method
 from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.core.errors import InputError, check_member, check_positive
 from moe_jax.experts.forms import MixtureOfBases
-from moe_jax.experts.forms.kinds.mixture_of_bases import FUNCTIONS, MIXTURE, BasisActivation, sides
-from moe_jax.experts.forms.optional.coding import Layout, check_keep
+from moe_jax.experts.forms.coding import Layout, check_keep
+from moe_jax.experts.forms.mixture_of_bases import FUNCTIONS, MIXTURE, BasisActivation, sides
 from moe_jax.models import BankConfig, MoEConfig
 
 

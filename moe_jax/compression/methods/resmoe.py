@@ -33,11 +33,11 @@ from moe_jax.compression.methods.interface import Analysis, Method, Tick
 from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.core.errors import InputError, check_member, shown
 from moe_jax.experts import BaseCodes
+from moe_jax.experts.bank_config import Code
 from moe_jax.experts.forms import LowRank, Quantized, Sparse
-from moe_jax.experts.forms.base_codes import Code
-from moe_jax.experts.forms.by_name import encodable_forms
-from moe_jax.experts.forms.kinds.quantized import check_scale_bits
-from moe_jax.experts.forms.optional.coding import DESIGNS, Encodable, Layout, Wanted
+from moe_jax.experts.forms.coding import DESIGNS, Encodable, Layout, Wanted
+from moe_jax.experts.forms.protocol import encodable_forms
+from moe_jax.experts.forms.quantized import check_scale_bits
 from moe_jax.models import MoEConfig
 
 # A solver that leaves the neurons in the order in which they are: the centre is the average expert.

@@ -21,8 +21,8 @@ from moe_jax.compression.methods.delta_base import NO_BASE, Base
 from moe_jax.compression.methods.interface import Analysis, Method, Tick
 from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.experts.forms import LowRank, Quantized, Sparse
-from moe_jax.experts.forms.kinds.quantized import BITS
-from moe_jax.experts.forms.optional.coding import DEFAULT_GROUP_SIZE, Layout, Wanted
+from moe_jax.experts.forms.coding import DEFAULT_GROUP_SIZE, Layout, Wanted
+from moe_jax.experts.forms.quantized import BITS
 from moe_jax.models import MoEConfig
 
 

@@ -18,7 +18,7 @@ from moe_jax.conversion.formats.safetensors_writer import PlannedTensor
 from moe_jax.conversion.formats.tensors import DTYPE_NAMES
 from moe_jax.conversion.table import Mapped, Piece
 from moe_jax.core.errors import InputError
-from moe_jax.experts.forms.optional.coding import Storable
+from moe_jax.experts.forms.coding import Storable
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig, MoEConfig
 

@@ -18,7 +18,7 @@ from moe_jax.distributed.processes import is_first_process
 from moe_jax.files.json_toml import ANYTHING, parse_json
 from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig
-from moe_jax.nn.router import stats_per_layer
+from moe_jax.nn.moe import stats_per_layer
 from moe_jax.training.log import tensorboard as tensorboard_log
 from moe_jax.training.log.wandb_writer import WandbWriter
 from moe_jax.training.step import StepMetrics

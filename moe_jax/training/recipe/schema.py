@@ -60,7 +60,7 @@ class ModelSection:
 
     def __post_init__(self) -> None:
         if self.exchange is not None:
-            from moe_jax.experts.parallel.exchange import Exchange
+            from moe_jax.experts.exchange import Exchange
 
             Exchange.parse(self.exchange, "exchange")
         if (self.path is None) == (self.config is None):

@@ -18,7 +18,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.model_io.loading import load_model
 from moe_jax.model_io.model_dir import ModelDirectory
-from moe_jax.nn.block import Block
+from moe_jax.nn.stack import Block
 from tests.support.tiers import long
 
 

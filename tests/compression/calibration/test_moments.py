@@ -11,7 +11,7 @@ from moe_jax.compression.coding.expert_coders import expert_coders, joint_moment
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.experts import BankConfig
 from moe_jax.model_io.model_dir import ModelDirectory
-from moe_jax.nn.router import RouterStatistics
+from moe_jax.nn.moe import RouterStatistics
 from tests.compression.methods import recorded_layers
 from tests.support.moe_models import memory_moe
 from tests.support.tiers import one_in

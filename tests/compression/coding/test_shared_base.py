@@ -14,7 +14,7 @@ from moe_jax.compression.layer_figures import Measure
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.experts import BaseCodes, forms
 from moe_jax.experts.forms import LowRank, Matrix, Quantized, Sparse
-from moe_jax.experts.forms.optional.coding import Wanted
+from moe_jax.experts.forms.coding import Wanted
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig
 from tests.compression.methods.recorded_layers import calibration_of, recorded

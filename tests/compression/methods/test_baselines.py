@@ -15,7 +15,7 @@ from moe_jax.compression.methods.merging.structured_pruning import StructuredPru
 from moe_jax.compression.methods.registry import METHODS
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.core.errors import InputError
-from moe_jax.experts.forms.optional.coding import Residual
+from moe_jax.experts.forms.coding import Residual
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig
 from tests.compression.coding.test_quantizer import symmetric_errors

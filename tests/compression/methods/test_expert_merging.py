@@ -15,7 +15,7 @@ from moe_jax.compression.methods.registry import METHODS
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig
-from moe_jax.nn.router import RouterStatistics
+from moe_jax.nn.moe import RouterStatistics
 from tests.compression.methods.test_baselines import D, F, compressed, design_of, experts_of, output, squared_error
 from tests.support.moe_models import memory_moe
 

@@ -13,7 +13,7 @@ from moe_jax.compression.methods.interface import Method
 from moe_jax.compression.methods.merging.full_experts import check_full, full_target
 from moe_jax.compression.methods.registry import METHODS, make_method
 from moe_jax.core.errors import InputError
-from moe_jax.experts.forms.optional.coding import check_keep
+from moe_jax.experts.forms.coding import check_keep
 from moe_jax.model_io.loading import load_model
 from moe_jax.model_io.model_dir import ModelDirectory
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.experts.forms import Full, LowRank, Quantized, Sparse
-from moe_jax.experts.forms.kinds.nf4 import NF4
-from moe_jax.experts.forms.matrix import BASE, Matrix, Part
-from moe_jax.experts.forms.optional.backends import FormTiles
+from moe_jax.experts.forms.kernel_of_codes import NF4
+from moe_jax.experts.forms.optional import FormTiles
 from moe_jax.experts.hidden_rows import Kernels, hidden_rows
+from moe_jax.experts.shapes import BASE, Matrix, Part
 from moe_jax.functional.ffn import hidden
 from moe_jax.functional.products.nf4 import SCALE_LEVELS, quantize_nf4
 from moe_jax.functional.products.packing import codes_shape, scales_shape

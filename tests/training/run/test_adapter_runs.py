@@ -12,7 +12,7 @@ import pytest
 from moe_jax.api.open_source import open_source
 from moe_jax.commands.line import cli
 from moe_jax.distributed.sharding import path_name
-from moe_jax.experts.layout.config import LoRAConfig
+from moe_jax.experts.shapes import LoRAConfig
 from moe_jax.model_io.adapter_dir import AdapterDirectoryWriter
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_dir import ModelDirectory

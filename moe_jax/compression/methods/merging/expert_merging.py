@@ -35,9 +35,9 @@ from moe_jax.compression.methods.merging.full_experts import (
 )
 from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.core.finite import cast
-from moe_jax.experts.forms.optional.coding import check_keep
+from moe_jax.experts.forms.coding import check_keep
 from moe_jax.models import MoEConfig
-from moe_jax.nn.router import RouterStatistics
+from moe_jax.nn.moe import RouterStatistics
 
 # Of the search for orders that Git Re-Basin makes.
 MOST_ROUNDS = 100

@@ -18,7 +18,7 @@ from moe_jax.compression.methods.interface import Analysis, Method, Tick, check_
 from moe_jax.compression.methods.merging.expert_merging import count_groups
 from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.core.errors import InputError, check_member
-from moe_jax.experts.forms.optional.coding import check_keep
+from moe_jax.experts.forms.coding import check_keep
 from moe_jax.models import MoEConfig
 
 CRITERIA = ("reap", "frequency")

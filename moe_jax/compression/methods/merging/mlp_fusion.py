@@ -18,8 +18,8 @@ from moe_jax.compression.methods.interface import Analysis, Method
 from moe_jax.compression.methods.merging.full_experts import check_full, full_target, routed_biases, write_universal
 from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.core.errors import InputError
-from moe_jax.experts.forms.kinds.positions import kept_entries
-from moe_jax.experts.forms.optional.coding import check_keep
+from moe_jax.experts.forms.coding import check_keep
+from moe_jax.experts.forms.sparse import kept_entries
 from moe_jax.models import MoEConfig
 
 MOST_ITERATIONS = 30

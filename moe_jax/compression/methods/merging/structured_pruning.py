@@ -24,9 +24,9 @@ from moe_jax.compression.methods.merging.full_experts import (
 )
 from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.core.errors import check_member
-from moe_jax.experts.forms.kinds.positions import kept_entries
-from moe_jax.experts.forms.optional.coding import DESIGNS, check_keep
-from moe_jax.experts.layout.config import FFNConfig
+from moe_jax.experts.forms.coding import DESIGNS, check_keep
+from moe_jax.experts.forms.sparse import kept_entries
+from moe_jax.experts.shapes import FFNConfig
 from moe_jax.models import MoEConfig
 
 

@@ -21,22 +21,20 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from moe_jax.experts.forms.matrix import Part
-from moe_jax.experts.forms.sharded_linear import part_here
-from moe_jax.experts.hidden_rows import Kernels, hidden_rows, is_of_base
-from moe_jax.experts.layout.mesh import current_mesh, spec_on_mesh, token_axes
-from moe_jax.experts.layout.platforms import current_chip
-from moe_jax.experts.parallel.exchange import (
+from moe_jax.experts.devices import current_chip, current_mesh, part_here, spec_on_mesh, token_axes
+from moe_jax.experts.exchange import (
     DEFAULT,
     Buffer,
     Exchange,
     ceil_div,
+    gathered,
     make_plan,
     rounds_needed,
     send,
     send_back,
 )
-from moe_jax.experts.parallel.rounded_gather import gathered
+from moe_jax.experts.hidden_rows import Kernels, hidden_rows, is_of_base
+from moe_jax.experts.shapes import Part
 from moe_jax.functional.routing.decision import Routing
 from moe_jax.functional.routing.dispatch import Order, combine, dispatch, part_of, sort_by_expert
 

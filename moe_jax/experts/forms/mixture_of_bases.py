@@ -11,14 +11,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from moe_jax.core.errors import InputError, check_member, check_positive
-from moe_jax.experts.forms.by_name import register
-from moe_jax.experts.forms.kinds.full import Full
-from moe_jax.experts.forms.kinds.low_rank import LowRank, ProductOfFactors
-from moe_jax.experts.forms.matrix import Arrays, Load, Matrix, Split, ffn_matrices, normal_kernel
-from moe_jax.experts.forms.optional.coding import Layout, Storable, Wanted
-from moe_jax.experts.forms.protocol import KernelForm
-from moe_jax.experts.layout.config import FFNConfig
-from moe_jax.experts.layout.platforms import Cost, Platform
+from moe_jax.experts.devices import Cost, Platform
+from moe_jax.experts.forms.coding import Layout, Storable, Wanted
+from moe_jax.experts.forms.low_rank import LowRank, ProductOfFactors
+from moe_jax.experts.forms.protocol import KernelForm, register
+from moe_jax.experts.forms.whole import Full
+from moe_jax.experts.shapes import Arrays, FFNConfig, Load, Matrix, Split, ffn_matrices, normal_kernel
 
 BasisActivation = Literal["silu", "tanh"]
 FUNCTIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu, "tanh": jnp.tanh}

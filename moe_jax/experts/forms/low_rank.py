@@ -13,10 +13,8 @@ from jaxtyping import Array, Float, Int
 from moe_jax.core.draws import FACTOR, draw_factor
 from moe_jax.core.errors import InputError, check_positive
 from moe_jax.core.finite import cast
-from moe_jax.experts.forms.by_name import register
-from moe_jax.experts.forms.matrix import Arrays, Load, Matrix, Part, Split, Window, ffn_matrices, uniform_factor
-from moe_jax.experts.forms.optional.backends import MadeInPallas, MadeInTriton
-from moe_jax.experts.forms.optional.coding import (
+from moe_jax.experts.devices import Cost, Platform
+from moe_jax.experts.forms.coding import (
     CodedJointly,
     Coder,
     Design,
@@ -28,10 +26,9 @@ from moe_jax.experts.forms.optional.coding import (
     Wanted,
     check_keep,
 )
-from moe_jax.experts.forms.optional.costs import CostModel, SideBySide
-from moe_jax.experts.forms.protocol import KernelForm, Streams
-from moe_jax.experts.layout.config import FFNConfig
-from moe_jax.experts.layout.platforms import Cost, Platform
+from moe_jax.experts.forms.optional import CostModel, MadeInPallas, MadeInTriton, SideBySide
+from moe_jax.experts.forms.protocol import KernelForm, Streams, register
+from moe_jax.experts.shapes import Arrays, FFNConfig, Load, Matrix, Part, Split, Window, ffn_matrices, uniform_factor
 from moe_jax.functional.products.block_synthesis import InTriton
 from moe_jax.functional.products.grouped import grouped_matmul
 from moe_jax.kernels.tpu.tiles.fused_tile import FusedTile

@@ -10,14 +10,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, UInt8
 
 from moe_jax.core.errors import MAX_SIZE, InputError
-from moe_jax.experts.forms.by_name import register
-from moe_jax.experts.forms.matrix import Arrays, Matrix, Split, Window
-from moe_jax.experts.forms.optional.backends import MadeInPallas, MadeInTriton
-from moe_jax.experts.forms.optional.coding import Coder, Design, Encodable, EncodedKernel, Layout, Residual, Wanted
-from moe_jax.experts.forms.optional.costs import CostModel
-from moe_jax.experts.forms.protocol import KernelForm
-from moe_jax.experts.layout.config import FFNConfig
-from moe_jax.experts.layout.platforms import Platform
+from moe_jax.experts.devices import Platform
+from moe_jax.experts.forms.coding import Coder, Design, Encodable, EncodedKernel, Layout, Residual, Wanted
+from moe_jax.experts.forms.optional import CostModel, MadeInPallas, MadeInTriton
+from moe_jax.experts.forms.protocol import KernelForm, register
+from moe_jax.experts.shapes import Arrays, FFNConfig, Matrix, Split, Window
 from moe_jax.functional.products.block_synthesis import InTriton
 from moe_jax.functional.products.packing import (
     SCALE_DTYPE,

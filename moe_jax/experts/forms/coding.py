@@ -9,8 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from moe_jax.core.errors import InputError, check_member
-from moe_jax.experts.forms.matrix import Matrix
-from moe_jax.experts.layout.config import FFNConfig
+from moe_jax.experts.shapes import FFNConfig, Matrix
 
 if TYPE_CHECKING:
     from moe_jax.experts.forms.protocol import KernelForm
