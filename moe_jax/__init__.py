@@ -45,7 +45,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.conversion.spec import ExportSpec as ExportSpec
     from moe_jax.core.errors import InputError as InputError
     from moe_jax.evaluation.classification import Classification as Classification
-    from moe_jax.evaluation.held_out_loss import Evaluation as Evaluation
+    from moe_jax.evaluation.held_out import Evaluation as Evaluation
     from moe_jax.experts import AdapterBank as AdapterBank
     from moe_jax.experts import AdapterConfig as AdapterConfig
     from moe_jax.experts import BankConfig as BankConfig
@@ -67,7 +67,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.nn.moe import MoE as MoE
     from moe_jax.peft.spec import AdaptSpec as AdaptSpec
     from moe_jax.peft.spec import MergeSpec as MergeSpec
-    from moe_jax.training.recipe.schema import Recipe as Recipe
+    from moe_jax.training.recipe import Recipe as Recipe
     from moe_jax.upcycling.spec import UpcycleSpec as UpcycleSpec
 
 # The names above, which are not attributes yet.

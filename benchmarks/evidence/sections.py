@@ -278,7 +278,7 @@ SECTIONS = (
     _program(
         "real_model",
         "python benchmarks/real_model.py DATA",
-        ("moe_jax/conversion", *_MODEL, "moe_jax/generation/prompt_batches.py", "moe_jax/evaluation/held_out_loss.py"),
+        ("moe_jax/conversion", *_MODEL, "moe_jax/generation/prompt_batches.py", "moe_jax/evaluation/held_out.py"),
         layouts.REAL_MODEL_FILES,
         layouts.REAL_MODEL_TEXT,
     ),
@@ -297,7 +297,7 @@ SECTIONS = (
             "moe_jax/conversion",
             *_TRAINING,
             "moe_jax/compression",
-            "moe_jax/evaluation/pair_loss.py",
+            "moe_jax/evaluation/held_out.py",
             "moe_jax/evaluation/classification.py",
         ),
         layouts.ENCODER_DECODERS,

@@ -7,7 +7,7 @@ import numpy as np
 from moe_jax.checks.step0 import ProbeText, has_nf4_kernels
 from moe_jax.core.errors import InputError
 from moe_jax.data.tokenizer import Tokenizer, find_tokenizer
-from moe_jax.evaluation.held_out_loss import read_text
+from moe_jax.evaluation.held_out import read_text
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig

@@ -28,7 +28,7 @@ from moe_jax.compression.calibration.recorded import (
 from moe_jax.core.errors import InputError
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.distributed.sharding import make_mesh
-from moe_jax.evaluation.held_out_loss import check_seq_len
+from moe_jax.evaluation.held_out import check_seq_len
 from moe_jax.files.staging import lock_directory
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.model_source import ModelSource

@@ -17,29 +17,30 @@ from moe_jax.data.data_files import uncompressed
 from moe_jax.data.examples import Example
 from moe_jax.data.sections import DataSection, SourceSection
 from moe_jax.data.tokenizer import Pair, Tokenizer
-from moe_jax.evaluation.held_out_loss import (
+from moe_jax.evaluation.held_out import (
     Evaluation,
     Evaluator,
+    PairEvaluator,
     check_seq_len,
     read_held_out,
     read_text,
     with_lengths,
 )
-from moe_jax.evaluation.pair_loss import PairEvaluator
 from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig
 from moe_jax.peft.adapted_config import adapted_config
 from moe_jax.peft.spec import AdaptSpec
 from moe_jax.planning.model_costs import (
     Plan,
+    PlannedStrategies,
     TrainingMemory,
     TunedParameters,
     make_plan,
+    planned_strategies,
     training_memory,
     tuned_parameters,
 )
-from moe_jax.planning.planned_strategies import PlannedStrategies, planned_strategies
-from moe_jax.training.recipe.schema import OptimizerSection
+from moe_jax.training.recipe import OptimizerSection
 from moe_jax.upcycling.new_config import upcycled_config
 from moe_jax.upcycling.spec import UpcycleSpec
 

@@ -23,9 +23,8 @@ from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
 from moe_jax.peft import split_model, trainable_paths
-from moe_jax.training.optim.optimizer import Placed, at_step, learning_rate, make_optimizer, state_specs
-from moe_jax.training.optim.parameter_groups import group_rates
-from moe_jax.training.recipe.schema import Recipe
+from moe_jax.training.optimizer import Placed, at_step, group_rates, learning_rate, make_optimizer, state_specs
+from moe_jax.training.recipe import Recipe
 from moe_jax.training.step import StepMetrics, Teaching, TrainState, init_state, make_step
 
 

@@ -11,7 +11,7 @@ from moe_jax.commands.line import cli
 from moe_jax.core.errors import InputError
 from moe_jax.files.staging import check_beside, check_local, check_model_path, refuse_existing
 from moe_jax.model_io.model_dir import ModelDirectoryWriter
-from moe_jax.training.recipe.schema import load_recipe
+from moe_jax.training.recipe import load_recipe
 from tests.support.dense_models import dense_config, random_leaves, write_model
 
 

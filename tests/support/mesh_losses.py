@@ -16,7 +16,7 @@ from moe_jax.distributed import processes
 from moe_jax.experts.shapes import AdapterConfig
 from moe_jax.models import BankConfig, ModelConfig, PerftConfig
 from moe_jax.training.in_memory_training import train_on_batches
-from moe_jax.training.recipe.schema import MeshSection, ModelSection, OptimizerSection
+from moe_jax.training.recipe import MeshSection, ModelSection, OptimizerSection
 from tests.support.training_models import BANKS, config_of, moe, recipe_of
 
 STEPS = 3

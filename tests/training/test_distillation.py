@@ -18,7 +18,7 @@ from moe_jax.nn import auxiliary_loss
 from moe_jax.planning import planned_training
 from moe_jax.planning.compile_only import bytes_of, compiled_step
 from moe_jax.training.program import abstract_batch, first_state, make_program
-from moe_jax.training.recipe.schema import (
+from moe_jax.training.recipe import (
     DistillSection,
     EmaSection,
     MeshSection,

@@ -21,7 +21,7 @@ from moe_jax.peft import split_model
 from moe_jax.planning.compile_only import bytes_of, compiled_step
 from moe_jax.training import program as program_module
 from moe_jax.training.program import Program, first_state, make_program
-from moe_jax.training.recipe.schema import (
+from moe_jax.training.recipe import (
     MeshSection,
     ModelSection,
     PartitionSection,

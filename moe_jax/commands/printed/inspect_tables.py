@@ -12,9 +12,9 @@ from moe_jax.core.formatting import index_set
 if TYPE_CHECKING:
     import jax
 
+    from moe_jax.evaluation.held_out import ExpertLoad
     from moe_jax.model_io.model_source import ModelSource
     from moe_jax.models import LayerConfig, ModelConfig
-    from moe_jax.training.expert_load import ExpertLoad
 
 
 def adapter_lines(config: "ModelConfig") -> list[str]:
@@ -142,9 +142,8 @@ def draw(source: "ModelSource", dst: Path, *, text: Path | None, seq_len: int | 
 def _measure_load(source: "ModelSource", text: Path, seq_len: int, split: bool) -> "ExpertLoad":
     from moe_jax.data.tokenizer import Tokenizer, find_tokenizer
     from moe_jax.distributed.sharding import make_mesh
-    from moe_jax.evaluation.held_out_loss import check_seq_len, read_text
+    from moe_jax.evaluation.held_out import check_seq_len, measure_load, read_text
     from moe_jax.model_io.loading import load_model
-    from moe_jax.training.expert_load import measure_load
 
     check_seq_len(seq_len)
     ids = read_text(text, Tokenizer(find_tokenizer(source.tokenizer_files, source.path), source.config))

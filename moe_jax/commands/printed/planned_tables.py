@@ -9,7 +9,7 @@ from moe_jax.core.formatting import show_bytes, show_duration
 from moe_jax.core.terminal import console_for_tables
 
 if TYPE_CHECKING:
-    from moe_jax.planning.planned_strategies import LayerStrategies, PlannedStrategies
+    from moe_jax.planning.model_costs import LayerStrategies, PlannedStrategies
     from moe_jax.planning.planned_training import PlannedTraining
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moe_jax.planning.compile_only import prepare_environment
+from moe_jax.planning.planned_devices import prepare_environment
 
 prepare_environment()
 

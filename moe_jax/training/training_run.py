@@ -18,8 +18,7 @@ from moe_jax.data.pipeline import open_data
 from moe_jax.data.tokenizer import Tokenizer, find_tokenizer
 from moe_jax.distributed.processes import check_equal, describe_devices, first_decides, is_first_process, wait_for_all
 from moe_jax.distributed.sharding import local_rows
-from moe_jax.evaluation.held_out_loss import Evaluator, HeldOut, read_held_out, with_lengths
-from moe_jax.evaluation.pair_loss import PairEvaluator
+from moe_jax.evaluation.held_out import Evaluator, HeldOut, PairEvaluator, read_held_out, with_lengths
 from moe_jax.files.json_toml import parse
 from moe_jax.files.staging import check_writable
 from moe_jax.files.storage_path import as_path
@@ -28,10 +27,10 @@ from moe_jax.model_io.loading import disk_paths
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.peft.trained_table import print_trained
-from moe_jax.training.log import tensorboard
-from moe_jax.training.log.wandb_writer import import_wandb
+from moe_jax.training import recipe_toml
 from moe_jax.training.loop import Loop
-from moe_jax.training.optim.optimizer import in_dtypes_of
+from moe_jax.training.metrics import NO_TENSORBOARD, has_tensorboard, import_wandb
+from moe_jax.training.optimizer import in_dtypes_of
 from moe_jax.training.program import (
     Program,
     completed_state,
@@ -41,22 +40,8 @@ from moe_jax.training.program import (
     make_program,
     mesh_for,
 )
-from moe_jax.training.recipe import recipe_toml
-from moe_jax.training.recipe.schema import Recipe
-from moe_jax.training.run.continuation import (
-    RECORD,
-    Restart,
-    RunRecord,
-    check_continues,
-    check_restarts,
-    check_same,
-    described_recipe,
-    described_record,
-    make_record,
-    read_record,
-    with_horizon,
-)
-from moe_jax.training.run.restart import (
+from moe_jax.training.recipe import Recipe
+from moe_jax.training.restart import (
     Origin,
     check_restarted,
     find_origin,
@@ -65,18 +50,27 @@ from moe_jax.training.run.restart import (
     restart_record,
     write_restart,
 )
-from moe_jax.training.run.run_directory import (
+from moe_jax.training.run_directory import (
     CHECKPOINTS,
     RECIPE,
+    RECORD,
+    Restart,
     RunLock,
+    RunRecord,
+    check_continues,
+    check_restarts,
+    check_same,
+    described_recipe,
+    described_record,
     files_of_run,
+    make_record,
+    read_record,
     read_run,
-    trained_config,
     update_run,
+    with_horizon,
     write_beginning,
-    write_model,
 )
-from moe_jax.training.run.saved_model import is_saved_by_layer
+from moe_jax.training.saved_model import is_saved_by_layer, trained_config, write_model
 from moe_jax.training.step import TrainState
 
 # Published models pad their vocabulary by less; a larger difference means another model's tokenizer.
@@ -209,8 +203,8 @@ def _train(
     mesh = mesh_for(recipe, config)
     tokenizer = path_of_tokenizer(recipe, source)
     notes = _notes_on_tokenizer(tokenizer, config)
-    if recipe.log.tensorboard and not tensorboard.is_installed():
-        notes.append(tensorboard.MISSING)
+    if recipe.log.tensorboard and not has_tensorboard():
+        notes.append(NO_TENSORBOARD)
     data = open_data(
         recipe.data,
         config,

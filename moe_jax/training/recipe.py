@@ -2,7 +2,7 @@
 
 Relative paths in a recipe are relative to the current directory and not to the recipe, so that the resolved recipe in
 the run directory means the same when it is run again from the same directory. If model, data or run were moved, a run
-is continued with the new paths: the contents of the files count (`continuation`).
+is continued with the new paths: the contents of the files count (`run_directory`).
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from moe_jax.files import json_toml
 from moe_jax.files.json_toml import read_toml
 from moe_jax.files.staging import check_model_path
 from moe_jax.files.storage_path import as_path
-from moe_jax.training.recipe import recipe_toml
+from moe_jax.training import recipe_toml
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -370,7 +370,7 @@ class EvalSection:
 class Recipe:
     """A training run.
 
-        >>> from moe_jax.training.recipe.schema import ModelSection
+        >>> from moe_jax.training.recipe import ModelSection
         >>> moe_jax.Recipe(run_dir="run", model=ModelSection(path="moe-dir")).optimizer.learning_rate
         0.0003
 

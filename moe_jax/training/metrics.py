@@ -1,11 +1,16 @@
-"""The reports of a run: each step as a line of metrics.jsonl and as TensorBoard events, and progress on screen."""
+"""The reports of a run: metrics.jsonl, TensorBoard, Weights & Biases, a profiler trace, and lines on screen."""
 
 import contextlib
+import importlib
+import importlib.util
 import json
 import math
-from collections.abc import Callable, Mapping
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -15,13 +20,123 @@ from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import show_duration
 from moe_jax.core.terminal import Pace, progress_bars
 from moe_jax.distributed.processes import is_first_process
+from moe_jax.files.growing import LocalFolder
 from moe_jax.files.json_toml import ANYTHING, parse_json
 from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig
 from moe_jax.nn.moe import stats_per_layer
-from moe_jax.training.log import tensorboard as tensorboard_log
-from moe_jax.training.log.wandb_writer import WandbWriter
 from moe_jax.training.step import StepMetrics
+
+NO_TENSORBOARD = (
+    "no TensorBoard events are written: pip install 'moe-jax[tensorboard]', or set log.tensorboard to false"
+)
+_SECONDS = 20.0
+
+
+def has_tensorboard() -> bool:
+    """Whether tensorboardX is installed.
+
+    It is imported only when events are written, because it imports PyTorch, too, where that is installed.
+    """
+    return importlib.util.find_spec("tensorboardX") is not None
+
+
+class EventWriter:
+    """Appends scalars to a new event file in a directory; needs tensorboardX.
+
+    Its `EventsWriter` is used, and not its `SummaryWriter`: that queues every scalar as an event of its own, which
+    takes longer than a step where layers have many experts, and its `flush` does not wait for the queue.
+
+    Args:
+      directory: created if necessary. In a bucket the file appears when it is flushed or closed.
+      first_step: TensorBoard no longer shows steps from here on that are in older files of the directory.
+    """
+
+    def __init__(self, directory: Path, *, first_step: int):
+        from tensorboardX.event_file_writer import EventsWriter
+
+        event_pb2: Any = importlib.import_module("tensorboardX.proto.event_pb2")
+        summary_pb2: Any = importlib.import_module("tensorboardX.proto.summary_pb2")
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._folder = as_path(directory).local_folder()
+        self._events = EventsWriter(str(self._folder.path / "events"), filename_suffix=f".{os.getpid()}.{first_step}")
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._events.write_event(event_pb2.Event(wall_time=time.time(), step=first_step, session_log=start))
+        self._due = 0.0
+
+    def write(self, step: int, scalars: Iterable[tuple[str, float]]) -> None:
+        """Writes the scalars of a step, by tag; they are in the file some seconds later."""
+        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars]
+        self._events.write_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+        if time.monotonic() >= self._due:
+            self._events.flush()
+            self._due = time.monotonic() + _SECONDS
+
+    def flush(self) -> None:
+        """Returns when all events are in the file, or in the bucket."""
+        self._events.flush()
+        self._folder.flush()
+
+    def close(self) -> None:
+        """Closes the file; all is in its place."""
+        self._events.close()
+        self._folder.close()
+
+
+_RUN_ID = "wandb_id"
+
+
+def import_wandb() -> Any:
+    """Imports the library, which nothing else imports.
+
+    Raises:
+      InputError: if it is not installed.
+    """
+    try:
+        return importlib.import_module("wandb")
+    except ImportError:
+        raise InputError("log.wandb needs Weights & Biases: pip install 'moe-jax[wandb]'") from None
+
+
+class WandbWriter:
+    """Logs scalars to a run of Weights & Biases; a continued run of ours continues that run.
+
+    Files, those of an offline run included, are in `RUN/wandb`, or for a run in a bucket in `wandb` of the current
+    directory; `wandb sync` sends them later.
+
+    Args:
+      run_dir: of the run; `wandb_id` in it names the run of Weights & Biases.
+      mode: `online` or `offline`.
+      project: of Weights & Biases.
+      config: the recipe, flat.
+    """
+
+    def __init__(self, run_dir: Path, *, mode: Literal["online", "offline"], project: str, config: Mapping[str, Any]):
+        wandb, file = import_wandb(), run_dir / _RUN_ID
+        if not file.is_file():
+            as_path(file).replace_content(secrets.token_hex(4).encode())
+        self._run = wandb.init(
+            project=project,
+            name=run_dir.resolve().name,
+            id=file.read_text(encoding="utf-8").strip(),
+            resume="allow",
+            mode=mode,
+            dir=str(as_path(run_dir).on_disk or Path.cwd()),
+            config=dict(config),
+        )
+        # Our steps, and not those of Weights & Biases, are the axis: steps that an interrupted run wrote beyond its
+        # last checkpoint come a second time, which its own steps do not allow.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, scalars: Iterable[tuple[str, float]]) -> None:
+        """Logs the scalars of a step, by tag."""
+        self._run.log({"step": step, **dict(scalars)})
+
+    def close(self) -> None:
+        """Ends the run of Weights & Biases; everything is sent, or in its files."""
+        self._run.finish()
+
 
 Record = dict[str, Any]
 _FINITE = ("loss", "aux_loss", "distill_loss", "grad_norm", "eval_loss")
@@ -99,8 +214,8 @@ class MetricsWriter:
         self._file = path.growing(
             [json.dumps(record) + "\n" for record in read_metrics(path) if record["step"] <= last_step]
         )
-        if tensorboard and tensorboard_log.is_installed():
-            self._events = tensorboard_log.EventWriter(run_dir / "tensorboard", first_step=last_step + 1)
+        if tensorboard and has_tensorboard():
+            self._events = EventWriter(run_dir / "tensorboard", first_step=last_step + 1)
         if wandb is not None:
             self._wandb = wandb()
 
@@ -214,3 +329,50 @@ def _flat(record: Mapping[str, Any]) -> list[tuple[str, float]]:
                 for expert, number in entries:
                     scalars.append((f"{key}/layer_{layer}" + ("" if expert is None else f"/expert_{expert}"), number))
     return [(tag, value) for tag, value in scalars if tag != "step"]
+
+
+class StepTrace:
+    """Traces steps `first` to `last`, both included; steps that are not run are not waited for. A context manager.
+
+    Every process writes a trace of its own devices.
+
+    Args:
+      directory: made by the profiler, which writes `plugins/profile/TIME/` into it; in a bucket when the trace ends.
+      steps: `(first, last)`, or empty for no trace.
+    """
+
+    def __init__(self, directory: Path, steps: tuple[int, ...]):
+        self._directory = directory
+        self._first, self._last = steps or (0, -1)
+        self._traces = False
+        self._folder: LocalFolder | None = None
+
+    def __enter__(self) -> "StepTrace":
+        return self
+
+    def step(self, number: int) -> contextlib.AbstractContextManager:
+        """Call before each step, and run the step inside."""
+        if not self._traces and self._first <= number <= self._last:
+            self._folder = as_path(self._directory).local_folder()
+            jax.profiler.start_trace(self._folder.path)
+            self._traces = True
+        return jax.profiler.StepTraceAnnotation("train", step_num=number) if self._traces else contextlib.nullcontext()
+
+    def after(self, number: int, result: Any) -> bool:
+        """Ends the trace after its last step, when `result` is computed; returns whether it did."""
+        if not self._traces or number < self._last:
+            return False
+        jax.block_until_ready(result)
+        self._stop()
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        # The run ended, or stopped, during the trace.
+        if self._traces:
+            self._stop()
+
+    def _stop(self) -> None:
+        self._traces = False
+        jax.profiler.stop_trace()
+        if self._folder is not None:
+            self._folder.close()

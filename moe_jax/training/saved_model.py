@@ -1,6 +1,7 @@
-"""`RUN@STEP`: the model of a training checkpoint, for everything that takes a model."""
+"""The model of a run: written at its end, or read from a checkpoint (`RUN@STEP`) by everything that takes a model."""
 
 import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,26 +14,32 @@ from flax import nnx
 from moe_jax.checkpoints.saved_state import SavedState
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import cast
+from moe_jax.distributed.processes import first_decides
 from moe_jax.distributed.sharding import path_name
 from moe_jax.files.byte_files import fingerprint_leaves, sample_array
+from moe_jax.files.staging import place_to_replace, replace_directory
+from moe_jax.files.storage_path import as_path
+from moe_jax.model_io.adapter_dir import AdapterDirectory, AdapterDirectoryWriter
 from moe_jax.model_io.in_memory import DecoderLeaves
-from moe_jax.model_io.loading import abstract_model, disk_paths, leaf_specs, may_be_cast
-from moe_jax.model_io.model_dir import fingerprint_model
+from moe_jax.model_io.lineage import new_lineage_entry
+from moe_jax.model_io.loading import abstract_model, disk_paths, leaf_specs, may_be_cast, model_leaves
+from moe_jax.model_io.model_dir import ModelDirectoryWriter, fingerprint_model
 from moe_jax.model_io.model_source import ModelSource, OverBase
 from moe_jax.models import ModelConfig, config_from_json
 from moe_jax.nn import Decoder
 from moe_jax.peft import trainable_paths
+from moe_jax.training import recipe_toml
 from moe_jax.training.program import draw_model
-from moe_jax.training.recipe.schema import Recipe, load_recipe
-from moe_jax.training.run.continuation import RECORD, RunRecord
-from moe_jax.training.run.run_directory import (
+from moe_jax.training.recipe import Recipe, load_recipe
+from moe_jax.training.run_directory import (
+    MODEL,
     RECIPE,
+    RECORD,
+    Restart,
+    RunRecord,
     check_saved,
     files_of_run,
     folder_of,
-    lineage_of,
-    output_dtype,
-    trained_config,
 )
 
 
@@ -221,3 +228,106 @@ def _config_of(record: RunRecord, run_dir: Path) -> ModelConfig:
 def _parameters(model: Decoder) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns all parameters of an abstract model, by their paths in memory."""
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(model))}
+
+
+def write_model(
+    model: Decoder,
+    recipe: Recipe,
+    source: ModelSource | None,
+    files: Sequence[Path],
+    measured: dict[str, Any],
+    trainable: Collection[str],
+    *,
+    restarts: Sequence[Restart] = (),
+) -> Path:
+    """Writes `run_dir/model` and returns its path; an earlier one of the same run is replaced.
+
+    If training started from an adapter directory, the output is an adapter directory over the same base. It holds the
+    leaves that the first one held, and all others that were trained.
+
+    Args:
+      model: with the trained parameters.
+      recipe: of the run.
+      source: the model that training started from; its lineage is continued.
+      files: files that go with the model, copied.
+      measured: measurements for the lineage.
+      trainable: paths in memory of the trained parameters.
+      restarts: of the run, for the lineage.
+
+    Raises:
+      InputError: if parameters are not finite, or too large for the recipe's `output_dtype`.
+    """
+    target = as_path(recipe.run_dir) / MODEL
+    started_from = source if recipe.model.init == "checkpoint" else None
+    lineage = lineage_of(recipe, source, measured, restarts)
+    # Where nothing takes the place of an earlier model at once, the checkpoint has all to write it again.
+    fresh = as_path(first_decides(lambda: str(place_to_replace(target))))
+    if isinstance(started_from, AdapterDirectory):
+        trained = {name for path in trainable for name in disk_paths(model.config, path)}
+        own = trained | started_from.own_specs().keys()
+        writer = AdapterDirectoryWriter(
+            fresh, model.config, base=started_from.base, trained=own, tokenizer_files=files, lineage=lineage
+        )
+    else:
+        own = None
+        writer = ModelDirectoryWriter(fresh, model.config, tokenizer_files=files, lineage=lineage)
+    # Every process must make these calls, and writes the shards that it has.
+    with writer:
+        stored = None if started_from is None else started_from.specs()
+        for path, leaf in _written_leaves(model, recipe, stored, own):
+            if isinstance(leaf, jax.Array):
+                writer.write_sharded(path, leaf, output_dtype(path, leaf.dtype, recipe, stored))
+            else:
+                writer.write({path: leaf})
+    first_decides(lambda: replace_directory(target, fresh))
+    return target
+
+
+def lineage_of(
+    recipe: Recipe, source: ModelSource | None, measured: Mapping[str, Any], restarts: Sequence[Restart]
+) -> list[dict[str, Any]]:
+    """Returns the lineage of a trained model; see `write_model`."""
+    options = {key: recipe_toml.plain(value) for key, value in recipe_toml.flatten(recipe).items() if value is not None}
+    if restarts:
+        options["restarts"] = [dataclasses.asdict(restart) for restart in restarts]
+    if source is None or recipe.model.init != "checkpoint":
+        return [new_lineage_entry("train", options, [], measured)]
+    return [*source.lineage, new_lineage_entry("train", options, [source], measured)]
+
+
+def trained_config(config: ModelConfig, recipe: Recipe) -> ModelConfig:
+    """Returns the config of the trained model, with the dtype of its output."""
+    begun_with = config.dtype if recipe.model.init == "checkpoint" else recipe.model.param_dtype
+    return dataclasses.replace(config, dtype=recipe.model.output_dtype or begun_with)
+
+
+def output_dtype(
+    path: str, held: jnp.dtype, recipe: Recipe, stored: Mapping[str, jax.ShapeDtypeStruct] | None
+) -> jnp.dtype:
+    """Returns the dtype in which the trained model has a leaf.
+
+    Args:
+      path: of the leaf.
+      held: its dtype in training.
+      recipe: of the run.
+      stored: the leaves of the model that training started from; None: it started from new weights.
+    """
+    if not may_be_cast(path, held):
+        return held
+    if recipe.model.output_dtype is not None:
+        return jnp.dtype(recipe.model.output_dtype)
+    return held if stored is None or path not in stored else stored[path].dtype
+
+
+def _written_leaves(
+    model: Decoder, recipe: Recipe, stored: Mapping[str, jax.ShapeDtypeStruct] | None, only: Collection[str] | None
+) -> Iterator[tuple[str, np.ndarray | jax.Array]]:
+    """Yields leaves, all or some, in the output dtype; leaves sharded over processes as they are in training."""
+    for path, leaf in model_leaves(model):
+        if only is not None and path not in only:
+            continue
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            yield path, leaf
+        else:
+            leaf = np.asarray(leaf)
+            yield path, cast(path, leaf, output_dtype(path, leaf.dtype, recipe, stored))

@@ -1,27 +1,44 @@
-"""Conditions for continuing or restarting a run: equal keys of its recipe, and equal contents of its files.
+"""The run directory: the outputs of a run, and everything needed to continue it.
 
-`run.json` in the run directory identifies the inputs of the run by content, so that the run, its model and its data can
-be moved.
+    recipe.toml      the recipe as resolved, overrides included
+    run.json         the inputs of the run, identified by content, so that run, model and data can be moved
+    tokenizer/       the tokenizer's files, and others that go with the model
+    checkpoints/     the last few training checkpoints
+    metrics.jsonl    one line per step
+    tensorboard/     the same as events
+    profile/         a profiler trace, if the recipe asks for one
+    wandb/, wandb_id files of Weights & Biases, likewise
+    model/           a model directory, at the end
+
+While a process works on the run it holds a lock on the directory, and `.lock` says which process that is. In a bucket
+`.lock` is a lease, checkpoints/steps.json lists the checkpoints, and the files of Weights & Biases are elsewhere.
+
+A run is continued or restarted where certain keys of its recipe, and the contents of its files, are equal.
 """
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+from moe_jax.checkpoints.saved_state import read_steps
 from moe_jax.core.errors import InputError, raise_if_any, shown
 from moe_jax.data.records import find_files
 from moe_jax.data.sections import at_least
 from moe_jax.data.tokenizer import tokenizer_identity
 from moe_jax.files.byte_files import fingerprint_contents
 from moe_jax.files.json_toml import parse, read_json_object, without_format
+from moe_jax.files.remote_work import Lease
+from moe_jax.files.staging import DirectoryLock, hold_alone
 from moe_jax.files.storage_path import as_path
+from moe_jax.files.tokenizer_files import list_tokenizer_files, read_tokenizer_file, tokenizer_files_in
 from moe_jax.model_io.adapter_dir import ModelReference
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig, config_to_json
-from moe_jax.training.recipe import recipe_toml
-from moe_jax.training.recipe.schema import Recipe
+from moe_jax.training import recipe_toml
+from moe_jax.training.recipe import Recipe, load_recipe
 
 # Keys that may differ between a run and its continuation, because they do not change what a step computes. (Another
 # mesh sums in another order, so the last bits may differ; restoring onto it is a feature.)
@@ -212,3 +229,134 @@ def _described(recipe: Recipe) -> Sequence[dict[str, Any]]:
 
 def _identity(reference: ModelReference | None) -> str | None:
     return None if reference is None else reference.fingerprint
+
+
+RECIPE = "recipe.toml"
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+MODEL = "model"
+_TOKENIZER = "tokenizer"
+_HOLDER = ".lock"
+
+
+class RunLock:
+    """Keeps all other processes out of a run directory, from `take` to the end of the block. A context manager.
+
+    In a run with several processes the first one holds the lock.
+    """
+
+    def __init__(self, run_dir: Path):
+        self._run_dir = as_path(run_dir)
+        self._held: DirectoryLock | Lease | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def take(self) -> None:
+        """Locks the directory, which is created if necessary; does nothing if the lock is held already.
+
+        Raises:
+          InputError: if another process holds the lock; the message says which. In a bucket that is a lease: one that
+            nobody renews any more is waited for.
+        """
+        if self._held is None:
+            self._held = hold_alone(self._run_dir, _HOLDER)
+
+    def __exit__(self, *_: object) -> None:
+        if self._held is not None:
+            self._held.release()
+
+
+def read_run(run_dir: Path, *, resume: bool) -> Recipe | None:
+    """Returns the recipe of the run in a directory; None if there is none. Writes nothing.
+
+    Raises:
+      InputError: if `run_dir` exists and is not to be continued, or is not a run.
+    """
+    # In a bucket, the listing that shows whether something exists may be late.
+    if not (run_dir / RECIPE).is_file() and not run_dir.exists() and not run_dir.is_symlink():
+        return None
+    if run_dir.is_dir() and all(child.name == _HOLDER for child in run_dir.iterdir()):
+        return None
+    if not resume:
+        raise InputError(f"{run_dir} already exists; continue it with --resume, or choose another run_dir")
+    if not (run_dir / RECIPE).is_file():
+        raise InputError(f"{run_dir} is not a training run: it has no {RECIPE}; choose another run_dir")
+    if not (run_dir / RECORD).is_file() and any((run_dir / CHECKPOINTS).glob("*")):
+        raise InputError(f"{run_dir} has checkpoints, but no {RECORD} that says of what; start a new run")
+    return load_recipe(run_dir / RECIPE)
+
+
+def split_step(path: Path) -> tuple[Path, int] | None:
+    """Returns the run and the step of `RUN@STEP`; None if the path does not have this form, or exists."""
+    match = re.fullmatch(r"(.+)@(\d{1,18})", Path(path).name)
+    if match is None or as_path(path).exists():
+        return None
+    return as_path(path).with_name(match[1]), int(match[2])
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    """Returns the steps of the checkpoints of a run, ascending."""
+    return list(read_steps(as_path(run_dir) / CHECKPOINTS))
+
+
+def folder_of(run_dir: Path, step: int) -> Path:
+    """Returns the folder of a checkpoint of a run."""
+    return read_steps(as_path(run_dir) / CHECKPOINTS)[step]
+
+
+def describe_run(path: Path) -> str | None:
+    """Returns what to give instead of a run directory where a model is expected; None if it is no run directory."""
+    if not (path / RECIPE).is_file() or not (path / RECORD).is_file():
+        return None
+    steps = saved_steps(path)
+    places = [str(path / MODEL)] if (path / MODEL).exists() or not steps else []
+    places += [f"{path}@STEP for a checkpoint of step {', '.join(map(str, steps))}"] if steps else []
+    return f"{path} is a training run and not a model; give {', or '.join(places)}"
+
+
+def check_saved(run_dir: Path, step: int) -> RunRecord:
+    """Returns the record of a run.
+
+    Raises:
+      FileNotFoundError: if there is no run.
+      InputError: if it has no checkpoint of the step, or its record cannot be read.
+    """
+    record = read_record(run_dir)
+    if record is None:
+        raise FileNotFoundError(f"no training run at {run_dir}: there is no {RECORD}")
+    steps = saved_steps(run_dir)
+    if step not in steps:
+        listed = ", ".join(map(str, steps)) or "none"
+        raise InputError(f"{run_dir} has no checkpoint of step {step}; it has {listed}")
+    return record
+
+
+def update_run(run_dir: Path, recipe: Recipe, record: RunRecord) -> None:
+    """Writes the resolved recipe of a continued run, and the present path of its model."""
+    as_path(run_dir / RECIPE).replace_content(recipe_toml.to_toml(recipe).encode())
+    write_record(run_dir, record)
+
+
+def write_beginning(run_dir: Path, recipe: Recipe, record: RunRecord, files: Mapping[str, Path]) -> None:
+    """Writes everything that a run directory holds before the first step, the record last.
+
+    Args:
+      run_dir: the directory; files of a beginning that was interrupted are replaced.
+      recipe: as resolved.
+      record: the inputs of the run.
+      files: files that go with the model, by name.
+    """
+    as_path(run_dir / RECIPE).replace_content(recipe_toml.to_toml(recipe).encode())
+    folder = as_path(run_dir / _TOKENIZER)
+    folder.remove_tree()
+    folder.mkdir()
+    list_tokenizer_files(folder, files)
+    for name, file in files.items():
+        (folder / name).write_durably(read_tokenizer_file(file))
+    write_record(run_dir, record)
+
+
+def files_of_run(run_dir: Path) -> tuple[Path, ...]:
+    """Returns the files that go with the model of a run: its tokenizer's, and others."""
+    return tokenizer_files_in(run_dir / _TOKENIZER)
