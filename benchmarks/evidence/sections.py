@@ -264,7 +264,13 @@ SECTIONS = (
                 *_LOOP,
                 "moe_jax/upcycling",
             ),
-            *("moe_jax/peft", "moe_jax/compression/job", "moe_jax/files/resume.py", "moe_jax/files/staging.py"),
+            *(
+                "moe_jax/peft",
+                "moe_jax/compression/stream.py",
+                "moe_jax/compression/board.py",
+                "moe_jax/files/resume.py",
+                "moe_jax/files/staging.py",
+            ),
             *(
                 "moe_jax/model_io/model_dir.py",
                 "moe_jax/checkpoints/leaf_files.py",

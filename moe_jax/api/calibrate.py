@@ -14,8 +14,6 @@ from jax.sharding import Mesh
 
 from moe_jax.api.model import Model
 from moe_jax.api.run import default_seq_len, read_ids
-from moe_jax.compression.allocation.sensitivity_pass import measure_sensitivities
-from moe_jax.compression.calibration.gradient_pass import has_gradients, record_gradients
 from moe_jax.compression.calibration.layerwise_pass import record, sample_windows
 from moe_jax.compression.calibration.recorded import (
     FORMAT,
@@ -25,6 +23,7 @@ from moe_jax.compression.calibration.recorded import (
     read_sensitivities,
     write_sensitivities,
 )
+from moe_jax.compression.calibration.sensitivities import has_gradients, measure_sensitivities, record_gradients
 from moe_jax.core.errors import InputError
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.distributed.sharding import make_mesh

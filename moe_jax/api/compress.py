@@ -21,11 +21,11 @@ from moe_jax.api.verb import model_verb, work_bars
 from moe_jax.compression import Calibration, Method, Score, Sweep
 from moe_jax.compression import compress as _compress
 from moe_jax.compression import sweep as _sweep
-from moe_jax.compression.job.stream import OnLayer, check_before_calibration, choose_layers
-from moe_jax.compression.layer_figures import LayerFigures
-from moe_jax.compression.methods.delta_base import Base
-from moe_jax.compression.source_layer import SourceLayer, parse_layers
-from moe_jax.compression.spec import CompressSpec, MethodOption, SweepSpec
+from moe_jax.compression.methods.interface import Base
+from moe_jax.compression.report import LayerFigures
+from moe_jax.compression.source_layer import SourceLayer
+from moe_jax.compression.spec import CompressSpec, MethodOption, SweepSpec, parse_layers
+from moe_jax.compression.stream import OnLayer, check_before_calibration, choose_layers
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import check_finite
 from moe_jax.core.terminal import shows_work

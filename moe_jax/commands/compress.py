@@ -17,7 +17,7 @@ from moe_jax.compression.spec import CompressSpec, SweepSpec
 from moe_jax.core.errors import InputError
 
 if TYPE_CHECKING:
-    from moe_jax.compression.layer_figures import LayerFigures
+    from moe_jax.compression.report import LayerFigures
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from moe_jax.compression.job.layer_columns import WORDS, layer_columns
+from moe_jax.compression.report import WORDS, layer_columns
 from moe_jax.core.formatting import show_bytes
 
 if TYPE_CHECKING:

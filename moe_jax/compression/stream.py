@@ -9,13 +9,11 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from moe_jax.compression.allocation.sensitivity_pass import check_full_experts
+from moe_jax.compression.board import AnalysisStore, Board
 from moe_jax.compression.calibration.recorded import NOT_YET_RECORDED, Calibration
-from moe_jax.compression.job.board import AnalysisStore, Board
-from moe_jax.compression.job.report import LayerReport, Report
-from moe_jax.compression.layer_figures import LayerFigures
-from moe_jax.compression.methods.delta_base import Base, check_base
-from moe_jax.compression.methods.interface import Analysis, Method
+from moe_jax.compression.calibration.sensitivities import check_full_experts
+from moe_jax.compression.methods.interface import Analysis, Base, Method, check_base
+from moe_jax.compression.report import LayerFigures, LayerReport, Report
 from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import DoesNotFit

@@ -16,16 +16,12 @@ import numpy as np
 from jaxtyping import Float, Int
 from scipy.cluster.hierarchy import cut_tree, linkage
 
-from moe_jax.compression.alignment.design_matrix import design_matrices, unaligned
+from moe_jax.compression.alignment.assignment import align
 from moe_jax.compression.alignment.matching import Matching
-from moe_jax.compression.alignment.transport import align
-from moe_jax.compression.calibration.expert_outputs import expert_outputs
-from moe_jax.compression.calibration.usage import statistics_of
+from moe_jax.compression.calibration.expert_statistics import expert_outputs, statistics_of
 from moe_jax.compression.coding.storage import MERGED, AnyLayout
-from moe_jax.compression.layer_figures import LayerFigures, Measure
-from moe_jax.compression.methods.delta_base import NO_BASE, Base
-from moe_jax.compression.methods.interface import Analysis, Method, Tick, check_calibrated
-from moe_jax.compression.methods.merging.full_experts import (
+from moe_jax.compression.methods.interface import Analysis, Base, Method, Tick, check_calibrated
+from moe_jax.compression.methods.narrower import (
     check_full,
     full_target,
     neurons_of,
@@ -33,7 +29,8 @@ from moe_jax.compression.methods.merging.full_experts import (
     routed_kernels,
     write_universal,
 )
-from moe_jax.compression.source_layer import SourceLayer, Write
+from moe_jax.compression.report import NO_BASE, LayerFigures, Measure
+from moe_jax.compression.source_layer import SourceLayer, Write, design_matrices, unaligned
 from moe_jax.core.finite import cast
 from moe_jax.experts.forms.coding import check_keep
 from moe_jax.models import MoEConfig

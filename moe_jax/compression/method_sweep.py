@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_jax.compression.job.report import Point, Sweep
-from moe_jax.compression.job.stream import compress
 from moe_jax.compression.methods.interface import Method
+from moe_jax.compression.report import Point, Sweep
+from moe_jax.compression.stream import compress
 from moe_jax.core.errors import InputError
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.distributed.processes import first_decides
@@ -25,7 +25,7 @@ from moe_jax.model_io.model_source import ModelSource
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from moe_jax.compression.job.report import Point, Sweep
+    from moe_jax.compression.report import Point, Sweep
 
 _MARKERS = "osD^vPX*<>"
 _COLORS = 10

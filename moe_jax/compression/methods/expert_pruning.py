@@ -9,13 +9,11 @@ from typing import ClassVar, Literal
 import numpy as np
 from jaxtyping import Float
 
-from moe_jax.compression.calibration.expert_outputs import expert_outputs
-from moe_jax.compression.calibration.moments import tokens_per_expert
+from moe_jax.compression.calibration.expert_statistics import expert_outputs, tokens_per_expert
 from moe_jax.compression.coding.storage import REMOVED, AnyLayout
-from moe_jax.compression.layer_figures import LayerFigures, Measure
-from moe_jax.compression.methods.delta_base import NO_BASE, Base
-from moe_jax.compression.methods.interface import Analysis, Method, Tick, check_calibrated
-from moe_jax.compression.methods.merging.expert_merging import count_groups
+from moe_jax.compression.methods.expert_merging import count_groups
+from moe_jax.compression.methods.interface import Analysis, Base, Method, Tick, check_calibrated
+from moe_jax.compression.report import NO_BASE, LayerFigures, Measure
 from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.core.errors import InputError, check_member
 from moe_jax.experts.forms.coding import check_keep

@@ -1,16 +1,17 @@
-"""Second moments of the inputs of every expert's matrices on the calibration text.
+"""Usage, inputs and outputs of the experts of a layer on the calibration text.
 
-A routed expert adds `w (h W_down)` to the output of a token: the effect of an error of its matrices there grows with
-the square of the router weight w. So the moments of an expert are sums of `w^2 x x^T` over the tokens that are routed
-to it, where x is its input for `gate` and `up`, and its hidden activations for `down`. A universal FFN beside the bank
-that counts as an expert gets all tokens, with equal weights. If it is known how much the loss depends on every token
-(`gradient_pass`), tokens are weighted by that, too.
+*Second moments* of the inputs of every expert's matrices: a routed expert adds `w (h W_down)` to the output of a token,
+so that the effect of an error of its matrices there grows with the square of the router weight w. So the moments of an
+expert are sums of `w^2 x x^T` over the tokens that are routed to it, where x is its input for `gate` and `up`, and its
+hidden activations for `down`. A universal FFN beside the bank that counts as an expert gets all tokens, with equal
+weights. If it is known how much the loss depends on every token (`sensitivities`), tokens are weighted by that, too.
 
 An expert to which few tokens are routed would have a moment of low rank, by which most of its weights would not matter.
 So some tokens of the whole layer count for every expert, together as much as `BACKGROUND` tokens that are routed to it:
 a moment is shrunk towards that of the layer, the more the rarer the expert is used.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import NamedTuple
@@ -18,17 +19,44 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from moe_jax.compression.calibration.recorded import LayerRows
 from moe_jax.compression.source_layer import SourceLayer
-from moe_jax.functional.ffn import ffn_hidden
+from moe_jax.functional.ffn import ffn, ffn_hidden
+from moe_jax.nn.moe import RouterStatistics
+
+
+def statistics_of(layer: SourceLayer) -> RouterStatistics:
+    """Returns statistics of the router for the experts in the bank: measured on a text, or derived from its weights.
+
+    Without a text all experts count as used alike, and are as similar as the columns of the router's (last) matrix.
+
+    Raises:
+      InputError: if the router has weights that are not finite, or too large.
+    """
+    known = None if layer.calibration is None else layer.calibration.statistics
+    if known is None:
+        matrix = layer.leaf("router/out/kernel" if layer.moe.universal == "coder" else "router/kernel")
+        columns = matrix.astype(np.float64)
+        norms = np.linalg.norm(columns, axis=0)
+        products = np.outer(norms, norms)
+        similarity = np.divide(columns.T @ columns, products, out=np.zeros_like(products), where=products > 0)
+        uniform = np.full(len(norms), 1 / len(norms))
+        known = RouterStatistics(uniform, uniform, similarity)
+    if layer.moe.merged_experts is None:
+        return known
+    # For merged experts: what goes to one of them is added up.
+    member = np.eye(layer.moe.merged_experts)[layer.leaf("groups")]
+    share = member / member.sum(axis=0)
+    return RouterStatistics(known.usage @ member, known.score @ member, share.T @ known.similarity @ share)
+
 
 BACKGROUND = 64
 """Weight of the tokens of the whole layer, in tokens that are routed to an expert."""
 _BACKGROUND_ROWS = 512
 
-# Rows of one product.
+# Tokens of a part: one program serves all experts, and what a long text gives is never all in memory.
 _CHUNK = 1024
 
 
@@ -128,3 +156,47 @@ def _hidden(
 ) -> Float[Array, "n f"]:
     with jax.default_matmul_precision("highest"):
         return ffn_hidden(x, kernels, biases, activation)
+
+
+Outputs = Callable[[Int[np.ndarray, " n"]], Iterator[tuple[slice, Float[np.ndarray, "c d"]]]]
+"""For one expert and tokens given by their indices: yields slices of these, and their float32 outputs."""
+
+
+def expert_outputs(layer: SourceLayer) -> Iterator[Outputs]:
+    """Yields the outputs of one expert after another, of those that the router chooses from.
+
+    Memory holds the kernels of a layer.
+
+    Raises:
+      InputError: if a weight is not finite.
+    """
+    rows = layer.rows
+    assert rows is not None
+    biases = {name: stacked for name in layer.shapes if (stacked := layer.biases(name)) is not None}
+    kernels = zip(*(layer.kernels(name) for name in layer.shapes), strict=True)
+    for expert, own in enumerate(itertools.islice(kernels, layer.moe.routed_experts)):
+        apply = partial(
+            _apply,
+            {name: jnp.asarray(kernel, jnp.float32) for name, kernel in zip(layer.shapes, own, strict=True)},
+            {name: jnp.asarray(stacked[expert], jnp.float32) for name, stacked in biases.items()},
+            activation=layer.moe.expert.activation,
+        )
+        yield partial(_in_parts, rows.inputs, apply)
+
+
+def _in_parts(
+    inputs: Float[np.ndarray, "T d"], apply: Callable[[Array], Array], tokens: Int[np.ndarray, " n"]
+) -> Iterator[tuple[slice, Float[np.ndarray, "c d"]]]:
+    for start in range(0, len(tokens), _CHUNK):
+        part = slice(start, min(start + _CHUNK, len(tokens)))
+        x = np.asarray(inputs[tokens[part]], np.float32)
+        padded = np.pad(x, ((0, _CHUNK - len(x)), (0, 0)))
+        yield part, np.asarray(apply(jnp.asarray(padded)))[: len(x)]
+
+
+@partial(jax.jit, static_argnames="activation")
+def _apply(
+    kernels: Mapping[str, Array], biases: Mapping[str, Array], x: Float[Array, "n d"], *, activation: str
+) -> Float[Array, "n d"]:
+    with jax.default_matmul_precision("highest"):
+        return ffn(x, kernels, biases, activation)
