@@ -12,8 +12,8 @@ from moe_jax.core.errors import InputError
 from moe_jax.data.chat_template import ChatTemplate, load_chat_template, read_chat_template
 from moe_jax.data.data_files import DataFile, uncompressed
 from moe_jax.data.examples import Document, Example, RowReader
-from moe_jax.data.records import Files, JsonLines, TableRows, TextFile, check_beginning, find_files
 from moe_jax.data.sections import DataSection, SourceSection, input_length
+from moe_jax.data.text_and_tables import Files, JsonLines, TableRows, TextFile, check_beginning, find_files
 from moe_jax.data.token_files import TokenRecords
 from moe_jax.data.tokenizer import Tokenizer, tokenizer_identity
 from moe_jax.files.storage_path import as_path

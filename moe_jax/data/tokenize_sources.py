@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from moe_jax.core.errors import InputError
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.data.opening import open_sources
-from moe_jax.data.records import Files, find_files
 from moe_jax.data.sections import DataSection
+from moe_jax.data.text_and_tables import Files, find_files
 from moe_jax.data.token_files import FORMAT, INDEX, SUFFIX, VERSION, TokenFile, TokenIndex, pack
 from moe_jax.data.tokenizer import Tokenizer, tokenizer_identity
 from moe_jax.files.byte_files import fingerprint_contents
