@@ -1,4 +1,4 @@
-"""Where models come from: the Hugging Face Hub, and lineages, which say how a model was made, one entry per command.
+"""The origin of models: the Hugging Face Hub; and lineages, which say how a model was made, one entry per command.
 
 A model of the Hub is given as `org/name` or `org/name@revision` instead of a path. A text is taken as a path if it
 exists on the disk, or could: if its first part is a folder here. The config of a model, its tokenizer and its weights
