@@ -4,7 +4,7 @@ from moe_jax.api.built_in_text import probe_text
 from moe_jax.api.model import Model, ModelOrPath, OutPath, destination, open_model, result
 from moe_jax.api.verb import model_verb, work_bars
 from moe_jax.peft.adapt import adapt as _adapt
-from moe_jax.peft.adapted_config import adapted_config
+from moe_jax.peft.adapt import adapted_config
 from moe_jax.peft.spec import AdaptSpec
 
 

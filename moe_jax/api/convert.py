@@ -9,8 +9,8 @@ from rich.console import Console
 
 from moe_jax.api.model import Model, ModelOrPath, OutPath, destination, open_model, result
 from moe_jax.api.verb import file_verb, model_verb
-from moe_jax.conversion.formats.packed_experts import Codes, Packing
 from moe_jax.conversion.from_hugging_face import convert as _convert
+from moe_jax.conversion.packed_experts import Codes, Packing
 from moe_jax.conversion.spec import ConvertSpec, ExportSpec
 from moe_jax.conversion.to_hugging_face import Pack
 from moe_jax.conversion.to_hugging_face import export as _export

@@ -28,7 +28,7 @@ from moe_jax.evaluation.held_out import (
 )
 from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig
-from moe_jax.peft.adapted_config import adapted_config
+from moe_jax.peft.adapt import adapted_config
 from moe_jax.peft.spec import AdaptSpec
 from moe_jax.planning.model_costs import (
     Plan,

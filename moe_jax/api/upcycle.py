@@ -13,9 +13,9 @@ from moe_jax.data.tokenizer import Tokenizer, find_tokenizer
 from moe_jax.evaluation.held_out import read_text
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.model_source import ModelSource
+from moe_jax.upcycling.beginnings import Prompt
 from moe_jax.upcycling.dense_to_moe import upcycle as _upcycle
 from moe_jax.upcycling.new_config import upcycled_config
-from moe_jax.upcycling.prompted_router import Prompt
 from moe_jax.upcycling.spec import UpcycleSpec
 
 

@@ -234,7 +234,7 @@ def _training(recipe: "Recipe | None", config: "ModelConfig", options: _Command)
 
 def _planned_config(config: "ModelConfig", options: _Command) -> "ModelConfig":
     """Returns the config of the model that upcycle or adapt would make."""
-    from moe_jax.peft.adapted_config import adapted_config
+    from moe_jax.peft.adapt import adapted_config
     from moe_jax.upcycling.new_config import upcycled_config
 
     given = given_fields(_OF_MODELS, options)

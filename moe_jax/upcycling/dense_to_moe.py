@@ -23,10 +23,9 @@ from moe_jax.model_io.tuned_base import LeavesOverBase, base_leaf, is_tuned, ker
 from moe_jax.models import ModelConfig, config_to_json
 from moe_jax.peft.adapt import initial_leaf
 from moe_jax.peft.trained_table import parameter_sizes
-from moe_jax.upcycling.branches import Branches
+from moe_jax.upcycling.beginnings import Branches, Prompt, router_kernels
 from moe_jax.upcycling.expert_leaves import MATRICES, moe_leaves
 from moe_jax.upcycling.new_config import keeps_the_function, upcycled_config, why_different
-from moe_jax.upcycling.prompted_router import Prompt, router_kernels
 from moe_jax.upcycling.spec import UpcycleSpec
 
 Specs = dict[str, jax.ShapeDtypeStruct]

@@ -8,7 +8,7 @@ import pytest
 from moe_jax.api.open_source import open_source
 from moe_jax.commands.line import cli
 from moe_jax.conversion import export
-from moe_jax.conversion.formats.checkpoint_files import open_checkpoint
+from moe_jax.conversion.hugging_face_dir import open_checkpoint
 from moe_jax.conversion.spec import ExportSpec
 from moe_jax.core.errors import InputError
 from moe_jax.files import byte_files, objects, regular_files

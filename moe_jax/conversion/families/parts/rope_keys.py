@@ -8,7 +8,7 @@ family reads it.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from moe_jax.conversion.hf.config_keys import HFConfig
+from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.core.errors import InputError, is_finite, nearest, shown
 from moe_jax.models import RopeConfig
 

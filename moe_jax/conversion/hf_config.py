@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from moe_jax.conversion.config_keys import HFConfig, is_integer
 from moe_jax.conversion.families import FAMILIES, Family, family_named
-from moe_jax.conversion.hf.config_keys import HFConfig, is_integer
 from moe_jax.core.errors import InputError, raise_if_any, shown
 from moe_jax.models import ModelConfig
 

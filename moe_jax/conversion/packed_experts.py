@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_jax.conversion.formats.safetensors_writer import PlannedTensor
+from moe_jax.conversion.formats.safetensors_file import PlannedTensor
 from moe_jax.conversion.formats.tensors import DTYPE_NAMES
 from moe_jax.conversion.table import Mapped, Piece
 from moe_jax.core.errors import InputError
