@@ -161,7 +161,7 @@ SECTIONS = (
     _program(
         "data_pipeline",
         "python benchmarks/data_pipeline.py MODEL TEXT QUESTIONS",
-        ("moe_jax/training", "moe_jax/data", "moe_jax/data/tokens/chat_template.py", "moe_jax/api/open_source.py"),
+        ("moe_jax/training", "moe_jax/data", "moe_jax/data/chat_template.py", "moe_jax/api/open_source.py"),
         layouts.DATA_PIPELINE,
     ),
     _program("upcycle_stories260k", "python benchmarks/upcycle_stories260k.py DATA", _TRAINING, layouts.UPCYCLED),
@@ -247,7 +247,7 @@ SECTIONS = (
                 *_LOOP,
                 "moe_jax/models",
                 "moe_jax/files/json_toml.py",
-                "moe_jax/files/strict.py",
+                "moe_jax/files/json_toml.py",
             ),
             "moe_jax/files/regular_files.py",
         ),

@@ -4,10 +4,9 @@ import os
 
 import numpy as np
 
-from moe_jax.checks.predictions import ProbeText
-from moe_jax.checks.step0 import has_nf4_kernels
+from moe_jax.checks.step0 import ProbeText, has_nf4_kernels
 from moe_jax.core.errors import InputError
-from moe_jax.data.tokens.tokenizer import Tokenizer, find_tokenizer
+from moe_jax.data.tokenizer import Tokenizer, find_tokenizer
 from moe_jax.evaluation.held_out import read_text
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.model_source import ModelSource

@@ -9,7 +9,7 @@ from moe_jax.api.model import ModelOrPath
 from moe_jax.api.run import default_seq_len, open_lazily, tokenizer_of
 from moe_jax.conversion.hf_config import class_names
 from moe_jax.core.errors import InputError
-from moe_jax.data.tokens.tokenizer import Tokenizer
+from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.evaluation.classification import (
     Classification,
     Labelled,

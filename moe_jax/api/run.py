@@ -13,10 +13,10 @@ from moe_jax.api.model import Model, ModelOrPath, open_model
 from moe_jax.api.open_source import read_config
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import is_floating, largest_magnitude
+from moe_jax.data.data_files import uncompressed
 from moe_jax.data.examples import Example
 from moe_jax.data.sections import DataSection, SourceSection
-from moe_jax.data.sources.data_files import uncompressed
-from moe_jax.data.tokens.tokenizer import Pair, Tokenizer
+from moe_jax.data.tokenizer import Pair, Tokenizer
 from moe_jax.evaluation.held_out import (
     Evaluation,
     Evaluator,

@@ -9,7 +9,7 @@ from moe_jax.api.built_in_text import probe_text
 from moe_jax.api.model import Model, ModelOrPath, OutPath, destination, open_model, result
 from moe_jax.api.verb import model_verb, work_bars
 from moe_jax.core.errors import InputError, shown
-from moe_jax.data.tokens.tokenizer import Tokenizer, find_tokenizer
+from moe_jax.data.tokenizer import Tokenizer, find_tokenizer
 from moe_jax.evaluation.held_out import read_text
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.model_source import ModelSource

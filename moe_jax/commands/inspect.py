@@ -126,7 +126,7 @@ def examine(source: "ModelSource") -> dict[str, Any]:
     import numpy as np
 
     from moe_jax.core.finite import is_floating, largest_magnitude
-    from moe_jax.model_io.zero_experts import ZeroExperts
+    from moe_jax.model_io.leaves_to_write import ZeroExperts
 
     not_finite, zero = {}, ZeroExperts()
     for path, spec in source.specs().items():
@@ -139,7 +139,7 @@ def examine(source: "ModelSource") -> dict[str, Any]:
 
 
 def _weight_lines(examined: Mapping[str, Any]) -> list[str]:
-    from moe_jax.model_io.zero_experts import zero_experts_line
+    from moe_jax.model_io.leaves_to_write import zero_experts_line
 
     lines = [f"not finite: {count:,} numbers of {path}" for path, count in examined["not_finite"].items()]
     lines = lines or ["weights: all are finite"]

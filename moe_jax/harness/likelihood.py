@@ -14,8 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.core.errors import InputError
 from moe_jax.core.terminal import Progress, no_progress
-from moe_jax.distributed.batch_placement import batch_shards, local_rows, place
-from moe_jax.distributed.sharding import make_mesh
+from moe_jax.distributed.sharding import batch_shards, local_rows, make_mesh, place
 from moe_jax.evaluation.held_out import run_to_head
 from moe_jax.functional.head_chunks import chunk_size
 from moe_jax.kernels.hardware import bucket

@@ -12,7 +12,7 @@ from moe_jax.compression.report import WORDS, layer_columns
 from moe_jax.core.errors import InputError, shown
 from moe_jax.core.formatting import show_bytes
 from moe_jax.figures.plots import DrawnTo
-from moe_jax.files.strict import parse
+from moe_jax.files.json_toml import parse
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.report.elements import facts, picture, table, warning
 from moe_jax.report.pictures import drawn

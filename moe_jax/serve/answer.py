@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
-from moe_jax.data.tokens.tokenizer import Tokenizer
+from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.generation.streamed_text import StreamedText
 from moe_jax.serve.requests import ProtocolError, Request
 from moe_jax.serve.scheduler import Job, News, Scored

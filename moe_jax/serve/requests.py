@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moe_jax.core.errors import MAX_SIZE, InputError, shown
-from moe_jax.data.tokens.chat_template import check_messages
+from moe_jax.data.chat_template import check_messages
 from moe_jax.generation.rows import MOST_SCORES, MOST_STOP_IDS
 
 MOST_STOPS = 16

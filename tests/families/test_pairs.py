@@ -6,7 +6,7 @@ import pytest
 import torch
 from flax import nnx
 
-from moe_jax.data.tokens.tokenizer import Pair  # noqa: E402
+from moe_jax.data.tokenizer import Pair  # noqa: E402
 from moe_jax.evaluation.held_out import PairEvaluator  # noqa: E402
 from moe_jax.generation.prompt_batches import generate, stream  # noqa: E402
 from moe_jax.model_io.loading import load_model  # noqa: E402

@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / ".pytest_cache" / "mutation"
 TARGETS = (
     "moe_jax/functional/**/*.py", "moe_jax/experts/**/*.py", "moe_jax/nn/**/*.py", "moe_jax/peft/**/*.py",
-    "moe_jax/planning/**/*.py", "moe_jax/training/step.py", "moe_jax/data/*packing.py",
+    "moe_jax/planning/**/*.py", "moe_jax/training/step.py", "moe_jax/data/pipeline.py",
     "moe_jax/conversion/families/**/*.py", "moe_jax/conversion/table.py", "moe_jax/conversion/formats/tensors.py",
     "moe_jax/conversion/checkpoint_source.py", "moe_jax/conversion/gguf/gguf_architectures.py",
 )  # fmt: skip

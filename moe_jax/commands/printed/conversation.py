@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from moe_jax.core.errors import shown
-from moe_jax.data.tokens.chat_template import Message, load_chat_template
+from moe_jax.data.chat_template import Message, load_chat_template
 
 if TYPE_CHECKING:
     from moe_jax.api.generate import Continuation, Speed, Wanted

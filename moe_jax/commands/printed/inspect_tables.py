@@ -140,7 +140,7 @@ def draw(source: "ModelSource", dst: Path, *, text: Path | None, seq_len: int | 
 
 
 def _measure_load(source: "ModelSource", text: Path, seq_len: int, split: bool) -> "ExpertLoad":
-    from moe_jax.data.tokens.tokenizer import Tokenizer, find_tokenizer
+    from moe_jax.data.tokenizer import Tokenizer, find_tokenizer
     from moe_jax.distributed.sharding import make_mesh
     from moe_jax.evaluation.held_out import check_seq_len, measure_load, read_text
     from moe_jax.model_io.loading import load_model

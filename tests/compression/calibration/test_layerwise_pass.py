@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moe_jax.api.calibrate import calibrate
-from moe_jax.checks.step0 import StreamedModel
+from moe_jax.checks.streamed_layers import StreamedModel
 from moe_jax.commands.line.cli import main
 from moe_jax.compression.calibration.layerwise_pass import DEFAULT_SAMPLES, record, sample_windows
 from moe_jax.compression.calibration.recorded import read_layer

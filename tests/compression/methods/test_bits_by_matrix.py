@@ -25,7 +25,7 @@ from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.compression.stream import check_before_calibration
 from moe_jax.conversion import read_hf_config
 from moe_jax.core.errors import InputError
-from moe_jax.data.tokens.tokenizer import Tokenizer, find_tokenizer
+from moe_jax.data.tokenizer import Tokenizer, find_tokenizer
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.experts.forms import ffn_matrices
 from moe_jax.model_io.loading import load_model

@@ -10,8 +10,8 @@ import numpy as np
 import tokenizers
 
 from moe_jax.core.errors import InputError, first_sentence, shown
+from moe_jax.data.chat_template import FILE as CHAT_TEMPLATE
 from moe_jax.data.examples import Document, Example
-from moe_jax.data.tokens.chat_template import FILE as CHAT_TEMPLATE
 from moe_jax.files.json_toml import ANYTHING, read_json_object
 from moe_jax.files.regular_files import read_regular
 from moe_jax.files.storage_path import as_path

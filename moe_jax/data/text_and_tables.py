@@ -1,19 +1,24 @@
-"""Text and JSONL files as random-access records, read piece by piece: no file is ever in memory as a whole.
+"""Text files, JSON lines and tables as random-access records, read piece by piece and never as a whole.
 
-Records are the units of shuffling: a record is a piece of a text file, or a line of a JSONL file.
+Records are the units of shuffling: a record is a piece of a text file, a line of a JSONL file, or a row of a table.
+
+Rows of a parquet file can only be read in groups, which may be large, and rows of an arrow stream only in order. Both
+are copied once, row group by row group, to arrow's file format with the columns that are needed; the copy is mapped
+into memory, for direct access to every row. A file in arrow's file format is read as it is.
 """
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Any, Protocol
 
 import numpy as np
 
-from moe_jax.core.errors import InputError
+from moe_jax.core.errors import InputError, clipped, first_sentence, shown
+from moe_jax.data.data_files import DataFile, cached_copy, import_pyarrow
 from moe_jax.data.examples import Document, Example, RowReader
-from moe_jax.data.sources.data_files import DataFile, cached_copy
+from moe_jax.files.byte_files import open_bytes, size_of
 from moe_jax.files.json_toml import ANYTHING, parse_json
 from moe_jax.files.storage_path import as_path
 
@@ -215,3 +220,119 @@ def check_beginning(files: Sequence[Records]) -> None:
             read += sum(len(example.text) for example in file[index] if isinstance(example, Example))
             if read >= wanted:
                 break
+
+
+_ROWS = 1024  # rows of a batch in a copy
+
+
+class TableRows:
+    """The rows of a parquet or arrow file.
+
+    Args:
+      path: the file.
+      form: `parquet` or `arrow`.
+      reader: makes examples from rows.
+
+    Raises:
+      InputError: if it is no such file, or has none of the columns that the reader knows.
+    """
+
+    def __init__(self, path: Path, form: str, reader: RowReader):
+        self.path = path
+        self._reader = reader
+        self._arrow = import_pyarrow(str(path))
+        try:
+            file, self._size = self._in_file_format(form)
+            self._open(file)
+        except (self._arrow.ArrowException, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            raise InputError(f"{path} is not a file of {form}: {first_sentence(error)}") from None
+
+    @property
+    def size(self) -> int:
+        """Number of bytes of the table that is read."""
+        return self._size
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> list[Example]:
+        batch = bisect.bisect_right(self._ends, index)
+        row = index - (self._ends[batch - 1] if batch else 0)
+        values = self._batches.get_batch(batch).slice(row, 1)
+        try:
+            return self._reader({name: values.column(i)[0].as_py() for name, i in self._columns.items()})
+        except InputError as error:
+            raise InputError(f"{self.path}, row {index + 1}: {error}") from None
+
+    def _open(self, file: Path) -> None:
+        source = self._arrow.memory_map(str(file))
+        self._batches = self._arrow.ipc.open_file(source)
+        self._columns = {
+            name: self._batches.schema.get_field_index(name) for name in self._needed(self._batches.schema)
+        }
+        sizes = (self._batches.get_batch(i).num_rows for i in range(self._batches.num_record_batches))
+        self._ends = list(itertools.accumulate(sizes))
+
+    def _needed(self, schema: Any) -> list[str]:
+        """Returns the columns that the reader reads.
+
+        Raises:
+          InputError: if there are none.
+        """
+        needed = [name for name in schema.names if name in self._reader.keys]
+        if not needed:
+            has = clipped(", ".join(map(shown, schema.names)))
+            raise InputError(f"{self.path}: expected columns {self._reader.expected}, got {has}")
+        return needed
+
+    def _in_file_format(self, form: str) -> tuple[Path, int]:
+        """Returns the file itself, or a copy, and the bytes that it counts for: the same on a disk and in a bucket."""
+        arrow = self._arrow
+        if form == "parquet":
+            copy = self._copy(arrow.parquet.read_schema(self._source()), self._row_groups)
+            return copy, copy.stat().st_size
+        try:
+            with arrow.ipc.open_file(self._source()) as file:
+                schema = file.schema
+            return as_path(self.path).on_disk or self._copy(schema, self._batches_of_file), size_of(self.path)
+        except arrow.ArrowInvalid:
+            with arrow.ipc.open_stream(self._source()) as stream:
+                schema = stream.schema
+            copy = self._copy(schema, self._stream)
+            return copy, copy.stat().st_size
+
+    def _source(self) -> Any:
+        """Returns the file for arrow: mapped into memory, or, in a bucket, read by ranges."""
+        on_disk = as_path(self.path).on_disk
+        if on_disk is None:
+            return self._arrow.PythonFile(open_bytes(self.path), mode="r")
+        return self._arrow.memory_map(str(on_disk))
+
+    def _copy(self, schema: Any, batches: Any) -> Path:
+        names = self._needed(schema)
+
+        def write(handle: IO[bytes]) -> None:
+            writer = None
+            for batch in batches(names):
+                writer = writer or self._arrow.ipc.new_file(handle, batch.schema)
+                writer.write_batch(batch)
+            writer = writer or self._arrow.ipc.new_file(handle, self._arrow.schema([schema.field(n) for n in names]))
+            writer.close()
+
+        return cached_copy(self.path, f"arrow {' '.join(names)}", write)
+
+    def _row_groups(self, names: list[str]) -> Iterator[Any]:
+        with self._arrow.parquet.ParquetFile(self._source(), pre_buffer=True) as file:
+            yield from file.iter_batches(batch_size=_ROWS, columns=names)
+
+    def _stream(self, names: list[str]) -> Iterator[Any]:
+        with self._arrow.ipc.open_stream(self._source()) as stream:
+            for batch in stream:
+                yield batch.select(names)
+
+    def _batches_of_file(self, names: list[str]) -> Iterator[Any]:
+        with self._arrow.ipc.open_file(self._source()) as file:
+            for number in range(file.num_record_batches):
+                yield file.get_batch(number).select(names)

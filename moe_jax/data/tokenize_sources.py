@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 from moe_jax.core.errors import InputError
 from moe_jax.core.terminal import Progress, no_progress
+from moe_jax.data.opening import open_sources
 from moe_jax.data.sections import DataSection
-from moe_jax.data.sources.opening import open_sources
-from moe_jax.data.sources.text_files import Files, find_files
-from moe_jax.data.sources.token_files import FORMAT, INDEX, SUFFIX, VERSION, TokenFile, TokenIndex, pack
-from moe_jax.data.tokens.tokenizer import Tokenizer, tokenizer_identity
-from moe_jax.files.fingerprint import fingerprint_contents
+from moe_jax.data.text_and_tables import Files, find_files
+from moe_jax.data.token_files import FORMAT, INDEX, SUFFIX, VERSION, TokenFile, TokenIndex, pack
+from moe_jax.data.tokenizer import Tokenizer, tokenizer_identity
+from moe_jax.files.byte_files import fingerprint_contents
 from moe_jax.files.resume import open_work
 from moe_jax.files.staging import check_target
 from moe_jax.files.storage_path import as_path
