@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from moe_jax.planning.compile_only import prepare_environment
+from moe_jax.planning.planned_devices import GPUS, described_devices, has_gpu_compiler, prepare_environment
 
 prepare_environment()
 
@@ -33,7 +33,6 @@ from evidence.stamp import current_stamp  # noqa: E402
 from hbm.layers import DENSE, DTYPE, KINDS, SHAPES, VANILLA, make_layer  # noqa: E402
 from hbm.traffic import Traffic, traffic  # noqa: E402
 from moe_jax.core.data_sheets import CHIPS  # noqa: E402
-from moe_jax.planning import gpu_topology  # noqa: E402
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "h100": "h100:1"}
 
@@ -96,7 +95,7 @@ def compiled(lowered: Any, chip: str) -> tuple[Traffic, float | None]:
     """What the program moves, and its operations if the compiler counts them."""
     with tempfile.TemporaryDirectory() as folder:
         done = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
-        infix = "sm_*_gpu_" if chip in gpu_topology.GPUS else ""
+        infix = "sm_*_gpu_" if chip in GPUS else ""
         (text,) = Path(folder).glob(f"*.{infix}after_optimizations.txt")
         return traffic(text.read_text()), (done.cost_analysis() or {}).get("flops")
 
@@ -117,15 +116,15 @@ _TIME = "least time, ms"
 
 
 def _device(chip: str) -> Any:
-    if chip in gpu_topology.GPUS:
-        return gpu_topology.gpu_devices(TOPOLOGIES[chip])[0]
+    if chip in GPUS:
+        return described_devices(TOPOLOGIES[chip])[0]
     return topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices[0]
 
 
 def _missing(chip: str) -> str | None:
     """The compiler that a chip needs and that is not there."""
-    if chip in gpu_topology.GPUS:
-        return None if gpu_topology.has_plugin() else "JAX's CUDA plugin"
+    if chip in GPUS:
+        return None if has_gpu_compiler() else "JAX's CUDA plugin"
     return None if importlib.util.find_spec("libtpu") else "libtpu"
 
 

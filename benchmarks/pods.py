@@ -22,7 +22,7 @@ from evidence.layouts import POD_EXCHANGES, POD_SCALING, POD_STEPS
 from evidence.results import RESULTS, Figures
 from evidence.stamp import ROOT, Stamp, current_stamp
 from moe_jax.models.serialize import VERSION
-from moe_jax.planning.gpu_topology import is_gpu
+from moe_jax.planning.planned_devices import is_gpu
 
 RECIPES = ROOT / "train" / "recipes"
 GIB = 2**30

@@ -41,8 +41,7 @@ from evidence.layouts import TRUE_EXACT, TRUE_LAYERS
 from evidence.results import RESULTS, Figures
 from moe_jax.compression.alignment import matching
 from moe_jax.compression.alignment.barycenter import free_support_barycenter
-from moe_jax.compression.alignment.design_matrix import design_matrices
-from moe_jax.compression.source_layer import SourceLayer
+from moe_jax.compression.source_layer import SourceLayer, design_matrices
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_dir import ModelDirectory, ModelDirectoryWriter
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig

@@ -45,7 +45,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.conversion.spec import ExportSpec as ExportSpec
     from moe_jax.core.errors import InputError as InputError
     from moe_jax.evaluation.classification import Classification as Classification
-    from moe_jax.evaluation.held_out_loss import Evaluation as Evaluation
+    from moe_jax.evaluation.held_out import Evaluation as Evaluation
     from moe_jax.experts import AdapterBank as AdapterBank
     from moe_jax.experts import AdapterConfig as AdapterConfig
     from moe_jax.experts import BankConfig as BankConfig
@@ -54,9 +54,9 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.experts import KernelBank as KernelBank
     from moe_jax.experts import LoRAConfig as LoRAConfig
     from moe_jax.experts import make_bank as make_bank
-    from moe_jax.functional.attention.relative_bias import RelativeBiasConfig as RelativeBiasConfig
-    from moe_jax.functional.attention.rope import RopeConfig as RopeConfig
-    from moe_jax.functional.routing.decision import route as route
+    from moe_jax.functional.position_embeddings import RelativeBiasConfig as RelativeBiasConfig
+    from moe_jax.functional.position_embeddings import RopeConfig as RopeConfig
+    from moe_jax.functional.routing import route as route
     from moe_jax.models import AttentionConfig as AttentionConfig
     from moe_jax.models import LatentConfig as LatentConfig
     from moe_jax.models import LayerConfig as LayerConfig
@@ -67,7 +67,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.nn.moe import MoE as MoE
     from moe_jax.peft.spec import AdaptSpec as AdaptSpec
     from moe_jax.peft.spec import MergeSpec as MergeSpec
-    from moe_jax.training.recipe.schema import Recipe as Recipe
+    from moe_jax.training.recipe import Recipe as Recipe
     from moe_jax.upcycling.spec import UpcycleSpec as UpcycleSpec
 
 # The names above, which are not attributes yet.

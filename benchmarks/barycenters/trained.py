@@ -8,11 +8,11 @@ import rich.console
 
 from moe_jax.api.open_source import open_source
 from moe_jax.data.sections import DataSection, SourceSection
-from moe_jax.data.tokens.tokenizer import find_tokenizer
+from moe_jax.data.tokenizer import find_tokenizer
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import BankConfig, FFNConfig, ModelConfig, MoEConfig, config_to_json
-from moe_jax.training.recipe.schema import (
+from moe_jax.training.recipe import (
     CheckpointSection,
     LogSection,
     ModelSection,
@@ -21,7 +21,7 @@ from moe_jax.training.recipe.schema import (
     ScheduleSection,
     TrainSection,
 )
-from moe_jax.training.run.training_run import train
+from moe_jax.training.training_run import train
 from moe_jax.upcycling import UpcycleSpec, upcycle
 
 # Two layers of 4 experts of 1024 gated neurons, and of 8 experts of 1024 plain ones with biases.

@@ -20,8 +20,6 @@ from moe_jax.api.verb import model_verb, work_bars
 from moe_jax.compression import Method, Score, Sweep
 from moe_jax.compression import compress as _compress
 from moe_jax.compression import sweep as _sweep
-from moe_jax.compression.allocation.sensitivity_pass import measure_sensitivities
-from moe_jax.compression.calibration.gradient_pass import has_gradients, record_gradients
 from moe_jax.compression.calibration.layerwise_pass import record, sample_windows
 from moe_jax.compression.calibration.recorded import (
     FORMAT,
@@ -31,14 +29,14 @@ from moe_jax.compression.calibration.recorded import (
     read_sensitivities,
     write_sensitivities,
 )
-from moe_jax.compression.job.stream import OnLayer, check_before_calibration, choose_layers
-from moe_jax.compression.source_layer import parse_layers
-from moe_jax.compression.spec import CompressSpec, MethodOption, SweepSpec
+from moe_jax.compression.calibration.sensitivities import has_gradients, measure_sensitivities, record_gradients
+from moe_jax.compression.spec import CompressSpec, MethodOption, SweepSpec, parse_layers
+from moe_jax.compression.stream import OnLayer, check_before_calibration, choose_layers
 from moe_jax.core.errors import InputError
 from moe_jax.core.terminal import Progress, no_progress, shows_work
 from moe_jax.distributed.processes import first_decides
 from moe_jax.distributed.sharding import make_mesh
-from moe_jax.evaluation.held_out_loss import check_seq_len
+from moe_jax.evaluation.held_out import check_seq_len
 from moe_jax.files.staging import check_target, lock_directory
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.in_memory import CastSource

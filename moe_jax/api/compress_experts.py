@@ -10,15 +10,15 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from moe_jax.compression import Method
-from moe_jax.compression.layer_figures import LayerFigures
-from moe_jax.compression.methods.delta_base import Base
+from moe_jax.compression.methods.interface import Base
+from moe_jax.compression.report import LayerFigures
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.compression.spec import CompressSpec, MethodOption
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import check_finite
 from moe_jax.distributed.sharding import path_name
 from moe_jax.experts import BankConfig, ExpertBank, make_bank
-from moe_jax.experts.forms.matrix import shapes_of
+from moe_jax.experts.shapes import shapes_of
 from moe_jax.model_io.in_memory import LeavesInMemory, ModelInMemory
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 

@@ -11,7 +11,7 @@ import numpy as np
 from moe_jax.api.measure import tokenizer_of, why_not_finite
 from moe_jax.api.model import Loading, Model, ModelOrPath, open_model
 from moe_jax.core.errors import InputError, shown
-from moe_jax.data.tokens.chat_template import Message, load_chat_template
+from moe_jax.data.chat_template import Message, load_chat_template
 from moe_jax.files.json_toml import ANYTHING, read_json_object
 from moe_jax.generation.texts import FIRST_BLOCK, NonFiniteLogits, StreamedText, checked_stops, stream
 

@@ -11,13 +11,13 @@ from flax import nnx
 
 from moe_jax.api.model import Model, ModelOrPath, open_model
 from moe_jax.api.open_source import read_config
-from moe_jax.conversion.hf.hf_config import class_names
+from moe_jax.conversion.hf_config import class_names
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import is_floating, largest_magnitude
+from moe_jax.data.data_files import uncompressed
 from moe_jax.data.examples import Example
 from moe_jax.data.sections import DataSection, SourceSection
-from moe_jax.data.sources.data_files import uncompressed
-from moe_jax.data.tokens.tokenizer import Pair, Tokenizer
+from moe_jax.data.tokenizer import Pair, Tokenizer
 from moe_jax.evaluation.classification import (
     Classification,
     Labelled,
@@ -27,29 +27,30 @@ from moe_jax.evaluation.classification import (
     scores_by_head,
     scores_by_likelihood,
 )
-from moe_jax.evaluation.held_out_loss import (
+from moe_jax.evaluation.held_out import (
     Evaluation,
     Evaluator,
+    PairEvaluator,
     check_seq_len,
     read_held_out,
     read_text,
     with_lengths,
 )
-from moe_jax.evaluation.pair_loss import PairEvaluator
 from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig
-from moe_jax.peft.adapted_config import adapted_config
+from moe_jax.peft.adapt import adapted_config
 from moe_jax.peft.spec import AdaptSpec
 from moe_jax.planning.model_costs import (
     Plan,
+    PlannedStrategies,
     TrainingMemory,
     TunedParameters,
     make_plan,
+    planned_strategies,
     training_memory,
     tuned_parameters,
 )
-from moe_jax.planning.planned_strategies import PlannedStrategies, planned_strategies
-from moe_jax.training.recipe.schema import OptimizerSection
+from moe_jax.training.recipe import OptimizerSection
 from moe_jax.upcycling.new_config import upcycled_config
 from moe_jax.upcycling.spec import UpcycleSpec
 

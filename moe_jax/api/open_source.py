@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 from moe_jax.core.errors import InputError, clipped
 from moe_jax.files.json_toml import read_json_object
-from moe_jax.files.local_paths import check_model_path
+from moe_jax.files.staging import check_model_path
 from moe_jax.files.storage_path import as_path
-from moe_jax.model_io.hub import local_model, why_a_path
+from moe_jax.model_io.lineage import local_model, why_a_path
 
 if TYPE_CHECKING:  # they import JAX, and `--help` should answer without it
     from moe_jax.model_io.model_source import ModelSource
@@ -35,7 +35,7 @@ def open_source(path: Path | str, *, base: Path | str | None = None) -> "ModelSo
     from moe_jax.conversion import GGUFModel, HuggingFaceDirectory, is_gguf, is_hugging_face_directory
     from moe_jax.model_io.adapter_dir import AdapterDirectory, is_adapter_directory
     from moe_jax.model_io.model_dir import ModelDirectory, is_model_directory
-    from moe_jax.training.run.run_directory import describe_run, split_step
+    from moe_jax.training.run_directory import describe_run, split_step
 
     check_model_path(path)
     path = as_path(path)
@@ -76,8 +76,8 @@ def open_source(path: Path | str, *, base: Path | str | None = None) -> "ModelSo
 
 def _open_saved(run_dir: Path, step: int, base: Path | str | None) -> "ModelSource":
     """Opens a checkpoint of a run."""
-    from moe_jax.training.run.run_directory import check_saved
-    from moe_jax.training.run.saved_model import open_saved
+    from moe_jax.training.run_directory import check_saved
+    from moe_jax.training.saved_model import open_saved
 
     record = check_saved(run_dir, step)
     if record.source is None:
@@ -124,12 +124,12 @@ def read_config(path: Path | str) -> "ModelConfig":
     from moe_jax.conversion import GGUFModel, is_gguf, read_hf_config
     from moe_jax.models import config_from_json
     from moe_jax.models.serialize import FORMAT
-    from moe_jax.training.run.run_directory import split_step
+    from moe_jax.training.run_directory import split_step
 
     check_model_path(path)
     path = as_path(path)
     if (saved := split_step(path)) is not None:
-        from moe_jax.training.run.saved_model import saved_config
+        from moe_jax.training.saved_model import saved_config
 
         return saved_config(*saved)
     path = local_model(path, weights=False)

@@ -13,17 +13,17 @@ import rich.console
 from moe_jax.api.model import Model, ModelOrPath, open_model
 from moe_jax.api.open_source import open_source, read_config
 from moe_jax.core.errors import InputError
-from moe_jax.files import strict
-from moe_jax.files.local_paths import check_beside
+from moe_jax.files import json_toml
+from moe_jax.files.staging import check_beside
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.lineage import new_lineage_entry
 from moe_jax.model_io.model_source import ModelSource
+from moe_jax.training import recipe_toml
 from moe_jax.training.in_memory_training import Batch, read_batch, train_on_batches
-from moe_jax.training.log.metrics import Record
 from moe_jax.training.loop import Stopped
-from moe_jax.training.recipe import recipe_toml
-from moe_jax.training.recipe.schema import Recipe, read_recipe_table
-from moe_jax.training.run.training_run import train as _train
+from moe_jax.training.metrics import Record
+from moe_jax.training.recipe import Recipe, read_recipe_table
+from moe_jax.training.training_run import train as _train
 
 RecipeOrPath = Recipe | Mapping[str, Any] | str | os.PathLike[str]
 
@@ -114,7 +114,7 @@ def run_recipe(
     continue_command: str = "moe_jax.train(..., resume=True)",
     console: rich.console.Console | None = None,
 ) -> Path:
-    """Opens the models that a recipe names and runs it; for the arguments see `training.run.training_run.train`."""
+    """Opens the models that a recipe names and runs it; for the arguments see `training.training_run.train`."""
     if skip_batches < 0 or (skip_batches and restart is None):
         raise InputError(f"skip_batches = {skip_batches}: expected a number of batches from 0, and restart with it")
     if recipe.model.path is None and recipe.model.init == "checkpoint":
@@ -168,7 +168,7 @@ def _plain(value: Any) -> Any:
 
 def _parse(table: Mapping[str, Any], given: RecipeOrPath) -> Recipe:
     where = "the recipe" if isinstance(given, Recipe | Mapping) else os.fspath(given)
-    return strict.parse(Recipe, table, where=where, language="TOML")
+    return json_toml.parse(Recipe, table, where=where, language="TOML")
 
 
 def _train_in_memory(

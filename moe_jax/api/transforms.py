@@ -10,28 +10,27 @@ from rich.console import Console
 
 from moe_jax.api.model import Model, ModelOrPath, OutPath, destination, open_model, result
 from moe_jax.api.verb import file_verb, model_verb, work_bars
-from moe_jax.checks.predictions import ProbeText
-from moe_jax.checks.step0 import has_nf4_kernels
-from moe_jax.conversion.formats.packed_experts import Codes, Packing
+from moe_jax.checks.step0 import ProbeText, has_nf4_kernels
 from moe_jax.conversion.from_hugging_face import convert as _convert
+from moe_jax.conversion.packed_experts import Codes, Packing
 from moe_jax.conversion.spec import ConvertSpec, ExportSpec
 from moe_jax.conversion.to_hugging_face import Pack
 from moe_jax.conversion.to_hugging_face import export as _export
 from moe_jax.conversion.to_peft import export_peft as _export_peft
 from moe_jax.core.errors import InputError, shown
 from moe_jax.core.terminal import shows_work
-from moe_jax.data.tokens.tokenizer import Tokenizer, find_tokenizer
-from moe_jax.evaluation.held_out_loss import read_text
+from moe_jax.data.tokenizer import Tokenizer, find_tokenizer
+from moe_jax.evaluation.held_out import read_text
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.peft.adapt import adapt as _adapt
-from moe_jax.peft.adapted_config import adapted_config
+from moe_jax.peft.adapt import adapted_config
 from moe_jax.peft.merge import merge as _merge
 from moe_jax.peft.spec import AdaptSpec, MergeSpec
+from moe_jax.upcycling.beginnings import Prompt
 from moe_jax.upcycling.dense_to_moe import upcycle as _upcycle
 from moe_jax.upcycling.new_config import upcycled_config
-from moe_jax.upcycling.prompted_router import Prompt
 from moe_jax.upcycling.spec import UpcycleSpec
 
 NAME = "a built-in text"

@@ -22,7 +22,7 @@ import tyro
 from moe_jax.core.errors import InputError, clipped, flag_of, nearest, shown
 from moe_jax.core.formatting import full_name
 from moe_jax.files.json_toml import fits_64_bits
-from moe_jax.files.local_paths import check_local
+from moe_jax.files.staging import check_local
 from moe_jax.files.storage_path import as_path
 
 T = TypeVar("T")

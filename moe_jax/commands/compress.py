@@ -30,7 +30,7 @@ from moe_jax.commands.options import (
     switch_field,
 )
 from moe_jax.compression import METHODS, Method, make_method, make_swept_methods
-from moe_jax.compression.job.layer_columns import WORDS, layer_columns
+from moe_jax.compression.report import WORDS, layer_columns
 from moe_jax.compression.spec import CompressSpec, SweepSpec
 from moe_jax.core.errors import InputError, check_member, flag_of, shown
 from moe_jax.core.formatting import parse_bytes, show_bytes
@@ -39,7 +39,7 @@ from moe_jax.core.verb_spec import Option, attribute_texts, options_of
 
 if TYPE_CHECKING:
     from moe_jax.compression import Report, Sweep
-    from moe_jax.compression.layer_figures import LayerFigures
+    from moe_jax.compression.report import LayerFigures
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ import tyro
 from moe_jax.commands import BaseFlag
 from moe_jax.commands.options import parse_mesh
 from moe_jax.core.errors import InputError, shown
-from moe_jax.data.tokens.chat_template import Message, load_chat_template
+from moe_jax.data.chat_template import Message, load_chat_template
 
 if TYPE_CHECKING:
     from moe_jax.api.generate import Continuation, Speed, Wanted
@@ -299,7 +299,7 @@ def _beginning(model: "Model", prompt: Any, ids: Sequence[int]) -> str:
 
 def _advice(model: "Model", results: Sequence["Continuation"]) -> list[str]:
     """Returns advice about texts that ended at once, if there is any."""
-    from moe_jax.data.tokens.chat_template import find_chat_template
+    from moe_jax.data.chat_template import find_chat_template
 
     silent = any(result.reason == "eos" and not result.ids for result in results)
     if not silent or model.tokenizer is None or find_chat_template(model.tokenizer.path) is None:
@@ -327,7 +327,7 @@ def _prompts_of(path: Path | None) -> list[Any]:
 
 
 def _prompt_of(line: str, where: str) -> Any:
-    from moe_jax.data.tokens.chat_template import check_messages
+    from moe_jax.data.chat_template import check_messages
     from moe_jax.files.json_toml import parse_json
 
     value = parse_json(line.encode(), where=where)

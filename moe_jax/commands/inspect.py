@@ -17,9 +17,9 @@ from moe_jax.core.formatting import index_set, is_parameter, show_bytes
 if TYPE_CHECKING:
     import jax
 
+    from moe_jax.evaluation.held_out import ExpertLoad
     from moe_jax.model_io.model_source import ModelSource
     from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig
-    from moe_jax.training.expert_load import ExpertLoad
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +120,7 @@ def examine(source: "ModelSource") -> dict[str, Any]:
     import numpy as np
 
     from moe_jax.core.finite import is_floating, largest_magnitude
-    from moe_jax.model_io.zero_experts import ZeroExperts
+    from moe_jax.model_io.leaves_to_write import ZeroExperts
 
     not_finite, zero = {}, ZeroExperts()
     for path, spec in source.specs().items():
@@ -133,7 +133,7 @@ def examine(source: "ModelSource") -> dict[str, Any]:
 
 
 def _weight_lines(examined: Mapping[str, Any]) -> list[str]:
-    from moe_jax.model_io.zero_experts import zero_experts_line
+    from moe_jax.model_io.leaves_to_write import zero_experts_line
 
     lines = [f"not finite: {count:,} numbers of {path}" for path, count in examined["not_finite"].items()]
     lines = lines or ["weights: all are finite"]
@@ -421,11 +421,10 @@ def draw(source: "ModelSource", dst: Path, *, text: Path | None, seq_len: int | 
 
 
 def _measure_load(source: "ModelSource", text: Path, seq_len: int, split: bool) -> "ExpertLoad":
-    from moe_jax.data.tokens.tokenizer import Tokenizer, find_tokenizer
+    from moe_jax.data.tokenizer import Tokenizer, find_tokenizer
     from moe_jax.distributed.sharding import make_mesh
-    from moe_jax.evaluation.held_out_loss import check_seq_len, read_text
+    from moe_jax.evaluation.held_out import check_seq_len, measure_load, read_text
     from moe_jax.model_io.loading import load_model
-    from moe_jax.training.expert_load import measure_load
 
     check_seq_len(seq_len)
     ids = read_text(text, Tokenizer(find_tokenizer(source.tokenizer_files, source.path), source.config))

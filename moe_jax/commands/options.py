@@ -14,7 +14,7 @@ from moe_jax.core.errors import InputError, flag_of, raise_if_any, shown
 from moe_jax.core.verb_spec import Option, Spec
 
 if TYPE_CHECKING:
-    from moe_jax.training.recipe.schema import MeshSection
+    from moe_jax.training.recipe import MeshSection
 
 C = TypeVar("C")
 S = TypeVar("S", bound=Spec)
@@ -189,7 +189,7 @@ def mesh_section(mesh: Mapping[str, int]) -> "MeshSection":
       InputError: for unknown axes, or sizes below 1.
     """
     from moe_jax.distributed.sharding import AXES, unknown_axes
-    from moe_jax.training.recipe.schema import MeshSection
+    from moe_jax.training.recipe import MeshSection
 
     problems = unknown_axes(mesh)
     problems += [f"{axis}={size} must be at least 1" for axis, size in mesh.items() if size < 1]

@@ -15,11 +15,10 @@ from moe_jax.upcycling.spec import UpcycleSpec
 
 if TYPE_CHECKING:
     from moe_jax.models import ModelConfig
-    from moe_jax.planning.model_costs import TrainingMemory
+    from moe_jax.planning.model_costs import PlannedStrategies, TrainingMemory
     from moe_jax.planning.planned_compression import PlannedCompression
-    from moe_jax.planning.planned_strategies import PlannedStrategies
     from moe_jax.planning.planned_training import PlannedTraining
-    from moe_jax.training.recipe.schema import Recipe
+    from moe_jax.training.recipe import Recipe
 
 _OF_COMPRESS = (
     "keep", "residual", "storage", "bits", "centre_bits", "centre_group_size", "levels", "scale_bits", "zero_points",
@@ -136,7 +135,7 @@ def run(options: _Command) -> None:
       InputError: if it cannot be read, or the options do not go with it.
     """
     if options.train is not None and options.mesh is None and options.platform not in (None, "cpu"):
-        from moe_jax.planning.compile_only import prepare_environment
+        from moe_jax.planning.planned_devices import prepare_environment
 
         prepare_environment()
     recipe = _recipe(options)
@@ -187,7 +186,7 @@ def _recipe(options: _Command) -> "Recipe | None":
         raise InputError(f"{', '.join(map(flag_of, needless))}: the recipe says it; change it with --set")
     if options.mesh is not None and options.platform in (None, "cpu"):
         raise InputError("--mesh with --train: only with --platform, such as v5p or h100; else use --set mesh.fsdp=8")
-    from moe_jax.training.recipe.schema import load_recipe
+    from moe_jax.training.recipe import load_recipe
 
     recipe = load_recipe(options.train, [override for group in options.set for override in group])
     return recipe if options.mesh is None else dataclasses.replace(recipe, mesh=mesh_section(parse_mesh(options.mesh)))
@@ -204,7 +203,7 @@ def _training(recipe: "Recipe | None", config: "ModelConfig", options: _Command)
     else:
         platform = options.platform
     # Imported as in `train`, so that this process takes as much memory as that one will.
-    import moe_jax.training.run.training_run  # noqa: F401
+    import moe_jax.training.training_run  # noqa: F401
     from moe_jax.api.open_source import read_config
     from moe_jax.planning.planned_training import planned_training
 
@@ -214,7 +213,7 @@ def _training(recipe: "Recipe | None", config: "ModelConfig", options: _Command)
 
 def _planned_config(config: "ModelConfig", options: _Command) -> "ModelConfig":
     """Returns the config of the model that upcycle or adapt would make."""
-    from moe_jax.peft.adapted_config import adapted_config
+    from moe_jax.peft.adapt import adapted_config
     from moe_jax.upcycling.new_config import upcycled_config
 
     given = given_fields(_OF_MODELS, options)
@@ -251,7 +250,7 @@ def _memory(config: "ModelConfig", options: _Command) -> "TrainingMemory | None"
             raise InputError("--optimizer: only with --mesh")
         return None
     from moe_jax.planning.model_costs import training_memory
-    from moe_jax.training.recipe.schema import OptimizerSection
+    from moe_jax.training.recipe import OptimizerSection
 
     section = OptimizerSection(kind=options.optimizer or "adamw")
     return training_memory(config, parse_mesh(options.mesh), optimizer=section)
@@ -262,6 +261,6 @@ def _strategies(config: "ModelConfig", options: _Command) -> "PlannedStrategies 
         if options.tokens is not None:
             raise InputError("--tokens: only with --platform")
         return None
-    from moe_jax.planning.planned_strategies import planned_strategies
+    from moe_jax.planning.model_costs import planned_strategies
 
     return planned_strategies(config, options.platform, options.tokens)

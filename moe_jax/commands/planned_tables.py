@@ -12,9 +12,8 @@ from moe_jax.core.terminal import console_for_tables
 if TYPE_CHECKING:
     from moe_jax.compression.coding.storage import Stored
     from moe_jax.models import ModelConfig
-    from moe_jax.planning.model_costs import Plan, TrainingMemory, TunedParameters
+    from moe_jax.planning.model_costs import LayerStrategies, Plan, PlannedStrategies, TrainingMemory, TunedParameters
     from moe_jax.planning.planned_compression import PlannedCompression
-    from moe_jax.planning.planned_strategies import LayerStrategies, PlannedStrategies
     from moe_jax.planning.planned_training import PlannedTraining
 
 

@@ -70,8 +70,8 @@ def run(options: Options) -> None:
     """
     from moe_jax.api.open_source import read_config
     from moe_jax.core.errors import InputError
-    from moe_jax.training.recipe.recipe_toml import recipe_file
-    from moe_jax.training.recipe.schema import load_recipe
+    from moe_jax.training.recipe import load_recipe
+    from moe_jax.training.recipe_toml import recipe_file
 
     if options.keys is not None:
         _print_keys(options.keys)
@@ -89,7 +89,8 @@ def run(options: Options) -> None:
         join_processes()  # before anything is read: an error in one process is heard of in all
     recipe = load_recipe(recipe_file(options.recipe), overrides)
     if options.compile_only:
-        from moe_jax.planning.compile_only import check_fits, compile_only, prepare_environment, print_report
+        from moe_jax.planning.compile_only import check_fits, compile_only, print_report
+        from moe_jax.planning.planned_devices import prepare_environment
 
         prepare_environment()
         file = options.config or recipe.model.config or recipe.model.path
@@ -120,8 +121,8 @@ def _print_keys(patterns: Sequence[str]) -> None:
     from rich.table import Table
 
     from moe_jax.core.terminal import console_for_tables
-    from moe_jax.training.recipe.recipe_toml import recipe_keys
-    from moe_jax.training.recipe.schema import Recipe
+    from moe_jax.training.recipe import Recipe
+    from moe_jax.training.recipe_toml import recipe_keys
 
     table = Table("key", "values", "default", "meaning")
     for key in recipe_keys(Recipe, patterns):

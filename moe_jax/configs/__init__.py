@@ -40,16 +40,16 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.models import SelectionConfig as SelectionConfig
     from moe_jax.models import config_from_json as config_from_json
     from moe_jax.models import config_to_json as config_to_json
-    from moe_jax.training.recipe.schema import CheckpointSection as CheckpointSection
-    from moe_jax.training.recipe.schema import DistillSection as DistillSection
-    from moe_jax.training.recipe.schema import EmaSection as EmaSection
-    from moe_jax.training.recipe.schema import EvalSection as EvalSection
-    from moe_jax.training.recipe.schema import GroupSection as GroupSection
-    from moe_jax.training.recipe.schema import LogSection as LogSection
-    from moe_jax.training.recipe.schema import MeshSection as MeshSection
-    from moe_jax.training.recipe.schema import ModelSection as ModelSection
-    from moe_jax.training.recipe.schema import OptimizerSection as OptimizerSection
-    from moe_jax.training.recipe.schema import PartitionSection as PartitionSection
-    from moe_jax.training.recipe.schema import Recipe as Recipe
-    from moe_jax.training.recipe.schema import ScheduleSection as ScheduleSection
-    from moe_jax.training.recipe.schema import TrainSection as TrainSection
+    from moe_jax.training.recipe import CheckpointSection as CheckpointSection
+    from moe_jax.training.recipe import DistillSection as DistillSection
+    from moe_jax.training.recipe import EmaSection as EmaSection
+    from moe_jax.training.recipe import EvalSection as EvalSection
+    from moe_jax.training.recipe import GroupSection as GroupSection
+    from moe_jax.training.recipe import LogSection as LogSection
+    from moe_jax.training.recipe import MeshSection as MeshSection
+    from moe_jax.training.recipe import ModelSection as ModelSection
+    from moe_jax.training.recipe import OptimizerSection as OptimizerSection
+    from moe_jax.training.recipe import PartitionSection as PartitionSection
+    from moe_jax.training.recipe import Recipe as Recipe
+    from moe_jax.training.recipe import ScheduleSection as ScheduleSection
+    from moe_jax.training.recipe import TrainSection as TrainSection

@@ -12,7 +12,7 @@ import tokenizers
 
 from moe_jax.core.errors import InputError
 from moe_jax.demo.shell import Shell, make_folder
-from moe_jax.training.log.metrics import Record, read_metrics
+from moe_jax.training.metrics import Record, read_metrics
 
 
 class Result(NamedTuple):

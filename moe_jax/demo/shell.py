@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from moe_jax.api.train import run_recipe
 from moe_jax.core.errors import InputError
-from moe_jax.training.recipe.schema import load_recipe
+from moe_jax.training.recipe import load_recipe
 
 # A folder with this file was made by a demo, and another demo may replace it.
 MARKER = ".made-by-moe-jax-demo"

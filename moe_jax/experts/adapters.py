@@ -13,16 +13,13 @@ from jaxtyping import Array, Float
 from moe_jax.core.errors import InputError
 from moe_jax.experts.bank import ExpertBank
 from moe_jax.experts.bank_config import BankConfig
-from moe_jax.experts.forms.by_name import register
-from moe_jax.experts.forms.matrix import uniform_factor
-from moe_jax.experts.forms.protocol import BesideBase, ExpertForm
-from moe_jax.experts.layout.config import AdapterConfig, FFNConfig
-from moe_jax.experts.layout.mesh import current_mesh, token_axes
-from moe_jax.experts.layout.platforms import Platform, current_chip
+from moe_jax.experts.devices import Platform, current_chip, current_mesh, token_axes
+from moe_jax.experts.forms.protocol import BesideBase, ExpertForm, register
 from moe_jax.experts.linear import apply_ffn, ffn_linears
+from moe_jax.experts.shapes import AdapterConfig, FFNConfig, uniform_factor
 from moe_jax.functional.adapters import all_adapters, cheaper_way, routed_adapters
 from moe_jax.functional.keys import dropout, fold_in
-from moe_jax.functional.routing.decision import Routing
+from moe_jax.functional.routing import Routing
 
 
 class Adapters(nnx.Module):

@@ -22,21 +22,20 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from moe_jax.experts.forms.matrix import Part
-from moe_jax.experts.forms.optional.costs import Factored, SideBySide
+from moe_jax.experts.devices import current_mesh, token_axes
+from moe_jax.experts.forms.optional import Factored, SideBySide
 from moe_jax.experts.hidden_rows import Kernels
-from moe_jax.experts.layout.mesh import current_mesh, token_axes
-from moe_jax.experts.parallel.over_mesh import biases_once, num_experts, parts_of
-from moe_jax.functional.ffn import hidden
-from moe_jax.functional.products.linear import Product, linear, product_of_float32
-from moe_jax.functional.products.low_rank_hidden import (
+from moe_jax.experts.over_mesh import biases_once, num_experts, parts_of
+from moe_jax.experts.shapes import Part
+from moe_jax.functional.dense import Product, hidden, linear, product_of_float32
+from moe_jax.functional.gated import (
     Projection,
     down_projection_inputs,
     hidden_products,
     low_rank_hidden,
 )
-from moe_jax.functional.routing.decision import Routing
-from moe_jax.functional.routing.dispatch import combine, dispatch, row_biases, sort_by_expert, weighted_sum
+from moe_jax.functional.routing import Routing
+from moe_jax.functional.token_dispatch import combine, dispatch, row_biases, sort_by_expert, weighted_sum
 
 
 def factored_ffn(
@@ -179,7 +178,7 @@ def _of_own_tokens(
             bias_specs,
         ),
         out_specs=(neurons, tokens),
-        # See `experts.parallel.over_mesh`.
+        # See `experts.over_mesh`.
         check_vma=False,
     )(arrays, x, routing, dict(of_base), dict(biases))
 

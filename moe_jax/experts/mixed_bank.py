@@ -11,16 +11,15 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from moe_jax.core.errors import InputError
-from moe_jax.experts.forms.by_name import register
-from moe_jax.experts.forms.kinds.quantized import Quantized
-from moe_jax.experts.forms.matrix import Arrays, Matrix, Split, Window
-from moe_jax.experts.forms.optional.coding import ByExpert, Own
-from moe_jax.experts.forms.optional.costs import CostModel
-from moe_jax.experts.forms.protocol import KernelForm
+from moe_jax.experts.bank import KernelBank
+from moe_jax.experts.devices import Platform
+from moe_jax.experts.forms.coding import ByExpert, Own
+from moe_jax.experts.forms.optional import CostModel
+from moe_jax.experts.forms.protocol import KernelForm, register
+from moe_jax.experts.forms.quantized import Quantized
 from moe_jax.experts.hidden_rows import Kernels
-from moe_jax.experts.kernel_bank import KernelBank
-from moe_jax.experts.layout.platforms import Platform
-from moe_jax.functional.routing.decision import NO_EXPERT, Routing
+from moe_jax.experts.shapes import Arrays, Matrix, Split, Window
+from moe_jax.functional.routing import NO_EXPERT, Routing
 
 MAX_PARTS = 4
 
@@ -43,7 +42,7 @@ class MixedBank(KernelBank):
     The router and its order of experts stay as they are: the config says where an expert is. The base and the biases
     are stored once, as in other banks. Where the base is applied on its own (factored), a part multiplies its own sums
     of hidden states with the base of `down`, so that this product is computed once for every part. Over a mesh a part
-    whose number of experts the axis `expert` does not divide is on every device (`experts.layout.mesh.spec_on_mesh`).
+    whose number of experts the axis `expert` does not divide is on every device (`experts.devices.spec_on_mesh`).
     """
 
     def __call__(self, x: Float[Array, "T d"], routing: Routing, key: Array | None = None) -> Float[Array, "T d"]:

@@ -11,11 +11,10 @@ from jaxtyping import Array, Float
 
 from moe_jax.core.errors import InputError
 from moe_jax.experts.bank_config import BankConfig
-from moe_jax.experts.forms.kinds.kernel_of_codes import Coded
-from moe_jax.experts.forms.matrix import Matrix, Window, ffn_matrices
-from moe_jax.experts.forms.optional.coding import ByExpert, CodedJointly, own_of
+from moe_jax.experts.forms.coding import ByExpert, CodedJointly, own_of
+from moe_jax.experts.forms.kernel_of_codes import Coded
 from moe_jax.experts.forms.protocol import KernelForm
-from moe_jax.experts.layout.config import FFNConfig
+from moe_jax.experts.shapes import FFNConfig, Matrix, Window, ffn_matrices
 
 
 class Reader(Protocol):

@@ -1,7 +1,7 @@
 """The choice between the exact ways to apply experts over a base, by a small cost model (methods.md 3).
 
 The model counts the floating-point operations of a call and the bytes of parameters that it reads; what both take is
-known of the chip that the program is lowered for (`platforms`). The attribute `strategy` of a bank overrules
+known of the chip that the program is lowered for (`experts.devices`). The attribute `strategy` of a bank overrules
 the model unless it is `auto`. It is set when the bank is made, from the environment variable MOE_JAX_STRATEGY, and can
 be changed later:
 
@@ -14,19 +14,14 @@ import logging
 import os
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from moe_jax.core.errors import InputError, nearest, shown
-from moe_jax.experts.forms.kinds.lora import whole_form
-from moe_jax.experts.forms.matrix import Load, ffn_matrices
-from moe_jax.experts.forms.optional.costs import costs_by_strategy
+from moe_jax.experts.bank_config import BankConfig
+from moe_jax.experts.devices import Cost, Platform, current_chip, current_mesh
+from moe_jax.experts.forms.optional import costs_by_strategy
 from moe_jax.experts.forms.protocol import KernelForm
-from moe_jax.experts.layout.config import FFNConfig
-from moe_jax.experts.layout.mesh import current_mesh
-from moe_jax.experts.layout.platforms import Cost, Platform, current_chip
-
-if TYPE_CHECKING:
-    from moe_jax.experts.bank_config import BankConfig
+from moe_jax.experts.forms.whole import whole_form
+from moe_jax.experts.shapes import FFNConfig, Load, ffn_matrices
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +51,7 @@ def strategy_from_environment() -> str:
 
 
 def choose_strategy(
-    config: "BankConfig", expert: FFNConfig, d_model: int, load: Load, itemsize: int = 4, asked: str = "auto"
+    config: BankConfig, expert: FFNConfig, d_model: int, load: Load, itemsize: int = 4, asked: str = "auto"
 ) -> str:
     """Chooses `synthesised`, or `factored-` followed by a way to apply deltas (see `experts.factored`).
 
@@ -74,7 +69,7 @@ def choose_strategy(
 
 def strategy_on(
     platform: Platform,
-    config: "BankConfig",
+    config: BankConfig,
     expert: FFNConfig,
     d_model: int,
     load: Load,
@@ -87,7 +82,7 @@ def strategy_on(
 
 
 def strategy_costs(
-    config: "BankConfig", expert: FFNConfig, d_model: int, load: Load, platform: Platform, *, alone: bool = True
+    config: BankConfig, expert: FFNConfig, d_model: int, load: Load, platform: Platform, *, alone: bool = True
 ) -> dict[str, Cost]:
     """Returns the cost of every strategy that a bank has; empty if nothing is chosen for such experts.
 
@@ -116,7 +111,7 @@ def strategy_costs(
     return costs
 
 
-def _is_small(config: "BankConfig", expert: FFNConfig, d_model: int, num_experts: int) -> bool:
+def _is_small(config: BankConfig, expert: FFNConfig, d_model: int, num_experts: int) -> bool:
     """Whether every device of a mesh may have the deltas of all experts, beside its part of the base."""
     base = sum(matrix.size for matrix in ffn_matrices(expert, d_model).values())
     return num_experts * config.form.multiplied_entries(expert, d_model) <= _MOST_OF_BASE * base
@@ -124,7 +119,7 @@ def _is_small(config: "BankConfig", expert: FFNConfig, d_model: int, num_experts
 
 @lru_cache(maxsize=1024)
 def _choose(
-    config: "BankConfig", expert: FFNConfig, d_model: int, load: Load, asked: str, alone: bool, platform: Platform
+    config: BankConfig, expert: FFNConfig, d_model: int, load: Load, asked: str, alone: bool, platform: Platform
 ) -> str:
     """Cached, so that a choice is logged once."""
     costs = strategy_costs(config, expert, d_model, load, platform, alone=alone)

@@ -22,8 +22,8 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from moe_jax.core.errors import MAX_SIZE
 from moe_jax.distributed.processes import on_host
 from moe_jax.distributed.sharding import mesh_of
-from moe_jax.functional.buckets import bucket
-from moe_jax.functional.heads.sampling import sample
+from moe_jax.functional.sampling import sample
+from moe_jax.kernels.hardware import bucket
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Caches, Decoder, init_cache, unstacked
 

@@ -47,7 +47,7 @@ def generate(
       model: the decoder.
       prompts: token ids, at least one per prompt.
       max_new_tokens: at most this many are added.
-      temperature, top_k, top_p: see `functional.heads.sampling.sample`; temperature 0 is greedy.
+      temperature, top_k, top_p: see `functional.sampling.sample`; temperature 0 is greedy.
       key: needed unless greedy.
       eos_ids: a row ends before the first of these; they are not returned.
 

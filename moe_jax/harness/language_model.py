@@ -23,8 +23,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from moe_jax.core.errors import InputError, first_sentence, nearest, shown
 from moe_jax.core.terminal import Progress, no_progress
-from moe_jax.data.tokens.chat_template import ChatTemplate, find_chat_template, load_chat_template
-from moe_jax.data.tokens.tokenizer import Tokenizer
+from moe_jax.data.chat_template import ChatTemplate, find_chat_template, load_chat_template
+from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.distributed.processes import check_equal, first_decides, gathered, is_first_process
 from moe_jax.files.json_toml import ANYTHING, read_json_object
 from moe_jax.generation.texts import StreamedText, stream

@@ -15,8 +15,8 @@ from moe_jax.core.errors import raise_if_any
 from moe_jax.core.finite import cast, check_finite
 from moe_jax.core.memory import available_memory
 from moe_jax.distributed.sharding import path_name, state_shardings
-from moe_jax.experts.forms.matrix import shapes_of
-from moe_jax.experts.parallel.exchange import Exchange, exchange_from_environment
+from moe_jax.experts.exchange import Exchange, exchange_from_environment
+from moe_jax.experts.shapes import shapes_of
 from moe_jax.experts.strategy import strategy_from_environment
 from moe_jax.model_io.model_source import ModelSource, read_part
 from moe_jax.models import ModelConfig, segments_of, single_layers
@@ -73,7 +73,7 @@ def disk_paths(config: ModelConfig, path: str, *, stacked: bool = True) -> list[
     encoder/final_norm/scale                -> encoder_norm/scale
     encoder/relative_bias/table             -> encoder_relative_bias/table
 
-    With `stacked` false, the model is one whose layers were unstacked (`nn.unstacked`): every parameter has one path.
+    With `stacked` false, the model's layers were unstacked (`nn.unstacked`): every parameter has one path.
     """
     match = _STACKED.fullmatch(path)
     if not match:

@@ -1,20 +1,20 @@
 """Configs: complete descriptions of models, without weights."""
 
 from moe_jax.experts.bank_config import BankConfig as BankConfig
-from moe_jax.experts.layout.config import AdapterConfig as AdapterConfig
-from moe_jax.experts.layout.config import FFNConfig as FFNConfig
-from moe_jax.experts.layout.config import LoRAConfig as LoRAConfig
-from moe_jax.functional.attention.relative_bias import RelativeBiasConfig as RelativeBiasConfig
-from moe_jax.functional.attention.rope import RopeConfig as RopeConfig
+from moe_jax.experts.shapes import AdapterConfig as AdapterConfig
+from moe_jax.experts.shapes import FFNConfig as FFNConfig
+from moe_jax.experts.shapes import LoRAConfig as LoRAConfig
+from moe_jax.functional.position_embeddings import RelativeBiasConfig as RelativeBiasConfig
+from moe_jax.functional.position_embeddings import RopeConfig as RopeConfig
 from moe_jax.models.attention_config import AttentionConfig as AttentionConfig
 from moe_jax.models.attention_config import LatentConfig as LatentConfig
 from moe_jax.models.config import LayerConfig as LayerConfig
 from moe_jax.models.config import ModelConfig as ModelConfig
+from moe_jax.models.config import Segment as Segment
+from moe_jax.models.config import segments_of as segments_of
+from moe_jax.models.config import single_layers as single_layers
 from moe_jax.models.moe_config import MoEConfig as MoEConfig
 from moe_jax.models.moe_config import PerftConfig as PerftConfig
 from moe_jax.models.moe_config import SelectionConfig as SelectionConfig
-from moe_jax.models.segments import Segment as Segment
-from moe_jax.models.segments import segments_of as segments_of
-from moe_jax.models.segments import single_layers as single_layers
 from moe_jax.models.serialize import config_from_json as config_from_json
 from moe_jax.models.serialize import config_to_json as config_to_json

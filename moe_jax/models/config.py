@@ -1,17 +1,12 @@
-"""`ModelConfig`: a frozen, complete description of a model.
-
-The tree of parameters can be built from it alone. Every layer has its own description, so that
-"every second block is an MoE", "the first layer is dense" and "the top 24 of 32 layers are
-compressed" are the same mechanism.
-"""
+"""`ModelConfig`: a frozen, complete description of a model, and the segments of layers that repeat."""
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from moe_jax.core.errors import InputError, check_member, check_number, check_positive, shown
-from moe_jax.experts.layout.config import FFNConfig
-from moe_jax.functional.attention.rope import RopeConfig
+from moe_jax.experts.shapes import FFNConfig
+from moe_jax.functional.position_embeddings import RopeConfig
 from moe_jax.models.attention_config import PROJECTIONS as PROJECTIONS
 from moe_jax.models.attention_config import AttentionConfig as AttentionConfig
 from moe_jax.models.attention_config import LatentConfig as LatentConfig
@@ -275,3 +270,54 @@ class ModelConfig:
     def rope_of(self, layer: LayerConfig) -> RopeConfig:
         """Returns the rotary embedding of a layer."""
         return self.rope if layer.attention.rope is None else layer.attention.rope
+
+
+MAX_PATTERN = 8
+
+
+class Segment(NamedTuple):
+    """`pattern` repeated `repeats` times, beginning at layer `start`."""
+
+    start: int
+    pattern: tuple[LayerConfig, ...]
+    repeats: int
+
+    def layer(self, repeat: int, position: int) -> int:
+        """Returns the index in the model of the layer at `position` of the pattern, in the given repeat."""
+        return self.start + repeat * len(self.pattern) + position
+
+
+def segments_of(layers: tuple[LayerConfig, ...]) -> tuple[Segment, ...]:
+    """Divides the layers into segments, greedily: the repetition that covers most layers, short patterns first.
+
+    Args:
+      layers: the layers of a model, in order.
+
+    Returns:
+      Segments that cover the layers exactly once and in order. None crosses the boundary between an encoder's and a
+      decoder's layers, which are never equal.
+    """
+    segments = []
+    start = 0
+    while start < len(layers):
+        best = Segment(start, layers[start : start + 1], 1)
+        for width in range(1, MAX_PATTERN + 1):
+            pattern = layers[start : start + width]
+            repeats = 1
+            while layers[start + repeats * width : start + (repeats + 1) * width] == pattern:
+                repeats += 1
+            # A pattern that occurs once is not a repetition; choosing it could hide a longer run behind it.
+            if repeats > 1 and repeats * width > best.repeats * len(best.pattern):
+                best = Segment(start, pattern, repeats)
+        segments.append(best)
+        start += best.repeats * len(best.pattern)
+    return tuple(segments)
+
+
+def single_layers(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+    """Returns the same layers in segments of one repeat each, for a program that does not scan over layers."""
+    return tuple(
+        Segment(segment.layer(repeat, 0), segment.pattern, 1)
+        for segment in segments
+        for repeat in range(segment.repeats)
+    )

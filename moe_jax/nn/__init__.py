@@ -11,23 +11,23 @@ from a config, a width and `nnx.Rngs`, and may stand in a model of your own.
 """
 
 from moe_jax.nn.attention import Attention as Attention
-from moe_jax.nn.block import Block as Block
-from moe_jax.nn.cache import Caches as Caches
-from moe_jax.nn.cache import init_cache as init_cache
+from moe_jax.nn.attention import LatentAttention as LatentAttention
+from moe_jax.nn.context import Caches as Caches
+from moe_jax.nn.context import init_cache as init_cache
 from moe_jax.nn.decoder import Decoder as Decoder
 from moe_jax.nn.decoder import DecoderOutput as DecoderOutput
 from moe_jax.nn.decoder import Encoded as Encoded
-from moe_jax.nn.embed import Embed as Embed
-from moe_jax.nn.head import Head as Head
-from moe_jax.nn.latent_attention import LatentAttention as LatentAttention
+from moe_jax.nn.decoder import is_stacked as is_stacked
+from moe_jax.nn.decoder import unstacked as unstacked
 from moe_jax.nn.layers import FFN as FFN
+from moe_jax.nn.layers import Embed as Embed
+from moe_jax.nn.layers import Head as Head
 from moe_jax.nn.layers import Norm as Norm
+from moe_jax.nn.moe import CoderRouter as CoderRouter
+from moe_jax.nn.moe import LinearRouter as LinearRouter
 from moe_jax.nn.moe import MoE as MoE
 from moe_jax.nn.moe import Perft as Perft
-from moe_jax.nn.router import CoderRouter as CoderRouter
-from moe_jax.nn.router import LinearRouter as LinearRouter
-from moe_jax.nn.router import auxiliary_loss as auxiliary_loss
-from moe_jax.nn.router import load_per_layer as load_per_layer
+from moe_jax.nn.moe import auxiliary_loss as auxiliary_loss
+from moe_jax.nn.moe import load_per_layer as load_per_layer
+from moe_jax.nn.stack import Block as Block
 from moe_jax.nn.stack import Stack as Stack
-from moe_jax.nn.unstacked import is_stacked as is_stacked
-from moe_jax.nn.unstacked import unstacked as unstacked

@@ -1,13 +1,9 @@
 """Compiles the training step for an absent accelerator.
 
-The `libtpu` wheel holds the TPU compiler and runs on any x86 CPU machine; JAX's CUDA plugin holds the compiler for
-GPUs, and needs neither GPU nor driver (`gpu_topology`). The step is the one that `loop` runs, here on abstract arrays:
-no weights are loaded or made.
+The step is the one that `loop` runs, here on abstract arrays: no weights are loaded or made.
 """
 
-import importlib.util
 import json
-import os
 import re
 import tempfile
 from collections.abc import Sequence
@@ -15,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_jax.core.data_sheets import chip_of_kind
-from moe_jax.core.errors import InputError, first_line, shown
+from moe_jax.core.errors import InputError, first_line
 from moe_jax.models import ModelConfig
-from moe_jax.planning import gpu_topology
-from moe_jax.training.recipe.schema import Recipe
+from moe_jax.planning.planned_devices import described_devices, gpu_hosts, is_gpu
+from moe_jax.training.recipe import Recipe
 
 if TYPE_CHECKING:  # they import JAX, and the environment has to be described before that
     from jax.stages import Compiled
@@ -31,25 +27,6 @@ TIGHT = 0.9
 # "Used 16.50G of 15.75G hbm", in the message of the TPU compiler.
 _USED = re.compile(r"\bUsed ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
-# libtpu asks a metadata server for the machine's type unless the environment gives one. Any TPU type will do: the
-# compiler is told separately which topology to compile for.
-_ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-    # Several compilations may use the library at a time, because none of them uses a chip.
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
-
-
-def prepare_environment() -> None:
-    """Describes a TPU to libtpu and keeps JAX itself on the CPU; call it before JAX is imported."""
-    gpu_topology.prepare_environment()
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    os.environ["JAX_PLATFORMS"] = "cpu"
 
 
 def compile_only(
@@ -77,7 +54,7 @@ def compile_only(
     """
     from moe_jax.data.sections import input_length
     from moe_jax.planning.hlo import collectives, largest_arrays, transfers
-    from moe_jax.planning.step_roofline import StateNumbers, step_roofline
+    from moe_jax.planning.step_time import StateNumbers, step_roofline
     from moe_jax.training.flops import step_flops
     from moe_jax.training.program import make_program
 
@@ -89,7 +66,7 @@ def compile_only(
             compiled = compiled_step(program, recipe, {"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
         except DoesNotFit as error:
             raise InputError(f"the step does not fit into {topology}: {error}{_named(error.largest)}") from None
-        (text,) = Path(folder).glob(f"*.{'sm_*_gpu_' if gpu_topology.is_gpu(topology) else ''}after_optimizations.txt")
+        (text,) = Path(folder).glob(f"*.{'sm_*_gpu_' if is_gpu(topology) else ''}after_optimizations.txt")
         program_text = text.read_text()
     found, sizes = collectives(program_text), bytes_of(compiled)
     kind = devices[0].device_kind
@@ -99,7 +76,7 @@ def compile_only(
     model_flops = step_flops(config, seq_len, input_len)(rows * seq_len, rows * input_len) / len(devices)
     roofline = None
     if chip is not None:
-        per_host = gpu_topology.shape_of(topology)[1] if gpu_topology.is_gpu(topology) else None
+        per_host = gpu_hosts(topology)[1] if is_gpu(topology) else None
         roofline = step_roofline(
             recipe,
             chip,
@@ -218,32 +195,6 @@ def print_report(report: dict[str, Any], *, as_json: bool) -> None:
             f"{estimate['utilisation']:.0%} utilisation, bound by {estimate['bound']}\n  milliseconds: matrix units "
             f"{1000 * estimate['matrix']:.3g}, memory {1000 * estimate['memory']:.3g}, {links}\n  {estimate['source']}"
         )
-
-
-def described_devices(topology: str) -> list[Any]:
-    """Returns the devices of a topology such as `v5e:4x4` or `h100:8`, for a mesh.
-
-    Raises:
-      InputError: no compiler for the topology, or an unknown one.
-    """
-    if gpu_topology.is_gpu(topology):
-        return gpu_topology.gpu_devices(topology)
-    if not has_tpu_compiler():
-        raise InputError("--compile-only needs the TPU compiler: pip install 'moe-jax[tpu]' (libtpu, x86 Linux)")
-    from jax.experimental import topologies
-
-    try:
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
-    except Exception as error:  # libtpu's own errors have no common class
-        raise InputError(
-            f"unknown topology {shown(topology)}, expected for example v5e:4x4, v5p:2x2x4, v6e:8x8 or h100:8: "
-            f"{first_line(error)}"
-        ) from None
-
-
-def has_tpu_compiler() -> bool:
-    """Whether libtpu is installed."""
-    return importlib.util.find_spec("libtpu") is not None
 
 
 def check_fits(report: dict[str, Any]) -> None:

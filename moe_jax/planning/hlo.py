@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moe_jax.experts.parallel.over_mesh import FURTHER_ROUNDS
+from moe_jax.experts.over_mesh import FURTHER_ROUNDS
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 
@@ -78,7 +78,7 @@ def collectives(hlo: str) -> dict[str, Collectives]:
 def transfers(hlo: str) -> list[Transfer]:
     """Returns all collectives of a compiled program; those in a loop count once per iteration.
 
-    Rounds of an exchange after the first (`experts.parallel.exchange`) are not counted: usually there are none.
+    Rounds of an exchange after the first (`experts.exchange`) are not counted: usually there are none.
     """
     entry, computations = computations_of(hlo)
     found_all: list[Transfer] = []

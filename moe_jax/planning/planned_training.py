@@ -16,27 +16,24 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from moe_jax.core.errors import InputError
 from moe_jax.core.memory import resident_memory, total_memory
 from moe_jax.data.sections import DataSection
-from moe_jax.distributed.batch_placement import check_batch_divides
-from moe_jax.distributed.sharding import AXES, mesh_sizes, path_name
-from moe_jax.experts.layout.mesh import spec_on_mesh
+from moe_jax.distributed.sharding import AXES, check_batch_divides, mesh_sizes, path_name
+from moe_jax.experts.devices import spec_on_mesh
 from moe_jax.models import ModelConfig
 from moe_jax.planning.compile_only import DoesNotFit, bytes_of, compiled_step, is_tight
-from moe_jax.planning.expected_step import expected_step, sums_by_kind
-from moe_jax.planning.placed_leaves import placed_leaves
+from moe_jax.planning.expected_step import expected_step, placed_leaves, sums_by_kind
+from moe_jax.planning.model_costs import TOKENS
 from moe_jax.planning.planned_devices import PlannedDevices, planned_devices
-from moe_jax.planning.planned_strategies import TOKENS
-from moe_jax.planning.step_roofline import StepRoofline
 from moe_jax.planning.step_time import (
     StepBytes,
+    StepRoofline,
     StepTime,
-    measured_rates,
     optimizer_operations,
     rates_of_chip,
     step_time,
-    timed_step,
 )
+from moe_jax.planning.timed_step import measured_rates, timed_step
 from moe_jax.training.program import Program, abstract_batch, make_program
-from moe_jax.training.recipe.schema import (
+from moe_jax.training.recipe import (
     CheckpointSection,
     MeshSection,
     ModelSection,

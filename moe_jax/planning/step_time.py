@@ -1,35 +1,139 @@
-"""The time of a training step: its operations and bytes, at the rates of a data sheet or of this machine.
+"""The least time of a training step by data sheets, which no program reaches, or its time at measured rates.
 
-No program reaches the rates of a data sheet, so on an accelerator this is the least time. On a CPU it is an estimate
-from rates that are measured here, for when `timed_step` finds no room. Neither includes transfers between devices.
+`step_roofline` takes the three times that a step takes at least, of its products at the peak of the matrix units, of
+the bytes between a chip and its memory, and of its transfers to other chips; if they overlap perfectly, the longest
+is the time. `step_time` counts products and bytes in more detail, without transfers; on a CPU, at the rates that
+`timed_step` measures, it is an estimate for when whole steps find no room. Neither includes waiting, or work of other
+units.
 """
 
 import dataclasses
 import math
-import statistics
-import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from moe_jax.core.data_sheets import Chip
-from moe_jax.core.errors import InputError
-from moe_jax.core.memory import available_memory
 from moe_jax.data.sections import input_length
-from moe_jax.distributed.sharding import path_name
 from moe_jax.models import ModelConfig
-from moe_jax.models.segments import segments_of
+from moe_jax.planning.hlo import Transfer
 from moe_jax.training.flops import step_flops, train_flops_per_token
-from moe_jax.training.optim.optimizer import is_orthogonalised
-from moe_jax.training.program import Program, abstract_batch, first_state, make_program
-from moe_jax.training.recipe.schema import OptimizerSection, Recipe
+from moe_jax.training.optimizer import is_orthogonalised
+from moe_jax.training.program import Program
+from moe_jax.training.recipe import OptimizerSection, Recipe
 
-# Enough to fill the caches of a CPU several times, and small beside any training run.
-_COPIED = 64 << 20
-_ROWS = 1024
+
+class StepRoofline(NamedTuple):
+    """An estimate for one chip.
+
+    Attributes:
+      matrix: seconds of the products, with those that `remat` does again.
+      memory: seconds for the bytes that are moved to and from its memory.
+      links: seconds for the bytes that it sends; None: the links of the chip are unknown.
+      seconds: the longest of them.
+      bound: the name of the longest.
+      utilisation: share of the peak that the model's own operations would reach in this time.
+    """
+
+    matrix: float
+    memory: float
+    links: float | None
+    seconds: float
+    bound: str
+    utilisation: float
+
+
+class StateNumbers(NamedTuple):
+    """Parameters and optimizer state that a chip reads and writes in a step.
+
+    Attributes:
+      used: number of all parameters, those that other chips keep a part of (`fsdp`, `sequence`) as a whole.
+      changed: bytes that a step changes: trained parameters, the optimizer's state and a moving average.
+      trained: number of the trained parameters.
+    """
+
+    used: int
+    changed: int
+    trained: int
+
+    @classmethod
+    def of(cls, program: Program) -> "StateNumbers":
+        """Returns the numbers of a program on its mesh."""
+        parameters = jax.tree.leaves((program.state.params, program.frozen))
+        changed = jax.tree.leaves((program.state.params, program.state.opt_state, program.state.ema))
+        return cls(
+            used=sum(_shard(leaf, gathered=("fsdp", "sequence")) for leaf in parameters),
+            changed=sum(_shard(leaf) * np.dtype(leaf.dtype).itemsize for leaf in changed),
+            trained=sum(_shard(leaf) for leaf in jax.tree.leaves(program.state.params)),
+        )
+
+
+def step_roofline(
+    recipe: Recipe,
+    chip: Chip,
+    model_flops: float,
+    state: StateNumbers,
+    temporaries: int,
+    sent: Iterable[Transfer],
+    devices: int,
+    per_host: int | None,
+) -> StepRoofline:
+    """Estimates a step.
+
+    Parameters are read in the dtype of the products, forward, backward, and once more where a layer is computed again,
+    by every microbatch. What a step changes, and the gradients, are read and written once.
+
+    Args:
+      recipe: of the run.
+      chip: of the mesh.
+      model_flops: operations of a chip in a step, without those done again.
+      state: parameters and optimizer state that the step reads and writes.
+      temporaries: bytes that a step holds temporarily; they are written once and read once.
+      sent: the collectives of the step.
+      devices: number of devices of the mesh.
+      per_host: devices of a host, which reach others over the network; None: all are in one slice.
+    """  # fmt: skip
+    itemsize = np.dtype(recipe.model.compute_dtype).itemsize
+    peak = chip.operations_per_second(itemsize)
+    again = recipe.model.remat == "full"
+    matrix = model_flops * (8 / 6 if again else 1) / peak
+    passes = recipe.train.accumulation * (3 if again else 2)
+    moved = passes * state.used * itemsize + 2 * (state.changed + 4 * state.trained)
+    memory = (moved + 2 * temporaries) / chip.bandwidth
+    links = None
+    if chip.link:
+        links = sum(one.count * sending_seconds(one, chip, devices, per_host) for one in sent)
+    parts = {"matrix units": matrix, "memory": memory} | ({} if links is None else {"links": links})
+    bound = max(parts, key=lambda name: parts[name])
+    seconds = parts[bound]
+    return StepRoofline(matrix, memory, links, seconds, bound, model_flops / peak / seconds)
+
+
+def sending_seconds(one: Transfer, chip: Chip, devices: int, per_host: int | None) -> float:
+    """Returns the seconds of a collective, over the links of one axis of the slice, or the network between hosts.
+
+    If n devices gather or scatter an array, each sends (n - 1) / n of it; an all-reduce does both. Rows of an
+    all-to-all are assumed to be spread evenly.
+    """
+    group = one.group or tuple(range(devices))
+    if len(group) < 2:
+        return 0.0
+    share = 1.0 if one.kind == "collective-permute" else (len(group) - 1) / len(group)
+    passes = 2 if one.kind == "all-reduce" else 1
+    leaves = per_host is not None and len({device // per_host for device in group}) > 1
+    return passes * share * one.bytes / (chip.network if leaves else chip.link)
+
+
+def _shard(leaf: jax.ShapeDtypeStruct, gathered: tuple[str, ...] = ()) -> int:
+    """Returns the entries of a leaf on a device, or those it has when it is gathered over the axes `gathered`."""
+    assert isinstance(leaf.sharding, NamedSharding)
+    size = math.prod(leaf.sharding.shard_shape(leaf.shape))
+    axes = [axis for part in leaf.sharding.spec for axis in (part if isinstance(part, tuple) else (part,))]
+    return size * math.prod(leaf.sharding.mesh.shape[axis] for axis in gathered if axis in axes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,179 +271,3 @@ def rates_of_chip(chip: Chip, compute_dtype: str) -> Rates:
     """Returns the peak rates of an accelerator's data sheet."""
     operations = chip.operations_per_second(jnp.dtype(compute_dtype).itemsize)
     return Rates(operations=operations, bytes=chip.bandwidth, source=chip.source, overlap=True)
-
-
-def measured_rates(config: ModelConfig, compute_dtype: str, device: Any) -> Rates:
-    """Measures rates of this machine: a product as wide as the model's, and a copy; takes a second or less."""
-    with jax.default_device(device):
-        width = max(config.d_model, 256)
-        rows, kernel = jnp.ones((_ROWS, width), compute_dtype), jnp.ones((width, 4 * width), compute_dtype)
-        product = jax.jit(lambda rows, kernel: rows @ kernel)
-        copied = jnp.ones(_COPIED // 4, jnp.float32)
-        operations = 2 * _ROWS * width * 4 * width / _seconds(lambda: product(rows, kernel))
-        bandwidth = 2 * _COPIED / _seconds(lambda: jax.jit(jnp.negative)(copied))
-    source = f"measured here just now: a product of {_ROWS} x {width} x {4 * width}, and a copy of {_COPIED >> 20} MiB"
-    return Rates(operations=operations, bytes=bandwidth, source=source, overlap=False)
-
-
-def _seconds(run: Callable[[], Any]) -> float:
-    """Returns the median of five runs after the first, which compiles."""
-    times = []
-    for _ in range(6):
-        start = time.perf_counter()
-        jax.block_until_ready(run())
-        times.append(time.perf_counter() - start)
-    return sorted(times[1:])[2]
-
-
-# Repeats of a segment in the shallow model, and in the deeper one that gives the time of a repeat. Two repeats are
-# stacked and scanned, as more are.
-_SHALLOW, _DEEPER = 2, 8
-_ROUNDS = 8  # at most
-_MOST_SECONDS = 10.0  # of the steps that count
-# A step holds less than this times what it reads and updates; if that is more than the free memory, it is not tried.
-_HELD = 3
-
-
-@dataclasses.dataclass(frozen=True)
-class TimedStep:
-    """The measured time of a step.
-
-    Attributes:
-      seconds: for the whole model.
-      layers: numbers of layers of the models that were run.
-    """
-
-    seconds: float
-    layers: tuple[int, ...]
-
-    def source(self, num_layers: int) -> str:
-        """Returns a sentence on how the time of a model with this many layers is known."""
-        if self.layers == (num_layers,):
-            return "measured here just now, on the model with random weights"
-        *first, last = map(str, self.layers)
-        counts = f"{', '.join(first)} and {last}" if first else last
-        return f"measured here just now, on models of {counts} of the {num_layers} layers with random weights"
-
-
-def timed_step(
-    recipe: Recipe, config: ModelConfig, devices: list[Any], teacher: ModelConfig | None = None
-) -> TimedStep | None:
-    """Runs some steps, with random weights and tokens; takes seconds, most of them to compile.
-
-    Args:
-      recipe: of the run.
-      config: of its model.
-      devices: for the mesh.
-      teacher: config of the model that the recipe's `distill` names, if it does; it has all its layers beside each of
-        the models that are run, so that its time counts once.
-
-    Returns:
-      None if even a model of few layers may not find room in the memory that is free, or lacks the layers that the
-      recipe names.
-    """
-    segments = segments_of(config.layers)
-    shallow = [min(segment.repeats, _SHALLOW) for segment in segments]
-    deeper = [shallow[:i] + [min(segment.repeats, _DEEPER)] + shallow[i + 1 :] for i, segment in enumerate(segments)]
-    # Multiples of the difference between a deeper model and the shallow one that are missing.
-    lacking = {
-        index: (segment.repeats - shallow[index]) / (deeper[index][index] - shallow[index])
-        for index, segment in enumerate(segments)
-        if segment.repeats > shallow[index]
-    }
-    models = [_with_repeats(config, repeats) for repeats in (*(deeper[index] for index in lacking), shallow)]
-    try:
-        programs = [make_program(recipe, model, devices, teacher=teacher) for model in models]
-    except InputError:
-        return None
-    free = available_memory()
-    if free is not None and _HELD * sum(map(_bytes, programs)) > free:
-        return None
-    found = []
-    for *times, least in _rounds(programs, recipe):
-        found.append(least + sum(max(0.0, more - least) * lacking[i] for more, i in zip(times, lacking, strict=True)))
-    return TimedStep(statistics.median(found), tuple(sorted(model.num_layers for model in models)))
-
-
-def _with_repeats(config: ModelConfig, repeats: list[int]) -> ModelConfig:
-    """Returns the model with this many repeats of each of its segments."""
-    layers, encoder = [], 0
-    for segment, count in zip(segments_of(config.layers), repeats, strict=True):
-        layers += [*segment.pattern] * count
-        if segment.start < config.num_encoder_layers:
-            encoder = len(layers)
-    return dataclasses.replace(config, layers=tuple(layers), num_encoder_layers=encoder)
-
-
-def _bytes(program: Program) -> int:
-    leaves = jax.tree.leaves((program.state, program.frozen, program.arguments))
-    return sum(leaf.size * np.dtype(leaf.dtype).itemsize for leaf in leaves)
-
-
-def _rounds(programs: list[Program], recipe: Recipe) -> list[list[float]]:
-    """Returns seconds of a step of each program, several times, after one that is compiled.
-
-    The programs take turns: a disturbance by other work of the machine would be multiplied if it affected only one of
-    them. In each turn the first step does not count: after another program, memory has to be allocated by the system
-    again.
-    """
-    steps = [_stepping(program, recipe) for program in programs]
-    for step in steps:
-        step()
-    rounds: list[list[float]] = []
-    while len(rounds) < _ROUNDS and sum(map(sum, rounds)) < _MOST_SECONDS:
-        rounds.append([(step(), step())[1] for step in steps])
-    return rounds
-
-
-def _stepping(program: Program, recipe: Recipe) -> Callable[[], float]:
-    """Returns a function that runs one step after another, and returns the seconds of each."""
-    with jax.set_mesh(program.mesh):
-        params, frozen, teacher = _drawn((program.state.params, program.frozen, program.arguments))
-        state, batch = first_state(program, params), _batch(recipe, program)
-
-    def step() -> float:
-        nonlocal state
-        start = time.perf_counter()
-        with jax.set_mesh(program.mesh):
-            state, metrics = program.step(state, frozen, batch, *teacher)
-        jax.block_until_ready((state, metrics))
-        return time.perf_counter() - start
-
-    return step
-
-
-def _drawn(tree: Any) -> Any:
-    """Returns arrays in place of abstract ones: small numbers, and scales of 1, as a model has them.
-
-    Numbers too small for the usual format (subnormal) would slow a processor down many times.
-    """
-    random = np.random.default_rng(0)
-
-    def one(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            values = np.zeros(leaf.shape, np.int32)
-        elif path_name(path).endswith("norm/scale"):
-            values = np.ones(leaf.shape, np.float32)
-        else:
-            values = random.uniform(-0.03, 0.03, leaf.shape).astype(np.float32)
-        return jax.device_put(values.astype(leaf.dtype), leaf.sharding)
-
-    return jax.tree_util.tree_map_with_path(one, tree)
-
-
-def _batch(recipe: Recipe, program: Program) -> dict[str, jax.Array]:
-    """Returns a full batch of tokens that are scored."""
-    random = np.random.default_rng(0)
-
-    def one(name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        if name in ("tokens", "targets", "inputs"):
-            values = random.integers(0, program.config.vocab_size, leaf.shape)
-        elif name == "positions":
-            values = np.broadcast_to(np.arange(leaf.shape[1]), leaf.shape)
-        else:
-            values = np.full(leaf.shape, 0 if name == "cut" else 1)
-        return jax.device_put(values.astype(leaf.dtype), leaf.sharding)
-
-    like = abstract_batch(recipe, program.config, program.mesh)
-    return {name: one(name, leaf) for name, leaf in like.items()}

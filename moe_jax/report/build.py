@@ -8,8 +8,7 @@ from markupsafe import Markup
 
 import moe_jax
 from moe_jax.core.terminal import Progress, no_progress
-from moe_jax.files.local_paths import check_beside
-from moe_jax.files.staging import check_target
+from moe_jax.files.staging import check_beside, check_target
 from moe_jax.files.storage_path import as_path
 from moe_jax.report.bytes_and_errors import compression_tables, sweep_pictures
 from moe_jax.report.comparison import side_by_side_table

@@ -7,12 +7,12 @@ from markupsafe import Markup
 
 from moe_jax.compression import LayerReport, Sweep
 from moe_jax.compression.coding.storage import bytes_by_part
-from moe_jax.compression.job.layer_columns import WORDS, layer_columns
-from moe_jax.compression.job.sweep import plot_sweep
+from moe_jax.compression.method_sweep import plot_sweep
+from moe_jax.compression.report import WORDS, layer_columns
 from moe_jax.core.errors import InputError, shown
 from moe_jax.core.formatting import show_bytes
 from moe_jax.figures.plots import DrawnTo
-from moe_jax.files.strict import parse
+from moe_jax.files.json_toml import parse
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.report.elements import facts, picture, table, warning
 from moe_jax.report.pictures import drawn

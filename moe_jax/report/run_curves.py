@@ -15,7 +15,7 @@ from moe_jax.figures.plots import DrawnTo, plot_load
 from moe_jax.report.elements import code, facts, folded, picture, side_by_side, table
 from moe_jax.report.pictures import drawn
 from moe_jax.report.subjects import Run
-from moe_jax.training.log.metrics import Record
+from moe_jax.training.metrics import Record
 
 # Of the steps, the share at the end over which the use of experts is averaged.
 _END = 0.1

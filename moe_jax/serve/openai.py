@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moe_jax.core.errors import MAX_SIZE, InputError, shown
-from moe_jax.data.tokens.chat_template import check_messages
-from moe_jax.data.tokens.tokenizer import Tokenizer
+from moe_jax.data.chat_template import check_messages
+from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.generation.engine import MOST_SCORES, MOST_STOP_IDS
 from moe_jax.generation.texts import StreamedText
 from moe_jax.serve.scheduler import Job, News, Scored

@@ -71,7 +71,7 @@ class Job:
       ids: tokens of the prompt.
       most: tokens to add at most; 0: the prompt is only scored.
       on_news: called by the scheduler's thread.
-      temperature, top_p, seed: of sampling; see `functional.heads.sampling.sample`.
+      temperature, top_p, seed: of sampling; see `functional.sampling.sample`.
       stop_ids: tokens that end it, at most `rows.MOST_STOP_IDS`.
       scores, scores_prompt: whether tokens that are added, and those of the prompt, are scored.
       cancelled: set by anyone when nobody wants it any more.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import jax.numpy as jnp
 
 from moe_jax.core.data_sheets import chip_of_kind
-from moe_jax.experts.layout.config import LoRAConfig
+from moe_jax.experts.shapes import LoRAConfig
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 
 

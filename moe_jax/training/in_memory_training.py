@@ -10,14 +10,14 @@ from flax import nnx
 from jaxtyping import Int
 
 from moe_jax.core.errors import InputError
-from moe_jax.distributed.batch_placement import local_rows, place
+from moe_jax.distributed.sharding import local_rows, place
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
-from moe_jax.training.log.metrics import Record, is_finite, to_record
 from moe_jax.training.loop import Diverged
+from moe_jax.training.metrics import Record, is_finite, to_record
 from moe_jax.training.program import first_state, initial_states, load_teacher, make_program
-from moe_jax.training.recipe.schema import Recipe
+from moe_jax.training.recipe import Recipe
 
 Tokens = Int[np.ndarray, "B T"]
 Batch = Tokens | Mapping[str, np.ndarray]

@@ -1,35 +1,139 @@
 """The training loop: metrics fetched one step late, held-out evaluation, checkpoints, and all ways to stop."""
 
 import math
+import os
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import grain
 import jax
+import jax.numpy as jnp
+import numpy as np
 import rich.console
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from moe_jax.checkpoints.orbax_store import TrainingCheckpoints
 from moe_jax.core.errors import InputError
 from moe_jax.data.sections import input_length
-from moe_jax.evaluation.held_out_loss import Evaluator
-from moe_jax.evaluation.pair_loss import PairEvaluator
+from moe_jax.distributed import processes
+from moe_jax.distributed.sharding import local_rows, merge_positions, place
+from moe_jax.evaluation.held_out import Evaluator, PairEvaluator
 from moe_jax.experts import ExpertBank, set_exchange
 from moe_jax.files.storage_path import as_path
-from moe_jax.training.device_batches import BatchesOnDevices
+from moe_jax.training import recipe_toml
 from moe_jax.training.flops import peak_flops, step_flops
-from moe_jax.training.log.metrics import MetricsWriter, Record, StepLine, is_finite, to_record
-from moe_jax.training.log.tracing import StepTrace
-from moe_jax.training.log.wandb_writer import WandbWriter
-from moe_jax.training.optim.optimizer import in_dtypes_of
+from moe_jax.training.metrics import MetricsWriter, Record, StepLine, StepTrace, WandbWriter, is_finite, to_record
+from moe_jax.training.optimizer import in_dtypes_of
 from moe_jax.training.program import Program, metrics_of
-from moe_jax.training.recipe import recipe_toml
-from moe_jax.training.recipe.schema import Recipe
-from moe_jax.training.run.run_directory import CHECKPOINTS
-from moe_jax.training.run.signals import StopSignals
+from moe_jax.training.recipe import Recipe
+from moe_jax.training.run_directory import CHECKPOINTS
 from moe_jax.training.step import StepMetrics, TrainState
+
+
+class BatchesOnDevices:
+    """The batches of the data as global arrays, up to the end of the data.
+
+    With several processes, only all of them together know whether any has data left. They find out one batch ahead, by
+    a program of its own that the devices run before the step, so that no process waits for the answer before a step.
+
+    Args:
+      data: local rows of endless batches, padding after the last record.
+      mesh: the batches are put on its devices.
+      batch_size: B.
+      ends: whether the batches end with the data; False: it is repeated for ever.
+    """
+
+    def __init__(self, data: grain.DatasetIterator, mesh: Mesh, batch_size: int, *, ends: bool):
+        self._data, self._mesh, self._batch_size, self._ends = data, mesh, batch_size, ends
+        self._rows = local_rows(mesh, batch_size)
+        self._asks = ends and jax.process_count() > 1
+        # The batch after the last one returned, with the answer, and the position before it.
+        self._ahead: tuple[dict[str, jax.Array], jax.Array] | None = None
+        self._before: dict[str, Any] | None = None
+        self._any = jax.jit(lambda ids: jnp.any(ids > 0), out_shardings=NamedSharding(mesh, P()))
+
+    def next(self) -> dict[str, jax.Array] | None:
+        """Returns the next batch; None: the data has ended. Every process makes this call."""
+        if not self._asks:
+            batch = next(self._data)
+            return None if self._ends and not batch["segment_ids"].any() else self._placed(batch)
+        batch, holds_some = self._ahead or self._read()
+        self._before = self._data.get_state()
+        self._ahead = self._read()
+        return batch if bool(holds_some) else None
+
+    def position(self) -> dict[str, Any]:
+        """Returns the data position after the batches returned so far, for all rows. Every process makes this call."""
+        return merge_positions(self._before or self._data.get_state(), self._batch_size)
+
+    def _read(self) -> tuple[dict[str, jax.Array], jax.Array]:
+        batch = self._placed(next(self._data))
+        return batch, self._any(batch["segment_ids"])
+
+    def _placed(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        return place(batch, self._rows, self._mesh, self._batch_size)
+
+
+class StopSignals:
+    """Remembers that a signal arrived; a second one of the same kind has its usual effect. A context manager.
+
+    Several processes agree on a step: a signal to one stops all. If a program other than `join_processes` has joined
+    them, JAX's preemption service does that; it watches for SIGTERM, so other signals are passed on to it as SIGTERM.
+
+    Args:
+      notice: called, in a thread of its own, with the name of the first signal: a step may take long.
+
+    Attributes:
+      received: the signal, or None.
+    """
+
+    def __init__(self, notice: Callable[[str], object] = lambda name: None) -> None:
+        self._notice = notice
+        self.received: int | None = None
+        self._passed_on = False
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is threading.main_thread():
+            alone = jax.process_count() == 1 or processes.has_coordination()
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if alone else (signal.SIGINT, signal.SIGHUP):
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+                    self._previous[number] = signal.signal(number, self._remember if alone else self._pass_on)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def stop_after(self, step: int) -> bool:
+        """Whether to save and stop after `step`. Every process calls this after every step; all get the same answer."""
+        if jax.process_count() == 1:
+            return self.received is not None
+        if self.received is not None and not self._passed_on:
+            self._passed_on = True
+            processes.ask_all_to_stop(self.received)
+        agreed = processes.stop_after(step)
+        if agreed is not None:
+            self.received = agreed
+        return agreed is not None
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        signal.signal(number, self._previous[number])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+        signal.signal(number, self._previous[number])
+        # In another thread: the code that the signal interrupted may be printing.
+        threading.Thread(target=self._notice, args=(signal.Signals(number).name,), daemon=True).start()
+
 
 # Relative tolerance of the loss and of the gradient's norm: the order of sums differs.
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}

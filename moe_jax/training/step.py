@@ -11,12 +11,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from moe_jax.distributed.sharding import batch_spec
-from moe_jax.evaluation.forward import Batch, run_to_head
-from moe_jax.functional.rounding import round_stochastically
+from moe_jax.evaluation.held_out import Batch, run_to_head
+from moe_jax.functional.keys import round_stochastically
 from moe_jax.models import ModelConfig
 from moe_jax.nn import auxiliary_loss
-from moe_jax.nn.router import StackedStats
-from moe_jax.training.optim.optimizer import first_average, next_average
+from moe_jax.nn.moe import StackedStats
+from moe_jax.training.optimizer import first_average, next_average
 
 
 def sum_of_gradients(

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from moe_jax.core.errors import InputError, check_member, nearest, shown
-from moe_jax.experts.layout.config import FFNConfig, LoRAConfig
+from moe_jax.experts.shapes import FFNConfig, LoRAConfig
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
 
 RESTS = ("qlora:R", "lora:R", "frozen", "full")

@@ -122,7 +122,7 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
 
     def __post_init__(self) -> None:
         from moe_jax.experts import BankConfig
-        from moe_jax.experts.forms.by_name import option_of_form
+        from moe_jax.experts.forms.protocol import option_of_form
 
         if self.delta is not None and not isinstance(self.delta, BankConfig):
             object.__setattr__(self, "delta", option_of_form(self.delta))
@@ -170,7 +170,7 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
 
     @property
     def weighting(self) -> str:
-        """The gate: one of `functional.routing.gates.GATES`."""
+        """The gate: one of `functional.routing.GATES`."""
         return self.gate or "topk_softmax"
 
     @property
@@ -268,7 +268,7 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
     def _delta_problems(self) -> list[str]:
         """Returns the problems of `delta` with a method that has deltas or copies."""
         from moe_jax.experts import BankConfig
-        from moe_jax.experts.forms.by_name import delta_options, form_named, form_of_option
+        from moe_jax.experts.forms.protocol import delta_options, form_named, form_of_option
 
         form = self.delta.form if isinstance(self.delta, BankConfig) else self.delta and form_of_option(str(self.delta))
         over_base = bool(form and form.over_base)
@@ -289,7 +289,7 @@ def parse_delta(text: str, *, freeze_base: bool = False) -> "BankConfig":
       InputError: for anything else, a number out of range, or a frozen base where there is none.
     """
     from moe_jax.experts import BankConfig
-    from moe_jax.experts.forms.by_name import form_of_option
+    from moe_jax.experts.forms.protocol import form_of_option
 
     form = form_of_option(text)
     if freeze_base and not form.over_base:

@@ -111,7 +111,7 @@ def main() -> NoReturn:
 
     warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
     work = ("api.train", "conversion", "upcycling", "compression", "peft.adapt", "peft.merge")
-    work += ("training.run.training_run",)
+    work += ("training.training_run",)
     for module in (*work, *(f"commands.{command}" for command in cli.COMMANDS)):
         importlib.import_module(f"moe_jax.{module}")
     answers = os.fdopen(os.dup(1), "w")

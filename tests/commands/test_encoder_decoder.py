@@ -13,14 +13,14 @@ from rich.console import Console
 
 from moe_jax.api.open_source import open_source
 from moe_jax.commands import cli
-from moe_jax.compression.source_layer import parse_layers
+from moe_jax.compression.spec import parse_layers
 from moe_jax.conversion import HuggingFaceDirectory, export, read_hf_config
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.model_io.loading import load_model
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import ModelConfig, config_from_json, config_to_json
-from moe_jax.nn.router import auxiliary_loss, load_per_layer
+from moe_jax.nn.moe import auxiliary_loss, load_per_layer
 from tests.support.dense_models import random_leaves, write_model
 from tests.support.hf_checkpoints import CONFIGS
 from tests.support.tiers import long, one_in

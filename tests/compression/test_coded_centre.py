@@ -17,7 +17,7 @@ from moe_jax.figures.similarity import measure_similarity
 from moe_jax.generation.texts import generate
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.training.in_memory_training import train_on_batches
-from moe_jax.training.recipe.schema import MeshSection, OptimizerSection
+from moe_jax.training.recipe import MeshSection, OptimizerSection
 from tests.compression.test_export import logits
 from tests.support.dense_models import random_leaves
 from tests.support.hf_checkpoints import CONFIGS

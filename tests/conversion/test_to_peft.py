@@ -13,7 +13,7 @@ from moe_jax.commands import cli
 from moe_jax.conversion import HuggingFaceDirectory
 from moe_jax.conversion.formats.safetensors_file import read_header
 from moe_jax.conversion.to_peft import base_name
-from moe_jax.experts.layout.config import AdapterConfig, LoRAConfig
+from moe_jax.experts.shapes import AdapterConfig, LoRAConfig
 from moe_jax.model_io.adapter_dir import AdapterDirectory, AdapterDirectoryWriter
 from moe_jax.model_io.loading import leaf_specs, load_model
 from moe_jax.model_io.model_dir import ModelDirectory

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from moe_jax.commands import cli
-from moe_jax.training.run import training_run as run_module
+from moe_jax.training import training_run as run_module
 
 GOOD = '{"prompt": "Who is it?", "response": "It is a little dog that runs in the park all day."}\n' * 30
 FILES = {

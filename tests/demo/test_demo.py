@@ -10,9 +10,8 @@ import rich.console
 
 from moe_jax.commands.cli import main
 from moe_jax.demo import shell
-from moe_jax.demo.page import Answers, Row, print_page, write_page
 from moe_jax.demo.quick import Result, byte_tokenizer, median_speed, plot, table, write_text
-from moe_jax.demo.real import KINDS, MODELS, QUESTIONS, write_problems
+from moe_jax.demo.real import KINDS, MODELS, QUESTIONS, Answers, Row, print_page, write_page, write_problems
 from moe_jax.training.loop import Stopped
 from tests.support.environment import ROOT
 from tests.support.walkthroughs import blocks_of, form

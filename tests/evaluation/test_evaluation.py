@@ -12,9 +12,9 @@ from flax import nnx
 
 from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
-from moe_jax.data.tokens.tokenizer import Tokenizer
+from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.distributed.sharding import make_mesh
-from moe_jax.evaluation.held_out_loss import Evaluator, read_text
+from moe_jax.evaluation.held_out import Evaluator, read_text
 from moe_jax.model_io.loading import model_leaves
 from moe_jax.model_io.model_dir import ModelDirectoryWriter
 from moe_jax.nn import Decoder

@@ -17,16 +17,15 @@ from moe_jax.core.data_sheets import CHIPS
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import leaf_spec, make_mesh, path_name
 from moe_jax.experts import BankConfig, BaseCodes, FFNConfig, Mixed, make_bank, set_strategy
+from moe_jax.experts.devices import Platform, current_chip, spec_on_mesh
 from moe_jax.experts.forms import Quantized
-from moe_jax.experts.forms.kinds.positions import from_csr, to_csr
-from moe_jax.experts.forms.matrix import Load, ffn_matrices
-from moe_jax.experts.forms.optional.costs import costs_by_strategy
-from moe_jax.experts.layout.mesh import spec_on_mesh
-from moe_jax.experts.layout.platforms import Platform, current_chip
+from moe_jax.experts.forms.optional import costs_by_strategy
+from moe_jax.experts.forms.sparse import from_csr, to_csr
+from moe_jax.experts.shapes import Load, ffn_matrices
 from moe_jax.experts.strategy import _choose, choose_strategy, strategy_costs
-from moe_jax.functional.ffn import ffn
-from moe_jax.functional.products.sparse_product import entry_rows
-from moe_jax.functional.routing.decision import Routing
+from moe_jax.functional.dense import ffn
+from moe_jax.functional.routing import Routing
+from moe_jax.functional.sparse_product import entry_rows
 from tests.support.numerics import assert_close, made_at_once, randomised
 from tests.support.tiers import examples, one_in
 

@@ -18,15 +18,15 @@ from moe_jax.core.data_sheets import CHIPS
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import leaf_spec, make_mesh, path_name
 from moe_jax.experts import BankConfig, BaseCodes, FFNConfig, LoRAConfig, make_bank, set_strategy
-from moe_jax.experts.forms.base_codes import CODES
-from moe_jax.experts.forms.matrix import Load, Matrix, ffn_matrices
-from moe_jax.experts.forms.optional.coding import Residual
-from moe_jax.experts.forms.optional.costs import costs_of
-from moe_jax.experts.layout.platforms import Platform
+from moe_jax.experts.bank_config import CODES
+from moe_jax.experts.devices import Platform
+from moe_jax.experts.forms.coding import Residual
+from moe_jax.experts.forms.optional import costs_of
 from moe_jax.experts.linear import Linear
 from moe_jax.experts.on_host import base_kernel, base_leaves, expert_kernels, leaves_from_dense
+from moe_jax.experts.shapes import Load, Matrix, ffn_matrices
 from moe_jax.experts.strategy import _choose, strategy_costs
-from moe_jax.functional.routing.decision import Routing
+from moe_jax.functional.routing import Routing
 from moe_jax.models import MoEConfig
 from tests.support.numerics import assert_close, normal, randomised
 from tests.support.tiers import examples, one_in

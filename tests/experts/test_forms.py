@@ -26,10 +26,10 @@ from moe_jax.experts.forms import (
     Sparse,
     ffn_matrices,
 )
-from moe_jax.experts.forms.by_name import delta_options, form_of_option, option_of_form, registered
-from moe_jax.experts.forms.matrix import shapes_of
-from moe_jax.experts.forms.optional.coding import CodedJointly, experts_with
+from moe_jax.experts.forms.coding import CodedJointly, experts_with
+from moe_jax.experts.forms.protocol import delta_options, form_of_option, option_of_form, registered
 from moe_jax.experts.on_host import expert_kernels, leaves_from_dense
+from moe_jax.experts.shapes import shapes_of
 from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig, MoEConfig, config_from_json, config_to_json
 from moe_jax.upcycling.spec import UpcycleSpec
 from tests.support.environment import ROOT

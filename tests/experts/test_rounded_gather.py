@@ -9,14 +9,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.distributed.sharding import make_mesh
-from moe_jax.experts.parallel import rounded_gather
-from moe_jax.experts.parallel.rounded_gather import gathered, scattered_sum
+from moe_jax.experts import exchange
+from moe_jax.experts.exchange import gathered, scattered_sum
 
 
 @pytest.mark.parametrize(("shape", "axis"), [((3, 16, 5), 1), ((8, 4), 0), ((2, 3, 24), 2)])
 def test_two_steps_give_every_device_the_part_of_one(shape, axis, monkeypatch):
     # With eight devices: two times four.
-    monkeypatch.setattr(rounded_gather, "_TWO_SIDES", 8)
+    monkeypatch.setattr(exchange, "_TWO_SIDES", 8)
     mesh = make_mesh({"fsdp": 8})
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.integers(-99, 99, (8, *shape)), jnp.float32)

@@ -10,8 +10,7 @@ from flax import nnx
 from moe_jax.conversion import read_hf_config, write_hf_config
 from moe_jax.core.errors import InputError
 from moe_jax.models import RopeConfig
-from moe_jax.nn.embed import Embed
-from moe_jax.nn.layers import Norm
+from moe_jax.nn.layers import Embed, Norm
 from tests.support.hf_checkpoints import CONFIGS
 
 # As the hub has it: Transformers 4.50, without the types of layers.

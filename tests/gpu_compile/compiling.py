@@ -10,13 +10,13 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.planning import gpu_topology
+from moe_jax.planning import planned_devices
 from tests.support.uncached import uncached
 
 needs_xla_gpu = pytest.mark.skipif(
-    not gpu_topology.has_plugin(), reason="JAX's CUDA plugin, which holds XLA:GPU, is not installed"
+    not planned_devices.has_gpu_compiler(), reason="JAX's CUDA plugin, which holds XLA:GPU, is not installed"
 )
-gpu_topology.prepare_environment()
+planned_devices.prepare_environment()
 
 MIB = 1 << 20
 
@@ -54,7 +54,7 @@ class Program(NamedTuple):
 @functools.cache
 def mesh_of(topology: str) -> Mesh:
     """A mesh of one GPU."""
-    return Mesh(np.array(gpu_topology.gpu_devices(topology)).reshape(1), ("data",))
+    return Mesh(np.array(planned_devices.described_devices(topology)).reshape(1), ("data",))
 
 
 def compiled(function: Any, *arguments: Any, topology: str = "h100:1") -> Program:

@@ -10,9 +10,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.distributed.sharding import make_mesh
-from moe_jax.experts.layout.mesh import BATCH_AXES, attention_placement
-from moe_jax.functional.attention.grouped_query import Visibility, attention
-from moe_jax.planning import gpu_topology
+from moe_jax.experts.devices import BATCH_AXES, attention_placement
+from moe_jax.functional.attention import Visibility, attention
+from moe_jax.planning.planned_devices import described_devices
 from tests.gpu_compile.compiling import Program, needs_xla_gpu
 from tests.support.uncached import uncached
 
@@ -28,7 +28,7 @@ LLAMA_3_8B, QWEN_1_7B, BERT = (32, 8, 128), (16, 8, 128), (12, 12, 64)
 def program(heads, length, *, packed, mesh=None, known=True, dtype="bfloat16", **options):
     query_heads, key_heads, width = heads
     sizes = mesh or {}
-    devices = gpu_topology.gpu_devices(f"h100:{math.prod(sizes.values())}")
+    devices = described_devices(f"h100:{math.prod(sizes.values())}")
     made = make_mesh(sizes, devices)
     rows = made.size // made.shape["tensor"]
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (rows, length))

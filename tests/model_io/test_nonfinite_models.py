@@ -18,8 +18,8 @@ from moe_jax.core.finite import DoesNotFit
 from moe_jax.model_io.in_memory import LeavesInMemory, ModelInMemory
 from moe_jax.model_io.lineage import read_lineage
 from moe_jax.model_io.loading import load_model
-from moe_jax.training.recipe.schema import ModelSection, Recipe
-from moe_jax.training.run.run_directory import _written_leaves
+from moe_jax.training.recipe import ModelSection, Recipe
+from moe_jax.training.saved_model import _written_leaves
 from tests.support.hf_checkpoints import CONFIGS, random_tensors, write_checkpoint
 
 UP, EXPERTS_UP = "layers/1/mlp/up/kernel", "layers/1/mlp/experts/up/kernel"

@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec as P
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import leaf_spec, make_mesh, path_name
 from moe_jax.experts.adapters import Adapters
-from moe_jax.experts.layout.mesh import BATCH_AXES
+from moe_jax.experts.devices import BATCH_AXES
 from moe_jax.functional.adapters import WAYS, routed_adapters
 from moe_jax.functional.keys import dropout
-from moe_jax.functional.routing.decision import Routing, route
-from moe_jax.kernels.activations import ACTIVATION_FUNCTIONS
+from moe_jax.functional.routing import Routing, route
+from moe_jax.kernels.plain import ACTIVATION_FUNCTIONS
 from moe_jax.models import AdapterConfig, BankConfig, FFNConfig, MoEConfig, PerftConfig
 from moe_jax.nn.layers import FFN
 from moe_jax.nn.moe import MoE

@@ -14,7 +14,7 @@ from moe_jax.functional.keys import fold_in
 from moe_jax.model_io.loading import disk_paths, model_leaves
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.nn import Decoder
-from moe_jax.nn.router import stats_per_layer
+from moe_jax.nn.moe import stats_per_layer
 from tests.support.numerics import initialised
 from tests.support.tiers import long, one_in
 

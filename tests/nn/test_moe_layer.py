@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moe_jax.experts.layout.config import AdapterConfig
+from moe_jax.experts.shapes import AdapterConfig
 from moe_jax.models import FFNConfig, MoEConfig
 from moe_jax.models.config import PerftConfig
 from moe_jax.nn.moe import MoE

@@ -9,7 +9,7 @@ from flax import nnx
 
 from moe_jax.api.open_source import open_source
 from moe_jax.commands import cli
-from moe_jax.experts.layout.config import AdapterConfig, FFNConfig, LoRAConfig
+from moe_jax.experts.shapes import AdapterConfig, FFNConfig, LoRAConfig
 from moe_jax.model_io.adapter_dir import AdapterDirectoryWriter
 from moe_jax.model_io.lineage import new_lineage_entry
 from moe_jax.model_io.loading import leaf_specs, load_model

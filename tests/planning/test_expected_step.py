@@ -13,7 +13,7 @@ from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
 from moe_jax.models import AttentionConfig, BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, config_from_json
 from moe_jax.planning.planned_training import PlannedTraining, planned_training
-from moe_jax.training.recipe.schema import MeshSection, load_recipe
+from moe_jax.training.recipe import MeshSection, load_recipe
 from tests.support.environment import ROOT
 from tests.support.tiers import long
 from tests.support.training_models import FFN, config_of, moe, recipe_of, write_config

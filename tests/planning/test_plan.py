@@ -22,7 +22,7 @@ from moe_jax.models import (
 )
 from moe_jax.planning.model_costs import dense_config, make_plan, training_memory
 from moe_jax.training.program import make_program
-from moe_jax.training.recipe.schema import MeshSection, ModelSection, OptimizerSection, Recipe
+from moe_jax.training.recipe import MeshSection, ModelSection, OptimizerSection, Recipe
 from moe_jax.upcycling import UpcycleSpec, upcycled_config
 
 KEYS = {

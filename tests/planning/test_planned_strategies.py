@@ -10,7 +10,7 @@ from moe_jax.commands import cli
 from moe_jax.core.data_sheets import CHIPS
 from moe_jax.core.errors import InputError
 from moe_jax.models import AdapterConfig, BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, config_to_json
-from moe_jax.planning.planned_strategies import DECODED, TOKENS, planned_strategies
+from moe_jax.planning.model_costs import DECODED, TOKENS, planned_strategies
 from tests.planning.test_plan import dense_model
 
 D, F, E, K = 4096, 11008, 8, 2

@@ -19,7 +19,7 @@ from moe_jax.planning import compile_only, planned_devices, planned_training
 from moe_jax.planning.compile_only import DoesNotFit
 from moe_jax.planning.step_time import Rates, StepBytes, optimizer_operations, step_time
 from moe_jax.training.program import abstract_batch, first_state, initial_states, make_program
-from moe_jax.training.recipe.schema import (
+from moe_jax.training.recipe import (
     EmaSection,
     MeshSection,
     ModelSection,
@@ -44,7 +44,7 @@ BY_NAME = {
 def one_device(monkeypatch):
     """The machine as it is without the tests' eight devices. No step is run to know its time."""
     devices = jax.devices()[:1]
-    monkeypatch.setattr(planned_devices.jax, "devices", lambda *_: devices)
+    monkeypatch.setattr(jax, "devices", lambda *_: devices)
     monkeypatch.setattr(planned_training, "timed_step", lambda *_: None)
 
 
@@ -129,7 +129,7 @@ def test_microbatches_take_less(one_device):
 
 
 def test_without_a_compiler_what_is_kept_is_estimated_for_every_device(monkeypatch):
-    monkeypatch.setattr(planned_devices.gpu_topology, "has_plugin", lambda: False)
+    monkeypatch.setattr(planned_devices, "has_gpu_compiler", lambda: False)
     config = config_of(FFN, moe(), d_model=64)
     recipe = recipe_of(mesh=MeshSection(fsdp=4, data=2))
     planned = planned_training.planned_training(recipe, config, "h100:8")
@@ -150,7 +150,7 @@ def test_without_a_compiler_what_is_kept_is_estimated_for_every_device(monkeypat
 
 
 def test_remat_keeps_less_for_the_backward_pass(monkeypatch):
-    monkeypatch.setattr(planned_devices.gpu_topology, "has_plugin", lambda: False)
+    monkeypatch.setattr(planned_devices, "has_gpu_compiler", lambda: False)
 
     def kept(remat: Literal["none", "full", "dots"]) -> int:
         recipe = recipe_of(mesh=ONE, model=ModelSection(config="c", init="random", remat=remat))
@@ -204,7 +204,7 @@ def test_the_command_prints_it_and_writes_nothing(folder, one_device, compiled_o
 
 
 def test_a_model_may_be_given_beside_the_recipe(folder, monkeypatch, capsys):
-    monkeypatch.setattr(planned_devices.gpu_topology, "has_plugin", lambda: False)
+    monkeypatch.setattr(planned_devices, "has_gpu_compiler", lambda: False)
     words = ["plan", str(folder / "config.json"), "--experts", "4", "--every", "1", "--platform", "h100", "--train"]
     assert cli.main([*words, str(folder / "recipe.toml"), "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)

@@ -8,10 +8,11 @@ import pytest
 
 from moe_jax.data.sections import DataSection
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig
-from moe_jax.planning.compile_only import compiled_step, described_devices, prepare_environment
+from moe_jax.planning.compile_only import compiled_step
 from moe_jax.planning.hlo import transfers
+from moe_jax.planning.planned_devices import described_devices, prepare_environment
 from moe_jax.training.program import make_program
-from moe_jax.training.recipe.schema import MeshSection, ModelSection, TrainSection
+from moe_jax.training.recipe import MeshSection, ModelSection, TrainSection
 from tests.support.tiers import long
 from tests.support.training_models import config_of, moe, recipe_of
 from tests.support.uncached import uncached

@@ -5,12 +5,12 @@ import pytest
 
 from moe_jax.core.data_sheets import CHIPS
 from moe_jax.core.errors import InputError
-from moe_jax.experts.parallel.over_mesh import FURTHER_ROUNDS
+from moe_jax.experts.over_mesh import FURTHER_ROUNDS
 from moe_jax.planning.compile_only import allocations, check_fits
 from moe_jax.planning.hlo import Transfer, collectives, largest_arrays, transfers
-from moe_jax.planning.step_roofline import StateNumbers, sending_seconds, step_roofline
+from moe_jax.planning.step_time import StateNumbers, sending_seconds, step_roofline
 from moe_jax.training.program import make_program
-from moe_jax.training.recipe.schema import MeshSection, ModelSection
+from moe_jax.training.recipe import MeshSection, ModelSection
 from tests.support.training_models import FFN, config_of, recipe_of
 
 V5P, H100 = CHIPS["v5p"], CHIPS["h100"]

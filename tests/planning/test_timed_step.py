@@ -6,9 +6,9 @@ import jax
 import pytest
 
 from moe_jax.models import BankConfig, FFNConfig
-from moe_jax.planning import step_time as module
-from moe_jax.planning.step_time import timed_step
-from moe_jax.training.recipe.schema import MeshSection, OptimizerSection, PartitionSection
+from moe_jax.planning import timed_step as module
+from moe_jax.planning.timed_step import timed_step
+from moe_jax.training.recipe import MeshSection, OptimizerSection, PartitionSection
 from tests.support.training_models import FFN, config_of, encoder_decoder, moe, recipe_of
 
 ONE = MeshSection(data=1, fsdp=1)

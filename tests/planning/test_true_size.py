@@ -13,8 +13,8 @@ import pytest
 from moe_jax.models import config_from_json
 from moe_jax.planning.model_costs import make_plan, tuned_parameters
 from moe_jax.training.program import make_program
-from moe_jax.training.recipe.recipe_toml import PACKAGE, recipe_file
-from moe_jax.training.recipe.schema import load_recipe
+from moe_jax.training.recipe import load_recipe
+from moe_jax.training.recipe_toml import PACKAGE, recipe_file
 from tests.support.environment import ROOT
 
 RECIPES = ROOT / "train" / "recipes"

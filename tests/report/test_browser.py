@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_jax.demo.page import Answers, Row, write_page
+from moe_jax.demo.real import Answers, Row, write_page
 from tests.support.browser import Browser
 
 PIXEL = base64.b64decode(

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from moe_jax.distributed import processes
-from moe_jax.experts.layout.config import AdapterConfig
+from moe_jax.experts.shapes import AdapterConfig
 from moe_jax.models import BankConfig, ModelConfig, PerftConfig
 from moe_jax.training.in_memory_training import train_on_batches
-from moe_jax.training.recipe.schema import MeshSection, ModelSection, OptimizerSection
+from moe_jax.training.recipe import MeshSection, ModelSection, OptimizerSection
 from tests.support.training_models import BANKS, config_of, moe, recipe_of
 
 STEPS = 3

@@ -16,7 +16,7 @@ from moe_jax.models import (
     RopeConfig,
     config_to_json,
 )
-from moe_jax.training.recipe.schema import ModelSection, Recipe, TrainSection
+from moe_jax.training.recipe import ModelSection, Recipe, TrainSection
 from tests.support.byte_tokenizer import BOS, EOS
 
 ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8)

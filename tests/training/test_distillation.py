@@ -12,14 +12,13 @@ from flax import nnx
 
 from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
-from moe_jax.distributed.batch_placement import local_rows, place
-from moe_jax.distributed.sharding import path_name
+from moe_jax.distributed.sharding import local_rows, path_name, place
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.nn import auxiliary_loss
 from moe_jax.planning import planned_training
 from moe_jax.planning.compile_only import bytes_of, compiled_step
 from moe_jax.training.program import abstract_batch, first_state, make_program
-from moe_jax.training.recipe.schema import (
+from moe_jax.training.recipe import (
     DistillSection,
     EmaSection,
     MeshSection,

@@ -4,11 +4,11 @@ import jax
 import pytest
 
 from moe_jax.core.errors import InputError
-from moe_jax.distributed.batch_placement import local_rows, place
-from moe_jax.experts.parallel import exchange
+from moe_jax.distributed.sharding import local_rows, place
+from moe_jax.experts import exchange
 from moe_jax.training.loop import exchange_check
 from moe_jax.training.program import first_state, initial_states, make_program
-from moe_jax.training.recipe.schema import MeshSection, ModelSection
+from moe_jax.training.recipe import MeshSection, ModelSection
 from tests.support.tiers import long
 from tests.support.training_models import config_of, moe, recipe_of
 from tests.training.test_step import random_batch

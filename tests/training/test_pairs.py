@@ -15,14 +15,13 @@ from moe_jax.core.errors import InputError
 from moe_jax.data.examples import Example
 from moe_jax.data.pipeline import open_data
 from moe_jax.data.sections import DataSection, SourceSection
-from moe_jax.data.tokens.tokenizer import Tokenizer
+from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.distributed.sharding import make_mesh
-from moe_jax.evaluation.held_out_loss import read_held_out
-from moe_jax.evaluation.pair_loss import PairEvaluator
+from moe_jax.evaluation.held_out import PairEvaluator, read_held_out
 from moe_jax.models import MoEConfig
 from moe_jax.training.flops import step_flops, train_flops_per_token
 from moe_jax.training.in_memory_training import read_batch
-from moe_jax.training.log.metrics import read_metrics
+from moe_jax.training.metrics import read_metrics
 from moe_jax.training.program import draw_model
 from tests.support.byte_tokenizer import EOS
 from tests.support.losses import token_losses

@@ -18,7 +18,7 @@ from moe_jax.models import (
     PerftConfig,
 )
 from moe_jax.nn import Decoder, auxiliary_loss
-from moe_jax.nn.router import stats_per_layer
+from moe_jax.nn.moe import stats_per_layer
 from moe_jax.peft import split_model, trainable_paths
 from tests.support.tiers import one_in
 

@@ -14,15 +14,14 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.core.errors import InputError
 from moe_jax.data.sections import DataSection
-from moe_jax.distributed.batch_placement import local_rows, place
-from moe_jax.distributed.sharding import make_mesh, path_name, state_shardings
+from moe_jax.distributed.sharding import local_rows, make_mesh, path_name, place, state_shardings
 from moe_jax.models import FFNConfig, LayerConfig, ModelConfig
 from moe_jax.nn import Decoder
 from moe_jax.peft import split_model
 from moe_jax.planning.compile_only import bytes_of, compiled_step
 from moe_jax.training import program as program_module
 from moe_jax.training.program import Program, first_state, make_program
-from moe_jax.training.recipe.schema import (
+from moe_jax.training.recipe import (
     MeshSection,
     ModelSection,
     PartitionSection,

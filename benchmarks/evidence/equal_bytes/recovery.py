@@ -19,7 +19,7 @@ from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
 from moe_jax.training.in_memory_training import train_on_batches
-from moe_jax.training.recipe.schema import load_recipe
+from moe_jax.training.recipe import load_recipe
 
 RECIPE = Path(__file__).resolve().parents[3] / "train" / "recipes" / "recover_router.toml"
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)

@@ -35,13 +35,13 @@ from evidence.studies.variants import NO_DELTAS
 from moe_jax.compression import Calibration, Report, compress, make_method
 from moe_jax.compression.calibration.recorded import LayerCalibration
 from moe_jax.distributed.sharding import make_mesh
+from moe_jax.evaluation.held_out import measure_router_statistics
 from moe_jax.model_io.in_memory import CastSource
 from moe_jax.model_io.loading import load_model
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
-from moe_jax.training.expert_load import measure_router_statistics
 
 # Of a report, layer by layer.
 _FIGURES = ("error_per_neuron", "relative_error", "delta_error", "cosine_mean", "objective")

@@ -17,8 +17,8 @@ from evidence.studies.trainer import Trainer
 from evidence.studies.training_job import DENSE, MODEL, TEST, kept_folder
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import ModelConfig
-from moe_jax.training.recipe.schema import Recipe, load_recipe
-from moe_jax.training.run.training_run import train
+from moe_jax.training.recipe import Recipe, load_recipe
+from moe_jax.training.training_run import train
 
 
 def train_middle(place: Place) -> dict[str, Any]:

@@ -11,13 +11,13 @@ from flax import nnx
 
 from evidence.studies.parameter_groups import GROUPS, group_of, groups_of
 from moe_jax.distributed.sharding import path_name
-from moe_jax.evaluation.held_out_loss import next_token_row_losses, text_windows
+from moe_jax.evaluation.held_out import next_token_row_losses, text_windows
 from moe_jax.model_io.loading import abstract_model
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
 from moe_jax.peft import split_model, trainable_paths
-from moe_jax.training.optim.optimizer import learning_rate, make_optimizer
-from moe_jax.training.recipe.schema import OptimizerSection, ScheduleSection
+from moe_jax.training.optimizer import learning_rate, make_optimizer
+from moe_jax.training.recipe import OptimizerSection, ScheduleSection
 from moe_jax.training.step import TrainState, init_state, make_step
 
 _SCORED_AT_ONCE = 16
@@ -47,7 +47,7 @@ class Trainer:
     decay: it would pull deltas and adapters towards nothing, and with them towards the base.
 
     Attributes:
-      groups: of the parameters that are trained (`parameter_groups`).
+      groups: of the parameters that are trained (`training.optimizer`).
       trained_params: their number.
     """
 

@@ -24,10 +24,10 @@ from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import show_bytes
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.distributed.sharding import batch_spec, leaf_spec
-from moe_jax.experts.layout.mesh import spec_on_mesh
+from moe_jax.experts.devices import spec_on_mesh
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.model_source import ModelSource
-from moe_jax.nn.router import RouterSums
+from moe_jax.nn.moe import RouterSums
 
 DEFAULT_SAMPLES = 128
 """Default number of windows, if the text has as many: as many as GPTQ's authors took."""

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 
 from moe_jax.compression.threads import in_threads
 from moe_jax.core.finite import largest_magnitude
-from moe_jax.experts.forms.kinds.positions import kept_entries
+from moe_jax.experts.forms.sparse import kept_entries
 
 # Refitting ends when a round gains less than this part of the error, or after so many rounds.
 LEAST_GAIN, MOST_ROUNDS = 1e-3, 20

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import moe_jax
-from moe_jax.data.sources.text_files import JsonLines
+from moe_jax.data.text_and_tables import JsonLines
 from moe_jax.model_io.adapter_dir import ModelReference
 from moe_jax.model_io.lineage import read_lineage
 from moe_jax.model_io.model_dir import ModelDirectory
@@ -22,9 +22,9 @@ from moe_jax.models import (
     config_from_json,
     config_to_json,
 )
-from moe_jax.training.recipe import recipe_toml
-from moe_jax.training.recipe.schema import Recipe, load_recipe
-from moe_jax.training.run.continuation import RunRecord, read_record, write_record
+from moe_jax.training import recipe_toml
+from moe_jax.training.recipe import Recipe, load_recipe
+from moe_jax.training.run_directory import RunRecord, read_record, write_record
 from tests.attack.attacks import Attack
 from tests.attack.classes.hf_configs import impossible_values
 from tests.attack.mutations import mutated_bytes, mutated_json

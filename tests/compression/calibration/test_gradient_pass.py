@@ -11,14 +11,14 @@ from flax import nnx
 import moe_jax
 from moe_jax.api.compress import calibrate
 from moe_jax.commands.cli import main
-from moe_jax.compression.calibration.gradient_pass import has_gradients, record_gradients
 from moe_jax.compression.calibration.layerwise_pass import record
 from moe_jax.compression.calibration.recorded import gradients_file, read_layer
+from moe_jax.compression.calibration.sensitivities import has_gradients, record_gradients
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.model_io.loading import load_model
 from moe_jax.model_io.model_dir import ModelDirectory
-from moe_jax.nn.block import Block
+from moe_jax.nn.stack import Block
 from tests.support.tiers import long
 
 

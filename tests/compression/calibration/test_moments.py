@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 
 from moe_jax.compression import compress, make_method
-from moe_jax.compression.calibration.moments import BACKGROUND, moments, tokens_per_expert
+from moe_jax.compression.calibration.expert_statistics import BACKGROUND, moments, tokens_per_expert
 from moe_jax.compression.calibration.recorded import Calibration, LayerCalibration, LayerRows
-from moe_jax.compression.coding.expert_coders import expert_coders, joint_moments
+from moe_jax.compression.coding.coder import expert_coders, joint_moments
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.experts import BankConfig
 from moe_jax.model_io.model_dir import ModelDirectory
-from moe_jax.nn.router import RouterStatistics
+from moe_jax.nn.moe import RouterStatistics
 from tests.compression.methods import recorded_layers
 from tests.support.moe_models import memory_moe
 from tests.support.tiers import one_in

@@ -13,9 +13,9 @@ from moe_jax.compression.coding.storage import FULL, layer_in, stored_bytes
 from moe_jax.compression.methods.registry import METHODS
 from moe_jax.core.formatting import count_bytes
 from moe_jax.experts.forms import Matrix, Sparse
-from moe_jax.experts.forms.by_name import registered
-from moe_jax.experts.forms.kinds.positions import ENCODINGS, POSITION_LEAVES, encoding_bytes, smallest_encoding
-from moe_jax.experts.forms.optional.coding import Storable
+from moe_jax.experts.forms.coding import Storable
+from moe_jax.experts.forms.protocol import registered
+from moe_jax.experts.forms.sparse import ENCODINGS, POSITION_LEAVES, encoding_bytes, smallest_encoding
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.models import BankConfig, ModelConfig, config_to_json
 from tests.support.dense_models import dense_config

@@ -7,7 +7,7 @@ import numpy as np
 
 from moe_jax.compression.calibration.recorded import Calibration, LayerCalibration, LayerRows
 from moe_jax.model_io.model_source import ModelSource
-from moe_jax.nn.router import RouterStatistics
+from moe_jax.nn.moe import RouterStatistics
 
 TOKENS = 1100  # more than one part of them is computed at a time
 

@@ -11,21 +11,21 @@ from hypothesis import strategies as st
 
 from moe_jax.api.compress import calibrate
 from moe_jax.compression import compress, make_method
-from moe_jax.compression.allocation.budget import Candidate, allocate
-from moe_jax.compression.allocation.choices import Alike, in_two_parts
-from moe_jax.compression.allocation.sensitivity_pass import TRIED_BITS, TRIED_GROUP_SIZE, measure_sensitivities
+from moe_jax.compression.budget import Candidate, allocate
 from moe_jax.compression.calibration.layerwise_pass import sample_windows
 from moe_jax.compression.calibration.recorded import Calibration
+from moe_jax.compression.calibration.sensitivities import TRIED_BITS, TRIED_GROUP_SIZE, measure_sensitivities
 from moe_jax.compression.coding import storage
-from moe_jax.compression.coding.expert_coders import expert_coders
+from moe_jax.compression.coding.coder import expert_coders
 from moe_jax.compression.coding.storage import layer_bytes
-from moe_jax.compression.job.stream import check_before_calibration
 from moe_jax.compression.methods import bits_by_matrix
 from moe_jax.compression.methods.bits_by_matrix import best_combinations, never_worse
+from moe_jax.compression.methods.choices import Alike, in_two_parts
 from moe_jax.compression.source_layer import SourceLayer
+from moe_jax.compression.stream import check_before_calibration
 from moe_jax.conversion import read_hf_config
 from moe_jax.core.errors import InputError
-from moe_jax.data.tokens.tokenizer import Tokenizer, find_tokenizer
+from moe_jax.data.tokenizer import Tokenizer, find_tokenizer
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.experts.forms import ffn_matrices
 from moe_jax.model_io.loading import load_model

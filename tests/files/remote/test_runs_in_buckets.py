@@ -13,10 +13,9 @@ from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
 from moe_jax.files import growing
 from moe_jax.files.storage_path import as_path
-from moe_jax.training.log.metrics import read_metrics
-from moe_jax.training.run.checkpoint_copy import copy_checkpoint
-from moe_jax.training.run.restart import find_origin, write_restart
-from moe_jax.training.run.run_directory import folder_of
+from moe_jax.training.metrics import read_metrics
+from moe_jax.training.restart import copy_checkpoint, find_origin, write_restart
+from moe_jax.training.run_directory import folder_of
 from tests.files.remote.kills import killed_at, no_waiting  # noqa: F401
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.environment import COMPILER_FLAGS, ROOT

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moe_jax.planning.compile_only import prepare_environment
+from moe_jax.planning.planned_devices import prepare_environment
 
 prepare_environment()
 
@@ -26,10 +26,10 @@ from jax.sharding import SingleDeviceSharding  # noqa: E402
 
 from moe_jax.experts import BankConfig, FFNConfig, make_bank  # noqa: E402
 from moe_jax.experts.forms import Full, LowRank, Quantized  # noqa: E402
-from moe_jax.experts.forms.kinds.nf4 import NF4  # noqa: E402
-from moe_jax.experts.forms.matrix import BASE, Matrix  # noqa: E402
+from moe_jax.experts.forms.kernel_of_codes import NF4  # noqa: E402
 from moe_jax.experts.hidden_rows import Kernels, hidden_rows  # noqa: E402
-from moe_jax.functional.routing.decision import Routing  # noqa: E402
+from moe_jax.experts.shapes import BASE, Matrix  # noqa: E402
+from moe_jax.functional.routing import Routing  # noqa: E402
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 FORMS = {

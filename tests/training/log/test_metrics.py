@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import rich.console
 
-from moe_jax.functional.routing.decision import RouterStats
+from moe_jax.functional.routing import RouterStats
 from moe_jax.models import LayerConfig
+from moe_jax.training import metrics
 from moe_jax.training.flops import active_matmul_params, train_flops_per_token
-from moe_jax.training.log import tensorboard
-from moe_jax.training.log.metrics import MetricsWriter, StepLine, is_finite, read_metrics, to_record
+from moe_jax.training.metrics import MetricsWriter, StepLine, is_finite, read_metrics, to_record
 from moe_jax.training.step import StepMetrics
 from tests.support.training_models import ATTENTION, BANKS, FFN, config_of, moe
 
@@ -103,7 +103,7 @@ def test_a_run_that_goes_on_at_once_has_a_file_of_events_of_its_own(tmp_path):
 
 
 def test_without_tensorboardx_metrics_are_written_all_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensorboard, "is_installed", lambda: False)
+    monkeypatch.setattr(metrics, "has_tensorboard", lambda: False)
     writer = MetricsWriter(tmp_path, last_step=0, tensorboard=True)
     writer.write({"step": 1, "loss": 2.0})
     writer.close()

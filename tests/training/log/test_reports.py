@@ -9,12 +9,10 @@ import pytest
 
 from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
+from moe_jax.training import metrics, training_run
 from moe_jax.training.flops import peak_flops
-from moe_jax.training.log import tensorboard
-from moe_jax.training.log.metrics import MetricsWriter
-from moe_jax.training.log.tracing import StepTrace
-from moe_jax.training.log.wandb_writer import WandbWriter
-from moe_jax.training.recipe.schema import LogSection
+from moe_jax.training.metrics import MetricsWriter, StepTrace, WandbWriter
+from moe_jax.training.recipe import LogSection
 
 
 class FakeRun:
@@ -71,7 +69,8 @@ def test_without_the_library_a_run_that_asks_for_it_does_not_begin(folder, faili
 
 
 def test_a_run_logs_traces_and_knows_its_share_of_the_peak(folder, fake, capsys, monkeypatch):
-    monkeypatch.setattr(tensorboard, "is_installed", lambda: False)
+    for module in (metrics, training_run):
+        monkeypatch.setattr(module, "has_tensorboard", lambda: False)
     keys = [
         "log.tensorboard=true",
         "log.wandb=offline",

@@ -13,9 +13,15 @@ from flax import nnx
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import path_name
 from moe_jax.model_io.loading import abstract_model
-from moe_jax.training.optim.optimizer import at_step, is_orthogonalised, learning_rate, make_optimizer
-from moe_jax.training.optim.parameter_groups import group_rates, is_decayed
-from moe_jax.training.recipe.schema import GroupSection, OptimizerSection, ScheduleSection
+from moe_jax.training.optimizer import (
+    at_step,
+    group_rates,
+    is_decayed,
+    is_orthogonalised,
+    learning_rate,
+    make_optimizer,
+)
+from moe_jax.training.recipe import GroupSection, OptimizerSection, ScheduleSection
 from tests.support.tiers import long
 from tests.support.training_models import BANKS, FFN, config_of, moe
 

@@ -6,10 +6,10 @@ import pytest
 
 from moe_jax.core.errors import InputError
 from moe_jax.data.sections import SourceSection
-from moe_jax.training.recipe import recipe_toml
-from moe_jax.training.recipe.recipe_toml import shipped_recipes
-from moe_jax.training.recipe.schema import EvalSection, MeshSection, ModelSection, Recipe, load_recipe
-from moe_jax.training.run.continuation import check_continues
+from moe_jax.training import recipe_toml
+from moe_jax.training.recipe import EvalSection, MeshSection, ModelSection, Recipe, load_recipe
+from moe_jax.training.recipe_toml import shipped_recipes
+from moe_jax.training.run_directory import check_continues
 from tests.support.training_models import recipe_of
 
 GOOD = """

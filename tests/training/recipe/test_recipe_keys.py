@@ -5,8 +5,8 @@ import pytest
 from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
 from moe_jax.files.json_toml import parse_toml
-from moe_jax.training.recipe.recipe_toml import flatten, recipe_keys
-from moe_jax.training.recipe.schema import ModelSection, Recipe
+from moe_jax.training.recipe import ModelSection, Recipe
+from moe_jax.training.recipe_toml import flatten, recipe_keys
 
 
 def test_every_key_says_what_it_means():

@@ -12,7 +12,7 @@ import pytest
 from moe_jax.api.open_source import open_source
 from moe_jax.commands import cli
 from moe_jax.distributed.sharding import path_name
-from moe_jax.experts.layout.config import LoRAConfig
+from moe_jax.experts.shapes import LoRAConfig
 from moe_jax.model_io.adapter_dir import AdapterDirectoryWriter
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_dir import ModelDirectory
@@ -20,7 +20,7 @@ from moe_jax.model_io.tuned_base import own_leaves
 from moe_jax.models import LayerConfig
 from moe_jax.peft.adapt import initial_leaves
 from moe_jax.training.program import initial_states, make_program
-from moe_jax.training.recipe.schema import ModelSection
+from moe_jax.training.recipe import ModelSection
 from tests.support.dense_models import random_leaves, write_model
 from tests.support.training_models import FFN, config_of, recipe_of
 

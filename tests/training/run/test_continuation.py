@@ -10,10 +10,10 @@ import pytest
 from moe_jax.api.open_source import open_source
 from moe_jax.commands import cli
 from moe_jax.model_io.model_dir import ModelDirectory
-from moe_jax.training.recipe.schema import load_recipe
-from moe_jax.training.run import run_directory
-from moe_jax.training.run import training_run as run_module
-from moe_jax.training.run.run_directory import RunLock
+from moe_jax.training import run_directory
+from moe_jax.training import training_run as run_module
+from moe_jax.training.recipe import load_recipe
+from moe_jax.training.run_directory import RunLock
 from tests.support.dense_models import random_leaves, write_model
 from tests.support.tiers import long
 from tests.support.training_models import FFN, config_of

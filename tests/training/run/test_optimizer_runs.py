@@ -13,7 +13,7 @@ from moe_jax.checkpoints.orbax_store import TrainingCheckpoints
 from moe_jax.commands import cli
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.training.program import Program, first_state, make_program
-from moe_jax.training.recipe.schema import (
+from moe_jax.training.recipe import (
     GroupSection,
     MeshSection,
     OptimizerSection,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from moe_jax.commands import cli
-from moe_jax.training.run.signals import StopSignals
+from moe_jax.training.loop import StopSignals
 from tests.support.disks import small_disk
 from tests.support.environment import COMPILER_FLAGS, ROOT
 from tests.support.tiers import long

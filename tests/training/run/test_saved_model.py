@@ -11,7 +11,7 @@ from moe_jax.api.open_source import open_source
 from moe_jax.checkpoints.saved_state import SavedState
 from moe_jax.commands import cli
 from moe_jax.model_io.model_dir import ModelDirectory
-from moe_jax.training.run.run_directory import describe_run
+from moe_jax.training.run_directory import describe_run
 from tests.support.tiers import long
 from tests.support.training_models import BANKS, config_of, moe, write_config
 

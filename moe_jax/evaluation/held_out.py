@@ -1,0 +1,416 @@
+"""A model on held-out data, run as in training: losses of texts in windows and of pairs, and statistics of routers."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from moe_jax.core.errors import InputError
+from moe_jax.data.examples import Document, Example
+from moe_jax.data.opening import check_form, named_files, open_files, template_loader
+from moe_jax.data.sections import DataSection, SourceSection, input_length
+from moe_jax.data.tokenizer import Pair, Tokenizer
+from moe_jax.distributed.sharding import batch_shards, local_rows, make_mesh, place
+from moe_jax.files.storage_path import as_path
+from moe_jax.models import ModelConfig
+from moe_jax.nn import Decoder
+from moe_jax.nn.decoder import DecoderOutput
+from moe_jax.nn.moe import RouterStatistics, RouterSums, StackedStats, stats_per_layer
+from moe_jax.nn.stack import StackOutput
+
+Batch = dict[str, Array]
+"""tokens, targets, segment_ids, positions Int32[B, T] and weights Float32[B, T]; see `PackedBatches`. For a model with
+an encoder also the arrays that `PairBatches` adds.
+"""
+
+
+def run_model(
+    model: Decoder, batch: Batch, key: jax.Array | None = None, *, last_only: Int[Array, " B"] | None = None
+) -> DecoderOutput:
+    """Returns the model's output for a batch; without `positions`, a row is one document. Arguments as in the model."""
+    return model(**_arguments(batch), key=key, last_only=last_only)
+
+
+def run_to_head(model: Decoder, batch: Batch, key: jax.Array | None = None) -> StackOutput:
+    """Returns the activations that the head takes, for a batch.
+
+    `Decoder.token_losses` and `Decoder.weighted_loss` compute losses from them without the logits of all tokens at
+    once.
+    """
+    return model.activations(**_arguments(batch), key=key)
+
+
+def _arguments(batch: Batch) -> dict[str, Any]:
+    given: dict[str, Any] = {"tokens": batch["tokens"]}
+    if "inputs" not in batch:
+        return given | {"positions": batch.get("positions"), "segment_ids": batch["segment_ids"]}
+    given |= {"inputs": batch["inputs"], "inputs_valid": batch["inputs_valid"]}
+    return given | {"valid": batch["segment_ids"] > 0}
+
+
+class Evaluation(NamedTuple):
+    """How well a model predicts a text.
+
+        >>> moe_jax.evaluate(moe_jax.tiny_model(), [1, 2, 3, 4]).tokens
+        3
+
+    Attributes:
+      tokens: number of tokens scored.
+      nll: mean negative log-likelihood of a scored token, natural log.
+      perplexity: exp(nll); inf if that is too large for a float.
+      total_nll: sum over the scored tokens.
+      windows: number of windows the text was cut into, or of pairs.
+      cut: number of pairs that were too long, and were cut.
+    """
+
+    tokens: int
+    nll: float
+    perplexity: float
+    total_nll: float
+    windows: int
+    cut: int = 0
+
+
+def read_text(path: str | Path, tokenizer: Tokenizer, *, name: str | None = None) -> np.ndarray:
+    """Returns the ids, Int32[n], of a whole text file, without special tokens.
+
+    Args:
+      path: the file.
+      tokenizer: of the model.
+      name: name of the file in messages; by default its path.
+
+    Raises:
+      FileNotFoundError: no such file.
+      InputError: not UTF-8, or fewer than two tokens: nothing could be scored.
+    """
+    path = as_path(path)
+    name = str(path) if name is None else name
+    if not path.is_file():
+        raise FileNotFoundError(f"no text at {name}")
+    try:
+        # Decoded from bytes, because reading as text would change line ends.
+        ids = tokenizer.encode(path.read_bytes().decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name} is not UTF-8 text at byte {error.start}") from None
+    if len(ids) < 2:
+        raise InputError(f"{name} holds {len(ids)} tokens; scoring takes at least 2, for the first is never scored")
+    return ids
+
+
+class Evaluator:
+    """Scores a text in consecutive windows of N tokens: every token of a window but the first.
+
+    The last window may be shorter. Windows are independent of each other.
+
+    Args:
+      graphdef: of the model.
+      ids: Int32[n], the text, from `read_text`.
+      seq_len: N, at least 2.
+      batch_size: windows computed at once, rounded up to a multiple of the mesh's batch shards. Affects only the last
+        bits of the result.
+      mesh: the mesh that the model is on; None: the first device.
+    """
+
+    def __init__(
+        self, graphdef: nnx.GraphDef, ids: np.ndarray, *, seq_len: int, batch_size: int, mesh: Mesh | None = None
+    ):
+        check_seq_len(seq_len)
+        self._ids = ids
+        self._seq_len = min(seq_len, len(ids))
+        self._mesh = make_mesh({}, jax.devices()[:1]) if mesh is None else mesh
+        shards = batch_shards(self._mesh)
+        windows = -(-len(ids) // seq_len)
+        self._batch_size = -(-min(batch_size, windows) // shards) * shards
+        self._windows = windows
+
+        def row_losses(states: tuple[nnx.State, ...], batch: dict[str, jax.Array]) -> jax.Array:
+            model = nnx.merge(graphdef, *states)
+            return next_token_row_losses(model, batch)
+
+        self._row_losses = jax.jit(row_losses, out_shardings=NamedSharding(self._mesh, P()))
+
+    def __call__(self, *states: nnx.State) -> Evaluation:
+        """Scores the text, given parameters as the states of `nnx.merge(graphdef, *states)`."""
+        rows = local_rows(self._mesh, self._batch_size)
+        total = 0.0
+        with jax.set_mesh(self._mesh):
+            for batch in text_windows(self._ids, seq_len=self._seq_len, batch_size=self._batch_size):
+                placed = place({key: array[rows] for key, array in batch.items()}, rows, self._mesh, self._batch_size)
+                total += float(np.asarray(self._row_losses(states, placed), np.float64).sum())
+        tokens = len(self._ids) - self._windows
+        nll = total / tokens
+        return Evaluation(tokens, nll, exp_or_inf(nll), total, self._windows)
+
+
+def next_token_row_losses(model: Decoder, batch: Batch) -> Float[Array, " B"]:
+    """Returns for every row of `text_windows` the sum of the losses of its tokens but the first."""
+    losses = model.token_losses(run_to_head(model, batch).x, jnp.roll(batch["tokens"], -1, axis=1))
+    return jnp.sum(losses[:, :-1] * batch["segment_ids"][:, 1:].astype(jnp.float32), axis=1)
+
+
+def check_seq_len(seq_len: int) -> None:
+    """Raises `InputError` for windows so short that nothing could be scored."""
+    if seq_len < 2:
+        raise InputError(f"seq_len = {seq_len} must be at least 2, for the first token of a window is never scored")
+
+
+def text_windows(ids: np.ndarray, *, seq_len: int, batch_size: int) -> Iterator[dict[str, np.ndarray]]:
+    """Yields batches of consecutive windows of a text: `tokens` and `segment_ids`, Int32[batch_size, seq_len] both.
+
+    The last batch is filled up with padding, which has segment 0.
+    """
+    size = batch_size * seq_len
+    for start in range(0, len(ids), size):
+        chunk = ids[start : start + size]
+        tokens, inside = np.zeros(size, np.int32), np.zeros(size, np.int32)
+        tokens[: len(chunk)] = chunk
+        inside[: len(chunk)] = 1
+        shape = (batch_size, seq_len)
+        yield {"tokens": tokens.reshape(shape), "segment_ids": inside.reshape(shape)}
+
+
+def exp_or_inf(value: float) -> float:
+    """Returns the exponential, or inf if it is too large for a float."""
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
+
+
+HeldOut = np.ndarray | list[Pair]
+"""A text as Int32[n] token ids; or rows that are scored one by one."""
+
+
+def read_held_out(source: SourceSection, data: DataSection, config: ModelConfig, tokenizer_path: Path) -> HeldOut:
+    """Reads files as a whole.
+
+    A file of text is one text, without special tokens, unless the source has a separator or names several files.
+    Everything else is rows. A pair or conversation is a row, of which the response, or the assistant's messages, are
+    scored (for those that are too long, see `Tokenizer.pair`). Other documents are rows of up to `seq_len` tokens, with
+    the special tokens that documents have in training, of which every token but the document's first is scored.
+
+    Args:
+      source: the files.
+      data: lengths of rows, special tokens, and the chat template; its own sources are ignored.
+      config: of the model.
+      tokenizer_path: a `tokenizer.json`.
+
+    Raises:
+      FileNotFoundError: if there is no such file.
+      InputError: for a file that cannot be read or holds nothing to score, or that a model with an encoder is not
+        scored on.
+    """
+    if not any(character in source.path for character in "*?[") and not as_path(source.path).is_file():
+        raise FileNotFoundError(f"no text at {source.path}")
+    if config.has_encoder:
+        check_form(source, "scored")
+    named = named_files(source.path)
+    if source.form == "text" and source.separator is None and len(named) == 1:
+        ((_, file),) = named
+        return read_text(file.path, Tokenizer(tokenizer_path, config), name=source.path)
+    tokenizer = Tokenizer(tokenizer_path, config, bos=data.bos, eos=data.eos)
+    # A text of any length is one record.
+    piece = 1 + max(file.size for _, file in named)
+    template = template_loader(data, tokenizer_path)
+    files = open_files(source, named, data, config, tokenizer_path, template=template, piece=piece)
+    lengths = {"input_len": input_length(data), "seq_len": data.seq_len}
+    rows = [row for i in range(len(files)) for example in files[i] for row in _rows(example, tokenizer, **lengths)]
+    if not rows:
+        raise InputError(f"{source.path} holds no {'pairs' if config.has_encoder else 'documents to score'}")
+    return rows
+
+
+def _rows(example: Example | Document, tokenizer: Tokenizer, *, input_len: int, seq_len: int) -> Iterator[Pair]:
+    if isinstance(example, Example):
+        if tokenizer.has_encoder or example.is_response or example.spans is not None:
+            yield tokenizer.pair(example, input_len=input_len, seq_len=seq_len)
+            return
+        (example,) = tokenizer.documents([example])
+    tokens, targets, scored = example.ids[:-1], example.ids[1:], example.scored[1:]
+    if scored.all():
+        for start in range(0, len(tokens), seq_len):
+            window = slice(start, start + seq_len)
+            yield Pair(tokens[window], targets[window], scored[window])
+    elif scored[-seq_len:].any():
+        end = slice(-seq_len, None)
+        yield Pair(tokens[end], targets[end], scored[end], target_was_cut=len(tokens) > seq_len)
+
+
+def with_lengths(data: DataSection, *, seq_len: int, input_len: int | None = None) -> DataSection:
+    """Returns the section with other lengths of rows, and without sources."""
+    input_len = input_length(data) if input_len is None else input_len
+    return dataclasses.replace(data, sources=(), seq_len=seq_len, input_len=input_len)
+
+
+# Pairs are padded to a power of two of tokens, at least this: few programs for pairs of all lengths.
+_SHORTEST = 16
+
+
+RowScore = Callable[[nnx.GraphDef, tuple[nnx.State, ...], Batch], jax.Array]
+
+
+class RowScores:
+    """Computes a score for each of many rows, which are padded and batched with others of similar length.
+
+    Args:
+      score: a function of this library, `score(graphdef, states, batch) -> [B, ...]`.
+      graphdef: of the model.
+      pairs: at least one, as `Tokenizer.pair` makes them for the model.
+      batch_size: rows computed at once, rounded up to a multiple of the mesh's batch shards. Affects only the last bits
+        of the result.
+      mesh: the mesh that the model is on; None: the first device.
+    """
+
+    def __init__(
+        self,
+        score: RowScore,
+        graphdef: nnx.GraphDef,
+        pairs: Sequence[Pair],
+        *,
+        batch_size: int,
+        mesh: Mesh | None = None,
+    ):
+        self._pairs = pairs
+        self._mesh = make_mesh({}, jax.devices()[:1]) if mesh is None else mesh
+        shards = batch_shards(self._mesh)
+        self._batch_size = -(-min(batch_size, len(pairs)) // shards) * shards
+        self._score = _compiled(score, graphdef, self._mesh)
+
+    def __call__(self, *states: nnx.State) -> Float[np.ndarray, "n ..."]:
+        """Returns the score of every pair, float64, given parameters as states."""
+        rows = local_rows(self._mesh, self._batch_size)
+        found: dict[int, np.ndarray] = {}
+        with jax.set_mesh(self._mesh):
+            for indices, batch in self._batches():
+                placed = place({name: array[rows] for name, array in batch.items()}, rows, self._mesh, self._batch_size)
+                scores = np.asarray(self._score(states, placed), np.float64)
+                found |= {index: scores[row] for row, index in enumerate(indices)}
+        return np.stack([found[index] for index in range(len(self._pairs))])
+
+    def _batches(self) -> Iterator[tuple[list[int], dict[str, np.ndarray]]]:
+        """Yields batches of pairs of similar length, and the indices of the pairs in their first rows."""
+        # Imported here because it imports Grain, which commands that evaluate nothing should not load.
+        from moe_jax.data.pipeline import stack_pairs
+
+        groups: dict[tuple[int, int | None], list[int]] = {}
+        for index, pair in enumerate(self._pairs):
+            input_len = None if pair.inputs is None else _padded(len(pair.inputs))
+            groups.setdefault((_padded(len(pair.tokens)), input_len), []).append(index)
+        for (seq_len, input_len), indices in groups.items():
+            for start in range(0, len(indices), self._batch_size):
+                chunk = indices[start : start + self._batch_size]
+                pairs = [self._pairs[index] for index in chunk]
+                yield chunk, stack_pairs(pairs, self._batch_size, input_len=input_len, seq_len=seq_len)
+
+
+class PairEvaluator:
+    """Scores the targets of pairs, teacher-forced: each token is predicted from the input and the tokens before it.
+
+    Args:
+      graphdef: of the model.
+      pairs, batch_size, mesh: see `RowScores`.
+    """
+
+    def __init__(self, graphdef: nnx.GraphDef, pairs: Sequence[Pair], *, batch_size: int, mesh: Mesh | None = None):
+        self._pairs = pairs
+        self._losses = RowScores(_row_losses, graphdef, pairs, batch_size=batch_size, mesh=mesh)
+
+    def __call__(self, *states: nnx.State) -> Evaluation:
+        """Scores the pairs, given parameters as the states of `nnx.merge(graphdef, *states)`."""
+        total = float(self.losses(*states).sum())
+        tokens = int(sum(pair.weights.sum() for pair in self._pairs))
+        cut = sum(pair.input_was_cut or pair.target_was_cut for pair in self._pairs)
+        nll = total / tokens
+        return Evaluation(tokens, nll, exp_or_inf(nll), total, len(self._pairs), cut)
+
+    def losses(self, *states: nnx.State) -> Float[np.ndarray, " n"]:
+        """Returns the negative log-likelihood of every pair's target, float64; parameters as in the call."""
+        return self._losses(*states)
+
+
+def _row_losses(graphdef: nnx.GraphDef, states: tuple[nnx.State, ...], batch: Batch) -> Float[Array, " B"]:
+    model = nnx.merge(graphdef, *states)
+    losses = model.token_losses(run_to_head(model, batch).x, batch["targets"])
+    return jnp.sum(losses * batch["weights"], axis=1)
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(score: RowScore, graphdef: nnx.GraphDef, mesh: Mesh) -> Callable[..., jax.Array]:
+    """Compiled once for all files that a model is evaluated on."""
+    return jax.jit(functools.partial(score, graphdef), out_shardings=NamedSharding(mesh, P()))
+
+
+def _padded(length: int) -> int:
+    return max(_SHORTEST, 1 << (length - 1).bit_length())
+
+
+class ExpertLoad(NamedTuple):
+    """How often each expert is chosen.
+
+    Attributes:
+      tokens: number of tokens in the text.
+      shares: by layer index, the share of the assignments that each routed expert got; float64[E], sums to 1.
+    """
+
+    tokens: int
+    shares: dict[int, Float[np.ndarray, " E"]]
+
+
+def measure_load(model: Decoder, ids: np.ndarray, *, seq_len: int, batch_size: int, mesh: Mesh) -> ExpertLoad:
+    """Runs the model on a text, cut into windows as in `Evaluator`, and counts how often its tokens choose each expert.
+
+    Args:
+      model: with MoE layers, on the mesh.
+      ids: Int32[n], the text.
+      seq_len: tokens in a window.
+      batch_size: windows computed at once, rounded up to a multiple of the mesh's batch shards. Does not affect the
+        result.
+      mesh: the mesh that the model is on.
+
+    Raises:
+      InputError: if `seq_len` is too small.
+    """
+    statistics = measure_router_statistics(model, ids, seq_len=seq_len, batch_size=batch_size, mesh=mesh)
+    return ExpertLoad(len(ids), {layer: found.usage for layer, found in statistics.items()})
+
+
+def measure_router_statistics(
+    model: Decoder, ids: np.ndarray, *, seq_len: int, batch_size: int, mesh: Mesh
+) -> dict[int, RouterStatistics]:
+    """Returns router statistics on a text by layer index: shares, mean probabilities and similarities of logits.
+
+    Args:
+      model, ids, seq_len, batch_size, mesh: see `measure_load`.
+
+    Raises:
+      InputError: if `seq_len` is too small.
+    """
+    check_seq_len(seq_len)
+    model.config.check_no_encoder("counting how experts are used on a text")
+    graphdef, state = nnx.split(model)
+    shards = batch_shards(mesh)
+    size = -(-min(batch_size, -(-len(ids) // seq_len)) // shards) * shards
+    rows = local_rows(mesh, size)
+
+    def router(state: nnx.State, batch: dict[str, jax.Array]) -> StackedStats:
+        return nnx.merge(graphdef, state)(batch["tokens"], segment_ids=batch["segment_ids"]).router
+
+    compiled = jax.jit(router, out_shardings=NamedSharding(mesh, P()))
+    sums: dict[int, RouterSums] = {}
+    with jax.set_mesh(mesh):
+        for batch in text_windows(ids, seq_len=min(seq_len, len(ids)), batch_size=size):
+            tokens = int(batch["segment_ids"].sum())
+            stats = compiled(state, place({key: array[rows] for key, array in batch.items()}, rows, mesh, size))
+            for layer, found in stats_per_layer(model.config, stats).items():
+                sums.setdefault(layer, RouterSums()).add(found, tokens)
+    return {layer: total.statistics() for layer, total in sums.items()}

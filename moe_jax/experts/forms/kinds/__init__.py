@@ -1,1 +1,0 @@
-"""The forms themselves, one file for one or for those that share their arrays."""

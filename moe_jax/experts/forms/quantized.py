@@ -1,0 +1,282 @@
+"""Quantised deltas: codes of a few bits, and a scale per group (methods.md 4)."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar, Protocol
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int, UInt8
+
+from moe_jax.core.errors import MAX_SIZE, InputError
+from moe_jax.experts.devices import Platform
+from moe_jax.experts.forms.coding import Coder, Design, Encodable, EncodedKernel, Layout, Residual, Wanted
+from moe_jax.experts.forms.optional import CostModel, MadeInPallas, MadeInTriton
+from moe_jax.experts.forms.protocol import KernelForm, register
+from moe_jax.experts.shapes import Arrays, FFNConfig, Matrix, Split, Window
+from moe_jax.functional.codes import (
+    SCALE_DTYPE,
+    Grid,
+    codes_shape,
+    pack,
+    repeat_over_rows,
+    scales_of,
+    scales_shape,
+    unpack,
+    zeros_of,
+)
+from moe_jax.functional.synthesis import InTriton
+from moe_jax.kernels.tpu.fused_tile import FusedTile
+from moe_jax.kernels.tpu.tiles import PackedTile, why_not_packed
+
+BITS = (8, 4, 3, 2, 1)
+TABLE_BITS = (4, 3, 2)
+_OWN_BITS = ("gate_bits", "up_bits", "down_bits")
+
+
+@register("quantized")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quantized(Encodable, CostModel, MadeInPallas, MadeInTriton, KernelForm):
+    """`W` plus packed `codes` [E, bytes, out] times `scales` [E, groups, out] (or [E, 1, 1]), which are zero at first.
+
+    Kernels in Pallas, for TPUs and GPUs, know the codes of the plain format only (`is_plain`); others are made by plain
+    XLA, a tile at a time.
+
+    Attributes:
+      bits: per code: 8, 4, 3, 2 or 1.
+      group_size: the number of entries along the input axis that share a scale; None: one scale for the whole kernel.
+      table: the levels of codes are those of a `table` [E, 2^bits] of every kernel; of matrices of 4, 3 or 2 bits.
+      scale_bits: 16, or 8: instead of `scales`, `scale_codes` [E, groups, out], and `scale_steps` [E, groups, 1].
+      zero_points: groups have `zeros` [E, groups, out], zero points of eight bits.
+      row_scales: what codes stand for is multiplied by `row_scales` [E, in, 1].
+      gate_bits, up_bits, down_bits: of the kernels of these matrices; None: `bits`.
+    """
+
+    residual_option: ClassVar[str | None] = "quantized[:BITS]"
+    asks_for: ClassVar[tuple[str, ...]] = ("bits", "group_size", "table", "scale_bits", "zero_points", "row_scales")
+
+    bits: int
+    group_size: int | None = None
+    table: bool = False
+    scale_bits: int = 16
+    zero_points: bool = False
+    row_scales: bool = False
+    gate_bits: int | None = None
+    up_bits: int | None = None
+    down_bits: int | None = None
+
+    def __post_init__(self) -> None:
+        for bits in (self.bits, *self._own_bits.values()):
+            if bits not in BITS:
+                raise InputError(f"bits={bits} must be one of {', '.join(map(str, BITS))}")
+        if self.table and not {self.bits, *self._own_bits.values()} & set(TABLE_BITS):
+            raise InputError(f"bits={self.bits} have no table of levels: only 4, 3 or 2 bits have")
+        check_group_size(self.group_size)
+        check_scale_bits(self.scale_bits)
+        if self.scale_bits == 8 and self.group_size is None:
+            raise InputError("scale_bits=8 go with groups: one scale for a whole kernel takes next to nothing")
+        if self.zero_points and (self.table or self.group_size is None):
+            raise InputError("zero points go with groups, and with levels at equal distances (no table)")
+
+    @property
+    def _own_bits(self) -> dict[str, int]:
+        return own_bits(self)
+
+    def of_matrix(self, matrix: Matrix) -> "Quantized":
+        own = self._own_bits
+        bits = own.get(matrix.name, self.bits)
+        given = dict.fromkeys(_OWN_BITS) | {"bits": bits, "table": self.table and bits in TABLE_BITS}
+        return dataclasses.replace(self, **given) if own else self
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a code and its scale alone say what a code stands for."""
+        return not self.table and not self.zero_points and not self.row_scales and self.scale_bits == 16
+
+    @property
+    def has_codes(self) -> bool:
+        return True
+
+    @property
+    def codes_in_groups(self) -> tuple[int, int] | None:
+        alike = self.is_plain and not self._own_bits
+        return (self.bits, self.group_size) if alike and self.group_size is not None else None
+
+    def describe(self) -> str:
+        more = (", zero points" if self.zero_points else "") + (", row scales" if self.row_scales else "")
+        return f"quantized, {self.bits} bits{own_bits_in_words(self)}{more_in_words(self)}{more}"
+
+    # ---- what is stored ---------------------------------------------------------------------------------------------
+
+    def fresh(self, rngs: nnx.Rngs, matrix: Matrix, stack: tuple[int, ...], dtype: jnp.dtype) -> dict[str, Array]:
+        if self._own_bits:
+            return self.of_matrix(matrix).fresh(rngs, matrix, stack, dtype)
+        # No code stands for zero; the scales are zero.
+        codes = pack(jnp.full(matrix.shape, 2 ** (self.bits - 1), jnp.int32), self.bits)
+        return self.uniform(jnp.broadcast_to(codes, (*stack, *codes_shape(matrix.shape, self.bits))), matrix, 0)
+
+    def uniform(self, codes: UInt8[Array, "*stack b o"], matrix: Matrix, scale: float) -> dict[str, Array]:
+        """Leaves whose scales are all alike, and the levels the odd numbers.
+
+        Args:
+          codes: packed.
+          matrix: the matrix.
+          scale: half the step between the levels.
+        """
+        stack = codes.shape[:-2]
+        shape = (*stack, *scales_shape(matrix.shape, self.group_size))
+        leaves = {"codes": codes, "scales": jnp.full(shape, scale, SCALE_DTYPE)}
+        if self.scale_bits == 8:
+            # Of scales of zero, too, so that a step has a gradient.
+            leaves = {"codes": codes, "scale_codes": jnp.full(shape, 127, jnp.int8)}
+            leaves["scale_steps"] = jnp.full((*shape[:-1], 1), scale, SCALE_DTYPE)
+        if self.zero_points:
+            # Of the odd numbers; of eight bits, of the even ones.
+            leaves["zeros"] = jnp.full(shape, 128 - 2 ** (7 - self.bits) if self.bits < 8 else 128, jnp.uint8)
+        if self.row_scales:
+            leaves["row_scales"] = jnp.ones((*stack, matrix.shape[0], 1), SCALE_DTYPE)
+        if self.table:
+            odd = jnp.arange(1 - 2**self.bits, 2**self.bits, 2, dtype=jnp.int32).astype(SCALE_DTYPE)
+            leaves["table"] = jnp.broadcast_to(odd, (*stack, 2**self.bits))
+        return leaves
+
+    @classmethod
+    def stored_specs(cls, split: Split) -> dict[str, P]:
+        codes = P("expert", "tensor", "fsdp") if split == "in" else P("expert", "fsdp", "tensor")
+        scales = ("scales", "scale_codes", "scale_steps", "zeros", "row_scales")
+        return {"codes": codes, **dict.fromkeys(scales, P("expert", None, None)), "table": P("expert", None)}
+
+    # ---- what it means, and how it is applied -----------------------------------------------------------------------
+
+    def tile(self, base: Float[Array, "i w"] | None, arrays: Arrays, window: Window) -> Float[Array, "i w"]:
+        delta = self._delta(arrays, window)
+        return delta if base is None else base + delta
+
+    def _delta(self, arrays: Arrays, window: Window) -> Float[Array, "i w"]:
+        assert not self._own_bits, "tiles are made by the form of their matrix"
+        rows, first = window.shape[0], None if window.origin is None else window.origin[0]
+        by_column = ("scales", "scale_codes", "zeros") if self.group_size is not None else ()
+        own = {name: window.columns(array) if name in by_column else array for name, array in arrays.items()}
+        # A shard may begin inside a group, and holds the scales of all groups.
+        scales, zeros = repeat_over_rows(scales_of(own), rows, self.group_size, first), None
+        if self.zero_points:
+            zeros = repeat_over_rows(zeros_of(own["zeros"], self.bits), rows, self.group_size, first)
+        grid = Grid(scales, arrays.get("table"), zeros)
+        codes = unpack(window.columns(arrays["codes"]), rows, self.bits, jnp.uint8 if self.table else jnp.float32)
+        numbers = grid.numbers(codes, self.bits)
+        if not self.row_scales:
+            return numbers
+        return numbers * repeat_over_rows(arrays["row_scales"].astype(numbers.dtype), rows, 1, first)
+
+    def fused_tile(self, shape: tuple[int, int], whole: tuple[int, int]) -> FusedTile | str:
+        if not self.is_plain:
+            return f"{self.describe()}: kernels know no codes but those of a grid with one scale per group"
+        reason = why_not_packed(self.bits, self.group_size, shape[0])
+        return PackedTile(self.bits, self.group_size, shape[0]) if reason is None else reason
+
+    def in_triton(self, arrays: Arrays, whole: tuple[int, int], origin: Int[Array, "2"]) -> InTriton | None:
+        if not self.is_plain:
+            return None
+        from moe_jax.kernels.gpu.triton_makers import ScaledCodes
+
+        own = arrays["codes"], arrays["scales"], origin[:1]
+        return InTriton(ScaledCodes(self.bits, self.group_size), own, is_cheap=False)
+
+    def specs(self, split: Split) -> dict[str, P]:
+        per_column = None if self.group_size is None or split == "in" else "tensor"
+        codes = P("expert", "tensor", None) if split == "in" else P("expert", None, "tensor")
+        specs = {"codes": codes, "scales": P("expert", None, per_column)}
+        if self.zero_points:
+            specs["zeros"] = specs["scales"]
+        if self.row_scales:
+            specs["row_scales"] = P("expert", None, None)
+        if self.scale_bits == 8:
+            specs |= {"scale_codes": specs.pop("scales"), "scale_steps": P("expert", None, None)}
+        return specs | ({"table": P("expert", None)} if self.table else {})
+
+    # ---- what it costs ----------------------------------------------------------------------------------------------
+
+    def own_bytes(self, matrices: Sequence[Matrix], itemsize: int) -> float:
+        return sum(self.of_matrix(matrix).bits / 8 * matrix.size for matrix in matrices)
+
+    def making(self, matrices: Sequence[Matrix], platform: Platform) -> float:
+        return platform.unpack * sum(matrix.size for matrix in matrices)
+
+    # ---- how it is encoded ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def _layouts(cls) -> tuple[Layout, ...]:
+        no_table = {"table": False}
+        options = {bits: {"bits": bits} if bits in TABLE_BITS else {"bits": bits} | no_table for bits in BITS}
+        return tuple(Layout(f"quantized:{bits}", cls, own) for bits, own in options.items())
+
+    @classmethod
+    def sizes_to_try(cls, design: Design) -> tuple[Wanted, ...]:
+        return tuple(Wanted(form=cls, bits=bits) for bits in BITS)
+
+    @classmethod
+    def check_wanted(cls, wanted: Wanted) -> None:
+        if wanted.keep is not None:
+            raise InputError("keep does not go with a quantized residual, of which every entry stays: give bits")
+        cls._of(wanted)
+
+    @classmethod
+    def for_share(
+        cls, wanted: Wanted, expert: FFNConfig, d_model: int, num_experts: int, shares: Sequence[float] | None = None
+    ) -> "Quantized":
+        return cls._of(wanted)
+
+    @classmethod
+    def _of(cls, wanted: Wanted) -> "Quantized":
+        names = (field.name for field in dataclasses.fields(cls) if field.name not in _OWN_BITS)
+        return cls(**{name: getattr(wanted, name) for name in names})
+
+    def encode(self, residual: Residual, matrix: Matrix, coder: Coder) -> EncodedKernel:
+        options = dataclasses.asdict(self.of_matrix(matrix))
+        made = coder.quantize(residual.values, **{name: options[name] for name in options if name not in _OWN_BITS})
+        return dict(made.leaves), made.approximation
+
+
+class CodesOptions(Protocol):
+    """The options that codes of experts and of a shared base have in common."""
+
+    @property
+    def table(self) -> bool: ...
+    @property
+    def scale_bits(self) -> int: ...
+    @property
+    def gate_bits(self) -> int | None: ...
+    @property
+    def up_bits(self) -> int | None: ...
+    @property
+    def down_bits(self) -> int | None: ...
+
+
+def own_bits(codes: CodesOptions) -> dict[str, int]:
+    """Bits of the matrices that have others than most."""
+    given = {"gate": codes.gate_bits, "up": codes.up_bits, "down": codes.down_bits}
+    return {name: bits for name, bits in given.items() if bits is not None}
+
+
+def own_bits_in_words(codes: CodesOptions) -> str:
+    """Returns such as ` (gate 2, down 4)`, or ` (down none)` for a base; empty if all matrices are alike."""
+    own = ", ".join(f"{name} {bits or 'none'}" for name, bits in own_bits(codes).items())
+    return own and f" ({own})"
+
+
+def more_in_words(codes: CodesOptions) -> str:
+    """Returns the other options of codes in words, such as `, 8-bit scales`."""
+    return (", fitted levels" if codes.table else "") + (", 8-bit scales" if codes.scale_bits == 8 else "")
+
+
+def check_scale_bits(scale_bits: int) -> None:
+    """Raises `InputError` unless scales can have so many bits."""
+    if scale_bits not in (16, 8):
+        raise InputError(f"scale_bits={scale_bits} must be 16 or 8")
+
+
+def check_group_size(group_size: int | None) -> None:
+    """Raises `InputError` unless the group size is a multiple of 8, so that groups begin at whole bytes."""
+    if group_size is not None and (not 8 <= group_size <= MAX_SIZE or group_size % 8):
+        raise InputError(f"group_size={group_size} must be a multiple of 8, or null for one per kernel")

@@ -1,1 +1,0 @@
-"""The surroundings of experts: shapes, the mesh, the costs of a platform."""

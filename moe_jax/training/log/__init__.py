@@ -1,1 +1,0 @@
-"""Reports of a run while it goes on: metrics, TensorBoard, Weights & Biases, traces."""

@@ -1,0 +1,378 @@
+"""The reports of a run: metrics.jsonl, TensorBoard, Weights & Biases, a profiler trace, and lines on screen."""
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import math
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import rich.console
+
+from moe_jax.core.errors import InputError
+from moe_jax.core.formatting import show_duration
+from moe_jax.core.terminal import Pace, progress_bars
+from moe_jax.distributed.processes import is_first_process
+from moe_jax.files.growing import LocalFolder
+from moe_jax.files.json_toml import ANYTHING, parse_json
+from moe_jax.files.storage_path import as_path
+from moe_jax.models import ModelConfig
+from moe_jax.nn.moe import stats_per_layer
+from moe_jax.training.step import StepMetrics
+
+NO_TENSORBOARD = (
+    "no TensorBoard events are written: pip install 'moe-jax[tensorboard]', or set log.tensorboard to false"
+)
+_SECONDS = 20.0
+
+
+def has_tensorboard() -> bool:
+    """Whether tensorboardX is installed.
+
+    It is imported only when events are written, because it imports PyTorch, too, where that is installed.
+    """
+    return importlib.util.find_spec("tensorboardX") is not None
+
+
+class EventWriter:
+    """Appends scalars to a new event file in a directory; needs tensorboardX.
+
+    Its `EventsWriter` is used, and not its `SummaryWriter`: that queues every scalar as an event of its own, which
+    takes longer than a step where layers have many experts, and its `flush` does not wait for the queue.
+
+    Args:
+      directory: created if necessary. In a bucket the file appears when it is flushed or closed.
+      first_step: TensorBoard no longer shows steps from here on that are in older files of the directory.
+    """
+
+    def __init__(self, directory: Path, *, first_step: int):
+        from tensorboardX.event_file_writer import EventsWriter
+
+        event_pb2: Any = importlib.import_module("tensorboardX.proto.event_pb2")
+        summary_pb2: Any = importlib.import_module("tensorboardX.proto.summary_pb2")
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._folder = as_path(directory).local_folder()
+        self._events = EventsWriter(str(self._folder.path / "events"), filename_suffix=f".{os.getpid()}.{first_step}")
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._events.write_event(event_pb2.Event(wall_time=time.time(), step=first_step, session_log=start))
+        self._due = 0.0
+
+    def write(self, step: int, scalars: Iterable[tuple[str, float]]) -> None:
+        """Writes the scalars of a step, by tag; they are in the file some seconds later."""
+        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars]
+        self._events.write_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+        if time.monotonic() >= self._due:
+            self._events.flush()
+            self._due = time.monotonic() + _SECONDS
+
+    def flush(self) -> None:
+        """Returns when all events are in the file, or in the bucket."""
+        self._events.flush()
+        self._folder.flush()
+
+    def close(self) -> None:
+        """Closes the file; all is in its place."""
+        self._events.close()
+        self._folder.close()
+
+
+_RUN_ID = "wandb_id"
+
+
+def import_wandb() -> Any:
+    """Imports the library, which nothing else imports.
+
+    Raises:
+      InputError: if it is not installed.
+    """
+    try:
+        return importlib.import_module("wandb")
+    except ImportError:
+        raise InputError("log.wandb needs Weights & Biases: pip install 'moe-jax[wandb]'") from None
+
+
+class WandbWriter:
+    """Logs scalars to a run of Weights & Biases; a continued run of ours continues that run.
+
+    Files, those of an offline run included, are in `RUN/wandb`, or for a run in a bucket in `wandb` of the current
+    directory; `wandb sync` sends them later.
+
+    Args:
+      run_dir: of the run; `wandb_id` in it names the run of Weights & Biases.
+      mode: `online` or `offline`.
+      project: of Weights & Biases.
+      config: the recipe, flat.
+    """
+
+    def __init__(self, run_dir: Path, *, mode: Literal["online", "offline"], project: str, config: Mapping[str, Any]):
+        wandb, file = import_wandb(), run_dir / _RUN_ID
+        if not file.is_file():
+            as_path(file).replace_content(secrets.token_hex(4).encode())
+        self._run = wandb.init(
+            project=project,
+            name=run_dir.resolve().name,
+            id=file.read_text(encoding="utf-8").strip(),
+            resume="allow",
+            mode=mode,
+            dir=str(as_path(run_dir).on_disk or Path.cwd()),
+            config=dict(config),
+        )
+        # Our steps, and not those of Weights & Biases, are the axis: steps that an interrupted run wrote beyond its
+        # last checkpoint come a second time, which its own steps do not allow.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, scalars: Iterable[tuple[str, float]]) -> None:
+        """Logs the scalars of a step, by tag."""
+        self._run.log({"step": step, **dict(scalars)})
+
+    def close(self) -> None:
+        """Ends the run of Weights & Biases; everything is sent, or in its files."""
+        self._run.finish()
+
+
+Record = dict[str, Any]
+_FINITE = ("loss", "aux_loss", "distill_loss", "grad_norm", "eval_loss")
+
+
+def to_record(config: ModelConfig, step: int, metrics: StepMetrics) -> Record:
+    """Returns the metrics of a step, JSON-able. Waits until the step is computed.
+
+    Keys: `step`, `loss` (the cross-entropy, also with a teacher), `aux_loss` (added to the loss), `grad_norm`,
+    `learning_rate`, `tokens`, `scored_tokens`; with a teacher `distill_loss` (see `StepMetrics`); for a model with an
+    encoder also `input_tokens`, `cut_inputs` and `cut_targets`; for one with MoE layers `balance_loss`, `z_loss` and
+    `cv_loss` (means over the layers, without coefficients), `expert_load` and `dropped` (by layer index); if PEFT
+    experts have routers of their own, `perft_balance_loss`, `perft_z_loss` and `perft_load` likewise.
+    """
+    metrics = jax.tree.map(np.asarray, jax.device_get(metrics))
+    record: Record = {
+        "step": step,
+        "loss": float(metrics.loss),
+        "aux_loss": float(metrics.auxiliary),
+        "grad_norm": float(metrics.grad_norm),
+        "learning_rate": float(metrics.learning_rate),
+        "tokens": int(metrics.tokens),
+        "scored_tokens": int(metrics.scored),
+    }
+    if metrics.distillation is not None:
+        record["distill_loss"] = float(metrics.distillation)
+    if config.has_encoder:
+        record["input_tokens"] = int(metrics.input_tokens)
+        record["cut_inputs"], record["cut_targets"] = (int(count) for count in metrics.cut)
+    layers = stats_per_layer(config, metrics.router)
+    if layers:
+        record["balance_loss"] = float(np.mean([stats.balance for stats in layers.values()]))
+        record["z_loss"] = float(np.mean([stats.z for stats in layers.values()]))
+        record["cv_loss"] = float(np.mean([stats.cv for stats in layers.values()]))
+        record["expert_load"] = {str(i): [round(float(x), 6) for x in stats.load] for i, stats in layers.items()}
+        record["dropped"] = {str(i): float(stats.dropped) for i, stats in layers.items()}
+    beside = stats_per_layer(config, metrics.router, of_perft=True)
+    if beside:
+        record["perft_balance_loss"] = float(np.mean([stats.balance for stats in beside.values()]))
+        record["perft_z_loss"] = float(np.mean([stats.z for stats in beside.values()]))
+        record["perft_load"] = {str(i): [round(float(x), 6) for x in stats.load] for i, stats in beside.items()}
+    return record
+
+
+def is_finite(record: Record) -> bool:
+    """Whether the losses and the gradient are finite; if not, that step's update has ruined the parameters."""
+    return all(math.isfinite(record.get(key, 0.0)) for key in _FINITE)
+
+
+class MetricsWriter:
+    """Appends records to metrics.jsonl and TensorBoard. Removes older records of steps after `last_step`.
+
+    Only the first process writes; in others this does nothing. In a bucket, records may appear half a minute later, and
+    events when a checkpoint does.
+
+    Args:
+      run_dir: the directory that holds both.
+      last_step: the step after which training continues; 0 for a new run.
+      tensorboard: whether to write events, where tensorboardX is installed.
+      wandb: makes a writer for Weights & Biases; None: nothing is logged there.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        last_step: int,
+        tensorboard: bool,
+        wandb: Callable[[], WandbWriter] | None = None,
+    ):
+        self._file = self._events = self._wandb = None
+        if not is_first_process():
+            return
+        path = as_path(run_dir / "metrics.jsonl")
+        self._file = path.growing(
+            [json.dumps(record) + "\n" for record in read_metrics(path) if record["step"] <= last_step]
+        )
+        if tensorboard and has_tensorboard():
+            self._events = EventWriter(run_dir / "tensorboard", first_step=last_step + 1)
+        if wandb is not None:
+            self._wandb = wandb()
+
+    def write(self, record: Record) -> None:
+        """Writes the record of a step to all places."""
+        if self._file:
+            self._file.write(json.dumps(record) + "\n")
+        if self._events:
+            self._events.write(record["step"], _flat(record))
+        if self._wandb:
+            self._wandb.write(record["step"], _flat(record))
+
+    def flush(self) -> None:
+        """Returns when all records are stored; a line of a file always is."""
+        if self._file:
+            self._file.flush()
+        if self._events:
+            self._events.flush()
+
+    def close(self) -> None:
+        """Stores what was written, and closes all files."""
+        if self._file:
+            self._file.close()
+        if self._events:
+            self._events.close()
+        if self._wandb:
+            self._wandb.close()
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """Returns the records of a metrics.jsonl; an unfinished last line of a killed run is ignored."""
+    records = []
+    for line in as_path(path).read_grown().splitlines():
+        try:
+            records.append(parse_json(line, where=str(path), allow=ANYTHING))
+        except InputError:
+            break
+    return records
+
+
+class StepLine:
+    """Shows the metrics of the current step: beside a bar on a terminal, otherwise as a line every few steps.
+
+    A context manager.
+
+    Args:
+      console: where to show them.
+      first: number of steps done before.
+      steps: number of all steps of the run.
+      every: steps between lines if the console is not a terminal. Steps with an evaluation and the last step always
+        have a line.
+    """
+
+    def __init__(self, console: rich.console.Console, *, first: int, steps: int, every: int):
+        self._console = console
+        self._first = first
+        self._steps = steps
+        self._every = every
+        self._pace = Pace(first, steps)
+        self._exit = contextlib.ExitStack()
+
+    def __enter__(self) -> "StepLine":
+        self._bars = self._exit.enter_context(progress_bars(self._console))
+        self._bars("training", self._first, self._steps, "compiling")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._exit.close()
+
+    def show(self, record: Record) -> None:
+        """Shows the record of a step that was just done."""
+        step, line = record["step"], _line(record)
+        self._pace.update(step)
+        self._bars("training", step, self._steps, line)
+        # The bar disappears after the last step, so the metrics of that step are printed on a terminal too.
+        due = not self._console.is_terminal and (step % self._every == 0 or "eval_loss" in record)
+        if due or step == self._steps:
+            left = "" if self._pace.left is None else f"  {show_duration(self._pace.left)} left"
+            self._console.print(f"step {step}/{self._steps}  {line}{left}", highlight=False, soft_wrap=True)
+
+
+def _line(record: Record) -> str:
+    parts = [f"loss {record['loss']:.4f}"]
+    if "distill_loss" in record:
+        parts.append(f"distill {record['distill_loss']:.4f}")
+    if "eval_loss" in record:
+        parts.append(f"eval {record['eval_loss']:.4f}")
+    parts.append(f"lr {record['learning_rate']:.2e}")
+    if "tokens_per_second" in record:
+        parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
+        parts.append(_flops(record["flops_per_second"]))
+    if "mfu" in record:
+        parts.append(f"{record['mfu']:.1%} MFU")
+    return "  ".join(parts)
+
+
+def _flops(rate: float) -> str:
+    unit, size = ("TFLOP/s", 1e12) if rate >= 1e12 else ("GFLOP/s", 1e9)
+    return f"{rate / size:.3g} {unit}"
+
+
+def _flat(record: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """Returns the scalars of a record by TensorBoard tag, such as `expert_load/layer_1/expert_0`."""
+    scalars: list[tuple[str, float]] = []
+    for key, value in record.items():
+        if isinstance(value, int | float):
+            scalars.append((key, value))
+        elif isinstance(value, dict):
+            for layer, entry in value.items():
+                entries = enumerate(entry) if isinstance(entry, list) else [(None, entry)]
+                for expert, number in entries:
+                    scalars.append((f"{key}/layer_{layer}" + ("" if expert is None else f"/expert_{expert}"), number))
+    return [(tag, value) for tag, value in scalars if tag != "step"]
+
+
+class StepTrace:
+    """Traces steps `first` to `last`, both included; steps that are not run are not waited for. A context manager.
+
+    Every process writes a trace of its own devices.
+
+    Args:
+      directory: made by the profiler, which writes `plugins/profile/TIME/` into it; in a bucket when the trace ends.
+      steps: `(first, last)`, or empty for no trace.
+    """
+
+    def __init__(self, directory: Path, steps: tuple[int, ...]):
+        self._directory = directory
+        self._first, self._last = steps or (0, -1)
+        self._traces = False
+        self._folder: LocalFolder | None = None
+
+    def __enter__(self) -> "StepTrace":
+        return self
+
+    def step(self, number: int) -> contextlib.AbstractContextManager:
+        """Call before each step, and run the step inside."""
+        if not self._traces and self._first <= number <= self._last:
+            self._folder = as_path(self._directory).local_folder()
+            jax.profiler.start_trace(self._folder.path)
+            self._traces = True
+        return jax.profiler.StepTraceAnnotation("train", step_num=number) if self._traces else contextlib.nullcontext()
+
+    def after(self, number: int, result: Any) -> bool:
+        """Ends the trace after its last step, when `result` is computed; returns whether it did."""
+        if not self._traces or number < self._last:
+            return False
+        jax.block_until_ready(result)
+        self._stop()
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        # The run ended, or stopped, during the trace.
+        if self._traces:
+            self._stop()
+
+    def _stop(self) -> None:
+        self._traces = False
+        jax.profiler.stop_trace()
+        if self._folder is not None:
+            self._folder.close()

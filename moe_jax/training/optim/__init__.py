@@ -1,1 +1,0 @@
-"""Optimizers by Optax, with rates of their own for groups of parameters."""

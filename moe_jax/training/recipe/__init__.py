@@ -1,1 +1,0 @@
-"""Recipes: a training run described completely by one TOML file."""

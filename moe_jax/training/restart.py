@@ -1,0 +1,269 @@
+"""Restarts a run from one of its checkpoints, with other optimizer settings or without some of its batches.
+
+A restart is a run of its own: its directory begins with a copy of the checkpoint, and the run that it came from is not
+changed. Runs on disks save arrays into a database, runs in buckets into files, and a checkpoint that is copied into a
+bucket gets files, too. The arrays of a checkpoint in a bucket are copied by the names that their metadata imply, and
+not only by what a listing shows: a chunk that is missing from a copy would be read as zeros.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tensorstore
+
+from moe_jax.checkpoints.saved_state import begin_with
+from moe_jax.core.errors import InputError
+from moe_jax.files.byte_files import open_bytes, size_of
+from moe_jax.files.remote_work import is_begun
+from moe_jax.files.resume import PARTIAL, require_space, staged_directory
+from moe_jax.files.storage_path import StoragePath, as_path
+from moe_jax.training.recipe import Recipe, load_recipe
+from moe_jax.training.run_directory import (
+    CHECKPOINTS,
+    METRICS,
+    RECIPE,
+    RECORD,
+    Restart,
+    RunRecord,
+    changed_keys,
+    check_saved,
+    files_of_run,
+    folder_of,
+    split_step,
+    with_horizon,
+    write_beginning,
+)
+
+_STATE = "state"
+_AT_ONCE = 4  # files: each is in memory as a whole
+_METADATA = f"{_STATE}/_METADATA"
+_FIXED = ("_CHECKPOINT_METADATA", _METADATA)
+_DATABASE = f"{_STATE}/manifest.ocdbt"
+_OF_DATABASE = re.compile(rf"{_STATE}/(manifest\.ocdbt|d/.*|ocdbt\.process_.*)")
+_METADATA_OF_ARRAYS = f"{_STATE}/array_metadatas"
+
+
+def copy_checkpoint(source: Path, target: Path) -> None:
+    """Copies the folder of a checkpoint.
+
+    Args:
+      source: the folder of a complete checkpoint.
+      target: where the copy is made; nothing exists there.
+
+    Raises:
+      InputError: if something of the checkpoint is missing.
+      OSError: if a disk is full, or a bucket does not answer.
+    """
+    source, target = as_path(source), as_path(target)
+    database = not target.renames and (source / _DATABASE).is_file()  # one that is written piece by piece
+    reads = _reads_of_database(source) if database else _reads_of_files(source)
+    names = sorted(reads)
+    folders = sorted({parent.as_posix() for name in names for parent in Path(name).parents})
+    for folder in folders:
+        (target / folder).mkdir(parents=True, exist_ok=True)
+        if folder.count("/") == 0 or folder == _METADATA_OF_ARRAYS:
+            (target / folder).mark_folder()
+
+    def copy(name: str) -> None:
+        (target / name).write_durably(reads[name]())
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        list(pool.map(copy, names))
+    for folder in reversed(folders):
+        (target / folder).sync()
+
+
+def bytes_of_checkpoint(source: Path) -> int:
+    """Returns the number of bytes of a checkpoint's files; where its arrays are files, their uncompressed bytes."""
+    source = as_path(source)
+    if (source / _DATABASE).is_file():
+        return sum(size_of(source / name) for name in source.files_below())
+    return sum(math.prod(array["shape"]) * _itemsize(array) for _, array in _arrays(source))
+
+
+def _reads_of_files(source: StoragePath) -> dict[str, Callable[[], bytes]]:
+    """Returns a function to read each file, by the file's name."""
+
+    def read(name: str) -> bytes:
+        with open_bytes(source / name) as file:
+            return file.read()
+
+    names = source.files_below() if (source / _DATABASE).is_file() else _names_of_arrays(source)
+    return {name: partial(read, name) for name in names}
+
+
+def _reads_of_database(source: StoragePath) -> dict[str, Callable[[], bytes]]:
+    """Returns a function to read each file that the arrays would have outside a database, by the file's name."""
+    beside = {name: read for name, read in _reads_of_files(source).items() if not _OF_DATABASE.match(name)}
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": (source / _STATE).kvstore()}).result()
+    keys = [key.decode() for key in store.list().result()]
+
+    def metadata() -> bytes:
+        tree = json.loads((source / _METADATA).read_bytes())
+        return json.dumps(tree | {"use_ocdbt": False}).encode()
+
+    def value(key: str) -> bytes:
+        return store.read(key).result().value
+
+    return beside | {f"{_STATE}/{key}": partial(value, key) for key in keys} | {_METADATA: metadata}
+
+
+def _names_of_arrays(source: StoragePath) -> list[str]:
+    listed = set(source.files_below())
+    known: set[str] = set(_FIXED)
+    for name, array in _arrays(source):
+        known.add(f"{_STATE}/{name}/zarr.json")
+        known |= {f"{_STATE}/{name}/{chunk}" for chunk in _chunks(array)}
+    for optional in ("commit_success.txt", "orbax.checkpoint", f"{_STATE}/_sharding"):
+        known |= {optional} if (source / optional).is_file() else set()
+    for process in itertools.count():
+        if not (source / _METADATA_OF_ARRAYS / f"process_{process}").is_file():
+            break
+        known.add(f"{_METADATA_OF_ARRAYS}/process_{process}")
+    unseen = sorted(known - listed)
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        there = list(pool.map(lambda name: (source / name).is_file(), unseen))
+    missing = [name for name, is_there in zip(unseen, there, strict=True) if not is_there]
+    if missing:
+        raise InputError(f"{source} is not complete: {missing[0]} is missing")
+    return sorted(known | listed)
+
+
+def _arrays(source: StoragePath) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the arrays of a checkpoint with their metadata."""
+    try:
+        tree = json.loads((source / _METADATA).read_bytes())
+        names = ["/".join(part["key"] for part in leaf["key_metadata"]) for leaf in tree["tree_metadata"].values()]
+
+        def read(name: str) -> dict[str, Any]:
+            file = f"{_STATE}/{name}/zarr.json"
+            if not (source / file).is_file():
+                raise InputError(f"{source} is not complete: {file} is missing")
+            return json.loads((source / file).read_bytes())
+
+        yield from zip(names, source.map(read, names), strict=True)
+    except InputError:
+        raise
+    except (FileNotFoundError, KeyError, TypeError, AttributeError, ValueError):
+        raise InputError(f"{source} is damaged: its metadata do not say which arrays it has") from None
+
+
+def _chunks(array: dict[str, Any]) -> Iterator[str]:
+    """Yields the names of the chunks of an array."""
+    shape, chunk = array["shape"], array["chunk_grid"]["configuration"]["chunk_shape"]
+    counts = [-(-axis // part) for axis, part in zip(shape, chunk, strict=True)]
+    for index in itertools.product(*map(range, counts)):
+        yield "/".join(["c", *map(str, index)])
+
+
+def _itemsize(array: dict[str, Any]) -> int:
+    bits = "".join(character for character in array["data_type"] if character.isdigit())
+    return max(1, int(bits or 8) // 8)
+
+
+# If one of these differs, the optimizer's state in the checkpoint is useless.
+_KINDS_OF_MOMENTS = ("optimizer.kind", "optimizer.moments")
+
+
+class Origin(NamedTuple):
+    """The checkpoint that a run begins with.
+
+    Attributes:
+      run_dir: of the run that it belongs to.
+      step: of the checkpoint.
+      recipe: of that run.
+      record: of that run.
+    """
+
+    run_dir: Path
+    step: int
+    recipe: Recipe
+    record: RunRecord
+
+
+def find_origin(saved: Path, run_dir: Path) -> Origin:
+    """Finds the checkpoint `RUN@STEP`, for a run that is to be written at `run_dir`.
+
+    Raises:
+      FileNotFoundError: if there is no run.
+      InputError: if it has no such checkpoint, `saved` has another form, or there is something at `run_dir`.
+    """
+    parts = split_step(saved)
+    if parts is None:
+        raise InputError(f"cannot restart from {saved}: expected RUN@STEP, as in run@500")
+    # In a bucket, the remains of an interrupted restart are where the run will be.
+    is_run = (run_dir / RECORD).is_file()
+    begun = not is_run and is_begun(as_path(run_dir), PARTIAL)
+    if is_run or (run_dir.exists() and not begun) or run_dir.is_symlink():
+        raise InputError(f"{run_dir} already exists, and a restart is a new run; choose another run_dir")
+    record = check_saved(*parts)
+    return Origin(*parts, with_horizon(load_recipe(parts[0] / RECIPE)), record)
+
+
+def check_restarted(run_dir: Path, record: RunRecord | None, saved: Path, *, skip_batches: int) -> None:
+    """Raises `InputError` unless the run at `run_dir` began with the checkpoint `RUN@STEP`, without those batches."""
+    parts, last = split_step(saved), None if record is None or not record.restarts else record.restarts[-1]
+    if last is None:
+        raise InputError(f"{run_dir} was not begun with {saved}; leave out --restart, or choose another run_dir")
+    if parts is None or (last.step, last.skipped_batches) != (parts[1], skip_batches):
+        raise InputError(
+            f"{run_dir} was begun with {last.run}@{last.step} without {last.skipped_batches} batches, and not with "
+            f"{saved} without {skip_batches}; leave out --restart, or choose another run_dir"
+        )
+
+
+def restart_record(origin: Origin, recipe: Recipe, record: RunRecord, *, skip_batches: int) -> RunRecord:
+    """Returns the record of a run that begins with a checkpoint.
+
+    Args:
+      origin: the checkpoint.
+      recipe: as resolved.
+      record: the inputs of the run.
+      skip_batches: number of batches that will be left out.
+    """
+    changed = {key: list(pair) for key, pair in changed_keys(origin.recipe, recipe).items()}
+    place = str(origin.run_dir.resolve())
+    restart = Restart(run=place, step=origin.step, skipped_batches=skip_batches, changed=changed)
+    return dataclasses.replace(record, restarts=(*origin.record.restarts, restart))
+
+
+def keeps_moments(restart: Restart) -> bool:
+    """Whether the optimizer goes on from the state in the checkpoint, and does not begin anew."""
+    return not any(key in restart.changed for key in _KINDS_OF_MOMENTS)
+
+
+def keeps_average(restart: Restart) -> bool:
+    """Whether the average of the parameters goes on from that in the checkpoint, if the recipe asks for one."""
+    before, _ = restart.changed.get("ema.decay", (0.0, 0.0))
+    return before is not None
+
+
+def write_restart(origin: Origin, run_dir: Path, recipe: Recipe, record: RunRecord) -> None:
+    """Makes the directory of a run that has come as far as the checkpoint; it appears whole or not at all.
+
+    In a bucket it counts once its record is there, which is written last.
+
+    Args:
+      origin: the checkpoint.
+      run_dir: where the directory appears.
+      recipe: as resolved.
+      record: what `restart_record` returned.
+
+    Raises:
+      InputError: if something has appeared at `run_dir`, or the disk has not enough space.
+    """
+    saved = folder_of(origin.run_dir, origin.step)
+    require_space(run_dir, bytes_of_checkpoint(saved))
+    with staged_directory(run_dir) as folder:
+        # The loop removes the records of later steps.
+        (folder / METRICS).write_grown(as_path(origin.run_dir / METRICS).read_grown())
+        begin_with(folder / CHECKPOINTS, origin.step, lambda target: copy_checkpoint(saved, target))
+        write_beginning(folder, recipe, record, {file.name: file for file in files_of_run(origin.run_dir)})

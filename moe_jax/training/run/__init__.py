@@ -1,1 +1,0 @@
-"""A training run on disk: its directory, checkpoints, continuation and restart."""

@@ -1,0 +1,392 @@
+"""A training run, from the beginning or from its last checkpoint."""
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grain
+import jax
+import rich.console
+from flax import nnx
+
+from moe_jax.checkpoints.orbax_store import TrainingCheckpoints
+from moe_jax.core.errors import InputError
+from moe_jax.core.terminal import console_for_tables
+from moe_jax.data.chat_template import FILE as CHAT_TEMPLATE
+from moe_jax.data.pipeline import open_data
+from moe_jax.data.tokenizer import Tokenizer, find_tokenizer
+from moe_jax.distributed.processes import check_equal, describe_devices, first_decides, is_first_process, wait_for_all
+from moe_jax.distributed.sharding import local_rows
+from moe_jax.evaluation.held_out import Evaluator, HeldOut, PairEvaluator, read_held_out, with_lengths
+from moe_jax.files.json_toml import parse
+from moe_jax.files.staging import check_writable
+from moe_jax.files.storage_path import as_path
+from moe_jax.files.tokenizer_files import with_tokenizer
+from moe_jax.model_io.loading import disk_paths
+from moe_jax.model_io.model_source import ModelSource
+from moe_jax.models import ModelConfig
+from moe_jax.peft.trained_table import print_trained
+from moe_jax.training import recipe_toml
+from moe_jax.training.loop import Loop
+from moe_jax.training.metrics import NO_TENSORBOARD, has_tensorboard, import_wandb
+from moe_jax.training.optimizer import in_dtypes_of
+from moe_jax.training.program import (
+    Program,
+    completed_state,
+    first_state,
+    initial_states,
+    load_teacher,
+    make_program,
+    mesh_for,
+)
+from moe_jax.training.recipe import Recipe
+from moe_jax.training.restart import (
+    Origin,
+    check_restarted,
+    find_origin,
+    keeps_average,
+    keeps_moments,
+    restart_record,
+    write_restart,
+)
+from moe_jax.training.run_directory import (
+    CHECKPOINTS,
+    RECIPE,
+    RECORD,
+    Restart,
+    RunLock,
+    RunRecord,
+    check_continues,
+    check_restarts,
+    check_same,
+    described_recipe,
+    described_record,
+    files_of_run,
+    make_record,
+    read_record,
+    read_run,
+    update_run,
+    with_horizon,
+    write_beginning,
+)
+from moe_jax.training.saved_model import is_saved_by_layer, trained_config, write_model
+from moe_jax.training.step import TrainState
+
+# Published models pad their vocabulary by less; a larger difference means another model's tokenizer.
+_USED_OF_VOCABULARY = 0.5
+
+
+def train(
+    recipe: Recipe,
+    config: ModelConfig,
+    source: ModelSource | None,
+    *,
+    resume: bool = False,
+    restart: Path | None = None,
+    skip_batches: int = 0,
+    continue_command: str = "moe-jax train RECIPE.toml --resume",
+    console: rich.console.Console | None = None,
+    teacher: ModelSource | None = None,
+) -> Path:
+    """Runs a recipe; all outputs go to its run directory.
+
+    Args:
+      recipe: the run.
+      config: of the model.
+      source: the model that the recipe names; None if it names only a config, for new weights.
+      resume: continue the run in the run directory; without one, a new run starts.
+      restart: begin with this checkpoint of another run, `RUN@STEP`; optimizer and schedule may differ from that run's.
+        With `resume`, continue a run that was begun so.
+      skip_batches: with `restart`: leave out this many batches after the checkpoint.
+      continue_command: the command that continues the run, printed when a signal stops it.
+      console: for everything that is printed.
+      teacher: the model that the recipe's `distill` names.
+
+    Returns:
+      The model directory that was written.
+
+    Raises:
+      InputError: bad input of any kind, found before anything is written; `loop.Diverged` during training.
+      OSError: if a disk is full; it has a note that says how to continue.
+      loop.Stopped: after SIGTERM, SIGINT or SIGHUP, when the checkpoint is on disk.
+    """
+    console = console or console_for_tables()
+    if not is_first_process():
+        console = rich.console.Console(quiet=True)
+    given = {"--resume": resume, "--restart": restart and str(restart), "--skip-batches": skip_batches}
+    check_equal(described_recipe(recipe) | given)
+    devices = describe_devices()
+    if devices is not None:
+        console.print(devices, highlight=False)
+    with RunLock(as_path(recipe.run_dir)) as lock:
+        begun = _read_run(recipe, lock, resume=resume, restart=restart, skip_batches=skip_batches)
+        options = {"skip_batches": skip_batches, "continue_command": continue_command}
+        try:
+            return _train(recipe, config, source, teacher, lock, console, begun, **options)
+        except OSError as error:
+            if (as_path(recipe.run_dir) / RECORD).exists():
+                error.add_note(f"what the run has saved is kept; continue with: {continue_command}")
+            raise
+
+
+class _EarlierRun(NamedTuple):
+    """A run that is to be continued, or restarted.
+
+    Attributes:
+      recipe: of the run.
+      record: the inputs of the run; None if it was interrupted before they were recorded.
+      origin: the checkpoint of it to restart from; None: the run is continued.
+    """
+
+    recipe: Recipe
+    record: RunRecord | None
+    origin: Origin | None = None
+
+
+def _read_run(
+    recipe: Recipe, lock: RunLock, *, resume: bool, restart: Path | None, skip_batches: int
+) -> _EarlierRun | None:
+    """Returns the run to continue or to restart, as the first process sees it; None: the run is a new one."""
+    run_dir = as_path(recipe.run_dir)
+
+    def read() -> list[Any] | None:
+        if resume and run_dir.is_dir():
+            lock.take()
+        if restart is not None and not resume:
+            find_origin(restart, run_dir)
+            before, record = None, None
+        else:
+            before, record = read_run(run_dir, resume=resume), read_record(run_dir)
+        # Checked before data is read and programs are made.
+        check_writable(run_dir / RECIPE if run_dir.exists() else run_dir)
+        if before is None:
+            return None
+        return [recipe_toml.to_table(before), None if record is None else dataclasses.asdict(record)]
+
+    found = first_decides(read)
+    if found is None:
+        if restart is None:
+            return None
+        first_decides(lambda: find_origin(restart, run_dir) and None)
+        origin = find_origin(restart, run_dir)
+        return _EarlierRun(origin.recipe, origin.record, origin)
+    where, (table, record) = str(run_dir), found
+    before = with_horizon(parse(Recipe, table, where=where, language="TOML"))
+    begun = _EarlierRun(before, None if record is None else parse(RunRecord, record, where=where, language="JSON"))
+    if restart is not None:
+        check_restarted(run_dir, begun.record, restart, skip_batches=skip_batches)
+    return begun
+
+
+def _train(
+    recipe: Recipe,
+    config: ModelConfig,
+    source: ModelSource | None,
+    teacher: ModelSource | None,
+    lock: RunLock,
+    console: rich.console.Console,
+    begun: _EarlierRun | None,
+    *,
+    skip_batches: int,
+    continue_command: str,
+) -> Path:
+    run_dir = as_path(recipe.run_dir)
+    if begun is not None:
+        recipe = with_horizon(recipe, begun.recipe)
+        check = check_continues if begun.origin is None else check_restarts
+        check(begun.recipe, recipe)
+    recipe = with_horizon(recipe)
+    if recipe.log.wandb != "off" and is_first_process():
+        import_wandb()  # here, before anything is written, if it is missing
+    # Data first: mistakes in it are the most likely, and are found before the model is built and tables are printed.
+    mesh = mesh_for(recipe, config)
+    tokenizer = path_of_tokenizer(recipe, source)
+    notes = _notes_on_tokenizer(tokenizer, config)
+    if recipe.log.tensorboard and not has_tensorboard():
+        notes.append(NO_TENSORBOARD)
+    data = open_data(
+        recipe.data,
+        config,
+        tokenizer,
+        seed=recipe.seed,
+        batch_size=recipe.train.batch_size,
+        rows=local_rows(mesh, recipe.train.batch_size),
+        note=notes.append,
+    )
+    held_out = _held_out(recipe, config, tokenizer)
+    program = make_program(recipe, config, teacher=None if teacher is None else teacher.config)
+    _print_trained_parameters(console, program)
+    _print_horizon(console, recipe)
+    for note in notes:
+        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+    evaluator = _evaluator(recipe, program, held_out)
+    record = make_record(recipe, config, source, tokenizer, teacher)
+    check_equal(described_record(record))
+    if begun is not None and begun.record is not None:
+        check_same(begun.record, record, recipe)
+        record = dataclasses.replace(record, restarts=begun.record.restarts)
+        if begun.origin is not None:
+            record = restart_record(begun.origin, recipe, record, skip_batches=skip_batches)
+
+    def write() -> None:
+        if begun is not None and begun.origin is not None:
+            write_restart(begun.origin, run_dir, recipe, record)
+        lock.take()
+        if begun is None:
+            read_run(run_dir, resume=False)  # another process may have begun and ended a run there by now
+        if begun is None or begun.record is None:
+            write_beginning(run_dir, recipe, record, _files(recipe, source, tokenizer))
+        elif begun.origin is None:
+            update_run(run_dir, recipe, record)
+
+    # All processes have checked everything before the first one writes.
+    wait_for_all("run directory checked")
+    first_decides(write)
+    checkpoints = TrainingCheckpoints(run_dir / CHECKPOINTS, keep=recipe.checkpoint.keep, in_slices=is_saved_by_layer)
+    with contextlib.closing(data), contextlib.closing(checkpoints):
+        step = checkpoints.latest_step() if begun is not None and begun.record is not None else None
+        if step is None and record.restarts:
+            origin = f"{record.restarts[-1].run}@{record.restarts[-1].step}"
+            raise InputError(f"{run_dir} has no checkpoint left; restart {origin} with another run_dir")
+        if step is None:
+            with jax.set_mesh(program.mesh):
+                params, frozen = initial_states(program, recipe, source)
+                state = first_state(program, params)
+        else:
+            console.print(f"continuing after step {step}", highlight=False)
+            # The first checkpoint of a restarted run belongs to the run before.
+            restarted_here = record.restarts[-1] if record.restarts and record.restarts[-1].step == step else None
+            state, frozen = _restore(recipe, program, source, data, checkpoints, step, restarted_here, console)
+            if restarted_here is not None:
+                _skip(data, restarted_here, console)
+        taught = None
+        if teacher is not None:
+            with jax.set_mesh(program.mesh):
+                taught = load_teacher(program, teacher)
+        loop = Loop(
+            recipe,
+            program,
+            frozen=frozen,
+            data=data,
+            checkpoints=checkpoints,
+            evaluator=evaluator,
+            console=console,
+            continue_command=continue_command,
+            teacher=taught,
+        )
+        state, last = loop.run(state)
+    params, average, steps = state.params, state.ema, int(state.step)
+    del state, loop, taught  # neither moments nor teacher need be kept while the model is written
+    if recipe.ema is not None and recipe.ema.export:
+        assert average is not None
+        params = in_dtypes_of(params, average)
+    del average
+    model = nnx.merge(program.graphdef, params, frozen)
+    model.config = trained_config(config, recipe)
+    measured = {"steps": steps} | {key: last[key] for key in ("loss", "eval_loss") if key in last}
+    files = files_of_run(run_dir)
+    path = write_model(model, recipe, source, files, measured, program.trainable, restarts=record.restarts)
+    console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+    return path
+
+
+def _print_trained_parameters(console: rich.console.Console, program: Program) -> None:
+    """Prints the parameters that the program trains; see `print_trained`."""
+    trained = {leaf for path in program.trainable for leaf in disk_paths(program.config, path)}
+    print_trained(console, program.config, trained)
+
+
+def _print_horizon(console: rich.console.Console, recipe: Recipe) -> None:
+    """Prints that the learning rate will stay constant, if a run goes on after its decay."""
+    schedule = recipe.schedule
+    if schedule.kind != "constant" and schedule.steps is not None and schedule.steps < recipe.train.steps:
+        console.print(
+            f"the learning rate does not change after step {schedule.steps} (schedule.steps)", highlight=False
+        )
+
+
+def _restore(
+    recipe: Recipe,
+    program: Program,
+    source: ModelSource | None,
+    data: grain.DatasetIterator,
+    checkpoints: TrainingCheckpoints,
+    step: int,
+    restart: Restart | None,
+    console: rich.console.Console,
+) -> tuple[TrainState, nnx.State]:
+    """Restores the state of a checkpoint, and the frozen parameters; sets `data` to the checkpoint's position.
+
+    `restart` is the restart with which the run began, if the checkpoint belongs to the run before; state that the run
+    before did not have begins anew.
+    """
+    with jax.set_mesh(program.mesh):
+        frozen = program.frozen
+        if restart is None:
+            state, extra = checkpoints.restore(step, program.state)
+        else:
+            wanted = program.state
+            if not keeps_moments(restart):
+                wanted = wanted._replace(opt_state=())
+                console.print("the moments of the optimizer begin anew, at zero", highlight=False)
+            if not keeps_average(restart):
+                wanted = wanted._replace(ema=None)
+                if recipe.ema is not None:
+                    console.print("the average begins with the parameters of the checkpoint", highlight=False)
+            state, extra = checkpoints.restore(step, wanted, part=True)
+            state = completed_state(program, state)
+        if jax.tree.leaves(frozen):
+            # Frozen parameters are not in the checkpoints: they are those of the source.
+            _, frozen = initial_states(program, recipe, source)
+    data.set_state(extra["data"])
+    return state, frozen
+
+
+def _skip(data: grain.DatasetIterator, restart: Restart, console: rich.console.Console) -> None:
+    """Skips the batches that the restart leaves out; called where it begins, also when it begins again."""
+    if restart.skipped_batches:
+        console.print(f"skipping {restart.skipped_batches} batches", highlight=False)
+    for _ in range(restart.skipped_batches):
+        next(data)
+
+
+def path_of_tokenizer(recipe: Recipe, source: ModelSource | None) -> Path:
+    """Returns the tokenizer.json that a recipe names, or its model has; raises `InputError` if there is none."""
+    if recipe.data.tokenizer is not None:
+        return as_path(recipe.data.tokenizer)
+    if source is None:
+        raise InputError("a model made from a config alone has no tokenizer: name one with data.tokenizer")
+    return find_tokenizer(source.tokenizer_files, source.path)
+
+
+def _files(recipe: Recipe, source: ModelSource | None, tokenizer: Path) -> dict[str, Path]:
+    """Returns the files of the trained model, by name: those of its source, with the tokenizer of the run."""
+    own = () if source is None else source.tokenizer_files
+    files = {file.name: file for file in own} if recipe.data.tokenizer is None else with_tokenizer(own, tokenizer)
+    return files if recipe.data.chat_template is None else files | {CHAT_TEMPLATE: as_path(recipe.data.chat_template)}
+
+
+def _notes_on_tokenizer(path: Path, config: ModelConfig) -> list[str]:
+    """Notes that a tokenizer is probably another model's: vocabularies are padded by little."""
+    known = Tokenizer(path, config).num_tokens
+    if known >= _USED_OF_VOCABULARY * config.vocab_size:
+        return []
+    return [f"{path} knows {known:,} tokens, the model's vocabulary has {config.vocab_size:,}: is it this model's?"]
+
+
+def _held_out(recipe: Recipe, config: ModelConfig, path: Path) -> HeldOut | None:
+    """Returns the data that the model is evaluated on; None: there is none."""
+    if recipe.eval is None:
+        return None
+    data = with_lengths(recipe.data, seq_len=recipe.eval.seq_len or recipe.data.seq_len)
+    return read_held_out(recipe.eval.source, data, config, path)
+
+
+def _evaluator(recipe: Recipe, program: Program, held_out: HeldOut | None) -> Evaluator | PairEvaluator | None:
+    if recipe.eval is None or held_out is None:
+        return None
+    on_devices = {"batch_size": recipe.eval.batch_size, "mesh": program.mesh}
+    if isinstance(held_out, list):
+        return PairEvaluator(program.graphdef, held_out, **on_devices)
+    return Evaluator(program.graphdef, held_out, seq_len=recipe.eval.seq_len or recipe.data.seq_len, **on_devices)
