@@ -17,8 +17,7 @@ import jax
 import numpy as np
 
 from moe_jax.core.errors import InputError, first_line
-from moe_jax.generation.engine import Block, Engine
-from moe_jax.generation.rows import Rows, Scores, ask, move_rows, put_row
+from moe_jax.generation.engine import Block, Engine, Rows, Scores, ask, move_rows, put_row
 from moe_jax.nn import Decoder
 
 _LEAST_PROMPT = 32

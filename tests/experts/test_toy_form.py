@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.api.open_source import open_source
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.compression.methods.registry import make_method
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import leaf_spec, make_mesh

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from moe_jax.api.open_source import open_source
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
 from moe_jax.functional.codes import quantize_nf4
 from moe_jax.model_io.adapter_dir import AdapterDirectory, AdapterDirectoryWriter

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.api.calibrate import calibrate
+from moe_jax.api.compress import calibrate
 from moe_jax.checks.streamed_layers import StreamedModel
-from moe_jax.commands.line.cli import main
+from moe_jax.commands.cli import main
 from moe_jax.compression.calibration.layerwise_pass import DEFAULT_SAMPLES, record, sample_windows
 from moe_jax.compression.calibration.recorded import read_layer
 from moe_jax.core.errors import InputError

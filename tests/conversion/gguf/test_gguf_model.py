@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moe_jax.api.open_source import open_source, read_config  # noqa: E402
-from moe_jax.commands.line.cli import main  # noqa: E402
+from moe_jax.commands.cli import main  # noqa: E402
 from moe_jax.conversion import GGUFModel, HuggingFaceDirectory, checkpoint_source  # noqa: E402
 from moe_jax.conversion.gguf.gguf_architectures import llama3_factors  # noqa: E402
 from moe_jax.core.errors import InputError  # noqa: E402

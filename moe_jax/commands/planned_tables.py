@@ -1,5 +1,6 @@
-"""Prints the results of `plan --platform` and `plan --train`."""
+"""Prints the results of `plan`, `plan --compress`, `plan --platform` and `plan --train`."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.markup import escape
@@ -9,8 +10,107 @@ from moe_jax.core.formatting import show_bytes, show_duration
 from moe_jax.core.terminal import console_for_tables
 
 if TYPE_CHECKING:
-    from moe_jax.planning.model_costs import LayerStrategies, PlannedStrategies
+    from moe_jax.compression.coding.storage import Stored
+    from moe_jax.models import ModelConfig
+    from moe_jax.planning.model_costs import LayerStrategies, Plan, PlannedStrategies, TrainingMemory, TunedParameters
+    from moe_jax.planning.planned_compression import PlannedCompression
     from moe_jax.planning.planned_training import PlannedTraining
+
+
+def print_plan(
+    path: Path,
+    config: "ModelConfig",
+    plan: "Plan",
+    tuned: "TunedParameters | None",
+    memory: "TrainingMemory | None",
+) -> None:
+    """Prints what the model is, and a table of its parameters, bytes and FLOP."""
+    console = console_for_tables()
+    moe = config.moe_layers
+    kind = f"{len(moe)} of {config.num_layers} layers are MoEs" if moe else f"{config.num_layers} layers, dense"
+    console.print(f"[bold]{escape(str(path))}[/bold]: {config.family}, d={config.d_model}, {kind}")
+    if moe:
+        first = config.moe(moe[0])
+        universal = "" if first.universal == "none" else f"; universal FFN: {first.universal}"
+        extended = ", extended" if first.extended else ""
+        console.print(f"{first.num_experts} experts, {first.top_k} per token, {first.bank.kind}{universal}{extended}")
+        if first.perft is not None:
+            perft = first.perft
+            chosen = "" if perft.top_k is None else f", {perft.top_k} per token"
+            console.print(f"PERFT, {perft.variant}: {perft.num_experts} adapters of rank {perft.adapter.rank}{chosen}")
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column()
+    rows = [
+        ("parameters", plan.total_params, ""),
+        ("  dense", plan.dense_params, "the dense model, or this one with one expert per MoE and no router"),
+        ("  added", plan.added_params, ""),
+        ("  routers", plan.router_params, ""),
+        ("  experts", plan.expert_params, "kernels or bases and deltas; positions are not parameters"),
+        ("active per token", plan.active_params, "norms left out"),
+        ("trainable", plan.trainable_params, "all but frozen bases"),
+    ]
+    if plan.universal_params:
+        rows.insert(5, ("  universal FFNs", plan.universal_params, "beside the experts"))
+    for name, count, note in rows:
+        table.add_row(name, f"{count:,}", note)
+    if plan.formula_added_params != plan.added_params:
+        note = "as DeRS counts" if tuned is None else "as published counts are made: without LoRA, which is merged"
+        table.add_row("  added, by formula", f"{plan.formula_added_params:,}", note)
+    if tuned is not None:
+        note = f"{tuned.active_fraction:.2%} of what is active in the base"
+        table.add_row("tuned", f"{tuned.total_params:,}", "adapters, LoRA and the routers that choose among adapters")
+        table.add_row("  active per token", f"{tuned.active_params:,}", note)
+    table.add_row("bytes", show_bytes(plan.param_bytes), f"in {config.dtype}, positions included")
+    flops = f"of a training step per token, context {config.max_positions}"
+    table.add_row("FLOP", f"{plan.train_flops_per_token:,.0f}", flops)
+    if memory is not None:
+        parts = f"parameters {show_bytes(memory.params)}, gradients {show_bytes(memory.gradients)}, "
+        frozen = f"; what is frozen in {config.dtype}" if plan.trainable_params < plan.total_params else ""
+        parts += f"optimizer {show_bytes(memory.optimizer)}; float32, without activations{frozen}"
+        table.add_row("training, per chip", show_bytes(memory.total), parts)
+    console.print(table)
+
+
+def print_compression(planned: "PlannedCompression") -> None:
+    """Prints a table of all forms; sizes in MiB, as papers give them."""
+    kept = "" if planned.keep is None else f", keep {planned.keep:g}"
+    out = console_for_tables(cuts_nothing=True)
+    out.print()
+    out.print(
+        f"{planned.method}{kept}, in {planned.dtype}: experts of layer {planned.layers[0]}, and the model with "
+        f"{len(planned.layers)} layers compressed, in MiB; bits per expert weight"
+    )
+    table = Table(box=None, pad_edge=False)
+    biases = any(form.layer.biases for form in planned.stored)
+    table.add_column("form", no_wrap=True)
+    columns = ["values", "places", "row pointers", "centre", *(["biases"] if biases else []), "layer", "model"]
+    for column in (*columns, "of the experts", "bits"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for form in planned.stored:
+        layer = form.layer
+        parts = (layer.values, layer.places, layer.row_pointers, layer.centre, *([layer.biases] if biases else []))
+        sizes = map(_mib, (*parts, layer.total, form.model_bytes))
+        note = _form_note(form, planned.fewest)
+        table.add_row(form.form, *sizes, f"{form.share:.1%}", f"{form.bits_per_weight:.2f}", note)
+    out.print(table)
+
+
+def _form_note(form: "Stored", fewest: str | None) -> str:
+    from moe_jax.compression.coding.storage import FULL
+
+    if form.form == FULL.name:
+        return "not compressed"
+    if form.form == fewest:
+        return "fewest bytes for sparse residuals"
+    return "" if form.written else "to compare with, never written"
+
+
+def _mib(count: int) -> str:
+    """Returns a number of MiB, with two digits after the point if it is small, as the ends of rows are."""
+    return f"{count / 2**20:,.{1 if count >= 10 * 2**20 else 2}f}" if count else "-"
 
 
 def print_strategies(planned: "PlannedStrategies") -> None:

@@ -1,12 +1,8 @@
-"""`moe-jax plan --compress METHOD`: the bytes that the experts of a model would take, in every form of storage."""
+"""The bytes that the experts of a model would take, compressed by a method, in every form of storage."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
-from moe_jax.commands.printed.compression_tables import console
 from moe_jax.compression.coding.coder import Levels, check_levels
 from moe_jax.compression.coding.storage import FULL, AnyLayout, Fewer, Stored, stored_bytes
 from moe_jax.compression.coding.write_experts import codes_of_options
@@ -41,30 +37,24 @@ class PlannedCompression:
     layers: tuple[int, ...]
     stored: tuple[Stored, ...]
 
+    @property
+    def fewest(self) -> str | None:
+        """The form with the fewest bytes among those that hold the same sparse entries and can be written."""
+        sparse = [form for form in self.stored if form.layer.places and form.written]
+        return min(sparse, key=lambda form: form.expert_bytes).form if len(sparse) > 1 else None
+
     def to_json(self) -> dict[str, Any]:
         """Returns the forms as JSON, with sizes in bytes."""
-        fewest = _fewest(self.stored)
         forms = [
             {
                 **dataclasses.asdict(form),
                 "layer": {**dataclasses.asdict(form.layer), "total": form.layer.total},
-                "fewest": form.form == fewest,
+                "fewest": form.form == self.fewest,
             }
             for form in self.stored
         ]
         named = {"method": self.method, "keep": self.keep, "dtype": self.dtype, "layers": list(self.layers)}
         return {**named, "forms": forms}
-
-    def print(self) -> None:
-        """Prints a table; sizes in MiB, as papers give them."""
-        kept = "" if self.keep is None else f", keep {self.keep:g}"
-        out = console()
-        out.print()
-        out.print(
-            f"{self.method}{kept}, in {self.dtype}: experts of layer {self.layers[0]}, and the model with "
-            f"{len(self.layers)} layers compressed, in MiB; bits per expert weight"
-        )
-        out.print(_table(self.stored))
 
 
 def planned_compression(
@@ -81,7 +71,7 @@ def planned_compression(
     scale_bits: int | None,
     zero_points: bool,
     row_scales: bool,
-    layers: str | None,
+    compress_layers: str | None,
     dtype: str | None,
 ) -> PlannedCompression:
     """Counts the bytes of the experts; the arguments are options of `moe-jax plan`.
@@ -103,7 +93,7 @@ def planned_compression(
     asked = "centre_bits" in options_of(method)
     if base_codes is not None and planned_bits is None and not asked:
         raise InputError(f"--centre-bits does not go with {method}, which has no centre")
-    indices = choose_layers(config, parse_layers(layers, config) if layers is not None else None)
+    indices = choose_layers(config, parse_layers(compress_layers, config) if compress_layers is not None else None)
     layouts = _asked_for(method, residual, storage, bits)
     if keep is None and any(isinstance(layout, Fewer) or "keep" in layout.form.asks_for for layout in layouts):
         raise InputError(f"--compress {method} needs --keep, the share of the experts that is kept")
@@ -138,46 +128,3 @@ def _asked_for(method: str, residual: str | None, storage: str | None, bits: int
         check_member("storage", storage, [layout.name for layout in chosen])
         chosen = tuple(layout for layout in chosen if layout.name == storage)
     return chosen
-
-
-def _table(stored: Sequence[Stored]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    biases = any(form.layer.biases for form in stored)
-    table.add_column("form", no_wrap=True)
-    columns = ["values", "places", "row pointers", "centre", *(["biases"] if biases else []), "layer", "model"]
-    for column in (*columns, "of the experts", "bits"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    fewest = _fewest(stored)
-    for form in stored:
-        layer = form.layer
-        parts = (layer.values, layer.places, layer.row_pointers, layer.centre, *([layer.biases] if biases else []))
-        table.add_row(
-            form.form,
-            *map(_mib, parts),
-            _mib(layer.total),
-            _mib(form.model_bytes),
-            f"{form.share:.1%}",
-            f"{form.bits_per_weight:.2f}",
-            _note(form, fewest),
-        )
-    return table
-
-
-def _fewest(stored: Sequence[Stored]) -> str | None:
-    """Returns the form with the fewest bytes among those that hold the same sparse entries and can be written."""
-    sparse = [form for form in stored if form.layer.places and form.written]
-    return min(sparse, key=lambda form: form.expert_bytes).form if len(sparse) > 1 else None
-
-
-def _note(form: Stored, fewest: str | None) -> str:
-    if form.form == FULL.name:
-        return "not compressed"
-    if form.form == fewest:
-        return "fewest bytes for sparse residuals"
-    return "" if form.written else "to compare with, never written"
-
-
-def _mib(count: int) -> str:
-    """Returns a number of MiB, with two digits after the point if it is small, as the ends of rows are."""
-    return f"{count / 2**20:,.{1 if count >= 10 * 2**20 else 2}f}" if count else "-"

@@ -46,7 +46,7 @@ def given_to(spec: type[S], options: Any, **more: Any) -> S:
     Raises:
       InputError: for options that are missing, cannot be read or contradict each other.
     """
-    return spec.of({option.name: _value(option, options) for option in spec.list_options()} | more)
+    return spec.of({option.name: field_value(option, options) for option in spec.list_options()} | more)
 
 
 def either_options(specs: Mapping[type[Spec], Collection[str]]) -> list[Field]:
@@ -70,7 +70,7 @@ def either_options(specs: Mapping[type[Spec], Collection[str]]) -> list[Field]:
         if option.kind is bool:
             fields.append(option_field(option))
             continue
-        words = [word for one in same.values() for word in _choices(one)]
+        words = [word for one in same.values() for word in choices_of(one)]
         kind = typing.Literal[tuple(words)] if words else option.kind  # pyright: ignore[reportInvalidTypeArguments]
         texts = [f"{spec.verb()}: {_with_default(one)}" for spec, one in same.items()]
         text = "\n".join(texts) if len(same) > 1 else _with_default(option)
@@ -93,7 +93,7 @@ def option_field(option: Option) -> Field:
         text = option.text
         if option.default:
             text = f"Skips what is done otherwise: {text[0].lower()}{text[1:]}"
-        return (_name(option), Annotated[bool, tyro.conf.arg(help=help_text(text))], _default(False))
+        return switch_field(option, text)
     required = option.default is dataclasses.MISSING
     kind = option.kind | None if required else option.kind
     hint = shown_default(option)
@@ -102,11 +102,18 @@ def option_field(option: Option) -> Field:
     return (option.name, Annotated[kind, arg], _default(None if required else option.default))
 
 
+def switch_field(option: Option, text: str) -> Field:
+    """Returns the field of an option that is on or off, with its help."""
+    return (field_name(option), Annotated[bool, tyro.conf.arg(help=help_text(text))], _default(False))
+
+
 def metavar(option: Option) -> str:
     """Returns the placeholder for the value of an option in the help."""
     if option.shown is not None:
         return option.shown.metavar
-    words, (kind, *_) = _choices(option), _parts(option.kind)
+    if option.name.endswith("_bytes"):
+        return "BYTES"
+    words, (kind, *_) = choices_of(option), parts_of(option.kind)
     return "|".join(map(str, words)) if words else _METAVARS[kind]
 
 
@@ -129,27 +136,28 @@ def help_text(text: str) -> str:
     return re.sub(r"`(\w+)`", lambda found: flag_of(found[1]), text)
 
 
-def _name(option: Option) -> str:
+def field_name(option: Option) -> str:
     """Returns the name of an option. A switch says what it changes: `no_step0_check` where the default is to check."""
     return f"no_{option.name}" if option.kind is bool and option.default else option.name
 
 
-def _value(option: Option, options: Any) -> Any:
-    value = getattr(options, _name(option))
-    return not value if _name(option) != option.name else value
+def field_value(option: Option, options: Any) -> Any:
+    """Returns the value of an option among those of its command."""
+    value = getattr(options, field_name(option))
+    return not value if field_name(option) != option.name else value
 
 
-def _parts(kind: Any) -> list[Any]:
+def parts_of(kind: Any) -> list[Any]:
     """Returns the types of a union without None; for another type, the type itself."""
     united = typing.get_origin(kind) in (typing.Union, types.UnionType)
     return [part for part in typing.get_args(kind) if part is not types.NoneType] if united else [kind]
 
 
-def _choices(option: Option) -> tuple[Any, ...]:
+def choices_of(option: Option) -> tuple[Any, ...]:
     """Returns the words that an option chooses from."""
     return tuple(
         word
-        for kind in _parts(option.kind)
+        for kind in parts_of(option.kind)
         if typing.get_origin(kind) is typing.Literal
         for word in typing.get_args(kind)
     )

@@ -8,7 +8,6 @@ import contextlib
 import errno
 import gc
 import importlib
-import importlib.util
 import os
 import re
 import signal
@@ -16,15 +15,11 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import moe_jax
-from moe_jax.api.open_source import open_source as open_source
-from moe_jax.commands.line.arguments import parse_arguments
-from moe_jax.commands.line.command_help import help_of
-from moe_jax.commands.line.compiled_programs import keep_compiled_programs
-from moe_jax.commands.line.huge_pages import ask_for_huge_pages
+from moe_jax.commands.arguments import help_of, parse_arguments
+from moe_jax.commands.environment import ask_for_huge_pages, avoid_absent_tpu, keep_compiled_programs
 from moe_jax.core.errors import InputError, clipped, first_line, nearest, printable, shown
 
 COMMANDS = {
@@ -191,7 +186,7 @@ def _run(arguments: list[str]) -> None:
     if command not in COMMANDS:
         hint = nearest(command, [*COMMANDS, "--version", "--help"])
         raise InputError(f"unknown command {shown(command)}{hint}; see moe-jax --help")
-    _avoid_absent_tpu()
+    avoid_absent_tpu()
     keep_compiled_programs()
     # Imports and tracing make many objects that stay. To look through all of them as often as Python does by itself
     # takes a fifth of their time.
@@ -236,19 +231,6 @@ def _message(error: Exception) -> str:
         name = clipped(name) if error.errno == errno.ENAMETOOLONG else name
         text = f"{name}: {error.strerror}" if name else error.strerror
     return printable(text)
-
-
-def _avoid_absent_tpu() -> None:
-    """Keeps JAX from looking for a TPU on a machine without one.
-
-    libtpu is also installed for its compiler alone (the test extra does so). JAX then tries to start a TPU, and libtpu
-    prints a page of warnings before JAX falls back. A TPU appears as /dev/accel* or /dev/vfio/*. If there is one, or a
-    GPU, or the user chose a platform, nothing is changed.
-    """
-    chosen = bool(os.environ.get("JAX_PLATFORMS"))
-    accelerator = any(any(Path("/dev").glob(device)) for device in ("accel*", "vfio/*", "nvidia*", "kfd", "dxg"))
-    if not chosen and not accelerator and importlib.util.find_spec("libtpu") is not None:
-        os.environ["JAX_PLATFORMS"] = "cpu"
 
 
 if __name__ == "__main__":
