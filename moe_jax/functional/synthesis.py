@@ -51,7 +51,7 @@ class InTriton(NamedTuple):
     """How the experts' own kernels are made in a Triton kernel.
 
     Attributes:
-      maker: a `kernels.gpu.triton_grouped.Maker`.
+      maker: a `kernels.gpu.triton_makers.Maker`.
       arrays: the arrays that it reads.
       is_cheap: making a kernel costs little beside the product, so that it may be repeated for every tile of rows.
     """
