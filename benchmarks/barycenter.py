@@ -40,8 +40,8 @@ from barycenters.report import Results, Settings, write_report
 from barycenters.trained import trained_models
 from moe_jax.api.open_source import open_source
 from moe_jax.compression.alignment import entropic
+from moe_jax.compression.alignment.assignment import align
 from moe_jax.compression.alignment.barycenter import free_support_barycenter
-from moe_jax.compression.alignment.transport import align
 
 SOLVERS = ("alternation", "assignment", "auto")
 TOLERANCE = 1e-6

@@ -41,8 +41,7 @@ from evidence.layouts import TRUE_EXACT, TRUE_LAYERS
 from evidence.results import RESULTS, Figures
 from moe_jax.compression.alignment import matching
 from moe_jax.compression.alignment.barycenter import free_support_barycenter
-from moe_jax.compression.alignment.design_matrix import design_matrices
-from moe_jax.compression.source_layer import SourceLayer
+from moe_jax.compression.source_layer import SourceLayer, design_matrices
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_dir import ModelDirectory, ModelDirectoryWriter
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
@@ -136,7 +135,7 @@ def peak_memory(process: subprocess.Popen) -> list[int]:
 def measure(name: str, shape: Shape, folder: Path, options: list[str], *, planted: bool) -> list:
     """A row: one layer through the command."""
     write_layer(folder / "layer", shape, planted=planted)
-    command = [sys.executable, "-m", "moe_jax.commands.line.cli", "compress", folder / "layer", folder / "out"]
+    command = [sys.executable, "-m", "moe_jax.commands.cli", "compress", folder / "layer", folder / "out"]
     command += ["--method", "resmoe", *(options or ["--keep", "0.25"]), "--json"]
     began = time.monotonic()
     process = subprocess.Popen([str(part) for part in command], stdout=subprocess.PIPE, text=True)

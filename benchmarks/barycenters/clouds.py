@@ -6,8 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from moe_jax.compression.alignment.design_matrix import design_matrices
-from moe_jax.compression.source_layer import SourceLayer
+from moe_jax.compression.source_layer import SourceLayer, design_matrices
 from moe_jax.model_io.model_source import ModelSource
 
 Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]

@@ -1,13 +1,18 @@
-"""The experts of one MoE layer of a model on disk, whatever its bank; kernels are made one at a time."""
+"""The experts of one MoE layer of a model on disk, whatever its bank: as stored, aligned, and as design matrices.
+
+The design matrix of an expert has a row for every neuron (methods.md 5; ResMoE, arXiv 2503.06881, section 4.1). Gated:
+[G^T | U^T | D], f x 3d; plain: [W1^T | W2], f x 2d; with biases, those of the input side are further columns. The rows
+are points, an expert is a cloud of them, and their order has no meaning.
+"""
 
 import dataclasses
-import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
+from jaxtyping import Float, Int
 
 from moe_jax.compression.calibration.recorded import LayerCalibration, LayerRows
+from moe_jax.compression.threads import ahead, in_threads
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import cast, check_finite, largest_magnitude
 from moe_jax.experts.forms import KernelForm, ffn_matrices
@@ -15,9 +20,6 @@ from moe_jax.experts.forms.coding import Wanted
 from moe_jax.experts.on_host import base_kernel, expert_kernels
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import BankConfig, MoEConfig
-
-if TYPE_CHECKING:
-    from moe_jax.models import ModelConfig
 
 Write = Callable[[str, np.ndarray], None]
 """Takes a leaf: its path below the layer's `mlp`, and the array."""
@@ -180,64 +182,99 @@ def check_weights(what: str, weights: np.ndarray) -> np.ndarray:
     return weights
 
 
-def parse_layers(text: str, config: "ModelConfig") -> tuple[int, ...] | None:
-    """Reads which layers a user means.
+_SQUARE = 256
 
-    Args:
-      text: `all`; `top:N`, the last N MoE layers; or layers and ranges of layers, counted from 0, separated by commas.
-        A range stands for the MoE layers in it. Of a model with an encoder, layers are counted through both stacks; or
-        in each of them, if any of these stands after `encoder:` or `decoder:`.
-      config: of the model.
 
-    Returns:
-      Indices in the order given; a layer named on its own need not be an MoE layer. None: all MoE layers.
+def design_matrices(layer: SourceLayer) -> list[Float[np.ndarray, "f D"]]:
+    """Returns the design matrices of all experts, in the dtype in which the kernels are read.
 
     Raises:
-      InputError: if it cannot be read, asks for more MoE layers than there are, or names a range without any, or a
-        stack that the model does not have.
+      InputError: if a weight is not finite.
     """
-    from moe_jax.core.errors import InputError
-
-    if text == "all":
-        return None
-    if not re.match(r"(encoder|decoder):", text):
-        return _parse(text, config.moe_layers, "the model")
-    if not config.has_encoder:
-        raise InputError(f"--layers {text}: the model has no encoder; name its layers without a stack")
-    first, found = config.num_encoder_layers, []
-    for part in re.split(r",(?=(?:encoder|decoder):)", text):
-        stack, _, rest = part.partition(":")
-        layers = range(first) if stack == "encoder" else range(first, config.num_layers)
-        moe = [layers.index(i) for i in config.moe_layers if i in layers]
-        chosen = moe if rest == "all" else _parse(rest, moe, f"the {stack}")
-        if not chosen:
-            raise InputError(f"--layers {part}: the {stack} has no MoE layers")
-        outside = [i for i in chosen if i >= len(layers)]
-        if outside:
-            raise InputError(f"--layers {part}: the {stack} has layers 0 to {len(layers) - 1}, and no {outside[0]}")
-        found += [layers[i] for i in chosen]
-    return tuple(found)
+    designs: list[np.ndarray] = []
+    width = sum(_width(layer, name) for name in layer.shapes)
+    start = 0
+    for name in layer.shapes:
+        biases = layer.biases(name) if name != "down" else None
+        for expert, kernel in enumerate(ahead(layer.kernels(name))):
+            rows = neuron_rows(name, kernel)
+            if len(designs) == expert:
+                designs.append(np.empty((len(rows), width), kernel.dtype))
+            _copy(rows, designs[expert][:, start : start + rows.shape[1]])
+            if biases is not None:
+                designs[expert][:, start + rows.shape[1]] = biases[expert]
+        start += _width(layer, name)
+    return designs
 
 
-def _parse(text: str, moe: "tuple[int, ...] | list[int]", where: str) -> tuple[int, ...] | None:
-    """Reads the layers of one stack; `moe` are its MoE layers, counted within the stack."""
-    from moe_jax.core.errors import InputError, shown
+def aligned_kernels(
+    layer: SourceLayer, name: str, permutations: Int[np.ndarray, "E f"]
+) -> Iterator[Float[np.ndarray, "i o"]]:
+    """One matrix of all experts with the neurons in the given order; float32.
 
-    if top := re.fullmatch(r"top:(\d{1,9})", text):
-        count = int(top[1])
-        if not 1 <= count <= max(1, len(moe)):
-            raise InputError(f"--layers {text}: {where} has {len(moe)} MoE layers")
-        return tuple(moe[-count:]) or None  # a model without MoE layers is refused elsewhere
-    found: list[int] = []
-    for part in text.split(","):
-        ends = re.fullmatch(r"\s*(\d{1,9})(?:-(\d{1,9}))?\s*", part)
-        if ends is None:
-            raise InputError(f"--layers {shown(text)}: expected all, top:N, or layers such as 0,3,8-11")
-        if ends[2] is None:
-            found.append(int(ends[1]))
-            continue
-        some = [i for i in moe if int(ends[1]) <= i <= int(ends[2])]
-        if not some:
-            raise InputError(f"--layers {part.strip()}: none of them is an MoE layer")
-        found += some
-    return tuple(found)
+    Raises:
+      InputError: if a weight is not finite.
+    """
+    for expert, kernel in enumerate(layer.kernels(name)):
+        # Orders are in bounds; NumPy checking each index of each row takes three times as long, indexing nine times.
+        ordered = np.take(kernel, permutations[expert], axis=0 if name == "down" else 1, mode="clip")
+        yield ordered.astype(np.float32, copy=False)
+
+
+def aligned_experts(
+    layer: SourceLayer, permutations: Int[np.ndarray, "E f"]
+) -> Iterator[dict[str, Float[np.ndarray, "i o"]]]:
+    """Yields all matrices of one expert after another, aligned; float32. Memory holds their stored leaves."""
+    every = [aligned_kernels(layer, name, permutations) for name in layer.shapes]
+    for kernels in zip(*every, strict=True):
+        yield dict(zip(layer.shapes, kernels, strict=True))
+
+
+def aligned_biases(
+    layer: SourceLayer, name: str, permutations: Int[np.ndarray, "E f"]
+) -> Float[np.ndarray, "E o"] | None:
+    """Returns the biases that belong to `aligned_kernels`; None if the FFN has none."""
+    biases = layer.biases(name)
+    if biases is None or name == "down":  # an output bias belongs to no neuron
+        return biases
+    return np.take_along_axis(biases, permutations, axis=1)
+
+
+def unaligned(layer: SourceLayer) -> Int[np.ndarray, "E f"]:
+    """Returns the orders that leave neurons where they are."""
+    return np.tile(np.arange(layer.moe.expert.dim, dtype=np.int32), (layer.num_experts, 1))
+
+
+def mean_kernel(kernels: Iterable[np.ndarray]) -> np.ndarray:
+    """Returns the mean of kernels, added up in float32 one after another; float32[in, out]."""
+    kernels = iter(ahead(kernels))
+    total, count = next(kernels).astype(np.float32), 1
+    for kernel in kernels:
+        total += kernel.astype(np.float32, copy=False)
+        count += 1
+    return total / np.float32(count)
+
+
+def neuron_rows(name: str, kernel: Float[np.ndarray, "i o"]) -> Float[np.ndarray, "f d"]:
+    """Returns a kernel with a row for every neuron; applied twice it returns the kernel."""
+    return kernel if name == "down" else kernel.T
+
+
+def _copy(source: np.ndarray, target: np.ndarray) -> None:
+    """Copies the source into the target in squares that fit into the cache.
+
+    One of the two may be the transpose of what is stored; plain copying would then take four times as long.
+    """
+
+    def fill(rows: slice) -> None:
+        for start in range(0, source.shape[1], _SQUARE):
+            columns = slice(start, start + _SQUARE)
+            target[rows, columns] = source[rows, columns]
+
+    in_threads(fill, (slice(start, start + _SQUARE) for start in range(0, len(source), _SQUARE)))
+
+
+def _width(layer: SourceLayer, name: str) -> int:
+    """Number of columns of the design matrix that a matrix of the FFN contributes."""
+    rows, columns = layer.shapes[name]
+    return columns if name == "down" else rows + layer.moe.expert.bias

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -13,6 +14,7 @@ from moe_jax.core.errors import InputError, flag_of, nearest, shown
 from moe_jax.core.formatting import parse_bytes
 from moe_jax.core.verb_spec import Option, Shown, Spec, name_of
 from moe_jax.model_io.model_source import ModelLike
+from moe_jax.models import ModelConfig
 
 MethodOption = str | int | float | bool | None
 """A value of an option of a method; which ones a method has are the fields of its class."""
@@ -165,3 +167,62 @@ def method_of(name: str, options: Mapping[str, MethodOption]) -> Method:
     if isinstance(size := given.get("target_bytes"), str):
         given["target_bytes"] = parse_bytes(size, flag="target_bytes")
     return make_method(name, given)
+
+
+def parse_layers(text: str, config: ModelConfig) -> tuple[int, ...] | None:
+    """Reads which layers a user means.
+
+    Args:
+      text: `all`; `top:N`, the last N MoE layers; or layers and ranges of layers, counted from 0, separated by commas.
+        A range stands for the MoE layers in it. Of a model with an encoder, layers are counted through both stacks; or
+        in each of them, if any of these stands after `encoder:` or `decoder:`.
+      config: of the model.
+
+    Returns:
+      Indices in the order given; a layer named on its own need not be an MoE layer. None: all MoE layers.
+
+    Raises:
+      InputError: if it cannot be read, asks for more MoE layers than there are, or names a range without any, or a
+        stack that the model does not have.
+    """
+    if text == "all":
+        return None
+    if not re.match(r"(encoder|decoder):", text):
+        return _parse_stack(text, config.moe_layers, "the model")
+    if not config.has_encoder:
+        raise InputError(f"--layers {text}: the model has no encoder; name its layers without a stack")
+    first, found = config.num_encoder_layers, []
+    for part in re.split(r",(?=(?:encoder|decoder):)", text):
+        stack, _, rest = part.partition(":")
+        layers = range(first) if stack == "encoder" else range(first, config.num_layers)
+        moe = [layers.index(i) for i in config.moe_layers if i in layers]
+        chosen = moe if rest == "all" else _parse_stack(rest, moe, f"the {stack}")
+        if not chosen:
+            raise InputError(f"--layers {part}: the {stack} has no MoE layers")
+        outside = [i for i in chosen if i >= len(layers)]
+        if outside:
+            raise InputError(f"--layers {part}: the {stack} has layers 0 to {len(layers) - 1}, and no {outside[0]}")
+        found += [layers[i] for i in chosen]
+    return tuple(found)
+
+
+def _parse_stack(text: str, moe: Sequence[int], where: str) -> tuple[int, ...] | None:
+    """Reads the layers of one stack; `moe` are its MoE layers, counted within the stack."""
+    if top := re.fullmatch(r"top:(\d{1,9})", text):
+        count = int(top[1])
+        if not 1 <= count <= max(1, len(moe)):
+            raise InputError(f"--layers {text}: {where} has {len(moe)} MoE layers")
+        return tuple(moe[-count:]) or None  # a model without MoE layers is refused elsewhere
+    found: list[int] = []
+    for part in text.split(","):
+        ends = re.fullmatch(r"\s*(\d{1,9})(?:-(\d{1,9}))?\s*", part)
+        if ends is None:
+            raise InputError(f"--layers {shown(text)}: expected all, top:N, or layers such as 0,3,8-11")
+        if ends[2] is None:
+            found.append(int(ends[1]))
+            continue
+        some = [i for i in moe if int(ends[1]) <= i <= int(ends[2])]
+        if not some:
+            raise InputError(f"--layers {part.strip()}: none of them is an MoE layer")
+        found += some
+    return tuple(found)

@@ -10,9 +10,10 @@ import pytest
 
 from moe_jax.api import compress as compress_api
 from moe_jax.api.open_source import open_source
-from moe_jax.compression.job.stream import choose_layers
-from moe_jax.compression.methods.delta_base import check_base
-from moe_jax.compression.source_layer import SourceLayer, parse_layers
+from moe_jax.compression.methods.interface import check_base
+from moe_jax.compression.source_layer import SourceLayer
+from moe_jax.compression.spec import parse_layers
+from moe_jax.compression.stream import choose_layers
 from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import count_bytes
 from moe_jax.model_io.model_dir import ModelDirectory

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from moe_jax.compression import LayerReport, Report, Sweep
-from moe_jax.compression.job.report import Point
+from moe_jax.compression.report import Point
 from moe_jax.figures import measure_similarity, write_figures
 from moe_jax.model_io.lineage import new_lineage_entry
 from moe_jax.model_io.model_dir import ModelDirectory

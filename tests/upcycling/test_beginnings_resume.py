@@ -8,7 +8,7 @@ import pytest
 from moe_jax.checkpoints import leaf_files
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.upcycling import UpcycleSpec, upcycle
-from moe_jax.upcycling.prompted_router import Prompt
+from moe_jax.upcycling.beginnings import Prompt
 from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.tiers import long
 

@@ -18,11 +18,10 @@ from evidence.studies.models import Leaves
 from evidence.studies.scales import SCALES
 from evidence.studies.texts import DOMAINS, read_text
 from moe_jax.compression import Calibration
-from moe_jax.compression.allocation.sensitivity_pass import measure_sensitivities
-from moe_jax.compression.calibration.gradient_pass import has_gradients, record_gradients
 from moe_jax.compression.calibration.layerwise_pass import record, sample_windows
 from moe_jax.compression.calibration.recorded import KEY_FILE, read_layer, read_sensitivities, write_sensitivities
-from moe_jax.data.tokens.tokenizer import Tokenizer
+from moe_jax.compression.calibration.sensitivities import has_gradients, measure_sensitivities, record_gradients
+from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.model_io.in_memory import LeavesInMemory, ModelInMemory
 

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
+from moe_jax.compression.alignment.assignment import align as align
 from moe_jax.compression.alignment.matching import (
     AlignmentProgress,
     Matching,
@@ -25,7 +26,6 @@ from moe_jax.compression.alignment.matching import (
     is_small,
     squared_row_norms,
 )
-from moe_jax.compression.alignment.transport import align as align
 from moe_jax.core.errors import InputError, check_member
 
 SOLVERS = ("auto", "assignment", "alternation", "sinkhorn")

@@ -17,8 +17,8 @@ from ott.geometry.geometry import Geometry
 from ott.problems.linear.linear_problem import LinearProblem
 from ott.solvers.linear.sinkhorn import Sinkhorn
 
+from moe_jax.compression.alignment.assignment import assign
 from moe_jax.compression.alignment.matching import AlignmentProgress, Matching
-from moe_jax.compression.alignment.transport import assign
 
 # In standard deviations of the costs: from where orders melt to where plans are all but hard.
 _TEMPERATURES = tuple(float(temperature) for temperature in np.geomspace(0.6, 0.05, 8))

@@ -7,8 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float, Int
 
-from moe_jax.compression.alignment.nearest import nearest_order
-from moe_jax.compression.alignment.transport import (
+from moe_jax.compression.alignment.assignment import (
     assign,
     distinct_nearest,
     reduce_costs,
@@ -16,6 +15,7 @@ from moe_jax.compression.alignment.transport import (
     transport_costs,
     working_dtype,
 )
+from moe_jax.compression.alignment.nearest import nearest_order
 from moe_jax.compression.threads import in_threads
 from moe_jax.core.errors import InputError
 

@@ -3,7 +3,7 @@
 At first products are computed from an eighth of the columns, and bounded: by Cauchy and Schwarz the rest of a product
 is at most the product of the norms of the remaining parts of two points. If clouds have a common origin, this proves
 for most rows which point is nearest. Only the other rows continue, with twice as many columns, and the last of them are
-searched with all costs known (`candidates.py`). A planted order takes an eighth or a quarter of the whole product.
+searched with all costs known (`assign_proven`). A planted order takes an eighth or a quarter of the whole product.
 
 Clouds without a common order take the whole product, once. It is computed from numbers rounded to bfloat16 and summed
 in float32, which is twice as fast on CPUs with such products. Single products do not matter there: errors of 2^-9 of
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Array, Float, Int
 
-from moe_jax.compression.alignment.candidates import Pinned, assign_proven
+from moe_jax.compression.alignment.assignment import Pinned, assign_proven
 
 # Parts of the columns after which rows are examined.
 _PARTS = (1 / 8, 1 / 4, 1 / 2)

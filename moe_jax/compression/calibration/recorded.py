@@ -29,7 +29,7 @@ class LayerRows(NamedTuple):
       inputs: bfloat16, on the disk.
       experts: of the bank; -1: none.
       weights: of these experts, float32.
-      gradients: how much the loss depends on every token, see `gradient_pass`; float32, 1 on average. None: all count
+      gradients: how much the loss depends on every token, see `sensitivities`; float32, 1 on average. None: all count
         alike.
     """
 
@@ -45,7 +45,7 @@ class LayerCalibration(NamedTuple):
     Attributes:
       statistics: of its router.
       rows: inputs of its bank; None: only the router was recorded.
-      sensitivities: of every matrix, see `sensitivity_pass`; None: not measured.
+      sensitivities: of every matrix, see `sensitivities`; None: not measured.
     """
 
     statistics: RouterStatistics
@@ -104,7 +104,7 @@ def write_layer(
 
 
 def gradients_file(folder: Path, layer: int) -> Path:
-    """Returns the file of the weights of tokens, see `gradient_pass`."""
+    """Returns the file of the weights of tokens, see `sensitivities`."""
     return folder / f"{layer}.gradients.npy"
 
 
@@ -136,7 +136,7 @@ def read_layer(folder: Path, layer: int, *, gradients: bool = False) -> LayerCal
 def write_sensitivities(
     folder: Path, sensitivities: Mapping[int, Mapping[str, float]], *, gradients: bool = False
 ) -> None:
-    """Writes the results of `sensitivity_pass`, by layer index and matrix; `gradients` as for `read_layer`."""
+    """Writes the results of `sensitivities`, by layer index and matrix; `gradients` as for `read_layer`."""
     as_path(folder / _SENSITIVITIES[gradients]).replace_content(json.dumps(sensitivities).encode())
 
 

@@ -1,23 +1,32 @@
-"""Numerical methods that make the leaves of compressed experts; see `experts.forms.coding.Coder`."""
+"""Numerical methods that make the leaves of compressed experts; see `experts.forms.coding.Coder`.
+
+For a calibrated layer they minimise the change of outputs, else the error of the kernels themselves.
+"""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Unpack, get_args
 
 import jax
 import numpy as np
 import scipy.linalg
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
-from moe_jax.compression.coding.feedback import DAMPING, quantize_with_feedback, triangular_factor
-from moe_jax.compression.coding.joint_factors import joint_factors
+from moe_jax.compression.calibration.expert_statistics import moments
+from moe_jax.compression.coding.calibrated_codes import (
+    DAMPING,
+    best_row_scales,
+    quantize_with_feedback,
+    scales_of_magnitudes,
+    triangular_factor,
+)
+from moe_jax.compression.coding.factorization import joint_factors, truncated_svd
 from moe_jax.compression.coding.quantizer import quantize
-from moe_jax.compression.coding.row_scales import best_row_scales, scales_of_magnitudes
-from moe_jax.compression.coding.truncated_svd import truncated_svd
+from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.core.errors import InputError, check_member
 from moe_jax.experts.forms.coding import Encoded, MoreOfCodes
-from moe_jax.functional.products.packing import SCALE_DTYPE
+from moe_jax.functional.codes import SCALE_DTYPE
 
 Levels = Literal["any", "even", "fitted"]
 LEVELS: tuple[str, ...] = get_args(Levels)
@@ -72,7 +81,7 @@ class LeastOutputError:
     Attributes:
       moment: H of the kernel's inputs, float32; any multiple of it does the same. Of zeros it counts as the identity.
       fit, even: see `LeastError`.
-      feedback: rows of codes make up for the errors of those before them (`coding.feedback`). Otherwise every entry is
+      feedback: rows of codes make up for the errors of those before them (`calibrated_codes`). Otherwise every entry is
         rounded on its own, and H says only how much the errors of a row count when scales are chosen.
     """
 
@@ -165,3 +174,95 @@ def with_row_scales(made: Encoded, rows: Float[np.ndarray, " i"]) -> Encoded:
     leaves = {name: np.asarray(leaf) for name, leaf in made.leaves.items()}
     leaves["row_scales"] = rows[:, None].astype(SCALE_DTYPE)
     return Encoded(leaves, np.asarray(made.approximation) * rows[:, None])
+
+
+ExpertCoder = LeastError | LeastOutputError
+
+
+def expert_coders(
+    layer: SourceLayer,
+    name: str,
+    permutations: Int[np.ndarray, "E f"] | None = None,
+    *,
+    fit: bool = True,
+    feedback: bool = True,
+    even: bool = False,
+) -> Iterator[ExpertCoder]:
+    """Yields the coder of one expert after another.
+
+    Args:
+      layer: its experts.
+      name: of the matrix.
+      permutations: the order of every expert's neurons; None: as they are stored.
+      fit, even: see `LeastError`.
+      feedback: see `LeastOutputError`.
+
+    Raises:
+      InputError: if a weight is not finite.
+    """
+    if layer.rows is None:
+        yield from (LeastError(fit=fit, even=even) for _ in range(layer.num_experts))
+        return
+    for moment in _moments(layer, name, permutations):
+        yield LeastOutputError(moment, fit=fit, feedback=feedback, even=even)
+
+
+def shared_base_coder(
+    layer: SourceLayer,
+    name: str,
+    permutations: Int[np.ndarray, "E f"] | None = None,
+    *,
+    feedback: bool = True,
+    even: bool = False,
+) -> ExpertCoder:
+    """Returns the coder of a kernel that all experts share: an error of it is in the outputs of every expert.
+
+    It therefore has the sum of the experts' moments, each weighted by its tokens and their router weights.
+
+    Args:
+      layer: its experts.
+      name: of the matrix.
+      permutations: see `expert_coders`.
+      feedback: see `LeastOutputError`.
+      even: see `LeastError`.
+
+    Raises:
+      InputError: if a weight is not finite.
+    """
+    if layer.rows is None:
+        return LeastError(even=even)
+    moment: np.ndarray | None = None
+    for own in _moments(layer, name, permutations):
+        moment = own.copy() if moment is None else np.add(moment, own, out=moment)
+    assert moment is not None
+    return LeastOutputError(moment, feedback=feedback, even=even)
+
+
+def joint_moments(
+    layer: SourceLayer, permutations: Int[np.ndarray, "E f"] | None = None
+) -> Iterator[dict[str, Float[np.ndarray, "i i"]]]:
+    """Yields the second moments of all matrices of one expert after another, by name; none if it is not calibrated.
+
+    Args:
+      layer: its experts.
+      permutations: see `expert_coders`.
+
+    Raises:
+      InputError: if a weight is not finite.
+    """
+    if layer.rows is None:
+        yield from ({} for _ in range(layer.num_experts))
+        return
+    for of_inputs, of_hidden in zip(moments(layer, "up"), _moments(layer, "down", permutations), strict=True):
+        yield {name: of_hidden if name == "down" else of_inputs for name in layer.shapes}
+
+
+def _moments(
+    layer: SourceLayer, name: str, permutations: Int[np.ndarray, "E f"] | None
+) -> Iterator[Float[np.ndarray, "i i"]]:
+    """Yields the moments of `moments`, with neurons in the given order."""
+    for expert, moment in enumerate(moments(layer, name)):
+        if name == "down" and permutations is not None:
+            order = permutations[expert]
+            moment = moment[np.ix_(order, order)]
+        yield moment

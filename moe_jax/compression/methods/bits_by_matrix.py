@@ -3,8 +3,8 @@
 See methods.md 5. Some matrices of a layer may share a centre while others do not; the neurons of an expert then have
 the order of those that do. Where all of them do, experts may have low-rank factors around the centre instead of codes,
 which take less than the one bit that a code has at least. The divergence of the model's predictions is predicted as the
-sum over matrices of *sensitivity* times the error of their outputs (`allocation.sensitivity_pass`), which is measured
-for all candidates (`allocation.choices`). Zero points and row scales, where they are asked for, are tried beside codes
+sum over matrices of *sensitivity* times the error of their outputs (`calibration.sensitivities`), which is measured
+for all candidates (`choices`). Zero points and row scales, where they are asked for, are tried beside codes
 without them: a layer has what is worth it.
 """
 
@@ -20,9 +20,11 @@ import numpy as np
 from jaxtyping import Float
 
 from moe_jax.compression.alignment.barycenter import SOLVERS
-from moe_jax.compression.alignment.design_matrix import unaligned
-from moe_jax.compression.allocation.budget import Budget, BudgetBits, Candidate, TargetBytes, allocate
-from moe_jax.compression.allocation.choices import (
+from moe_jax.compression.budget import Budget, BudgetBits, Candidate, TargetBytes, allocate
+from moe_jax.compression.coding.coder import check_levels
+from moe_jax.compression.coding.storage import LEAF_OVERHEAD, disk_bytes_by_matrix
+from moe_jax.compression.coding.write_experts import write_experts
+from moe_jax.compression.methods.choices import (
     ADDED,
     CHOICES,
     FACTORED,
@@ -32,17 +34,13 @@ from moe_jax.compression.allocation.choices import (
     errors_of_choices,
     in_two_parts,
     rank_of,
+    together,
     without_worse,
 )
-from moe_jax.compression.allocation.together import together
-from moe_jax.compression.coding.coder import check_levels
-from moe_jax.compression.coding.storage import LEAF_OVERHEAD, disk_bytes_by_matrix
-from moe_jax.compression.coding.write_experts import write_experts
-from moe_jax.compression.layer_figures import LayerFigures
-from moe_jax.compression.methods.delta_base import BARYCENTER, Base
-from moe_jax.compression.methods.interface import Analysis, Method, Tick, check_calibrated
+from moe_jax.compression.methods.interface import Analysis, Base, Method, Tick, check_calibrated
 from moe_jax.compression.methods.resmoe import IDENTITY, aligned, in_order
-from moe_jax.compression.source_layer import SourceLayer, Write
+from moe_jax.compression.report import BARYCENTER, LayerFigures
+from moe_jax.compression.source_layer import SourceLayer, Write, unaligned
 from moe_jax.core.errors import InputError, check_member, check_positive
 from moe_jax.core.formatting import count_bytes
 from moe_jax.experts import BankConfig, BaseCodes, Mixed

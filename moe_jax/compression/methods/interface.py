@@ -2,22 +2,65 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from moe_jax.compression.coding.storage import AnyLayout
-from moe_jax.compression.layer_figures import LayerFigures
-from moe_jax.compression.methods.delta_base import Base
-from moe_jax.compression.source_layer import SourceLayer, Write
+from moe_jax.compression.report import DENSE, MEAN, OWN, LayerFigures
+from moe_jax.compression.source_layer import SourceLayer, Write, check_weights, mean_kernel
+from moe_jax.conversion.families import FAMILIES
 from moe_jax.core.errors import InputError
-from moe_jax.models import MoEConfig
+from moe_jax.model_io.model_source import ModelSource
+from moe_jax.models import ModelConfig, MoEConfig
 
 Analysis = Mapping[str, np.ndarray]
 """Arrays by name, as `Method.analyse` returns them for a layer; small enough to be kept for all layers at once."""
 
 Tick = Callable[[float], None]
+
+
+class Base:
+    """The base of one layer, and where it comes from.
+
+    Attributes:
+      origin: `DENSE`, `OWN` or `MEAN`.
+    """
+
+    def __init__(self, layer: SourceLayer, dense: ModelSource | None):
+        """Chooses: the dense model if there is one, else the bank's own base, else the mean of the experts."""
+        self._layer = layer
+        self._dense = dense
+        self.origin = DENSE if dense is not None else OWN if layer.has_base else MEAN
+
+    def kernel(self, name: str) -> np.ndarray:
+        """The base of one matrix, [in, out], as it is where it comes from; the mean is float32."""
+        if self._dense is not None:
+            path = f"layers/{self._layer.index}/mlp/{name}/kernel"
+            return check_weights(f"{path} of --base", self._dense.read(path))
+        if self.origin == OWN:
+            return self._layer.base(name)
+        return mean_kernel(self._layer.kernels(name))
+
+
+def check_base(base: ModelConfig, model: ModelConfig, layers: Iterable[int]) -> None:
+    """Raises `InputError` unless `base` can be the dense model that the MoE layers of `model` came from."""
+    if base.moe_layers:
+        raise InputError("--base is an MoE itself; expected the dense model that the experts came from")
+    family = FAMILIES.get(base.family)
+    if model.family != base.family and (family is None or model.family not in family.moe_formats):
+        raise InputError(f"--base is a {base.family!r} model and the experts are of a {model.family!r} one")
+    if (base.num_layers, base.d_model) != (model.num_layers, model.d_model):
+        raise InputError(
+            f"--base has {base.num_layers} layers of width {base.d_model}, "
+            f"the model {model.num_layers} of width {model.d_model}"
+        )
+    for i in layers:
+        moe, ffn = model.layers[i].mlp, base.layers[i].mlp
+        assert isinstance(moe, MoEConfig)
+        if ffn != moe.expert:
+            raise InputError(f"--base has another FFN than the experts in layer {i}: {ffn}, and not {moe.expert}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,10 +74,10 @@ class Method(abc.ABC):
       layouts: the layouts in which it can store the experts, as `moe-jax plan --compress` shows them.
       codes_format: fields of `Wanted` that all of its codes have, whatever its own options are.
       origin: what takes the place of a base: `BARYCENTER`, or `NO_BASE`; None: the base that the user may give, see
-        `delta_base.Base`.
+        `Base`.
       planned_centre_bits: of a centre that it stores in codes without being asked to, as `moe-jax plan` counts it.
       needs_calibration: whether it can do nothing without a text; a sweep of all methods leaves it out then.
-      needs_sensitivities: whether it has to know how much depends on each layer (`allocation.sensitivity_pass`).
+      needs_sensitivities: whether it has to know how much depends on each layer (`calibration.sensitivities`).
     """
 
     swept: ClassVar[tuple[str, tuple[Any, ...]]]

@@ -5,15 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from moe_jax.compression.methods.bits_by_matrix import Allocate
-from moe_jax.compression.methods.d2_moe import D2MoE
-from moe_jax.compression.methods.ders_quantize import Quantize
-from moe_jax.compression.methods.ders_sparsify import Sparsify
+from moe_jax.compression.methods.deltas import D2MoE, Quantize, Sparsify
+from moe_jax.compression.methods.expert_merging import MEO, GitReBasin, HCSMoE, MSMoE
+from moe_jax.compression.methods.expert_pruning import REAP
 from moe_jax.compression.methods.interface import Method
-from moe_jax.compression.methods.merging.expert_merging import MEO, GitReBasin, HCSMoE, MSMoE
-from moe_jax.compression.methods.merging.expert_pruning import REAP
-from moe_jax.compression.methods.merging.mlp_fusion import MLPFusion
-from moe_jax.compression.methods.merging.structured_pruning import StructuredPruning
 from moe_jax.compression.methods.mobe import MoBE
+from moe_jax.compression.methods.narrower import MLPFusion, StructuredPruning
 from moe_jax.compression.methods.resmoe import ResMoE
 from moe_jax.compression.methods.without_base import HQQ, NF4, SVD, PlainQuantize, UnstructuredPruning
 from moe_jax.core.errors import InputError, check_member, flag_of, shown

@@ -14,23 +14,21 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from moe_jax.compression.alignment.barycenter import SOLVERS, free_support_barycenter
-from moe_jax.compression.alignment.design_matrix import (
+from moe_jax.compression.budget import Budget, BudgetBits, TargetBytes, all_alike, mean_shares, trials
+from moe_jax.compression.coding.coder import LEVELS, Levels, check_levels
+from moe_jax.compression.coding.pruning import squared
+from moe_jax.compression.coding.write_experts import codes_of_options, write_experts
+from moe_jax.compression.methods.interface import Analysis, Base, Method, Tick
+from moe_jax.compression.report import BARYCENTER, LayerFigures
+from moe_jax.compression.source_layer import (
+    SourceLayer,
+    Write,
     aligned_experts,
     aligned_kernels,
     design_matrices,
     mean_kernel,
     unaligned,
 )
-from moe_jax.compression.allocation.budget import Budget, BudgetBits, TargetBytes, all_alike
-from moe_jax.compression.allocation.trials import mean_shares, trials
-from moe_jax.compression.coding.coder import LEVELS, Levels, check_levels
-from moe_jax.compression.coding.pruning import squared
-from moe_jax.compression.coding.shared_base import codes_of_options
-from moe_jax.compression.coding.write_experts import write_experts
-from moe_jax.compression.layer_figures import LayerFigures
-from moe_jax.compression.methods.delta_base import BARYCENTER, Base
-from moe_jax.compression.methods.interface import Analysis, Method, Tick
-from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.core.errors import InputError, check_member, shown
 from moe_jax.experts import BaseCodes
 from moe_jax.experts.bank_config import Code

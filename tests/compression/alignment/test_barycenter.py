@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
-from moe_jax.compression.alignment import matching, transport
+from moe_jax.compression.alignment import assignment, matching
+from moe_jax.compression.alignment.assignment import align, distinct_nearest, transport_costs
 from moe_jax.compression.alignment.barycenter import SOLVERS, free_support_barycenter, weight_matching
-from moe_jax.compression.alignment.transport import align, distinct_nearest, transport_costs
 from moe_jax.core.errors import InputError
 
 EXACT = ("assignment", "alternation")
@@ -165,8 +165,8 @@ def test_large_clouds_are_multiplied_in_float32(monkeypatch):
     clouds, undo = planted_clouds(0, 3, 40, 8, noise=0.1)
     expected = free_support_barycenter(clouds, solver="assignment")
     # As if they were large, and in more blocks than one.
-    monkeypatch.setattr(transport, "_FLOAT64_PRODUCT", 0)
-    monkeypatch.setattr(transport, "_BLOCK_VALUES", 100)
+    monkeypatch.setattr(assignment, "_FLOAT64_PRODUCT", 0)
+    monkeypatch.setattr(assignment, "_BLOCK_VALUES", 100)
     for solver in ("assignment", "auto", "sinkhorn"):
         result = free_support_barycenter(clouds, solver=solver)
         check(result, clouds)

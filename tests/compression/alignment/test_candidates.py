@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
-from moe_jax.compression.alignment import candidates
-from moe_jax.compression.alignment.candidates import Pinned, assign_proven
+from moe_jax.compression.alignment import assignment
+from moe_jax.compression.alignment.assignment import Pinned, assign_proven
 
 
 def least(costs) -> float:
@@ -49,7 +49,7 @@ def test_assignments_are_the_least_ones(seed, n, kind):
 def test_a_gap_is_never_less_than_what_an_assignment_costs_too_much(seed, n, kind, nearest, tolerance):
     costs = drawn(seed, n, kind)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(candidates, "_NEAREST", nearest)
+        patch.setattr(assignment, "_NEAREST", nearest)
         found = assign_proven(costs, tolerance=tolerance)
     too_much = cost_of(costs, found.order) - least(costs)
     assert -1e-4 <= too_much <= found.gap + 1e-4 and found.gap <= tolerance + 1e-4
@@ -58,16 +58,16 @@ def test_a_gap_is_never_less_than_what_an_assignment_costs_too_much(seed, n, kin
 def test_a_proof_that_fails_is_repaired(monkeypatch):
     # Nearly all rows are nearest to the same few columns: with one candidate each hardly any row has one of its own.
     costs = drawn(0, 200, "hubs")
-    monkeypatch.setattr(candidates, "_NEAREST", 1)
+    monkeypatch.setattr(assignment, "_NEAREST", 1)
     tries = []
-    solve = candidates._solve
-    monkeypatch.setattr(candidates, "_solve", lambda *args: tries.append(solve(*args)) or tries[-1])
+    solve = assignment._solve
+    monkeypatch.setattr(assignment, "_solve", lambda *args: tries.append(solve(*args)) or tries[-1])
     found = assign_proven(costs)
     first = cost_of(costs, tries[0])
     assert len(tries) > 2 and first > least(costs) + 1
     assert cost_of(costs, found.order) == pytest.approx(least(costs), abs=1e-3)
     # When repairs do not come to an end, all pairs are searched.
-    monkeypatch.setattr(candidates, "_MOST_REPAIRS", 1)
+    monkeypatch.setattr(assignment, "_MOST_REPAIRS", 1)
     assert cost_of(costs, assign_proven(costs).order) == pytest.approx(least(costs), abs=1e-3)
 
 

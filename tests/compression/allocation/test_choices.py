@@ -3,12 +3,9 @@
 import numpy as np
 import pytest
 
-from moe_jax.compression.alignment.design_matrix import aligned_kernels, mean_kernel, unaligned
-from moe_jax.compression.allocation.choices import Choice, errors_of_choices, rank_of
-from moe_jax.compression.allocation.together import TOKENS, Together, together
-from moe_jax.compression.coding.coder import LeastError
-from moe_jax.compression.coding.expert_coders import expert_coders, shared_base_coder
-from moe_jax.compression.source_layer import SourceLayer
+from moe_jax.compression.coding.coder import LeastError, expert_coders, shared_base_coder
+from moe_jax.compression.methods.choices import TOKENS, Choice, Together, errors_of_choices, rank_of, together
+from moe_jax.compression.source_layer import SourceLayer, aligned_kernels, mean_kernel, unaligned
 from moe_jax.model_io.model_dir import ModelDirectory
 from tests.compression.methods.recorded_layers import recorded
 from tests.support.moe_models import MemorySource

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_jax.compression.allocation.budget import Candidate, allocate
+from moe_jax.compression.budget import Candidate, allocate
 from moe_jax.core.errors import InputError
 
 CANDIDATES = st.builds(Candidate, st.integers(1, 60), st.integers(0, 100).map(float), st.none())

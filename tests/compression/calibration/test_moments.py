@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from moe_jax.compression import compress, make_method
-from moe_jax.compression.calibration.moments import BACKGROUND, moments, tokens_per_expert
+from moe_jax.compression.calibration.expert_statistics import BACKGROUND, moments, tokens_per_expert
 from moe_jax.compression.calibration.recorded import Calibration, LayerCalibration, LayerRows
-from moe_jax.compression.coding.expert_coders import expert_coders, joint_moments
+from moe_jax.compression.coding.coder import expert_coders, joint_moments
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.experts import BankConfig
 from moe_jax.model_io.model_dir import ModelDirectory

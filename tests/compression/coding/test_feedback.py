@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_jax.compression.coding.calibrated_codes import DAMPING, quantize_with_feedback, triangular_factor
 from moe_jax.compression.coding.coder import LeastError, LeastOutputError
-from moe_jax.compression.coding.feedback import DAMPING, quantize_with_feedback, triangular_factor
 from moe_jax.core.errors import InputError
 from moe_jax.experts.forms.quantized import TABLE_BITS, Quantized
 from tests.experts.code_reference import decoded

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import scipy.linalg
 
+from moe_jax.compression.coding.calibrated_codes import DAMPING
 from moe_jax.compression.coding.coder import LeastJointError
-from moe_jax.compression.coding.feedback import DAMPING
-from moe_jax.compression.coding.joint_factors import descent, design_of, joint_factors, outputs_of
+from moe_jax.compression.coding.factorization import descent, design_of, joint_factors, outputs_of
 from moe_jax.core.errors import InputError
 from tests.support.tiers import one_in
 

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moe_jax.compression.alignment.design_matrix import mean_kernel
 from moe_jax.compression.coding import pruning
 from moe_jax.compression.coding.pruning import concat_counts, largest_mask, prune, squared
+from moe_jax.compression.source_layer import mean_kernel
 from moe_jax.experts.forms.sparse import common_counts
 
 seeds = st.integers(0, 9999)

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_jax.compression.coding.calibrated_codes import candidates, scales_of_magnitudes
 from moe_jax.compression.coding.coder import LeastError, LeastOutputError
-from moe_jax.compression.coding.row_scales import candidates, scales_of_magnitudes
 from moe_jax.experts.forms import Quantized
 from tests.experts.code_reference import decoded
 from tests.support.tiers import examples

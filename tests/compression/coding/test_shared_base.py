@@ -4,14 +4,12 @@ import numpy as np
 import pytest
 
 from moe_jax.compression import compress, make_method
-from moe_jax.compression.alignment.design_matrix import mean_kernel, unaligned
-from moe_jax.compression.allocation.trials import trials
-from moe_jax.compression.coding.coder import LeastError
-from moe_jax.compression.coding.expert_coders import shared_base_coder
-from moe_jax.compression.coding.shared_base import SharedBase, code_residuals
+from moe_jax.compression.budget import trials
+from moe_jax.compression.coding.coder import LeastError, shared_base_coder
 from moe_jax.compression.coding.storage import layer_bytes
-from moe_jax.compression.layer_figures import Measure
-from moe_jax.compression.source_layer import SourceLayer
+from moe_jax.compression.coding.write_experts import SharedBase, code_residuals
+from moe_jax.compression.report import Measure
+from moe_jax.compression.source_layer import SourceLayer, mean_kernel, unaligned
 from moe_jax.experts import BaseCodes, forms
 from moe_jax.experts.forms import LowRank, Matrix, Quantized, Sparse
 from moe_jax.experts.forms.coding import Wanted

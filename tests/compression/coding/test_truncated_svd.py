@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.compression.coding import truncated_svd as module
-from moe_jax.compression.coding.truncated_svd import truncated_svd
+from moe_jax.compression.coding import factorization as module
+from moe_jax.compression.coding.factorization import truncated_svd
 from tests.support.tiers import one_in
 
 

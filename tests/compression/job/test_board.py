@@ -2,8 +2,8 @@
 
 import pytest
 
-from moe_jax.compression.job import board
-from moe_jax.compression.job.board import Board
+from moe_jax.compression import board
+from moe_jax.compression.board import Board
 
 
 @pytest.fixture

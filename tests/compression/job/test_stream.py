@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 
 from moe_jax.checkpoints import leaf_files
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.compression import compress, make_method
-from moe_jax.compression.alignment.design_matrix import mean_kernel
 from moe_jax.compression.coding.coder import LeastError
-from moe_jax.compression.coding.shared_base import stored_base
-from moe_jax.compression.methods.delta_base import Base
-from moe_jax.compression.source_layer import SourceLayer
+from moe_jax.compression.coding.write_experts import stored_base
+from moe_jax.compression.methods.interface import Base
+from moe_jax.compression.source_layer import SourceLayer, mean_kernel
 from moe_jax.core.errors import InputError
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_dir import ModelDirectory

@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.compression.job.stream import compress
-from moe_jax.compression.methods.delta_base import Base
-from moe_jax.compression.methods.merging.mlp_fusion import cluster
-from moe_jax.compression.methods.merging.structured_pruning import StructuredPruning
+from moe_jax.compression.methods.interface import Base
+from moe_jax.compression.methods.narrower import StructuredPruning, cluster
 from moe_jax.compression.methods.registry import METHODS
 from moe_jax.compression.source_layer import SourceLayer
+from moe_jax.compression.stream import compress
 from moe_jax.core.errors import InputError
 from moe_jax.experts.forms.coding import Residual
 from moe_jax.model_io.model_dir import ModelDirectory

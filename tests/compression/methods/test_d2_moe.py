@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from moe_jax.compression import compress, make_method
-from moe_jax.compression.calibration.moments import BACKGROUND, moments
-from moe_jax.compression.coding.feedback import DAMPING
-from moe_jax.compression.methods.d2_moe import weighted_mean
+from moe_jax.compression.calibration.expert_statistics import BACKGROUND, moments
+from moe_jax.compression.coding.calibrated_codes import DAMPING
+from moe_jax.compression.methods.deltas import weighted_mean
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.core.errors import InputError
 from moe_jax.model_io.model_dir import ModelDirectory

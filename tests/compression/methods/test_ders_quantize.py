@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_jax.compression.methods.ders_quantize import Quantize
+from moe_jax.compression.methods.deltas import Quantize
 from moe_jax.core.errors import InputError
 
 

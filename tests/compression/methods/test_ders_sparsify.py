@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from moe_jax.compression.methods.delta_base import Base
-from moe_jax.compression.methods.ders_sparsify import Sparsify
+from moe_jax.compression.methods.deltas import Sparsify
+from moe_jax.compression.methods.interface import Base
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.core.errors import InputError
 from moe_jax.experts.forms.sparse import from_csr

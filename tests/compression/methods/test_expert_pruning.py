@@ -9,10 +9,10 @@ import pytest
 from moe_jax.compression import compress, make_method
 from moe_jax.compression.calibration.recorded import LayerCalibration
 from moe_jax.compression.coding.storage import REMOVED, stored_bytes
-from moe_jax.compression.methods.merging.expert_pruning import weighted_output_norms
+from moe_jax.compression.methods.expert_pruning import weighted_output_norms
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.core.errors import InputError
-from moe_jax.functional.routing.decision import route
+from moe_jax.functional.routing import route
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig
 from moe_jax.models.moe_config import SelectionConfig

@@ -9,8 +9,7 @@ import pytest
 from moe_jax.compression import compress, make_method
 from moe_jax.compression.calibration.recorded import Calibration
 from moe_jax.compression.coding import storage
-from moe_jax.compression.coding.coder import LeastError
-from moe_jax.compression.coding.expert_coders import expert_coders
+from moe_jax.compression.coding.coder import LeastError, expert_coders
 from moe_jax.compression.coding.storage import disk_bytes, layer_bytes
 from moe_jax.compression.methods import bits_by_matrix
 from moe_jax.compression.source_layer import SourceLayer

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.compression import compress, make_method
-from moe_jax.compression.methods.merging import expert_merging
-from moe_jax.compression.methods.merging.expert_merging import cluster_by_distance, mean_outputs
+from moe_jax.compression.methods import expert_merging
+from moe_jax.compression.methods.expert_merging import cluster_by_distance, mean_outputs
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.core.errors import InputError
 from moe_jax.model_io.model_dir import ModelDirectory

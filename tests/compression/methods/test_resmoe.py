@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 
 from moe_jax.compression import compress, make_method
-from moe_jax.compression.alignment.design_matrix import design_matrices
-from moe_jax.compression.allocation.budget import BudgetBits, TargetBytes
-from moe_jax.compression.allocation.trials import trials
-from moe_jax.compression.source_layer import SourceLayer
+from moe_jax.compression.budget import BudgetBits, TargetBytes, trials
+from moe_jax.compression.source_layer import SourceLayer, design_matrices
 from moe_jax.core.errors import InputError
 from moe_jax.experts.forms import LowRank, Quantized, Sparse
 from moe_jax.experts.forms.coding import Wanted

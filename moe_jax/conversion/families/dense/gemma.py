@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families.parts.family import (
     EMBEDDING,
     GATED_FFN,
@@ -24,7 +25,6 @@ from moe_jax.conversion.families.parts.gemma_norms import (
     refuse_bidirectional,
     write_biases,
 )
-from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.core.errors import InputError, shown
 from moe_jax.models import FFNConfig, LayerConfig, ModelConfig
 

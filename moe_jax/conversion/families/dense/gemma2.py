@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families.parts.family import (
     EMBEDDING,
     GATED_FFN,
@@ -27,7 +28,6 @@ from moe_jax.conversion.families.parts.gemma_norms import (
     write_scale,
 )
 from moe_jax.conversion.families.parts.which_layers import SLIDING, read_layer_types, write_layer_types
-from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.models import LayerConfig, ModelConfig
 
 

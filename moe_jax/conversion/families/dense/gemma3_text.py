@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families.parts.family import (
     EMBEDDING,
     GATED_FFN,
@@ -26,9 +27,8 @@ from moe_jax.conversion.families.parts.gemma_norms import (
     write_biases,
     write_scale,
 )
+from moe_jax.conversion.families.parts.rope_keys import read_rope
 from moe_jax.conversion.families.parts.which_layers import FULL, SLIDING, read_layer_types, write_layer_types
-from moe_jax.conversion.hf.config_keys import HFConfig
-from moe_jax.conversion.hf.hf_rope import read_rope
 from moe_jax.core.errors import InputError, shown
 from moe_jax.models import LayerConfig, ModelConfig, RopeConfig
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families.parts.family import (
     EMBEDDING,
     LM_HEAD,
@@ -15,7 +16,6 @@ from moe_jax.conversion.families.parts.family import (
     write_activation,
     write_decoder,
 )
-from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.conversion.table import linear, norm
 from moe_jax.models import FFNConfig, LayerConfig, ModelConfig
 

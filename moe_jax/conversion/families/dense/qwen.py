@@ -5,11 +5,11 @@ Transformers does not have it: the model's definition, `modeling_qwen.py`, is pu
 
 from typing import Any
 
+from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families.parts.family import Family, dense_ffn, num_layers, read_decoder, same_in_all_layers
-from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.conversion.table import Ignored, Row, Tied, linear, norm
 from moe_jax.core.errors import InputError
-from moe_jax.data.tokens.tiktoken_file import qwen_tokenizer
+from moe_jax.data.tiktoken_file import qwen_tokenizer
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, RopeConfig
 
 # They act only beyond `seq_length`: there scores grow with the logarithm of the position, and the rotation depends on

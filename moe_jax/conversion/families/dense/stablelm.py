@@ -5,6 +5,7 @@ In StableLM-2 12B, attention and FFN stand in parallel after one norm, and every
 
 from typing import Any
 
+from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families.parts.family import (
     EMBEDDING,
     GATED_FFN,
@@ -21,7 +22,6 @@ from moe_jax.conversion.families.parts.family import (
     write_activation,
     write_decoder,
 )
-from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.conversion.table import norm
 from moe_jax.core.errors import InputError
 from moe_jax.models import LayerConfig, ModelConfig

@@ -7,6 +7,7 @@ of an expert, as a share of all tokens. Noise on the router's inputs in training
 
 from typing import Any
 
+from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families.parts.family import (
     Family,
     read_activation,
@@ -24,7 +25,6 @@ from moe_jax.conversion.families.parts.two_stacks import (
     read_lengths,
     write_encoder_decoder,
 )
-from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.conversion.table import Row, in_stack, linear, norm
 from moe_jax.core.errors import InputError
 from moe_jax.models import FFNConfig, LayerConfig, ModelConfig, MoEConfig

@@ -5,6 +5,7 @@ T5 1.0 has plain FFNs, and its head is the embedding, scaled; 1.1 and Flan have 
 
 from typing import Any
 
+from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families.parts.family import ACTIVATIONS, Classifier, Family, dense_ffn
 from moe_jax.conversion.families.parts.two_stacks import (
     DEFAULTS,
@@ -16,7 +17,6 @@ from moe_jax.conversion.families.parts.two_stacks import (
     read_lengths,
     write_encoder_decoder,
 )
-from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.conversion.table import Row, in_stack, linear, norm
 from moe_jax.core.errors import InputError, shown
 from moe_jax.models import FFNConfig, ModelConfig

@@ -5,6 +5,7 @@ Transformers has no class for it; its code comes with the checkpoint.
 
 from typing import Any
 
+from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families.parts.deepseek_moes import MLP, TRAINING_KEYS, read_layers, write_layers
 from moe_jax.conversion.families.parts.family import (
     EMBEDDING,
@@ -16,7 +17,6 @@ from moe_jax.conversion.families.parts.family import (
     same_in_all_layers,
     write_decoder,
 )
-from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.core.errors import InputError
 from moe_jax.models import ModelConfig, SelectionConfig
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families.parts.deepseek_moes import (
     DERIVED_WIDTHS,
     LATENT_ATTENTION,
@@ -13,7 +14,6 @@ from moe_jax.conversion.families.parts.deepseek_moes import (
     write_layers,
 )
 from moe_jax.conversion.families.parts.family import EMBEDDING, HEAD, Family, read_decoder
-from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.conversion.table import Ignored
 from moe_jax.models import ModelConfig, SelectionConfig
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families.parts.family import (
     ATTENTION,
     EMBEDDING,
@@ -18,7 +19,6 @@ from moe_jax.conversion.families.parts.family import (
     write_activation,
     write_decoder,
 )
-from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.conversion.table import FUSED, PER_EXPERT, linear
 from moe_jax.models import ModelConfig, MoEConfig
 

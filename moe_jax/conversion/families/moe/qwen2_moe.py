@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families.parts.family import (
     ATTENTION,
     EMBEDDING,
@@ -16,7 +17,6 @@ from moe_jax.conversion.families.parts.family import (
     write_decoder,
 )
 from moe_jax.conversion.families.parts.which_layers import read_layers, read_windows, write_layers, write_windows
-from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.conversion.table import linear
 from moe_jax.models import ModelConfig
 

@@ -8,6 +8,7 @@ import dataclasses
 import math
 from typing import Any
 
+from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families.parts.family import (
     GATED_FFN,
     gated_experts,
@@ -18,8 +19,7 @@ from moe_jax.conversion.families.parts.family import (
     write_activation,
     write_decoder,
 )
-from moe_jax.conversion.hf.config_keys import HFConfig
-from moe_jax.conversion.hf.hf_rope import read_rope
+from moe_jax.conversion.families.parts.rope_keys import read_rope
 from moe_jax.conversion.table import Row, Table, linear, norm
 from moe_jax.core.errors import InputError
 from moe_jax.models import (

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from moe_jax.conversion.hf.config_keys import HFConfig
-from moe_jax.conversion.hf.hf_rope import read_rope, write_rope
+from moe_jax.conversion.config_keys import HFConfig
+from moe_jax.conversion.families.parts.rope_keys import read_rope, write_rope
 from moe_jax.conversion.table import FUSED, PER_EXPERT, Ignored, Row, Table, Tied, linear, norm
 from moe_jax.core.errors import InputError, nearest, shown
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig

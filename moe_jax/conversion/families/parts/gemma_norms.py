@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
+from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families.parts.family import same_in_all_layers
-from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.conversion.table import Table, linear, norm
 from moe_jax.core.errors import InputError
 from moe_jax.models import ModelConfig

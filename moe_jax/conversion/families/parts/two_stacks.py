@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families.parts.family import read_dtype, same_in_all_layers
-from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.conversion.table import Ignored, Row, Table, Tied, linear, norm
 from moe_jax.core.errors import InputError
 from moe_jax.models import (

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families.parts.family import (
     num_layers,
     read_gated_ffn,
@@ -11,7 +12,6 @@ from moe_jax.conversion.families.parts.family import (
     uniform_moe,
     write_activation,
 )
-from moe_jax.conversion.hf.config_keys import HFConfig
 from moe_jax.core.errors import InputError, shown
 from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig, MoEConfig
 

@@ -1,1 +1,0 @@
-"""A budget divided among the layers of a model."""

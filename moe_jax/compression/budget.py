@@ -1,0 +1,429 @@
+"""The form and size that every layer gets: the same for all, or what a budget leaves for it (methods.md 5).
+
+Under a budget, forms and sizes are tried on every layer (`trials`): how far each would move the experts. Of a large
+layer only a sample of the neurons is used, in whole groups of 128: where groups of scales lie along the neurons, the
+sample then has the same ones. Factorisations use all neurons.
+"""
+
+import abc
+import dataclasses
+import heapq
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from moe_jax.compression.coding.coder import LeastError
+from moe_jax.compression.coding.factorization import truncated_svd
+from moe_jax.compression.coding.pruning import concat_counts, prune, squared
+from moe_jax.compression.coding.quantizer import quantize
+from moe_jax.compression.coding.storage import disk_bytes
+from moe_jax.compression.coding.write_experts import base_bytes
+from moe_jax.compression.source_layer import SourceLayer, aligned_experts, aligned_kernels, mean_kernel, neuron_rows
+from moe_jax.compression.threads import ahead
+from moe_jax.core.errors import InputError
+from moe_jax.experts import BankConfig, BaseCodes
+from moe_jax.experts.forms import JointLowRank, LowRank, Matrix, Sparse
+from moe_jax.experts.forms.coding import DEFAULT_GROUP_SIZE, Encodable, Residual, Wanted
+from moe_jax.experts.forms.optional import SideBySide
+from moe_jax.models import FFNConfig, MoEConfig
+
+
+class Candidate(NamedTuple):
+    """One way to compress a layer.
+
+    Attributes:
+      nbytes: size of the layer, compressed in this way.
+      error: of the layer, compressed in this way; errors of layers are added up.
+      choice: whatever the caller needs to recognise it.
+    """
+
+    nbytes: int
+    error: float
+    choice: Any = None
+
+
+def allocate(candidates: Mapping[int, Sequence[Candidate]], budget_bytes: int) -> dict[int, Candidate]:
+    """Chooses one candidate per layer.
+
+    The sum of errors exceeds the least possible one by at most the gain of the first step that did not fit, which is
+    next to nothing for many layers. A larger budget never gives a larger sum.
+
+    Args:
+      candidates: by layer, in any order.
+      budget_bytes: for all layers together.
+
+    Returns:
+      By layer, in the order of `candidates`; their bytes are at most the budget.
+
+    Raises:
+      InputError: if even the smallest candidates of all layers are too large.
+    """
+    chosen = {layer: min(some, key=lambda c: (c.nbytes, c.error)) for layer, some in candidates.items()}
+    left = budget_bytes - sum(candidate.nbytes for candidate in chosen.values())
+    if left < 0:
+        raise InputError(
+            f"a budget of {budget_bytes:,} bytes is too small for the experts of {len(chosen)} layers: "
+            f"they take at least {budget_bytes - left:,} bytes"
+        )
+    better = {layer: list(some) for layer, some in candidates.items()}
+    steps: list[tuple[float, int, Candidate]] = []
+
+    def push_steepest(layer: int) -> None:
+        """The step to the next vertex of the hull, among what is better than the present choice and fits."""
+        now = chosen[layer]
+        better[layer] = [c for c in better[layer] if c.error < now.error and 0 < c.nbytes - now.nbytes <= left]
+        if better[layer]:
+            slopes = [(now.error - c.error) / (c.nbytes - now.nbytes) for c in better[layer]]
+            steepest = max(slopes)
+            heapq.heappush(steps, (-steepest, layer, better[layer][slopes.index(steepest)]))
+
+    for layer in candidates:
+        push_steepest(layer)
+    while steps:
+        _, layer, to = heapq.heappop(steps)
+        cost = to.nbytes - chosen[layer].nbytes
+        if cost <= left:
+            chosen[layer] = to
+            left -= cost
+        push_steepest(layer)
+    return chosen
+
+
+def all_alike(
+    layers: Sequence[SourceLayer],
+    wanted: Wanted,
+    analyses: Mapping[int, Mapping[str, np.ndarray]],
+    *,
+    base: Literal["shared", "none"],
+    codes: BaseCodes | None = None,
+) -> dict[int, MoEConfig]:
+    """Returns the new config of every layer, by index, if all get the same. Layers of equal shape stay equal.
+
+    Args:
+      layers: as they are.
+      wanted: the form of their experts, and how much stays.
+      analyses: by index; where that is needed, with `shares` of the matrices, float[m], as `mean_shares` gives
+        them. They are averaged over layers of one shape.
+      base: whether experts share a base.
+      codes: of the centre; None: it has the dtype of the model.
+    """
+    shares: dict[FFNConfig, list[np.ndarray]] = {}
+    for layer in layers if wanted.needs_shares else ():
+        shares.setdefault(layer.moe.expert, []).append(analyses[layer.index]["shares"])
+    means = {expert: np.mean(found, axis=0).tolist() for expert, found in shares.items()}
+    banks = {
+        layer.index: BankConfig(layer.wanted(wanted, means.get(layer.moe.expert)), base=base, base_codes=codes)
+        for layer in layers
+    }
+    return {layer.index: layer.target(banks[layer.index]) for layer in layers}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Budget(abc.ABC):
+    """Room for the experts of all compressed layers, everything included.
+
+    Attributes:
+      sizes: forms and sizes that a layer can get.
+      codes: of the centres; None: they have the dtype of the model.
+    """
+
+    sizes: tuple[Wanted, ...]
+    codes: BaseCodes | None = None
+
+    @abc.abstractmethod
+    def nbytes(self, layers: Sequence[SourceLayer]) -> int:
+        """The budget, in bytes."""
+
+    def check(self, layers: Sequence[SourceLayer]) -> None:
+        """Raises `InputError` if the budget is below what the centres of the layers alone take."""
+        centres = sum(
+            base_bytes(self.codes, matrix, layer.dtype(name).itemsize)
+            for layer in layers
+            for name, matrix in layer.matrices.items()
+        )
+        if self.nbytes(layers) < centres:
+            raise InputError(
+                f"a budget of {self.nbytes(layers):,} bytes is below the {centres:,} bytes of the centres of "
+                f"{len(layers)} layers alone, {8 * centres / _weights(layers):.2f} bits per expert weight; "
+                "raise it or compress fewer layers"
+            )
+
+    def divide(
+        self, layers: Sequence[SourceLayer], analyses: Mapping[int, Mapping[str, np.ndarray]]
+    ) -> dict[int, MoEConfig]:
+        """Returns the new config of every layer, by index, so that the relative squared errors of all add up to little.
+
+        Args:
+          layers: as they are.
+          analyses: by index, for each size of the budget what its trial found: `errors`, float[n], and `shares`,
+            float[n, m].
+
+        Raises:
+          InputError: if the budget is below the smallest sizes of all layers.
+        """
+        candidates: dict[int, list[Candidate]] = {}
+        for layer in layers:
+            d_model, dtype = layer.shapes["up"][0], layer.dtype("up")
+            candidates[layer.index] = []
+            found = analyses[layer.index]
+            for wanted, error, shares in zip(self.sizes, found["errors"], found["shares"], strict=True):
+                target = layer.target(BankConfig(layer.wanted(wanted, shares), base_codes=self.codes))
+                candidates[layer.index].append(Candidate(disk_bytes(target, d_model, dtype), float(error), target))
+        return {index: chosen.choice for index, chosen in allocate(candidates, self.nbytes(layers)).items()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TargetBytes(Budget):
+    """So many bytes.
+
+    Attributes:
+      target: of all layers together.
+    """
+
+    target: int
+
+    def __post_init__(self) -> None:
+        _check_positive("target_bytes", self.target)
+
+    def nbytes(self, layers: Sequence[SourceLayer]) -> int:
+        return self.target
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BudgetBits(Budget):
+    """So many bits per weight of the experts, on average.
+
+    Attributes:
+      bits: for every weight that there is before the compression.
+    """
+
+    bits: float
+
+    def __post_init__(self) -> None:
+        _check_positive("budget_bits", self.bits)
+
+    def nbytes(self, layers: Sequence[SourceLayer]) -> int:
+        return int(self.bits * _weights(layers) / 8)
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise InputError(f"{name}={value:g} must be above 0")
+
+
+def _weights(layers: Sequence[SourceLayer]) -> int:
+    """Weights of the experts of all layers."""
+    return sum(layer.num_experts * math.prod(shape) for layer in layers for shape in layer.shapes.values())
+
+
+SAMPLED_NEURONS = 2 * DEFAULT_GROUP_SIZE
+
+Matrices = Mapping[str, Float[np.ndarray, "E i o"]]
+"""Aligned kernels of all experts, or a part of their neurons."""
+
+
+class Trial(NamedTuple):
+    """The result of trying a form and size on a layer.
+
+    Attributes:
+      wanted: what was tried.
+      error: ||W^ - W||^2 / ||W||^2 over all experts.
+      shares: of the matrices in the entries that stay, where these are needed; else zeros.
+    """
+
+    wanted: Wanted
+    error: float
+    shares: Float[np.ndarray, " m"]
+
+
+def trials(
+    layer: SourceLayer,
+    permutations: Int[np.ndarray, "E f"],
+    tried: Sequence[Wanted],
+    *,
+    refit: bool,
+    codes: BaseCodes | None = None,
+) -> list[Trial]:
+    """Tries forms and sizes on a layer, around the mean of its aligned experts.
+
+    Args:
+      layer: its experts.
+      permutations: the order of every expert's neurons.
+      tried: the forms and sizes.
+      refit: the centre is refitted to what is pruned; to codes, it is not for a trial.
+      codes: of the centre; None: it has the dtype of the model.
+
+    Returns:
+      One trial for each of `tried`, in that order.
+
+    Raises:
+      InputError: if a weight is not finite.
+    """
+    sampled = _sampled(layer, permutations)
+    centres = {name: mean_kernel(kernels) for name, kernels in sampled.items()}
+    norm = sum(squared(kernels) for kernels in sampled.values()) or 1.0  # experts of zeros have no errors either
+    factored = _Factored(
+        layer, permutations, [wanted for wanted in tried if issubclass(wanted.form, SideBySide)], codes
+    )
+    stored = {name: _stored(centre, codes) for name, centre in centres.items()}
+    nothing = np.zeros(len(sampled))
+    found: list[Trial] = []
+    pruned: dict[Wanted, _Remainder] = {}
+    for wanted in tried:
+        # Two forms have a shorter way: pruning is the same for all bits, and one decomposition serves all ranks.
+        if issubclass(wanted.form, SideBySide):
+            found.append(Trial(wanted, factored.error(wanted), nothing))
+        elif wanted.form.counts_largest:
+            of_floats = dataclasses.replace(wanted, bits=None)
+            if of_floats not in pruned:
+                pruned[of_floats] = _prune(sampled, centres, of_floats, codes, refit=refit)
+            remainder = pruned[of_floats]
+            found.append(Trial(wanted, remainder.error(sampled, wanted.bits) / norm, remainder.shares))
+        else:
+            found.append(Trial(wanted, _encoded_error(layer, sampled, stored, wanted) / norm, nothing))
+    return found
+
+
+class _Remainder(NamedTuple):
+    """The sample after pruning: centres and masks by matrix, the squared error, and the shares."""
+
+    centres: dict[str, np.ndarray]
+    masks: dict[str, list[np.ndarray]]
+    lost: float
+    shares: np.ndarray
+
+    def error(self, sampled: Matrices, bits: int | None) -> float:
+        """With the error of the kept values in so many bits."""
+        total = self.lost
+        for name, kernels in sampled.items() if bits is not None else ():
+            for kernel, mask in zip(kernels, self.masks[name], strict=True):
+                kept = (kernel - self.centres[name])[mask]
+                # Of one size whatever is kept, so that one program serves all trials.
+                values = np.zeros((kernel.size, 1), np.float32)
+                values[: kept.size, 0] = kept
+                made = quantize(values, bits=bits, group_size=DEFAULT_GROUP_SIZE, count=kept.size)
+                total += squared(np.asarray(made.approximation)[: kept.size, 0] - kept)
+        return total
+
+
+def _prune(
+    sampled: Matrices, centres: Mapping[str, np.ndarray], wanted: Wanted, codes: BaseCodes | None, *, refit: bool
+) -> _Remainder:
+    shares = np.zeros(len(sampled))
+    if wanted.needs_shares:
+        experts = range(len(sampled["up"]))
+        each = ({name: kernels[expert].copy() for name, kernels in sampled.items()} for expert in experts)
+        shares = mean_shares(each, centres, wanted.keep or 1.0)
+    counts = Sparse.counts_for(wanted, [kernels[0].size for kernels in sampled.values()], shares.tolist())
+    refitted = {
+        name: prune(lambda kernels=kernels: iter(kernels), centres[name], count, refit=refit)
+        for (name, kernels), count in zip(sampled.items(), counts, strict=True)
+    }
+    stored = {name: _stored(found.centre, codes) for name, found in refitted.items()}
+    lost = sum(found.error for found in refitted.values())
+    if codes is not None:
+        lost = sum(
+            squared((kernel - stored[name])[~mask])
+            for name, kernels in sampled.items()
+            for kernel, mask in zip(kernels, refitted[name].masks, strict=True)
+        )
+    return _Remainder(stored, {name: found.masks for name, found in refitted.items()}, lost, shares)
+
+
+def _stored(centre: np.ndarray, codes: BaseCodes | None) -> np.ndarray:
+    """The centre that its codes stand for."""
+    return centre if codes is None else codes.form.stored(centre, Matrix("", centre.shape), LeastError())[1]
+
+
+def mean_shares(
+    experts: Iterable[Mapping[str, np.ndarray]], centres: Mapping[str, np.ndarray], keep: float
+) -> Float[np.ndarray, " m"]:
+    """Share of every matrix in the largest residuals of an expert, averaged over the experts.
+
+    Args:
+      experts: the aligned kernels of each; they are overwritten.
+      centres: of the matrices.
+      keep: share of all entries that stays.
+    """
+    shares = []
+    for magnitudes in ahead(_magnitudes(kernels, centres) for kernels in experts):
+        counts = concat_counts(magnitudes, keep)
+        shares.append(np.array(list(counts.values())) / sum(counts.values()))
+    return np.mean(shares, axis=0)
+
+
+def _magnitudes(kernels: Mapping[str, np.ndarray], centres: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+    """Returns the magnitudes of residuals, in the place of the kernels: two experts in memory are enough."""
+    for name, kernel in kernels.items():
+        np.abs(np.subtract(kernel, centres[name], out=kernel), out=kernel)
+    return kernels
+
+
+def _encoded_error(layer: SourceLayer, sampled: Matrices, centres: Mapping[str, np.ndarray], wanted: Wanted) -> float:
+    form, total = layer.wanted(wanted), 0.0
+    assert isinstance(form, Encodable)
+    for name, kernels in sampled.items():
+        matrix = dataclasses.replace(layer.matrices[name], shape=kernels.shape[1:])
+        for kernel in kernels:
+            residual = kernel - centres[name]
+            given = Residual(residual, np.dtype(np.float32), centres[name])
+            total += squared(np.asarray(form.encode(given, matrix, LeastError())[1]) - residual)
+    return total
+
+
+class _Factored:
+    """Singular values of the residuals of all neurons, once for all ranks of a design."""
+
+    def __init__(
+        self,
+        layer: SourceLayer,
+        permutations: Int[np.ndarray, "E f"],
+        tried: Sequence[Wanted],
+        codes: BaseCodes | None,
+    ):
+        self._layer, self._permutations, self._tried, self._codes = layer, permutations, tried, codes
+        self._spectra: dict[str, tuple[list[np.ndarray], float]] = {}
+        self._norm = 0.0
+
+    def error(self, wanted: Wanted) -> float:
+        """||W^ - W||^2 / ||W||^2."""
+        if wanted.design not in self._spectra:
+            self._spectra[wanted.design] = self._compute(wanted.design)
+        spectra, norm = self._spectra[wanted.design]
+        rank = self._rank(wanted)
+        kept = sum(float(np.sum(spectrum[:rank].astype(np.float64) ** 2)) for spectrum in spectra)
+        return max(0.0, norm - kept) / self._norm
+
+    def _rank(self, wanted: Wanted) -> int:
+        form = self._layer.wanted(wanted)
+        assert isinstance(form, LowRank | JointLowRank)
+        return form.rank
+
+    def _compute(self, design: str) -> tuple[list[np.ndarray], float]:
+        """The largest singular values of all residuals, and the squared norm of these."""
+        layer, permutations = self._layer, self._permutations
+        means = {name: mean_kernel(aligned_kernels(layer, name, permutations)) for name in layer.shapes}
+        centres = {name: _stored(mean, self._codes) for name, mean in means.items()}
+        rank = max(self._rank(wanted) for wanted in self._tried if wanted.design == design)
+        spectra, norm, self._norm = [], 0.0, 0.0
+        for expert in aligned_experts(layer, permutations):
+            self._norm += sum(map(squared, expert.values()))
+            residuals = [neuron_rows(name, kernel - centres[name]) for name, kernel in expert.items()]
+            for part in [np.concatenate(residuals, axis=1)] if design == "concat" else residuals:
+                norm += squared(part)
+                spectra.append(truncated_svd(part, rank)[1])
+        return spectra, norm
+
+
+def _sampled(layer: SourceLayer, permutations: Int[np.ndarray, "E f"]) -> dict[str, np.ndarray]:
+    """Kernels with some blocks of neurons, spread evenly; all of a small layer. Float32[E, in, out] each."""
+    f = permutations.shape[1]
+    chosen = np.arange(f)
+    if f > 2 * SAMPLED_NEURONS:
+        blocks = f // DEFAULT_GROUP_SIZE
+        first = np.linspace(0, blocks - 1, SAMPLED_NEURONS // DEFAULT_GROUP_SIZE).astype(int) * DEFAULT_GROUP_SIZE
+        chosen = (first[:, None] + np.arange(DEFAULT_GROUP_SIZE)).reshape(-1)
+    return {name: np.stack(list(aligned_kernels(layer, name, permutations[:, chosen]))) for name in layer.shapes}

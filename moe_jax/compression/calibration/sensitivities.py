@@ -1,0 +1,343 @@
+"""Measures how much the loss depends on what MoE layers give for each token, and predictions on each matrix of experts.
+
+*Tokens*: an error e of the experts' output for a token changes the loss by about `g . e`, where g is the gradient of
+the loss with respect to the layer's output for that token. If e is unknown, the square of this is `|g|^2 |e|^2 / d` on
+average. So tokens are weighted by `|g|^2`, the trace of the empirical Fisher information of that output. If a norm
+stands between the experts and the layer's output, its scale is ignored. The model runs forwards over the text, and the
+input of every layer is stored on the disk, in bfloat16; then the gradients run backwards. Memory holds one layer and
+one batch, and a pass that was killed continues at the layer where it was.
+
+*Matrices*: one matrix of the experts of one layer at a time is coded in a few bits, as it may be later. The divergence
+KL(p || q) of the model's predictions from the original ones is divided by the error of that matrix's outputs. Small
+divergences nearly add up. All matrices are tried in one pass: the model runs over a few windows, together with a copy
+of these for every matrix that was tried before. So every layer is read once, and memory holds one layer and the
+activations of all copies.
+"""
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Float, Int
+
+from moe_jax.checks.streamed_layers import EMBEDDING, embed_tokens, output_logits, text_loss
+from moe_jax.compression.calibration.layerwise_pass import PlacedLayer, apply_in_batches, batches_of
+from moe_jax.compression.calibration.recorded import LayerCalibration, gradients_file
+from moe_jax.compression.coding.coder import expert_coders
+from moe_jax.compression.source_layer import SourceLayer
+from moe_jax.core.errors import InputError
+from moe_jax.core.finite import cast
+from moe_jax.core.formatting import show_bytes
+from moe_jax.core.memory import available_memory
+from moe_jax.core.terminal import Progress, no_progress
+from moe_jax.files.storage_path import as_path
+from moe_jax.model_io.model_source import ModelSource
+from moe_jax.models.config import ModelConfig
+
+# Below the folder of the recording, as long as the pass is not complete.
+_STATES, _NEXT = "gradients", "next"
+_FORWARDS, _BACKWARDS = "forwards", "backwards"
+
+
+def has_gradients(folder: Path, layers: tuple[int, ...]) -> bool:
+    """Whether a recording has the gradients of all these layers."""
+    return not (folder / _STATES / _NEXT).exists() and all(gradients_file(folder, i).is_file() for i in layers)
+
+
+def record_gradients(
+    source: ModelSource,
+    windows: Int[np.ndarray, "N L"],
+    folder: Path,
+    *,
+    mesh: Mesh,
+    batch_size: int = 8,
+    progress: Progress = no_progress,
+) -> None:
+    """Adds the weights of tokens by their squared gradients to a recording, or continues an interrupted pass.
+
+    Args:
+      source: the model.
+      windows: of the text, those of the recording.
+      folder: of the recording.
+      mesh: as for `layerwise_pass.record`.
+      batch_size: windows at a time, rounded up to a multiple of what the mesh divides.
+      progress: called after every layer, forwards and backwards.
+
+    Raises:
+      InputError: if windows have a single token, gradients are not finite or all zero, or there is no room on the disk.
+    """
+    if windows.shape[1] < 2:
+        raise InputError("gradients need windows of two tokens and more: nothing follows on a single one")
+    states = folder / _STATES
+    states.mkdir(exist_ok=True)
+    layers = source.config.num_layers
+    _check_room(states, windows.size, source.config.d_model, layers)
+    work = _Pass(source, windows, folder, states, mesh, batch_size, progress)
+    direction, begin = _begin(states)
+    if direction == _FORWARDS:
+        work.forwards(begin)
+        work.begin_backwards()
+        begin = layers
+    work.backwards(begin)
+    (states / _NEXT).unlink()  # from here on a pass that is stopped has nothing left to do
+    shutil.rmtree(states)
+
+
+class _Pass:
+    """The steps of the pass; each continues at a layer and ends with everything on the disk that the next one needs."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        windows: Int[np.ndarray, "N L"],
+        folder: Path,
+        states: Path,
+        mesh: Mesh,
+        batch_size: int,
+        progress: Progress,
+    ):
+        self._source, self._config, self._windows = source, source.config, windows
+        self._folder, self._states, self._mesh = folder, states, mesh
+        self._size, self._batches = batches_of(len(windows), batch_size, mesh)
+        self._shape = (*windows.shape, source.config.d_model)
+        self._first, self._layers = min(source.config.moe_layers), source.config.num_layers
+        self._programs: dict[Any, Any] = {}
+        self._progress = progress
+
+    def forwards(self, begin: int) -> None:
+        """Stores the input of every layer from layer `begin` on, and the output of the last one."""
+        if begin == 0:
+            leaves = self._leaves("embed/")
+            given = _inputs_of(self._states, 0, self._shape)
+            for batch in self._batches:
+                given[batch] = _bits(embed_tokens(self._config, leaves, self._windows[batch]))
+            _note_progress(self._states, given, _FORWARDS, 0)
+        with jax.set_mesh(self._mesh):
+            for i in range(begin, self._layers):
+                self._tell(i)
+                layer = PlacedLayer(self._source, i, self._mesh, self._programs)
+                given, after = _inputs_of(self._states, i), _inputs_of(self._states, i + 1, self._shape)
+                for batch in self._batches:
+                    after[batch] = _bits(layer.apply(_floats(given[batch]), self._size)[0])
+                _note_progress(self._states, after, _FORWARDS, i + 1)
+
+    def begin_backwards(self) -> None:
+        """Stores the gradient of the loss with respect to the output of the last layer.
+
+        The logits of one window are in memory at a time.
+        """
+        leaves = self._leaves("final_norm/", "lm_head/", *([EMBEDDING] if self._config.tie_embeddings else []))
+        placed = jax.tree.map(jnp.asarray, leaves)
+
+        def loss(x: jax.Array, placed: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
+            return text_loss(self._config, placed, x[None], tokens[None])
+
+        of_window = jax.jit(jax.grad(loss))
+        given, gradients = _inputs_of(self._states, self._layers), _gradients(self._states, self._layers, self._shape)
+        for n, tokens in enumerate(self._windows):
+            gradients[n] = np.asarray(of_window(_floats(given[n]), placed, tokens))
+        _note_progress(self._states, gradients, _BACKWARDS, self._layers)
+
+    def backwards(self, begin: int) -> None:
+        """Takes the gradient with respect to the input of layer `begin` back to the first MoE layer."""
+        with jax.set_mesh(self._mesh):
+            for i in range(begin - 1, self._first - 1, -1):
+                self._tell(2 * self._layers - 1 - i)
+                after = _gradients(self._states, i + 1)
+                if i in self._config.moe_layers:
+                    _write(self._folder, i, after)
+                if i == self._first:
+                    break
+                layer = PlacedLayer(self._source, i, self._mesh, self._programs)
+                given, before = _inputs_of(self._states, i), _gradients(self._states, i, self._shape)
+                for batch in self._batches:
+                    gradient = np.asarray(after[batch])
+                    before[batch] = layer.gradient_before(_floats(given[batch]), gradient, self._size)
+                _note_progress(self._states, before, _BACKWARDS, i)
+        self._tell(2 * self._layers - self._first)
+
+    def _leaves(self, *prefixes: str) -> dict[str, np.ndarray]:
+        return {path: self._source.read(path) for path in self._source.specs() if path.startswith(prefixes)}
+
+    def _tell(self, done: int) -> None:
+        self._progress("measuring what depends on tokens", done, 2 * self._layers - self._first)
+
+
+def _write(folder: Path, layer: int, gradients: Float[np.ndarray, "N L d"]) -> None:
+    """Writes the squared norms of gradients, divided by their mean."""
+    squares = np.concatenate([np.sum(np.square(g, dtype=np.float64), axis=1) for g in gradients])
+    mean = float(squares.mean())
+    if not np.isfinite(mean):
+        raise InputError(f"calibration: the gradients at what layer {layer} gives are not finite; mend the model")
+    if mean <= 0:
+        raise InputError(f"calibration: the loss of the text does not depend on what layer {layer} gives")
+    with as_path(gradients_file(folder, layer)).replacing() as file:
+        np.save(file, (squares / mean).astype(np.float32), allow_pickle=False)
+
+
+def _begin(states: Path) -> tuple[str, int]:
+    """Returns the direction of the pass, and the layer at which it continues."""
+    if not (states / _NEXT).is_file():
+        return _FORWARDS, 0
+    direction, layer = (states / _NEXT).read_text().split()
+    return direction, int(layer)
+
+
+def _note_progress(states: Path, made: np.memmap, direction: str, layer: int) -> None:
+    """Notes that a file is complete: forwards, the layer's input; backwards, the gradients with respect to it."""
+    made.flush()
+    as_path(states / _NEXT).replace_content(f"{direction} {layer}".encode())
+
+
+def _inputs_of(states: Path, layer: int, shape: tuple[int, int, int] | None = None) -> np.memmap:
+    """Opens the input of a layer, bfloat16 as 16 bits: a file to read, or with a shape to fill."""
+    return _memmap(states / f"{layer}.npy", np.uint16, shape)
+
+
+def _gradients(states: Path, layer: int, shape: tuple[int, int, int] | None = None) -> np.memmap:
+    """Opens the gradients with respect to the input of a layer, float32: a file to read, or with a shape to fill."""
+    # Two files in turn: that of the layer after is whole until this one is.
+    return _memmap(states / f"backwards{layer % 2}.npy", np.float32, shape)
+
+
+def _memmap(file: Path, dtype: Any, shape: tuple[int, int, int] | None) -> np.memmap:
+    if shape is None:
+        return np.lib.format.open_memmap(file, mode="r")
+    return np.lib.format.open_memmap(file, mode="w+", dtype=dtype, shape=shape)
+
+
+def _bits(x: Any) -> np.ndarray:
+    return np.asarray(x).astype(jnp.bfloat16).view(np.uint16)
+
+
+def _floats(bits: np.ndarray) -> Float[np.ndarray, "... d"]:
+    return np.asarray(bits).view(jnp.bfloat16).astype(np.float32)
+
+
+def _check_room(states: Path, tokens: int, d_model: int, layers: int) -> None:
+    """Raises `InputError` unless the inputs of all layers and gradients of two layers fit on the disk."""
+    needed = tokens * d_model * (2 * (layers + 1) + 8) - sum(file.stat().st_size for file in states.iterdir())
+    free = shutil.disk_usage(states).free
+    if needed > free:
+        raise InputError(
+            f"gradients of {tokens} tokens take {show_bytes(needed)} in {states}, where {show_bytes(free)} are free; "
+            "ask for fewer samples, or make room"
+        )
+
+
+TRIED_BITS, TRIED_GROUP_SIZE = 3, 128
+_MOST_TOKENS = 2048
+
+
+def measure_sensitivities(
+    source: ModelSource,
+    windows: Int[np.ndarray, "N L"],
+    calibration: Callable[[int], LayerCalibration],
+    *,
+    mesh: Mesh,
+    batch_size: int = 8,
+    progress: Progress = no_progress,
+) -> dict[int, dict[str, float]]:
+    """Returns the divergence, nats per token, per unit of `output_error(...)`; by layer index and name of the matrix.
+
+    Args:
+      source: a model whose MoE layers have full experts.
+      windows: of the calibration text; the first 2048 tokens are enough.
+      calibration: of every MoE layer.
+      mesh: as for `layerwise_pass.record`.
+      batch_size: windows at a time.
+      progress: called after every layer.
+
+    Raises:
+      InputError: if experts are not full, a divergence is not finite, or there is no room in memory.
+    """
+    config = source.config
+    check_full_experts(config)
+    windows = windows[: max(1, _MOST_TOKENS // windows.shape[1])]
+    count = sum(len(config.moe(i).expert.matrices) for i in config.moe_layers)
+    needed = 2 * 4 * windows.size * config.d_model * (1 + count)
+    available = available_memory()
+    if available is not None and needed > available:
+        raise InputError(
+            f"measuring how much depends on each layer takes {show_bytes(needed)} of memory, {show_bytes(available)} "
+            "are free; give a smaller --seq-len"
+        )
+    embedding = {path: source.read(path) for path in source.specs() if path.startswith("embed/")}
+    whole = np.asarray(embed_tokens(config, embedding, windows))
+    copies: dict[tuple[int, str], np.ndarray] = {}
+    errors: dict[tuple[int, str], float] = {}
+    programs: dict = {}
+    with jax.set_mesh(mesh):
+        for i in range(config.num_layers):
+            progress("measuring what depends on layers", i, config.num_layers)
+            layer = PlacedLayer(source, i, mesh, programs)
+            after = {tried: apply_in_batches(layer, copy, batch_size, mesh) for tried, copy in copies.items()}
+            if layer.moe:
+                source_layer = SourceLayer(source, i, calibration=calibration(i))
+                for name in source_layer.shapes:
+                    coded, errors[i, name] = _coded(source_layer, name)
+                    leaves = {f"mlp/experts/{name}/kernel": coded}
+                    after[i, name] = apply_in_batches(layer.with_leaves(leaves), whole, batch_size, mesh)
+            whole, copies = apply_in_batches(layer, whole, batch_size, mesh), after
+    progress("measuring what depends on layers", config.num_layers, config.num_layers)
+    last = {path: source.read(path) for path in source.specs() if path.startswith(("final_norm/", "lm_head/"))}
+    if config.tie_embeddings:
+        last[EMBEDDING] = embedding[EMBEDDING]
+    divergence_from = _divergence_from(config, last, whole)
+    found: dict[int, dict[str, float]] = {i: {} for i in config.moe_layers}
+    for (i, name), copy in copies.items():
+        divergence = divergence_from(copy)
+        if not np.isfinite(divergence):
+            raise InputError(f"calibration: what the model says is not finite once {name} of layer {i} is coded")
+        found[i][name] = max(divergence, 0.0) / max(errors[i, name], float(np.finfo(np.float32).tiny))
+    return found
+
+
+def check_full_experts(config: ModelConfig) -> None:
+    """Raises `InputError` for a model that `measure_sensitivities` cannot measure."""
+    for i in config.moe_layers:
+        bank = config.moe(i).bank
+        if bank.form.over_base:
+            raise InputError(
+                f"layer {i}: how much depends on it can only be measured of full experts, and it has {bank.kind} ones; "
+                "write the model with moe-jax export, and compress that"
+            )
+
+
+def output_error(error: float, norm: float) -> float:
+    """Returns the squared relative error of a matrix's outputs."""
+    return error / norm if norm > 0 else 0.0
+
+
+def _coded(layer: SourceLayer, name: str) -> tuple[Float[np.ndarray, "E i o"], float]:
+    """Returns the kernels of a matrix in codes, and the error of their outputs."""
+    stacked, error, norm = [], 0.0, 0.0
+    for kernel, coder in zip(layer.kernels(name), expert_coders(layer, name), strict=True):
+        wide = kernel.astype(np.float32)
+        made = coder.quantize(wide, bits=TRIED_BITS, group_size=TRIED_GROUP_SIZE).approximation
+        difference, moment = made - wide, coder.moment
+        assert moment is not None
+        error += float(np.sum(difference * (moment @ difference), dtype=np.float64))
+        norm += float(np.sum(wide * (moment @ wide), dtype=np.float64))
+        stacked.append(cast(f"the {name} kernels of layer {layer.index}", made, kernel.dtype))
+    return np.stack(stacked), output_error(error, norm)
+
+
+def _divergence_from(
+    config: ModelConfig, last: Mapping[str, np.ndarray], before: Float[np.ndarray, "N L d"]
+) -> Callable[[Float[np.ndarray, "N L d"]], float]:
+    """Returns a function of activations: KL(p || q) per token, p from `before` and q from these activations."""
+
+    @jax.jit
+    def of_window(leaves, one, other):
+        p, q = (jax.nn.log_softmax(output_logits(config, leaves, x[None])[0].astype(jnp.float32)) for x in (one, other))
+        return jnp.mean(jnp.sum(jnp.exp(p) * (p - q), axis=1))
+
+    placed = jax.tree.map(jnp.asarray, dict(last))
+    # Numbers one by one: if an interrupt comes while NumPy waits for arrays of JAX, NumPy raises another error.
+    return lambda after: float(np.mean([float(of_window(placed, *pair)) for pair in zip(before, after, strict=True)]))

@@ -1,0 +1,220 @@
+"""Codes for the least change of outputs: each row makes up for the errors of those before it, and rows have scales.
+
+*Feedback* (GPTQ, arXiv 2210.17323). A kernel W [i, o] is applied to inputs x, whose second moment is H = E[x x^T]. What
+its codes Q change in the outputs is tr(E^T H E) for E = W - Q. With H = R R^T and R upper triangular this is a sum over
+rows,
+
+    sum_q R_qq^2 || t_q - Q_q ||^2,   t_q = W_q + sum_{j < q} (R_jq / R_qq) E_j,
+
+so that row q is best rounded as t_q, and not as W_q, once the rows before it are. This is GPTQ's update, as Chee et al.
+write it (QuIP, arXiv 2307.13304, section 3.1): the inverse of H is not needed. Beside it, scales are chosen for the
+least squared error of the targets, each row with the weight R_qq^2 that it has in the sum.
+
+*Row scales*, one for every input, stand beside those that groups of a column share (methods.md 4): a code stands for
+`r_i s_go level`. Choosing codes for W with row scales r is choosing them for `W / r`, where an error of row i counts
+`r_i` times: every method that codes a kernel can be used as it is.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.linalg
+from jax import lax
+from jaxtyping import Array, Float
+
+from moe_jax.compression.coding.quantizer import best_grid, fitted_table, nearest_codes, stored
+from moe_jax.core.errors import InputError
+from moe_jax.experts.forms.coding import Encoded
+from moe_jax.functional.codes import SCALE_DTYPE, Grid
+
+DAMPING = 0.01
+"""The share of the mean of its diagonal that is added to the diagonal of a second moment: as published."""
+
+
+def triangular_factor(moment: Float[np.ndarray, "i i"]) -> Float[np.ndarray, "i i"]:
+    """Upper triangular R with R R^T = H + `DAMPING` mean(diag H) I, float32; the identity for a moment of zeros.
+
+    Args:
+      moment: H, symmetric and positive semi-definite; float32.
+
+    Raises:
+      InputError: if it is not.
+    """
+    level = float(np.mean(np.diagonal(moment), dtype=np.float64))
+    if level == 0:
+        return np.eye(len(moment), dtype=np.float32)
+    # Upwards from the last row, Cholesky's decomposition gives the factor on the other side.
+    flipped = moment[::-1, ::-1] / np.float32(level)
+    flipped[np.diag_indices_from(flipped)] += np.float32(DAMPING)
+    for dtype in (np.float32, np.float64):  # rounding can make a moment indefinite that is nearly singular
+        try:
+            lower = scipy.linalg.cholesky(flipped.astype(dtype), lower=True, overwrite_a=True, check_finite=False)
+        except scipy.linalg.LinAlgError:
+            continue
+        return np.ascontiguousarray(lower[::-1, ::-1], np.float32) * np.float32(np.sqrt(level))
+    raise InputError("a second moment is not positive semi-definite: the calibration is damaged; make it again")
+
+
+@partial(jax.jit, static_argnames=("bits", "group_size", "fit", "even", "table", "scale_bits", "zero_points"))
+def quantize_with_feedback(
+    kernel: Float[Array, "i o"],
+    factor: Float[Array, "i i"],
+    *,
+    bits: int,
+    group_size: int | None,
+    fit: bool = True,
+    even: bool = False,
+    table: bool = False,
+    scale_bits: int = 16,
+    zero_points: bool = False,
+) -> Encoded:
+    """Quantises for the least change of the outputs.
+
+    Args:
+      kernel: float32.
+      factor: R of the inputs' second moment, as `triangular_factor` gives it.
+      bits: of a code.
+      group_size: rows that share a scale; None: one scale for all entries, chosen for the kernel as it is.
+      fit, even: as of `quantize`.
+      table: the kernel has a table of levels of its own, fitted to the kernel as it is.
+      scale_bits, zero_points: as of `quantize`.
+    """
+    rows, width = kernel.shape
+    size = min(rows, 128) if group_size is None else group_size
+    padding = -rows % size
+    # Rows that only fill up the last group have no weight, and no part in the errors of others.
+    kernel = jnp.pad(kernel, ((0, padding), (0, 0)))
+    diagonal = jnp.diagonal(factor)
+    weights = jnp.pad((diagonal / jnp.max(diagonal)) ** 2, (0, padding))[:, None]
+    shares = jnp.pad(factor / diagonal, ((0, padding), (0, padding)))
+    levels = None
+    if table:
+        by_group = (1, -1, width) if group_size is None else (-1, size, width)
+        levels = fitted_table(
+            kernel.reshape(by_group), weights.reshape(*by_group[:2], 1), bits=bits, whole=group_size is None
+        )
+    choose = partial(
+        best_grid, bits=bits, fit=fit, even=even, scale_bits=scale_bits, zero_points=zero_points, table=levels
+    )
+    common = choose(kernel[None], weights[None], whole=True) if group_size is None else None
+
+    def code_group(errors: Float[Array, "i o"], start: Array) -> tuple[Float[Array, "i o"], tuple[Array, Grid]]:
+        shares_of_group = lax.dynamic_slice_in_dim(shares, start, size, axis=1)
+        own = lax.dynamic_slice_in_dim(kernel, start, size)
+        targets = own + jnp.matmul(shares_of_group.T, errors, precision="highest")
+        group_weights = lax.dynamic_slice_in_dim(weights, start, size)
+        grid = choose(targets[None], group_weights[None], whole=False) if common is None else common
+        of_row = jax.tree.map(lambda scales: scales[0, 0], grid._replace(table=None))._replace(table=levels)
+        within = lax.dynamic_slice_in_dim(shares_of_group, start, size)
+
+        def code_row(row_errors: Float[Array, "s o"], row: Array) -> tuple[Float[Array, "s o"], Array]:
+            target = targets[row] + jnp.matmul(within[:, row], row_errors, precision="highest")
+            codes = nearest_codes(target, of_row, bits)
+            error = own[row] - of_row.numbers(codes, bits)
+            return row_errors.at[row].set(error), codes
+
+        counted = jnp.arange(size, dtype=jnp.int32)
+        row_errors, codes = lax.scan(code_row, jnp.zeros_like(own), counted)
+        return lax.dynamic_update_slice_in_dim(errors, row_errors, start, 0), (codes, of_row._replace(table=None))
+
+    starts = jnp.arange(0, rows + padding, size, dtype=jnp.int32)
+    _, (codes, grids) = lax.scan(code_group, jnp.zeros_like(kernel), starts)
+    grid = jax.tree.map(lambda scales: scales[:, None, :], grids)._replace(table=levels) if common is None else common
+    return stored(codes, grid, rows, bits, group_size, scale_bits)
+
+
+_ROUNDS = 10
+_POWERS = tuple(n / 10 for n in range(1, 11))
+# The errors of candidates are compared on so many columns.
+_COLUMNS = 128
+
+
+def scales_of_magnitudes(
+    kernel: Float[np.ndarray, "i o"], group_size: int | None, weights: Float[np.ndarray, " i"] | None = None
+) -> Float[np.ndarray, " i"]:
+    """r for which `r_i s_go` comes nearest to `|W_io|`, by alternating least squares; as stored, float32.
+
+    For codes of one bit, whose levels are -1 and 1, this is the least squared error of all (as in OneBit, arXiv
+    2402.11295, section 3.2, but with a scale for every group of a column).
+
+    Args:
+      kernel: W.
+      group_size: rows that share scales s; None: all, of all columns.
+      weights: of the squared errors of rows, not negative; None: all alike.
+    """
+    rows = len(kernel)
+    size, sizes = group_size or rows, np.abs(kernel)
+    weights = np.ones(rows, np.float32) if weights is None else weights
+    scales = np.ones(rows, np.float32)
+    for start in range(0, rows, size):
+        part, counted = sizes[start : start + size], weights[start : start + size, None]
+        if group_size is None:
+            scales[:] = part.mean(axis=1)  # one s for all columns: the mean is the least squares
+            continue
+        own = np.sqrt(np.mean(part**2, axis=1))
+        for _ in range(_ROUNDS):
+            columns = _ratio((counted * own[:, None] * part).sum(axis=0), (counted[:, 0] * own**2).sum())
+            own = _ratio((part * columns).sum(axis=1), (columns**2).sum())
+        scales[start : start + size] = own
+    return as_stored(scales)
+
+
+def candidates(
+    kernel: Float[np.ndarray, "i o"], group_size: int | None, moment: Float[np.ndarray, "i i"]
+) -> Iterator[Float[np.ndarray, " i"]]:
+    """Row scales to choose from: none, those of the entries' sizes, and `a^-p` for the sizes a of the inputs.
+
+    The latter are AWQ's (arXiv 2306.00978, section 3.2): rows of large inputs get finer codes.
+
+    Args:
+      kernel, group_size: see `scales_of_magnitudes`.
+      moment: H, the second moment of the inputs.
+    """
+    diagonal = np.diagonal(moment).astype(np.float32)
+    yield np.ones(len(kernel), np.float32)
+    yield scales_of_magnitudes(kernel, group_size, diagonal if diagonal.any() else None)
+    inputs = np.sqrt(diagonal)
+    if inputs.any():
+        # An input that is never there would get the coarsest codes, and its group with it.
+        inputs = np.maximum(inputs, 1e-4 * inputs.max())
+        for power in _POWERS:
+            yield as_stored(inputs**-power)
+
+
+def best_row_scales(
+    kernel: Float[np.ndarray, "i o"],
+    group_size: int | None,
+    moment: Float[np.ndarray, "i i"],
+    coded: Callable[[np.ndarray, np.ndarray], np.ndarray],
+) -> Float[np.ndarray, " i"]:
+    """Returns the `candidates` with which codes change the outputs least, tr(E^T H E), on some of the columns.
+
+    Args:
+      kernel, group_size, moment: see `candidates`.
+      coded: of a kernel that is divided by row scales, and these, what its codes stand for.
+    """
+    columns = np.unique(np.linspace(0, kernel.shape[1] - 1, min(kernel.shape[1], _COLUMNS)).astype(int))
+    some = np.ascontiguousarray(kernel[:, columns])
+    best, least = np.ones(len(kernel), np.float32), np.inf
+    for scales in candidates(some, group_size, moment):
+        error = coded(some / scales[:, None], scales) * scales[:, None] - some
+        cost = float(np.sum(error * (moment @ error), dtype=np.float64))
+        if cost < least:
+            best, least = scales, cost
+    return best
+
+
+def as_stored(scales: Float[np.ndarray, " i"]) -> Float[np.ndarray, " i"]:
+    """Around 1, in `SCALE_DTYPE`'s precision; next to nothing for rows of zeros, which have nothing but signs."""
+    there = scales > 0
+    if not there.any():
+        return np.ones_like(scales)
+    scales = np.clip(scales / np.exp(np.mean(np.log(scales[there]))), 1e-6, 1e6)
+    return scales.astype(SCALE_DTYPE).astype(np.float32)
+
+
+def _ratio(top: np.ndarray, bottom: np.ndarray) -> np.ndarray:
+    return (top / bottom if bottom > 0 else np.zeros_like(top)).astype(np.float32)

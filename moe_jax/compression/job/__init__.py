@@ -1,1 +1,0 @@
-"""Compresses a model on disk, layer by layer: streamed, resumed, reported, swept."""

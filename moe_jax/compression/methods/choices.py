@@ -1,0 +1,308 @@
+"""The ways in which `allocate` may store a matrix of all experts of a layer, and what each changes in its outputs.
+
+Errors of codes are nearly independent: what each matrix of each expert does to the outputs adds up as squares. Not so
+where experts lose what they do not share (`together`). The error of a centre is the same in all experts of a token, so
+that its outputs are added before they are squared; and what was learnt together, by all matrices of an expert and by
+the experts of a token, is also lost together. See methods.md 5.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from moe_jax.compression.budget import Candidate
+from moe_jax.compression.calibration.recorded import LayerRows
+from moe_jax.compression.calibration.sensitivities import output_error
+from moe_jax.compression.coding.coder import LeastError, LeastOutputError, expert_coders, shared_base_coder
+from moe_jax.compression.source_layer import SourceLayer, aligned_biases, aligned_kernels, mean_kernel
+from moe_jax.experts.forms import LowRank
+from moe_jax.experts.forms.coding import Wanted
+from moe_jax.functional.dense import ffn_hidden
+
+TOKENS = 512
+"""For which outputs are computed, at most, evenly from the text."""
+
+
+class Together(NamedTuple):
+    """The error of all experts and matrices together, divided by the sum of what each makes on its own.
+
+    Attributes:
+      centre: for an error of the centre, which each matrix makes independently of the others.
+      residuals: for all residuals left out: every expert becomes the mean.
+    """
+
+    centre: float
+    residuals: float
+
+
+def together(layer: SourceLayer, permutations: Int[np.ndarray, "E f"]) -> Together:
+    """Measures both on the calibration text.
+
+    Args:
+      layer: a calibrated layer.
+      permutations: the order of every expert's neurons around their mean.
+
+    Raises:
+      InputError: if a weight is not finite.
+    """
+    rows = layer.rows
+    assert rows is not None
+    picked = np.linspace(0, len(rows.experts) - 1, min(TOKENS, len(rows.experts))).astype(int)
+    weights = _weights_by_expert(layer, rows, picked)
+    of_one = float(np.sum(weights**2, dtype=np.float64))
+    centre = float(np.sum(weights.sum(axis=1) ** 2, dtype=np.float64)) / of_one if of_one else 1.0
+    return Together(centre, _of_residuals(layer, permutations, np.asarray(rows.inputs[picked], np.float32), weights))
+
+
+def _weights_by_expert(layer: SourceLayer, rows: LayerRows, picked: Int[np.ndarray, " n"]) -> Float[np.ndarray, "n E"]:
+    """Router weights of all experts; 1 of one that every token goes to, and 0 of those that a token does not."""
+    experts, weights = rows.experts[picked], np.asarray(rows.weights[picked], np.float32)
+    found = np.ones((len(picked), layer.num_experts), np.float32)
+    for expert in range(layer.moe.bank_experts):
+        found[:, expert] = np.where(experts == expert, weights, 0).sum(axis=1)
+    return found
+
+
+def _of_residuals(
+    layer: SourceLayer,
+    permutations: Int[np.ndarray, "E f"],
+    x: Float[np.ndarray, "n d"],
+    weights: Float[np.ndarray, "n E"],
+) -> float:
+    names = tuple(layer.shapes)
+    means = {name: jnp.asarray(mean_kernel(aligned_kernels(layer, name, permutations))) for name in names}
+    biases = {name: own for name in names if (own := aligned_biases(layer, name, permutations)) is not None}
+    kernels = zip(*(aligned_kernels(layer, name, permutations) for name in names), strict=True)
+    all_together, alone = jnp.zeros(x.shape), 0.0
+    for expert, own in enumerate(kernels):
+        of_expert = {name: jnp.asarray(kernel, jnp.float32) for name, kernel in zip(names, own, strict=True)}
+        lost, of_matrices = _lost(
+            of_expert,
+            means,
+            {name: jnp.asarray(stacked[expert], jnp.float32) for name, stacked in biases.items() if name != "down"},
+            jnp.asarray(x),
+            jnp.asarray(weights[:, expert]),
+            activation=layer.moe.expert.activation,
+        )
+        all_together, alone = all_together + lost, alone + float(of_matrices)
+    return float(jnp.sum(all_together**2)) / alone if alone > 0 else 1.0
+
+
+@partial(jax.jit, static_argnames="activation")
+def _lost(
+    own: dict[str, Array],
+    means: dict[str, Array],
+    biases: dict[str, Array],
+    x: Float[Array, "n d"],
+    weights: Float[Array, " n"],
+    *,
+    activation: str,
+) -> tuple[Float[Array, "n d"], Float[Array, ""]]:
+    """Returns how the mean of all matrices changes weighted outputs, and the sum of squares for each mean alone."""
+
+    def change(kernels: dict[str, Array]) -> Float[Array, "n d"]:
+        return weights[:, None] * (ffn_hidden(x, kernels, biases, activation) @ kernels["down"]) - outputs
+
+    with jax.default_matmul_precision("highest"):
+        outputs = weights[:, None] * (ffn_hidden(x, own, biases, activation) @ own["down"])
+        alone = [jnp.sum(change({**own, name: mean}) ** 2) for name, mean in means.items()]
+        return change(means), jnp.sum(jnp.stack(alone))
+
+
+CHOICES: tuple[tuple[int | None, int], ...] = (
+    *((None, bits) for bits in (2, 3, 4, 8)),
+    *((2, bits) for bits in (1, 2)),
+    *((3, bits) for bits in (1, 2)),
+    *((4, bits) for bits in (1, 2, 3, 4)),
+    *((8, bits) for bits in (2, 3, 4)),
+)
+"""Bits of the centre of a matrix, None without one, and bits of the codes of every expert."""
+FACTORED: tuple[tuple[int, float], ...] = tuple((centre, keep) for centre in (2, 3, 4, 8) for keep in (0.01, 0.04))
+"""Bits of the centre of a matrix, and the share of numbers in low-rank factors of every expert."""
+ADDED = ("zero_points", "row_scales")
+"""Options of `forms.Quantized` that codes of experts may have beside scales of groups. A centre has none of them."""
+_COLUMNS = 128
+Format = Callable[..., dict[str, Any]]
+"""`format(bits, added=...)`: options of `Coder.quantize` beside the bits."""
+
+
+class Choice(NamedTuple):
+    """How a matrix is stored.
+
+    Attributes:
+      centre: bits of the codes of a shared centre; None: there is none.
+      bits: of the codes of every expert; None: it has low-rank factors, and there is a centre.
+      added: of `ADDED`; the same for all matrices of an expert.
+      keep: the share of numbers in these factors, see `Wanted`; likewise.
+    """
+
+    centre: int | None
+    bits: int | None
+    added: tuple[str, ...] = ()
+    keep: float | None = None
+
+    @property
+    def format(self) -> tuple[tuple[str, ...], float | None]:
+        """The part of a choice that all matrices of an expert have in common."""
+        return self.added, self.keep
+
+
+def rank_of(layer: SourceLayer, keep: float) -> int:
+    """Returns the rank of factors with a share of the numbers; each matrix has its own, so that it is judged alone."""
+    form = layer.wanted(Wanted(form=LowRank, keep=keep, design="separate"))
+    assert isinstance(form, LowRank)
+    return form.rank
+
+
+def errors_of_choices(
+    layer: SourceLayer,
+    name: str,
+    permutations: Int[np.ndarray, "E f"],
+    choices: Sequence[Choice],
+    format_: Format,
+    together: Together,
+) -> Float[np.ndarray, "E c"]:
+    """Returns what every expert adds to the error of a matrix's outputs, relative and squared, for every choice.
+
+    Codes are tried on some columns: with error feedback, too, the columns of a kernel are coded each on its own.
+    Factors are made of whole kernels. They also take up some of what codes of the centre leave, which is not counted.
+
+    Args:
+      layer: a calibrated layer.
+      name: of the matrix.
+      permutations: the order of every expert's neurons around a centre.
+      choices: what is tried.
+      format_: of codes.
+      together: how errors add up that factors leave. Those of codes are independent.
+
+    Raises:
+      InputError: if a weight is not finite.
+    """
+    width = layer.shapes[name][1]
+    columns = np.unique(np.linspace(0, width - 1, min(width, _COLUMNS)).astype(int))
+    mean = mean_kernel(aligned_kernels(layer, name, permutations))
+    # Codes of every entry make up for the error of a centre; factors do not.
+    of_codes = _centres(LeastError(), mean[:, columns], (c.centre for c in choices if c.bits is not None), format_)
+    ranks = {choice.keep: rank_of(layer, choice.keep) for choice in choices if choice.keep is not None}
+    # Moments of all experts are summed for it, which takes a while.
+    shared = shared_base_coder(layer, name, permutations) if ranks else LeastError()
+    of_factors = _centres(shared, mean[:, columns], (c.centre for c in choices if c.bits is None), format_)
+    errors, norm = np.zeros((layer.num_experts, len(choices))), 0.0
+    coders = expert_coders(layer, name, permutations)
+    for own, whole, coder in zip(errors, aligned_kernels(layer, name, permutations), coders, strict=True):
+        assert isinstance(coder, LeastOutputError)
+        kernel = whole[:, columns]
+        norm += _squared(coder, kernel)
+        left = _left(coder, whole - mean, ranks) if ranks else {}
+        beside_mean = _squared(coder, kernel - mean[:, columns])
+        of_centre = {bits: _squared(coder, made - mean[:, columns]) for bits, made in of_factors.items()}
+        for number, choice in enumerate(choices):
+            if choice.keep is not None:
+                of_residuals = left[choice.keep] * beside_mean
+                own[number] = together.centre * of_centre[choice.centre] + together.residuals * of_residuals
+                continue
+            assert choice.bits is not None
+            residual = kernel - of_codes[choice.centre]
+            made = coder.quantize(residual, bits=choice.bits, **format_(choice.bits, added=choice.added))
+            own[number] = _squared(coder, np.asarray(made.approximation) - residual)
+    return np.array([[output_error(error, norm) for error in own] for own in errors])
+
+
+def _centres(
+    coder: LeastError | LeastOutputError, mean: np.ndarray, every: Iterable[int | None], format_: Format
+) -> dict[int | None, np.ndarray]:
+    """Returns the centres that codes of so many bits stand for; None: zeros."""
+    centres: dict[int | None, np.ndarray] = {None: np.zeros((1, 1), np.float32)}
+    for bits in {*every}:
+        if bits is not None:
+            centres[bits] = np.asarray(coder.quantize(mean, bits=bits, **format_(bits)).approximation)
+    return centres
+
+
+def _left(coder: LeastOutputError, residual: np.ndarray, ranks: Mapping[float, int]) -> dict[float, float]:
+    """The share of the outputs' error that factors of every rank leave."""
+    values, norm = coder.spectrum(residual, max(ranks.values()))
+    squares = values.astype(np.float64) ** 2
+    return {keep: max(0.0, 1 - squares[:rank].sum() / norm) if norm else 0.0 for keep, rank in ranks.items()}
+
+
+def _squared(coder: LeastOutputError, error: np.ndarray) -> float:
+    """tr(E^T H E)."""
+    return float(np.sum(error * (coder.moment @ error), dtype=np.float64))
+
+
+MOST_SIZES = 16
+"""Sizes of the second part that are tried for two choices."""
+
+
+class Alike(NamedTuple):
+    """Experts that all have one choice.
+
+    Attributes:
+      nbytes: of the layer, all experts being stored so.
+      own: of these, bytes of one expert.
+      more: bytes that a layer takes more if it has such a part beside another, for what the disk knows of leaves.
+      errors: of every expert, float64[E]; those of experts are added up.
+      choice: see `Candidate`.
+    """
+
+    nbytes: int
+    own: int
+    more: int
+    errors: Float[np.ndarray, " E"]
+    choice: tuple
+
+
+class InParts(NamedTuple):
+    """The choice of a layer in two parts.
+
+    Attributes:
+      parts: choices.
+      part_of: of every expert, the part that it is in.
+    """
+
+    parts: tuple[tuple, tuple]
+    part_of: tuple[int, ...]
+
+
+def in_two_parts(some: Sequence[Alike], *, multiple: int = 1) -> list[Candidate]:
+    """Every two of some choices, and of all ways to divide the experts into so many each, the one of least error.
+
+    Experts of a part take the same room, so that those belong into the larger codes whose error falls most.
+
+    Args:
+      some: choices around the same centre, or all without one.
+      multiple: the number of experts in every part is a multiple of it.
+    """
+    found = []
+    for few, many in itertools.permutations(some, 2):
+        if many.own <= few.own:
+            continue
+        order = np.argsort(few.errors - many.errors, kind="stable")[::-1]
+        gained = np.cumsum((few.errors - many.errors)[order])
+        experts = len(order)
+        sizes = [n for n in range(multiple, experts, multiple) if (experts - n) % multiple == 0]
+        for size in sizes[:: -(-len(sizes) // MOST_SIZES) or 1]:
+            if gained[size - 1] <= 0:
+                continue
+            part_of = np.zeros(experts, int)
+            part_of[order[:size]] = 1
+            nbytes = few.nbytes + size * (many.own - few.own) + many.more
+            error = float(few.errors.sum() - gained[size - 1])
+            found.append(Candidate(nbytes, error, InParts((few.choice, many.choice), tuple(part_of.tolist()))))
+    return found
+
+
+def without_worse(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Returns the candidates that no other one equals or beats in both bytes and error."""
+    best: list[Candidate] = []
+    for candidate in sorted(candidates, key=lambda c: (c.nbytes, c.error)):
+        if not best or candidate.error < best[-1].error:
+            best.append(candidate)
+    return best

@@ -1,0 +1,298 @@
+"""Methods that store a delta per expert: `ders-sparsify`, `ders-quantize` and `d2-moe` (methods.md 4 and 5).
+
+Everything random is drawn with NumPy on the host, from a separate Philox stream for every layer, matrix and expert. So
+the result depends neither on the order in which these are processed nor on whether a job was resumed.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import ClassVar, Literal, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from moe_jax.compression.budget import all_alike
+from moe_jax.compression.calibration.expert_statistics import moments
+from moe_jax.compression.coding.coder import ExpertCoder, LeastError, Levels, check_levels, expert_coders
+from moe_jax.compression.coding.pruning import largest_mask
+from moe_jax.compression.coding.write_experts import codes_of_options, compress_deltas
+from moe_jax.compression.methods.interface import Analysis, Base, Method, check_calibrated
+from moe_jax.compression.report import LayerFigures
+from moe_jax.compression.source_layer import SourceLayer, Write
+from moe_jax.core.draws import draw_positions
+from moe_jax.core.errors import InputError, check_member
+from moe_jax.experts import BankConfig, BaseCodes, FFNConfig
+from moe_jax.experts.bank_config import Code
+from moe_jax.experts.forms import LowRank, Quantized, Sparse
+from moe_jax.experts.forms.coding import DEFAULT_GROUP_SIZE, Layout, Residual, Wanted
+from moe_jax.experts.forms.quantized import BITS
+from moe_jax.experts.forms.sparse import encode_positions, smallest_encoding
+from moe_jax.models import MoEConfig
+
+SCALES = ("mse", "absmax")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quantize(Method):
+    """Quantised deltas over a shared base.
+
+    Attributes:
+      bits: of a code: 8, 4, 3, 2 or 1.
+      group_size: entries along the input axis that share a scale; 0: the whole kernel.
+      scale: `mse`: of every group the grid of levels and the scale that give the least squared error; `absmax`: the
+        largest level stands for the largest absolute value of the group. One bit has no choice: its scale, the mean
+        absolute value, already has the least error.
+      feedback: with a calibration, each row of codes makes up for the errors of those before it (GPTQ). Otherwise every
+        entry is rounded on its own, and the text says only how much each row counts.
+      levels: `any`: of every group the better of two grids, one of which has no zero; `even`: always the other one, the
+        only one that formats of other libraries have (`export --format compressed-tensors`); `fitted`: a table of
+        levels for every kernel, fitted to it, of 4, 3 or 2 bits; so has a centre of so many.
+      scale_bits: of a scale: 16, or 8, with a bfloat16 step for each row of groups; those of a centre in codes, too.
+      zero_points: every group has a zero point of eight bits beside its scale: its levels need not lie around zero.
+      row_scales: every row of a kernel has a bfloat16 scale, too: by the sizes of its entries, and with a calibration
+        by these or by those of its inputs (AWQ), whichever changes the outputs less.
+      centre_bits: of a code of the centre: 8, 4, 3 or 2, or `nf4`; residuals are taken from what these codes stand for.
+        By default it is stored in the dtype of the model.
+      centre_group_size: of the centre's codes: entries along the input axis that share a scale, by default 128.
+    """
+
+    swept: ClassVar[tuple[str, tuple[int, ...]]] = ("bits", BITS)
+    layouts: ClassVar[tuple[Layout, ...]] = Quantized.layouts()
+
+    bits: int
+    group_size: int = DEFAULT_GROUP_SIZE
+    scale: Literal["mse", "absmax"] = "mse"
+    feedback: bool = True
+    levels: Levels = "any"
+    scale_bits: int = 16
+    zero_points: bool = False
+    row_scales: bool = False
+    centre_bits: Code | None = None
+    centre_group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_member("scale", self.scale, SCALES)
+        check_levels(self.levels, self.bits, zero_points=self.zero_points)
+        if self.scale != "mse" and self.levels != "any":
+            raise InputError(f"levels={self.levels} have scales of least squared error: leave scale={self.scale} out")
+        self._wanted  # noqa: B018  (checks bits and group size)
+        self._codes  # noqa: B018  (checks those of the centre)
+
+    def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
+        return all_alike(layers, self._wanted, analyses, base="shared", codes=self._codes)
+
+    def compress(
+        self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
+    ) -> LayerFigures:
+        fit, even = self.scale == "mse", self.levels == "even"
+        coders = partial(expert_coders, fit=fit, feedback=self.feedback, even=even)
+        return compress_deltas(layer, base.kernel, target.bank, write, coders, rounded=LeastError(fit=fit), refit=True)
+
+    @property
+    def _codes(self) -> BaseCodes | None:
+        table = self.levels == "fitted"
+        return codes_of_options(self.centre_bits, self.centre_group_size, table=table, scale_bits=self.scale_bits)
+
+    @property
+    def _wanted(self) -> Wanted:
+        return Wanted(
+            form=Quantized,
+            bits=self.bits,
+            group_size=self.group_size or None,
+            table=self.levels == "fitted",
+            scale_bits=self.scale_bits,
+            zero_points=self.zero_points,
+            row_scales=self.row_scales,
+        )
+
+
+KEEP = ("random", "exact", "magnitude")
+
+# What a stream of random numbers is for. Part of its key: changing one changes what a seed gives. Upcycling uses 0-9.
+_COUNT, _POSITIONS = 10, 11
+_MATRICES = ("gate", "up", "down")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sparsify(Method):
+    """Sparse deltas over a shared base.
+
+    Attributes:
+      drop: share p of the entries that are left out, in [0, 1); required.
+      keep: which entries stay. `random`: each with probability 1-p, divided by 1-p (DARE). `exact`: as many in every
+        kernel, drawn at random and divided by their share; both are right on average. `magnitude`: the largest ones
+        as they are, which is the least error; of a layer that was calibrated, those of the inputs that count most.
+      seed: of everything random.
+      centre_bits: of a code of the centre: 8, 4, 3 or 2, or `nf4`; residuals are taken from what these codes stand for.
+        By default it is stored in the dtype of the model.
+      centre_group_size: of the centre's codes: entries along the input axis that share a scale, by default 128.
+    """
+
+    swept: ClassVar[tuple[str, tuple[float, ...]]] = ("drop", (0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.99))
+    layouts: ClassVar[tuple[Layout, ...]] = Sparse.layouts()
+
+    drop: float
+    keep: Literal["random", "exact", "magnitude"] = "random"
+    seed: int = 0
+    centre_bits: Code | None = None
+    centre_group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.drop < 1.0:
+            raise InputError(f"drop={self.drop:g} must lie in [0, 1): it is the share of entries left out")
+        check_member("keep", self.keep, KEEP)
+        if self.seed < 0:
+            raise InputError(f"seed={self.seed} must not be negative")
+        self._codes  # noqa: B018  (checks those of the centre)
+
+    def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
+        """Layers of equal shape have room for the same count, the largest, in the fewest bytes."""
+        entries: dict[FFNConfig, int] = {}
+        if self.keep == "random":
+            for layer in layers:
+                counts = [
+                    self._count(layer.index, name, expert, math.prod(shape))
+                    for name, shape in layer.shapes.items()
+                    for expert in range(layer.num_experts)
+                ]
+                entries[layer.moe.expert] = max(1, entries.get(layer.moe.expert, 0), *counts)
+        return {layer.index: layer.target(self._bank(layer, entries.get(layer.moe.expert))) for layer in layers}
+
+    def compress(
+        self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
+    ) -> LayerFigures:
+        form = target.bank.form
+        assert isinstance(form, Sparse)
+
+        def encode(
+            name: str, expert: int, residual: Residual, coder: ExpertCoder
+        ) -> tuple[dict[str, np.ndarray], np.ndarray]:
+            delta = residual.values
+            entries = form.kept_entries(layer.matrices[name])
+            chosen = self._choose(layer.index, name, expert, delta, entries, coder.importances)
+            with np.errstate(over="ignore"):  # said in our own words below
+                values = (delta.reshape(-1)[chosen.positions] * chosen.factors).astype(residual.dtype)
+            if not np.isfinite(values).all():
+                raise InputError(
+                    f"values of the {name} delta of expert {expert} in layer {layer.index} are too large for "
+                    f"{values.dtype} when they are divided by the kept share; use --keep magnitude"
+                )
+            approximation = np.zeros(delta.shape, np.float32)
+            approximation.reshape(-1)[chosen.positions] = values.astype(np.float32)
+            return {**encode_positions(chosen.positions, delta.shape, form.encoding), "values": values}, approximation
+
+        return compress_deltas(layer, base.kernel, target.bank, write, encode=encode)
+
+    @property
+    def _codes(self) -> BaseCodes | None:
+        return codes_of_options(self.centre_bits, self.centre_group_size)
+
+    def _bank(self, layer: SourceLayer, entries: int | None) -> BankConfig:
+        form = Sparse(rate=self.drop, entries=entries)
+        counts = [form.kept_entries(matrix) for matrix in layer.matrices.values()]
+        encoding = smallest_encoding(layer.shapes.values(), counts)
+        return BankConfig(dataclasses.replace(form, encoding=encoding), base_codes=self._codes)
+
+    def _choose(
+        self,
+        layer: int,
+        name: str,
+        expert: int,
+        delta: np.ndarray,
+        entries: int,
+        importances: Float[np.ndarray, " i"] | None,
+    ) -> "_Chosen":
+        if self.keep == "magnitude":
+            magnitudes = delta if importances is None else delta * importances[:, None]
+            return _Chosen(np.flatnonzero(largest_mask(magnitudes, entries)), np.float32(1))
+        random = self._stream(layer, _POSITIONS, name, expert)
+        positions = draw_positions(random, delta.size, entries)
+        if self.keep == "exact":
+            return _Chosen(positions, np.float32(delta.size / entries))
+        # A random part of a random set of positions: the rest only fills the storage up.
+        filling = entries - self._count(layer, name, expert, delta.size)
+        factors = np.full(entries, 1 / (1 - self.drop), np.float32)
+        factors[random.choice(entries, filling, replace=False, shuffle=False)] = 0
+        return _Chosen(positions, factors)
+
+    def _count(self, layer: int, name: str, expert: int, size: int) -> int:
+        """How many entries independent draws keep; known without weights, before anything is written."""
+        return int(self._stream(layer, _COUNT, name, expert).binomial(size, 1 - self.drop))
+
+    def _stream(self, layer: int, purpose: int, name: str, expert: int) -> np.random.Generator:
+        key = (layer, purpose, _MATRICES.index(name), expert)
+        return np.random.Generator(np.random.Philox(np.random.SeedSequence(self.seed, spawn_key=key)))
+
+
+class _Chosen(NamedTuple):
+    """Flat positions, ascending, and what the entries there are multiplied by."""
+
+    positions: np.ndarray
+    factors: np.ndarray | np.float32
+
+
+WEIGHTED_MEAN = "mean of the experts, weighted by their inputs"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class D2MoE(Method):
+    """A mean of the experts, weighted by what they are given on --calibrate, and deltas of low rank.
+
+    D2-MoE (Gu et al., 2025, "Delta Decompression for MoE-based LLMs Compression", arXiv 2502.17298), with the second
+    moments of inputs in place of Fisher information, which takes gradients, and without the pruning of the base.
+
+    Attributes:
+      keep: share of the numbers of an expert that its delta has, in (0, 1]; the ranks follow. The base comes on top.
+    """
+
+    swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.05, 0.1, 0.15, 0.25, 0.35, 0.5))
+    layouts: ClassVar[tuple[Layout, ...]] = LowRank.layouts(design="separate")
+    origin: ClassVar[str | None] = WEIGHTED_MEAN
+    needs_calibration: ClassVar[bool] = True
+
+    keep: float
+
+    def __post_init__(self) -> None:
+        self._wanted  # noqa: B018  (checks the share)
+
+    def check(self, layers: Sequence[SourceLayer]) -> None:
+        if any(layer.num_experts > layer.moe.bank_experts for layer in layers):
+            raise InputError(
+                "--extended does not go with this method: what the universal FFN counts for in a mean is not known"
+            )
+        check_calibrated(layers)
+
+    def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
+        return all_alike(layers, self._wanted, analyses, base="shared")
+
+    def compress(
+        self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
+    ) -> LayerFigures:
+        """The coders of a calibrated layer whiten the deltas."""
+        began = time.monotonic()
+        figures = compress_deltas(layer, partial(weighted_mean, layer), target.bank, write)
+        return dataclasses.replace(figures, seconds=time.monotonic() - began, choice=target.bank.form.describe())
+
+    @property
+    def _wanted(self) -> Wanted:
+        return Wanted(form=LowRank, keep=self.keep, design="separate")
+
+
+def weighted_mean(layer: SourceLayer, name: str) -> Float[np.ndarray, "i o"]:
+    """The mean of a matrix, float32, each input's row weighted with its second moment in every expert.
+
+    It is the matrix B of least `sum_k tr((W_k - B)^T diag(H_k) (W_k - B))`; where all moments are 0, the plain mean.
+
+    Raises:
+      InputError: if a weight is not finite.
+    """
+    weights = np.stack([np.diagonal(moment).astype(np.float64) for moment in moments(layer, name)])
+    totals = weights.sum(axis=0)
+    shares = np.divide(weights, totals, out=np.full_like(weights, 1 / len(weights)), where=totals > 0)
+    mean = np.zeros(layer.shapes[name], np.float32)
+    for share, kernel in zip(shares.astype(np.float32), layer.kernels(name), strict=True):
+        mean += share[:, None] * kernel.astype(np.float32, copy=False)
+    return mean

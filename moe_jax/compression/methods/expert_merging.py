@@ -1,0 +1,326 @@
+"""Methods that merge the experts of a group into one (methods.md 5): M-SMoE, MEO and Git Re-Basin.
+
+Each expert joins the most used one whose router logits are most similar to its own, as in M-SMoE (Li et al., 2024,
+"Merge, Then Compress", arXiv 2310.01334, section 3.2), with the same number of groups in every layer. The papers of MEO
+and Git Re-Basin do not group experts; here they use the same groups. The three methods differ in how the neurons of a
+group are aligned and its experts weighted.
+"""
+
+import abc
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+from scipy.cluster.hierarchy import cut_tree, linkage
+
+from moe_jax.compression.alignment.assignment import align
+from moe_jax.compression.alignment.matching import Matching
+from moe_jax.compression.calibration.expert_statistics import expert_outputs, statistics_of
+from moe_jax.compression.coding.storage import MERGED, AnyLayout
+from moe_jax.compression.methods.interface import Analysis, Base, Method, Tick, check_calibrated
+from moe_jax.compression.methods.narrower import (
+    check_full,
+    full_target,
+    neurons_of,
+    routed_biases,
+    routed_kernels,
+    write_universal,
+)
+from moe_jax.compression.report import NO_BASE, LayerFigures, Measure
+from moe_jax.compression.source_layer import SourceLayer, Write, design_matrices, unaligned
+from moe_jax.core.finite import cast
+from moe_jax.experts.forms.coding import check_keep
+from moe_jax.models import MoEConfig
+from moe_jax.nn.moe import RouterStatistics
+
+# Of the search for orders that Git Re-Basin makes.
+MOST_ROUNDS = 100
+
+
+class Groups(NamedTuple):
+    """A partition of the experts.
+
+    Attributes:
+      of: group of every expert, int32; groups are in the order of their dominant experts.
+      dominant: the most used expert of every group, ascending.
+    """
+
+    of: Int[np.ndarray, " E"]
+    dominant: Int[np.ndarray, " G"]
+
+
+class Aligned(NamedTuple):
+    """Orders of the neurons, and figures of the search for them.
+
+    Attributes:
+      permutations: int32[E, f]; neuron i of the aligned expert is neuron `permutations[k, i]` of the expert.
+      figures: of `LayerFigures`, by name: numbers and truth values.
+    """
+
+    permutations: Int[np.ndarray, "E f"]
+    figures: Mapping[str, Any] = {}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Merging(Method):
+    """The router keeps its E outputs, the bank holds G = max(1, round(keep E)) experts.
+
+    An error is that of an aligned expert against what is left of it, the one of its group.
+
+    Attributes:
+      keep: share of the experts that stays, in (0, 1].
+    """
+
+    swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.125, 0.25, 0.5, 0.75))
+    layouts: ClassVar[tuple[AnyLayout, ...]] = (MERGED,)
+    origin: ClassVar[str | None] = NO_BASE
+
+    keep: float
+
+    def __post_init__(self) -> None:
+        check_keep(self.keep)
+
+    @abc.abstractmethod
+    def align(self, layer: SourceLayer, groups: Groups, tick: Tick) -> Aligned:
+        """Finds the order of every expert's neurons."""
+
+    @abc.abstractmethod
+    def weights(self, statistics: RouterStatistics) -> Float[np.ndarray, " E"]:
+        """The weight of every expert in its group; only ratios matter."""
+
+    def group(self, layer: SourceLayer, statistics: RouterStatistics, count: int) -> Groups:
+        """Divides the experts into `count` groups."""
+        del layer
+        return group_experts(statistics, count)
+
+    def check(self, layers: Sequence[SourceLayer]) -> None:
+        check_full(layers)
+
+    def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
+        """Groups, weights in them, and aligned neurons."""
+        began = time.monotonic()
+        statistics = statistics_of(layer)
+        groups = self.group(layer, statistics, count_groups(layer.moe.routed_experts, self.keep))
+        aligned = self.align(layer, groups, tick)
+        return {
+            "groups": groups.of,
+            "dominant": groups.dominant,
+            "weights": _normalised(self.weights(statistics), groups),
+            "permutations": aligned.permutations,
+            "seconds": np.asarray(time.monotonic() - began),
+            **{f"figure_{name}": np.asarray(value) for name, value in aligned.figures.items()},
+        }
+
+    def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
+        return {
+            layer.index: full_target(layer, merged_experts=count_groups(layer.moe.routed_experts, self.keep))
+            for layer in layers
+        }
+
+    def compress(
+        self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
+    ) -> LayerFigures:
+        began = time.monotonic()
+        groups = Groups(analysis["groups"], analysis["dominant"])
+        write_universal(layer, write)
+        measure = Measure(layer.moe.routed_experts, layer.moe.expert.dim)
+        for name in layer.shapes:
+            _merge_matrix(layer, name, groups, analysis["weights"], analysis["permutations"], write, measure)
+        before = layer.leaf("groups") if layer.moe.merged_experts is not None else slice(None)
+        write("groups", groups.of[before])
+        found = {name[7:]: value.item() for name, value in analysis.items() if name.startswith("figure_")}
+        return measure.figures(
+            seconds=float(analysis["seconds"]) + time.monotonic() - began,
+            choice=describe_groups(groups),
+            uniform_usage=layer.calibration is None,
+            **found,
+        )
+
+
+def _normalised(weights: Float[np.ndarray, " E"], groups: Groups) -> Float[np.ndarray, " E"]:
+    """Weights that sum to 1 in every group; equal ones in a group that was never used."""
+    totals = np.bincount(groups.of, weights)[groups.of]
+    sizes = np.bincount(groups.of)[groups.of]
+    return np.divide(weights, totals, out=1 / sizes, where=totals > 0)
+
+
+def _merge_matrix(
+    layer: SourceLayer,
+    name: str,
+    groups: Groups,
+    weights: Float[np.ndarray, " E"],
+    permutations: Int[np.ndarray, "E f"],
+    write: Write,
+    measure: Measure,
+) -> None:
+    def aligned() -> Iterator[np.ndarray]:
+        for kernel, order in zip(routed_kernels(layer, name), permutations, strict=True):
+            yield neurons_of(name, kernel, order)
+
+    merged = np.zeros((len(groups.dominant), *layer.shapes[name]), np.float32)
+    for expert, kernel in enumerate(aligned()):
+        merged[groups.of[expert]] += np.float32(weights[expert]) * kernel
+    stored = layer.stored(name, merged)
+    del merged
+    for expert, kernel in enumerate(aligned()):
+        measure.add(expert, kernel, None, stored[groups.of[expert]].astype(np.float32))
+    write(f"experts/{name}/kernel", stored)
+
+    biases = routed_biases(layer, name)
+    if biases is not None:
+        # An output bias belongs to no neuron.
+        moved = biases if name == "down" else np.take_along_axis(biases, permutations, axis=1)
+        sums = np.zeros((len(groups.dominant), moved.shape[1]))
+        np.add.at(sums, groups.of, weights[:, None] * moved.astype(np.float64))
+        write(f"experts/{name}/bias", cast(f"the {name} biases of layer {layer.index}", sums, biases.dtype))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MSMoE(Merging):
+    """Neurons are aligned to the dominant expert of the group by an exact assignment, experts weighted by usage.
+
+    M-SMoE (Li et al., 2024, "Merge, Then Compress", arXiv 2310.01334).
+    """
+
+    def align(self, layer: SourceLayer, groups: Groups, tick: Tick) -> Aligned:
+        permutations = unaligned(layer)[: layer.moe.routed_experts]
+        if len(groups.dominant) == len(groups.of):
+            return Aligned(permutations)
+        designs = design_matrices(layer)
+        layer.forget()
+        for expert, group in enumerate(groups.of):
+            dominant = groups.dominant[group]
+            if expert != dominant:
+                permutations[expert] = align(designs[expert], designs[dominant])
+            tick((expert + 1) / len(groups.of))
+        return Aligned(permutations)
+
+    def weights(self, statistics: RouterStatistics) -> Float[np.ndarray, " E"]:
+        return statistics.usage
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MEO(Merging):
+    """Experts are weighted by their router's scores; neurons stay where they are.
+
+    "Merging Experts into One" (He et al., 2023, arXiv 2310.09832) merges the chosen experts anew for every token, by
+    its own scores. What can be stored is the mean: experts of a group are weighted by their mean probability on the
+    text.
+    """
+
+    def align(self, layer: SourceLayer, groups: Groups, tick: Tick) -> Aligned:
+        return Aligned(unaligned(layer)[: layer.moe.routed_experts])
+
+    def weights(self, statistics: RouterStatistics) -> Float[np.ndarray, " E"]:
+        return statistics.score
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GitReBasin(Merging):
+    """Every expert is aligned to the mean of all others, again and again until no order changes; plain means per group.
+
+    Weight matching of many models (Ainsworth et al., 2023, arXiv 2209.04836, algorithm 3). There the models are taken
+    in random order; here always in the order of the experts, so that results repeat.
+    """
+
+    def align(self, layer: SourceLayer, groups: Groups, tick: Tick) -> Aligned:
+        identity = unaligned(layer)[: layer.moe.routed_experts]
+        if len(groups.dominant) == len(groups.of):
+            return Aligned(identity)
+        designs = design_matrices(layer)[: layer.moe.routed_experts]
+        layer.forget()
+        matching = Matching(designs, identity)
+
+        def progress(round_: int, done: int, objective: float) -> None:
+            # How many rounds there will be is not known: each takes half of what is left.
+            tick(1 - 0.5 ** (round_ - 1 + done / len(designs)))
+
+        matching.descend(MOST_ROUNDS, progress)
+        figures = {
+            "objective": matching.objective,
+            "rounds": len(matching.objectives),
+            "converged": matching.converged,
+        }
+        return Aligned(matching.permutations, figures)
+
+    def weights(self, statistics: RouterStatistics) -> Float[np.ndarray, " E"]:
+        return np.ones(len(statistics.usage))
+
+
+def count_groups(experts: int, keep: float) -> int:
+    """G = max(1, round(keep E))."""
+    return max(1, round(keep * experts))
+
+
+def group_experts(statistics: RouterStatistics, count: int) -> Groups:
+    """The `count` most used experts are dominant; each of the others joins the one it is most similar to.
+
+    Ties go to the first expert, in usage and in similarity.
+    """
+    dominant = np.sort(np.argsort(-statistics.usage, kind="stable")[:count])
+    groups = np.argmax(statistics.similarity[:, dominant], axis=1)
+    groups[dominant] = np.arange(count)
+    return Groups(groups.astype(np.int32), dominant.astype(np.int32))
+
+
+def describe_groups(groups: Groups) -> str:
+    """Groups in words, such as `0 2 5 | 1 3 4`."""
+    return " | ".join(" ".join(map(str, np.flatnonzero(groups.of == g))) for g in range(len(groups.dominant)))
+
+
+MOST_TOKENS = 2048
+"""Over which outputs are averaged: every expert is applied to all of them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HCSMoE(Merging):
+    """Experts of similar mean outputs on --calibrate, clustered hierarchically and merged by usage; neurons stay.
+
+    HC-SMoE (Chen et al., 2024, "Retraining-Free Merging of Sparse MoE via Hierarchical Clustering", arXiv 2410.08589):
+    Euclidean distances and average linkage.
+    """
+
+    needs_calibration: ClassVar[bool] = True
+
+    def check(self, layers: Sequence[SourceLayer]) -> None:
+        super().check(layers)
+        check_calibrated(layers)
+
+    def group(self, layer: SourceLayer, statistics: RouterStatistics, count: int) -> Groups:
+        clusters = cluster_by_distance(mean_outputs(layer), count)
+        used = [np.flatnonzero(clusters == cluster) for cluster in range(count)]
+        dominant = [members[np.argmax(statistics.usage[members])] for members in used]
+        order = np.argsort(dominant)
+        return Groups(np.argsort(order)[clusters].astype(np.int32), np.asarray(dominant, np.int32)[order])
+
+    def align(self, layer: SourceLayer, groups: Groups, tick: Tick) -> Aligned:
+        return Aligned(unaligned(layer)[: layer.moe.routed_experts])
+
+    def weights(self, statistics: RouterStatistics) -> Float[np.ndarray, " E"]:
+        return statistics.usage
+
+
+def mean_outputs(layer: SourceLayer) -> Float[np.ndarray, "E d"]:
+    """Returns every expert's mean output, float64, for `MOST_TOKENS` of the layer's tokens, whoever they are routed to.
+
+    Raises:
+      InputError: if a weight is not finite.
+    """
+    rows = layer.rows
+    assert rows is not None
+    count = len(rows.inputs)
+    tokens = np.linspace(0, count - 1, min(MOST_TOKENS, count)).round().astype(np.int64)
+    sums = [
+        sum(given.sum(axis=0, dtype=np.float64) for _, given in outputs(tokens)) for outputs in expert_outputs(layer)
+    ]
+    return np.stack(sums) / len(tokens)
+
+
+def cluster_by_distance(points: Float[np.ndarray, "n d"], count: int) -> Int[np.ndarray, " n"]:
+    """Cluster of every point: the two clusters of least mean distance are united, until `count` are left."""
+    if len(points) == count:
+        return np.arange(count)
+    return cut_tree(linkage(points, method="average", metric="euclidean"), n_clusters=count)[:, 0]

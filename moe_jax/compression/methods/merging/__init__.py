@@ -1,1 +1,0 @@
-"""Methods that leave fewer experts, or narrower ones, each a full FFN."""

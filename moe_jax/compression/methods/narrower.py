@@ -1,0 +1,310 @@
+"""Methods that leave full experts with fewer neurons: `sp` and `mlp-fusion` (methods.md 5)."""
+
+import dataclasses
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import scipy.sparse
+from jaxtyping import Bool, Float, Int
+from scipy.cluster.vq import vq
+
+from moe_jax.compression.coding.pruning import largest_mask
+from moe_jax.compression.coding.storage import NARROWED, AnyLayout
+from moe_jax.compression.methods.interface import Analysis, Base, Method, Tick
+from moe_jax.compression.report import NO_BASE, LayerFigures, Measure
+from moe_jax.compression.source_layer import SourceLayer, Write, design_matrices, neuron_rows
+from moe_jax.core.errors import InputError, check_member
+from moe_jax.experts.forms.coding import DESIGNS, check_keep
+from moe_jax.experts.forms.sparse import kept_entries
+from moe_jax.experts.shapes import FFNConfig
+from moe_jax.models import BankConfig, MoEConfig
+
+
+def check_full(layers: Iterable[SourceLayer]) -> None:
+    """Raises `InputError` if the user wants the universal FFN to become one of the experts."""
+    for layer in layers:
+        if layer.num_experts > layer.moe.bank_experts:
+            raise InputError("--extended does not go with this method: it makes full experts, which share nothing")
+
+
+def full_target(layer: SourceLayer, **changes: Any) -> MoEConfig:
+    """The layer with full experts; a universal FFN stands beside them, as wide as it is.
+
+    Args:
+      layer: as it is.
+      **changes: fields of `MoEConfig`.
+    """
+    moe = layer.moe
+    target = dataclasses.replace(moe, bank=BankConfig(), extended=False, universal_dim=None, **changes)
+    if moe.universal == "none" or moe.universal_ffn == target.expert:
+        return target
+    return dataclasses.replace(target, universal_dim=moe.universal_ffn.dim)
+
+
+def routed_kernels(layer: SourceLayer, name: str) -> Iterator[np.ndarray]:
+    """One matrix of all experts that the router chooses from, float32[in, out].
+
+    Raises:
+      InputError: if a weight is not finite.
+    """
+    for expert, kernel in enumerate(layer.kernels(name)):
+        if expert == layer.moe.routed_experts:
+            return  # the universal FFN
+        yield kernel.astype(np.float32, copy=False)
+
+
+def routed_biases(layer: SourceLayer, name: str) -> np.ndarray | None:
+    """Biases of these experts, [E, out]; None where the FFN has none."""
+    biases = layer.biases(name)
+    return None if biases is None else biases[: layer.moe.routed_experts]
+
+
+def write_universal(layer: SourceLayer, write: Write) -> None:
+    """Writes the universal FFN on its own, if it is the last expert of the bank."""
+    if not layer.moe.extended:
+        return
+    for name in layer.shapes:
+        *_, last = layer.kernels(name)
+        write(f"universal/{name}/kernel", layer.stored(name, last))
+        biases = layer.biases(name)
+        if biases is not None:
+            write(f"universal/{name}/bias", biases[-1])
+
+
+def neurons_of(name: str, kernel: np.ndarray, neurons: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Some neurons of a kernel [in, out], in the order given."""
+    return kernel[neurons] if name == "down" else kernel[:, neurons]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StructuredPruning(Method):
+    """The neurons whose rows of the design matrix have the largest L1 norms; the experts become narrower.
+
+    Pruned for each matrix, a neuron that one of them has dropped contributes nothing, for act(0) = 0: only neurons that
+    all matrices keep are stored. An input bias is part of its matrix's row and goes with it; the output bias stays.
+    Errors are those of what the method stands for, the matrices pruned each on its own.
+
+    Attributes:
+      keep: share of the neurons that stays, in (0, 1].
+      design: `concat`: a neuron stays or goes as a whole; `separate`: every matrix drops its own.
+    """
+
+    swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.05, 0.1, 0.15, 0.25, 0.35, 0.5))
+    origin: ClassVar[str | None] = NO_BASE
+    layouts: ClassVar[tuple[AnyLayout, ...]] = (NARROWED,)
+
+    keep: float
+    design: Literal["concat", "separate"] = "concat"
+
+    def __post_init__(self) -> None:
+        check_keep(self.keep)
+        check_member("design", self.design, DESIGNS)
+
+    def check(self, layers: Sequence[SourceLayer]) -> None:
+        check_full(layers)
+
+    def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
+        """`kept`: bool[E, m, f], which neurons each matrix keeps."""
+        norms = np.stack([_row_norms(layer, name) for name in layer.shapes], axis=1)
+        if self.design == "concat":
+            norms = np.broadcast_to(norms.sum(axis=1, keepdims=True), norms.shape)
+        count = kept_entries(norms.shape[2], self.keep)
+        return {"kept": np.stack([[largest_mask(row, count) for row in expert] for expert in norms])}
+
+    def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
+        """Experts are as wide as the widest in layers of one shape; the others get neurons of zeros."""
+        widths: dict[FFNConfig, int] = {}
+        for layer in layers:
+            widest = int(_kept_by_all(analyses[layer.index]).sum(axis=1).max())
+            widths[layer.moe.expert] = max(1, widest, widths.get(layer.moe.expert, 0))
+        return {
+            layer.index: full_target(layer, expert=dataclasses.replace(layer.moe.expert, dim=widths[layer.moe.expert]))
+            for layer in layers
+        }
+
+    def compress(
+        self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
+    ) -> LayerFigures:
+        began = time.monotonic()
+        measure = Measure(layer.moe.routed_experts, layer.moe.expert.dim)
+        write_universal(layer, write)
+        neurons = [np.flatnonzero(expert) for expert in _kept_by_all(analysis)]
+        for index, name in enumerate(layer.shapes):
+            _write_pruned(layer, name, neurons, analysis["kept"][:, index], target.expert.dim, write, measure)
+        return measure.figures(seconds=time.monotonic() - began, choice=f"{target.expert.dim} neurons")
+
+
+def _kept_by_all(analysis: Analysis) -> Bool[np.ndarray, "E f"]:
+    """Neurons that all matrices keep."""
+    return np.all(analysis["kept"], axis=1)
+
+
+def _row_norms(layer: SourceLayer, name: str) -> np.ndarray:
+    """L1 norms of a matrix's rows of the design matrix, float64[E, f]."""
+    biases = routed_biases(layer, name) if name != "down" else None
+    norms = []
+    for expert, kernel in enumerate(routed_kernels(layer, name)):
+        norm = np.abs(neuron_rows(name, kernel)).sum(axis=1, dtype=np.float64)
+        norms.append(norm if biases is None else norm + np.abs(biases[expert].astype(np.float64)))
+    return np.stack(norms)
+
+
+def _write_pruned(
+    layer: SourceLayer,
+    name: str,
+    neurons: Sequence[Int[np.ndarray, " n"]],
+    kept: Bool[np.ndarray, "E f"],
+    width: int,
+    write: Write,
+    measure: Measure,
+) -> None:
+    dtype, narrow = layer.dtype(name), dataclasses.replace(layer.moe.expert, dim=width)
+    shape = narrow.shapes(layer.shapes["up"][0])[name]
+    kernels = np.zeros((len(neurons), *shape), dtype)
+    for expert, kernel in enumerate(routed_kernels(layer, name)):
+        count = len(neurons[expert])
+        places = slice(count) if name == "down" else (slice(None), slice(count))
+        rounded = layer.stored(name, kernel)
+        kernels[expert][places] = neurons_of(name, rounded, neurons[expert])
+        pruned = rounded.astype(np.float32) * (kept[expert][:, None] if name == "down" else kept[expert])
+        measure.add(expert, kernel, None, pruned)
+    write(f"experts/{name}/kernel", kernels)
+    biases = routed_biases(layer, name)
+    if biases is None:
+        return
+    if name != "down":
+        whole, biases = biases, np.zeros((len(neurons), width), biases.dtype)
+        for expert, places in enumerate(neurons):
+            biases[expert, : len(places)] = whole[expert, places]
+    write(f"experts/{name}/bias", biases)
+
+
+MOST_ITERATIONS = 30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MLPFusion(Method):
+    """The rows of the design matrix are clustered; a centroid stands for its cluster, and the experts become narrower.
+
+    A cluster's centroid makes its row of gate and up; its row of down is the centroid's as often as the cluster has
+    neurons. Clusters are found by Lloyd's algorithm from neurons drawn at random.
+
+    Attributes:
+      keep: number of clusters as a share of the neurons, in (0, 1].
+      seed: of the neurons that clusters begin with.
+    """
+
+    swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.05, 0.1, 0.15, 0.25, 0.35, 0.5))
+    origin: ClassVar[str | None] = NO_BASE
+    layouts: ClassVar[tuple[AnyLayout, ...]] = (NARROWED,)
+
+    keep: float
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_keep(self.keep)
+        if self.seed < 0:
+            raise InputError(f"seed={self.seed} must not be negative")
+
+    def check(self, layers: Sequence[SourceLayer]) -> None:
+        check_full(layers)
+
+    def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
+        return {
+            layer.index: full_target(
+                layer, expert=dataclasses.replace(layer.moe.expert, dim=kept_entries(layer.moe.expert.dim, self.keep))
+            )
+            for layer in layers
+        }
+
+    def compress(
+        self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
+    ) -> LayerFigures:
+        began = time.monotonic()
+        write_universal(layer, write)
+        count, experts = target.expert.dim, layer.moe.routed_experts
+        stored = {
+            name: np.zeros((experts, *shape), layer.dtype(name))
+            for name, shape in target.expert.shapes(layer.shapes["up"][0]).items()
+        }
+        biases = {name: _room(layer, name, count) for name in layer.shapes if layer.moe.expert.bias}
+        measure = Measure(experts, layer.moe.expert.dim)
+        designs = design_matrices(layer)[:experts]
+        layer.forget()
+        for expert in range(experts):
+            design = designs[expert].astype(np.float32, copy=False)
+            designs[expert] = np.empty((0, 0))
+            labels = cluster(design, count, seed=self.seed)
+            self._fuse(layer, design, labels, expert, stored, biases, measure)
+        for name, kernels in stored.items():
+            write(f"experts/{name}/kernel", kernels)
+        for name, values in biases.items():
+            write(f"experts/{name}/bias", values)
+        return measure.figures(seconds=time.monotonic() - began, choice=f"{count} neurons")
+
+    def _fuse(
+        self,
+        layer: SourceLayer,
+        design: Float[np.ndarray, "f D"],
+        labels: Int[np.ndarray, " f"],
+        expert: int,
+        stored: Mapping[str, np.ndarray],
+        biases: Mapping[str, np.ndarray],
+        measure: Measure,
+    ) -> None:
+        """Fills in one expert, and measures every neuron against its centroid."""
+        count = next(iter(stored.values())).shape[2]
+        sums, sizes = _sums(design, labels, count)
+        d_model, start = layer.shapes["up"][0], 0
+        for name, kernels in stored.items():
+            rows = slice(start, start + d_model)
+            centroids = sums[:, rows] / np.maximum(sizes, 1)[:, None]
+            made = sums[:, rows] if name == "down" else centroids
+            kernels[expert] = layer.stored(name, neuron_rows(name, made))
+            means = np.ascontiguousarray(neuron_rows(name, centroids[labels]))
+            measure.add(expert, np.ascontiguousarray(neuron_rows(name, design[:, rows])), None, means)
+            start = rows.stop
+            if name in biases and name != "down":
+                biases[name][expert] = sums[:, start] / np.maximum(sizes, 1)
+                start += 1
+
+
+def cluster(points: Float[np.ndarray, "n D"], count: int, *, seed: int) -> Int[np.ndarray, " n"]:
+    """Cluster of every point, by Lloyd's algorithm; every point its own where there are as many clusters.
+
+    OTT's k-means traces its loop anew for every call, which takes seconds each; SciPy's distances are one matrix
+    product as well.
+
+    Args:
+      points: float32.
+      count: of clusters; some may stay empty where points coincide.
+      seed: of the points that are the first centroids.
+    """
+    if count >= len(points):
+        return np.arange(len(points))
+    centroids = points[np.random.default_rng(seed).choice(len(points), count, replace=False)]
+    labels = np.full(len(points), -1)
+    for _ in range(MOST_ITERATIONS):
+        before, (labels, _) = labels, vq(points, centroids, check_finite=False)
+        if np.array_equal(labels, before):
+            break
+        sums, sizes = _sums(points, labels, count)
+        centroids[sizes > 0] = sums[sizes > 0] / sizes[sizes > 0, None]
+    return labels
+
+
+def _sums(
+    design: Float[np.ndarray, "f D"], labels: Int[np.ndarray, " f"], count: int
+) -> tuple[Float[np.ndarray, "k D"], Int[np.ndarray, " k"]]:
+    """Sum of the points of every cluster, and their number."""
+    ones = np.ones(len(labels), np.float32)
+    member = scipy.sparse.csr_array((ones, (labels, np.arange(len(labels)))), shape=(count, len(labels)))
+    return member @ design, np.bincount(labels, minlength=count)
+
+
+def _room(layer: SourceLayer, name: str, count: int) -> np.ndarray:
+    biases = routed_biases(layer, name)
+    assert biases is not None
+    return biases if name == "down" else np.zeros((len(biases), count), biases.dtype)

@@ -1,0 +1,350 @@
+"""Compresses a trained MoE, layer by layer; with several processes, each has its own layers."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from moe_jax.compression.board import AnalysisStore, Board
+from moe_jax.compression.calibration.recorded import NOT_YET_RECORDED, Calibration
+from moe_jax.compression.calibration.sensitivities import check_full_experts
+from moe_jax.compression.methods.interface import Analysis, Base, Method, check_base
+from moe_jax.compression.report import LayerFigures, LayerReport, Report
+from moe_jax.compression.source_layer import SourceLayer, Write
+from moe_jax.core.errors import InputError
+from moe_jax.core.finite import DoesNotFit
+from moe_jax.core.formatting import count_bytes
+from moe_jax.core.terminal import Progress, no_progress
+from moe_jax.distributed.processes import check_equal, first_decides, gathered, gathered_arrays, is_first_process
+from moe_jax.files.staging import check_target
+from moe_jax.files.storage_path import as_path
+from moe_jax.model_io.in_memory import Destination, InMemory, ModelWriter, open_writer
+from moe_jax.model_io.leaves_to_write import dealt
+from moe_jax.model_io.lineage import new_lineage_entry
+from moe_jax.model_io.loading import check_leaves, leaf_specs
+from moe_jax.model_io.model_source import ModelSource
+from moe_jax.model_io.tuned_base import StoredLeaves, is_tuned
+from moe_jax.models import LayerConfig, ModelConfig, MoEConfig, config_to_json
+
+T = TypeVar("T")
+
+OnLayer = Callable[[int, LayerFigures, int], None]
+"""Called with the index of a finished layer, its figures, and the bytes of its experts now."""
+
+
+def compress(
+    source: ModelSource,
+    dst: Destination,
+    method: Method,
+    *,
+    base: ModelSource | None = None,
+    extended: bool = False,
+    layers: Iterable[int] | None = None,
+    calibration: Calibration | None = None,
+    described: Mapping[str, Any],
+    progress: Progress = no_progress,
+    on_layer: OnLayer = lambda layer, figures, nbytes: None,
+) -> Report:
+    """Writes a model with its experts compressed. Memory holds one layer at a time.
+
+    A job that was killed continues when it is started again with the same options.
+
+    Several processes that make the same call write one directory together. A layer is the work of one of them, which
+    reads, analyses, compresses and writes it; each process copies its share of the other leaves. All processes get the
+    analyses, by which the layers share a budget, and plan the same. The result is that of one process, to the last bit.
+    If the target is in memory, every process makes and has all of it.
+
+    Args:
+      source: a model with MoE layers, whatever their banks.
+      dst: the model directory to write, or memory.
+      method: the method of compression.
+      base: the dense model that the experts came from. Without it, a bank's own base, or the mean of the experts.
+      extended: the universal FFN beside each bank becomes one more of its deltas.
+      layers: the MoE layers to compress; None: all. The others stay as they are.
+      calibration: recorded inputs of the experts on a text. Without it, all inputs and all experts count alike.
+      described: the options as the user gave them: for the lineage, and to recognise the job.
+      progress: called in the first process at the start and after every compressed layer, whichever process did it.
+      on_layer: called there for every compressed layer in order, also for those that a killed job had done.
+
+    Raises:
+      InputError: if the model has no experts, an option does not fit it, weights are not finite, `dst` exists, or
+        processes were given different arguments. Nothing is left behind by one process, or if the first one fails.
+      OSError: if the disk is full. Finished work stays beside `dst`, to be continued.
+    """
+    shared = isinstance(dst, Path)
+    decided = first_decides if shared else _decide_alone
+    if isinstance(dst, Path):
+        first_decides(lambda: check_target(dst, buckets=True))
+    indices = choose_layers(source.config, layers)
+    if extended:
+        _check_universal(source.config, indices)
+    if base is not None:
+        check_base(base.config, source.config, indices)
+        check_leaves(leaf_specs(base.config), base.specs(), str(base.path))
+    check_leaves(leaf_specs(source.config), source.specs(), str(source.path))
+    if method.origin is not None and base is not None:
+        raise InputError(f"--base does not go with this method: it takes the {method.origin}")
+
+    def open_layer(i: int) -> SourceLayer:  # anew every time: it keeps what it read last
+        universal = extended and source.config.moe(i).universal_beside
+        recorded = None if calibration is None else calibration.layers[i]
+        return SourceLayer(source, i, with_universal=universal, calibration=recorded)
+
+    method.check([open_layer(i) for i in indices])
+    read = [source, *([base] if base is not None else []), *([calibration.text] if calibration is not None else [])]
+    # One process is enough to take the fingerprints, for which it reads a little of every leaf.
+    entry = decided(lambda: new_lineage_entry("compress", described, read))
+    job = {name: entry[name] for name in ("options", "sources")}
+    if shared:
+        given = {name: str(value) for name, value in described.items()}
+        check_equal({"the options": given, "the model": config_to_json(source.config)})
+    # Not in a bucket: there they are made again.
+    on_disk = None if isinstance(dst, InMemory) else as_path(dst).on_disk
+    with contextlib.nullcontext() if on_disk is None else AnalysisStore(on_disk, job) as store:
+        analyses = _analyse(method, open_layer, _expert_sizes(source, indices), store, progress, shared=shared)
+        planned = method.plan([open_layer(i) for i in indices], analyses)
+        config = dataclasses.replace(source.config, layers=_replaced(source.config.layers, planned))
+        if shared:
+            check_equal({"what layers are to become": config_to_json(config)})
+        writer = open_writer(
+            dst,
+            config,
+            tokenizer_files=source.tokenizer_files,
+            lineage=[*source.lineage, entry],
+            resume=True,
+        )
+
+        def compress_layer(i: int, write: Write) -> LayerFigures:
+            layer = open_layer(i)
+            try:
+                return method.compress(layer, Base(layer, base), config.moe(i), write, analyses[i])
+            except DoesNotFit as error:
+                raise InputError(f"layer {i}: {error}, for the whole model, with moe-jax convert --dtype") from None
+
+        with writer:
+            figures = _write(source, config, indices, compress_layer, writer, progress, on_layer, shared=shared)
+            written = writer.read_back()
+            origins = {i: method.origin or Base(open_layer(i), base).origin for i in indices}
+            report = _report(decided(lambda: _sizes(source, written, indices)), origins, figures)
+            writer.lineage[-1]["measured"] = report.to_json()
+    return report
+
+
+def _analyse(
+    method: Method,
+    open_layer: Callable[[int], SourceLayer],
+    sizes: Mapping[int, int],
+    store: AnalysisStore | None,
+    progress: Progress,
+    *,
+    shared: bool,
+) -> dict[int, Analysis]:
+    """Returns the analyses of all layers, in every process."""
+    if type(method).analyse is Method.analyse:
+        return {i: {} for i in sizes}
+    analyses: dict[int, Analysis] = {} if store is None else store.known(sizes)
+    before = (first_decides if shared else _decide_alone)(lambda: sorted(analyses))
+    owners = dealt({i: size for i, size in sizes.items() if i not in before})
+    board = Board("analysing", tuple(sizes), progress, shared=shared)
+    for i in sizes:
+        if i in before:
+            if is_first_process():
+                board.done(i, None)
+        elif not shared or owners[i] == jax.process_index():
+            analyses[i] = method.analyse(open_layer(i), board.working)
+            if store is not None and analyses[i]:
+                store.put(i, analyses[i])
+            board.done(i, None)
+    if not shared:
+        return analyses
+    board.wait()
+    arrays = gathered_arrays({f"{i}/{name}": array for i, one in analyses.items() for name, array in one.items()})
+    return {i: dict(_below(arrays, i)) for i in sizes}
+
+
+def _below(arrays: Mapping[str, np.ndarray], layer: int) -> Iterable[tuple[str, np.ndarray]]:
+    prefix = f"{layer}/"
+    return ((name.removeprefix(prefix), array) for name, array in arrays.items() if name.startswith(prefix))
+
+
+def choose_layers(config: ModelConfig, layers: Iterable[int] | None) -> tuple[int, ...]:
+    """Returns the layers to compress, ascending.
+
+    Raises:
+      InputError: if the model has no experts, or adapters, or a layer is not one of its MoE layers; all are listed.
+    """
+    if not config.moe_layers:
+        raise InputError("the model is dense: it has no experts to compress; moe-jax upcycle makes an MoE of it")
+    if is_tuned(config):
+        raise InputError("the model has adapters, LoRA or NF4 kernels: compress its base, and adapt what comes out")
+    if layers is None:
+        return config.moe_layers
+    chosen = sorted(set(layers))
+    others = ", ".join(str(i) for i in chosen if i not in config.moe_layers)
+    if others or not chosen:
+        known = ", ".join(map(str, config.moe_layers))
+        raise InputError(f"--layers: {others or 'none'} of the model's MoE layers, which are {known}")
+    return tuple(chosen)
+
+
+def check_before_calibration(source: ModelSource, method: Method, layers: Iterable[int], *, extended: bool) -> None:
+    """Raises `InputError` if a method does not fit a model on any text, before a calibration that takes long.
+
+    Args:
+      source: the model.
+      method: the method of compression.
+      layers: to compress, from `choose_layers`.
+      extended: see `compress`.
+    """
+    layers = tuple(layers)
+    if method.needs_sensitivities:
+        check_full_experts(source.config)
+    if extended:
+        _check_universal(source.config, layers)
+    universal = {i: extended and source.config.moe(i).universal_beside for i in layers}
+    method.check([SourceLayer(source, i, with_universal=universal[i], calibration=NOT_YET_RECORDED) for i in layers])
+
+
+def _check_universal(config: ModelConfig, layers: Iterable[int]) -> None:
+    without = [i for i in layers if config.moe(i).universal == "none"]
+    if without:
+        some = ", ".join(map(str, without[:4])) + (", ..." if len(without) > 4 else "")
+        raise InputError(f"--extended: there is no universal FFN in layers {some}; leave it out, or choose --layers")
+    for i in layers:
+        moe = config.moe(i)
+        if moe.universal_ffn != moe.expert:
+            raise InputError(
+                f"--extended: the universal FFN of layer {i} is {moe.universal_ffn.dim} wide and its experts "
+                f"{moe.expert.dim}, so that they cannot share a base; leave it out, or choose --layers"
+            )
+
+
+def _replaced(layers: tuple[LayerConfig, ...], planned: Mapping[int, MoEConfig]) -> tuple[LayerConfig, ...]:
+    return tuple(
+        dataclasses.replace(layer, mlp=planned[i]) if i in planned else layer for i, layer in enumerate(layers)
+    )
+
+
+def _write(
+    source: ModelSource,
+    config: ModelConfig,
+    indices: Sequence[int],
+    compress_layer: Callable[[int, Write], LayerFigures],
+    writer: ModelWriter,
+    progress: Progress,
+    on_layer: OnLayer,
+    *,
+    shared: bool,
+) -> dict[int, LayerFigures]:
+    """Writes all leaves that are not on the disk yet, and returns the figures of every compressed layer."""
+    stored = source.specs()
+    by_layer: dict[int, list[str]] = {}
+    specs = leaf_specs(config)
+    for path in specs:
+        by_layer.setdefault(int(path.split("/")[1]) if path.startswith("layers/") else -1, []).append(path)
+    notes = {int(name): note for name, note in writer.notes(map(str, indices)).items()}
+    # Figures may be noted before or after the last leaves of a layer are on the disk: both have to be there.
+    left = [i for i in indices if not (i in notes and writer.done.issuperset(by_layer[i]))]
+    owners = _distribute(source, writer, by_layer, left)
+    board = Board(
+        "compressing",
+        indices,
+        progress,
+        in_turn=lambda i, note: on_layer(i, LayerFigures.from_note(note["figures"]), note["nbytes"]),
+        shared=shared,
+    )
+    for i, paths in by_layer.items():
+        made: set[str] = set()
+        size, whole = 0, count_bytes(specs[path] for path in paths if path.startswith(f"layers/{i}/mlp/experts/"))
+        mine = i in left and (not shared or owners[i] == jax.process_index())
+        if mine:
+
+            def write(below: str, leaf: np.ndarray, i: int = i, made: set[str] = made, whole: int = whole) -> None:
+                nonlocal size
+                path = f"layers/{i}/mlp/{below}"
+                made.add(path)
+                size += leaf.nbytes
+                if path not in writer.done:
+                    writer.write({path: leaf})
+                # A layer may take minutes: its progress is shown before it is done.
+                board.working(min(1.0, size / whole))
+
+            figures = compress_layer(i, write)
+            notes[i] = {"figures": dataclasses.asdict(figures), "nbytes": size}
+            writer.note(str(i), notes[i])
+        for path in paths:
+            if path in stored and path not in made and path not in writer.done and writer.mine(path):
+                writer.write({path: source.read(path)})
+        if mine or (i in indices and i not in left and is_first_process()):
+            board.done(i, notes[i])
+    board.wait()
+    if shared:
+        notes = {int(i): note for one in gathered(notes) for i, note in one.items()}
+    board.complete(notes)
+    return {i: LayerFigures.from_note(notes[i]["figures"]) for i in indices}
+
+
+def _distribute(
+    source: ModelSource, writer: ModelWriter, by_layer: Mapping[int, Sequence[str]], left: Sequence[int]
+) -> dict[int, int]:
+    """Distributes the remaining work: returns which process compresses each layer, and which copies each other leaf."""
+    stored, sizes = source.specs(), _expert_sizes(source, left)
+    of_experts = {path for i in left for path in by_layer[i] if path.startswith(f"layers/{i}/mlp/")}
+    copied = [path for paths in by_layer.values() for path in paths if path not in of_experts | writer.done]
+    owners = dealt({**sizes, **{path: _nbytes(stored[path]) for path in copied if path in stored}})
+    layers = {i: owners[i] for i in left}
+    writer.deal(
+        {path: owners[path] for path in copied if path in owners}
+        | {path: layers[i] for i in left for path in by_layer[i] if path in of_experts}
+    )
+    return layers
+
+
+def _expert_sizes(source: ModelSource, layers: Iterable[int]) -> dict[int, int]:
+    """Returns the bytes of the experts of each layer, with the rest of their MoE, by which the work is shared."""
+    sizes = dict.fromkeys(layers, 0)
+    for path, spec in source.specs().items():
+        names = path.split("/")
+        if names[0] == "layers" and names[2] == "mlp" and int(names[1]) in sizes:
+            sizes[int(names[1])] += _nbytes(spec)
+    return sizes
+
+
+def _nbytes(spec: jax.ShapeDtypeStruct) -> int:
+    return spec.size * np.dtype(spec.dtype).itemsize
+
+
+def _decide_alone(action: Callable[[], T]) -> T:
+    """Does for one process what `first_decides` does for several."""
+    return action()
+
+
+def _sizes(source: ModelSource, written: StoredLeaves, layers: Sequence[int]) -> dict[str, list[int]]:
+    """Returns the bytes before and after: of the experts of every layer, and of everything."""
+    return {
+        "experts before": [_expert_bytes(source.specs(), source.stored_bytes, i) for i in layers],
+        "experts after": [_expert_bytes(written.specs, written.stored_bytes, i) for i in layers],
+        "all": [sum(map(source.stored_bytes, source.specs())), sum(map(written.stored_bytes, written.specs))],
+    }
+
+
+def _report(
+    sizes: Mapping[str, Sequence[int]], origins: Mapping[int, str], figures: Mapping[int, LayerFigures]
+) -> Report:
+    layers = tuple(
+        LayerReport(layer=i, base=origin, bytes_before=before, bytes_after=after, **dataclasses.asdict(figures[i]))
+        for (i, origin), before, after in zip(
+            origins.items(), sizes["experts before"], sizes["experts after"], strict=True
+        )
+    )
+    return Report(layers=layers, bytes_before=sizes["all"][0], bytes_after=sizes["all"][1])
+
+
+def _expert_bytes(paths: Iterable[str], stored_bytes: Callable[[str], int], layer: int) -> int:
+    """Returns the bytes of a layer's experts and universal FFN, wherever that FFN is."""
+    prefixes = (f"layers/{layer}/mlp/experts/", f"layers/{layer}/mlp/universal/")
+    return sum(stored_bytes(path) for path in paths if path.startswith(prefixes))
