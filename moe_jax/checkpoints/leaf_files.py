@@ -15,7 +15,7 @@ from moe_jax.checkpoints.orbax_store import PARTIAL, finalize_groups, read_leaf,
 from moe_jax.checkpoints.zarr_arrays import STATE, Part, ZarrArray, read_zarr_arrays
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.processes import first_decides
-from moe_jax.files.fingerprint import fingerprint_leaves
+from moe_jax.files.byte_files import fingerprint_leaves
 from moe_jax.files.regular_files import Directory, HeldDirectory, hold
 from moe_jax.files.storage_path import as_path
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from moe_jax.checkpoints.zarr_arrays import STATE, chunk_name
 from moe_jax.distributed.processes import first_decides, is_first_process, wait_for_all
-from moe_jax.files.remote.traffic import count
+from moe_jax.files.regular_files import count_traffic
 from moe_jax.files.storage_path import StoragePath, as_path
 
 COMPLETED = "_CHECKPOINT_METADATA"
@@ -109,7 +109,7 @@ class ShardWriter:
     def _write_chunks(self, path: str, chunks: list[tuple[tuple[int, ...], np.ndarray]]) -> None:
         folder = self._folder(path)
         folder.mkdir(parents=True, exist_ok=True)
-        count(written=sum(chunk.nbytes for _, chunk in chunks))
+        count_traffic(written=sum(chunk.nbytes for _, chunk in chunks))
         folder.map(lambda chunk: (folder / chunk_name(chunk[0])).write_durably(_bytes_of(chunk[1])), chunks)
 
     def _write_metadata(self, path: str, shape: tuple[int, ...], dtype: np.dtype, grid: tuple[int, ...]) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from absl import logging as absl_logging
 from etils.epath.gpath import PosixGPath
 
-from moe_jax.checkpoints.steps_in_bucket import StepsInBucket
+from moe_jax.checkpoints.saved_state import StepsInBucket
 from moe_jax.core.errors import InputError, first_line
 from moe_jax.distributed.processes import first_decides, is_first_process
 from moe_jax.files.storage_path import as_path

@@ -17,10 +17,9 @@ import ml_dtypes
 import numpy as np
 
 from moe_jax.core.errors import InputError
-from moe_jax.files.boxes import fresh, read_box
-from moe_jax.files.fingerprint import sample_bytes
+from moe_jax.files.byte_files import sample_bytes
 from moe_jax.files.json_toml import read_json_object
-from moe_jax.files.regular_files import Directory, HeldDirectory
+from moe_jax.files.regular_files import Directory, HeldDirectory, fresh, read_box
 from moe_jax.files.storage_path import as_path
 
 T = TypeVar("T")

@@ -47,21 +47,9 @@ class Options:
 
 
 GROUPS = {
-    "recipe": (
-        "set",
-        "keys",
-    ),
-    "runs that were begun": (
-        "resume",
-        "restart",
-        "skip_batches",
-    ),
-    "compiling for machines that are not there": (
-        "compile_only",
-        "topology",
-        "config",
-        "json",
-    ),
+    "recipe": ("set", "keys"),
+    "runs that were begun": ("resume", "restart", "skip_batches"),
+    "compiling for machines that are not there": ("compile_only", "topology", "config", "json"),
 }
 EXAMPLES = """
 moe-jax train recipe.toml --set model.path=moe train.steps=1000

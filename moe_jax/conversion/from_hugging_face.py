@@ -27,11 +27,10 @@ from moe_jax.files.json_toml import read_json_object
 from moe_jax.files.resume import require_space
 from moe_jax.files.staging import check_target, refuse_existing
 from moe_jax.files.storage_path import as_path
-from moe_jax.model_io.hub import local_model, why_a_path
 from moe_jax.model_io.in_memory import InMemory, open_writer
-from moe_jax.model_io.lineage import new_lineage_entry
+from moe_jax.model_io.leaves_to_write import ZeroExperts, zero_experts_line
+from moe_jax.model_io.lineage import local_model, new_lineage_entry, why_a_path
 from moe_jax.model_io.loading import leaf_specs
-from moe_jax.model_io.zero_experts import ZeroExperts, zero_experts_line
 
 
 def convert(

@@ -15,7 +15,7 @@ from moe_jax.conversion.formats.tensors import TensorEntry
 from moe_jax.conversion.formats.torch_file import read_torch_file
 from moe_jax.conversion.hf_config import read_hf_config
 from moe_jax.core.errors import InputError, raise_if_any, shown
-from moe_jax.files.fingerprint import fingerprint_files
+from moe_jax.files.byte_files import fingerprint_files
 from moe_jax.files.json_toml import read_json_object
 from moe_jax.files.regular_files import hold
 from moe_jax.files.storage_path import as_path

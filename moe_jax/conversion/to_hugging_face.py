@@ -25,10 +25,9 @@ from moe_jax.core.errors import InputError, check_member
 from moe_jax.core.finite import REMEDY, check_finite, check_fits
 from moe_jax.core.formatting import parse_bytes
 from moe_jax.core.terminal import ByteProgress, console_for_tables
-from moe_jax.files.local_paths import check_beside
-from moe_jax.files.remote.remote_work import RemoteWork
+from moe_jax.files.remote_work import RemoteWork
 from moe_jax.files.resume import Workplace, open_work, require_space
-from moe_jax.files.staging import check_target, refuse_existing
+from moe_jax.files.staging import check_beside, check_target, refuse_existing
 from moe_jax.files.storage_path import as_path
 from moe_jax.files.tokenizer_files import list_tokenizer_files, read_tokenizer_file
 from moe_jax.model_io.lineage import LINEAGE_FILE, job_of, new_lineage_entry

@@ -28,11 +28,10 @@ from moe_jax.core.errors import InputError, raise_if_any
 from moe_jax.core.finite import cast
 from moe_jax.distributed.processes import fail_together, first_decides, has_joined, is_first_process
 from moe_jax.files.json_toml import read_json_object
-from moe_jax.files.local_paths import check_beside
 from moe_jax.files.regular_files import hold
-from moe_jax.files.remote.remote_work import RemoteWork
+from moe_jax.files.remote_work import RemoteWork
 from moe_jax.files.resume import open_work
-from moe_jax.files.staging import check_target
+from moe_jax.files.staging import check_beside, check_target
 from moe_jax.files.storage_path import StoragePath, as_path
 from moe_jax.files.tokenizer_files import list_tokenizer_files, read_tokenizer_file, tokenizer_files_in
 from moe_jax.model_io.leaves_to_write import ExpectedLeaves
@@ -136,7 +135,7 @@ class ModelDirectoryWriter:
 
     Everything is written to `.NAME.partial` beside the target, which is renamed when the block ends without an error.
     After an error it is removed, unless the writer is resumable and the error is not an `InputError`: then the same job
-    can continue later. In a bucket there is no such folder: `files.remote.remote_work` says how that works.
+    can continue later. In a bucket there is no such folder: `files.remote_work` says how that works.
 
     With several processes every process makes the same calls, and each writes its own leaves: `mine` says which, and
     leaves that only others write need not be read or computed. They are assigned by their bytes, or by `deal`. A leaf

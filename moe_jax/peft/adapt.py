@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from moe_jax.checks.predictions import ProbeText, TextComparison
-from moe_jax.checks.step0 import Probe, Step0
+from moe_jax.checks.step0 import Probe, ProbeText, Step0, TextComparison
 from moe_jax.core.draws import draw_factor, draw_router, stream
 from moe_jax.core.errors import InputError, check_member, flag_of, nearest, raise_if_any, shown
 from moe_jax.core.formatting import count_bytes

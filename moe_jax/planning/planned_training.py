@@ -16,8 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from moe_jax.core.errors import InputError
 from moe_jax.core.memory import resident_memory, total_memory
 from moe_jax.data.sections import DataSection
-from moe_jax.distributed.batch_placement import check_batch_divides
-from moe_jax.distributed.sharding import AXES, mesh_sizes, path_name
+from moe_jax.distributed.sharding import AXES, check_batch_divides, mesh_sizes, path_name
 from moe_jax.experts.devices import spec_on_mesh
 from moe_jax.models import ModelConfig
 from moe_jax.planning.compile_only import DoesNotFit, bytes_of, compiled_step, is_tight

@@ -13,7 +13,7 @@ import numpy as np
 import tokenizers
 from jaxtyping import Array, Float, Int
 
-from moe_jax.checks.step0 import StreamedModel
+from moe_jax.checks.streamed_layers import StreamedModel
 from moe_jax.core.errors import InputError, first_sentence, shown
 from moe_jax.core.formatting import show_bytes
 from moe_jax.core.memory import available_memory

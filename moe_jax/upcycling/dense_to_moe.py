@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax.checks.predictions import ProbeText, TextComparison
-from moe_jax.checks.step0 import Probe, Step0, probe_tokens
+from moe_jax.checks.step0 import Probe, ProbeText, Step0, TextComparison, probe_tokens
 from moe_jax.core.errors import InputError, raise_if_any
 from moe_jax.core.formatting import count_bytes, count_parameters
 from moe_jax.core.terminal import Progress, no_progress

@@ -95,7 +95,7 @@ def _command(arguments: Sequence[str], *, hide_full_disk: bool, cache: str | Non
     import jax
 
     from moe_jax.checkpoints import leaf_files
-    from moe_jax.commands.line import cli
+    from moe_jax.commands import cli
 
     leaf_files.GROUP_BYTES = GROUP_BYTES
     if hide_full_disk:
@@ -107,7 +107,7 @@ def _command(arguments: Sequence[str], *, hide_full_disk: bool, cache: str | Non
 
 
 def main() -> NoReturn:
-    from moe_jax.commands.line import cli
+    from moe_jax.commands import cli
 
     warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
     work = ("api.train", "conversion", "upcycling", "compression", "peft.adapt", "peft.merge")

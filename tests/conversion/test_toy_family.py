@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moe_jax.api.open_source import open_source
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.conversion.families import FAMILIES
 from moe_jax.conversion.families.family import Family
 from moe_jax.conversion.families.usual_keys import (

@@ -33,7 +33,7 @@ def compile_for(folder, topology: str, *overrides: str) -> subprocess.CompletedP
     clean = {key: value for key, value in os.environ.items() if key not in ("JAX_PLATFORMS", "XLA_FLAGS")}
     arguments = ["--compile-only", "--topology", topology, "--json", *(("--set", *overrides) if overrides else ())]
     return subprocess.run(
-        [sys.executable, "-m", "moe_jax.commands.line.cli", "train", "recipe.toml", *arguments],
+        [sys.executable, "-m", "moe_jax.commands.cli", "train", "recipe.toml", *arguments],
         cwd=folder,
         env=clean | {"PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig
 from moe_jax.planning import compile_only, planned_devices, planned_training
@@ -267,7 +267,7 @@ def test_bytes_of_a_slice_are_those_of_compile_only(folder):
     clean = {key: value for key, value in os.environ.items() if key not in ("JAX_PLATFORMS", "XLA_FLAGS")}
     # Both in one process, whose environment has to be described before JAX is imported.
     both = (
-        "from moe_jax.commands.line.cli import main\n"
+        "from moe_jax.commands.cli import main\n"
         "main(['plan', '--train', 'recipe.toml', '--platform', 'v5e:2x2', '--json'])\nprint('---')\n"
         "main(['train', 'recipe.toml', '--compile-only', '--topology', 'v5e:2x2', '--json'])\n"
     )

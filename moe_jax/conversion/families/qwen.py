@@ -16,7 +16,7 @@ from moe_jax.conversion.families.usual_keys import (
 )
 from moe_jax.conversion.table import Ignored, Row, Tied, linear, norm
 from moe_jax.core.errors import InputError
-from moe_jax.data.tokens.tiktoken_file import qwen_tokenizer
+from moe_jax.data.tiktoken_file import qwen_tokenizer
 from moe_jax.models import AttentionConfig, FFNConfig, ModelConfig, RopeConfig
 
 # They act only beyond `seq_length`: there scores grow with the logarithm of the position, and the rotation depends on

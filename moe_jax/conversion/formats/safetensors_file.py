@@ -20,8 +20,8 @@ from moe_jax.conversion.formats.tensors import DTYPE_BITS, DTYPES, MAX_RANK, Ten
 from moe_jax.core.errors import InputError, nearest, shown
 from moe_jax.files.byte_files import ByteFile, open_bytes
 from moe_jax.files.json_toml import MAX_BYTES, parse_json
-from moe_jax.files.remote import traffic
-from moe_jax.files.remote.remote_work import RemoteWork
+from moe_jax.files.regular_files import count_traffic
+from moe_jax.files.remote_work import RemoteWork
 from moe_jax.files.resume import Workplace
 from moe_jax.files.storage_path import as_path
 
@@ -305,7 +305,7 @@ class BucketShards(ShardWriter):
                 return
             del self._begun[file], shard
         as_path(self._directory / file).write_durably(whole.data)
-        traffic.count(written=whole.size)
+        count_traffic(written=whole.size)
         self._work.mark(file)
 
     def sync(self) -> bool:

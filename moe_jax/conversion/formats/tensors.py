@@ -12,8 +12,8 @@ import ml_dtypes
 import numpy as np
 
 from moe_jax.core.errors import InputError, shown
+from moe_jax.files import regular_files
 from moe_jax.files.byte_files import ByteFile, open_bytes
-from moe_jax.files.remote import traffic
 
 # Dtypes in which parameters may be stored, by their names in safetensors.
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
@@ -197,7 +197,7 @@ def check_crc(file: ByteFile, expected: Checksum) -> None:
 
 def _read_at(file: ByteFile, position: int, out: memoryview) -> None:
     got = file.read_at(position, out)
-    traffic.count(read=got)
+    regular_files.count_traffic(read=got)
     if got < len(out):
         raise InputError(f"{file.path} ended while it was read; it is truncated, fetch it again")
 

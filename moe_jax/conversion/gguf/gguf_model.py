@@ -17,8 +17,7 @@ from moe_jax.conversion.gguf.gguf_header import GGUFHeader, read_gguf_header, re
 from moe_jax.conversion.gguf.gguf_vocabulary import tokenizer_of
 from moe_jax.conversion.hf_config import read_hf_config
 from moe_jax.core.errors import InputError, raise_if_any, shown
-from moe_jax.files.byte_files import open_bytes
-from moe_jax.files.fingerprint import fingerprint_files
+from moe_jax.files.byte_files import fingerprint_files, open_bytes
 from moe_jax.files.storage_path import as_path
 
 MAX_FILES = 10_000

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from moe_jax.checkpoints import leaf_files
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.compression import compress, make_method
 from moe_jax.compression.coding.coder import LeastError
 from moe_jax.compression.coding.write_experts import stored_base

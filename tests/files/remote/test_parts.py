@@ -8,9 +8,8 @@ from moe_jax.checkpoints.leaf_files import LeafReader
 from moe_jax.checkpoints.leaf_shards import ShardWriter
 from moe_jax.checkpoints.orbax_store import read_leaf
 from moe_jax.core.errors import InputError
-from moe_jax.files.boxes import read_box
-from moe_jax.files.regular_files import hold
-from moe_jax.files.remote import traffic
+from moe_jax.files import regular_files
+from moe_jax.files.regular_files import hold, read_box
 from moe_jax.files.storage_path import as_path
 
 BOXES = [
@@ -35,11 +34,11 @@ def test_a_box_of_a_file(bucket, tmp_path, place, shape, box):
     folder = where(place, tmp_path)
     (folder / "file").write_bytes(array.tobytes())
     out = np.empty_like(array[box])
-    before = traffic.total()
+    before = regular_files.traffic_so_far()
     read_box(hold(folder), "file", shape, box, out)
     np.testing.assert_array_equal(out, array[box])
     if place == "disk":
-        assert (traffic.total() - before).read == out.nbytes
+        assert (regular_files.traffic_so_far() - before).read == out.nbytes
 
 
 def test_in_a_bucket_near_runs_are_one_request(bucket):
@@ -73,9 +72,9 @@ def test_a_leaf_in_chunks(bucket, tmp_path, place):
     assert len(samples) == 1
     if place == "disk":
         np.testing.assert_array_equal(read_leaf(folder, "a/kernel"), array)
-        before = traffic.total()
+        before = regular_files.traffic_so_far()
         part = reader.read_part("b", (slice(0, 8), slice(0, 512), slice(64, 128)))
-        assert (traffic.total() - before).read == part.nbytes
+        assert (regular_files.traffic_so_far() - before).read == part.nbytes
 
 
 def test_a_chunk_that_is_missing_or_short(tmp_path):
