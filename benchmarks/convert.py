@@ -82,9 +82,7 @@ def measure(folder: Path, layers: int) -> list[list]:
 
     before = cp()
     for command, source, target in (("convert", foreign, ours), ("export", ours, back)):
-        seconds, peak = timed(
-            [sys.executable, "-m", "moe_jax.commands.line.cli", command, str(source), str(target)], source
-        )
+        seconds, peak = timed([sys.executable, "-m", "moe_jax.commands.cli", command, str(source), str(target)], source)
         after = cp()  # disks and neighbours change their minds: each command stands between two copies
         ratio = (before + after) / 2 / seconds
         rows.insert(-1, [f"`moe-jax {command}`", size / GB / seconds, ratio, peak / GB, bound / GB])

@@ -121,7 +121,7 @@ SECTIONS = (
         (
             *_TRAINING,
             "moe_jax/generation",
-            "moe_jax/commands/line/cli.py",
+            "moe_jax/commands/cli.py",
             "moe_jax/commands",
         ),
         layouts.LLM_SPEED,
@@ -284,7 +284,7 @@ SECTIONS = (
     _program(
         "real_model",
         "python benchmarks/real_model.py DATA",
-        ("moe_jax/conversion", *_MODEL, "moe_jax/generation/prompt_batches.py", "moe_jax/evaluation/held_out.py"),
+        ("moe_jax/conversion", *_MODEL, "moe_jax/generation/texts.py", "moe_jax/evaluation/held_out.py"),
         layouts.REAL_MODEL_FILES,
         layouts.REAL_MODEL_TEXT,
     ),

@@ -17,8 +17,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.distributed.sharding import path_name
 from moe_jax.experts.shapes import shapes_of
-from moe_jax.functional.attention.relative_bias import bias_by_distance
-from moe_jax.functional.routing.decision import RouterStats, Routing
+from moe_jax.functional.position_embeddings import bias_by_distance
+from moe_jax.functional.routing import RouterStats, Routing
 from moe_jax.models import LayerConfig, ModelConfig
 from moe_jax.nn.context import make_context
 from moe_jax.nn.layers import Embed, Head

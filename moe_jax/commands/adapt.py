@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
-from moe_jax.commands.line.spec_options import command_options, given_to
+from moe_jax.commands.options import command_options, given_to
 from moe_jax.peft.spec import AdaptSpec
 
 if TYPE_CHECKING:
@@ -35,20 +35,8 @@ class _Command:
 
 Options = command_options(_Command, AdaptSpec)
 GROUPS = {
-    "the adapters": (
-        "method",
-        "adapter",
-        "experts",
-        "top_k",
-        "targets",
-        "scale",
-        "alpha",
-    ),
-    "training, kept in the adapter's config": (
-        "dropout",
-        "balance_coef",
-        "z_coef",
-    ),
+    "the adapters": ("method", "adapter", "experts", "top_k", "targets", "scale", "alpha"),
+    "training, kept in the adapter's config": ("dropout", "balance_coef", "z_coef"),
 }
 EXAMPLES = """
 # LoRA of rank 16 on attention's queries and values and on the routers

@@ -24,7 +24,7 @@ from moe_jax.core.finite import REMEDY, cast, check_finite
 from moe_jax.core.formatting import GB
 from moe_jax.experts.forms import ffn_matrices
 from moe_jax.experts.on_host import expert_kernels
-from moe_jax.functional.routing.gates import GATES
+from moe_jax.functional.routing import GATES
 from moe_jax.model_io.loading import check_leaves, leaf_specs
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig

@@ -16,8 +16,8 @@ from moe_jax.core.errors import InputError
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.distributed.sharding import batch_shards, local_rows, make_mesh, place
 from moe_jax.evaluation.held_out import run_to_head
-from moe_jax.functional.buckets import bucket
-from moe_jax.functional.heads.head_chunks import chunk_size
+from moe_jax.functional.head_chunks import chunk_size
+from moe_jax.kernels.hardware import bucket
 from moe_jax.nn import Decoder
 
 # Smallest length of a batch, and fewest scored positions: logits of a few more positions are cheaper than another

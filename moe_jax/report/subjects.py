@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from moe_jax.core.errors import InputError, raise_if_any, shown
 from moe_jax.figures import LayerSimilarity
-from moe_jax.figures.write import NUMBERS
+from moe_jax.figures.plots import NUMBERS
 from moe_jax.files.json_toml import ANYTHING, parse, read_json
 from moe_jax.files.regular_files import read_regular
 from moe_jax.files.staging import check_model_path

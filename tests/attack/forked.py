@@ -93,7 +93,7 @@ def _command(arguments: Sequence[str], *, hide_full_disk: bool, cache: str | Non
 
     import jax
 
-    from moe_jax.commands.line import cli
+    from moe_jax.commands import cli
 
     if hide_full_disk:
         usage = shutil.disk_usage("/")
@@ -104,7 +104,7 @@ def _command(arguments: Sequence[str], *, hide_full_disk: bool, cache: str | Non
 
 
 def main() -> NoReturn:
-    from moe_jax.commands.line import cli
+    from moe_jax.commands import cli
 
     warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
     work = ("api.train", "conversion", "upcycling", "compression", "peft.adapt", "peft.merge")

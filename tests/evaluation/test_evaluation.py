@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.distributed.sharding import make_mesh

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 import moe_jax
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
 from moe_jax.data.sections import DataSection, FieldsSection, SourceSection
 from moe_jax.data.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ import pytest
 
 import moe_jax
 from moe_jax.api.open_source import open_source, read_config
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
 from moe_jax.files.staging import check_beside, check_local, check_model_path, refuse_existing
 from moe_jax.model_io.model_dir import ModelDirectoryWriter

@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.conversion import HuggingFaceDirectory
 from moe_jax.core.errors import InputError
 from moe_jax.data import opening as open_sources

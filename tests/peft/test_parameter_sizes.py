@@ -8,7 +8,7 @@ import math
 import pytest
 import rich.console
 
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.tuned_base import base_config, own_leaves
 from moe_jax.models import config_to_json

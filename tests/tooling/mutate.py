@@ -2,7 +2,7 @@
 
     python -m tests.tooling.mutate --map                      # once: which test runs which line (needs `coverage`)
     python -m tests.tooling.mutate --limit 200 --jobs 2       # plant 200 by rules, and those written down by hand
-    python -m tests.tooling.mutate --only moe_jax/functional/products/nf4.py --limit 30
+    python -m tests.tooling.mutate --only moe_jax/functional/codes.py --limit 30
     python -m tests.tooling.mutate --again survived,timeout --budget 600
 
 The checkout is never changed: every job has a copy of it in `.pytest_cache/mutation`, where the results are kept too. A

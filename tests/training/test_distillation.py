@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import local_rows, path_name, place
 from moe_jax.model_io.model_dir import ModelDirectory

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import moe_jax
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
 from moe_jax.data.examples import Example
 from moe_jax.data.pipeline import open_data

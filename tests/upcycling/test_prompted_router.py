@@ -7,7 +7,7 @@ import pytest
 
 import moe_jax
 from moe_jax.api.open_source import open_source
-from moe_jax.api.upcycle import read_prompts
+from moe_jax.api.transforms import read_prompts
 from moe_jax.core.errors import InputError
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.upcycling import beginnings

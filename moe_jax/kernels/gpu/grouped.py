@@ -15,10 +15,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.gpu import triton_grouped
-from moe_jax.kernels.gpu.nvidia import TRITON_FROM, Capability, triton_fits
 from moe_jax.kernels.gpu.triton_grouped import Maker, Tile
 from moe_jax.kernels.gpu.triton_makers import OverBase
-from moe_jax.kernels.ragged_dot import ragged_outer, ragged_product, zero_rows_beyond
+from moe_jax.kernels.hardware import TRITON_FROM, Capability, triton_fits
+from moe_jax.kernels.plain import ragged_outer, ragged_product, zero_rows_beyond
 
 ROWS, TERMS, COLUMNS = 128, 64, 128
 # Tiles in flight (32 KiB each, of the 227 KiB of shared memory that a program may have), and the number of columns of

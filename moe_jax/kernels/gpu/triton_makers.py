@@ -50,7 +50,7 @@ class LowRankFactors:
 
 @dataclasses.dataclass(frozen=True)
 class ScaledCodes:
-    """Packed codes times scales; see `functional.products.packing`.
+    """Packed codes times scales; see `functional.codes`.
 
     The arrays are `codes` uint8[E, bytes, o], `scales` [E, groups, o] (or [E, 1, 1]) and `origin` int32[1], the row at
     which the kernels begin.
@@ -78,7 +78,7 @@ class ScaledCodes:
 
 @dataclasses.dataclass(frozen=True)
 class CodesOfLevels:
-    """Four-bit codes of levels, times a scale per block of rows of a column; see `functional.products.nf4`.
+    """Four-bit codes of levels, times a scale per block of rows of a column; see `functional.codes`.
 
     The arrays are `codes` uint8[E, ceil(i / 2), o], the scales of blocks float32[E, blocks, o], the levels float32[16]
     and `origin` int32[1], the row at which the kernels begin.

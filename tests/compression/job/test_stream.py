@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.compression import compress, make_method
 from moe_jax.compression.coding.coder import LeastError
 from moe_jax.compression.coding.write_experts import stored_base

@@ -11,7 +11,7 @@ import transformers
 from rich.console import Console
 
 import moe_jax
-from moe_jax.commands.line.cli import main
+from moe_jax.commands.cli import main
 from moe_jax.conversion import convert
 from moe_jax.conversion.hugging_face_dir import open_checkpoint
 from moe_jax.conversion.spec import ConvertSpec

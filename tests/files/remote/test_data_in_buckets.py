@@ -11,7 +11,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
 from moe_jax.data import data_files
 from moe_jax.data import text_and_tables as sources

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moe_jax.api.open_source import open_source
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.conversion import export
 from moe_jax.conversion.hugging_face_dir import open_checkpoint
 from moe_jax.conversion.spec import ExportSpec
