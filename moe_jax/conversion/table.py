@@ -118,11 +118,6 @@ class Mapped(NamedTuple):
     pieces: dict[str, list[Piece]]
 
 
-def in_stack(stack: Literal["encoder", "decoder"], rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Returns the rows as rows of one of two stacks."""
-    return tuple(dataclasses.replace(row, stack=stack) for row in rows)
-
-
 def apply_table(
     table: Table,
     leaves: Mapping[str, Any],

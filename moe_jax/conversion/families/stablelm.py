@@ -6,40 +6,31 @@ In StableLM-2 12B, attention and FFN stand in parallel after one norm, and every
 from typing import Any
 
 from moe_jax.conversion.config_keys import HFConfig
-from moe_jax.conversion.families.parts.family import (
-    EMBEDDING,
-    GATED_FFN,
-    HEAD,
-    PLAIN_ATTENTION,
-    SCORE,
-    Family,
+from moe_jax.conversion.families.family import EMBEDDING, GATED_FFN, HEAD, PLAIN_ATTENTION, SCORE, Family
+from moe_jax.conversion.families.usual_keys import (
+    check_heads_fill_width,
     dense_ffn,
     num_layers,
     read_attention,
+    read_biases,
     read_decoder,
     read_gated_ffn,
     same_in_all_layers,
-    write_activation,
+    write_biases,
     write_decoder,
+    write_ffn,
 )
 from moe_jax.conversion.table import norm
-from moe_jax.core.errors import InputError
 from moe_jax.models import LayerConfig, ModelConfig
 
 
 def _read(config: HFConfig) -> ModelConfig:
     attention = read_attention(
         config,
-        biases=("q", "k", "v") if config.flag("use_qkv_bias") else (),
+        biases=read_biases(config, "use_qkv_bias", ("q", "k", "v")),
         qk_norm="head_layer" if config.flag("qk_layernorm") else "none",
     )
-    d_model = config.required_integer("hidden_size")
-    if attention.num_heads * attention.head_dim != d_model:
-        # Transformers would rotate heads of one width and multiply heads of another.
-        raise InputError(
-            f"config.json: in the format of 'stablelm' head_dim is hidden_size / num_attention_heads = {d_model} / "
-            f"{attention.num_heads}, not {attention.head_dim}"
-        )
+    check_heads_fill_width(config, attention, "stablelm")
     parallel = config.flag("use_parallel_residual")
     layer = LayerConfig(attention=attention, mlp=read_gated_ffn(config), parallel=parallel, shared_norm=parallel)
     return read_decoder(config, "stablelm", [layer] * num_layers(config), norm="layer", eps="layer_norm_eps")
@@ -49,17 +40,16 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     ffn = dense_ffn(config)
     return {
         **write_decoder(config, eps="layer_norm_eps"),
-        "intermediate_size": ffn.dim,
-        "hidden_act": write_activation(ffn),
+        **write_ffn(ffn),
         # Written even if the whole head is rotated: the default is a quarter.
         "partial_rotary_factor": config.rope.fraction,
-        "use_qkv_bias": same_in_all_layers(config, "attention bias", lambda layer: bool(layer.attention.biases)),
+        **write_biases(config, "use_qkv_bias"),
         "qk_layernorm": same_in_all_layers(config, "q/k norm", lambda layer: layer.attention.qk_norm) != "none",
         "use_parallel_residual": same_in_all_layers(config, "order of attention and FFN", lambda layer: layer.parallel),
     }
 
 
-FAMILY = Family(
+STABLELM = Family(
     name="stablelm",
     architecture="StableLmForCausalLM",
     classifier=SCORE,

@@ -3,18 +3,15 @@
 from typing import Any
 
 from moe_jax.conversion.config_keys import HFConfig
-from moe_jax.conversion.families.parts.family import (
-    EMBEDDING,
-    LM_HEAD,
-    SCORE,
-    Family,
+from moe_jax.conversion.families.family import EMBEDDING, LM_HEAD, SCORE, Family
+from moe_jax.conversion.families.usual_keys import (
     dense_ffn,
     num_layers,
     read_activation,
     read_attention,
     read_decoder,
-    write_activation,
     write_decoder,
+    write_ffn,
 )
 from moe_jax.conversion.table import linear, norm
 from moe_jax.models import FFNConfig, LayerConfig, ModelConfig
@@ -40,15 +37,15 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     ffn = dense_ffn(config)
     return {
         **write_decoder(config, eps="layer_norm_eps"),
-        "intermediate_size": ffn.dim,
+        **write_ffn(ffn),
         # Of the names of this activation, the one that all checkpoints of the family have.
-        "hidden_act": "gelu_new" if ffn.activation == "gelu_tanh" else write_activation(ffn),
+        **({"hidden_act": "gelu_new"} if ffn.activation == "gelu_tanh" else {}),
         # Left out, it would mean one half, and not the whole head as in other families.
         "partial_rotary_factor": config.rope.fraction,
     }
 
 
-FAMILY = Family(
+PHI = Family(
     name="phi",
     architecture="PhiForCausalLM",
     classifier=SCORE,

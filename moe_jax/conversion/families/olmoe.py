@@ -3,20 +3,18 @@
 from typing import Any
 
 from moe_jax.conversion.config_keys import HFConfig
-from moe_jax.conversion.families.parts.family import (
-    ATTENTION,
-    EMBEDDING,
-    HEAD,
-    Family,
-    gated_experts,
+from moe_jax.conversion.families.family import ATTENTION, EMBEDDING, HEAD, Family, gated_experts
+from moe_jax.conversion.families.usual_keys import (
     read_attention,
+    read_biases,
     read_decoder,
     read_gated_ffn,
     repeat_layers,
     same_in_all_layers,
     uniform_moe,
-    write_activation,
+    write_biases,
     write_decoder,
+    write_ffn,
 )
 from moe_jax.conversion.table import linear
 from moe_jax.models import ModelConfig, MoEConfig
@@ -24,10 +22,8 @@ from moe_jax.models import ModelConfig, MoEConfig
 
 def _read(config: HFConfig) -> ModelConfig:
     config.require("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
-    bias = config.flag("attention_bias")
-    attention = read_attention(
-        config, biases=("q", "k", "v", "o") if bias else (), qk_norm="projection", clip_qkv=config.number("clip_qkv")
-    )
+    biases, clip_qkv = read_biases(config), config.number("clip_qkv")
+    attention = read_attention(config, biases=biases, qk_norm="projection", clip_qkv=clip_qkv)
     moe = MoEConfig(
         expert=read_gated_ffn(config),
         num_experts=config.required_integer("num_experts"),
@@ -42,18 +38,17 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     moe = uniform_moe(config)
     return {
         **write_decoder(config),
-        "intermediate_size": moe.expert.dim,
-        "hidden_act": write_activation(moe.expert),
+        **write_ffn(moe.expert),
         "num_experts": moe.num_experts,
         "num_experts_per_tok": moe.top_k,
         "norm_topk_prob": moe.gate == "topk_softmax",
         "router_aux_loss_coef": moe.balance_coef,
-        "attention_bias": same_in_all_layers(config, "attention bias", lambda layer: bool(layer.attention.biases)),
+        **write_biases(config),
         "clip_qkv": same_in_all_layers(config, "clip_qkv", lambda layer: layer.attention.clip_qkv),
     }
 
 
-FAMILY = Family(
+OLMOE = Family(
     name="olmoe",
     architecture="OlmoeForCausalLM",
     defaults={
