@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from moe_jax.functional.attention_chunks import AttentionOptions, chunked_attention
 from moe_jax.functional.attention_chunks import Visibility as Visibility
-from moe_jax.functional.attention_chunks import chunked_attention
 from moe_jax.kernels.by_platform import Bound, deferred
 from moe_jax.kernels.gpu import flash_attention
 from moe_jax.kernels.hardware import compute_capability
@@ -91,7 +91,7 @@ def attention(
     """
     assert mask in MASKS and not (mask == "prefix" and window is not None), (mask, window)
     assert mask != "prefix" or visible.prefix is not None, "mask 'prefix' needs the lengths of the prefixes"
-    options = _Options(mask, window, 1 / math.sqrt(q.shape[-1]) if scale is None else scale, soft_cap, aligned)
+    options = AttentionOptions(mask, window, 1 / math.sqrt(q.shape[-1]) if scale is None else scale, soft_cap, aligned)
     platforms = PLATFORMS if placement is None else {placement.platform} & PLATFORMS
     # cuDNN is called through JAX's custom partitioning, which asks for devices while it is traced. So where the
     # platform is found when the program is lowered the kernel is Triton's, as it is for packed documents.
@@ -114,24 +114,8 @@ def attention(
     return _over_devices(kernel, placement)(q, k, v, visible, bias)
 
 
-class _Options(NamedTuple):
-    """The static arguments of `attention`."""
-
-    mask: str
-    window: int | None
-    scale: float
-    soft_cap: float | None
-    aligned: bool
-
-    def band(self) -> tuple[int | None, int | None]:
-        """Returns the least and the largest distance from a query back to a key that it sees; None: any distance."""
-        if self.window is None:
-            return (0 if self.mask == "causal" else None), None
-        return (0 if self.mask == "causal" else 1 - self.window), self.window - 1
-
-
 def _by_kernel(
-    q: Array, k: Array, v: Array, visible: Visibility, bias: None = None, *, options: _Options, platform: str
+    q: Array, k: Array, v: Array, visible: Visibility, bias: None = None, *, options: AttentionOptions, platform: str
 ) -> Float[Array, "B T H W"]:
     """Computes attention with the kernel of a platform, on one device."""
     segments, key_segments = visible.segments, visible.key_segments
@@ -145,7 +129,7 @@ def _by_kernel(
 
 
 def _why_no_kernel(
-    platform: str, options: _Options, q: Array, k: Array, v: Array, bias: Array | None, packed: bool
+    platform: str, options: AttentionOptions, q: Array, k: Array, v: Array, bias: Array | None, packed: bool
 ) -> str | None:
     """Returns why the kernels of a platform do not support this case; None: they do."""
     if options.mask == "prefix":
@@ -205,7 +189,7 @@ def _over_devices(kernel: Callable[..., Array], placement: Placement) -> Callabl
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _when_lowered(
-    options: _Options, platforms: tuple[str, ...], q: Array, k: Array, v: Array, visible: Visibility
+    options: AttentionOptions, platforms: tuple[str, ...], q: Array, k: Array, v: Array, visible: Visibility
 ) -> Float[Array, "B T H W"]:
     """Uses the kernel of the platform that the program is lowered for, if that is one of `platforms` with one device.
 
@@ -216,21 +200,29 @@ def _when_lowered(
     return _by_platform(platforms, (q, k, v, visible), out, options=options, kernel=_lowered, chunks=_chunked)
 
 
-def _when_lowered_forward(options: _Options, platforms: tuple[str, ...], *given: Any) -> tuple[Array, tuple]:
+def _when_lowered_forward(options: AttentionOptions, platforms: tuple[str, ...], *given: Any) -> tuple[Array, tuple]:
     return _when_lowered(options, platforms, *given), given
 
 
-def _when_lowered_backward(options: _Options, platforms: tuple[str, ...], given: tuple, cotangent: Array) -> tuple:
+def _when_lowered_backward(
+    options: AttentionOptions, platforms: tuple[str, ...], given: tuple, cotangent: Array
+) -> tuple:
     out = tuple(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in given[:3])
-    functions: Any = dict(kernel=_lowered_backward, chunks=_chunked_backward)
+    functions: Any = dict(kernel=Bound(_gradients, forward=_lowered), chunks=Bound(_gradients, forward=_chunked))
     return (*_by_platform(platforms, (*given, cotangent), out, options=options, **functions), None)
 
 
 _when_lowered.defvjp(_when_lowered_forward, _when_lowered_backward)
 
 
+def _gradients(
+    q: Array, k: Array, v: Array, visible: Visibility, cotangent: Array, *, forward: Callable, **options: Any
+) -> tuple[Array, Array, Array]:
+    return jax.vjp(lambda q, k, v: forward(q, k, v, visible, **options), q, k, v)[1](cotangent)
+
+
 def _by_platform(
-    platforms: tuple[str, ...], given: tuple, out: Any, *, options: _Options, kernel: Callable, chunks: Callable
+    platforms: tuple[str, ...], given: tuple, out: Any, *, options: AttentionOptions, kernel: Callable, chunks: Callable
 ) -> Any:
     """Uses the kernel on these platforms; uses chunks on all others, and where the compiler divides the program."""
     by_chunks = Bound(chunks, options=options)
@@ -240,7 +232,7 @@ def _by_platform(
 
 
 def _lowered(
-    q: Array, k: Array, v: Array, visible: Visibility, *, options: _Options, platform: str
+    q: Array, k: Array, v: Array, visible: Visibility, *, options: AttentionOptions, platform: str
 ) -> Float[Array, "B T H W"]:
     if platform == "gpu" and visible.segments is None:
         one_document = jnp.zeros(q.shape[:2], jnp.int32)
@@ -248,19 +240,7 @@ def _lowered(
     return _by_kernel(q, k, v, visible, options=options, platform=platform)
 
 
-def _lowered_backward(
-    q: Array, k: Array, v: Array, visible: Visibility, cotangent: Array, *, options: _Options, platform: str
-) -> tuple[Array, Array, Array]:
-    return jax.vjp(lambda q, k, v: _lowered(q, k, v, visible, options=options, platform=platform), q, k, v)[1](
-        cotangent
-    )
-
-
-def _chunked(q: Array, k: Array, v: Array, visible: Visibility, *, options: _Options) -> Float[Array, "B T H W"]:
+def _chunked(
+    q: Array, k: Array, v: Array, visible: Visibility, *, options: AttentionOptions
+) -> Float[Array, "B T H W"]:
     return chunked_attention(q, k, v, visible, **options._asdict())
-
-
-def _chunked_backward(
-    q: Array, k: Array, v: Array, visible: Visibility, cotangent: Array, *, options: _Options
-) -> tuple[Array, Array, Array]:
-    return jax.vjp(lambda q, k, v: _chunked(q, k, v, visible, options=options), q, k, v)[1](cotangent)

@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,29 @@ class Visibility(NamedTuple):
     segments: Int[Array, "B T"] | None = None
     key_segments: Int[Array, "B S"] | None = None
     prefix: Int[Array, " B"] | None = None
+
+
+class AttentionOptions(NamedTuple):
+    """The static arguments of `attention.attention`."""
+
+    mask: str
+    window: int | None
+    scale: float
+    soft_cap: float | None
+    aligned: bool
+
+    def band(self) -> tuple[int | None, int | None]:
+        """Returns the least and the largest distance from a query back to a key that it sees; None: any distance."""
+        if self.window is None:
+            return (0 if self.mask == "causal" else None), None
+        return (0 if self.mask == "causal" else 1 - self.window), self.window - 1
+
+    def finished(self, scores: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Returns scores, float32, scaled and capped."""
+        scores = scores * jnp.float32(self.scale)
+        if self.soft_cap is None:
+            return scores
+        return jnp.tanh(scores / jnp.float32(self.soft_cap)) * jnp.float32(self.soft_cap)
 
 
 class _Tokens(NamedTuple):
@@ -87,6 +110,7 @@ def chunked_attention(
     aligned: bool,
 ) -> Float[Array, "B T H W"]:
     """Computes `functional.attention.attention`, with the same arguments, on any platform."""
+    options = AttentionOptions(mask, window, scale, soft_cap, aligned)
     batch, length, heads, width = q.shape
     kv_heads = k.shape[2]
     if visible.prefix is not None:
@@ -96,19 +120,12 @@ def chunked_attention(
     k, v = (a.transpose(0, 2, 1, 3).astype(jnp.float32) for a in (k, v))
     if bias is not None:
         bias = bias.reshape(kv_heads, heads // kv_heads, -1)
-    bands = _bands(length, k.shape[2], mask=mask, window=window, aligned=aligned)
-    one_head = partial(_one_key_head, bands=bands, mask=mask, window=window, scale=scale, soft_cap=soft_cap)
-    y = jax.lax.platform_dependent(
-        q, k, v, visible, bias, cpu=partial(_loop_over_heads, one_head), default=partial(_all_heads_at_once, one_head)
-    )
-    return y.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, v.shape[-1])
-
-
-def _all_heads_at_once(
-    one_head, q: Array, k: Array, v: Array, visible: Visibility, bias: Array | None
-) -> Float[Array, "B K G T W"]:
+    one_head = partial(_one_key_head, _bands(length, k.shape[2], options), options)
     of_row = jax.vmap(one_head, in_axes=(0, 0, 0, None, 0))
-    return jax.vmap(of_row, in_axes=(0, 0, 0, 0, None))(q, k, v, visible, bias)
+    all_heads_at_once = jax.vmap(of_row, in_axes=(0, 0, 0, 0, None))
+    over_heads = partial(_loop_over_heads, one_head)
+    y = jax.lax.platform_dependent(q, k, v, visible, bias, cpu=over_heads, default=all_heads_at_once)
+    return y.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, v.shape[-1])
 
 
 def _loop_over_heads(
@@ -123,11 +140,11 @@ def _loop_over_heads(
     return jax.lax.map(of_row, (q, k, v, visible))
 
 
-def _bands(length: int, num_keys: int, *, mask: str, window: int | None, aligned: bool) -> list[_Band]:
+def _bands(length: int, num_keys: int, options: AttentionOptions) -> list[_Band]:
     """Cuts the queries into bands of whole chunks; queries that do not fill a chunk make a last band."""
     chunks, remainder = divmod(length, CHUNK)
-    hides_later = aligned and mask == "causal"
-    reach = window - 1 if aligned and window is not None else None
+    hides_later = options.aligned and options.mask == "causal"
+    reach = options.window - 1 if options.aligned and options.window is not None else None
     # Where every chunk needs the same number of keys from the same range, one band is enough.
     num_bands = MAX_BANDS if hides_later or reach is not None else 1
     cuts = [chunks * i // num_bands for i in range(num_bands + 1)]
@@ -146,24 +163,20 @@ def _bands(length: int, num_keys: int, *, mask: str, window: int | None, aligned
 
 
 def _one_key_head(
+    bands: list[_Band],
+    options: AttentionOptions,
     q: Float[Array, "G T D"],
     k: Float[Array, "S D"],
     v: Float[Array, "S W"],
     visible: Visibility,
     bias: Float[Array, "G n"] | None,
-    *,
-    bands: list[_Band],
-    mask: str,
-    window: int | None,
-    scale: float,
-    soft_cap: float | None,
 ) -> Float[Array, "G T W"]:
     """All queries that share a key head, of one row of the batch; keys and values float32."""
     tokens = _Tokens(visible.positions, visible.segments, visible.prefix)
     keys = _Keys(k, v, _Tokens(visible.key_positions, visible.key_segments, None), bias)
     results = []
     for band in bands:
-        one_band = partial(_one_band, band, mask=mask, window=window, scale=scale, soft_cap=soft_cap)
+        one_band = partial(_one_band, band, options)
         # A single chunk also recomputes its slices of the row; with more chunks that would repeat the loop of the band.
         one_band = jax.checkpoint(one_band) if band.count == 1 else one_band
         results.append(one_band(q, tokens, keys))
@@ -171,15 +184,7 @@ def _one_key_head(
 
 
 def _one_band(
-    band: _Band,
-    q: Float[Array, "G T D"],
-    tokens: _Tokens,
-    keys: _Keys,
-    *,
-    mask: str,
-    window: int | None,
-    scale: float,
-    soft_cap: float | None,
+    band: _Band, options: AttentionOptions, q: Float[Array, "G T D"], tokens: _Tokens, keys: _Keys
 ) -> Float[Array, "G t W"]:
     """Returns the attention of the queries of a band, given all queries and keys of a row."""
     stop = band.start + band.size * band.count
@@ -188,13 +193,11 @@ def _one_band(
     queries = jnp.moveaxis(q[:, band.start : stop].reshape(q.shape[0], band.count, band.size, -1), 1, 0)
     # The first key that a chunk sees. A span that would begin or end outside the band's keys is moved inside, which
     # changes no result: masks are made of positions.
-    firsts = band.start + band.size * jnp.arange(band.count, dtype=jnp.int32) - (window or 1) + 1
+    firsts = band.start + band.size * jnp.arange(band.count, dtype=jnp.int32) - (options.window or 1) + 1
     firsts = jnp.clip(firsts - band.first_key, 0, band.last_key - band.first_key - band.span)
 
     def one_chunk(chunk: tuple[Array, _Tokens, Array]) -> Float[Array, "G t W"]:
-        queries, tokens, first = chunk
-        given: Any = dict(span=band.span, mask=mask, window=window, scale=scale, soft_cap=soft_cap)
-        return _one_chunk(queries, tokens, first, keys, **given)
+        return _one_chunk(*chunk, keys, band.span, options)
 
     if band.count == 1:
         return one_chunk(jax.tree.map(lambda a: a[0], (queries, tokens, firsts)))
@@ -209,27 +212,19 @@ def _one_chunk(
     queries: _Tokens,
     first: Int[Array, ""],
     keys: _Keys,
-    *,
     span: int,
-    mask: str,
-    window: int | None,
-    scale: float,
-    soft_cap: float | None,
+    options: AttentionOptions,
 ) -> Float[Array, "G t W"]:
     """Returns the attention of a chunk of queries to `span` keys from `first` on."""
     group, size, width = q.shape
     if span < keys.k.shape[0]:
         keys = _cut(keys, lambda a: jax.lax.dynamic_slice_in_dim(a, first, span, axis=0))
     k, v = keys.k.astype(q.dtype), keys.v.astype(q.dtype)
-    scores = jax.lax.dot_general(
-        q.reshape(-1, width), k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    ).reshape(group, size, span)
-    scores = scores * jnp.float32(scale)
-    if soft_cap is not None:
-        scores = jnp.tanh(scores / jnp.float32(soft_cap)) * jnp.float32(soft_cap)
+    scores = jax.lax.dot_general(q.reshape(-1, width), k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    scores = options.finished(scores.reshape(group, size, span))
     if keys.bias is not None:
         scores = scores + bias_between(keys.bias, queries.positions, keys.tokens.positions)
-    seen = _mask(queries, keys.tokens, mask, window)
+    seen = _mask(queries, keys.tokens, options)
     scores = jnp.where(seen[None], scores, jnp.finfo(jnp.float32).min)
     shares = jax.nn.softmax(scores, axis=-1).astype(v.dtype).reshape(-1, span)
     return (shares @ v).reshape(group, size, v.shape[-1])
@@ -241,15 +236,15 @@ def _cut(keys: _Keys, cut: Callable[[Array], Array]) -> _Keys:
     return _Keys(k, v, tokens, keys.bias)
 
 
-def _mask(queries: _Tokens, keys: _Tokens, mask: str, window: int | None) -> Bool[Array, "*B t s"]:
+def _mask(queries: _Tokens, keys: _Tokens, options: AttentionOptions) -> Bool[Array, "*B t s"]:
     """Returns which keys each query sees."""
     distance = queries.positions[..., :, None] - keys.positions[..., None, :]
-    seen = jnp.ones_like(distance, bool) if mask == "bidirectional" else distance >= 0
-    if mask == "prefix":
+    seen = jnp.ones_like(distance, bool) if options.mask == "bidirectional" else distance >= 0
+    if options.mask == "prefix":
         assert queries.prefix is not None
         seen |= keys.positions[..., None, :] < queries.prefix[..., :, None]
-    if window is not None:
-        seen &= jnp.abs(distance) < window
+    if options.window is not None:
+        seen &= jnp.abs(distance) < options.window
     if queries.segments is not None:
         assert keys.segments is not None
         seen &= queries.segments[..., :, None] == keys.segments[..., None, :]
@@ -292,15 +287,14 @@ def cached_attention(
     scores = functools.reduce(jnp.add, [scores_of(*part) for part in parts])
     if scale is None:
         scale = 1 / math.sqrt(sum(q.shape[-1] for q, _ in parts))
-    scores = scores.reshape(batch, kv_heads, group, length, -1) * jnp.float32(scale)
-    if soft_cap is not None:
-        scores = jnp.tanh(scores / jnp.float32(soft_cap)) * jnp.float32(soft_cap)
+    options = AttentionOptions(mask, window, scale, soft_cap, aligned=False)
+    scores = options.finished(scores.reshape(batch, kv_heads, group, length, -1))
     if bias is not None:
         between = jax.vmap(bias_between, in_axes=(None, 0, 0))(bias, visible.positions, visible.key_positions)
         scores = scores + between.reshape(batch, kv_heads, group, length, -1)
     prefix = None if visible.prefix is None else visible.prefix[:, None]
     queries = _Tokens(visible.positions, visible.segments, prefix)
-    seen = _mask(queries, _Tokens(visible.key_positions, visible.key_segments, None), mask, window)
+    seen = _mask(queries, _Tokens(visible.key_positions, visible.key_segments, None), options)
     scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
     dtype = parts[0][0].dtype
     shares = jax.nn.softmax(scores, axis=-1).astype(dtype).reshape(batch, kv_heads, group * length, -1)

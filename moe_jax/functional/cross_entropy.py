@@ -29,7 +29,6 @@ from moe_jax.functional.head_chunks import (
     products_of_chunk,
     scaled_gradients,
     sum_over_axes,
-    vocabulary_size,
     wanted_gradients,
     whole_kernel,
     with_gradients_of_chunk,
@@ -53,7 +52,7 @@ def token_cross_entropies(
       bias: of the head.
       targets: in [0, V).
     """
-    return _losses(options, x, kernel, bias, targets)
+    return _losses(options, (), x, kernel, bias, targets).losses
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -73,26 +72,26 @@ def weighted_cross_entropy(
       options, x, kernel, bias, targets: see `token_cross_entropies`.
       weights: float32; 0 leaves a token out.
     """
-    return jnp.sum(_losses(options, x, kernel, bias, targets) * weights)
+    return jnp.sum(_losses(options, (), x, kernel, bias, targets).losses * weights)
 
 
 def _token_forward(options: HeadOptions, *primals: Any) -> tuple[Array, tuple]:
     values = primal_values(*primals)
     wanted = tuple(jnp.zeros((), bool) if one else None for one in wanted_gradients(*primals[:3]))
-    return _losses(options, *values), (values, wanted)
+    return _losses(options, (), *values).losses, (values, wanted)
 
 
 def _token_backward(options: HeadOptions, kept: tuple, cotangent: Any) -> tuple:
     (x, kernel, bias, targets), wanted = kept
     wanted = tuple(one is not None for one in wanted)
-    _, gradients = _losses_and_gradients(options, wanted, x, kernel, bias, targets, cotangent)
+    *_, gradients = _losses(options, wanted, x, kernel, bias, targets, cotangent)
     return (*cast_gradients(gradients, kernel, bias), None)
 
 
 def _weighted_forward(options: HeadOptions, *primals: Any) -> tuple[Array, tuple]:
     x, kernel, bias, targets, weights = primal_values(*primals)
     wanted = wanted_gradients(*primals[:3])
-    losses, gradients = _losses_and_gradients(options, wanted, x, kernel, bias, targets, weights)
+    losses, _, gradients = _losses(options, wanted, x, kernel, bias, targets, weights)
     return jnp.sum(losses * weights), (losses, cast_gradients(gradients, kernel, bias))
 
 
@@ -103,68 +102,6 @@ def _weighted_backward(options: HeadOptions, kept: tuple, cotangent: Any) -> tup
 
 token_cross_entropies.defvjp(_token_forward, _token_backward, symbolic_zeros=True)
 weighted_cross_entropy.defvjp(_weighted_forward, _weighted_backward, symbolic_zeros=True)
-
-
-def _losses(options: HeadOptions, x: Array, kernel: Array, bias: Array | None, targets: Array) -> Float[Array, "B T"]:
-    def local(x: Array, kernel: Array, bias: Array | None, targets: Array) -> Array:
-        kernel, rows = whole_kernel(options, kernel.astype(x.dtype)), x.reshape(-1, x.shape[-1])
-        flat = targets.reshape(-1)
-
-        def add_chunk(losses: Array, start: Array | int, size: int) -> Array:
-            chunk, wanted = (lax.dynamic_slice_in_dim(a, start, size) for a in (rows, flat))
-            logits = finish_logits(products_of_chunk(options, chunk, kernel), bias, options.scale, options.soft_cap)
-            loss, _, _ = loss_of_logits(options, logits, wanted)
-            return lax.dynamic_update_slice_in_dim(losses, loss, start, 0)
-
-        losses = over_chunks(options, add_chunk, jnp.zeros(flat.shape, jnp.float32), vocabulary_size(options, kernel))
-        return losses.reshape(targets.shape)
-
-    specs = HeadSpecs.of(options)
-    in_specs = (specs.x, specs.kernel, specs.bias, specs.tokens)
-    return over_mesh(options, local, in_specs, specs.tokens)(x, kernel, bias, targets)
-
-
-def _losses_and_gradients(
-    options: HeadOptions,
-    wanted: tuple[bool, ...],
-    x: Array,
-    kernel: Array,
-    bias: Array | None,
-    targets: Array,
-    cotangents: Float[Array, "B T"],
-) -> tuple[Float[Array, "B T"], HeadGradients]:
-    """Returns the losses, and the wanted gradients of `sum(cotangents * losses)`: of x, kernel and bias."""
-
-    def local(
-        x: Array, kernel: Array, bias: Array | None, targets: Array, cotangents: Array
-    ) -> tuple[Array, HeadGradients]:
-        kernel, rows = whole_kernel(options, kernel.astype(x.dtype)), x.reshape(-1, x.shape[-1])
-        flat = (rows, targets.reshape(-1), cotangents.reshape(-1))
-
-        def add_chunk(sums: tuple[Array, HeadGradients], start: Array | int, size: int) -> tuple[Array, HeadGradients]:
-            losses, gradients = sums
-            chunk, aims, weights = (lax.dynamic_slice_in_dim(a, start, size) for a in flat)
-
-            def finish(products: Array) -> Array:
-                return finish_logits(products, bias, options.scale, options.soft_cap)
-
-            logits, pull = jax.vjp(finish, products_of_chunk(options, chunk, kernel))
-            loss, log_sum, is_target = loss_of_logits(options, logits, aims)
-            shares = jnp.exp(logits - log_sum[:, None])
-            (slope,) = pull((shares - is_target.astype(jnp.float32)) * weights[:, None])
-            gradients = with_gradients_of_chunk(options, gradients, start, chunk, kernel, slope)
-            return lax.dynamic_update_slice_in_dim(losses, loss, start, 0), gradients
-
-        nothing = no_gradients(wanted, rows, kernel, bias)
-        start = jnp.zeros(flat[1].shape, jnp.float32), nothing
-        losses, gradients = over_chunks(options, add_chunk, start, vocabulary_size(options, kernel))
-        gradients = gradients_of_all_devices(options, gradients, x.shape)
-        return losses.reshape(targets.shape), gradients
-
-    specs = HeadSpecs.of(options)
-    in_specs = (specs.x, specs.kernel, specs.bias, specs.tokens, specs.tokens)
-    out_specs = (specs.tokens, HeadGradients._make((specs.x, specs.kernel, specs.bias)))
-    return over_mesh(options, local, in_specs, out_specs)(x, kernel, bias, targets, cotangents)
 
 
 class Distillation(NamedTuple):
@@ -231,16 +168,15 @@ def distilled_cross_entropy(
       weights: float32; 0 leaves a token out.
       teacher: the teacher's arrays for the same tokens.
     """
-    losses, _ = _distilled(options, distillation, (False,) * 3, x, kernel, bias, targets, weights, teacher)
-    return _mixed(distillation, losses, weights)
+    return _mixed(distillation, _losses(options, (), x, kernel, bias, targets, None, distillation, teacher), weights)
 
 
 def _distilled_forward(options: HeadOptions, distillation: Distillation, *primals: Any) -> tuple[DistilledLoss, tuple]:
     x, kernel, bias, targets, weights, teacher = primal_values(*primals)
     wanted = wanted_gradients(*primals[:3])
-    losses, gradients = _distilled(options, distillation, wanted, x, kernel, bias, targets, weights, teacher)
-    kept = _mixture(distillation, losses), cast_gradients(gradients, kernel, bias)
-    return _mixed(distillation, losses, weights), kept
+    found = _losses(options, wanted, x, kernel, bias, targets, weights, distillation, teacher)
+    kept = _mixture(distillation, found), cast_gradients(found.gradients, kernel, bias)
+    return _mixed(distillation, found, weights), kept
 
 
 def _distilled_backward(options: HeadOptions, distillation: Distillation, kept: tuple, cotangents: Any) -> tuple:
@@ -251,64 +187,82 @@ def _distilled_backward(options: HeadOptions, distillation: Distillation, kept: 
 distilled_cross_entropy.defvjp(_distilled_forward, _distilled_backward, symbolic_zeros=True)
 
 
-def _distilled(
+class _Losses(NamedTuple):
+    """Cross-entropies of all tokens, their divergences from a teacher, if there is one, and the wanted gradients."""
+
+    losses: Float[Array, "B T"]
+    divergences: Float[Array, "B T"] | None
+    gradients: HeadGradients
+
+
+def _losses(
     options: HeadOptions,
-    distillation: Distillation,
     wanted: tuple[bool, ...],
     x: Array,
     kernel: Array,
     bias: Array | None,
     targets: Array,
-    cotangents: Float[Array, "B T"],
-    teacher: TeacherArrays,
-) -> tuple[tuple[Float[Array, "B T"], Float[Array, "B T"]], HeadGradients]:
-    """Returns cross-entropies and divergences of all tokens, and the wanted gradients of x, kernel and bias.
+    cotangents: Float[Array, "B T"] | None = None,
+    distillation: Distillation | None = None,
+    teacher: TeacherArrays | None = None,
+) -> _Losses:
+    """Returns the losses, and of x, kernel and bias those gradients of `sum(cotangents * losses)` that are wanted.
 
-    The gradients are those of `sum(cotangents * _mixture(distillation, ...))`.
+    With a teacher, the gradients are those of the `_mixture` of cross-entropies and divergences.
     """
-    share, temperature, head = distillation
-    # Two arrays of logits exist at a time.
-    options = options._replace(logit_bytes=options.logit_bytes // 2)
+    share, temperature, head = distillation or (0.0, 1.0, options)
+    if teacher is not None:
+        # Two arrays of logits exist at a time.
+        options = options._replace(logit_bytes=options.logit_bytes // 2)
 
     def local(
-        x: Array, kernel: Array, bias: Array | None, targets: Array, cotangents: Array, teacher: TeacherArrays
-    ) -> tuple[tuple[Array, Array], HeadGradients]:
+        x: Array, kernel: Array, bias: Array | None, targets: Array, cotangents: Any, teacher: TeacherArrays | None
+    ) -> _Losses:
         kernel, rows = whole_kernel(options, kernel.astype(x.dtype)), x.reshape(-1, x.shape[-1])
-        right_kernel = whole_kernel(head, teacher.kernel.astype(teacher.x.dtype))
-        right_rows = teacher.x.reshape(-1, teacher.x.shape[-1])
-        flat = (rows, right_rows, targets.reshape(-1), cotangents.reshape(-1))
+        right_kernel = right_rows = None
+        if teacher is not None:
+            right_kernel = whole_kernel(head, teacher.kernel.astype(teacher.x.dtype))
+            right_rows = teacher.x.reshape(-1, teacher.x.shape[-1])
+        flat = (rows, right_rows, targets.reshape(-1), None if cotangents is None else cotangents.reshape(-1))
 
-        def add_chunk(sums: tuple, start: Array | int, size: int) -> tuple:
-            losses, divergences, gradients = sums
-            chunk, right_chunk, aims, weights = (lax.dynamic_slice_in_dim(a, start, size) for a in flat)
+        def add_chunk(sums: _Losses, start: Array | int, size: int) -> _Losses:
+            chunk, right_chunk, aims, weights = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, start, size), flat)
 
             def finish(products: Array) -> Array:
                 return finish_logits(products, bias, options.scale, options.soft_cap)
 
             logits, pull = jax.vjp(finish, products_of_chunk(options, chunk, kernel))
-            right_products = products_of_chunk(head, right_chunk, right_kernel)
-            right = finish_logits(right_products, teacher.bias, head.scale, head.soft_cap)
+            divergence = slope = None
+            if teacher is not None:
+                right = products_of_chunk(head, right_chunk, right_kernel)
+                right = finish_logits(right, teacher.bias, head.scale, head.soft_cap)
             loss, log_sum, is_target = loss_of_logits(options, logits, aims)
-            divergence, slope = _divergence(options, logits, right, temperature)
-            slope = slope * jnp.float32(share)
+            if teacher is not None:
+                divergence, slope = _divergence(options, logits, right, temperature)
+                slope = slope * jnp.float32(share)
+            losses, divergences = (
+                None if one is None else lax.dynamic_update_slice_in_dim(total, one, start, 0)
+                for total, one in ((sums.losses, loss), (sums.divergences, divergence))
+            )
+            if not any(wanted):
+                return _Losses(losses, divergences, sums.gradients)
             if share < 1:
                 of_targets = jnp.exp(logits - log_sum[:, None]) - is_target.astype(jnp.float32)
-                slope = slope + of_targets * jnp.float32(1 - share)
+                slope = of_targets if slope is None else slope + of_targets * jnp.float32(1 - share)
             (slope,) = pull(slope * weights[:, None])
-            gradients = with_gradients_of_chunk(options, gradients, start, chunk, kernel, slope)
-            losses = lax.dynamic_update_slice_in_dim(losses, loss, start, 0)
-            return losses, lax.dynamic_update_slice_in_dim(divergences, divergence, start, 0), gradients
+            gradients = with_gradients_of_chunk(options, sums.gradients, start, chunk, kernel, slope)
+            return _Losses(losses, divergences, gradients)
 
-        nothing = jnp.zeros(flat[2].shape, jnp.float32)
-        start = nothing, nothing, no_gradients(wanted, rows, kernel, bias)
-        losses, divergences, gradients = over_chunks(options, add_chunk, start, vocabulary_size(options, kernel))
-        both = losses.reshape(targets.shape), divergences.reshape(targets.shape)
-        return both, gradients_of_all_devices(options, gradients, x.shape)
+        nothing = jnp.zeros(targets.size, jnp.float32)
+        sums = _Losses(nothing, None if teacher is None else nothing, no_gradients(wanted, rows, kernel, bias))
+        losses, divergences, gradients = over_chunks(options, add_chunk, sums, kernel)
+        losses, divergences = jax.tree.map(lambda one: one.reshape(targets.shape), (losses, divergences))
+        return _Losses(losses, divergences, gradients_of_all_devices(options, gradients, x.shape))
 
     specs, of_teacher = HeadSpecs.of(options), HeadSpecs.of(head)
-    arrays = TeacherArrays._make((of_teacher.x, of_teacher.kernel, of_teacher.bias))
-    in_specs = (specs.x, specs.kernel, specs.bias, specs.tokens, specs.tokens, arrays)
-    out_specs = ((specs.tokens, specs.tokens), HeadGradients._make((specs.x, specs.kernel, specs.bias)))
+    teacher_specs = None if teacher is None else TeacherArrays(of_teacher.x, of_teacher.kernel, of_teacher.bias)
+    in_specs = (specs.x, specs.kernel, specs.bias, specs.tokens, specs.tokens, teacher_specs)
+    out_specs = _Losses(specs.tokens, specs.tokens, HeadGradients(specs.x, specs.kernel, specs.bias))
     return over_mesh(options, local, in_specs, out_specs)(x, kernel, bias, targets, cotangents, teacher)
 
 
@@ -326,13 +280,13 @@ def _divergence(
     return divergence * jnp.float32(temperature**2), (jnp.exp(log_shares) - shares) * jnp.float32(temperature)
 
 
-def _mixture(distillation: Distillation, losses: tuple[Array, Array]) -> Float[Array, "B T"]:
+def _mixture(distillation: Distillation, found: _Losses) -> Float[Array, "B T"]:
     """Returns every token's term of the total: divergence and cross-entropy, mixed."""
     share = distillation.weight
-    mixed = losses[1] * jnp.float32(share)
-    return mixed if share == 1 else mixed + losses[0] * jnp.float32(1 - share)
+    mixed = found.divergences * jnp.float32(share)
+    return mixed if share == 1 else mixed + found.losses * jnp.float32(1 - share)
 
 
-def _mixed(distillation: Distillation, losses: tuple[Array, Array], weights: Array) -> DistilledLoss:
-    total = jnp.sum(_mixture(distillation, losses) * weights)
-    return DistilledLoss(total, *(jnp.sum(one * weights) for one in losses))
+def _mixed(distillation: Distillation, found: _Losses, weights: Array) -> DistilledLoss:
+    total = jnp.sum(_mixture(distillation, found) * weights)
+    return DistilledLoss(total, jnp.sum(found.losses * weights), jnp.sum(found.divergences * weights))

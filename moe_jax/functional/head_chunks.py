@@ -81,16 +81,16 @@ class HeadGradients(NamedTuple):
 
 def primal_values(*primals: Any) -> tuple:
     """Returns the arrays that a forward rule with symbolic zeros gets as its arguments."""
-    return jax.tree.map(lambda primal: primal.value, primals, is_leaf=_is_primal)
+
+    def is_primal(value: Any) -> bool:
+        return isinstance(value, jax.custom_derivatives.CustomVJPPrimal)
+
+    return jax.tree.map(lambda primal: primal.value, primals, is_leaf=is_primal)
 
 
 def wanted_gradients(*primals: Any) -> tuple[bool, ...]:
     """Returns for each argument of a forward rule with symbolic zeros whether its gradient is wanted."""
     return tuple(primal is not None and primal.perturbed for primal in primals)
-
-
-def _is_primal(value: Any) -> bool:
-    return isinstance(value, jax.custom_derivatives.CustomVJPPrimal)
 
 
 def cast_gradients(gradients: HeadGradients, kernel: Array, bias: Array | None) -> HeadGradients:
@@ -110,8 +110,8 @@ def scaled_gradients(losses: Float[Array, "B T"], gradients: HeadGradients, cota
 
 
 def no_gradients(wanted: tuple[bool, ...], rows: Array, kernel: Array, bias: Array | None) -> HeadGradients:
-    """Returns zeros for every gradient that is wanted."""
-    of_x, of_kernel, of_bias = wanted
+    """Returns zeros for every gradient that is wanted: of x, kernel and bias, or () for none."""
+    of_x, of_kernel, of_bias = wanted or (False, False, False)
     return HeadGradients(
         jnp.zeros_like(rows) if of_x else None,
         jnp.zeros(kernel.shape, jnp.float32) if of_kernel else None,
@@ -130,11 +130,13 @@ def with_gradients_of_chunk(
     """Adds the gradients of one chunk to `gradients`, given the slope of the chunk's logits."""
     rounded = slope.astype(chunk.dtype)
     if gradients.x is not None:
-        of_chunk = sum_over_axes(_slope_of_rows(options, rounded, kernel), options.axes and options.axes.vocabulary)
+        of_chunk = _dot(rounded, kernel, 1, 0 if options.transposed else 1)
+        of_chunk = sum_over_axes(of_chunk, options.axes and options.axes.vocabulary)
         updated = lax.dynamic_update_slice_in_dim(gradients.x, of_chunk.astype(chunk.dtype), start, 0)
         gradients = gradients._replace(x=updated)
     if gradients.kernel is not None:
-        gradients = gradients._replace(kernel=gradients.kernel + _slope_of_kernel(options, chunk, rounded))
+        factors = (rounded, chunk) if options.transposed else (chunk, rounded)
+        gradients = gradients._replace(kernel=gradients.kernel + _dot(*factors, 0, 0))
     if gradients.bias is not None:
         gradients = gradients._replace(bias=gradients.bias + jnp.sum(slope, axis=0))
     return gradients
@@ -144,16 +146,22 @@ def gradients_of_all_devices(options: HeadOptions, gradients: HeadGradients, sha
     """Completes the gradients over all devices, once all chunks are added; `shape` is that of x."""
     if gradients.x is not None:
         gradients = gradients._replace(x=gradients.x.reshape(shape))
-    if gradients.kernel is not None:
-        gradients = gradients._replace(kernel=_sum_of_kernels(options, gradients.kernel))
+    if gradients.kernel is not None and options.axes is not None:
+        summed, width = gradients.kernel, options.axes.width
+        if width:
+            # Split as the kernel is.
+            axis = 1 if options.transposed else 0
+            summed = lax.psum_scatter(summed, width, scatter_dimension=axis, tiled=True)
+        others = tuple(axis for axis in options.axes.tokens if axis not in width)
+        gradients = gradients._replace(kernel=sum_over_axes(summed, others))
     if gradients.bias is not None:
         gradients = gradients._replace(bias=sum_over_axes(gradients.bias, options.axes and options.axes.tokens))
     return gradients
 
 
-def over_chunks(options: HeadOptions, add_chunk: Callable, sums: Any, vocabulary: int) -> Any:
+def over_chunks(options: HeadOptions, add_chunk: Callable, sums: Any, kernel: Array) -> Any:
     """Runs `add_chunk(sums, start, size)` over all tokens; the first array of the sums has an entry per token."""
-    tokens = jax.tree.leaves(sums)[0].shape[0]
+    tokens, vocabulary = jax.tree.leaves(sums)[0].shape[0], kernel.shape[0 if options.transposed else 1]
     size = chunk_size(tokens, vocabulary, options.logit_bytes)
     count, remainder = divmod(tokens, size)
     if count == 1:
@@ -195,22 +203,9 @@ def products_of_chunk(options: HeadOptions, rows: Float[Array, "n d"], kernel: A
     return _dot(rows, kernel, 1, 1 if options.transposed else 0)
 
 
-def _slope_of_rows(options: HeadOptions, slope: Float[Array, "n v"], kernel: Array) -> Float[Array, "n d"]:
-    return _dot(slope, kernel, 1, 0 if options.transposed else 1)
-
-
-def _slope_of_kernel(options: HeadOptions, rows: Float[Array, "n d"], slope: Float[Array, "n v"]) -> Array:
-    return _dot(slope, rows, 0, 0) if options.transposed else _dot(rows, slope, 0, 0)
-
-
 def _dot(a: Array, b: Array, axis_of_a: int, axis_of_b: int) -> Array:
     """Returns the product over one axis of each operand, accumulated and returned in float32."""
     return lax.dot_general(a, b, (((axis_of_a,), (axis_of_b,)), ((), ())), preferred_element_type=jnp.float32)
-
-
-def vocabulary_size(options: HeadOptions, kernel: Array) -> int:
-    """Returns the number of logits of a token on this device."""
-    return kernel.shape[0 if options.transposed else 1]
 
 
 class HeadSpecs(NamedTuple):
@@ -242,17 +237,6 @@ def whole_kernel(options: HeadOptions, kernel: Array) -> Array:
     if options.axes is None or not options.axes.width:
         return kernel
     return lax.all_gather(kernel, options.axes.width, axis=1 if options.transposed else 0, tiled=True)
-
-
-def _sum_of_kernels(options: HeadOptions, gradient: Array) -> Array:
-    """Returns the sum of the gradients of all devices, split as the kernel is."""
-    if options.axes is None:
-        return gradient
-    width = options.axes.width
-    if width:
-        axis = 1 if options.transposed else 0
-        gradient = lax.psum_scatter(gradient, width, scatter_dimension=axis, tiled=True)
-    return sum_over_axes(gradient, tuple(axis for axis in options.axes.tokens if axis not in width))
 
 
 def sum_over_axes(array: Array, axes: str | tuple[str, ...] | None) -> Array:
