@@ -186,11 +186,7 @@ _SQUARE = 256
 
 
 def design_matrices(layer: SourceLayer) -> list[Float[np.ndarray, "f D"]]:
-    """Returns the design matrices of all experts, in the dtype in which the kernels are read.
-
-    Raises:
-      InputError: if a weight is not finite.
-    """
+    """Returns the design matrices of all experts, in the dtype in which the kernels are read."""
     designs: list[np.ndarray] = []
     width = sum(_width(layer, name) for name in layer.shapes)
     start = 0
@@ -210,11 +206,7 @@ def design_matrices(layer: SourceLayer) -> list[Float[np.ndarray, "f D"]]:
 def aligned_kernels(
     layer: SourceLayer, name: str, permutations: Int[np.ndarray, "E f"]
 ) -> Iterator[Float[np.ndarray, "i o"]]:
-    """One matrix of all experts with the neurons in the given order; float32.
-
-    Raises:
-      InputError: if a weight is not finite.
-    """
+    """One matrix of all experts with the neurons in the given order; float32."""
     for expert, kernel in enumerate(layer.kernels(name)):
         # Orders are in bounds; NumPy checking each index of each row takes three times as long, indexing nine times.
         ordered = np.take(kernel, permutations[expert], axis=0 if name == "down" else 1, mode="clip")

@@ -78,9 +78,6 @@ def moments(layer: SourceLayer, name: str) -> Iterator[Float[np.ndarray, "i i"]]
     Args:
       layer: a calibrated layer. Its experts' neurons are in the order in which they are stored.
       name: of the matrix.
-
-    Raises:
-      InputError: if a weight is not finite.
     """
     rows = layer.rows
     assert rows is not None
@@ -166,9 +163,6 @@ def expert_outputs(layer: SourceLayer) -> Iterator[Outputs]:
     """Yields the outputs of one expert after another, of those that the router chooses from.
 
     Memory holds the kernels of a layer.
-
-    Raises:
-      InputError: if a weight is not finite.
     """
     rows = layer.rows
     assert rows is not None

@@ -42,12 +42,7 @@ class Refit(NamedTuple):
 
 
 def concat_counts(magnitudes: Mapping[str, Float[np.ndarray, "..."]], keep: float) -> dict[str, int]:
-    """How many of the largest entries of one expert lie in each of its matrices.
-
-    Args:
-      magnitudes: the absolute values of the matrices.
-      keep: share of all entries together that stays.
-    """
+    """How many of the largest entries of one expert lie in each of its matrices, if a share `keep` of all stays."""
     magnitudes = {name: magnitude.reshape(-1) for name, magnitude in magnitudes.items()}
     size = sum(magnitude.size for magnitude in magnitudes.values())
     left = kept_entries(size, keep)

@@ -180,14 +180,7 @@ def layer_in(
 ) -> MoEConfig:
     """A layer with its experts in a layout; of one that is never written, the one that it is compared with.
 
-    Args:
-      layout: of the experts.
-      moe: the layer as it is.
-      d_model: width of the model.
-      asked, base, base_codes: see `stored_bytes`.
-
-    Raises:
-      InputError: see `stored_bytes`.
+    Arguments and errors are those of `stored_bytes`.
     """
     if isinstance(layout, Fewer):
         return layout.layer(moe, asked["keep"])
@@ -201,7 +194,7 @@ def layer_in(
 
 
 def disk_bytes(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> int:
-    """Returns the bytes of the experts of a layer on the disk, Zarr's metadata included; see `layer_bytes`."""
+    """The bytes of the experts of a layer on the disk, Zarr's metadata included; see `layer_bytes`."""
     return layer_bytes(moe, d_model, dtype).total + LEAF_OVERHEAD * len(_bank_leaves(moe, d_model, dtype))
 
 
@@ -215,13 +208,7 @@ def disk_bytes_by_matrix(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> dict
 
 
 def layer_bytes(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> LayerBytes:
-    """Returns the bytes of the experts of a layer.
-
-    Args:
-      moe: the layer.
-      d_model: width of the model.
-      dtype: of its parameters.
-    """
+    """The bytes of the experts of a layer; d_model is the width of the model, the dtype that of its parameters."""
     sizes = dict.fromkeys((field.name for field in dataclasses.fields(LayerBytes)), 0)
     for path, leaf in _bank_leaves(moe, d_model, dtype).items():
         sizes[_part(path, moe.bank.form)] += count_bytes([leaf])
@@ -240,7 +227,7 @@ _PARTS = {
 
 
 def bytes_by_part(config: ModelConfig, layers: Iterable[int]) -> dict[str, int]:
-    """Returns the bytes of the experts of some layers, by part in words; what has no codes has the config's dtype."""
+    """The bytes of the experts of some layers, by part in words; what has no codes has the config's dtype."""
     parts = [layer_bytes(config.moe(layer), config.d_model, jnp.dtype(config.dtype)) for layer in layers]
     return {title: sum(getattr(part, name) for part in parts for name in names) for title, names in _PARTS.items()}
 
@@ -253,14 +240,14 @@ def _bank_leaves(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> dict[str, ja
 
 
 def _router_bytes(specs: Mapping[str, jax.ShapeDtypeStruct], layer: int) -> int:
-    """Returns the bytes of what the router of a layer has for every expert."""
+    """The bytes of what the router of a layer has for every expert."""
     names = ("kernel", "selection_bias")
     paths = (f"layers/{layer}/mlp/router/{name}" for name in names)
     return count_bytes(specs[path] for path in paths if path in specs)
 
 
 def _compared(layout: AnyLayout, moe: MoEConfig, d_model: int, counted: LayerBytes) -> LayerBytes:
-    """Returns the bytes of the layer in a layout that is never written."""
+    """The bytes of the layer in a layout that is never written."""
     if isinstance(layout, Fewer) or layout.position_bytes is None:
         return counted
     form = moe.bank.form

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Float
 
 from moe_jax.compression.alignment.barycenter import SOLVERS
-from moe_jax.compression.budget import Budget, BudgetBits, Candidate, TargetBytes, allocate
+from moe_jax.compression.budget import Budget, Candidate, allocate
 from moe_jax.compression.coding.coder import check_levels
 from moe_jax.compression.coding.storage import LEAF_OVERHEAD, disk_bytes_by_matrix
 from moe_jax.compression.coding.write_experts import write_experts
@@ -145,16 +145,12 @@ class Allocate(Method):
         check_levels(self.levels, min(TABLE_BITS), zero_points=self.zero_points)
         if (self.budget_bits is None) == (self.target_bytes is None):
             raise InputError("allocate needs --budget-bits or --target-bytes, and not both")
-        self.budget  # noqa: B018  (checks both)
+        self._budget  # noqa: B018  (checks it)
         Quantized(bits=2, group_size=self.group_size, scale_bits=self.scale_bits)  # checks both
 
     @functools.cached_property
-    def budget(self) -> Budget:
-        """Room for all layers together."""
-        if self.target_bytes is not None:
-            return TargetBytes(target=self.target_bytes, sizes=())
-        assert self.budget_bits is not None
-        return BudgetBits(bits=self.budget_bits, sizes=())
+    def _budget(self) -> Budget:
+        return Budget(target_bytes=self.target_bytes, budget_bits=self.budget_bits)
 
     @functools.cached_property
     def _formats(self) -> tuple[tuple[str, ...], ...]:
@@ -175,7 +171,7 @@ class Allocate(Method):
         for layer in layers:
             no_errors = np.zeros((len(layer.shapes), len(self._choices)))
             smallest[layer.index] = _alike(self._by_matrix(layer, no_errors, none))
-        allocate(smallest, self._room(layers))
+        allocate(smallest, self._budget.nbytes(layers))
 
     def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
         """Aligns the experts, and tries all choices on some columns of their matrices."""
@@ -202,7 +198,7 @@ class Allocate(Method):
         formats: Sequence[tuple[str, ...]],
     ) -> dict[int, Candidate]:
         """Returns the choice for every layer, by index, if codes have one of some formats."""
-        candidates, alike, in_parts, room = {}, {}, {}, self._room(layers)
+        candidates, alike, in_parts, room = {}, {}, {}, self._budget.nbytes(layers)
         for layer in layers:
             errors = divergences[layer.index]
             by_matrix = self._by_matrix(layer, errors.sum(axis=1), formats)
@@ -218,7 +214,7 @@ class Allocate(Method):
         began = time.monotonic()
         shared = target.bank.has_base
         orders = analysis["permutations"] if shared else unaligned(layer)
-        measure = write_experts(layer, target.bank, orders, write, refit=False)
+        measure = write_experts(layer, target.bank, write, permutations=orders)
         return measure.figures(
             seconds=float(analysis["seconds"]) + time.monotonic() - began,
             choice=target.bank.describe(),
@@ -240,9 +236,6 @@ class Allocate(Method):
         if sensitivities is None:
             raise InputError(f"layer {layer.index}: the calibration does not say how much depends on it")
         return np.array([[[sensitivities[name]]] for name in layer.shapes]) * analysis["errors"]
-
-    def _room(self, layers: Sequence[SourceLayer]) -> int:
-        return self.budget.nbytes(layers)
 
     def _bank(self, layer: SourceLayer, choice: Sequence[Choice] | InParts) -> BankConfig:
         """Returns the bank of a layer with a choice for every matrix; for experts in two parts, one for each part."""

@@ -47,9 +47,6 @@ def together(layer: SourceLayer, permutations: Int[np.ndarray, "E f"]) -> Togeth
     Args:
       layer: a calibrated layer.
       permutations: the order of every expert's neurons around their mean.
-
-    Raises:
-      InputError: if a weight is not finite.
     """
     rows = layer.rows
     assert rows is not None
@@ -180,9 +177,6 @@ def errors_of_choices(
       choices: what is tried.
       format_: of codes.
       together: how errors add up that factors leave. Those of codes are independent.
-
-    Raises:
-      InputError: if a weight is not finite.
     """
     width = layer.shapes[name][1]
     columns = np.unique(np.linspace(0, width - 1, min(width, _COLUMNS)).astype(int))

@@ -16,11 +16,11 @@ from jaxtyping import Float
 
 from moe_jax.compression.budget import all_alike
 from moe_jax.compression.calibration.expert_statistics import moments
-from moe_jax.compression.coding.coder import ExpertCoder, LeastError, Levels, check_levels, expert_coders
+from moe_jax.compression.coding.coder import ExpertCoder, Levels, check_levels
 from moe_jax.compression.coding.pruning import largest_mask
-from moe_jax.compression.coding.write_experts import codes_of_options, compress_deltas
+from moe_jax.compression.coding.write_experts import codes_of_options, write_experts
 from moe_jax.compression.methods.interface import Analysis, Base, Method, check_calibrated
-from moe_jax.compression.report import LayerFigures
+from moe_jax.compression.report import LayerFigures, Measure
 from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.core.draws import draw_positions
 from moe_jax.core.errors import InputError, check_member
@@ -33,6 +33,10 @@ from moe_jax.experts.forms.sparse import encode_positions, smallest_encoding
 from moe_jax.models import MoEConfig
 
 SCALES = ("mse", "absmax")
+
+
+def _figures(bank: BankConfig, measure: Measure) -> LayerFigures:
+    return measure.figures(choice=None if bank.base_codes is None else bank.describe())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,8 +92,8 @@ class Quantize(Method):
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
         fit, even = self.scale == "mse", self.levels == "even"
-        coders = partial(expert_coders, fit=fit, feedback=self.feedback, even=even)
-        return compress_deltas(layer, base.kernel, target.bank, write, coders, rounded=LeastError(fit=fit), refit=True)
+        options = {"refit": True, "fit": fit, "feedback": self.feedback, "even": even}
+        return _figures(target.bank, write_experts(layer, target.bank, write, base=base.kernel, **options))
 
     @property
     def _codes(self) -> BaseCodes | None:
@@ -184,7 +188,8 @@ class Sparsify(Method):
             approximation.reshape(-1)[chosen.positions] = values.astype(np.float32)
             return {**encode_positions(chosen.positions, delta.shape, form.encoding), "values": values}, approximation
 
-        return compress_deltas(layer, base.kernel, target.bank, write, encode=encode)
+        measure = write_experts(layer, target.bank, write, base=base.kernel, encode=encode)
+        return _figures(target.bank, measure)
 
     @property
     def _codes(self) -> BaseCodes | None:
@@ -273,8 +278,8 @@ class D2MoE(Method):
     ) -> LayerFigures:
         """The coders of a calibrated layer whiten the deltas."""
         began = time.monotonic()
-        figures = compress_deltas(layer, partial(weighted_mean, layer), target.bank, write)
-        return dataclasses.replace(figures, seconds=time.monotonic() - began, choice=target.bank.form.describe())
+        measure = write_experts(layer, target.bank, write, base=partial(weighted_mean, layer))
+        return measure.figures(seconds=time.monotonic() - began, choice=target.bank.form.describe())
 
     @property
     def _wanted(self) -> Wanted:
@@ -285,9 +290,6 @@ def weighted_mean(layer: SourceLayer, name: str) -> Float[np.ndarray, "i o"]:
     """The mean of a matrix, float32, each input's row weighted with its second moment in every expert.
 
     It is the matrix B of least `sum_k tr((W_k - B)^T diag(H_k) (W_k - B))`; where all moments are 0, the plain mean.
-
-    Raises:
-      InputError: if a weight is not finite.
     """
     weights = np.stack([np.diagonal(moment).astype(np.float64) for moment in moments(layer, name)])
     totals = weights.sum(axis=0)

@@ -304,11 +304,7 @@ class HCSMoE(Merging):
 
 
 def mean_outputs(layer: SourceLayer) -> Float[np.ndarray, "E d"]:
-    """Returns every expert's mean output, float64, for `MOST_TOKENS` of the layer's tokens, whoever they are routed to.
-
-    Raises:
-      InputError: if a weight is not finite.
-    """
+    """Every expert's mean output, float64, for `MOST_TOKENS` of the layer's tokens, whoever they are routed to."""
     rows = layer.rows
     assert rows is not None
     count = len(rows.inputs)

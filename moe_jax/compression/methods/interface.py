@@ -100,9 +100,6 @@ class Method(abc.ABC):
         Args:
           layer: its experts.
           tick: called with the share of the work that is done.
-
-        Raises:
-          InputError: if weights are not finite.
         """
         del layer, tick
         return {}
@@ -123,9 +120,6 @@ class Method(abc.ABC):
           target: what `plan` said the layer becomes.
           write: takes leaves by their paths below `mlp`. Leaves that it is not given stay as they are.
           analysis: what `analyse` returned for the layer.
-
-        Raises:
-          InputError: if weights are not finite.
         """
 
 

@@ -44,11 +44,7 @@ def full_target(layer: SourceLayer, **changes: Any) -> MoEConfig:
 
 
 def routed_kernels(layer: SourceLayer, name: str) -> Iterator[np.ndarray]:
-    """One matrix of all experts that the router chooses from, float32[in, out].
-
-    Raises:
-      InputError: if a weight is not finite.
-    """
+    """One matrix of all experts that the router chooses from, float32[in, out]."""
     for expert, kernel in enumerate(layer.kernels(name)):
         if expert == layer.moe.routed_experts:
             return  # the universal FFN

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from moe_jax.compression.alignment.barycenter import SOLVERS, free_support_barycenter
-from moe_jax.compression.budget import Budget, BudgetBits, TargetBytes, all_alike, mean_shares, trials
+from moe_jax.compression.budget import Budget, all_alike, mean_shares, trials
 from moe_jax.compression.coding.coder import LEVELS, Levels, check_levels
 from moe_jax.compression.coding.pruning import squared
 from moe_jax.compression.coding.write_experts import codes_of_options, write_experts
@@ -140,10 +140,7 @@ class ResMoE(Method):
             sizes = tuple(
                 size for one in (RESIDUALS if form is None else (form,)) for size in one.sizes_to_try(self.design)
             )
-            if self.target_bytes is not None:
-                return TargetBytes(target=self.target_bytes, sizes=sizes, codes=self.codes)
-            assert self.budget_bits is not None
-            return BudgetBits(bits=self.budget_bits, sizes=sizes, codes=self.codes)
+            return Budget(target_bytes=self.target_bytes, budget_bits=self.budget_bits, sizes=sizes, codes=self.codes)
         form = form or RESIDUALS[0]
         if self.keep is None and "keep" in form.asks_for:
             raise InputError("resmoe needs --keep, --target-bytes or --budget-bits, or --residual quantized:BITS")
@@ -207,15 +204,8 @@ class ResMoE(Method):
     ) -> LayerFigures:
         began = time.monotonic()
         permutations, objective = analysis["permutations"], float(analysis["objective"])
-        measure = write_experts(
-            layer,
-            target.bank,
-            permutations,
-            write,
-            refit=self.refit,
-            feedback=self.feedback,
-            even=self.levels == "even",
-        )
+        options = {"refit": self.refit, "feedback": self.feedback, "even": self.levels == "even"}
+        measure = write_experts(layer, target.bank, write, permutations=permutations, **options)
         return measure.figures(
             objective=objective,
             rounds=int(analysis["rounds"]),

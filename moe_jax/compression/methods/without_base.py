@@ -179,9 +179,8 @@ class WithoutBase(Method):
         measure = write_experts(
             layer,
             target.bank,
-            unaligned(layer),
             write,
-            refit=False,
+            permutations=unaligned(layer),
             feedback=self.feedback,
             even=self.levels == "even",
             coder=self.coder,
