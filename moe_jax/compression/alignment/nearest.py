@@ -234,7 +234,7 @@ class _Search:
         self.made += len(rows) * len(self._target) * self._dim
 
     def costs(self) -> Float[np.ndarray, "r n"]:
-        """Returns half the squared distances of the known rows, without the target's norm; overwrites the products."""
+        """Half the squared distances of the known rows, without the target's norm; overwrites the products."""
         halves = (self._squares / 2).astype(np.float32)
         costs = self._products[: len(self.rows)]
         new = costs[self._are_costs :]

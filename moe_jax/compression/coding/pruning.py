@@ -109,9 +109,9 @@ def prune(
 
     Args:
       kernels: gives the aligned kernels of all experts, as often as it is called; float32.
-      centre: the first one.
+      centre: the first one; without `refit` the masks are those for it, and it stays.
       count: entries that stay of each kernel.
-      refit: without, the masks are those for the first centre, which stays.
+      refit: whether the centre is refitted.
       importances: of every expert, what an entry of each row counts for: errors are multiplied by it before they are
         compared, or squared. None: all entries count alike.
     """
