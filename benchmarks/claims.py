@@ -27,7 +27,7 @@ from evidence.studies.claims_file import ClaimsFile
 from evidence.studies.jobs import DiffersError, NotFiniteError, Place, do_jobs, repeat_jobs
 from evidence.studies.plan import studies
 from evidence.studies.report import write_report
-from moe_jax.commands.line.huge_pages import ask_for_huge_pages
+from moe_jax.commands.environment import ask_for_huge_pages
 from moe_jax.core.errors import InputError
 
 

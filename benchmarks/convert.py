@@ -28,9 +28,9 @@ from evidence.layouts import CONVERT
 from evidence.results import RESULTS, Figures
 from moe_jax.conversion import read_hf_config
 from moe_jax.conversion.families import family_named
-from moe_jax.conversion.formats.checkpoint_files import open_checkpoint
-from moe_jax.conversion.formats.safetensors_writer import DiskShards, PlannedTensor
+from moe_jax.conversion.formats.safetensors_file import DiskShards, PlannedTensor
 from moe_jax.conversion.formats.tensors import TensorEntry, TensorFiles
+from moe_jax.conversion.hugging_face_dir import open_checkpoint
 from moe_jax.conversion.table import PER_EXPERT, apply_table
 from moe_jax.model_io.loading import leaf_specs
 
@@ -82,9 +82,7 @@ def measure(folder: Path, layers: int) -> list[list]:
 
     before = cp()
     for command, source, target in (("convert", foreign, ours), ("export", ours, back)):
-        seconds, peak = timed(
-            [sys.executable, "-m", "moe_jax.commands.line.cli", command, str(source), str(target)], source
-        )
+        seconds, peak = timed([sys.executable, "-m", "moe_jax.commands.cli", command, str(source), str(target)], source)
         after = cp()  # disks and neighbours change their minds: each command stands between two copies
         ratio = (before + after) / 2 / seconds
         rows.insert(-1, [f"`moe-jax {command}`", size / GB / seconds, ratio, peak / GB, bound / GB])

@@ -32,8 +32,8 @@ from evidence.results import RESULTS, Figures
 from moe_jax.api.open_source import open_source
 from moe_jax.data.pipeline import open_data
 from moe_jax.data.sections import DataSection, FieldsSection, SourceSection
-from moe_jax.data.tokens.tokenize_sources import Task, source_patterns, tokenize, totals
-from moe_jax.data.tokens.tokenizer import find_tokenizer
+from moe_jax.data.tokenize_sources import Task, source_patterns, tokenize, totals
+from moe_jax.data.tokenizer import find_tokenizer
 
 BYTES = 8_000_000
 BATCH, LENGTH = 8, 512

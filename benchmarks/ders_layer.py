@@ -30,10 +30,10 @@ from flax import nnx
 
 from evidence.layouts import LAYER_MEMORY, LAYER_TIME, layer_decoding
 from evidence.results import RESULTS, Figures
-from moe_jax.commands.line.huge_pages import ask_for_huge_pages
+from moe_jax.commands.environment import ask_for_huge_pages
 from moe_jax.experts import BankConfig, ExpertBank, FFNConfig, make_bank
-from moe_jax.functional.ffn import ffn
-from moe_jax.functional.routing.decision import Routing, route
+from moe_jax.functional.dense import ffn
+from moe_jax.functional.routing import Routing, route
 
 D_MODEL, HIDDEN, EXPERTS, TOKENS = 1024, 2816, 8, 4096
 FFN = FFNConfig(dim=HIDDEN)

@@ -21,7 +21,7 @@ from evidence.equal_bytes.report import opened, write_report
 from evidence.results import RESULTS
 from evidence.studies.claims_file import ClaimsFile
 from evidence.studies.jobs import DiffersError, NotFiniteError, Place, do_jobs
-from moe_jax.commands.line.huge_pages import ask_for_huge_pages
+from moe_jax.commands.environment import ask_for_huge_pages
 from moe_jax.core.errors import InputError
 
 

@@ -24,7 +24,7 @@ import moe_jax
 from evidence.layouts import LM_EVAL_EXACT, LM_EVAL_LIKELIHOODS, LM_EVAL_TEXTS
 from evidence.results import RESULTS, Figures
 from evidence.stamp import current_stamp
-from moe_jax.commands.line.huge_pages import ask_for_huge_pages
+from moe_jax.commands.environment import ask_for_huge_pages
 from moe_jax.harness.language_model import HarnessModel
 from moe_jax.harness.task_files import sandboxed_templates
 from moe_jax.harness.task_run import evaluate_tasks, known_tasks, load_tasks

@@ -106,7 +106,7 @@ def run(folder: Path, *words: str) -> tuple[str, int]:
     """What a command prints, and its peak resident memory in bytes."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(folder / f"cache of {words[0]}")}
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)
-    command = [sys.executable, "-m", "moe_jax.commands.line.cli", *words]
+    command = [sys.executable, "-m", "moe_jax.commands.cli", *words]
     with (folder / "printed").open("w+") as printed:
         process = subprocess.Popen(command, env=environment, stdout=printed, cwd=ROOT)
         _, status, usage = os.wait4(process.pid, 0)

@@ -139,7 +139,7 @@ def compiled(step: Step, python: Path) -> dict[str, Any] | None:
         command = [
             python,
             "-m",
-            "moe_jax.commands.line.cli",
+            "moe_jax.commands.cli",
             "train",
             RECIPES / f"{step.recipe}.toml",
             "--compile-only",

@@ -46,9 +46,9 @@ from evidence.commands import write_recipe
 from evidence.layouts import LLM_DECODING, LLM_SPEED, LLM_START
 from evidence.results import RESULTS, Figures
 from evidence.stamp import ROOT, current_stamp
-from moe_jax.commands.line.huge_pages import ask_for_huge_pages
+from moe_jax.commands.environment import ask_for_huge_pages
 from moe_jax.conversion import HuggingFaceDirectory
-from moe_jax.generation.prompt_batches import generate
+from moe_jax.generation.texts import generate
 from moe_jax.model_io.loading import load_model
 from moe_jax.nn import Decoder
 from moe_jax.peft import split_model, trainable_paths
@@ -327,7 +327,7 @@ def seconds_of(words: Sequence[object], work: Path, figures: Path) -> Took:
     others = ("JAX_", "PYTHONDONTWRITEBYTECODE")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(others)}
     environment = {**kept, "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(work / "cache"), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "moe_jax.commands.line.cli", *map(str, words)]
+    command = [sys.executable, "-m", "moe_jax.commands.cli", *map(str, words)]
     to_first = None
     with (work / "printed").open("w+") as printed:
         begin = time.perf_counter()

@@ -31,7 +31,7 @@ from evidence.layouts import REAL_MODEL_FILES, REAL_MODEL_TEXT
 from evidence.results import RESULTS, Figures
 from evidence.stamp import ROOT, current_stamp
 from moe_jax.api.open_source import open_source
-from moe_jax.commands.line.cli import main as command
+from moe_jax.commands.cli import main as command
 
 sys.path.insert(0, str(ROOT))
 

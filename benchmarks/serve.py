@@ -59,7 +59,7 @@ def main() -> None:
 @contextlib.contextmanager
 def serving(model: Path, seats: int) -> Iterator[str]:
     """The address of a server in a process of its own."""
-    command = [sys.executable, "-m", "moe_jax.commands.line.cli", "serve", str(model), "--port", "0", "--name", "model"]
+    command = [sys.executable, "-m", "moe_jax.commands.cli", "serve", str(model), "--port", "0", "--name", "model"]
     arguments = [*command, "--seats", str(seats), "--context", "512"]
     with subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None

@@ -134,17 +134,17 @@ class _Step:
 
     def __enter__(self) -> None:
         from moe_jax.distributed.processes import wait_for_all
-        from moe_jax.files.remote import traffic
+        from moe_jax.files import regular_files
 
         wait_for_all(f"begin {self._name}")
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
-        self._held, self._traffic, self._start = _memory("VmRSS"), traffic.total(), time.perf_counter()
+        self._held, self._traffic, self._start = _memory("VmRSS"), regular_files.traffic_so_far(), time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
         from moe_jax.distributed.processes import wait_for_all
-        from moe_jax.files.remote import traffic
+        from moe_jax.files import regular_files
 
-        moved, peak = traffic.total() - self._traffic, _memory("VmHWM")
+        moved, peak = regular_files.traffic_so_far() - self._traffic, _memory("VmHWM")
         wait_for_all(f"end {self._name}")
         self._steps[self._name] = {
             "read": moved.read,

@@ -135,7 +135,7 @@ def peak_memory(process: subprocess.Popen) -> list[int]:
 def measure(name: str, shape: Shape, folder: Path, options: list[str], *, planted: bool) -> list:
     """A row: one layer through the command."""
     write_layer(folder / "layer", shape, planted=planted)
-    command = [sys.executable, "-m", "moe_jax.commands.line.cli", "compress", folder / "layer", folder / "out"]
+    command = [sys.executable, "-m", "moe_jax.commands.cli", "compress", folder / "layer", folder / "out"]
     command += ["--method", "resmoe", *(options or ["--keep", "0.25"]), "--json"]
     began = time.monotonic()
     process = subprocess.Popen([str(part) for part in command], stdout=subprocess.PIPE, text=True)

@@ -19,25 +19,25 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax import nn as nn
     from moe_jax import peft as peft
     from moe_jax import upcycling as upcycling
-    from moe_jax.api.adapt import adapt as adapt
-    from moe_jax.api.classify import classify as classify
-    from moe_jax.api.compress import CompressedExperts as CompressedExperts
     from moe_jax.api.compress import compress as compress
-    from moe_jax.api.compress import compress_experts as compress_experts
-    from moe_jax.api.convert import convert as convert
-    from moe_jax.api.convert import export as export
+    from moe_jax.api.compress_experts import CompressedExperts as CompressedExperts
+    from moe_jax.api.compress_experts import compress_experts as compress_experts
     from moe_jax.api.generate import Continuation as Continuation
     from moe_jax.api.generate import generate as generate
-    from moe_jax.api.merge import merge as merge
+    from moe_jax.api.measure import ModelPlan as ModelPlan
+    from moe_jax.api.measure import classify as classify
+    from moe_jax.api.measure import evaluate as evaluate
+    from moe_jax.api.measure import plan as plan
     from moe_jax.api.model import Model as Model
     from moe_jax.api.model import load as load
     from moe_jax.api.model import save as save
     from moe_jax.api.model import tiny_model as tiny_model
-    from moe_jax.api.run import ModelPlan as ModelPlan
-    from moe_jax.api.run import evaluate as evaluate
-    from moe_jax.api.run import plan as plan
     from moe_jax.api.train import train as train
-    from moe_jax.api.upcycle import upcycle as upcycle
+    from moe_jax.api.transforms import adapt as adapt
+    from moe_jax.api.transforms import convert as convert
+    from moe_jax.api.transforms import export as export
+    from moe_jax.api.transforms import merge as merge
+    from moe_jax.api.transforms import upcycle as upcycle
     from moe_jax.compression.alignment.barycenter import Barycenter as Barycenter
     from moe_jax.compression.alignment.barycenter import free_support_barycenter as free_support_barycenter
     from moe_jax.compression.spec import CompressSpec as CompressSpec
@@ -54,9 +54,9 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.experts import KernelBank as KernelBank
     from moe_jax.experts import LoRAConfig as LoRAConfig
     from moe_jax.experts import make_bank as make_bank
-    from moe_jax.functional.attention.relative_bias import RelativeBiasConfig as RelativeBiasConfig
-    from moe_jax.functional.attention.rope import RopeConfig as RopeConfig
-    from moe_jax.functional.routing.decision import route as route
+    from moe_jax.functional.position_embeddings import RelativeBiasConfig as RelativeBiasConfig
+    from moe_jax.functional.position_embeddings import RopeConfig as RopeConfig
+    from moe_jax.functional.routing import route as route
     from moe_jax.models import AttentionConfig as AttentionConfig
     from moe_jax.models import LatentConfig as LatentConfig
     from moe_jax.models import LayerConfig as LayerConfig

@@ -8,7 +8,7 @@ import rich.console
 
 from moe_jax.api.open_source import open_source
 from moe_jax.data.sections import DataSection, SourceSection
-from moe_jax.data.tokens.tokenizer import find_tokenizer
+from moe_jax.data.tokenizer import find_tokenizer
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import BankConfig, FFNConfig, ModelConfig, MoEConfig, config_to_json

@@ -4,7 +4,7 @@ import contextlib
 import io
 from pathlib import Path
 
-from moe_jax.commands.line.cli import main
+from moe_jax.commands.cli import main
 
 ERROR = "moe-jax: error: "
 RECIPE = """

@@ -121,7 +121,7 @@ SECTIONS = (
         (
             *_TRAINING,
             "moe_jax/generation",
-            "moe_jax/commands/line/cli.py",
+            "moe_jax/commands/cli.py",
             "moe_jax/commands",
         ),
         layouts.LLM_SPEED,
@@ -147,8 +147,8 @@ SECTIONS = (
         "python benchmarks/vllm_parity.py DATA EXPORT ... --vllm PYTHON",
         (
             "moe_jax/conversion/to_hugging_face.py",
-            "moe_jax/conversion/formats/packed_experts.py",
-            "moe_jax/conversion/hf/hf_config.py",
+            "moe_jax/conversion/packed_experts.py",
+            "moe_jax/conversion/hf_config.py",
         ),
         layouts.VLLM,
     ),
@@ -161,7 +161,7 @@ SECTIONS = (
     _program(
         "data_pipeline",
         "python benchmarks/data_pipeline.py MODEL TEXT QUESTIONS",
-        ("moe_jax/training", "moe_jax/data", "moe_jax/data/tokens/chat_template.py", "moe_jax/api/open_source.py"),
+        ("moe_jax/training", "moe_jax/data", "moe_jax/data/chat_template.py", "moe_jax/api/open_source.py"),
         layouts.DATA_PIPELINE,
     ),
     _program("upcycle_stories260k", "python benchmarks/upcycle_stories260k.py DATA", _TRAINING, layouts.UPCYCLED),
@@ -247,7 +247,7 @@ SECTIONS = (
                 *_LOOP,
                 "moe_jax/models",
                 "moe_jax/files/json_toml.py",
-                "moe_jax/files/strict.py",
+                "moe_jax/files/json_toml.py",
             ),
             "moe_jax/files/regular_files.py",
         ),
@@ -284,7 +284,7 @@ SECTIONS = (
     _program(
         "real_model",
         "python benchmarks/real_model.py DATA",
-        ("moe_jax/conversion", *_MODEL, "moe_jax/generation/prompt_batches.py", "moe_jax/evaluation/held_out.py"),
+        ("moe_jax/conversion", *_MODEL, "moe_jax/generation/texts.py", "moe_jax/evaluation/held_out.py"),
         layouts.REAL_MODEL_FILES,
         layouts.REAL_MODEL_TEXT,
     ),

@@ -11,8 +11,8 @@ from moe_jax.experts import BankConfig, FFNConfig, make_bank
 from moe_jax.experts.devices import Platform, current_chip
 from moe_jax.experts.shapes import Load
 from moe_jax.experts.strategy import cheapest, strategy_costs
-from moe_jax.functional.ffn import ffn
-from moe_jax.functional.routing.decision import Routing
+from moe_jax.functional.dense import ffn
+from moe_jax.functional.routing import Routing
 
 DTYPE = jnp.dtype("bfloat16")
 TOKENS = 8192

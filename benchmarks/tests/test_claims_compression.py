@@ -28,7 +28,7 @@ from evidence.studies.summary import Measured, difference, mean_losses
 from evidence.studies.training_job import kept_folder, kept_path
 from evidence.studies.variants import NO_DELTAS, REFIT_PAIRS, UNCOMPRESSED, VARIANTS, chosen, label
 from moe_jax.compression import METHODS, make_method
-from moe_jax.data.tokens.tokenizer import Tokenizer
+from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.harness.likelihood import Continuation, Likelihoods
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.nn import Decoder

@@ -1,47 +1,158 @@
-"""Compression of a model, and of the experts of one layer."""
+"""Compression of a model; with a text, after a run over it that records what its experts are given."""
 
 import dataclasses
+import hashlib
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, cast, overload
+from typing import Any, NamedTuple, ParamSpec, Protocol, cast, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jaxtyping import Float, Int
+from jax.sharding import Mesh
 
-from moe_jax.api.calibrate import calibrate as record_calibration
-from moe_jax.api.calibrate import open_calibration
+from moe_jax.api.measure import default_seq_len, read_ids, score
 from moe_jax.api.model import Loading, Model, ModelOrPath, OutPath, destination, open_model, result
-from moe_jax.api.run import read_ids, score
 from moe_jax.api.verb import model_verb, work_bars
-from moe_jax.compression import Calibration, Method, Score, Sweep
+from moe_jax.compression import Method, Score, Sweep
 from moe_jax.compression import compress as _compress
 from moe_jax.compression import sweep as _sweep
-from moe_jax.compression.methods.interface import Base
-from moe_jax.compression.report import LayerFigures
-from moe_jax.compression.source_layer import SourceLayer
+from moe_jax.compression.calibration.layerwise_pass import record, sample_windows
+from moe_jax.compression.calibration.recorded import (
+    FORMAT,
+    Calibration,
+    is_complete,
+    read_layer,
+    read_sensitivities,
+    write_sensitivities,
+)
+from moe_jax.compression.calibration.sensitivities import has_gradients, measure_sensitivities, record_gradients
 from moe_jax.compression.spec import CompressSpec, MethodOption, SweepSpec, parse_layers
 from moe_jax.compression.stream import OnLayer, check_before_calibration, choose_layers
 from moe_jax.core.errors import InputError
-from moe_jax.core.finite import check_finite
-from moe_jax.core.terminal import shows_work
+from moe_jax.core.terminal import Progress, no_progress, shows_work
 from moe_jax.distributed.processes import first_decides
-from moe_jax.distributed.sharding import make_mesh, path_name
-from moe_jax.experts import BankConfig, ExpertBank, make_bank
-from moe_jax.experts.shapes import shapes_of
-from moe_jax.files.staging import check_target
+from moe_jax.distributed.sharding import make_mesh
+from moe_jax.evaluation.held_out import check_seq_len
+from moe_jax.files.staging import check_target, lock_directory
 from moe_jax.files.storage_path import as_path
-from moe_jax.model_io.in_memory import CastSource, LeavesInMemory, ModelInMemory
+from moe_jax.model_io.in_memory import CastSource
 from moe_jax.model_io.model_source import ModelLike, ModelSource
-from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
+
+Place = Callable[[str], Path]
+"""Returns the folder of a recording with a given name."""
+
+
+def calibrate(
+    source: ModelSource,
+    text: str | os.PathLike[str],
+    *,
+    samples: int | None = None,
+    seq_len: int | None = None,
+    batch_size: int = 8,
+    seed: int = 0,
+    place: Place | None = None,
+    mesh: Mesh | None = None,
+    sensitivities: bool = False,
+    gradients: bool = False,
+    progress: Progress = no_progress,
+) -> Calibration:
+    """Runs a model over windows of a text, layer after layer, and keeps the inputs of its experts.
+
+    Args:
+      source: a model with MoE layers.
+      text: a text file.
+      samples: number of windows that are drawn from it; None: 128, or as many as it has.
+      seq_len: number of tokens of a window; by default as for `evaluate`.
+      batch_size: number of windows computed at once. Changes the result in the last bits only.
+      seed: seed of the draw.
+      place: returns the folder of the recording by its name, in which it is found again later; None: the recording
+        lies in a temporary folder that lives as long as the result.
+      mesh: devices that share the work; None: the first one.
+      sensitivities: whether to measure also how much the loss depends on each matrix of each layer.
+      gradients: whether to weight tokens by the squared gradients of the text's loss with respect to a layer's output.
+      progress: called after every layer.
+
+    Raises:
+      FileNotFoundError: if there is no text.
+      InputError: if the model is dense, has an encoder or no tokenizer; the text is not UTF-8 or shorter than asked
+        for; activations are not finite; another process makes the same recording; or there is no room on the disk.
+    """
+    if batch_size < 1:
+        raise InputError(f"{batch_size=} must be at least 1")
+    if seed < 0:
+        raise InputError(f"{seed=} must not be negative")
+    if not source.config.moe_layers:
+        raise InputError("the model is dense: it has no experts to calibrate")
+    source.config.check_no_encoder("a calibration")
+    length = default_seq_len(source.config) if seq_len is None else seq_len
+    check_seq_len(length)
+    windows = sample_windows(read_ids(Model.of_source(source), text), seq_len=length, samples=samples, seed=seed)
+    digest = hashlib.sha256(np.ascontiguousarray(windows).tobytes()).hexdigest()
+    key = {"format": FORMAT, "model": source.fingerprint(), "windows": list(windows.shape), "tokens": digest}
+    name = hashlib.sha256(repr(sorted(key.items())).encode()).hexdigest()[:16]
+    keep = None
+    if place is None:
+        keep = tempfile.TemporaryDirectory(prefix="moe_jax_calibration_")
+        place = Path(keep.name).joinpath
+    folder = place(name)
+    how: dict[str, Any] = {"mesh": _mesh(mesh), "batch_size": batch_size, "progress": progress}
+    _complete(folder, lambda: is_complete(folder, key), lambda: record(source, windows, folder, key, **how))
+    layers = source.config.moe_layers
+    if gradients:
+        _complete(
+            folder, lambda: has_gradients(folder, layers), lambda: record_gradients(source, windows, folder, **how)
+        )
+    if sensitivities and read_sensitivities(folder, gradients=gradients) is None:
+        recorded = partial(read_layer, folder, gradients=gradients)
+        write_sensitivities(folder, measure_sensitivities(source, windows, recorded, **how), gradients=gradients)
+    return open_calibration(folder, text, layers, gradients=gradients, keep=keep)
+
+
+def _complete(folder: Path, is_done: Callable[[], bool], do: Callable[[], None]) -> None:
+    """Does a part of a recording unless it is done; meanwhile no other command can do it."""
+    if is_done():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    # Two commands on one text would go on with each other's activations.
+    lock = lock_directory(folder, folder)
+    try:
+        if not is_done():  # another command may just have done it
+            do()
+    finally:
+        os.close(lock)
+
+
+def open_calibration(
+    folder: Path,
+    text: str | os.PathLike[str],
+    layers: tuple[int, ...],
+    *,
+    gradients: bool = False,
+    keep: Any = None,
+) -> Calibration:
+    """Opens a complete recording.
+
+    Args:
+      folder: the folder of the recording.
+      text: the text that it was made from.
+      layers: the MoE layers of the model.
+      gradients: whether the recording has gradients; as in `calibrate`.
+      keep: an object that must live as long as the recording, such as its temporary folder.
+    """
+    known = read_sensitivities(folder, gradients=gradients) or {}
+    found = {i: read_layer(folder, i, gradients=gradients)._replace(sensitivities=known.get(i)) for i in layers}
+    return Calibration(as_path(text), found, folder, keep)
+
+
+def _mesh(mesh: Mesh | None) -> Mesh:
+    return make_mesh({}, jax.local_devices()[:1]) if mesh is None else mesh
+
 
 P = ParamSpec("P")
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
-Kernels = ExpertBank | Mapping[str, Float[np.ndarray, "E i o"]]
 
 
 class CompressVerb(Protocol[P]):
@@ -62,9 +173,10 @@ class CompressVerb(Protocol[P]):
     ) -> Model: ...
 
 
-def _typed(spec: Callable[P, CompressSpec], verb: object) -> CompressVerb[P]:
-    del spec
-    return cast(CompressVerb[P], verb)
+def _compress_verb(
+    spec: Callable[P, CompressSpec],
+) -> Callable[[Callable[[ModelOrPath, OutPath, CompressSpec], Model]], CompressVerb[P]]:
+    return lambda do: cast(CompressVerb[P], model_verb(spec)(do))
 
 
 def compress_model(
@@ -91,8 +203,8 @@ def compress_model(
     return result(target, model, report)
 
 
-@model_verb(CompressSpec)
-def _compress_verb(model: ModelOrPath, out: OutPath, spec: CompressSpec) -> Model:
+@_compress_verb(CompressSpec)
+def compress(model: ModelOrPath, out: OutPath, spec: CompressSpec) -> Model:
     """Makes the experts of a trained Mixture-of-Experts smaller.
 
         >>> moe = moe_jax.tiny_model(experts=4)
@@ -118,10 +230,6 @@ def _compress_verb(model: ModelOrPath, out: OutPath, spec: CompressSpec) -> Mode
       OSError: if the disk is full. Finished layers stay beside `out`, and the same call goes on after them.
     """
     return compress_model(model, out, spec)
-
-
-_compress_verb.__name__ = _compress_verb.__qualname__ = "compress"  # pyright: ignore
-compress = _typed(CompressSpec, _compress_verb)
 
 
 def sweep(
@@ -212,7 +320,7 @@ def _calibration(model: ModelOrPath, source: ModelSource, spec: CompressSpec, *,
 
     def make() -> str:
         with work_bars() as progress:
-            made = record_calibration(
+            made = calibrate(
                 source,
                 text,
                 samples=spec.samples,
@@ -260,144 +368,3 @@ def _windows(source: ModelSource, spec: CompressSpec) -> dict[str, Any]:
     if spec.seq_len is not None and spec.seq_len > most and shows_work():
         print(f"warning: {source.path} was made for {most} positions, not {spec.seq_len}", file=sys.stderr)
     return {"seq_len": spec.seq_len, "batch_size": 8 if spec.batch_size is None else spec.batch_size}
-
-
-class CompressedExperts(NamedTuple):
-    """The result of `compress_experts`.
-
-        >>> import numpy as np
-        >>> kernels = {"up": np.ones((2, 4, 8), np.float32), "down": np.ones((2, 8, 4), np.float32)}
-        >>> moe_jax.compress_experts(kernels, method="quantize", bits=8).figures.relative_error < 0.01
-        True
-
-    Attributes:
-      bank: the experts, to be applied to tokens and a routing decision, or to materialise one.
-      moe: the config of an MoE layer with these experts.
-      figures: the errors, and the figures that the method reports.
-      groups: int32[E], which expert of the bank every output of the router means; None unless experts were merged.
-    """
-
-    bank: ExpertBank
-    moe: MoEConfig
-    figures: LayerFigures
-    groups: Int[np.ndarray, " E"] | None
-
-
-def compress_experts(
-    experts: Kernels,
-    *,
-    method: str | Method,
-    activation: Activation = "silu",
-    base: Mapping[str, Float[np.ndarray, "i o"]] | None = None,
-    router: Float[np.ndarray, "d E"] | None = None,
-    **options: MethodOption,
-) -> CompressedExperts:
-    """Makes the experts of one layer smaller: arrays in, a bank of experts out.
-
-        >>> import numpy as np
-        >>> random = np.random.default_rng(0)
-        >>> shapes = {"gate": (4, 8, 16), "up": (4, 8, 16), "down": (4, 16, 8)}
-        >>> kernels = {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
-        >>> small = moe_jax.compress_experts(kernels, method="resmoe", keep=0.25)
-        >>> small.bank.num_bytes() < sum(kernel.nbytes for kernel in kernels.values())
-        True
-        >>> small.bank.kernels(0)["up"].shape
-        (8, 16)
-
-    Args:
-      experts: the kernels of all experts, `up` [E, d, f], `down` [E, f, d] and perhaps `gate` [E, d, f]; or a bank. The
-        kernels have any floating-point dtype, which the result keeps.
-      method: as in `compress`.
-      activation: activation of the experts, if kernels are given; a bank has its own.
-      base: kernels of the dense FFN that the experts came from, for deltas from it: `up` [d, f], ...
-      router: [d, E], for the methods that merge experts, which compare its columns.
-      options: options of the method, such as `keep=0.25`.
-
-    Raises:
-      InputError: if shapes do not go together, an option does not go with the method, the method needs a calibration
-        text, or weights are not finite.
-    """
-    name, made = CompressSpec(method=method, options=options).named_method()
-    bank = experts
-    if made.needs_calibration:
-        raise InputError(f"{name} needs a text that a model runs over: use compress, of a whole model")
-    moe, d_model, leaves = _bank_leaves(bank) if isinstance(bank, ExpertBank) else _kernel_leaves(bank, activation)
-    if router is not None:
-        leaves["router/kernel"] = _array("router", router, (d_model, moe.num_experts))
-    layer = SourceLayer(_one_layer(moe, d_model, leaves), 0)
-    shapes = moe.expert.shapes(d_model)
-    dense = None
-    if base is not None:
-        if made.origin is not None:
-            raise InputError(f"base does not go with {name}: it takes the {made.origin}")
-        found = {f"{name}/kernel": _array(name, base[name], shapes[name]) for name in shapes if name in base}
-        if len(found) < len(shapes) or len(base) > len(shapes):
-            raise InputError(f"base has the kernels {', '.join(base)}; expected {', '.join(shapes)}")
-        dense = _one_layer(moe.expert, d_model, found)
-    made.check([layer])
-    analysis = made.analyse(layer)
-    target = made.plan([layer], {0: analysis})[0]
-    written: dict[str, np.ndarray] = {}
-
-    def write(path: str, leaf: np.ndarray) -> None:
-        check_finite(path, leaf, "the kernels are too large for this method and their dtype")
-        written[path] = leaf
-
-    figures = made.compress(layer, Base(layer, dense), target, write, analysis)
-    compressed = _make_bank(target, d_model, {**leaves, **written})
-    return CompressedExperts(compressed, target, figures, written.get("groups"))
-
-
-def _bank_leaves(bank: ExpertBank) -> tuple[MoEConfig, int, dict[str, np.ndarray]]:
-    """Returns the config of the MoE layer of a bank, the width of the model, and the leaves of the layer."""
-    state = jax.tree_util.tree_leaves_with_path(nnx.state(bank))
-    moe = MoEConfig(expert=bank.expert, num_experts=bank.num_experts, top_k=bank.num_experts, bank=bank.config)
-    d_model = bank.kernels(0)["up"].shape[0]
-    return moe, d_model, {f"experts/{path_name(path)}": np.asarray(leaf) for path, leaf in state}
-
-
-def _kernel_leaves(kernels: Mapping[str, Any], activation: Activation) -> tuple[MoEConfig, int, dict[str, np.ndarray]]:
-    """Returns config, width and leaves as `_bank_leaves` does, for an MoE layer with these kernels."""
-    unknown = [name for name in kernels if name not in ("gate", "up", "down")]
-    if unknown or not {"up", "down"} <= kernels.keys():
-        raise InputError(f"experts of the kernels {', '.join(kernels)}; expected up, down and perhaps gate")
-    up = np.asarray(kernels["up"])
-    if up.ndim != 3:
-        raise InputError(f"up of shape {up.shape}; expected [experts, d_model, dim]")
-    num_experts, d_model, dim = up.shape
-    expert = FFNConfig(dim=dim, gated="gate" in kernels, activation=activation)
-    moe = MoEConfig(expert=expert, num_experts=num_experts, top_k=num_experts, bank=BankConfig())
-    leaves = {
-        f"experts/{name}/kernel": _array(name, kernels[name], (num_experts, *shape))
-        for name, shape in expert.shapes(d_model).items()
-    }
-    return moe, d_model, leaves
-
-
-def _array(name: str, given: Any, shape: tuple[int, ...]) -> np.ndarray:
-    array = np.asarray(given)
-    if array.shape != shape or not jnp.issubdtype(array.dtype, jnp.floating):
-        raise InputError(f"{name} of shape {array.shape} and dtype {array.dtype}; expected floating point, {shape}")
-    return array
-
-
-def _one_layer(mlp: MoEConfig | FFNConfig, d_model: int, leaves: Mapping[str, np.ndarray]) -> ModelInMemory:
-    """Returns a model of one layer that has no leaves but those of `mlp`."""
-    attention = AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=2)
-    layers = (LayerConfig(attention=attention, mlp=mlp),)
-    config = ModelConfig(family="llama", vocab_size=1, d_model=d_model, max_positions=1, layers=layers)
-    # Deltas without a base are stored in the dtype of the layer's norm.
-    norm = np.ones(d_model, np.float32)
-    named = {f"layers/0/mlp/{path}": leaf for path, leaf in leaves.items()}
-    return ModelInMemory(config, LeavesInMemory(named | {"layers/0/attention_norm/scale": norm}))
-
-
-def _make_bank(moe: MoEConfig, d_model: int, leaves: Mapping[str, np.ndarray]) -> ExpertBank:
-    """Returns the bank of an MoE layer, from its leaves."""
-
-    def make(rngs: nnx.Rngs) -> ExpertBank:
-        return make_bank(moe.bank, moe.expert, moe.bank_experts, d_model, rngs=rngs, dtype=jnp.dtype(jnp.float32))
-
-    graphdef, state = nnx.split(shapes_of(make))
-    filled = jax.tree_util.tree_map_with_path(lambda path, _: jnp.asarray(leaves[f"experts/{path_name(path)}"]), state)
-    return nnx.merge(graphdef, filled)

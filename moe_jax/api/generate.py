@@ -8,13 +8,12 @@ from typing import Any, Literal, NamedTuple, overload
 import jax
 import numpy as np
 
+from moe_jax.api.measure import tokenizer_of, why_not_finite
 from moe_jax.api.model import Loading, Model, ModelOrPath, open_model
-from moe_jax.api.run import tokenizer_of, why_not_finite
 from moe_jax.core.errors import InputError, shown
-from moe_jax.data.tokens.chat_template import Message, load_chat_template
+from moe_jax.data.chat_template import Message, load_chat_template
 from moe_jax.files.json_toml import ANYTHING, read_json_object
-from moe_jax.generation.prompt_batches import FIRST_BLOCK, NonFiniteLogits, stream
-from moe_jax.generation.streamed_text import StreamedText, checked_stops
+from moe_jax.generation.texts import FIRST_BLOCK, NonFiniteLogits, StreamedText, checked_stops, stream
 
 Prompt = str | Sequence[int] | np.ndarray | Sequence[Message]
 Reason = Literal["eos", "stop_id", "stop", "length"]

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from moe_jax.api.open_source import open_source
 from moe_jax.core.errors import InputError, shown
-from moe_jax.data.tokens.tokenizer import Tokenizer
+from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.distributed.processes import first_decides
 from moe_jax.distributed.sharding import make_mesh, mesh_of
 from moe_jax.files.staging import check_target

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 from moe_jax.core.errors import InputError, clipped
 from moe_jax.files.json_toml import read_json_object
-from moe_jax.files.local_paths import check_model_path
+from moe_jax.files.staging import check_model_path
 from moe_jax.files.storage_path import as_path
-from moe_jax.model_io.hub import local_model, why_a_path
+from moe_jax.model_io.lineage import local_model, why_a_path
 
 if TYPE_CHECKING:  # they import JAX, and `--help` should answer without it
     from moe_jax.model_io.model_source import ModelSource

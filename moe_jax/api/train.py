@@ -13,8 +13,8 @@ import rich.console
 from moe_jax.api.model import Model, ModelOrPath, open_model
 from moe_jax.api.open_source import open_source, read_config
 from moe_jax.core.errors import InputError
-from moe_jax.files import strict
-from moe_jax.files.local_paths import check_beside
+from moe_jax.files import json_toml
+from moe_jax.files.staging import check_beside
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.lineage import new_lineage_entry
 from moe_jax.model_io.model_source import ModelSource
@@ -168,7 +168,7 @@ def _plain(value: Any) -> Any:
 
 def _parse(table: Mapping[str, Any], given: RecipeOrPath) -> Recipe:
     where = "the recipe" if isinstance(given, Recipe | Mapping) else os.fspath(given)
-    return strict.parse(Recipe, table, where=where, language="TOML")
+    return json_toml.parse(Recipe, table, where=where, language="TOML")
 
 
 def _train_in_memory(

@@ -1,30 +1,18 @@
 """Step-0 equality: an upcycled or adapted model computes its source's logits before it is trained (methods.md 2.5).
 
-Both models are run on the same tokens, layer by layer from disk, so that only one layer is in memory at a time,
-whatever the size of the model. The layers are the modules that training runs; the final logits are compared. `Probe`
-does so before the new model appears on disk.
+Both models are run on the same tokens, layer by layer from disk, and the final logits are compared; on a text also the
+predictions, since a difference of logits may be equal for all tokens, or affect only very unlikely ones. `Probe` does
+so before the new model appears on disk.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Bool, Float, Int
 
-from moe_jax.checks.predictions import ProbeText, TextComparison, compare_predictions, text_rows
-from moe_jax.checks.streamed_layers import (
-    EMBEDDING,
-    TABLE,
-    apply_final_norm,
-    apply_layer,
-    embed_tokens,
-    mlp_inputs,
-    output_logits,
-)
+from moe_jax.checks.streamed_layers import StreamedModel
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import REMEDY, check_finite
 from moe_jax.core.formatting import show_bytes
@@ -34,12 +22,90 @@ from moe_jax.model_io.model_source import ModelSource
 from moe_jax.model_io.tuned_base import LeavesOverBase, as_base, base_config, is_tuned
 from moe_jax.models import ModelConfig
 
+WINDOW = 128
+"""Tokens of a window; each window is predicted from its own tokens alone."""
+
+MOST_TOKENS = 512
+"""Most tokens of a text that are compared: the logits of all of them are held at once."""
+
+
+class ProbeText(NamedTuple):
+    """A text that models are compared on.
+
+    Attributes:
+      name: name of the text where results are shown: the path of its file.
+      ids: of its tokens; the first `MOST_TOKENS` are used.
+    """
+
+    name: str
+    ids: Int[np.ndarray, " n"]
+
+
+class TextComparison(NamedTuple):
+    """Comparison of the predictions of a text; natural logarithms, means over the scored tokens.
+
+    Attributes:
+      text: its name.
+      tokens: number of tokens scored.
+      kl: KL divergence of the distributions of a next token, from the first model's to the second's.
+      loss_before, loss_after: negative log-likelihood of a token, by the first model and the second.
+    """
+
+    text: str
+    tokens: int
+    kl: float
+    loss_before: float
+    loss_after: float
+
+    def in_words(self) -> str:
+        """Returns the figures as a sentence."""
+        return (
+            f"loss {self.loss_before:.4f} -> {self.loss_after:.4f}, KL divergence {self.kl:.3g} nats per token "
+            f"({self.tokens:,} scored)"
+        )
+
+
+def text_rows(text: ProbeText, max_positions: int) -> tuple[Int[np.ndarray, "R T"], Bool[np.ndarray, "R T"]]:
+    """Returns a text in rows, consecutive windows, and which of their tokens are scored: all but the first of each.
+
+    The last row is padded with token 0 (models that read from left to right do not see it earlier).
+    """
+    ids, length = text.ids[:MOST_TOKENS], min(WINDOW, max_positions)
+    rows = -(-len(ids) // length)
+    tokens, scored = np.zeros(rows * length, np.int32), np.zeros(rows * length, bool)
+    tokens[: len(ids)], scored[: len(ids)] = ids, True
+    tokens, scored = tokens.reshape(rows, length), scored.reshape(rows, length)
+    scored[:, 0] = False
+    return tokens, scored
+
+
+def compare_predictions(
+    name: str,
+    before: Float[np.ndarray, "R T V"],
+    after: Float[np.ndarray, "R T V"],
+    tokens: Int[np.ndarray, "R T"],
+    scored: Bool[np.ndarray, "R T"],
+) -> TextComparison:
+    """Compares the logits of two models for the rows of `text_rows`, in float64, a row at a time."""
+    kl = loss_before = loss_after = 0.0
+    for row, (targets, counts) in enumerate(zip(tokens, scored, strict=True)):
+        at = np.flatnonzero(counts)
+        first, second = (_log_softmax(logits[row, at - 1]) for logits in (before, after))
+        kl += float(np.sum(np.exp(first) * (first - second)))
+        loss_before -= float(first[np.arange(len(at)), targets[at]].sum())
+        loss_after -= float(second[np.arange(len(at)), targets[at]].sum())
+    count = int(scored.sum())
+    return TextComparison(name, count, kl / count, loss_before / count, loss_after / count)
+
+
+def _log_softmax(logits: Float[np.ndarray, "n V"]) -> Float[np.ndarray, "n V"]:
+    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.sum(np.exp(shifted), axis=-1, keepdims=True))
+
+
 PROBE_SHAPE = (2, 32)
 TOLERANCE = 1e-5
 TOLERANCE_PER_LAYER = 1e-6
-
-Read = Callable[[str], np.ndarray]
-Specs = Mapping[str, jax.ShapeDtypeStruct]
 
 
 class Step0(NamedTuple):
@@ -78,159 +144,6 @@ def probe_tokens(config: ModelConfig, seed: int) -> Int[np.ndarray, "B T"]:
     batch, length = PROBE_SHAPE
     random = np.random.Generator(np.random.Philox(seed))
     return random.integers(0, config.vocab_size, (batch, min(length, config.max_positions)), dtype=np.int32)
-
-
-class _Stack(NamedTuple):
-    """An encoder, or a decoder, which without an encoder is the whole model.
-
-    Attributes:
-      config: of this part.
-      start: index in the model of its first layer.
-      prefix: of its leaves that belong to no layer.
-      tokens: that it is run on.
-    """
-
-    config: ModelConfig
-    start: int
-    prefix: str
-    tokens: Int[np.ndarray, "B T"]
-
-
-def _stacks(config: ModelConfig, tokens: Int[np.ndarray, "B T"]) -> list[_Stack]:
-    """Returns the parts in the order in which they run. With an encoder, the decoder gets its tokens, shifted."""
-    if not config.has_encoder:
-        return [_Stack(config, 0, "", tokens)]
-    start = np.full_like(tokens[:, :1], config.decoder_start_id)
-    shifted = np.concatenate([start, tokens[:, :-1]], axis=1)
-    encoder = _Stack(config.encoder, 0, "encoder_", tokens)
-    return [encoder, _Stack(config.decoder, config.num_encoder_layers, "", shifted)]
-
-
-class StreamedModel:
-    """A model that is run on one batch without ever being in memory as a whole. Float32, on the host's CPU.
-
-    Attributes:
-      memory: bytes that the largest layer takes, working memory included.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        specs: Specs,
-        tokens: Int[np.ndarray, "B T"],
-        *,
-        like: "StreamedModel | None" = None,
-        with_logits: bool = True,
-    ):
-        """Compiles every distinct layer; no weights are needed.
-
-        Args:
-          config: of the model.
-          specs: shape and dtype, as stored, of every leaf, by path.
-          tokens: the batch; in a model with an encoder, the encoder's.
-          like: a model that runs the same batch and differs only in its layers; equal parts are not compiled again.
-          with_logits: whether `logits` will be called.
-        """
-        self._config = config
-        self._stacks = _stacks(config, tokens)
-        self._x = jax.ShapeDtypeStruct((*tokens.shape, config.d_model), jnp.float32)
-        self._programs: dict[Any, jax.stages.Compiled] = {} if like is None else dict(like._programs)
-        self._embed_leaves = [name for name in specs if name.startswith("embed/")]
-        last = {name: spec for name, spec in specs.items() if name.startswith(("final_norm/", "lm_head/"))}
-        if config.tie_embeddings:
-            last[EMBEDDING] = specs[EMBEDDING]
-        self._last_leaves = list(last)
-        norm = {name: spec for name, spec in specs.items() if name.startswith("encoder_norm/")}
-        self._norm_leaves = list(norm)
-        with _on_cpu():
-            self._layers = [
-                [self._layer(part, i, specs) for i in range(part.config.num_layers)] for part in self._stacks
-            ]
-            if config.has_encoder:
-                self._norm = self._program(
-                    "norm", lambda: jax.jit(partial(apply_final_norm, config)).lower(norm, self._x)
-                )
-            if with_logits:
-                self._finish = self._program(
-                    "finish", lambda: jax.jit(partial(output_logits, config)).lower(last, self._x)
-                )
-        self.memory = max(map(_memory, self._programs.values()))
-
-    def _layer(self, part: _Stack, index: int, specs: Specs) -> tuple[dict[str, str], jax.stages.Compiled]:
-        """Returns a layer's leaves (name below the layer -> path), and the program that takes them."""
-        prefix, layer = f"layers/{part.start + index}/", part.config.layers[index]
-        paths = {path.removeprefix(prefix): path for path in specs if path.startswith(prefix)}
-        if layer.attention.relative_bias is not None:
-            paths[TABLE] = part.prefix + TABLE
-        stored = {name: specs[path] for name, path in paths.items()}
-        key = (layer, tuple((name, spec.dtype) for name, spec in sorted(stored.items())))
-        source = None if layer.cross is None else self._x
-        apply = partial(apply_layer, part.config, layer, watch=mlp_inputs)
-        return paths, self._program(key, lambda: jax.jit(apply).lower(stored, self._x, source))
-
-    def _program(self, key: Any, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
-        if key not in self._programs:
-            self._programs[key] = lower().compile()
-        return self._programs[key]
-
-    def logits(self, read: Read, on_layer: Callable[[], None] = lambda: None) -> Float[np.ndarray, "B T V"]:
-        """Runs the model.
-
-        Args:
-          read: reads a leaf.
-          on_layer: called after every layer.
-        """
-        with _on_cpu():
-            x = self._run(read, lambda *_: on_layer())
-            return np.asarray(self._finish({name: read(name) for name in self._last_leaves}, x))
-
-    def mlp_inputs(
-        self, read: Read, see: Callable[[int, Float[Array, "B T d"]], None], *, stop: int | None = None
-    ) -> None:
-        """Runs the layers, or those before `stop`, and calls `see` with each index and the input of the layer's FFN.
-
-        Args:
-          read: reads a leaf.
-          see: called after every layer.
-          stop: None: all layers are run.
-        """
-        with _on_cpu():
-            self._run(read, see, stop)
-
-    def _run(
-        self, read: Read, see: Callable[[int, Float[Array, "B T d"]], None], stop: int | None = None
-    ) -> Float[Array, "B T d"]:
-        x = source = None
-        for part, layers in zip(self._stacks, self._layers, strict=True):
-            if x is not None:
-                source = self._norm({name: read(name) for name in self._norm_leaves}, x)
-            x = embed_tokens(part.config, {name: read(name) for name in self._embed_leaves}, part.tokens)
-            for index, (paths, program) in enumerate(layers, start=part.start):
-                if index == stop:
-                    return x
-                x, seen = program({name: read(path) for name, path in paths.items()}, x, source)
-                x.block_until_ready()
-                see(index, seen[0])
-        assert x is not None
-        return x
-
-
-def _memory(program: jax.stages.Compiled) -> int:
-    """Returns the bytes of leaves as they are read, of leaves as the program takes them, and of its working memory."""
-    analysis = program.memory_analysis()
-    assert analysis is not None
-    return 2 * analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + analysis.output_size_in_bytes
-
-
-@contextlib.contextmanager
-def _on_cpu() -> Iterator[None]:
-    """Runs on the CPU: an accelerator would round its products, and the weights come from the host anyway."""
-    try:
-        device = jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  #  JAX_PLATFORMS names an accelerator only
-        device = jax.local_devices()[0]
-    with jax.default_device(device), jax.default_matmul_precision("highest"):
-        yield
 
 
 class Comparisons(NamedTuple):

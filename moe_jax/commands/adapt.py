@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
-from moe_jax.commands.line.spec_options import command_options, given_to
+from moe_jax.commands.options import command_options, given_to
 from moe_jax.peft.spec import AdaptSpec
 
 if TYPE_CHECKING:
@@ -35,20 +35,8 @@ class _Command:
 
 Options = command_options(_Command, AdaptSpec)
 GROUPS = {
-    "the adapters": (
-        "method",
-        "adapter",
-        "experts",
-        "top_k",
-        "targets",
-        "scale",
-        "alpha",
-    ),
-    "training, kept in the adapter's config": (
-        "dropout",
-        "balance_coef",
-        "z_coef",
-    ),
+    "the adapters": ("method", "adapter", "experts", "top_k", "targets", "scale", "alpha"),
+    "training, kept in the adapter's config": ("dropout", "balance_coef", "z_coef"),
 }
 EXAMPLES = """
 # LoRA of rank 16 on attention's queries and values and on the routers
@@ -65,7 +53,7 @@ def run(options: _Command) -> None:
       FileNotFoundError, InputError: bad input, as in `moe_jax.adapt`.
     """
     import moe_jax
-    from moe_jax.conversion.peft_targets import problems_of_peft
+    from moe_jax.conversion.to_peft import problems_of_peft
     from moe_jax.core.terminal import console_for_tables
     from moe_jax.peft.trained_table import print_trained
     from moe_jax.planning.model_costs import trained_leaves

@@ -2,21 +2,43 @@
 
 With `--sweep` several models are made, scored and thrown away; OUT then holds a table and a picture of quality against
 bytes.
+
+The fields of the methods are the only list of their options: types, defaults and help come from there, and a method
+that is added to the table has its options at once.
 """
 
 import dataclasses
 import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
+from rich.table import Table
 
-from moe_jax.commands.line.method_options import command_fields, given_options, one_method, swept_methods
-from moe_jax.commands.line.spec_options import command_options, given_to
+from moe_jax.commands.options import (
+    Field,
+    choices_of,
+    command_options,
+    field_name,
+    field_value,
+    given_to,
+    metavar,
+    parts_of,
+    shown_default,
+    switch_field,
+)
+from moe_jax.compression import METHODS, Method, make_method, make_swept_methods
+from moe_jax.compression.report import WORDS, layer_columns
 from moe_jax.compression.spec import CompressSpec, SweepSpec
-from moe_jax.core.errors import InputError
+from moe_jax.core.errors import InputError, check_member, flag_of, shown
+from moe_jax.core.formatting import parse_bytes, show_bytes
+from moe_jax.core.terminal import console_for_tables
+from moe_jax.core.verb_spec import Option, attribute_texts, options_of
 
 if TYPE_CHECKING:
+    from moe_jax.compression import Report, Sweep
     from moe_jax.compression.report import LayerFigures
 
 
@@ -46,13 +68,38 @@ class _Command:
     """Error and perplexity of --text over a range of what is kept; OUT holds sweep.json and sweep.png, and no model."""
 
 
-Options = command_options(_Command, SweepSpec, more=command_fields())
+def command_fields() -> list[Field]:
+    """Returns one field for every option of any method, None or False if it is not given."""
+    options: dict[str, dict[str, Option]] = {}
+    for method in METHODS:
+        for option in _options(method):
+            options.setdefault(option.name, {})[method] = option
+    fields = []
+    for name, same in options.items():
+        texts: dict[str, list[str]] = {}
+        for method, option in same.items():
+            texts.setdefault(option.text, []).append(method)
+        text = "\n".join(f"{', '.join(methods)}: {text}" for text, methods in texts.items())
+        first = next(iter(same.values()))
+        if first.kind is bool:
+            fields.append(switch_field(first, f"Leaves out what is done otherwise.\n{text}" if first.default else text))
+            continue
+        defaults = dict.fromkeys(map(shown_default, same.values()))
+        hint = f"(default: {' or '.join(defaults)})" if all(defaults) else ""
+        placeholder = "|".join(dict.fromkeys(map(metavar, same.values())))
+        arg = tyro.conf.arg(metavar=placeholder, help=text, help_behavior_hint=hint)
+        fields.append((name, Annotated[str | None, arg], dataclasses.field(default=None)))
+    return fields
+
+
+def _options(method: str) -> list[Option]:
+    return options_of(METHODS[method], attribute_texts)
+
+
+_OF_METHODS = command_fields()
+Options = command_options(_Command, SweepSpec, more=_OF_METHODS)
 GROUPS = {
-    "what is compressed, and how": (
-        "method",
-        "layers",
-        "dtype",
-    ),
+    "what is compressed, and how": ("method", "layers", "dtype"),
     "what a method measures or begins with": (
         "base",
         "calibrate",
@@ -62,13 +109,8 @@ GROUPS = {
         "calibration_dir",
         "extended",
     ),
-    "trying several": (
-        "sweep",
-        "text",
-        "seq_len",
-        "batch_size",
-    ),
-    "of the methods": tuple(name for name, *_ in command_fields()),
+    "trying several": ("sweep", "text", "seq_len", "batch_size"),
+    "of the methods": tuple(name for name, *_ in _OF_METHODS),
 }
 EXAMPLES = """
 moe-jax compress moe-dir small-dir --method resmoe --keep 0.25
@@ -81,13 +123,8 @@ moe-jax compress moe-dir sweep-dir --sweep --text held-out.txt --method resmoe,q
 
 
 def run(options: _Command) -> None:
-    """Compresses the model, and prints errors and sizes.
-
-    Raises:
-      FileNotFoundError, InputError: bad input, as in `moe_jax.compress`.
-    """
+    """Compresses the model, and prints errors and sizes; errors as in `moe_jax.compress`."""
     from moe_jax.api.compress import compress_model, sweep
-    from moe_jax.commands.printed.compression_tables import print_report, print_sweep
     from moe_jax.distributed.processes import join_processes
 
     given, name = given_options(options), vars(options)["method"]
@@ -107,5 +144,180 @@ def run(options: _Command) -> None:
     print_report(options.model, options.out, made.report, as_json=options.json)
 
 
+def given_options(options: Any) -> dict[str, Any]:
+    """Returns the options of methods that the user gave, by the names of the fields: texts, or bool for switches."""
+    given = {}
+    for option in (option for method in METHODS for option in _options(method)):
+        if getattr(options, field_name(option)) not in (None, False):
+            given[option.name] = field_value(option, options)
+    return given
+
+
+def one_method(name: str, given: Mapping[str, Any]) -> Method:
+    """Makes the method that the user asks for.
+
+    Raises:
+      InputError: for an unknown method, options that do not go with it, and values that cannot be read or are several.
+    """
+    options = {}
+    for key, value in _read(name, given).items():
+        values = value if isinstance(value, tuple) else (value,)
+        if len(values) > 1:
+            raise InputError(f"{flag_of(key)} {given[key]}: several values need --sweep")
+        options[key] = next(iter(values))
+    return make_method(name, options)
+
+
+def swept_methods(
+    names: Sequence[str], given: Mapping[str, Any], *, calibrated: bool = False
+) -> list[tuple[str, Method]]:
+    """Makes all methods that a sweep tries, by name: every method gets the options that it can read.
+
+    Args:
+      names: names of methods; none: the methods whose swept option is given, or else all.
+      given: the options, as `given_options` returns them.
+      calibrated: whether there is a text; without one, methods that need it are tried only if they are named.
+
+    Raises:
+      InputError: if no method can read an option, and as in `one_method`.
+    """
+    for name in names:
+        if name not in METHODS:
+            make_method(name, {})  # says so
+    if not names:
+        usable = [name for name, method in METHODS.items() if calibrated or not method.needs_calibration]
+        swept = {name: METHODS[name].swept[0] for name in usable}
+        names = [name for name, key in swept.items() if key in given and key not in _refused(name, given)]
+        names = names or usable
+    refused = {name: _refused(name, given) for name in names}
+    for key in given:
+        if all(key in refusals for refusals in refused.values()):
+            raise refused[names[0]][key]
+    made = []
+    for name in names:
+        options = {key: value for key, value in given.items() if key not in refused[name]}
+        made += make_swept_methods([name], _read(name, options))
+    return made
+
+
+def _refused(name: str, given: Mapping[str, Any]) -> dict[str, InputError]:
+    """Returns the options that a method cannot have, each with the error that says why."""
+    refusals = {}
+    for key, value in given.items():
+        try:
+            read = _read(name, {key: value})
+            if key not in {option.name for option in _options(name)}:
+                make_method(name, read)
+        except InputError as error:
+            refusals[key] = error
+    return refusals
+
+
+def _read(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options in the types of a method, its swept option with all values; leaves others as they are."""
+    known = {option.name: option for option in _options(name)} if name in METHODS else {}
+    read = dict(given)
+    for key, value in given.items():
+        if key in known and isinstance(value, str):
+            swept = METHODS[name].swept[0] == key
+            read[key] = _values(known[key], value) if swept else _value(known[key], value)
+    return read
+
+
+def _values(option: Option, text: str) -> tuple[Any, ...]:
+    try:
+        return tuple(_value(option, part) for part in text.split(","))
+    except InputError:
+        expected = {int: "whole numbers", float: "numbers"}.get(parts_of(option.kind)[0], metavar(option))
+        raise InputError(f"{flag_of(option.name)} {shown(text)}: expected {expected}, separated by commas") from None
+
+
+def _value(option: Option, text: str) -> Any:
+    (kind, *_), words = parts_of(option.kind), choices_of(option)
+    if option.name.endswith("_bytes"):
+        return parse_bytes(text, flag=flag_of(option.name))
+    if words:
+        check_member(option.name, text, words)
+    if kind not in (int, float):
+        return text
+    try:
+        return kind(text)
+    except ValueError:
+        expected = "a whole number" if kind is int else "a number"
+        raise InputError(f"{flag_of(option.name)} {shown(text)}: expected {expected}") from None
+
+
 def _print_layer(layer: int, figures: "LayerFigures", nbytes: int) -> None:
     print(json.dumps({"layer": layer, **dataclasses.asdict(figures), "bytes": nbytes}), flush=True)
+
+
+def print_report(model: Path, out: Path, report: "Report", *, as_json: bool) -> None:
+    """Prints the figures of a compression: a table and totals, or a line of JSON. Warnings go to standard error."""
+    _warn(report.warnings)
+    if as_json:
+        summary = {key: value for key, value in report.to_json().items() if key != "layers"}
+        print(json.dumps({"model": str(model), "out": str(out), **summary}))
+        return
+    shown = layer_columns(report.layers)
+    alike = {title: shown.pop(title)[0] for title in WORDS if len(set(shown.get(title, ()))) == 1}
+    table = _table(*shown)
+    for row in zip(*shown.values(), strict=True):
+        table.add_row(*row)
+    terminal = console_for_tables(cuts_nothing=True)
+    terminal.print(table)
+    for title, text in alike.items():
+        terminal.print(f"{title}: {text}", markup=False)
+    for what, before, after in (
+        ("experts", report.expert_bytes_before, report.expert_bytes_after),
+        ("model", report.bytes_before, report.bytes_after),
+    ):
+        terminal.print(f"{what}: {show_bytes(before)} -> {show_bytes(after)} on the disk ({after / before:.1%})")
+    terminal.print(_parts_line(out, report), markup=False)
+    terminal.print(f"wrote {out}", markup=False)
+
+
+def _parts_line(out: Path, report: "Report") -> str:
+    """Returns a line that splits the bytes of the compressed experts into parts: there are more than the kept share."""
+    from moe_jax.api.open_source import read_config
+    from moe_jax.compression.coding.storage import bytes_by_part
+
+    config = read_config(out)
+    sums = bytes_by_part(config, [layer.layer for layer in report.layers])
+    before = report.expert_bytes_before
+    shares = [f"{title} {nbytes / before:.1%}" for title, nbytes in sums.items() if nbytes]
+    return f"of the experts' bytes there stay: {', '.join(shares)} ({config.dtype} where there are no codes)"
+
+
+def print_sweep(out: Path, sweep: "Sweep", *, as_json: bool) -> None:
+    """Prints the results of a sweep: a table, or its JSON file. Warnings go to standard error."""
+    _warn(sweep.warnings)
+    if as_json:
+        print((out / "sweep.json").read_text())
+        return
+    table = _table("method", "", "bytes of experts", "kept", "error", "perplexity")
+    table.add_row("not compressed", "", show_bytes(sweep.expert_bytes), "", "", f"{sweep.perplexity:.4f}")
+    for point in sweep.points:
+        table.add_row(
+            point.method,
+            f"{point.option} {point.value:g}",
+            show_bytes(point.expert_bytes),
+            f"{point.kept:.1%}",
+            f"{point.relative_error:.4f}",
+            f"{point.perplexity:.4f}",
+        )
+    terminal = console_for_tables(cuts_nothing=True)
+    terminal.print(table)
+    terminal.print(f"wrote {out}: sweep.json, sweep.png", markup=False)
+
+
+def _warn(warnings: Iterable[str]) -> None:
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        words = index == 0 or column in ("", *WORDS)
+        table.add_column(column, justify="left" if words else "right", vertical="bottom", no_wrap=True)
+    return table

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 import tyro
 
-from moe_jax.commands.line.spec_options import command_options, given_to
+from moe_jax.commands.options import command_options, given_to
 from moe_jax.conversion.spec import ConvertSpec
 
 

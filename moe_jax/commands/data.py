@@ -10,8 +10,8 @@ import tyro
 from moe_jax.core.errors import InputError
 
 if TYPE_CHECKING:  # they import JAX, and `--help` should answer without it
-    from moe_jax.data.preview import Part, SourcePreview
-    from moe_jax.data.tokens.tokenize_sources import Task
+    from moe_jax.data.opening import Part, SourcePreview
+    from moe_jax.data.tokenize_sources import Task
     from moe_jax.training.recipe import Recipe
 
 _MOST_SHOWN = 2000  # characters of a document
@@ -74,7 +74,7 @@ def run(options: Options) -> None:
 
 def _task(recipe: "Recipe") -> "Task":
     from moe_jax.api.open_source import open_source, read_config
-    from moe_jax.data.tokens.tokenize_sources import Task
+    from moe_jax.data.tokenize_sources import Task
     from moe_jax.training.training_run import path_of_tokenizer
 
     if recipe.model.path is not None:
@@ -91,7 +91,7 @@ def _inspect(task: "Task", options: Options) -> None:
     from rich.table import Table
 
     from moe_jax.core.terminal import console_for_tables
-    from moe_jax.data.preview import preview
+    from moe_jax.data.opening import preview
 
     found = preview(
         task.section, task.config, task.tokenizer_path, batch_size=task.batch_size, count=options.examples
@@ -144,7 +144,7 @@ def _text(document: "tuple[Part, ...]", *, in_colour: bool):
 
 def _tokenize(task: "Task", recipe: "Recipe", out: Path, options: Options) -> None:
     from moe_jax.core.terminal import progress_bars
-    from moe_jax.data.tokens.tokenize_sources import source_patterns, tokenize, totals
+    from moe_jax.data.tokenize_sources import source_patterns, tokenize, totals
 
     with progress_bars() as progress:
         index = tokenize(task, out, processes=options.processes, progress=progress)

@@ -45,7 +45,7 @@ def run(options: Options) -> None:
     """
     import rich.console
 
-    from moe_jax.commands.line.cli import Interrupted, main
+    from moe_jax.commands.cli import Interrupted, main
     from moe_jax.core.errors import InputError
     from moe_jax.demo import run_quick_demo, run_real_demo
     from moe_jax.demo.shell import Shell

@@ -2,22 +2,28 @@
 of lm-eval (`--tasks NAME,...`)."""
 
 import dataclasses
+import hashlib
 import json
+import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
 from moe_jax.commands import BaseFlag
+from moe_jax.core.errors import InputError, flag_of
+from moe_jax.files.staging import check_writable
+from moe_jax.files.storage_path import as_path
 
 if TYPE_CHECKING:
     from moe_jax.api.model import Model
-    from moe_jax.commands.line.eval_tasks import TaskOptions
+    from moe_jax.harness.task_files import TaskFolder
 
 _BATCH_SIZE = 8
 # Batch size of requests, which are mostly short.
 _REQUESTS = 32
+_OF_TASKS = ("tasks_dir", "data_dir", "limit", "num_fewshot", "apply_chat_template", "cache", "output", "samples")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,33 +102,10 @@ class Options(BaseFlag):
 
 
 GROUPS = {
-    "what is measured (one of these)": (
-        "text",
-        "classify",
-        "tasks",
-    ),
-    "of --text and all others": (
-        "seq_len",
-        "input_len",
-        "batch_size",
-        "compute_dtype",
-        "tokenizer",
-        "split",
-    ),
-    "of --classify": (
-        "labels",
-        "template",
-    ),
-    "of --tasks": (
-        "tasks_dir",
-        "data_dir",
-        "limit",
-        "num_fewshot",
-        "apply_chat_template",
-        "cache",
-        "output",
-        "samples",
-    ),
+    "what is measured (one of these)": ("text", "classify", "tasks"),
+    "of --text and all others": ("seq_len", "input_len", "batch_size", "compute_dtype", "tokenizer", "split"),
+    "of --classify": ("labels", "template"),
+    "of --tasks": _OF_TASKS,
 }
 EXAMPLES = """
 moe-jax eval run/model --text held-out.txt --seq-len 1024
@@ -132,21 +115,12 @@ moe-jax eval run/model --classify sst2.jsonl --labels negative,positive
 
 
 def run(options: Options) -> None:
-    """Scores the text, or the labels, and prints the result.
-
-    Raises:
-      FileNotFoundError, InputError: bad input, or a perplexity that is not finite.
-    """
+    """Scores the text, the labels or the tasks, and prints the result."""
     import jax
 
     from moe_jax.api.model import Loading, Model
-    from moe_jax.api.run import default_seq_len, evaluate
-    from moe_jax.commands.line.eval_tasks import evaluate_on_tasks, list_tasks, read_tasks
-    from moe_jax.core.errors import InputError, flag_of
-    from moe_jax.data.sections import SourceSection
-    from moe_jax.distributed.processes import is_first_process, join_processes, let_first_work
+    from moe_jax.distributed.processes import join_processes, let_first_work
     from moe_jax.distributed.sharding import make_mesh
-    from moe_jax.files.storage_path import as_path
     from moe_jax.model_io.loading import dtype_for_generation
 
     if options.batch_size is not None and options.batch_size < 1:
@@ -154,24 +128,21 @@ def run(options: Options) -> None:
     if [options.text, options.classify, options.tasks].count(None) != 2:
         raise InputError("give one of --text FILE, --classify FILE and --tasks NAME,...")
     if options.tasks is None:
-        for name in ("tasks_dir", "data_dir", "limit", "num_fewshot", "cache", "output", "samples"):
-            if getattr(options, name) is not None:
+        for name in _OF_TASKS:
+            if getattr(options, name) not in (None, False):
                 raise InputError(f"{flag_of(name)} goes with --tasks")
-        if options.apply_chat_template:
-            raise InputError("--apply-chat-template goes with --tasks")
     if options.classify is None and (options.labels is not None or options.template is not None):
         raise InputError("--labels and --template go with --classify FILE")
     if options.classify is not None and options.seq_len is not None:
         raise InputError("--seq-len goes with --text; with --classify, --input-len says how much of a text is read")
-    known = task_options = None
+    known = None
     if options.tasks is not None:
         if options.input_len is not None:
             raise InputError("--input-len goes with --text and --classify")
-        task_options = _task_options(options, options.tasks)
-        known = read_tasks(task_options)
+        known = _read_tasks(options)
         if options.tasks == "list":
             if let_first_work():
-                list_tasks(known)
+                _list_tasks(known)
             return
     join_processes()
     # Requests of tasks are divided among processes, each with a copy of the model, unless they hold it together.
@@ -182,13 +153,28 @@ def run(options: Options) -> None:
     model = Model.of_source(source, Loading(dtype=dtype, compute_dtype=options.compute_dtype, mesh=mesh))
     if options.tokenizer is not None:
         model.tokenizer_files = (as_path(_tokenizer_file(options.tokenizer)),)
-    if known is not None and task_options is not None:
-        batch_size = _REQUESTS if options.batch_size is None else options.batch_size
-        evaluate_on_tasks(model, known, task_options, batch_size=batch_size, max_length=options.seq_len)
-        return
-    if options.classify is not None:
+    if known is not None:
+        _evaluate_on_tasks(model, known, options)
+    elif options.classify is not None:
         _classify(model, options)
-        return
+    else:
+        _evaluate(model, options)
+
+
+def _tokenizer_file(path: Path) -> Path:
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(f"no tokenizer at {file}")
+    if file.name != "tokenizer.json":
+        raise InputError(f"--tokenizer {path}: expected a file named tokenizer.json, or the directory that holds it")
+    return file
+
+
+def _evaluate(model: "Model", options: Options) -> None:
+    from moe_jax.api.measure import default_seq_len, evaluate
+    from moe_jax.data.sections import SourceSection
+    from moe_jax.distributed.processes import is_first_process
+
     assert options.text is not None
     seq_len = default_seq_len(model.config) if options.seq_len is None else options.seq_len
     most = model.config.max_positions
@@ -207,38 +193,9 @@ def run(options: Options) -> None:
     print(f"nll {result['nll']:.6f}  perplexity {result['perplexity']:.4f}")
 
 
-def _task_options(options: Options, tasks: str) -> "TaskOptions":
-    from moe_jax.commands.line.eval_tasks import TaskOptions
-
-    return TaskOptions(
-        model=options.model,
-        tasks=tasks,
-        folder=options.tasks_dir,
-        data=options.data_dir,
-        limit=options.limit,
-        num_fewshot=options.num_fewshot,
-        apply_chat_template=options.apply_chat_template,
-        cache=options.cache,
-        output=options.output,
-        samples=options.samples,
-        json=options.json,
-    )
-
-
-def _tokenizer_file(path: Path) -> Path:
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
-        raise FileNotFoundError(f"no tokenizer at {file}")
-    if file.name != "tokenizer.json":
-        from moe_jax.core.errors import InputError
-
-        raise InputError(f"--tokenizer {path}: expected a file named tokenizer.json, or the directory that holds it")
-    return file
-
-
 def _classify(model: "Model", options: Options) -> None:
     """Labels the texts and prints how many labels were right, and how often each label was given for each other one."""
-    from moe_jax.api.classify import classify
+    from moe_jax.api.measure import classify
     from moe_jax.distributed.processes import is_first_process
 
     labels = None if options.labels is None else [name.strip() for name in options.labels.split(",")]
@@ -264,3 +221,122 @@ def _classify(model: "Model", options: Options) -> None:
     print(f"{'label':>{width}}  given " + "  ".join(f"{name:>{width}}" for name in result.labels))
     for name, row in zip(result.labels, result.confusion, strict=True):
         print(f"{name:>{width}}        " + "  ".join(f"{count:>{width},}" for count in row))
+
+
+def _read_tasks(options: Options) -> "TaskFolder":
+    """Reads the task files and checks the options, before a model is read."""
+    # The progress bars of lm-eval and `datasets` would stand between our own lines.
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    from moe_jax.harness.task_files import DATA_VARIABLE
+    from moe_jax.harness.task_run import check_installed, known_tasks
+
+    check_installed()
+    for name, least in (("limit", 1), ("num_fewshot", 0)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise InputError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+    for name in ("output", "samples"):
+        path = getattr(options, name)
+        if path is None:
+            continue
+        if path.exists():
+            raise InputError(f"--{name} {path} exists already")
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"--{name} {path}: there is no directory {path.parent}")
+        check_writable(path)
+    data = options.data_dir or (Path(os.environ[DATA_VARIABLE]) if os.environ.get(DATA_VARIABLE) else None)
+    if data is not None and not data.is_dir():
+        raise FileNotFoundError(f"no directory of data at {data}")
+    return known_tasks(options.tasks_dir, data=data)
+
+
+def _list_tasks(known: "TaskFolder") -> None:
+    print("task files: " + ", ".join(sorted(known.tasks)))
+    if known.groups or known.tags:
+        print("several at once: " + ", ".join(sorted({*known.groups, *known.tags})))
+    for name, why in sorted(known.refused.items()):
+        print(f"refused: {name}: {why}")
+    print("and lm-eval's own, whose data is on the Hugging Face Hub")
+
+
+def _evaluate_on_tasks(model: "Model", known: "TaskFolder", options: Options) -> None:
+    """Evaluates the model, and prints a table or JSON or writes files. All processes make the call."""
+    from lm_eval.utils import handle_non_serializable, make_table
+
+    from moe_jax.distributed.processes import is_first_process
+    from moe_jax.harness.task_files import sandboxed_templates
+    from moe_jax.harness.task_run import load_tasks, samples_of, without_unjudged
+
+    batch_size = _REQUESTS if options.batch_size is None else options.batch_size
+    names = [name.strip() for name in (options.tasks or "").split(",") if name.strip()]
+    if not names:
+        raise InputError("--tasks names no task; --tasks list shows those that there are")
+    with sandboxed_templates():
+        tasks = load_tasks(names, known)
+        written = [name for name, task in tasks["tasks"].items() if (task.get_config("metadata") or {}).get("samples")]
+        if options.samples is None and written:
+            raise InputError(f"{written[0]} is not judged here, but written for another program: give --samples FILE")
+        if options.samples is not None and not written:
+            raise InputError("--samples: none of the tasks says what its samples are (metadata.samples)")
+        found = _evaluated(model, tasks, options, batch_size)
+        lines = [json.dumps(line, ensure_ascii=False) for line in samples_of(found)] if options.samples else []
+    if not is_first_process():
+        return
+    results = without_unjudged(found)
+    results.pop("samples", None)
+    results["config"] = {  # under the names that lm-eval gives them
+        "model": "moe-jax",
+        "model_args": {"path": str(options.model), "compute_dtype": model.loading.compute_dtype},
+        "batch_size": batch_size,
+        "limit": options.limit,
+        "num_fewshot": options.num_fewshot,
+        "apply_chat_template": options.apply_chat_template,
+        "use_cache": None if options.cache is None else str(options.cache),
+    }
+    text = json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False)
+    if options.output is not None:
+        as_path(options.output).replace_content((text + "\n").encode())
+    if options.samples is not None:
+        as_path(options.samples).replace_content("".join(line + "\n" for line in lines).encode())
+        print(f"{len(lines):,} samples in {options.samples}", file=sys.stderr)
+    if not options.json:
+        # lm-eval's own table, with standard errors; tasks without figures are left out.
+        tables = [make_table(results), *([make_table(results, "groups")] if results.get("groups") else [])]
+        text = "\n".join(table.rstrip() for table in tables)
+    print(text)
+
+
+def _evaluated(model: "Model", tasks: dict[str, Any], options: Options, batch_size: int) -> dict[str, Any]:
+    from moe_jax.api.measure import tokenizer_of
+    from moe_jax.core.terminal import progress_bars
+    from moe_jax.distributed.processes import is_first_process
+    from moe_jax.harness.language_model import AnswerCache, HarnessModel
+    from moe_jax.harness.task_run import evaluate_tasks
+
+    tokenizer = tokenizer_of(model, "an evaluation on tasks", "name one (--tokenizer)")
+    cache = None
+    if options.cache is not None and is_first_process():
+        tokenizer_key = hashlib.sha256(tokenizer.path.read_bytes()).hexdigest()
+        key = (model.source.fingerprint(), tokenizer_key, model.loading.compute_dtype, str(options.seq_len))
+        cache = AnswerCache(options.cache, " ".join(key))
+    try:
+        with progress_bars(shown=is_first_process()) as progress:
+            asked = HarnessModel(
+                model.decoder,
+                tokenizer,
+                max_length=options.seq_len,
+                batch_size=batch_size,
+                mesh=model.mesh,
+                cache=cache,
+                progress=progress,
+            )
+            return evaluate_tasks(
+                asked,
+                tasks,
+                limit=options.limit,
+                num_fewshot=options.num_fewshot,
+                apply_chat_template=options.apply_chat_template,
+            )
+    finally:
+        if cache is not None:
+            cache.close()

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 import tyro
 
-from moe_jax.commands.line.spec_options import command_options, given_to
+from moe_jax.commands.options import command_options, given_to
 from moe_jax.conversion.spec import ExportSpec
 
 
@@ -30,15 +30,7 @@ class _Command:
 
 Options = command_options(_Command, ExportSpec)
 GROUPS = {
-    "what is written": (
-        "format",
-        "bits",
-        "group_size",
-        "dtype",
-        "expert_layout",
-        "dense_layers",
-        "max_shard_size",
-    ),
+    "what is written": ("format", "bits", "group_size", "dtype", "expert_layout", "dense_layers", "max_shard_size"),
 }
 EXAMPLES = """
 moe-jax export run/model hf-dir
@@ -55,6 +47,6 @@ def run(options: _Command) -> None:
     Raises:
       InputError: if no Hugging Face format can hold the model, weights are not finite, or DST exists.
     """
-    from moe_jax.api.convert import export, print_export
+    from moe_jax.api.transforms import export, print_export
 
     (print_export if options.dry_run else export)(options.src, options.dst, given_to(ExportSpec, options))

@@ -7,22 +7,23 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, get_args, get_ty
 
 import tyro
 
-from moe_jax.commands.line.spec_options import command_options, either_options, given_fields, mesh_section, parse_mesh
+from moe_jax.commands.options import command_options, either_options, given_fields, mesh_section, parse_mesh
 from moe_jax.core.errors import InputError, flag_of
 from moe_jax.files.storage_path import as_path
 from moe_jax.peft.spec import AdaptSpec
 from moe_jax.upcycling.spec import UpcycleSpec
 
 if TYPE_CHECKING:
-    from moe_jax.commands.printed.planned_compression import PlannedCompression
     from moe_jax.models import ModelConfig
-    from moe_jax.planning.model_costs import Plan, PlannedStrategies, TrainingMemory, TunedParameters
+    from moe_jax.planning.model_costs import PlannedStrategies, TrainingMemory
+    from moe_jax.planning.planned_compression import PlannedCompression
     from moe_jax.planning.planned_training import PlannedTraining
     from moe_jax.training.recipe import Recipe
 
-_OF_CENTRE = ("centre_bits", "centre_group_size")
-_OF_CODES = ("levels", "scale_bits", "zero_points", "row_scales")
-_NEEDS_COMPRESS = ("keep", "residual", "storage", "bits", *_OF_CENTRE, *_OF_CODES, "compress_layers", "dtype")
+_OF_COMPRESS = (
+    "keep", "residual", "storage", "bits", "centre_bits", "centre_group_size", "levels", "scale_bits", "zero_points",
+    "row_scales", "compress_layers", "dtype",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,29 +104,10 @@ _OF_MODELS = either_options(_NOT_OF_MODELS)
 Options = command_options(_Command, more=_OF_MODELS)
 GROUPS = {
     "the model of moe-jax upcycle or adapt": tuple(name for name, *_ in _OF_MODELS),
-    "training by a recipe": (
-        "train",
-        "set",
-    ),
-    "training on several chips": (
-        "mesh",
-        "optimizer",
-    ),
-    "the model of moe-jax compress": (
-        "compress",
-        "keep",
-        "residual",
-        "storage",
-        "bits",
-        *_OF_CENTRE,
-        *_OF_CODES,
-        "compress_layers",
-        "dtype",
-    ),
-    "time on a chip": (
-        "platform",
-        "tokens",
-    ),
+    "training by a recipe": ("train", "set"),
+    "training on several chips": ("mesh", "optimizer"),
+    "the model of moe-jax compress": ("compress", *_OF_COMPRESS),
+    "time on a chip": ("platform", "tokens"),
 }
 EXAMPLES = """
 # parameters and bytes of a model, from its config
@@ -161,6 +143,7 @@ def run(options: _Command) -> None:
     if model is None:
         raise InputError("missing: CONFIG_OR_MODEL, or --train RECIPE.toml, which names a model")
     from moe_jax.api.open_source import read_config
+    from moe_jax.commands.planned_tables import print_compression, print_plan, print_strategies, print_training
     from moe_jax.planning.model_costs import make_plan, tuned_parameters
 
     given = read_config(model)
@@ -184,16 +167,12 @@ def run(options: _Command) -> None:
             described["training"] = dataclasses.asdict(training) | {"roofline": roofline}
         print(json.dumps(described, indent=2))
         return
-    _print(as_path(model), config, plan, tuned, memory)
+    print_plan(as_path(model), config, plan, tuned, memory)
     if compressed is not None:
-        compressed.print()
+        print_compression(compressed)
     if strategies is not None:
-        from moe_jax.commands.printed.planned_tables import print_strategies
-
         print_strategies(strategies)
     if training is not None:
-        from moe_jax.commands.printed.planned_tables import print_training
-
         print_training(training)
 
 
@@ -234,7 +213,7 @@ def _training(recipe: "Recipe | None", config: "ModelConfig", options: _Command)
 
 def _planned_config(config: "ModelConfig", options: _Command) -> "ModelConfig":
     """Returns the config of the model that upcycle or adapt would make."""
-    from moe_jax.peft.adapted_config import adapted_config
+    from moe_jax.peft.adapt import adapted_config
     from moe_jax.upcycling.new_config import upcycled_config
 
     given = given_fields(_OF_MODELS, options)
@@ -254,30 +233,15 @@ def _planned_config(config: "ModelConfig", options: _Command) -> "ModelConfig":
 
 
 def _compression(config: "ModelConfig", options: _Command) -> "PlannedCompression | None":
+    given = {name: getattr(options, name) for name in _OF_COMPRESS}
     if options.compress is None:
-        given = {name: getattr(options, name) for name in _NEEDS_COMPRESS}
         needless = [name for name, value in given.items() if value is not None and value is not False]
         if needless:
             raise InputError(f"{', '.join(map(flag_of, needless))}: only with --compress")
         return None
-    from moe_jax.commands.printed.planned_compression import planned_compression
+    from moe_jax.planning.planned_compression import planned_compression
 
-    return planned_compression(
-        config,
-        options.compress,
-        keep=options.keep,
-        residual=options.residual,
-        storage=options.storage,
-        bits=options.bits,
-        centre_bits=options.centre_bits,
-        centre_group_size=options.centre_group_size,
-        levels=options.levels,
-        scale_bits=options.scale_bits,
-        zero_points=options.zero_points,
-        row_scales=options.row_scales,
-        layers=options.compress_layers,
-        dtype=options.dtype,
-    )
+    return planned_compression(config, options.compress, **given)
 
 
 def _memory(config: "ModelConfig", options: _Command) -> "TrainingMemory | None":
@@ -300,64 +264,3 @@ def _strategies(config: "ModelConfig", options: _Command) -> "PlannedStrategies 
     from moe_jax.planning.model_costs import planned_strategies
 
     return planned_strategies(config, options.platform, options.tokens)
-
-
-def _print(
-    path: Path,
-    config: "ModelConfig",
-    plan: "Plan",
-    tuned: "TunedParameters | None",
-    memory: "TrainingMemory | None",
-) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
-    from moe_jax.core.formatting import show_bytes
-    from moe_jax.core.terminal import console_for_tables
-
-    console = console_for_tables()
-    moe = config.moe_layers
-    kind = f"{len(moe)} of {config.num_layers} layers are MoEs" if moe else f"{config.num_layers} layers, dense"
-    console.print(f"[bold]{escape(str(path))}[/bold]: {config.family}, d={config.d_model}, {kind}")
-    if moe:
-        first = config.moe(moe[0])
-        universal = "" if first.universal == "none" else f"; universal FFN: {first.universal}"
-        extended = ", extended" if first.extended else ""
-        console.print(f"{first.num_experts} experts, {first.top_k} per token, {first.bank.kind}{universal}{extended}")
-        if first.perft is not None:
-            perft = first.perft
-            chosen = "" if perft.top_k is None else f", {perft.top_k} per token"
-            console.print(f"PERFT, {perft.variant}: {perft.num_experts} adapters of rank {perft.adapter.rank}{chosen}")
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    table.add_column()
-    rows = [
-        ("parameters", plan.total_params, ""),
-        ("  dense", plan.dense_params, "the dense model, or this one with one expert per MoE and no router"),
-        ("  added", plan.added_params, ""),
-        ("  routers", plan.router_params, ""),
-        ("  experts", plan.expert_params, "kernels or bases and deltas; positions are not parameters"),
-        ("active per token", plan.active_params, "norms left out"),
-        ("trainable", plan.trainable_params, "all but frozen bases"),
-    ]
-    if plan.universal_params:
-        rows.insert(5, ("  universal FFNs", plan.universal_params, "beside the experts"))
-    for name, count, note in rows:
-        table.add_row(name, f"{count:,}", note)
-    if plan.formula_added_params != plan.added_params:
-        note = "as DeRS counts" if tuned is None else "as published counts are made: without LoRA, which is merged"
-        table.add_row("  added, by formula", f"{plan.formula_added_params:,}", note)
-    if tuned is not None:
-        note = f"{tuned.active_fraction:.2%} of what is active in the base"
-        table.add_row("tuned", f"{tuned.total_params:,}", "adapters, LoRA and the routers that choose among adapters")
-        table.add_row("  active per token", f"{tuned.active_params:,}", note)
-    table.add_row("bytes", show_bytes(plan.param_bytes), f"in {config.dtype}, positions included")
-    flops = f"of a training step per token, context {config.max_positions}"
-    table.add_row("FLOP", f"{plan.train_flops_per_token:,.0f}", flops)
-    if memory is not None:
-        parts = f"parameters {show_bytes(memory.params)}, gradients {show_bytes(memory.gradients)}, "
-        frozen = f"; what is frozen in {config.dtype}" if plan.trainable_params < plan.total_params else ""
-        parts += f"optimizer {show_bytes(memory.optimizer)}; float32, without activations{frozen}"
-        table.add_row("training, per chip", show_bytes(memory.total), parts)
-    console.print(table)

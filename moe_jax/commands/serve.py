@@ -60,8 +60,8 @@ def run(options: Options) -> None:
         import uvicorn
     except ImportError as error:
         raise InputError(f"serving needs the package {error.name}: pip install 'moe-jax[serve]'") from None
+    from moe_jax.api.measure import tokenizer_of
     from moe_jax.api.model import Loading, Model
-    from moe_jax.api.run import tokenizer_of
     from moe_jax.serve.app import make_app
     from moe_jax.serve.scheduler import Scheduler
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
-from moe_jax.commands.line.spec_options import command_options, given_to
+from moe_jax.commands.options import command_options, given_to
 from moe_jax.upcycling.spec import UpcycleSpec
 
 if TYPE_CHECKING:
@@ -41,25 +41,9 @@ class _Command:
 
 Options = command_options(_Command, UpcycleSpec)
 GROUPS = {
-    "which layers get experts, and of what form": (
-        "method",
-        "experts",
-        "top_k",
-        "every",
-        "layers",
-        "delta",
-    ),
-    "how a token's experts are weighted": (
-        "gate",
-        "universal",
-        "extended",
-    ),
-    "training, kept in the model's config": (
-        "balance_coef",
-        "z_coef",
-        "cv_coef",
-        "freeze_base",
-    ),
+    "which layers get experts, and of what form": ("method", "experts", "top_k", "every", "layers", "delta"),
+    "how a token's experts are weighted": ("gate", "universal", "extended"),
+    "training, kept in the model's config": ("balance_coef", "z_coef", "cv_coef", "freeze_base"),
     "experts that begin unlike each other": (
         "noise",
         "drop",
@@ -68,11 +52,7 @@ GROUPS = {
         "rest_from",
         "router_from",
     ),
-    "of --method pesc": (
-        "adapter",
-        "scale",
-        "rest",
-    ),
+    "of --method pesc": ("adapter", "scale", "rest"),
 }
 EXAMPLES = """
 # four experts in every second layer, which share its FFN and differ by deltas of rank 16

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from moe_jax.core.formatting import show_bytes
-from moe_jax.model_io.zero_experts import zero_experts_line
+from moe_jax.model_io.leaves_to_write import zero_experts_line
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

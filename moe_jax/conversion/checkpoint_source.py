@@ -1,26 +1,128 @@
-"""`CheckpointSource`: a checkpoint in another library's format, read leaf by leaf as if it were a model directory."""
+"""`CheckpointSource`: a checkpoint in another library's format, read leaf by leaf as if it were a model directory.
+
+Before anything is read, its tensors are matched with its family's table: none missing, none left over.
+"""
 
 import abc
 import math
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from moe_jax.conversion.formats.checkpoint_files import CheckpointFiles
-from moe_jax.conversion.formats.copying import as_bits, copy_transposed
-from moe_jax.conversion.formats.tensors import DTYPES, TensorEntry, TensorFiles
-from moe_jax.conversion.table import Piece
-from moe_jax.conversion.weights import Weights
-from moe_jax.core.errors import InputError
+from moe_jax.conversion.families import family_named
+from moe_jax.conversion.formats.tensors import DTYPES, TensorEntry, TensorFiles, as_bits, copy_transposed
+from moe_jax.conversion.table import Ignored, Mapped, Piece, Table, Tied, apply_table, detect_layout
+from moe_jax.core.errors import InputError, clipped, raise_if_any, shown
 from moe_jax.core.finite import DoesNotFit, cast, check_fits
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
+
+
+class Weights(NamedTuple):
+    """A checkpoint in which every tensor has a known use.
+
+    Attributes:
+      tensors: positions of all tensors that fill a leaf.
+      pieces: leaf path -> the pieces that fill it.
+      layout: expert layout of the checkpoint.
+      duplicates: tensors that must equal another one: name -> name of the other.
+      ignored: tensors that are not converted: name -> reason.
+    """
+
+    tensors: dict[str, TensorEntry]
+    pieces: dict[str, list[Piece]]
+    layout: str
+    duplicates: dict[str, str]
+    ignored: dict[str, str]
+
+
+def match_weights(
+    tensors: Mapping[str, TensorEntry],
+    config: ModelConfig,
+    leaves: Mapping[str, Any],
+    where: str,
+    *,
+    table: Table | None = None,
+    described_by: str = "config.json",
+) -> Weights:
+    """Matches a checkpoint's tensors with a model's leaves.
+
+    Args:
+      tensors: of the checkpoint.
+      config: of the model.
+      leaves: leaf path -> anything with a `shape`, for every leaf of the model.
+      where: for messages.
+      table: of the tensors; None: that of the model's family.
+      described_by: the file that the config was read from, for messages.
+
+    Raises:
+      InputError: listing every tensor that is missing, unexpected, misshapen or of a dtype we cannot read.
+    """
+    table = family_named(config.family).table_of(config) if table is None else table
+    layout = detect_layout(table, tensors)
+    mapped = apply_table(
+        table, leaves, config.num_layers, layout, config.family, num_encoder_layers=config.num_encoder_layers
+    )
+    duplicates, ignored, unexpected = {}, {}, []
+    for name in tensors:
+        if name not in mapped.tensors:
+            entry = _declared(table, name)
+            if isinstance(entry, Tied):
+                duplicates[name] = entry.equals
+            elif isinstance(entry, Ignored):
+                ignored[name] = entry.why
+            else:
+                unexpected.append(f"{clipped(name)} is unexpected")
+
+    problems = [f"{name} is missing" for name in mapped.tensors if name not in tensors] + unexpected
+    expected = {**mapped.tensors, **{name: mapped.tensors[other] for name, other in duplicates.items()}}
+    problems += _shape_problems(tensors, expected, described_by)
+    if not problems:
+        problems = _mixed_dtypes(tensors, mapped)
+    raise_if_any(problems, f"{where} does not hold the model its {described_by} describes")
+    return Weights({name: tensors[name] for name in (*mapped.tensors, *duplicates)}, mapped.pieces,
+                   layout, duplicates, ignored)  # fmt: skip
+
+
+def _declared(table: Any, name: str) -> Tied | Ignored | None:
+    """Returns the entry of the table that allows a tensor although it fills no leaf."""
+    for entry in table:
+        if isinstance(entry, Tied) and entry.tensor == name:
+            return entry
+        if isinstance(entry, Ignored) and re.fullmatch(entry.pattern, name):
+            return entry
+    return None
+
+
+def _shape_problems(
+    tensors: Mapping[str, TensorEntry], expected: Mapping[str, tuple[int, ...]], described_by: str
+) -> list[str]:
+    problems = []
+    for name, shape in expected.items():
+        found = tensors.get(name)
+        if found is not None and found.shape != shape:
+            problems.append(f"{name} has shape {shown(list(found.shape))}, {described_by} says {list(shape)}")
+        elif found is not None and found.dtype not in DTYPES:
+            problems.append(f"{name} has dtype {found.dtype}, expected one of {', '.join(DTYPES)}")
+    return problems
+
+
+def _mixed_dtypes(tensors: Mapping[str, TensorEntry], mapped: Mapped) -> list[str]:
+    """Returns a problem for each leaf stacked from tensors of several dtypes, which it cannot hold bit for bit."""
+    problems = []
+    for leaf, pieces in mapped.pieces.items():
+        dtypes = {tensors[piece.tensor].dtype for piece in pieces}
+        if len(dtypes) > 1:
+            problems.append(f"{leaf} would be stacked from tensors of dtypes {', '.join(sorted(dtypes))}")
+    return problems
+
 
 # Bytes that each thread reads at a time.
 CHUNK_BYTES = 8 << 20
@@ -52,11 +154,6 @@ class CheckpointSource(abc.ABC):
     @abc.abstractmethod
     def lineage(self) -> list[dict[str, Any]]:
         """The history of the model, one entry per command."""
-
-    @cached_property
-    @abc.abstractmethod
-    def checkpoint(self) -> CheckpointFiles:
-        """The files with the weights and the tensors in them."""
 
     @cached_property
     @abc.abstractmethod

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,24 +12,25 @@ import numpy as np
 from rich.console import Console
 
 from moe_jax.conversion.checkpoint_source import CheckpointSource
-from moe_jax.conversion.formats.checkpoint_files import has_weights
-from moe_jax.conversion.formats.copying import DTYPES_BY_NAME
+from moe_jax.conversion.families import family_named
+from moe_jax.conversion.formats.tensors import DTYPES_BY_NAME
 from moe_jax.conversion.gguf.gguf_header import is_gguf
 from moe_jax.conversion.gguf.gguf_model import GGUFModel
-from moe_jax.conversion.hf.hugging_face_dir import HuggingFaceDirectory
-from moe_jax.conversion.mapping_report import print_mapping
+from moe_jax.conversion.hf_config import read_hf_config
+from moe_jax.conversion.hugging_face_dir import HuggingFaceDirectory, has_weights
 from moe_jax.conversion.spec import ConvertSpec
-from moe_jax.conversion.weights import print_expected
-from moe_jax.core.errors import check_member
+from moe_jax.conversion.table import PER_EXPERT, apply_table, print_mapping
+from moe_jax.core.errors import InputError, check_member
 from moe_jax.core.terminal import ByteProgress, console_for_tables
 from moe_jax.distributed.processes import first_decides, gathered, is_first_process
+from moe_jax.files.json_toml import read_json_object
 from moe_jax.files.resume import require_space
 from moe_jax.files.staging import check_target, refuse_existing
 from moe_jax.files.storage_path import as_path
-from moe_jax.model_io.hub import local_model, why_a_path
 from moe_jax.model_io.in_memory import InMemory, open_writer
-from moe_jax.model_io.lineage import new_lineage_entry
-from moe_jax.model_io.zero_experts import ZeroExperts, zero_experts_line
+from moe_jax.model_io.leaves_to_write import ZeroExperts, zero_experts_line
+from moe_jax.model_io.lineage import local_model, new_lineage_entry, why_a_path
+from moe_jax.model_io.loading import leaf_specs
 
 
 def convert(
@@ -79,7 +80,7 @@ def convert(
             kinds = ", ".join(f"{count} of {kind}" for kind, count in source.quantized.items())
             console.print(f"quantised tensors become {dtype or 'float32'}: {kinds}")
     elif dry_run and not (src.is_dir() and has_weights(src)):
-        print_expected(src, dtype, spec.ignored_keys, console)
+        _print_expected(src, dtype, spec.ignored_keys, console)
         return
     else:
         source = HuggingFaceDirectory(src, ignored_keys=spec.ignored_keys)
@@ -130,6 +131,39 @@ def convert(
         console.print(f"note: {zero_experts_line(zero.by_layer)}", markup=False, soft_wrap=True)
     where = f"wrote {dst}" if isinstance(dst, Path) else f"read {src}"
     console.print(f"{where}: {progress.summary()}", markup=False)
+
+
+def _print_expected(path: Path, dtype: str | None, ignored_keys: Collection[str], console: Console) -> None:
+    """Prints the mapping of an absent checkpoint, in the per-expert layout.
+
+    Args:
+      path: its config.json, or the directory with that file.
+      dtype: of all parameters after conversion; None: they keep that of the config.
+      ignored_keys: unknown keys of config.json that are assumed to change nothing.
+      console: where to print.
+
+    Raises:
+      FileNotFoundError: if there is no such file.
+      InputError: if the config cannot be read.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(f"no config at {file}")
+    try:
+        config = read_hf_config(read_json_object(file, allow=("nonfinite",)), ignored=ignored_keys)
+    except InputError as error:
+        raise InputError(f"{file}: {error}") from None
+    stored, leaves = leaf_specs(config), leaf_specs(config, dtype)
+    mapped = apply_table(
+        family_named(config.family).table_of(config),
+        stored,
+        config.num_layers,
+        PER_EXPERT,
+        config.family,
+        num_encoder_layers=config.num_encoder_layers,
+    )
+    console.print(f"{file} has no weights beside it; a checkpoint of this config holds:", markup=False)
+    print_mapping(mapped.pieces, mapped.tensors, leaves, stored, console)
 
 
 def _bytes_of(specs: Mapping[str, jax.ShapeDtypeStruct]) -> int:

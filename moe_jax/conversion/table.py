@@ -1,4 +1,4 @@
-"""The mapping tables of families, and their application to a model.
+"""The mapping tables of families, their application to a model, and their print.
 
 A table is a tuple of rows. A row maps a tensor of the Hugging Face checkpoint to the leaf, or leaves, that it holds:
 
@@ -22,7 +22,11 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
+import rich.table
+from rich.console import Console
+
 from moe_jax.core.errors import InputError, raise_if_any, shown
+from moe_jax.core.formatting import GB
 
 PER_EXPERT = "per-expert"
 FUSED = "fused"
@@ -112,11 +116,6 @@ class Mapped(NamedTuple):
 
     tensors: dict[str, tuple[int, ...]]
     pieces: dict[str, list[Piece]]
-
-
-def in_stack(stack: Literal["encoder", "decoder"], rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Returns the rows as rows of one of two stacks."""
-    return tuple(dataclasses.replace(row, stack=stack) for row in rows)
 
 
 def apply_table(
@@ -219,3 +218,82 @@ def _first_match(table: Table, names: Iterable[str], layout: str) -> str | None:
         return None
     pattern = re.compile("|".join(templates).replace(r"\{i\}", r"\d+").replace(r"\{e\}", r"\d+"))
     return next((name for name in names if pattern.fullmatch(name)), None)
+
+
+class _Line(NamedTuple):
+    """The line for all tensors of one kind."""
+
+    tensor: str
+    tensor_shape: tuple[int, ...]
+    operations: str
+    leaf: str
+    leaf_shape: tuple[int, ...]
+    dtypes: str
+
+
+def print_mapping(
+    pieces: Mapping[str, Iterable[Piece]],
+    tensor_shapes: Mapping[str, tuple[int, ...]],
+    leaves: Mapping[str, Any],
+    stored: Mapping[str, Any],
+    console: Console,
+) -> None:
+    """Prints which tensors and leaves correspond, by which operations, and their sizes.
+
+    Args:
+      pieces: leaf path -> its pieces.
+      tensor_shapes: by name of tensor.
+      leaves: leaf path -> shape and dtype, as they are written.
+      stored: leaf path -> dtype as it is read.
+      console: where to print.
+    """
+    counts: dict[_Line, tuple[set[str], set[str]]] = {}
+    for leaf, parts in pieces.items():
+        for piece in parts:
+            line = _Line(
+                piece.template,
+                tensor_shapes[piece.tensor],
+                _operations(piece, tensor_shapes[piece.tensor]),
+                re.sub(r"^layers/\d+/", "layers/{i}/", leaf),
+                tuple(leaves[leaf].shape),
+                _dtypes(stored[leaf].dtype, leaves[leaf].dtype),
+            )
+            tensors, paths = counts.setdefault(line, (set(), set()))
+            tensors.add(piece.tensor)
+            paths.add(leaf)
+    table = rich.table.Table(box=None, pad_edge=False)
+    for title in ("tensors", "", "shape", "operations", "leaves", "", "shape", "dtype", "GB"):
+        is_name = title in ("tensors", "leaves")
+        table.add_column(title, overflow="fold", no_wrap=not is_name, justify="right" if title == "GB" else "left")
+    for line, (tensors, paths) in counts.items():
+        size = sum(_nbytes(leaves[path]) for path in paths)
+        table.add_row(
+            line.tensor, f"x{len(tensors)}", _times(line.tensor_shape), line.operations,
+            line.leaf, f"x{len(paths)}", _times(line.leaf_shape), line.dtypes, f"{size / GB:.3f}",
+        )  # fmt: skip
+    console.print(table)
+    total = sum(_nbytes(leaf) for leaf in leaves.values())
+    parameters = sum(map(math.prod, tensor_shapes.values()))
+    console.print(f"{len(tensor_shapes)} tensors, {len(leaves)} leaves, {parameters:,} parameters, {total / GB:.3f} GB")
+
+
+def _operations(piece: Piece, tensor_shape: tuple[int, ...]) -> str:
+    names = ["transpose"] if piece.transpose else []
+    is_joined = tensor_shape[-len(piece.shape) :] != piece.shape
+    if piece.expert is not None and len(tensor_shape) == len(piece.shape):
+        names.append("stack")
+    if is_joined:
+        names.append("split")
+    return ", ".join(names) or "rename"
+
+
+def _times(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _dtypes(before: Any, after: Any) -> str:
+    return str(before) if before == after else f"{before} -> {after}"
+
+
+def _nbytes(leaf: Any) -> int:
+    return math.prod(leaf.shape) * leaf.dtype.itemsize

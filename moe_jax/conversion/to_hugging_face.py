@@ -11,28 +11,23 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from moe_jax.conversion.checkpoint_source import WORKERS, row_chunks
+from moe_jax.conversion.checkpoint_source import WORKERS, match_weights, row_chunks
 from moe_jax.conversion.families import family_named
-from moe_jax.conversion.formats.checkpoint_files import CheckpointFiles, open_checkpoint
-from moe_jax.conversion.formats.copying import DTYPES_BY_NAME, copy_transposed
-from moe_jax.conversion.formats.packed_experts import Packing
-from moe_jax.conversion.formats.safetensors_writer import PlannedTensor, ShardWriter, shard_writer
-from moe_jax.conversion.formats.tensors import DTYPE_NAMES
-from moe_jax.conversion.hf.hf_config import kept_keys, read_hf_config, write_hf_config
-from moe_jax.conversion.hf.hf_format import exported_config, print_changes
-from moe_jax.conversion.hf.hf_view import MergedModel
-from moe_jax.conversion.mapping_report import print_mapping
+from moe_jax.conversion.formats.safetensors_file import PlannedTensor, ShardWriter, shard_writer
+from moe_jax.conversion.formats.tensors import DTYPE_NAMES, DTYPES_BY_NAME, TensorEntry, copy_transposed
+from moe_jax.conversion.hf_config import kept_keys, read_hf_config, write_hf_config
+from moe_jax.conversion.hf_format import MergedModel, exported_config, print_changes
+from moe_jax.conversion.hugging_face_dir import open_checkpoint
+from moe_jax.conversion.packed_experts import Packing
 from moe_jax.conversion.spec import ExportSpec
-from moe_jax.conversion.table import LAYOUTS, Mapped, Piece, apply_table
-from moe_jax.conversion.weights import match_weights
+from moe_jax.conversion.table import LAYOUTS, Mapped, Piece, apply_table, print_mapping
 from moe_jax.core.errors import InputError, check_member
 from moe_jax.core.finite import REMEDY, check_finite, check_fits
 from moe_jax.core.formatting import parse_bytes
 from moe_jax.core.terminal import ByteProgress, console_for_tables
-from moe_jax.files.local_paths import check_beside
-from moe_jax.files.remote.remote_work import RemoteWork
+from moe_jax.files.remote_work import RemoteWork
 from moe_jax.files.resume import Workplace, open_work, require_space
-from moe_jax.files.staging import check_target, refuse_existing
+from moe_jax.files.staging import check_beside, check_target, refuse_existing
 from moe_jax.files.storage_path import as_path
 from moe_jax.files.tokenizer_files import list_tokenizer_files, read_tokenizer_file
 from moe_jax.model_io.lineage import LINEAGE_FILE, job_of, new_lineage_entry
@@ -149,9 +144,9 @@ def export(
             found = open_checkpoint(folder)
             if packing is None:
                 written = read_hf_config(keys, ignored=kept_keys(config))
-                match_weights(found, written, leaf_specs(written), str(folder))
+                match_weights(found.tensors, written, leaf_specs(written), str(folder))
             else:
-                _check_planned(found, tensors)
+                _check_planned(found.tensors, tensors)
                 keys["quantization_config"] = packing.describe(mapped)
             work.check_alone()
             (folder / "config.json").write_durably((json.dumps(keys, indent=2) + "\n").encode())
@@ -217,10 +212,10 @@ def _write_packed(
     assert not by_expert, (path, by_expert)
 
 
-def _check_planned(found: CheckpointFiles, tensors: Mapping[str, PlannedTensor]) -> None:
+def _check_planned(found: Mapping[str, TensorEntry], tensors: Mapping[str, PlannedTensor]) -> None:
     """Raises `InputError` unless files hold the tensors that were planned: somebody else has written into them."""
-    wrong = {name for name, entry in found.tensors.items() if tensors.get(name) != (entry.dtype, entry.shape)}
-    if wrong or found.tensors.keys() != tensors.keys():
+    wrong = {name for name, entry in found.items() if tensors.get(name) != (entry.dtype, entry.shape)}
+    if wrong or found.keys() != tensors.keys():
         raise InputError(f"{', '.join(sorted(wrong)[:3]) or 'a tensor'} is not what was written; export again")
 
 

@@ -36,9 +36,14 @@ class Bars(Protocol):
     def __call__(self, what: str, done: float, total: float, note: str = "", /) -> None: ...
 
 
-def console_for_tables(*, stderr: bool = False) -> Console:
-    """A console for tables. In a file or a pipe its lines are longer than on a terminal, so that nothing is cut off."""
+def console_for_tables(*, stderr: bool = False, cuts_nothing: bool = False) -> Console:
+    """A console for tables. In a file or a pipe its lines are longer than on a terminal, so that nothing is cut off.
+
+    With `cuts_nothing`, nothing is cut off on a terminal either: one that is too narrow wraps lines itself.
+    """
     console = Console(stderr=stderr, highlight=False)
+    if cuts_nothing:
+        return Console(stderr=stderr, highlight=False, width=max(_WIDTH_OF_FILES, console.width))
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=_WIDTH_OF_FILES)
 
 

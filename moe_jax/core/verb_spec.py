@@ -1,7 +1,7 @@
 """Specs: frozen dataclasses that hold the options of a verb, each option written down once.
 
-The command line is generated from a spec (`commands.line.spec_options`), the Python verb takes one or its fields as
-keywords (`api.verb`), and the lineage of a model stores it.
+The command line is generated from a spec (`commands.options`), the Python verb takes one or its fields as keywords
+(`api.verb`), and the lineage of a model stores it.
 """
 
 import ast
@@ -13,7 +13,7 @@ import re
 import sys
 import textwrap
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
@@ -134,25 +134,6 @@ class TakesNonfinite(Spec):
     """Goes on where weights are NaN or infinite, instead of refusing."""
 
 
-def options_of(spec: type) -> list[Option]:
-    """The options of a spec, in the order of its fields."""
-    hints = typing.get_type_hints(spec, localns=_Names(spec.__module__), include_extras=True)
-    texts = field_texts(spec)
-    options = []
-    for field in dataclasses.fields(spec):
-        hint = hints[field.name]
-        extra = next((extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Shown)), None)
-        plain = typing.get_args(hint)[0] if hasattr(hint, "__metadata__") else hint
-        kind = plain if extra is None or extra.read_as is None else extra.read_as
-        options.append(Option(field.name, kind, field.default, texts.get(field.name, ""), extra))
-    return options
-
-
-def _without_extras(annotation: Any) -> Any:
-    plain = typing.get_args(annotation)[0] if hasattr(annotation, "__metadata__") else annotation
-    return plain.__forward_arg__ if isinstance(plain, typing.ForwardRef) else plain
-
-
 def field_texts(cls: type) -> dict[str, str]:
     """The docstrings under the fields of a dataclass and its bases, by field."""
     texts: dict[str, str] = {}
@@ -169,3 +150,33 @@ def field_texts(cls: type) -> dict[str, str]:
                     case ast.Expr(ast.Constant(str(text))):
                         texts[statement.target.id] = re.sub(r"\s+", " ", text)
     return texts
+
+
+def attribute_texts(cls: type) -> dict[str, str]:
+    """The texts under `Attributes:` in the docstrings of a class and its bases, by the name of the attribute."""
+    texts: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        _, _, section = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")
+        for entry in re.finditer(r"^  (\w+(?:, \w+)*): (.*(?:\n    .*)*)", section, re.MULTILINE):
+            texts |= dict.fromkeys(entry[1].split(", "), " ".join(entry[2].split()))
+    return texts
+
+
+def options_of(spec: type, texts_of: Callable[[type], dict[str, str]] = field_texts) -> list[Option]:
+    """The options of a dataclass, in the order of its fields; `texts_of` finds their texts."""
+    hints = typing.get_type_hints(spec, localns=_Names(spec.__module__), include_extras=True)
+    texts = texts_of(spec)
+    options = []
+    for field in dataclasses.fields(spec):
+        hint = hints[field.name]
+        shown = Shown(field.metadata["metavar"]) if "metavar" in field.metadata else None
+        extra = next((extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Shown)), shown)
+        plain = typing.get_args(hint)[0] if hasattr(hint, "__metadata__") else hint
+        kind = plain if extra is None or extra.read_as is None else extra.read_as
+        options.append(Option(field.name, kind, field.default, texts.get(field.name, ""), extra))
+    return options
+
+
+def _without_extras(annotation: Any) -> Any:
+    plain = typing.get_args(annotation)[0] if hasattr(annotation, "__metadata__") else annotation
+    return plain.__forward_arg__ if isinstance(plain, typing.ForwardRef) else plain

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moe_jax.core.errors import InputError, clipped, shown
+from moe_jax.data.chat_template import ChatTemplate
 from moe_jax.data.sections import FieldsSection
-from moe_jax.data.tokens.chat_template import ChatTemplate
 from moe_jax.files.json_toml import is_unicode
 
 PAIR_KEYS = (("prompt", "response"), ("input", "target"))

@@ -16,11 +16,9 @@ from moe_jax.api.open_source import open_source
 from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import show_bytes
 from moe_jax.demo.shell import Shell, make_folder
-from moe_jax.figures.curves import Curve, plot_curves
-from moe_jax.figures.plots import DrawnTo
+from moe_jax.figures.plots import Curve, DrawnTo, plot_curves
 from moe_jax.peft.trained_table import parameter_sizes
 from moe_jax.report.elements import html_page, picture, said, section, table
-from moe_jax.report.pictures import drawn
 from moe_jax.training.metrics import Record, read_metrics
 
 
@@ -83,7 +81,7 @@ def write_page(
     compared = table("What was made of the model, and how well it does", COLUMNS, map(_cells, rows))
     first, last = records[0], records[-1]
     alt = f"training loss from {first['loss']:.3f} at step {first['step']} to {last['loss']:.3f} at step {last['step']}"
-    curve = picture(drawn(lambda file: plot(file, records), alt), "Training loss on word problems")
+    curve = picture(lambda file: plot(file, records), alt, "Training loss on word problems")
     page = html_page(
         f"moe-jax demo: {model}",
         section("What it said before, and says now", *map(said, answers)),

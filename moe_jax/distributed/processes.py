@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from moe_jax.core.errors import InputError, clipped
 from moe_jax.distributed.coordination import Coordination
 from moe_jax.distributed.job_place import Place, expected_local_devices, find_place, versions, waits
-from moe_jax.functional.buckets import bucket
+from moe_jax.kernels.hardware import bucket
 
 T = TypeVar("T")
 _others: Coordination | None = None

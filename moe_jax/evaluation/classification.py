@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from moe_jax.core.errors import InputError, clipped, shown
+from moe_jax.data.data_files import read_through
 from moe_jax.data.examples import Example
-from moe_jax.data.sources.data_files import read_through
-from moe_jax.data.tokens.tokenizer import Pair, Tokenizer
+from moe_jax.data.tokenizer import Pair, Tokenizer
 from moe_jax.evaluation.held_out import Batch, PairEvaluator, RowScores, run_model
 from moe_jax.files.json_toml import ANYTHING, is_unicode, parse_json
 from moe_jax.files.storage_path import as_path

@@ -17,11 +17,10 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.core.errors import InputError
 from moe_jax.data.examples import Document, Example
+from moe_jax.data.opening import check_form, named_files, open_files, template_loader
 from moe_jax.data.sections import DataSection, SourceSection, input_length
-from moe_jax.data.sources.opening import check_form, named_files, open_files, template_loader
-from moe_jax.data.tokens.tokenizer import Pair, Tokenizer
-from moe_jax.distributed.batch_placement import batch_shards, local_rows, place
-from moe_jax.distributed.sharding import make_mesh
+from moe_jax.data.tokenizer import Pair, Tokenizer
+from moe_jax.distributed.sharding import batch_shards, local_rows, make_mesh, place
 from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
@@ -301,7 +300,7 @@ class RowScores:
     def _batches(self) -> Iterator[tuple[list[int], dict[str, np.ndarray]]]:
         """Yields batches of pairs of similar length, and the indices of the pairs in their first rows."""
         # Imported here because it imports Grain, which commands that evaluate nothing should not load.
-        from moe_jax.data.pair_batches import stack_pairs
+        from moe_jax.data.pipeline import stack_pairs
 
         groups: dict[tuple[int, int | None], list[int]] = {}
         for index, pair in enumerate(self._pairs):

@@ -25,7 +25,7 @@ from moe_jax.experts.over_mesh import apply_experts
 from moe_jax.experts.shapes import BASE, FFNConfig, Load, Matrix, ffn_matrices
 from moe_jax.experts.strategy import check_strategy, choose_strategy, strategy_from_environment
 from moe_jax.functional.keys import fold_in
-from moe_jax.functional.routing.decision import Routing
+from moe_jax.functional.routing import Routing
 
 
 class ExpertBank(nnx.Module, abc.ABC):

@@ -35,10 +35,10 @@ class BaseCodes:
         (128, 'NF4 codes')
 
     Attributes:
-      code: bits of a code, 8, 4, 3 or 2, with a bfloat16 scale per group; or `nf4` (see `functional.products.nf4`).
+      code: bits of a code, 8, 4, 3 or 2, with a bfloat16 scale per group; or `nf4` (see `functional.codes`).
       group_size: entries along the input axis that share a scale, a multiple of 8, by default 128. NF4 has its own.
       table: every kernel of 4, 3 or 2 bits has a table of levels of its own.
-      scale_bits: of a scale: 16, or 8 (see `functional.products.packing`). NF4 has its own.
+      scale_bits: of a scale: 16, or 8 (see `functional.codes`). NF4 has its own.
       gate_bits, up_bits, down_bits: bits of the codes of these matrices; None: as `code` says; 0: these matrices have
         no base, and experts have them for themselves. Not with NF4.
     """

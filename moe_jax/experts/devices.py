@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from moe_jax.core.data_sheets import CHIPS, Chip, chip_of_kind
 from moe_jax.experts.shapes import Arrays, Matrix, Part
-from moe_jax.functional.attention.grouped_query import Placement
+from moe_jax.functional.attention import Placement
 
 BATCH_AXES = ("data", "fsdp", "expert")
 """The axes that split the rows of a batch."""
@@ -149,7 +149,7 @@ class Platform(NamedTuple):
       chip: with its peaks, from its maker.
       itemsize: bytes of a number, of activations and of parameters.
       sparse_entry: to multiply a row with one entry of a sparse kernel; None: nothing does this there, and such a
-        product makes dense kernels (`functional.products.sparse_product`).
+        product makes dense kernels (`functional.sparse_product`).
       scatter: to write one entry of a sparse kernel into a tile.
       gather: to look up one entry of a kernel whose positions are a bitmap.
       unpack: to unpack one code.

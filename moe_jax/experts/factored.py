@@ -27,16 +27,15 @@ from moe_jax.experts.forms.optional import Factored, SideBySide
 from moe_jax.experts.hidden_rows import Kernels
 from moe_jax.experts.over_mesh import biases_once, num_experts, parts_of
 from moe_jax.experts.shapes import Part
-from moe_jax.functional.ffn import hidden
-from moe_jax.functional.products.linear import Product, linear, product_of_float32
-from moe_jax.functional.products.low_rank_hidden import (
+from moe_jax.functional.dense import Product, hidden, linear, product_of_float32
+from moe_jax.functional.gated import (
     Projection,
     down_projection_inputs,
     hidden_products,
     low_rank_hidden,
 )
-from moe_jax.functional.routing.decision import Routing
-from moe_jax.functional.routing.dispatch import combine, dispatch, row_biases, sort_by_expert, weighted_sum
+from moe_jax.functional.routing import Routing
+from moe_jax.functional.token_dispatch import combine, dispatch, row_biases, sort_by_expert, weighted_sum
 
 
 def factored_ffn(

@@ -13,11 +13,11 @@ from moe_jax.experts.forms.kernel_of_codes import Coded
 from moe_jax.experts.forms.optional import FormTiles
 from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.shapes import BASE, ORIGIN, Arrays, Matrix, Part, Window
-from moe_jax.functional.ffn import hidden
-from moe_jax.functional.products.gated import GATE, UP, gated_product
-from moe_jax.functional.routing.dispatch import row_biases
+from moe_jax.functional.dense import hidden
+from moe_jax.functional.gated import GATE, UP, gated_product
+from moe_jax.functional.token_dispatch import row_biases
 from moe_jax.kernels.by_platform import PRODUCT, Bound
-from moe_jax.kernels.tpu.tiles.fused_tile import FusedTile
+from moe_jax.kernels.tpu.fused_tile import FusedTile
 
 _BELOW_BASE = f"{BASE}/"
 

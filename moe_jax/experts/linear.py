@@ -9,9 +9,8 @@ from jaxtyping import Array, Float
 from moe_jax.experts.forms.kernel_of_codes import Coded
 from moe_jax.experts.forms.whole import Full, whole_form
 from moe_jax.experts.shapes import FFNConfig, LoRAConfig, Matrix, Split, ffn_matrices
-from moe_jax.functional.ffn import hidden
+from moe_jax.functional.dense import Product, hidden, linear, sum_of_products
 from moe_jax.functional.keys import fold_in
-from moe_jax.functional.products.linear import Product, linear, sum_of_products
 
 
 class Fixed(nnx.Variable):

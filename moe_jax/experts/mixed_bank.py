@@ -19,7 +19,7 @@ from moe_jax.experts.forms.protocol import KernelForm, register
 from moe_jax.experts.forms.quantized import Quantized
 from moe_jax.experts.hidden_rows import Kernels
 from moe_jax.experts.shapes import Arrays, Matrix, Split, Window
-from moe_jax.functional.routing.decision import NO_EXPERT, Routing
+from moe_jax.functional.routing import NO_EXPERT, Routing
 
 MAX_PARTS = 4
 

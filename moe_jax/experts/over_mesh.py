@@ -35,8 +35,8 @@ from moe_jax.experts.exchange import (
 )
 from moe_jax.experts.hidden_rows import Kernels, hidden_rows, is_of_base
 from moe_jax.experts.shapes import Part
-from moe_jax.functional.routing.decision import Routing
-from moe_jax.functional.routing.dispatch import Order, combine, dispatch, part_of, sort_by_expert
+from moe_jax.functional.routing import Routing
+from moe_jax.functional.token_dispatch import Order, combine, dispatch, part_of, sort_by_expert
 
 FURTHER_ROUNDS = "further_rounds"
 """The scope, in the compiled program, of the loop over rounds after the first."""

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.core.draws import INIT_STD
 from moe_jax.core.errors import InputError, check_member, check_number, check_positive, clipped, shown
-from moe_jax.kernels.activations import ACTIVATION_FUNCTIONS
+from moe_jax.kernels.plain import ACTIVATION_FUNCTIONS
 
 
 def _check_strength(config: "AdapterConfig | LoRAConfig") -> None:
@@ -31,7 +31,7 @@ class AdapterConfig:
 
     Attributes:
       rank: width r of the bottleneck.
-      activation: `none` (LoRA), or a key of `kernels.activations.ACTIVATION_FUNCTIONS`.
+      activation: `none` (LoRA), or a key of `kernels.plain.ACTIVATION_FUNCTIONS`.
       scale: s; of LoRA α/r.
       dropout: the share of the entries of `h` that dropout sets to zero in training.
       of_base: the adapter belongs to the base model, and is frozen with it.
@@ -91,7 +91,7 @@ class FFNConfig:
     Attributes:
       dim: hidden width f.
       gated: `act(x G) * (x U) D` if true, else `act(x U) D`.
-      activation: a key of `kernels.activations.ACTIVATION_FUNCTIONS`.
+      activation: a key of `kernels.plain.ACTIVATION_FUNCTIONS`.
       bias: whether every matrix has a bias.
       nf4: kernels are stored as NF4 and frozen. In a bank, this applies to its base, or to full kernels.
       lora: LoRA beside the kernels. In a bank, beside those of the base, or of every full expert.

@@ -1,19 +1,27 @@
-"""Reads JSON and TOML within limits: whatever a file holds, reading it neither hangs nor exhausts memory.
+"""Reads JSON and TOML within limits, and dataclasses from them strictly.
 
-Python's own parsers accept content of any size and depth, the last of two equal keys, NaN, integers of any size and
-strings that are not Unicode. All of these are errors here, in one line that says where.
+Whatever a file holds, reading it neither hangs nor exhausts memory. Python's own parsers accept content of any size and
+depth, the last of two equal keys, NaN, integers of any size and strings that are not Unicode. All of these are errors
+here, in one line that says where. Of a dataclass, unknown keys, missing keys and wrong types are errors.
 """
 
 import collections
+import contextlib
+import dataclasses
+import datetime
+import functools
 import json
 import math
 import re
 import tomllib
-from collections.abc import Collection
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeVar
 
-from moe_jax.core.errors import InputError, shown
+from moe_jax.core.errors import MAX_SHOWN, InputError, clipped, nearest, raise_if_any, shown
+from moe_jax.core.formatting import full_name
 from moe_jax.files.regular_files import Directory, read_regular
 
 MAX_BYTES = 32 << 20
@@ -195,3 +203,198 @@ def _check_unicode(value: Any, where: str) -> None:
     except UnicodeEncodeError as error:
         half = str(error.object)[error.start]
         raise InputError(f"{where}: a string holds {half!r}, one half of a character in UTF-16") from None
+
+
+T = TypeVar("T")
+
+
+class _Words(NamedTuple):
+    """A file format's terms for its containers."""
+
+    table: str
+    array: str
+
+
+_WORDS = {"TOML": _Words("a table", "an array"), "JSON": _Words("an object", "a list")}
+
+
+def without_format(data: Mapping[str, Any], name: str, version: int, *, where: str) -> dict[str, Any]:
+    """Returns `data` without its keys `format` and `version`.
+
+    Raises:
+      InputError: unless these are `name` and `version`.
+    """
+    if data.get("format") != name:
+        raise InputError(f"{where} has no format {name!r}: it was not written by moe_jax, or is another kind of file")
+    if type(data.get("version")) is not int or data["version"] != version:
+        raise InputError(f"{where} has version {shown(data.get('version'))}, this library reads version {version}")
+    return {key: value for key, value in data.items() if key not in ("format", "version")}
+
+
+def parse(cls: type[T], table: Mapping[str, Any], *, where: str, language: Literal["TOML", "JSON"]) -> T:
+    """Builds `cls`, a dataclass whose fields may be dataclasses, from a parsed file.
+
+    Accepts fields of type bool, int (of 64 bits), float (finite; an integer is taken too), str (Unicode), `Literal` (of
+    dtypes also short names: `bf16`), `X | None` (null in JSON), `tuple[X, ...]` (an array), dataclasses (a table),
+    unions of these, and `Mapping` (a table that is taken as it is).
+    Values that are already instances of a dataclass are taken as they are. A dataclass whose fields are not the keys of
+    its table has a class method `from_json(table, build)`, where `build(cls, table)` makes another one in the same way.
+
+    Args:
+      cls: the dataclass.
+      table: the content of the file.
+      where: the file, named at the beginning of the message.
+      language: the language of the file; messages use its terms.
+
+    Raises:
+      InputError: one error that lists every unknown key, missing key and value of a wrong type by its key path,
+        and what the dataclasses' own checks (`InputError` from `__post_init__`) found.
+    """
+    reader, built = _Reader(_WORDS[language]), None
+    with contextlib.suppress(_Enough):
+        built = reader.build(cls, table, "")
+    raise_if_any(reader.problems, where)
+    assert built is not None
+    return built
+
+
+# A list of a million wrong items is not spelled out.
+_MAX_PROBLEMS = 100
+
+
+class _Enough(Exception):
+    """More problems were found than one message lists."""
+
+
+class _Reader:
+    """Builds values and collects the problems found.
+
+    Attributes:
+      problems: one sentence each.
+    """
+
+    def __init__(self, words: _Words):
+        self.problems: list[str] = []
+        self._words = words
+
+    def build(self, cls: type, table: Mapping[str, Any], path: str) -> Any:
+        """Builds the dataclass that a table describes; None if there is a problem."""
+        if hasattr(cls, "from_json"):
+            return self._built(lambda: cls.from_json(table, lambda part, rest: self.build(part, rest, path)), path)
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        annotations = _annotations(cls)
+        before = len(self.problems)
+        values = {}
+        for key, value in table.items():
+            if key not in fields:
+                self._note(f"unknown key {shown(path + key)}{nearest(key, fields)}")
+            else:
+                values[key] = self._checked(annotations[key], value, path + key)
+        for name, field in fields.items():
+            has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+            if name not in table and not has_default:
+                self._note(f"key {path + name!r} is missing, expected {self._describe(annotations[name])}")
+        if len(self.problems) > before:
+            return None
+        return self._built(lambda: cls(**values), path)
+
+    def _built(self, make: Callable[[], Any], path: str) -> Any:
+        try:
+            return make()
+        except InputError as error:
+            self._note(f"{path.rstrip('.')}: {error}" if path else str(error))
+            return None
+
+    def _checked(self, annotation: Any, value: Any, path: str) -> Any:
+        """Returns `value` in the type of `annotation`; if it does not fit, notes the problem and returns None."""
+        if isinstance(value, str):
+            value = full_name(value, _words_of(annotation))
+        option = next((option for option in _options(annotation) if _fits(option, value)), None)
+        if option is None:
+            hint = ""
+            if typing.get_origin(annotation) is Literal and isinstance(value, str):
+                hint = nearest(value, typing.get_args(annotation))
+            self._note(f"{path}: expected {self._describe(annotation)}, got {self._show(value)}{hint}")
+            return None
+        if (needed := _needed_besides(value)) is not None:
+            self._note(f"{path}: expected {needed}, got {self._show(value)}")
+            return None
+        if dataclasses.is_dataclass(option) and isinstance(option, type) and isinstance(value, Mapping):
+            return self.build(option, value, path + ".")
+        if typing.get_origin(option) is tuple:
+            item = typing.get_args(option)[0]
+            return tuple(self._checked(item, one, f"{path}[{i}]") for i, one in enumerate(value))
+        return float(value) if option is float else value
+
+    def _note(self, problem: str) -> None:
+        self.problems.append(problem)
+        if len(self.problems) >= _MAX_PROBLEMS:
+            raise _Enough
+
+    def _describe(self, annotation: Any) -> str:
+        options = [option for option in _options(annotation) if option is not type(None)]
+        if len(options) > 1:
+            return " or ".join(dict.fromkeys(map(self._describe, options)))
+        (option,) = options
+        if typing.get_origin(option) is Literal:
+            return "one of " + ", ".join(repr(arg) for arg in typing.get_args(option))
+        if typing.get_origin(option) is tuple:
+            return f"{self._words.array}, each item {self._describe(typing.get_args(option)[0])}"
+        return _SIMPLE.get(option, self._words.table)
+
+    def _show(self, value: Any) -> str:
+        if value is None:
+            return "null"
+        if isinstance(value, Mapping):
+            return self._words.table
+        kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: self._words.array.split()[1]}
+        kind = kinds.get(type(value), "date or time" if isinstance(value, datetime.date | datetime.time) else "value")
+        if isinstance(value, str):
+            return f"the {kind} {clipped(json.dumps(value[:MAX_SHOWN], ensure_ascii=False))}"
+        return f"the {kind} {json.dumps(value) if isinstance(value, bool) else shown(value)}"
+
+
+_SIMPLE = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+
+
+@functools.cache
+def _annotations(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _options(annotation: Any) -> tuple[Any, ...]:
+    """Returns the types of a union; for any other type, the type itself."""
+    is_union = isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union
+    return typing.get_args(annotation) if is_union else (annotation,)
+
+
+def _words_of(annotation: Any) -> tuple[str, ...]:
+    """Returns the strings that a field chooses from; empty if it is no choice."""
+    literals = (option for option in _options(annotation) if typing.get_origin(option) is Literal)
+    return tuple(word for literal in literals for word in typing.get_args(literal) if isinstance(word, str))
+
+
+def _needed_besides(value: Any) -> str | None:
+    """Returns the condition that a value of the right type fails, such as being finite; None if it fails none."""
+    if type(value) is int and not fits_64_bits(value):
+        return "an integer of at most 64 bits"
+    if type(value) is float and not math.isfinite(value):
+        return "a finite number"
+    if type(value) is str and not is_unicode(value):
+        return "text in Unicode"
+    return None
+
+
+def _fits(option: Any, value: Any) -> bool:
+    """Whether a value is of this type; the contents of tables and arrays are not checked."""
+    origin = typing.get_origin(option) or option
+    if origin is Literal:
+        return value in typing.get_args(option)
+    if origin is tuple:
+        return isinstance(value, list | tuple)
+    if dataclasses.is_dataclass(option) and isinstance(option, type):
+        return isinstance(value, (Mapping, option))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return isinstance(value, Mapping)
+    # bool is a subclass of int: `steps = true` must not pass as 1.
+    return option is Any or type(value) is option or (option is float and type(value) is int)

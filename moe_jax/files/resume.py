@@ -20,9 +20,8 @@ from typing import Any, Self
 
 from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import show_bytes
-from moe_jax.files.local_paths import check_local
-from moe_jax.files.remote.remote_work import RemoteWork, is_begun, remove_begun
-from moe_jax.files.staging import lock_directory, refuse_existing, remove_content, rename_durably
+from moe_jax.files.remote_work import RemoteWork, is_begun, remove_begun
+from moe_jax.files.staging import check_local, lock_directory, refuse_existing, remove_content, rename_durably
 from moe_jax.files.storage_path import BucketPath, StoragePath, as_path
 
 _JOB = "job.sha256"

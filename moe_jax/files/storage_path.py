@@ -25,8 +25,18 @@ from typing import IO, Any, Self, TypeVar
 
 from moe_jax.core.errors import InputError
 from moe_jax.files.growing import CopiedFolder, GrowingFile, GrowingObjects, LocalFolder
-from moe_jax.files.remote.address import DRIVERS, Address, is_in_bucket, parse_address, written_out
-from moe_jax.files.remote.objects import AT_ONCE, Found, Objects, explained, objects_of
+from moe_jax.files.objects import (
+    AT_ONCE,
+    DRIVERS,
+    Address,
+    Found,
+    Objects,
+    explained,
+    is_in_bucket,
+    objects_of,
+    parse_address,
+    written_out,
+)
 
 T = TypeVar("T")
 U = TypeVar("U")

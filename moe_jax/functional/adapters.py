@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moe_jax.functional.products.grouped import grouped_matmul
-from moe_jax.functional.products.linear import linear
-from moe_jax.functional.routing.decision import Routing
-from moe_jax.functional.routing.dispatch import combine, dispatch, sort_by_expert
-from moe_jax.kernels.activations import ACTIVATION_FUNCTIONS
+from moe_jax.functional.dense import linear
+from moe_jax.functional.grouped import grouped_matmul
+from moe_jax.functional.routing import Routing
+from moe_jax.functional.token_dispatch import combine, dispatch, sort_by_expert
+from moe_jax.kernels.plain import ACTIVATION_FUNCTIONS
 
 WAYS = ("side-by-side", "grouped")
 

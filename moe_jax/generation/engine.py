@@ -1,22 +1,335 @@
-"""The engine of tokens: rows of one model, read and continued in blocks; by `generate` and by `serve`."""
+"""The engine of tokens: rows of one model, read and continued in blocks; for `generate` and for `serve`.
+
+Two compiled programs, one that reads prompts and one that gives rows more tokens, and small ones that move rows. A row
+is a text that is being continued. What differs between rows is data: length, how tokens are chosen, which tokens end
+them. So rows that come or go compile nothing. Programs differ by the number of rows, by the bucket of the prompts'
+length, and by the length of the caches.
+"""
 
 import contextlib
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Bool, Int
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from moe_jax.core.errors import MAX_SIZE
 from moe_jax.distributed.processes import on_host
 from moe_jax.distributed.sharding import mesh_of
-from moe_jax.functional.buckets import bucket
-from moe_jax.generation.rows import MOST_STEPS, Asked, Rows, Scores, continue_rows, read_prompts
-from moe_jax.nn import Decoder, decoder
+from moe_jax.functional.sampling import sample
+from moe_jax.kernels.hardware import bucket
+from moe_jax.models import ModelConfig
+from moe_jax.nn import Caches, Decoder, init_cache, unstacked
+
+MOST_STEPS = 32
+"""Tokens of the longest block."""
+MOST_SCORES = 20
+"""Most likely tokens that are told of a position."""
+MOST_STOP_IDS = 16
+"""Tokens that may end a row, where rows come and go."""
+_CHUNK = 8
+
+
+class Asked(NamedTuple):
+    """How rows are continued.
+
+    Attributes:
+      key: of sampling: one for all rows, or one for every row; a row's step is folded into it.
+      temperature, top_k, top_p: see `functional.heads.sampling.sample`.
+      stop_ids: tokens that end a row; -1 stands for none.
+      most: tokens that a row may be given.
+      scores: rows whose tokens are scored, if the programs score any.
+    """
+
+    key: PRNGKeyArray
+    temperature: Float[Array, " B"]
+    top_k: Int[Array, " B"]
+    top_p: Float[Array, " B"]
+    stop_ids: Int[Array, "B n"]
+    most: Int[Array, " B"]
+    scores: Bool[Array, " B"]
+
+
+class Rows(NamedTuple):
+    """Rows that are continued, some of which may have ended.
+
+    Attributes:
+      caches: of all tokens of every row but the last.
+      tokens: the last token of every row.
+      positions: its position in every row.
+      steps: how many tokens every row was given.
+      active: rows that are given more.
+      finite: whether the logits of every row always were.
+      asked: how they are continued.
+      encoder_valid: what counts of the encoder's output; None: there is none.
+    """
+
+    caches: Caches
+    tokens: Int[Array, " B"]
+    positions: Int[Array, " B"]
+    steps: Int[Array, " B"]
+    active: Bool[Array, " B"]
+    finite: Bool[Array, " B"]
+    asked: Asked
+    encoder_valid: Bool[Array, "B S"] | None = None
+
+
+class Scores(NamedTuple):
+    """Log-probabilities of tokens where they stand.
+
+    Attributes:
+      chosen: of the token that stands there.
+      top: of the most likely ones, from the most likely on.
+      top_ids: the most likely ones.
+    """
+
+    chosen: Float[Array, "n B"]
+    top: Float[Array, "n B K"]
+    top_ids: Int[Array, "n B K"]
+
+
+def ask(
+    batch: int,
+    most: int,
+    *,
+    key: PRNGKeyArray,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop_ids: Sequence[int] = (),
+    scores: bool = False,
+) -> Asked:
+    """Returns how `batch` rows are continued that are all continued in one way; arguments as in `Asked`."""
+    stops = [*stop_ids, *[-1] * (bucket(len(stop_ids), least=MOST_STOP_IDS) - len(stop_ids))]
+    return Asked(
+        key=key,
+        temperature=jnp.full(batch, temperature, jnp.float32),
+        top_k=jnp.full(batch, MAX_SIZE if top_k is None else min(top_k, MAX_SIZE), jnp.int32),
+        top_p=jnp.full(batch, 1.0 if top_p is None else top_p, jnp.float32),
+        stop_ids=jnp.tile(jnp.asarray(stops, jnp.int32), (batch, 1)),
+        most=jnp.full(batch, most, jnp.int32),
+        scores=jnp.full(batch, scores),
+    )
+
+
+@partial(jax.jit, static_argnames=("graphdef", "cache_length", "draws", "scores", "scores_prompt"))
+def read_prompts(
+    graphdef: nnx.GraphDef,
+    state: nnx.State,
+    prompts: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    asked: Asked,
+    *,
+    cache_length: int,
+    draws: bool,
+    scores: bool = False,
+    scores_prompt: bool = False,
+) -> tuple[Rows, Int[Array, "1 B"], Scores | None, Scores | None]:
+    """Reads prompts, padded on the right, and chooses the first token of every row.
+
+    A row's tokens take the first places of its cache; what padding left in later ones is overwritten before it can be
+    seen. With an encoder, that is what reads the prompts, and the decoder begins with its own first token.
+
+    Args:
+      graphdef, state: of a `Decoder` whose layers are not stacked (`nn.unstacked`).
+      prompts: token ids.
+      lengths: of the prompts.
+      asked: how the rows are continued.
+      cache_length: tokens that the caches have room for; sliding windows keep no more than they need.
+      draws: whether any row may have a temperature.
+      scores: whether any row may want log-probabilities.
+      scores_prompt: whether the tokens of the prompt are scored; of one row.
+
+    Returns:
+      The rows; the first tokens, and their scores, as of `continue_rows`; the scores of the prompt's tokens from the
+      second on.
+    """
+    model = nnx.merge(graphdef, state)
+    batch, length = prompts.shape
+    in_row = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None, :], prompts.shape)
+    valid, encodes = in_row < lengths[:, None], model.config.has_encoder
+    source_slots = length if encodes else None
+    caches = init_cache(
+        model.config, batch, cache_length, model.compute_dtype, source_slots=source_slots, stacked=False, rings=True
+    )
+    if encodes:
+        first = jnp.full((batch, 1), model.config.decoder_start_id, jnp.int32)
+        source = {"inputs": prompts, "inputs_valid": valid}
+        x, caches, _ = model.activations(first, **source, positions=jnp.zeros_like(first), caches=caches, begins=True)
+        last = jnp.zeros_like(lengths)
+    else:
+        x, caches, _ = model.activations(prompts, positions=in_row, valid=valid, caches=caches, begins=True)
+        last = lengths - 1
+    assert caches is not None
+    rows = Rows(
+        caches=caches,
+        tokens=jnp.zeros((batch,), jnp.int32),
+        positions=last,
+        steps=jnp.zeros((batch,), jnp.int32),
+        active=asked.most > 0,
+        finite=jnp.ones((batch,), bool),
+        asked=asked,
+        encoder_valid=valid if encodes else None,
+    )
+    logits = model.logits(jnp.take_along_axis(x, last[:, None, None], axis=1))[:, 0]
+    rows, tokens, found = _advance(rows, logits, draws, scores)
+    tokens, found = jax.tree.map(lambda leaf: leaf[None], (tokens, found))
+    return rows, tokens, found, _score_prompt(model, x, prompts) if scores_prompt else None
+
+
+@partial(jax.jit, static_argnames=("graphdef", "draws", "scores"), donate_argnames="rows")
+def continue_rows(
+    graphdef: nnx.GraphDef,
+    state: nnx.State,
+    rows: Rows,
+    stay: Bool[Array, " B"],
+    steps: Int[Array, ""],
+    least: Int[Array, ""],
+    *,
+    draws: bool,
+    scores: bool = False,
+) -> tuple[Rows, Int[Array, "n B"], Scores | None]:
+    """Gives active rows a token, again and again, `steps` times and at most `MOST_STEPS` times.
+
+    Args:
+      graphdef, state, draws, scores: as for `read_prompts`.
+      rows: their caches are updated in place.
+      stay: rows that are wanted; the others are not active any more.
+      steps: how many tokens a row is given at most.
+      least: as soon as fewer rows than this are active, no more tokens are given; at least 1.
+
+    Returns:
+      The rows; the tokens of every step, -1 where a row was given none; and their scores.
+    """
+    model, batch = nnx.merge(graphdef, state), rows.tokens.shape[0]
+    steps = jnp.minimum(steps, MOST_STEPS)
+
+    def goes_on(carry: tuple) -> Array:
+        step, rows, _, _ = carry
+        return (step < steps) & (jnp.sum(rows.active) >= jnp.maximum(least, 1))
+
+    def one_step(carry: tuple) -> tuple:
+        step, rows, block, told = carry
+        out = model(
+            rows.tokens[:, None],
+            positions=rows.positions[:, None],
+            caches=rows.caches,
+            encoder_valid=rows.encoder_valid,
+        )
+        rows, tokens, found = _advance(rows._replace(caches=out.caches), out.logits[:, 0], draws, scores)
+        told = jax.tree.map(lambda all_, one: all_.at[step].set(one), told, found)
+        return step + 1, rows, block.at[step].set(tokens), told
+
+    told = None
+    if scores:
+        wide = (MOST_STEPS, batch, min(MOST_SCORES, model.config.vocab_size))
+        told = Scores(jnp.zeros(wide[:2], jnp.float32), jnp.zeros(wide, jnp.float32), jnp.zeros(wide, jnp.int32))
+    rows = rows._replace(active=rows.active & stay)
+    begin = (jnp.zeros((), jnp.int32), rows, jnp.full((MOST_STEPS, batch), -1, jnp.int32), told)
+    return jax.lax.while_loop(goes_on, one_step, begin)[1:]
+
+
+def _advance(
+    rows: Rows, logits: Float[Array, "B V"], draws: bool, scores: bool
+) -> tuple[Rows, Int[Array, " B"], Scores | None]:
+    """Gives active rows a token; returns the rows, the tokens, -1 where there is none, and their scores."""
+    asked, key = rows.asked, rows.asked.key
+    # Rows that share a key are at the same step, those that have ended apart.
+    key = jax.vmap(jax.random.fold_in)(key, rows.steps) if key.ndim else jax.random.fold_in(key, jnp.max(rows.steps))
+    chosen = sample(
+        logits,
+        key,
+        temperature=asked.temperature if draws else 0.0,
+        top_k=asked.top_k,
+        top_p=asked.top_p,
+    )
+    given, finite = rows.active.astype(jnp.int32), jnp.all(jnp.isfinite(logits), axis=-1)
+    finite = rows.finite & (finite | ~rows.active)
+    ends = jnp.any(chosen[:, None] == asked.stop_ids, axis=1) | (rows.steps + given >= asked.most) | ~finite
+    advanced = rows._replace(
+        tokens=jnp.where(rows.active, chosen, rows.tokens),
+        positions=rows.positions + given,
+        steps=rows.steps + given,
+        active=rows.active & ~ends,
+        finite=finite,
+    )
+    found = None
+    if scores:
+        scored = partial(_scores, logits, chosen)
+        nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(scored))
+        found = jax.lax.cond(jnp.any(rows.active & asked.scores), scored, lambda: nothing)
+    return advanced, jnp.where(rows.active, chosen, -1), found
+
+
+def _scores(logits: Float[Array, "n V"], tokens: Int[Array, " n"]) -> Scores:
+    log_probabilities = jax.nn.log_softmax(logits, axis=-1)
+    chosen = jnp.take_along_axis(log_probabilities, tokens[:, None], axis=-1)[:, 0]
+    return Scores(chosen, *jax.lax.top_k(log_probabilities, min(MOST_SCORES, logits.shape[-1])))
+
+
+def _score_prompt(model: Decoder, x: Float[Array, "1 T d"], prompt: Int[Array, "1 T"]) -> Scores:
+    """A few positions at a time: logits of all of them would take much memory."""
+    size = _CHUNK if x.shape[1] % _CHUNK == 0 else x.shape[1]
+    targets = jnp.roll(prompt, -1, axis=1)  # the last is scored against the first, and not told
+
+    def chunk(part: tuple[Array, Array]) -> Scores:
+        return _scores(model.logits(part[0][None])[0], part[1])
+
+    parts = (x[0].reshape(-1, size, x.shape[2]), targets[0].reshape(-1, size))
+    scored = jax.lax.map(chunk, parts)
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, 1, *leaf.shape[2:]), scored)
+
+
+def move_rows(rows: Rows, slots: Sequence[int], config: ModelConfig, cache_length: int) -> Rows:
+    """Returns as many rows as there are slots, in caches of another length.
+
+    The places of a shorter cache are the first ones of a longer one. Rings, once they go round, have as many as they
+    need. Arrays are moved one by one, as those of all layers are alike: a program for all of them together would have
+    to be compiled for every width and length before and after.
+
+    Args:
+      rows: with a key each.
+      slots: the row that comes into every slot; -1: none does.
+      config: of the model.
+      cache_length: not below what it was.
+    """
+    dtype = jax.tree.leaves(rows.caches)[0].dtype
+    shapes = jax.eval_shape(partial(init_cache, config, len(slots), cache_length, dtype, stacked=False, rings=True))
+    taken = jnp.maximum(jnp.asarray(slots, jnp.int32), 0)
+    caches = jax.tree.map(lambda one, new: _moved(one, taken, new.shape, 1), rows.caches, shapes)
+    rows = jax.tree.map(lambda one: _moved(one, taken, (len(slots), *one.shape[1:]), 0), rows._replace(caches=()))
+    return rows._replace(caches=caches, active=rows.active & (jnp.asarray(slots) >= 0))
+
+
+def put_row(rows: Rows, row: Rows, slot: int) -> Rows:
+    """Returns the rows with `row` in a slot; they are updated in place.
+
+    What was in the later places of the slot's caches cannot be seen: they are of later positions, and written before
+    those are reached.
+    """
+    at = jnp.int32(slot)
+    caches = jax.tree.map(lambda all_, one: _put(all_, one, at, 1), rows.caches, row.caches)
+    rest = jax.tree.map(lambda all_, one: _put(all_, one, at, 0), rows._replace(caches=()), row._replace(caches=()))
+    return rest._replace(caches=caches)
+
+
+@partial(jax.jit, static_argnames=("shape", "axis"))
+def _moved(array: Array, slots: Int[Array, " n"], shape: tuple[int, ...], axis: int) -> Array:
+    taken = jnp.take(array, slots, axis=axis)
+    larger = [(0, after - before) for before, after in zip(taken.shape, shape, strict=True)]
+    return jnp.pad(taken, larger) if any(after for _, after in larger) else taken
+
+
+@partial(jax.jit, static_argnames="axis", donate_argnums=0)
+def _put(rows: Array, row: Array, slot: Int[Array, ""], axis: int) -> Array:
+    zero = jnp.zeros((), jnp.int32)
+    return jax.lax.dynamic_update_slice(rows, row, tuple(slot if i == axis else zero for i in range(rows.ndim)))
 
 
 class Block(NamedTuple):
@@ -51,7 +364,7 @@ class Engine:
           scores: whether any row may want log-probabilities.
         """
         self.config = model.config
-        self._parts = nnx.split(decoder(model))
+        self._parts = nnx.split(unstacked(model))
         self._mesh = mesh_of(self._parts[1])
         self._wanted = {"draws": draws, "scores": scores}
         self._pace = float("inf")

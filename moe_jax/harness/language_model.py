@@ -6,29 +6,123 @@ All of several processes make the same calls. If each has the model on its own d
 requests, and all get all answers; if they hold the model together, they answer together.
 """
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 from lm_eval.api.instance import Instance
-from lm_eval.api.model import TemplateLM
+from lm_eval.api.model import TemplateLM, hash_args
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from moe_jax.core.errors import InputError, nearest, shown
+from moe_jax.core.errors import InputError, first_sentence, nearest, shown
 from moe_jax.core.terminal import Progress, no_progress
-from moe_jax.data.tokens.chat_template import ChatTemplate, find_chat_template, load_chat_template
-from moe_jax.data.tokens.tokenizer import Tokenizer
+from moe_jax.data.chat_template import ChatTemplate, find_chat_template, load_chat_template
+from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.distributed.processes import check_equal, first_decides, gathered, is_first_process
 from moe_jax.files.json_toml import ANYTHING, read_json_object
-from moe_jax.generation.prompt_batches import stream
-from moe_jax.generation.streamed_text import StreamedText
-from moe_jax.harness.answer_cache import Answer, AnswerCache
+from moe_jax.generation.texts import StreamedText, stream
 from moe_jax.harness.likelihood import Continuation, Likelihoods
-from moe_jax.nn import Decoder, decoder
+from moe_jax.nn import Decoder, unstacked
+
+Answer = tuple[float, bool] | float | str
+
+
+class AnswerCache:
+    """Answers by request.
+
+    Args:
+      path: of the file, which is created if there is none.
+      model: identifies the model, as answers of several models may be in the same file.
+
+    Raises:
+      InputError: if there is something else at the path.
+    """
+
+    def __init__(self, path: Path, model: str):
+        self._path, self._model = path, model
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with self._errors():
+            self._database = sqlite3.connect(path, isolation_level=None)
+            self._database.execute("PRAGMA synchronous = OFF")
+            self._database.execute(
+                "CREATE TABLE IF NOT EXISTS answers (request TEXT PRIMARY KEY, answer TEXT NOT NULL)"
+            )
+
+    def close(self) -> None:
+        """Closes the file; the cache cannot be used afterwards."""
+        self._database.close()
+
+    def find(self, kind: str, request: Sequence[Any]) -> Answer | None:
+        """Returns the stored answer to a request; None if there is none.
+
+        Raises:
+          InputError: if the stored answer is not of this kind.
+        """
+        with self._errors():
+            row = self._database.execute(
+                "SELECT answer FROM answers WHERE request = ?", (self._key(kind, request),)
+            ).fetchone()
+        if row is None:
+            return None
+        try:
+            return _CHECKS[kind](json.loads(row[0]))
+        except (ValueError, TypeError, KeyError) as error:
+            raise InputError(f"{self._path} holds no answers: {first_sentence(error)}") from None
+
+    def keep(self, kind: str, request: Sequence[Any], answer: Answer) -> None:
+        """Stores an answer."""
+        with self._errors():
+            self._database.execute(
+                "INSERT OR REPLACE INTO answers VALUES (?, ?)", (self._key(kind, request), json.dumps(answer))
+            )
+
+    def _key(self, kind: str, request: Sequence[Any]) -> str:
+        return hash_args(kind, [self._model, *request])
+
+    def _errors(self) -> contextlib.AbstractContextManager:
+        return _as_input_errors(self._path)
+
+
+@contextlib.contextmanager
+def _as_input_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise InputError(f"{path} cannot be used as a cache of answers: {first_sentence(error)}") from None
+
+
+def _likelihood(value: Any) -> Answer:
+    number, is_greedy = value
+    if not isinstance(is_greedy, bool):
+        raise TypeError("expected a number and a truth value")
+    return _number(number), is_greedy
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError("expected a number")
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("expected a text")
+    return value
+
+
+_CHECKS: dict[str, Callable[[Any], Answer]] = {
+    "loglikelihood": _likelihood,
+    "loglikelihood_rolling": _number,
+    "generate_until": _text,
+}
+
 
 # Batches of each process between two times that the answers of all are gathered and stored.
 _BATCHES = 64
@@ -152,7 +246,7 @@ class HarnessModel(TemplateLM):
 
     def _generate(self, requests: list[Instance]) -> list[str]:
         if self._unstacked is None:
-            self._unstacked = decoder(self._model)
+            self._unstacked = unstacked(self._model)
         prompts = [self.tok_encode(request.args[0]) for request in requests]
         settings = [_settings(_generation_options(request)) for request in requests]
         groups: dict[str, list[int]] = {}

@@ -14,11 +14,10 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.core.errors import InputError
 from moe_jax.core.terminal import Progress, no_progress
-from moe_jax.distributed.batch_placement import batch_shards, local_rows, place
-from moe_jax.distributed.sharding import make_mesh
+from moe_jax.distributed.sharding import batch_shards, local_rows, make_mesh, place
 from moe_jax.evaluation.held_out import run_to_head
-from moe_jax.functional.buckets import bucket
-from moe_jax.functional.heads.head_chunks import chunk_size
+from moe_jax.functional.head_chunks import chunk_size
+from moe_jax.kernels.hardware import bucket
 from moe_jax.nn import Decoder
 
 # Smallest length of a batch, and fewest scored positions: logits of a few more positions are cheaper than another

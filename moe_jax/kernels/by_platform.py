@@ -13,8 +13,7 @@ from jax.interpreters import batching, mlir
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
-from moe_jax.kernels.gpu.nvidia import compute_capability, triton_fits
-from moe_jax.kernels.tpu.chip import current_core
+from moe_jax.kernels.hardware import compute_capability, current_core, triton_fits
 
 _deferred = Primitive("deferred")
 _deferred.multiple_results = True

@@ -20,10 +20,9 @@ import numpy as np
 
 from moe_jax.checkpoints.zarr_arrays import Part
 from moe_jax.core.errors import InputError
-from moe_jax.files.json_toml import read_json_object
-from moe_jax.files.local_paths import check_model_path
+from moe_jax.files.json_toml import parse, read_json_object, without_format
+from moe_jax.files.staging import check_model_path
 from moe_jax.files.storage_path import as_path
-from moe_jax.files.strict import parse, without_format
 from moe_jax.model_io.loading import check_leaves, leaf_specs
 from moe_jax.model_io.model_dir import BASE_FILE, ModelDirectory, ModelDirectoryWriter
 from moe_jax.model_io.model_source import ModelSource, OverBase

@@ -12,7 +12,7 @@ import numpy as np
 
 from moe_jax.core.errors import InputError, check_member
 from moe_jax.core.finite import DoesNotFit, cast
-from moe_jax.files.fingerprint import fingerprint_leaves, sample_array
+from moe_jax.files.byte_files import fingerprint_leaves, sample_array
 from moe_jax.model_io.adapter_dir import AdapterDirectoryWriter
 from moe_jax.model_io.leaves_to_write import ExpectedLeaves
 from moe_jax.model_io.loading import layer_of, may_be_cast, stacked_leaves

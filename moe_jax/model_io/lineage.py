@@ -1,19 +1,174 @@
-"""Lineage: how a model was made, one entry per command. Entries are appended, never rewritten."""
+"""The origin of models: the Hugging Face Hub; and lineages, which say how a model was made, one entry per command.
 
+A model of the Hub is given as `org/name` or `org/name@revision` instead of a path. A text is taken as a path if it
+exists on the disk, or could: if its first part is a folder here. The config of a model, its tokenizer and its weights
+are downloaded, as safetensors or, where there are none, as PyTorch files; code never is. Files lie in the Hub's own
+cache, which is also used when there is no network.
+"""
+
+import contextlib
 import datetime
 import importlib.metadata
+import importlib.util
+import logging
+import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import moe_jax
-from moe_jax.core.errors import InputError, raise_if_any, shown
-from moe_jax.files.fingerprint import fingerprint_files
+from moe_jax.core.errors import InputError, first_sentence, raise_if_any, shown
+from moe_jax.files.byte_files import fingerprint_files
 from moe_jax.files.json_toml import ANYTHING, read_json
 from moe_jax.files.regular_files import Directory, hold
-from moe_jax.model_io.hub import hub_origin
+from moe_jax.files.storage_path import as_path
+from moe_jax.files.tokenizer_files import goes_with_model
 from moe_jax.model_io.model_source import ModelSource
+
+CONFIG = "config.json"
+# The names that the Hub allows. Only the single slash tells a name from a path.
+_PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9])?"
+_NAME = re.compile(rf"(?P<repository>{_PART}/{_PART})(?:@(?P<revision>[\w][\w./-]{{0,200}}))?")
+_SNAPSHOT = re.compile(r"models--(?P<organisation>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/?")
+_SHARD = r"(-\d+(-of-\d+)?)?"
+_SAFETENSORS = re.compile(rf"model{_SHARD}\.safetensors(\.index\.json)?")
+_TORCH = re.compile(rf"pytorch_model{_SHARD}\.bin(\.index\.json)?")
+
+
+def is_hub_name(path: Path | str) -> bool:
+    """Whether a text names a model on the Hub and not a path, by the rule at the top of this module."""
+    text = os.fspath(path)
+    found = _name(text)
+    if found is None or os.path.lexists(text):
+        return False
+    return not os.path.lexists(found["repository"]) and not os.path.lexists(text.split("/")[0])
+
+
+def why_a_path(path: Path | str) -> str:
+    """Returns why a path was not taken for a name on the Hub, if it could be one; for the message that it is absent."""
+    text = os.fspath(path)
+    if _name(text) is None or os.path.lexists(text) or is_hub_name(text):
+        return ""
+    return f"; it is not looked for on the Hugging Face Hub, because there is a {text.split('/')[0]} in {Path.cwd()}"
+
+
+def _name(text: str) -> re.Match[str] | None:
+    return None if ".." in text or "--" in text else _NAME.fullmatch(text)
+
+
+def local_model(path: Path | str, *, weights: bool = True) -> Path:
+    """Returns a path as it is; for a name on the Hub, downloads the files and returns their folder.
+
+    Args:
+      path: a path, or `org/name[@revision]`.
+      weights: whether the weights and the tokenizer are needed too, and not only the config.
+
+    Raises:
+      InputError: if the package is absent, or the Hub has no such model, does not give it, or cannot be reached and the
+        cache does not have it.
+    """
+    if not is_hub_name(path):
+        return as_path(path)
+    found = _NAME.fullmatch(os.fspath(path))
+    assert found is not None
+    if importlib.util.find_spec("huggingface_hub") is None:
+        raise InputError(
+            f"there is no path {path} in {Path.cwd()}; to fetch it from the Hugging Face Hub, pip install "
+            "'moe-jax[hub]', or give the path of a copy"
+        )
+    try:
+        with _quiet():
+            return _fetch(found["repository"], found["revision"], weights)
+    except Exception as error:
+        raise InputError(
+            f"there is no path {path} in {Path.cwd()}; such a name is looked for on the Hugging Face Hub too, but "
+            f"{_why(error)}"
+        ) from None
+
+
+def hub_origin(path: Path | str) -> str | None:
+    """Returns `org/name@commit` for a folder in the Hub's cache; None for any other."""
+    found = _SNAPSHOT.search(os.fspath(path))
+    return None if found is None else f"{found['organisation']}/{found['name']}@{found['commit']}"
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hides the library's messages about its attempts: the error in the end says what is needed."""
+    import huggingface_hub.utils.logging  # which sets the level of its logger when it is imported
+
+    logger = logging.getLogger(huggingface_hub.__name__)
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _fetch(repository: str, revision: str | None, weights: bool) -> Path:
+    """Downloads the needed files that are not in the cache; returns their folder."""
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    # One request first: if the Hub cannot be reached, the library would retry a download for half a minute.
+    try:
+        about = huggingface_hub.HfApi().model_info(repository, revision=revision)
+    except Exception as error:
+        try:
+            return _cached(repository, revision)
+        except LocalEntryNotFoundError:
+            raise error from None
+    if not weights:
+        return Path(huggingface_hub.hf_hub_download(repository, CONFIG, revision=revision)).parent
+    names = [file.rfilename for file in about.siblings or ()]
+    return Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=_wanted(names)))
+
+
+def _cached(repository: str, revision: str | None) -> Path:
+    """Returns the folder in the cache of a model that was downloaded before."""
+    import huggingface_hub
+
+    config = huggingface_hub.hf_hub_download(repository, CONFIG, revision=revision, local_files_only=True)
+    return Path(config).parent
+
+
+def _wanted(names: Iterable[str]) -> list[str]:
+    """Returns the files of a repository that make up a model."""
+    here = [name for name in names if "/" not in name]
+    safetensors = [name for name in here if _SAFETENSORS.fullmatch(name)]
+    weights = safetensors or [name for name in here if _TORCH.fullmatch(name)]
+    if not weights:
+        raise InputError("it has neither safetensors nor PyTorch files there; if it has a GGUF file, fetch that alone")
+    # The library takes names as patterns.
+    return [
+        re.sub(r"([*?[])", r"[\1]", name) for name in here if name == CONFIG or name in weights or goes_with_model(name)
+    ]
+
+
+def _why(error: Exception) -> str:
+    """Says why a download failed, and what to do."""
+    from huggingface_hub import errors
+
+    hub = "the Hugging Face Hub"
+    kinds: tuple[tuple[Any, str], ...] = (
+        (errors.GatedRepoError, f"{hub} gives it only to those who were granted access: ask for it on its page, then "
+                                "log in with `hf auth login`"),
+        (errors.RevisionNotFoundError, f"the model on {hub} has no such revision"),
+        (errors.RepositoryNotFoundError, f"{hub} has no such model, or it is private: log in with `hf auth login` if "
+                                         "it is yours"),
+        (errors.OfflineModeIsEnabled, f"{hub} is switched off (HF_HUB_OFFLINE) and its cache does not have the model"),
+        (errors.LocalEntryNotFoundError, f"{hub} cannot be reached and its cache does not have the model"),
+        (errors.EntryNotFoundError, f"the model on {hub} has no {CONFIG}"),
+        (InputError, f"of the model on {hub}: {error}"),
+    )  # fmt: skip
+    for kind, why in kinds:
+        if isinstance(error, kind):
+            return why
+    return f"{hub} cannot be reached: {type(error).__name__}, {first_sentence(error)}"
+
 
 LINEAGE_FILE = "lineage.json"
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")

@@ -20,7 +20,7 @@ from moe_jax.experts.shapes import shapes_of
 from moe_jax.experts.strategy import strategy_from_environment
 from moe_jax.model_io.model_source import ModelSource, read_part
 from moe_jax.models import ModelConfig, segments_of, single_layers
-from moe_jax.nn import Decoder, decoder, is_stacked
+from moe_jax.nn import Decoder, is_stacked, unstacked
 
 Index = tuple[slice, ...]
 
@@ -73,7 +73,7 @@ def disk_paths(config: ModelConfig, path: str, *, stacked: bool = True) -> list[
     encoder/final_norm/scale                -> encoder_norm/scale
     encoder/relative_bias/table             -> encoder_relative_bias/table
 
-    With `stacked` false, the model's layers were unstacked (`nn.decoder.unstacked`): every parameter has one path.
+    With `stacked` false, the model's layers were unstacked (`nn.unstacked`): every parameter has one path.
     """
     match = _STACKED.fullmatch(path)
     if not match:
@@ -117,7 +117,7 @@ def load_model(
         large for `param_dtype`.
     """
     model = abstract_model(source.config, compute_dtype=compute_dtype, remat=remat)
-    graphdef, state = nnx.split(model if stacked else decoder(model))
+    graphdef, state = nnx.split(model if stacked else unstacked(model))
     specs = source.specs()
     check_leaves(leaf_specs(source.config), specs, str(source.path))
     if mesh is None:

@@ -11,7 +11,7 @@ import numpy as np
 from moe_jax.checkpoints.zarr_arrays import Part
 from moe_jax.core.finite import check_finite
 from moe_jax.experts.forms.protocol import BesideBase
-from moe_jax.functional.products.nf4 import quantize_nf4
+from moe_jax.functional.codes import quantize_nf4
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_source import ModelSource, read_part
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig

@@ -4,8 +4,8 @@ from moe_jax.experts.bank_config import BankConfig as BankConfig
 from moe_jax.experts.shapes import AdapterConfig as AdapterConfig
 from moe_jax.experts.shapes import FFNConfig as FFNConfig
 from moe_jax.experts.shapes import LoRAConfig as LoRAConfig
-from moe_jax.functional.attention.relative_bias import RelativeBiasConfig as RelativeBiasConfig
-from moe_jax.functional.attention.rope import RopeConfig as RopeConfig
+from moe_jax.functional.position_embeddings import RelativeBiasConfig as RelativeBiasConfig
+from moe_jax.functional.position_embeddings import RopeConfig as RopeConfig
 from moe_jax.models.attention_config import AttentionConfig as AttentionConfig
 from moe_jax.models.attention_config import LatentConfig as LatentConfig
 from moe_jax.models.config import LayerConfig as LayerConfig

@@ -6,9 +6,8 @@ from typing import Literal
 
 from moe_jax.core.errors import InputError, check_member, check_number, check_positive, shown
 from moe_jax.experts.shapes import LoRAConfig
-from moe_jax.functional.attention.grouped_query import MASKS
-from moe_jax.functional.attention.relative_bias import RelativeBiasConfig
-from moe_jax.functional.attention.rope import RopeConfig
+from moe_jax.functional.attention import MASKS
+from moe_jax.functional.position_embeddings import RelativeBiasConfig, RopeConfig
 
 PROJECTIONS = ("q", "k", "v", "o")
 

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from moe_jax.core.errors import InputError, check_member, check_number, check_positive, shown
 from moe_jax.experts.shapes import FFNConfig
-from moe_jax.functional.attention.rope import RopeConfig
+from moe_jax.functional.position_embeddings import RopeConfig
 from moe_jax.models.attention_config import PROJECTIONS as PROJECTIONS
 from moe_jax.models.attention_config import AttentionConfig as AttentionConfig
 from moe_jax.models.attention_config import LatentConfig as LatentConfig

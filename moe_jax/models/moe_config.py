@@ -6,8 +6,7 @@ from typing import Literal
 from moe_jax.core.errors import InputError, check_member, check_number, check_positive
 from moe_jax.experts.bank_config import BankConfig
 from moe_jax.experts.shapes import AdapterConfig, FFNConfig, LoRAConfig
-from moe_jax.functional.routing.gates import GATES, GROUP_SCORES, weights_are_constant
-from moe_jax.functional.routing.universal import GATE_BESIDE, UNIVERSAL
+from moe_jax.functional.routing import GATE_BESIDE, GATES, GROUP_SCORES, UNIVERSAL, weights_are_constant
 
 VARIANTS = ("routed", "embedded", "dense", "single")
 
@@ -29,7 +28,7 @@ class PerftConfig:
       adapter: the form of each adapter.
       num_experts: M; for `embedded`, the number of experts of the MoE.
       top_k: adapters per token K; for `routed` only.
-      gate: gate of the router of `routed`, one of `functional.routing.gates.GATES`.
+      gate: gate of the router of `routed`, one of `functional.routing.GATES`.
       balance_coef, z_coef: of that router's auxiliary losses.
     """
 

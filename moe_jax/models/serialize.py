@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from moe_jax.core.errors import InputError, check_positive
 from moe_jax.experts.shapes import FFNConfig
-from moe_jax.files import strict
+from moe_jax.files import json_toml
 from moe_jax.models.config import AttentionConfig, LayerConfig, ModelConfig, MoEConfig, check_num_layers, segments_of
 
 FORMAT = "moe_jax.model"
@@ -38,11 +38,11 @@ def config_from_json(data: Mapping[str, Any], *, where: str = "config.json") -> 
         codes had other meanings, and describes quantised experts.
     """
     is_first = data.get("version") == 1 and data["version"] is not True
-    fields = strict.without_format({**data, "version": VERSION} if is_first else data, FORMAT, VERSION, where=where)
+    fields = json_toml.without_format({**data, "version": VERSION} if is_first else data, FORMAT, VERSION, where=where)
     runs = {"segments": _with_biases(fields.pop("segments"))} if "segments" in fields else {}
     if "layers" in fields:
         raise InputError(f"{where}: unknown key 'layers'; layers are written as 'segments'")
-    segments = strict.parse(_Segments, runs, where=where, language="JSON").segments
+    segments = json_toml.parse(_Segments, runs, where=where, language="JSON").segments
     try:
         check_num_layers(sum(run.repeats * len(run.pattern) for run in segments))
         layers = tuple(layer for run in segments for layer in [one.config() for one in run.pattern] * run.repeats)
@@ -53,7 +53,7 @@ def config_from_json(data: Mapping[str, Any], *, where: str = "config.json") -> 
             f"{where} has version 1, in which the codes of quantised experts stood for other levels than they do now; "
             "compress the original model again"
         )
-    return strict.parse(ModelConfig, {**fields, "layers": layers}, where=where, language="JSON")
+    return json_toml.parse(ModelConfig, {**fields, "layers": layers}, where=where, language="JSON")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,10 @@ from jaxtyping import Array, Float
 
 from moe_jax.experts.devices import attention_placement, shard_batch, shard_cache
 from moe_jax.experts.linear import lora_for
-from moe_jax.functional.attention.cached_attention import MOST_QUERIES, cached_attention
-from moe_jax.functional.attention.grouped_query import Visibility, attention
-from moe_jax.functional.attention.rope import apply_rope
+from moe_jax.functional.attention import Visibility, attention
+from moe_jax.functional.attention_chunks import MOST_QUERIES, cached_attention
 from moe_jax.functional.keys import fold_in
+from moe_jax.functional.position_embeddings import apply_rope
 from moe_jax.models.config import PROJECTIONS, AttentionConfig, LatentConfig, ModelConfig
 from moe_jax.nn.context import KVCache, LatentCache, Slots
 from moe_jax.nn.layers import Linear, Norm
@@ -71,7 +71,7 @@ class Attention(nnx.Module):
           rope: cosines and sines for queries and keys; None: neither is rotated.
           cache: keys and values of the row so far; those of `x` are written into it.
           slots: where they are written; needed with a cache.
-          bias: per head and distance (see `functional.attention.grouped_query`).
+          bias: per head and distance (see `functional.attention`).
           key: for LoRA's dropout in training.
         """
         keys = {name: fold_in(key, index) for index, name in enumerate(PROJECTIONS)}

@@ -14,9 +14,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.core.errors import InputError
 from moe_jax.experts.devices import current_mesh, shard_cache
-from moe_jax.functional.attention.grouped_query import Visibility
-from moe_jax.functional.attention.rope import RopeConfig, rope_tables
-from moe_jax.functional.buckets import bucket
+from moe_jax.functional.attention import Visibility
+from moe_jax.functional.position_embeddings import RopeConfig, rope_tables
+from moe_jax.kernels.hardware import bucket
 from moe_jax.models.config import AttentionConfig, LayerConfig, ModelConfig, Segment, segments_of, single_layers
 from moe_jax.nn.layers import default_positions
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.core.errors import InputError
 from moe_jax.functional import keys
-from moe_jax.functional.heads.distilled_cross_entropy import DistilledLoss
+from moe_jax.functional.cross_entropy import DistilledLoss
 from moe_jax.models.config import ModelConfig
 from moe_jax.nn.context import Caches
 from moe_jax.nn.layers import Embed, Head

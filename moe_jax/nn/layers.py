@@ -12,16 +12,16 @@ from moe_jax.experts.devices import BATCH_AXES, axes_size, current_mesh, sequenc
 from moe_jax.experts.linear import Leaves, apply_ffn, ffn_linears
 from moe_jax.experts.linear import Linear as Linear
 from moe_jax.experts.shapes import FFNConfig, normal_kernel
-from moe_jax.functional.heads.cross_entropy import token_cross_entropies, weighted_cross_entropy
-from moe_jax.functional.heads.distilled_cross_entropy import (
+from moe_jax.functional.cross_entropy import (
     Distillation,
     DistilledLoss,
     TeacherArrays,
     distilled_cross_entropy,
+    token_cross_entropies,
+    weighted_cross_entropy,
 )
-from moe_jax.functional.heads.head_chunks import HeadOptions, LossAxes, finish_logits
-from moe_jax.functional.norms import layer_norm, rms_norm
-from moe_jax.functional.products.linear import linear_float32
+from moe_jax.functional.dense import layer_norm, linear_float32, rms_norm
+from moe_jax.functional.head_chunks import HeadOptions, LossAxes, finish_logits
 from moe_jax.models.config import ModelConfig
 
 

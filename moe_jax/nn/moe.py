@@ -16,10 +16,19 @@ from moe_jax.experts.bank import make_bank
 from moe_jax.experts.linear import Fixed, Leaves
 from moe_jax.experts.shapes import LoRAConfig
 from moe_jax.functional import keys
-from moe_jax.functional.array_checks import check_shape
-from moe_jax.functional.routing.decision import NO_EXPERT, RouterStats, Routing, route
-from moe_jax.functional.routing.gates import Selection
-from moe_jax.functional.routing.universal import add_choice, add_noise, add_weighted, coder_logits, universal_weight
+from moe_jax.functional.routing import (
+    NO_EXPERT,
+    RouterStats,
+    Routing,
+    Selection,
+    add_choice,
+    add_noise,
+    add_weighted,
+    check_shape,
+    coder_logits,
+    route,
+    universal_weight,
+)
 from moe_jax.models.config import ModelConfig, MoEConfig, PerftConfig, segments_of
 from moe_jax.nn.layers import FFN, Linear
 

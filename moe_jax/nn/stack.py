@@ -13,8 +13,8 @@ from moe_jax.core.errors import check_member
 from moe_jax.experts.devices import shard_batch
 from moe_jax.experts.shapes import ShapesOnly, normal_kernel, shapes_of
 from moe_jax.functional import keys
-from moe_jax.functional.attention.relative_bias import bias_by_distance
-from moe_jax.functional.routing.decision import RouterStats
+from moe_jax.functional.position_embeddings import bias_by_distance
+from moe_jax.functional.routing import RouterStats
 from moe_jax.kernels.by_platform import PRODUCT
 from moe_jax.models.config import AttentionConfig, LayerConfig, ModelConfig, MoEConfig, Segment, segments_of
 from moe_jax.nn.attention import Attention, LatentAttention

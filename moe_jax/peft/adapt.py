@@ -1,26 +1,214 @@
 """Adds new adapters to a model, and writes them with a reference to it as their base."""
 
-from collections.abc import Callable, Iterator
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from moe_jax.checks.predictions import ProbeText, TextComparison
-from moe_jax.checks.step0 import Probe, Step0
+from moe_jax.checks.step0 import Probe, ProbeText, Step0, TextComparison
 from moe_jax.core.draws import draw_factor, draw_router, stream
-from moe_jax.core.errors import InputError
+from moe_jax.core.errors import InputError, check_member, flag_of, nearest, raise_if_any, shown
 from moe_jax.core.formatting import count_bytes
 from moe_jax.core.terminal import Progress, no_progress
+from moe_jax.experts.shapes import AdapterConfig, FFNConfig, LoRAConfig
 from moe_jax.model_io.in_memory import Destination, open_writer
 from moe_jax.model_io.lineage import new_lineage_entry
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_source import ModelSource
-from moe_jax.model_io.tuned_base import LeavesOverBase, own_leaves
-from moe_jax.models import ModelConfig
-from moe_jax.peft.adapted_config import adapted_config
+from moe_jax.model_io.tuned_base import LeavesOverBase, as_base, is_tuned, own_leaves, with_nf4
+from moe_jax.models import LayerConfig, ModelConfig, MoEConfig, PerftConfig
 from moe_jax.peft.spec import AdaptSpec
 from moe_jax.peft.trained_table import parameter_sizes
+
+METHODS = {"perft-r": "routed", "perft-e": "embedded", "perft-d": "dense", "perft-s": "single", "lora": "lora"}
+BASES = ("stored", "nf4")
+ROUTER = "router"
+DROPOUT = 0.05
+# Alpha is twice the rank by default (methods.md 7).
+LORA_SCALE = 2.0
+PARALLEL_SCALE = 1.0
+
+
+# Options that only some methods have.
+_ONLY = {
+    "experts": ("perft-r", "perft-d"),
+    "top_k": ("perft-r",),
+    "balance_coef": ("perft-r",),
+    "z_coef": ("perft-r",),
+    "targets": ("lora",),
+}
+_REQUIRED = {"experts": ("perft-r", "perft-d"), "top_k": ("perft-r",), "targets": ("lora",)}
+
+
+def adapted_config(config: ModelConfig, spec: AdaptSpec) -> ModelConfig:
+    """Returns the config of a model with new adapters over a frozen base.
+
+    Args:
+      config: config of the base.
+      spec: the adapters.
+
+    Returns:
+      `config` with adapters in every layer that can have them, and `frozen_base`.
+
+    Raises:
+      InputError: if the options contradict each other or do not fit the model; all problems are listed.
+    """
+    check_member("--method", spec.method, tuple(METHODS))
+    check_member("--base", spec.base, BASES)
+    config = as_base(config)
+    problems: list[str] = []
+    adapter = _collected(problems, lambda: parse_adapter(spec))
+    problems += _misplaced(spec)
+    problems += _unfit(config, spec)
+    if adapter is None or problems:
+        raise_if_any(problems, f"--method {spec.method}")
+    assert adapter is not None
+    layers = list(config.layers)
+    for i, layer in enumerate(layers):
+        try:
+            layers[i] = _adapted(layer, spec, adapter)
+        except InputError as error:
+            # Equal layers have equal problems, so one of them is checked.
+            raise InputError(f"--method {spec.method}: {error}") from None
+    adapted = dataclasses.replace(config, layers=tuple(layers), frozen_base=True)
+    return with_nf4(adapted, True) if spec.base == "nf4" else adapted
+
+
+def parse_adapter(spec: AdaptSpec) -> AdapterConfig:
+    """Reads `lora:R` or `parallel:R`, with scale, alpha and dropout.
+
+    Raises:
+      InputError: for anything else, or values out of range.
+    """
+    kind, colon, number = spec.adapter.partition(":")
+    if kind not in ("lora", "parallel") or not colon:
+        raise InputError(
+            f"unknown --adapter {shown(spec.adapter)}{nearest(kind, ('lora', 'parallel'))}; it is lora:R or parallel:R"
+        )
+    if spec.method == "lora" and kind != "lora":
+        raise InputError(f"--adapter {spec.adapter} does not go with LoRA, whose adapters are lora:R")
+    try:
+        rank = int(number)
+    except ValueError:
+        raise InputError(f"--adapter {shown(spec.adapter)}: expected a whole number after the colon") from None
+    if rank < 1:
+        raise InputError(f"--adapter {spec.adapter}: the rank must be at least 1")
+    scale = _scale(spec, kind, rank)
+    if not 0.0 < scale < math.inf:
+        raise InputError(f"a scale of {scale:g} makes nothing of the adapters; it must be above 0")
+    return AdapterConfig(
+        rank=rank,
+        activation="none" if kind == "lora" else "silu",
+        scale=scale,
+        dropout=DROPOUT if spec.dropout is None else spec.dropout,
+    )
+
+
+def targets_of(config: ModelConfig) -> tuple[str, ...]:
+    """Returns the names of the kernels that can get LoRA in at least one layer of a model."""
+    of_attention = (name for layer in config.layers for name in layer.attention.projections)
+    of_mlp = (name for layer in config.layers for name in _targets(layer.mlp))
+    return tuple(dict.fromkeys([*of_attention, *of_mlp]))
+
+
+def _scale(spec: AdaptSpec, kind: str, rank: int) -> float:
+    if spec.alpha is None:
+        return spec.scale if spec.scale is not None else LORA_SCALE if kind == "lora" else PARALLEL_SCALE
+    if kind != "lora":
+        raise InputError("--alpha is LoRA's, and a parallel adapter has none; use --scale")
+    if spec.scale is not None:
+        raise InputError("give --alpha or --scale, which is alpha/R, but not both")
+    return spec.alpha / rank
+
+
+def _misplaced(spec: AdaptSpec) -> list[str]:
+    """Returns a problem for each option that the method does not have, and each required one that is missing."""
+    problems = []
+    for name, methods in _ONLY.items():
+        flag = flag_of(name)
+        given = getattr(spec, name) is not None
+        if given and spec.method == "perft-e" and name == "experts":
+            problems.append("PERFT-E has one adapter for each of the MoE's experts; leave --experts out")
+        elif given and spec.method not in methods:
+            problems.append(f"{flag} goes with {' and '.join(methods)} only")
+        elif not given and spec.method in _REQUIRED.get(name, ()):
+            problems.append(f"{flag} is missing")
+    return problems
+
+
+def _unfit(config: ModelConfig, spec: AdaptSpec) -> list[str]:
+    """Returns the problems why the model cannot have these adapters."""
+    problems = []
+    if is_tuned(config):
+        problems.append("the model has adapters already; merge them (moe-jax merge) or adapt the model below them")
+    if spec.method != "lora" and not config.moe_layers:
+        problems.append(
+            "PERFT stands beside an MoE, and the model is dense; upcycle it first (moe-jax upcycle), or use LoRA"
+        )
+    if spec.method == "lora" and spec.target_names is not None:
+        known = targets_of(config)
+        unknown = [name for name in spec.target_names if name not in known]
+        if unknown or not spec.target_names:
+            named = ", ".join(unknown) or "nothing"
+            problems.append(f"--targets: {named} matches no kernel; this model has {', '.join(known)}")
+        if len(set(spec.target_names)) < len(spec.target_names):
+            problems.append("--targets: name every kernel once")
+    return problems
+
+
+def _collected(problems: list[str], make: Callable[[], AdapterConfig]) -> AdapterConfig | None:
+    try:
+        return make()
+    except InputError as error:
+        problems.append(str(error))
+        return None
+
+
+def _adapted(layer: LayerConfig, spec: AdaptSpec, adapter: AdapterConfig) -> LayerConfig:
+    if spec.method == "lora":
+        return _with_lora(layer, spec, adapter)
+    if not isinstance(layer.mlp, MoEConfig):
+        return layer
+    num_experts = layer.mlp.num_experts if spec.method == "perft-e" else spec.experts
+    given = {"num_experts": num_experts, "balance_coef": spec.balance_coef, "z_coef": spec.z_coef}
+    variant: Any = METHODS[spec.method]
+    perft = PerftConfig(
+        variant=variant,
+        adapter=adapter,
+        top_k=spec.top_k,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    return dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, perft=perft))
+
+
+def _with_lora(layer: LayerConfig, spec: AdaptSpec, adapter: AdapterConfig) -> LayerConfig:
+    def lora(known: Iterable[str], dropout: float = adapter.dropout) -> LoRAConfig | None:
+        targets = tuple(name for name in spec.target_names or () if name in known)
+        return LoRAConfig(rank=adapter.rank, targets=targets, scale=adapter.scale, dropout=dropout) if targets else None
+
+    attention = dataclasses.replace(layer.attention, lora=lora(layer.attention.projections))
+    if isinstance(layer.mlp, FFNConfig):
+        mlp = dataclasses.replace(layer.mlp, lora=lora(layer.mlp.matrices))
+        return dataclasses.replace(layer, attention=attention, mlp=mlp)
+    known = _targets(layer.mlp)
+    # Full experts compute on sorted rows, without dropout. A rate that the user asked for is refused later.
+    without_dropout = layer.mlp.bank.meets_sorted_rows and spec.dropout is None
+    beside = lora([name for name in known if name != ROUTER], *([0.0] if without_dropout else []))
+    expert = dataclasses.replace(layer.mlp.expert, lora=beside)
+    router = lora([ROUTER] if ROUTER in known else [])
+    mlp = dataclasses.replace(layer.mlp, expert=expert, router_lora=router)
+    return dataclasses.replace(layer, attention=attention, mlp=mlp)
+
+
+def _targets(mlp: FFNConfig | MoEConfig) -> tuple[str, ...]:
+    """Returns the names of the kernels of a layer's FFN or MoE that can get LoRA."""
+    if isinstance(mlp, FFNConfig):
+        return mlp.matrices
+    router = () if mlp.universal == "coder" else (ROUTER,)
+    return (*(mlp.expert.matrices if mlp.bank.has_linear_maps else ()), *router)
 
 
 def initial_leaves(config: ModelConfig, seed: int) -> Iterator[tuple[str, np.ndarray]]:

@@ -21,7 +21,7 @@ from moe_jax.experts.forms import ffn_matrices
 from moe_jax.experts.forms.protocol import BesideBase
 from moe_jax.experts.on_host import base_kernel
 from moe_jax.experts.shapes import FFNConfig, LoRAConfig
-from moe_jax.functional.products.nf4 import dequantize_nf4
+from moe_jax.functional.codes import dequantize_nf4
 from moe_jax.model_io.in_memory import Destination, open_writer
 from moe_jax.model_io.lineage import new_lineage_entry
 from moe_jax.model_io.loading import check_leaves, leaf_specs

@@ -10,12 +10,11 @@ from jaxtyping import Float
 
 from moe_jax.core.errors import InputError, raise_if_any, shown
 from moe_jax.figures import LayerSimilarity
-from moe_jax.figures.write import NUMBERS
-from moe_jax.files.json_toml import ANYTHING, read_json
-from moe_jax.files.local_paths import check_model_path
+from moe_jax.figures.plots import NUMBERS
+from moe_jax.files.json_toml import ANYTHING, parse, read_json
 from moe_jax.files.regular_files import read_regular
+from moe_jax.files.staging import check_model_path
 from moe_jax.files.storage_path import as_path
-from moe_jax.files.strict import parse
 from moe_jax.report.evaluation_files import Evaluation, is_evaluation, parse_evaluation
 from moe_jax.training.metrics import Record, read_metrics
 from moe_jax.training.run_directory import METRICS, MODEL, RECIPE, describe_run, saved_steps, split_step

@@ -16,11 +16,10 @@ from starlette.routing import Route
 from moe_jax.api.generate import eos_ids, prompt_ids
 from moe_jax.api.model import Model
 from moe_jax.core.errors import InputError
-from moe_jax.data.tokens.tokenizer import Tokenizer
+from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.files.json_toml import ANYTHING, parse_json
-from moe_jax.serve.answer import Answer, Piece, TokenTexts
-from moe_jax.serve.requests import ProtocolError, model_of, read_chat, read_completion
-from moe_jax.serve.requests import Request as Asked
+from moe_jax.serve.openai import Answer, Piece, ProtocolError, TokenTexts, model_of, read_chat, read_completion
+from moe_jax.serve.openai import Request as Asked
 from moe_jax.serve.scheduler import Closed, Full, Scheduler
 
 MOST_BYTES = 16 << 20

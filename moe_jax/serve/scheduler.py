@@ -17,8 +17,7 @@ import jax
 import numpy as np
 
 from moe_jax.core.errors import InputError, first_line
-from moe_jax.generation.engine import Block, Engine
-from moe_jax.generation.rows import Rows, Scores, ask, move_rows, put_row
+from moe_jax.generation.engine import Block, Engine, Rows, Scores, ask, move_rows, put_row
 from moe_jax.nn import Decoder
 
 _LEAST_PROMPT = 32
@@ -72,7 +71,7 @@ class Job:
       ids: tokens of the prompt.
       most: tokens to add at most; 0: the prompt is only scored.
       on_news: called by the scheduler's thread.
-      temperature, top_p, seed: of sampling; see `functional.heads.sampling.sample`.
+      temperature, top_p, seed: of sampling; see `functional.sampling.sample`.
       stop_ids: tokens that end it, at most `rows.MOST_STOP_IDS`.
       scores, scores_prompt: whether tokens that are added, and those of the prompt, are scored.
       cancelled: set by anyone when nobody wants it any more.

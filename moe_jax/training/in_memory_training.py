@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Int
 
 from moe_jax.core.errors import InputError
-from moe_jax.distributed.batch_placement import local_rows, place
+from moe_jax.distributed.sharding import local_rows, place
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder

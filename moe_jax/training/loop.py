@@ -23,7 +23,7 @@ from moe_jax.checkpoints.orbax_store import TrainingCheckpoints
 from moe_jax.core.errors import InputError
 from moe_jax.data.sections import input_length
 from moe_jax.distributed import processes
-from moe_jax.distributed.batch_placement import local_rows, merge_positions, place
+from moe_jax.distributed.sharding import local_rows, merge_positions, place
 from moe_jax.evaluation.held_out import Evaluator, PairEvaluator
 from moe_jax.experts import ExpertBank, set_exchange
 from moe_jax.files.storage_path import as_path

@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from moe_jax.core.errors import MAX_SIZE, InputError, is_finite, shown
 from moe_jax.data.sections import DataSection, FieldsSection, Format, SourceSection, at_least
-from moe_jax.files import strict
+from moe_jax.files import json_toml
 from moe_jax.files.json_toml import read_toml
-from moe_jax.files.local_paths import check_model_path
+from moe_jax.files.staging import check_model_path
 from moe_jax.files.storage_path import as_path
 from moe_jax.training import recipe_toml
 
@@ -419,7 +419,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
       FileNotFoundError: no such file.
     """
     table = read_recipe_table(as_path(path))
-    return strict.parse(Recipe, recipe_toml.apply_overrides(table, overrides), where=str(path), language="TOML")
+    return json_toml.parse(Recipe, recipe_toml.apply_overrides(table, overrides), where=str(path), language="TOML")
 
 
 def read_recipe_table(path: Path) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from moe_jax.core.attribute_texts import attribute_texts
 from moe_jax.core.errors import InputError, clipped, nearest, shown
+from moe_jax.core.verb_spec import attribute_texts
 from moe_jax.files.json_toml import MAX_KEY_PARTS, parse_toml
 
 

@@ -23,17 +23,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from moe_jax.checkpoints.steps_in_bucket import read_steps
+from moe_jax.checkpoints.saved_state import read_steps
 from moe_jax.core.errors import InputError, raise_if_any, shown
 from moe_jax.data.sections import at_least
-from moe_jax.data.sources.text_files import find_files
-from moe_jax.data.tokens.tokenizer import tokenizer_identity
-from moe_jax.files.fingerprint import fingerprint_contents
-from moe_jax.files.json_toml import read_json_object
-from moe_jax.files.remote.lease import Lease
+from moe_jax.data.text_and_tables import find_files
+from moe_jax.data.tokenizer import tokenizer_identity
+from moe_jax.files.byte_files import fingerprint_contents
+from moe_jax.files.json_toml import parse, read_json_object, without_format
+from moe_jax.files.remote_work import Lease
 from moe_jax.files.staging import DirectoryLock, hold_alone
 from moe_jax.files.storage_path import as_path
-from moe_jax.files.strict import parse, without_format
 from moe_jax.files.tokenizer_files import list_tokenizer_files, read_tokenizer_file, tokenizer_files_in
 from moe_jax.model_io.adapter_dir import ModelReference
 from moe_jax.model_io.model_source import ModelSource

@@ -16,7 +16,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.core.finite import cast
 from moe_jax.distributed.processes import first_decides
 from moe_jax.distributed.sharding import path_name
-from moe_jax.files.fingerprint import fingerprint_leaves, sample_array
+from moe_jax.files.byte_files import fingerprint_leaves, sample_array
 from moe_jax.files.staging import place_to_replace, replace_directory
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.adapter_dir import AdapterDirectory, AdapterDirectoryWriter

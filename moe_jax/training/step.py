@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.distributed.sharding import batch_spec
 from moe_jax.evaluation.held_out import Batch, run_to_head
-from moe_jax.functional.rounding import round_stochastically
+from moe_jax.functional.keys import round_stochastically
 from moe_jax.models import ModelConfig
 from moe_jax.nn import auxiliary_loss
 from moe_jax.nn.moe import StackedStats

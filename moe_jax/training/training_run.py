@@ -13,15 +13,15 @@ from flax import nnx
 from moe_jax.checkpoints.orbax_store import TrainingCheckpoints
 from moe_jax.core.errors import InputError
 from moe_jax.core.terminal import console_for_tables
+from moe_jax.data.chat_template import FILE as CHAT_TEMPLATE
 from moe_jax.data.pipeline import open_data
-from moe_jax.data.tokens.chat_template import FILE as CHAT_TEMPLATE
-from moe_jax.data.tokens.tokenizer import Tokenizer, find_tokenizer
-from moe_jax.distributed.batch_placement import local_rows
+from moe_jax.data.tokenizer import Tokenizer, find_tokenizer
 from moe_jax.distributed.processes import check_equal, describe_devices, first_decides, is_first_process, wait_for_all
+from moe_jax.distributed.sharding import local_rows
 from moe_jax.evaluation.held_out import Evaluator, HeldOut, PairEvaluator, read_held_out, with_lengths
+from moe_jax.files.json_toml import parse
 from moe_jax.files.staging import check_writable
 from moe_jax.files.storage_path import as_path
-from moe_jax.files.strict import parse
 from moe_jax.files.tokenizer_files import with_tokenizer
 from moe_jax.model_io.loading import disk_paths
 from moe_jax.model_io.model_source import ModelSource

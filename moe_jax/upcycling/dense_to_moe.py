@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax.checks.predictions import ProbeText, TextComparison
-from moe_jax.checks.step0 import Probe, Step0, probe_tokens
+from moe_jax.checks.step0 import Probe, ProbeText, Step0, TextComparison, probe_tokens
 from moe_jax.core.errors import InputError, raise_if_any
 from moe_jax.core.formatting import count_bytes, count_parameters
 from moe_jax.core.terminal import Progress, no_progress
@@ -24,10 +23,9 @@ from moe_jax.model_io.tuned_base import LeavesOverBase, base_leaf, is_tuned, ker
 from moe_jax.models import ModelConfig, config_to_json
 from moe_jax.peft.adapt import initial_leaf
 from moe_jax.peft.trained_table import parameter_sizes
-from moe_jax.upcycling.branches import Branches
+from moe_jax.upcycling.beginnings import Branches, Prompt, router_kernels
 from moe_jax.upcycling.expert_leaves import MATRICES, moe_leaves
 from moe_jax.upcycling.new_config import keeps_the_function, upcycled_config, why_different
-from moe_jax.upcycling.prompted_router import Prompt, router_kernels
 from moe_jax.upcycling.spec import UpcycleSpec
 
 Specs = dict[str, jax.ShapeDtypeStruct]

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from moe_jax.core.draws import DROPPED, NOISE, REDRAWN, ROUTER, draw_positions, draw_router, stream
 from moe_jax.core.errors import InputError
 from moe_jax.experts.on_host import leaves_from_dense
-from moe_jax.functional.routing.gates import GATES
+from moe_jax.functional.routing import GATES
 from moe_jax.models import MoEConfig
 from moe_jax.upcycling.spec import UpcycleSpec
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from moe_jax.core.errors import InputError, raise_if_any
 from moe_jax.experts.shapes import FFNConfig
-from moe_jax.functional.routing.gates import GATES
+from moe_jax.functional.routing import GATES
 from moe_jax.model_io.tuned_base import is_tuned
 from moe_jax.models import ModelConfig, MoEConfig
 from moe_jax.upcycling.dense_parameters import with_rest

@@ -170,7 +170,7 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
 
     @property
     def weighting(self) -> str:
-        """The gate: one of `functional.routing.gates.GATES`."""
+        """The gate: one of `functional.routing.GATES`."""
         return self.gate or "topk_softmax"
 
     @property

@@ -198,7 +198,7 @@ def test_adapters_that_refer_to_a_base_need_one_on_the_disk(dense, tmp_path):
 
 
 def test_texts_are_scored_and_continued_as_by_the_commands(dense, tmp_path, capsys):
-    from moe_jax.commands.line import cli
+    from moe_jax.commands import cli
 
     model, text = moe_jax.load(dense), tmp_path / "text.txt"
     text.write_text("Once upon a time there was a model of bytes.")

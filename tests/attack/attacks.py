@@ -74,7 +74,7 @@ def command(*arguments: str | Path) -> str:
     Raises:
       InputError: with what it said, if its exit code says that the input is at fault.
     """
-    from moe_jax.commands.line.cli import USER_ERROR, main
+    from moe_jax.commands.cli import USER_ERROR, main
 
     printed, said = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(said):

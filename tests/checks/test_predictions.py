@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moe_jax
-from moe_jax.checks.predictions import MOST_TOKENS, WINDOW, ProbeText, compare_predictions, text_rows
-from moe_jax.commands.line import cli
+from moe_jax.checks.step0 import MOST_TOKENS, WINDOW, ProbeText, compare_predictions, text_rows
+from moe_jax.commands import cli
 
 NF4 = "--method lora --adapter lora:2 --targets q --base nf4".split()
 STORY = "Once upon a time, there was a little dog named Max. He liked to run in the big park.\n"

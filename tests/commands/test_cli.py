@@ -13,7 +13,7 @@ import pytest
 import tyro
 
 from moe_jax.api.open_source import open_source
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli, environment
 from moe_jax.core.errors import InputError
 from tests.support.disks import ROOT, run_python
 
@@ -82,7 +82,7 @@ def test_every_command_of_the_table_has_a_module():
 def test_help_does_not_import_jax():
     program = """
 import sys
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 for arguments in (["--help"], ["inspect", "--help"]):
     assert cli.main(arguments) == 0
 assert "jax" not in sys.modules and "orbax" not in sys.modules
@@ -140,7 +140,7 @@ def test_a_short_name_of_no_choice_is_told_as_it_was_given(convert, capsys):
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_usage_errors_read_the_same_on_every_terminal(encoding):
-    program = "import sys; from moe_jax.commands.line import cli; sys.exit(cli.main(['inspect', 'a', '--jsn']))"
+    program = "import sys; from moe_jax.commands import cli; sys.exit(cli.main(['inspect', 'a', '--jsn']))"
     ran = run_python(program, encoding=encoding)
     assert ran.returncode == 2
     expected = "unknown: --jsn (did you mean '--json'?); see moe-jax inspect --help"
@@ -166,12 +166,10 @@ def test_errors_of_the_user_are_one_line(convert, capsys, error, message):
 
 def test_what_the_parser_does_not_report_is_taken_from_its_words(convert, capsys, monkeypatch):
     """A later tyro may have other reports, or none."""
-    monkeypatch.setattr("moe_jax.commands.line.arguments._PROBLEMS", {})
+    monkeypatch.setattr("moe_jax.commands.arguments._PROBLEMS", {})
     for absent in (False, True):
         if absent:
-            monkeypatch.setattr(
-                "moe_jax.commands.line.arguments._parser_reports_to", lambda _: contextlib.nullcontext()
-            )
+            monkeypatch.setattr("moe_jax.commands.arguments._parser_reports_to", lambda _: contextlib.nullcontext())
         assert cli.main(["convert", "a", "--topk"]) == 2
         err = capsys.readouterr().err
         assert "--topk" in err and err.isascii() and err.count("\n") == 1
@@ -236,7 +234,7 @@ def test_what_an_error_notes_is_said(convert, capsys):
 
 
 def test_a_reader_that_goes_away_is_no_error(tmp_path):
-    program = f"{sys.executable} -m moe_jax.commands.line.cli --help | true; echo ${{PIPESTATUS[0]}}"
+    program = f"{sys.executable} -m moe_jax.commands.cli --help | true; echo ${{PIPESTATUS[0]}}"
     for _ in range(3):
         ran = subprocess.run(["bash", "-c", program], capture_output=True, text=True, cwd=ROOT)
         assert ran.stdout.strip() in ("0", "1") and not ran.stderr
@@ -249,8 +247,8 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path):
 def test_a_tpu_is_looked_for_only_where_one_may_be(convert, monkeypatch, tmp_path, devices, chosen, expected):
     for device in devices:
         (tmp_path / device).touch()
-    monkeypatch.setattr(cli, "Path", lambda _: tmp_path)
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(environment, "Path", lambda _: tmp_path)
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: name)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     if chosen:
         monkeypatch.setenv("JAX_PLATFORMS", chosen)
@@ -274,7 +272,7 @@ def test_open_source_says_what_it_found(tmp_path):
 
 def test_the_end_of_a_command_is_not_spent_on_garbage():
     # What lies in rings is left to the system: Python would look through all that JAX made.
-    code = "import sys, moe_jax.commands.line.cli as cli\nsys.argv = ['moe-jax', '--version']\n"
+    code = "import sys, moe_jax.commands.cli as cli\nsys.argv = ['moe-jax', '--version']\n"
     code += "class Ring:\n    def __del__(self, say=print):\n        say('looked')\n"
     code += "ring = Ring()\nring.ring = ring\ndel ring\ncli.main()"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

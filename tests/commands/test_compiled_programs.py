@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_jax.commands.line import compiled_programs
-from moe_jax.commands.line.compiled_programs import LEAST_SECONDS, VARIABLE, keep_compiled_programs
+from moe_jax.commands import environment as compiled_programs
+from moe_jax.commands.environment import CACHE_FOLDER, LEAST_SECONDS, keep_compiled_programs
 from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.disks import ROOT
 
@@ -17,7 +17,7 @@ from tests.support.disks import ROOT
 def cache(tmp_path, monkeypatch):
     """Where a user's cache is, with neither variable set."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name in (VARIABLE, LEAST_SECONDS):
+    for name in (CACHE_FOLDER, LEAST_SECONDS):
         monkeypatch.setenv(name, "")  # so that it is as before afterwards, whatever is done to it
         monkeypatch.delenv(name)
     return tmp_path / "cache"
@@ -26,20 +26,20 @@ def cache(tmp_path, monkeypatch):
 def test_programs_are_kept_under_the_users_cache(cache):
     folder = keep_compiled_programs()
     assert folder is not None and folder.is_dir() and folder.parent == cache / "moe_jax" / "compiled"
-    assert os.environ[VARIABLE] == str(folder) and os.environ[LEAST_SECONDS] == "0"
+    assert os.environ[CACHE_FOLDER] == str(folder) and os.environ[LEAST_SECONDS] == "0"
 
 
 def test_what_the_user_chose_is_left(cache, monkeypatch):
-    monkeypatch.setenv(VARIABLE, "/chosen")
-    assert keep_compiled_programs() is None and os.environ[VARIABLE] == "/chosen"
-    monkeypatch.setenv(VARIABLE, "")
-    assert keep_compiled_programs() is None and VARIABLE not in os.environ
+    monkeypatch.setenv(CACHE_FOLDER, "/chosen")
+    assert keep_compiled_programs() is None and os.environ[CACHE_FOLDER] == "/chosen"
+    monkeypatch.setenv(CACHE_FOLDER, "")
+    assert keep_compiled_programs() is None and CACHE_FOLDER not in os.environ
     assert not cache.exists()
 
 
 def test_a_folder_that_cannot_be_made_is_no_error(cache):
     cache.write_text("a file")
-    assert keep_compiled_programs() is None and VARIABLE not in os.environ
+    assert keep_compiled_programs() is None and CACHE_FOLDER not in os.environ
 
 
 def test_what_was_used_longest_ago_is_removed(cache, monkeypatch):
@@ -47,7 +47,7 @@ def test_what_was_used_longest_ago_is_removed(cache, monkeypatch):
     for age, name in enumerate(("new", "old", "older")):
         (folder / f"{name}-cache").write_bytes(bytes(10))
         os.utime(folder / f"{name}-cache", (1e9 - age, 1e9 - age))
-    monkeypatch.delenv(VARIABLE)
+    monkeypatch.delenv(CACHE_FOLDER)
     monkeypatch.setattr(compiled_programs, "MOST_BYTES", 25)
     keep_compiled_programs()
     assert sorted(file.name for file in folder.iterdir()) == ["new-cache", "old-cache"]
@@ -60,7 +60,7 @@ def test_a_command_that_is_run_again_compiles_nothing(cache, tmp_path):
     command = [
         sys.executable,
         "-m",
-        "moe_jax.commands.line.cli",
+        "moe_jax.commands.cli",
         "generate",
         str(model),
         "--ids",

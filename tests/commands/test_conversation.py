@@ -11,8 +11,8 @@ import sys
 import pytest
 
 import moe_jax
-from moe_jax.commands.line import cli
-from moe_jax.commands.line.cli import Interrupted
+from moe_jax.commands import cli
+from moe_jax.commands.cli import Interrupted
 from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
 from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.environment import ROOT
@@ -123,7 +123,7 @@ def test_a_conversation_on_a_terminal(model):
     arguments = [
         sys.executable,
         "-m",
-        "moe_jax.commands.line.cli",
+        "moe_jax.commands.cli",
         "generate",
         str(model),
         "--chat",

@@ -12,7 +12,7 @@ from flax import nnx
 from rich.console import Console
 
 from moe_jax.api.open_source import open_source
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.compression.spec import parse_layers
 from moe_jax.conversion import HuggingFaceDirectory, export, read_hf_config
 from moe_jax.core.errors import InputError

@@ -9,9 +9,8 @@ from typing import Annotated
 import pytest
 import tyro
 
-from moe_jax.commands.line.arguments import parse_arguments
-from moe_jax.commands.line.cli import COMMANDS, main
-from moe_jax.commands.line.command_help import WIDEST, explained, help_of
+from moe_jax.commands.arguments import WIDEST, explained, help_of, parse_arguments
+from moe_jax.commands.cli import COMMANDS, main
 from moe_jax.core.errors import flag_of, nearest
 
 

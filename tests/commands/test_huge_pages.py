@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from moe_jax.commands.line import cli, huge_pages
-from moe_jax.commands.line.huge_pages import TUNABLE, VARIABLE, ask_for_huge_pages
+from moe_jax.commands import cli, environment
+from moe_jax.commands.environment import TUNABLE, TUNABLES, ask_for_huge_pages
 
 MADVISE, ALWAYS, NEVER = "always [madvise] never", "[always] madvise never", "always madvise [never]"
 
@@ -22,11 +22,11 @@ def system(tmp_path, monkeypatch):
 
     def pretend(policy: str = MADVISE, library: str = "glibc 2.35", tunables: str | None = None):
         (tmp_path / "enabled").write_text(policy)
-        monkeypatch.setattr(huge_pages, "_POLICY", tmp_path / "enabled")
+        monkeypatch.setattr(environment, "_POLICY", tmp_path / "enabled")
         monkeypatch.setattr(os, "confstr", lambda name: library)
-        monkeypatch.setenv(VARIABLE, tunables or "")
+        monkeypatch.setenv(TUNABLES, tunables or "")
         if tunables is None:
-            monkeypatch.delenv(VARIABLE)
+            monkeypatch.delenv(TUNABLES)
 
     def start(program: str, words: list[str]) -> None:
         raise StartedAnew(program, words)
@@ -37,14 +37,14 @@ def system(tmp_path, monkeypatch):
 
 def test_the_process_starts_anew_with_its_arguments(system, monkeypatch):
     system(tunables="glibc.malloc.check=0")
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "moe_jax.commands.line.cli", "train", "a.toml"])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "moe_jax.commands.cli", "train", "a.toml"])
     with pytest.raises(StartedAnew) as started:
         ask_for_huge_pages()
     assert started.value.args == (
         sys.executable,
-        [sys.executable, "-m", "moe_jax.commands.line.cli", "train", "a.toml"],
+        [sys.executable, "-m", "moe_jax.commands.cli", "train", "a.toml"],
     )
-    assert os.environ[VARIABLE] == f"glibc.malloc.check=0:{TUNABLE}=1"
+    assert os.environ[TUNABLES] == f"glibc.malloc.check=0:{TUNABLE}=1"
     ask_for_huge_pages()  # of the process that was started: nothing
 
 
@@ -58,9 +58,9 @@ def test_the_process_starts_anew_with_its_arguments(system, monkeypatch):
 )  # fmt: skip
 def test_it_goes_on_where_there_is_nothing_to_ask_for(system, said):
     system(**said)
-    before = os.environ.get(VARIABLE)
+    before = os.environ.get(TUNABLES)
     ask_for_huge_pages()
-    assert os.environ.get(VARIABLE) == before
+    assert os.environ.get(TUNABLES) == before
 
 
 def test_it_goes_on_where_no_process_can_be_started(system, monkeypatch):
@@ -71,7 +71,7 @@ def test_it_goes_on_where_no_process_can_be_started(system, monkeypatch):
 
     monkeypatch.setattr(os, "execv", refuse)
     ask_for_huge_pages()
-    assert VARIABLE not in os.environ
+    assert TUNABLES not in os.environ
 
 
 def test_commands_in_this_process_start_nothing(system, capsys):
@@ -83,7 +83,7 @@ def test_commands_in_this_process_start_nothing(system, capsys):
 def test_a_command_says_what_it_would(tmp_path):
     """Whatever this system gives."""
     done = subprocess.run(
-        [sys.executable, "-m", "moe_jax.commands.line.cli", "train", "nothing.toml"],
+        [sys.executable, "-m", "moe_jax.commands.cli", "train", "nothing.toml"],
         capture_output=True, text=True, check=False, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 2 and "nothing.toml" in done.stderr

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
+from moe_jax.commands import cli
 from moe_jax.commands.inspect import collapse
-from moe_jax.commands.line import cli
 from moe_jax.core.formatting import show_bytes
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_dir import ModelDirectoryWriter

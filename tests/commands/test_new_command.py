@@ -5,7 +5,7 @@ import sys
 import pytest
 
 import moe_jax
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from tests.support import toy_command
 
 

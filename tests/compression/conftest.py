@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.models import BankConfig
 from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer

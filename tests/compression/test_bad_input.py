@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import config_to_json
 from tests.support.dense_models import write_model

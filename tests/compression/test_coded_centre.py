@@ -9,12 +9,12 @@ import pytest
 from rich.console import Console
 
 from moe_jax.api.open_source import open_source
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.compression import compress, make_method
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.conversion import export, read_hf_config
 from moe_jax.figures.similarity import measure_similarity
-from moe_jax.generation.prompt_batches import generate
+from moe_jax.generation.texts import generate
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.training.in_memory_training import train_on_batches
 from moe_jax.training.recipe import MeshSection, OptimizerSection

@@ -10,7 +10,7 @@ from flax import nnx
 from rich.console import Console
 
 from moe_jax.api.open_source import open_source
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.compression.methods.registry import METHODS
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.compression.stream import compress

@@ -5,8 +5,8 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from moe_jax.commands.line import method_options
-from moe_jax.commands.line.method_options import command_fields, given_options, one_method, swept_methods
+from moe_jax.commands import compress
+from moe_jax.commands.compress import command_fields, given_options, one_method, swept_methods
 from moe_jax.compression.methods import registry
 from moe_jax.core.errors import InputError
 
@@ -45,7 +45,7 @@ class Places:
 
 @pytest.fixture(autouse=True)
 def two_methods(monkeypatch):
-    for module in (method_options, registry):
+    for module in (compress, registry):
         monkeypatch.setattr(module, "METHODS", {"shares": Shares, "places": Places})
 
 

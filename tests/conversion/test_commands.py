@@ -8,8 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from moe_jax.commands.line.cli import main
-from moe_jax.conversion.formats.checkpoint_files import open_checkpoint
+from moe_jax.commands.cli import main
+from moe_jax.conversion.hugging_face_dir import open_checkpoint
 from tests.support.hf_checkpoints import (
     BASE,
     CONFIGS,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from moe_jax.commands.line.cli import main
+from moe_jax.commands.cli import main
 from moe_jax.conversion import HuggingFaceDirectory
 from moe_jax.model_io.loading import load_model
 from tests.support.numerics import logits_of

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from moe_jax.api.open_source import open_source
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.conversion import HuggingFaceDirectory
 from moe_jax.conversion.formats.safetensors_file import read_header
 from moe_jax.conversion.to_peft import base_name

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
 from moe_jax.data.pipeline import open_data
 from moe_jax.data.sections import DataSection, FieldsSection, SourceSection

@@ -9,7 +9,7 @@ import pytest
 
 from moe_jax.core import template_sandbox
 from moe_jax.core.errors import InputError
-from moe_jax.data.tokens.chat_template import ChatTemplate, check_messages, find_chat_template, load_chat_template
+from moe_jax.data.chat_template import ChatTemplate, check_messages, find_chat_template, load_chat_template
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.chat_templates import REASONING, SPECIAL, STYLES, SYSTEM, TURNS, marked, plain
 

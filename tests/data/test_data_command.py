@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from tests.support.chat_templates import SYSTEM, TURNS, plain
 
 

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.training import training_run as run_module
 
 GOOD = '{"prompt": "Who is it?", "response": "It is a little dog that runs in the park all day."}\n' * 30

@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from moe_jax.core.errors import InputError
+from moe_jax.data.data_files import uncompressed
 from moe_jax.data.pipeline import open_data
 from moe_jax.data.sections import DataSection, SourceSection
-from moe_jax.data.sources.data_files import uncompressed
 from tests.data.test_chat_data import CONFIG
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.chat_templates import TURNS, plain

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.data.sequence_packing import PackedBatches
-from moe_jax.data.tokens.tokenizer import Pairs
+from moe_jax.data.pipeline import PackedBatches
+from moe_jax.data.tokenizer import Pairs
 
 KEYS = ("tokens", "targets", "weights", "segment_ids", "positions")
 

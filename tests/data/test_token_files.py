@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.core.errors import InputError
+from moe_jax.data import tokenize_sources as tokenizing
 from moe_jax.data.examples import Document
 from moe_jax.data.pipeline import open_data
 from moe_jax.data.sections import DataSection, SourceSection
-from moe_jax.data.sources.token_files import INDEX, pack, unpack
-from moe_jax.data.tokens import tokenize_sources as tokenizing
-from moe_jax.data.tokens.tokenize_sources import Task, source_patterns, tokenize, totals
+from moe_jax.data.token_files import INDEX, pack, unpack
+from moe_jax.data.tokenize_sources import Task, source_patterns, tokenize, totals
 from moe_jax.files.resume import leftovers
 from tests.data.test_chat_data import CONFIG
 from tests.support.byte_tokenizer import byte_tokenizer
@@ -115,7 +115,7 @@ def test_two_processes_write_what_one_does(tmp_path, small_shards):
 
 _KILLED = """
 import sys, pathlib
-from moe_jax.data.tokens import tokenize_sources as tokenize
+from moe_jax.data import tokenize_sources as tokenize
 from tests.data.test_token_files import a_task
 tokenize.LEAST_BYTES = 2000
 folder = pathlib.Path(sys.argv[1])

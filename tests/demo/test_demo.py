@@ -8,7 +8,7 @@ import signal
 import pytest
 import rich.console
 
-from moe_jax.commands.line.cli import main
+from moe_jax.commands.cli import main
 from moe_jax.demo import shell
 from moe_jax.demo.quick import Result, byte_tokenizer, median_speed, plot, table, write_text
 from moe_jax.demo.real import KINDS, MODELS, QUESTIONS, Answers, Row, print_page, write_page, write_problems

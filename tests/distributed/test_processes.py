@@ -136,7 +136,7 @@ ONE_FAILS = """
 import dataclasses, faulthandler, os, sys, types
 faulthandler.dump_traceback_later(120, exit=True)
 os.environ["MOE_JAX_DISTRIBUTED"] = f"localhost:{sys.argv[2]},2,{sys.argv[3]}"
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.distributed import processes
 from moe_jax.core.errors import InputError
 
@@ -198,7 +198,7 @@ job |= {"SLURM_PROCID": sys.argv[3], "SLURM_LOCALID": sys.argv[3], "SLURM_STEP_T
 os.environ |= job | {"SLURM_GPUS_ON_NODE": "MANY", "MOE_JAX_DISTRIBUTED": "auto"}
 os.environ.pop("CUDA_VISIBLE_DEVICES", None)
 os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=4"
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.distributed import job_place
 from moe_jax.distributed import processes
 from moe_jax.core.errors import InputError

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import moe_jax
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
 from moe_jax.evaluation.classification import Labelled, count_labels, names_of_labels, read_labelled, wilson_interval
 from moe_jax.model_io.loading import model_leaves

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
-from moe_jax.data.tokens.tokenizer import Tokenizer
+from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.evaluation.held_out import Evaluator, read_text
 from moe_jax.model_io.loading import model_leaves

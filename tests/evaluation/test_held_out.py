@@ -10,10 +10,10 @@ import pyarrow.parquet
 import pytest
 
 import moe_jax
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
 from moe_jax.data.sections import DataSection, FieldsSection, SourceSection
-from moe_jax.data.tokens.tokenizer import Tokenizer
+from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.evaluation.held_out import read_held_out
 from moe_jax.training.recipe import EvalSection
 from tests.support.chat_templates import plain

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import moe_jax
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from tests.support.tiers import long
 from tests.support.training_models import encoder_decoder, write_config
 from tests.training.test_pairs import SWITCH

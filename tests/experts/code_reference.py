@@ -1,4 +1,4 @@
-"""What codes stand for, entry by entry from the words of the format, float64 (see `functional.products.packing`)."""
+"""What codes stand for, entry by entry from the words of the format, float64 (see `functional.codes`)."""
 
 import numpy as np
 

@@ -23,9 +23,9 @@ from moe_jax.experts.forms.optional import costs_by_strategy
 from moe_jax.experts.forms.sparse import from_csr, to_csr
 from moe_jax.experts.shapes import Load, ffn_matrices
 from moe_jax.experts.strategy import _choose, choose_strategy, strategy_costs
-from moe_jax.functional.ffn import ffn
-from moe_jax.functional.products.sparse_product import entry_rows
-from moe_jax.functional.routing.decision import Routing
+from moe_jax.functional.dense import ffn
+from moe_jax.functional.routing import Routing
+from moe_jax.functional.sparse_product import entry_rows
 from tests.support.numerics import assert_close, made_at_once, randomised
 from tests.support.tiers import examples, one_in
 

@@ -14,7 +14,7 @@ from moe_jax.distributed.sharding import leaf_spec, make_mesh, path_name
 from moe_jax.experts import BankConfig, FFNConfig, make_bank
 from moe_jax.experts.forms import Quantized
 from moe_jax.experts.shapes import Matrix, Window
-from moe_jax.functional.routing.decision import Routing
+from moe_jax.functional.routing import Routing
 from tests.experts.code_reference import decoded
 from tests.support.numerics import assert_close, normal, randomised
 from tests.support.tiers import examples, one_in

@@ -16,8 +16,8 @@ from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import make_mesh, state_shardings
 from moe_jax.experts import BankConfig, FFNConfig, make_bank, set_exchange
 from moe_jax.experts.exchange import AXIS, Buffer, Exchange, make_plan, rounds_needed
-from moe_jax.functional.ffn import ffn
-from moe_jax.functional.routing.decision import NO_EXPERT, Routing
+from moe_jax.functional.dense import ffn
+from moe_jax.functional.routing import NO_EXPERT, Routing
 from tests.support.numerics import assert_close, randomised
 from tests.support.tiers import one_in
 

@@ -14,7 +14,7 @@ from moe_jax.distributed.sharding import leaf_spec, make_mesh, path_name
 from moe_jax.experts import make_bank, set_strategy
 from moe_jax.experts.linear import Linear, ffn_linears
 from moe_jax.functional.keys import dropout, fold_in
-from moe_jax.functional.routing.decision import Routing
+from moe_jax.functional.routing import Routing
 from moe_jax.models import BankConfig, FFNConfig, LoRAConfig, MoEConfig
 from moe_jax.nn import Head
 from tests.support.numerics import assert_close, made_at_once, normal, randomised

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.experts.forms.kernel_of_codes import nf4_linear
-from moe_jax.functional.products.nf4 import dequantize_nf4, quantize_nf4
+from moe_jax.functional.codes import dequantize_nf4, quantize_nf4
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.api.open_source import open_source
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.compression.methods.registry import make_method
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import leaf_spec, make_mesh
@@ -26,8 +26,8 @@ from moe_jax.experts.forms import KernelForm, ffn_matrices
 from moe_jax.experts.forms.coding import Encodable
 from moe_jax.experts.forms.protocol import register, unregister
 from moe_jax.experts.on_host import expert_kernels
-from moe_jax.functional.ffn import ffn
-from moe_jax.functional.routing.decision import Routing
+from moe_jax.functional.dense import ffn
+from moe_jax.functional.routing import Routing
 from moe_jax.model_io.loading import load_model
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import FFNConfig, LoRAConfig, MoEConfig, config_from_json, config_to_json

@@ -11,7 +11,7 @@ from flax import nnx
 from rich.console import Console
 
 from moe_jax.conversion import HuggingFaceDirectory, convert, export  # noqa: E402
-from moe_jax.conversion.hf.hf_config import class_names, read_hf_config, write_hf_config  # noqa: E402
+from moe_jax.conversion.hf_config import class_names, read_hf_config, write_hf_config  # noqa: E402
 from moe_jax.core.errors import InputError  # noqa: E402
 from moe_jax.evaluation.classification import ClassScorer  # noqa: E402
 from moe_jax.model_io.loading import load_model  # noqa: E402

@@ -16,7 +16,7 @@ from flax import nnx
 from rich.console import Console
 
 from moe_jax.conversion import HuggingFaceDirectory, convert, export  # noqa: E402
-from moe_jax.functional.attention.relative_bias import RelativeBiasConfig  # noqa: E402
+from moe_jax.functional.position_embeddings import RelativeBiasConfig  # noqa: E402
 from moe_jax.model_io.loading import leaf_specs, load_model, model_leaves  # noqa: E402
 from moe_jax.model_io.model_dir import ModelDirectory  # noqa: E402
 from moe_jax.nn import init_cache  # noqa: E402

@@ -6,9 +6,9 @@ import pytest
 import torch
 from flax import nnx
 
-from moe_jax.data.tokens.tokenizer import Pair  # noqa: E402
+from moe_jax.data.tokenizer import Pair  # noqa: E402
 from moe_jax.evaluation.held_out import PairEvaluator  # noqa: E402
-from moe_jax.generation.prompt_batches import generate, stream  # noqa: E402
+from moe_jax.generation.texts import generate, stream  # noqa: E402
 from moe_jax.model_io.loading import load_model  # noqa: E402
 from tests.families.test_encoder_decoder import NEW_TOKENS, random_model  # noqa: E402
 from tests.support.tiers import long, one_in  # noqa: E402

@@ -6,7 +6,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.files.tokenizer_files import TOKENIZER
 from tests.data.test_tiktoken_file import ids_by_ranks, learned_ranks, write_ranks
 from tests.support.byte_tokenizer import byte_tokenizer

@@ -7,7 +7,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.figures import measure_similarity
 from tests.support.figure_models import BANKS, EXPERTS, moe_config, write_model
 

@@ -7,10 +7,9 @@ import pytest
 
 import moe_jax
 from moe_jax.api.open_source import open_source, read_config
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
-from moe_jax.files.local_paths import check_beside, check_local, check_model_path
-from moe_jax.files.staging import refuse_existing
+from moe_jax.files.staging import check_beside, check_local, check_model_path, refuse_existing
 from moe_jax.model_io.model_dir import ModelDirectoryWriter
 from moe_jax.training.recipe import load_recipe
 from tests.support.dense_models import dense_config, random_leaves, write_model

@@ -6,10 +6,10 @@ import pathlib
 
 import pytest
 
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.conversion import HuggingFaceDirectory
 from moe_jax.core.errors import InputError
-from moe_jax.data.sources import opening as open_sources
+from moe_jax.data import opening as open_sources
 from moe_jax.files import resume
 from moe_jax.files.resume import Workplace, staged_directory
 from moe_jax.files.staging import check_target, check_writable, remove_replaced, replace_directory

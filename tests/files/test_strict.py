@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pytest
 
 from moe_jax.core.errors import InputError
-from moe_jax.files.strict import parse, without_format
+from moe_jax.files.json_toml import parse, without_format
 
 
 @dataclasses.dataclass(frozen=True)

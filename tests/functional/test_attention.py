@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.experts.devices import attention_placement
-from moe_jax.functional.attention import chunked_attention as chunks
-from moe_jax.functional.attention import grouped_query as module
-from moe_jax.functional.attention.grouped_query import Placement, Visibility, attention
-from moe_jax.functional.attention.relative_bias import RelativeBiasConfig, bias_by_distance
+from moe_jax.functional import attention as module
+from moe_jax.functional import attention_chunks as chunks
+from moe_jax.functional.attention import Placement, Visibility, attention
+from moe_jax.functional.position_embeddings import RelativeBiasConfig, bias_by_distance
 from tests.support.jaxprs import equations
 from tests.support.tiers import examples, one_in
 

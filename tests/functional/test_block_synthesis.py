@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from moe_jax.experts.forms import LowRank, Quantized
 from moe_jax.experts.forms.optional import FormTiles
 from moe_jax.experts.forms.sparse import to_csr
-from moe_jax.functional.products import block_synthesis
-from moe_jax.functional.products.block_synthesis import block_gradients, block_product, experts_per_block
-from moe_jax.functional.products.packing import codes_shape, scales_shape
-from moe_jax.functional.products.sparse_product import EntryTiles
-from moe_jax.kernels.gpu.grouped import TritonProducts
+from moe_jax.functional import synthesis
+from moe_jax.functional.codes import codes_shape, scales_shape
+from moe_jax.functional.sparse_product import EntryTiles
+from moe_jax.functional.synthesis import block_gradients, block_product, experts_per_block
 from tests.support.numerics import assert_close
 from tests.support.tiers import long, one_in
 
@@ -77,7 +76,7 @@ def each(arrays):
 def programs(kind):
     """Values and gradients by blocks of two experts (low-rank ones in Triton), and by one product for every row."""
     tiles, trained, fixed = experts(kind)
-    options = {"tiles": tiles, "products": TritonProducts(None, interpret=True)}
+    options = {"tiles": tiles, "capability": None, "interpret": True}
 
     @jax.jit
     def by_blocks(lhs, base, sizes, dout):
@@ -100,7 +99,7 @@ def programs(kind):
 @one_in(2)
 @pytest.mark.parametrize("kind", ["low-rank", "quantized", "scaled", "entries"])
 def test_values_and_gradients(kind, monkeypatch):
-    monkeypatch.setattr(block_synthesis, "BLOCK_ENTRIES", 2 * SHAPE[0] * SHAPE[1])
+    monkeypatch.setattr(synthesis, "BLOCK_ENTRIES", 2 * SHAPE[0] * SHAPE[1])
     assert experts_per_block(EXPERTS, SHAPE) == 2
     by_blocks, by_rows = programs(kind)
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_jax.functional.buckets import bucket
+from moe_jax.kernels.hardware import bucket
 
 
 def test_buckets_are_powers_of_two_and_a_step_between():

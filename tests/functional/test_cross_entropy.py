@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.distributed.sharding import make_mesh
-from moe_jax.functional.heads.cross_entropy import token_cross_entropies, weighted_cross_entropy
-from moe_jax.functional.heads.head_chunks import HeadOptions, LossAxes, chunk_size, finish_logits
+from moe_jax.functional.cross_entropy import token_cross_entropies, weighted_cross_entropy
+from moe_jax.functional.head_chunks import HeadOptions, LossAxes, chunk_size, finish_logits
 from tests.support.jaxprs import equations
 from tests.support.losses import token_losses
 from tests.support.numerics import normal

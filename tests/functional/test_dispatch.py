@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.functional.routing.dispatch import (
+from moe_jax.functional.token_dispatch import (
     _all_at_once,
     _in_parts,
     combine,
@@ -19,7 +19,7 @@ from moe_jax.functional.routing.dispatch import (
     sort_by_expert,
     weighted_sum,
 )
-from moe_jax.kernels.tpu.chip import Core
+from moe_jax.kernels.hardware import Core
 from tests.support.tiers import examples
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")

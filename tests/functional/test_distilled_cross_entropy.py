@@ -10,9 +10,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.distributed.sharding import make_mesh
-from moe_jax.functional.heads.cross_entropy import weighted_cross_entropy
-from moe_jax.functional.heads.distilled_cross_entropy import Distillation, TeacherArrays, distilled_cross_entropy
-from moe_jax.functional.heads.head_chunks import HeadOptions, LossAxes
+from moe_jax.functional.cross_entropy import (
+    Distillation,
+    TeacherArrays,
+    distilled_cross_entropy,
+    weighted_cross_entropy,
+)
+from moe_jax.functional.head_chunks import HeadOptions, LossAxes
 from tests.functional.test_cross_entropy import assert_alike, operands
 from tests.support.jaxprs import equations
 from tests.support.numerics import normal

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.special
 
-from moe_jax.kernels.activations import ACTIVATION_FUNCTIONS
+from moe_jax.kernels.plain import ACTIVATION_FUNCTIONS
 
 X = np.linspace(-6, 6, 1001)
 DEFINITIONS = {

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.functional.routing import gates
-from moe_jax.functional.routing.decision import route
-from moe_jax.functional.routing.gates import GATES, Gate, Selection, choose, register_gate
+from moe_jax.functional import routing
+from moe_jax.functional.routing import GATES, Gate, Selection, choose, register_gate, route
 from moe_jax.models import FFNConfig, MoEConfig
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
@@ -105,7 +104,7 @@ def test_auxiliary_losses_of_a_sigmoid_gate_are_of_normalised_scores():
 
 
 def test_a_gate_can_be_registered(monkeypatch):
-    monkeypatch.setattr(gates, "GATES", dict(GATES))
+    monkeypatch.setattr(routing, "GATES", dict(GATES))
     even = Gate(lambda logits: jax.nn.softmax(logits, axis=-1), lambda _, kept: jnp.full_like(kept, 0.25))
     with pytest.raises(ValueError, match="there is a gate 'top1' already"):
         register_gate("top1", even)

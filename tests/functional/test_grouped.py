@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.functional.products import grouped
-from moe_jax.functional.products.grouped import FEW_ROWS, TILE_ENTRIES, TILE_ENTRIES_FOR_FEW, grouped_matmul, tile_width
+from moe_jax.functional import grouped
+from moe_jax.functional.grouped import FEW_ROWS, TILE_ENTRIES, TILE_ENTRIES_FOR_FEW, grouped_matmul, tile_width
 from tests.support.tiers import examples
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")

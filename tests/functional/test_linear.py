@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.functional.products import linear
-from moe_jax.functional.products.linear import Product, product_of_float32, sum_of_products
+from moe_jax.functional import dense
+from moe_jax.functional.dense import Product, product_of_float32, sum_of_products
 from tests.support.numerics import assert_close, normal
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("strict_numerics")
 ONE, OTHER = (Product(normal(0, 2, 5, width), normal(1, width, 7)) for width in (4, 3))
 
 
-@pytest.mark.parametrize("way", [linear._concatenated, linear._added, sum_of_products])
+@pytest.mark.parametrize("way", [dense._concatenated, dense._added, sum_of_products])
 def test_sum_of_products_and_its_gradients(way):
     def value(way, *products):
         y = way(*products)

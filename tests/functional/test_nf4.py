@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from moe_jax.experts.forms.kernel_of_codes import NF4
 from moe_jax.experts.forms.optional import FormTiles
-from moe_jax.functional.products import grouped
-from moe_jax.functional.products.nf4 import (
+from moe_jax.functional import grouped
+from moe_jax.functional.codes import (
     BLOCK,
     LEVELS,
     SCALE_BLOCK,
@@ -21,9 +21,9 @@ from moe_jax.functional.products.nf4 import (
     nf4_shapes,
     nf4_tile,
     quantize_nf4,
+    unpack,
 )
-from moe_jax.functional.products.packing import unpack
-from moe_jax.functional.products.synthesis import synthesised_matmul
+from moe_jax.functional.synthesis import synthesised_matmul
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 

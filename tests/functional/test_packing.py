@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.functional.products.packing import codes_shape, dequantize, pack, scales_shape, unpack
+from moe_jax.functional.codes import codes_shape, dequantize, pack, scales_shape, unpack
 
 packed = jax.jit(pack, static_argnums=1)
 unpacked = jax.jit(unpack, static_argnums=(1, 2, 3))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moe_jax.core.errors import InputError
-from moe_jax.functional.attention.rope import RopeConfig, apply_rope, rope_tables
+from moe_jax.functional.position_embeddings import RopeConfig, apply_rope, rope_tables
 
 jitted_tables = jax.jit(rope_tables, static_argnums=(0, 1, 2))
 

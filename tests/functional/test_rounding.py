@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_jax.functional.rounding import round_stochastically
+from moe_jax.functional.keys import round_stochastically
 
 
 @given(st.lists(st.floats(width=32), min_size=20, max_size=20), st.integers(0, 2**31 - 1))

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.core.errors import InputError
-from moe_jax.functional.routing.decision import NO_EXPERT, route
-from moe_jax.functional.routing.dispatch import sort_by_expert
+from moe_jax.functional.routing import NO_EXPERT, route
+from moe_jax.functional.token_dispatch import sort_by_expert
 from tests.support.tiers import examples
 
 # What is said of losses here is said of them all; the others are in `test_gates`.

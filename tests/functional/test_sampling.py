@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.functional.heads.sampling import sample
+from moe_jax.functional.sampling import sample
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 PROBABILITIES = np.array([0.5, 0.25, 0.15, 0.07, 0.03])

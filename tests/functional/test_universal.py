@@ -7,12 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.functional.routing.decision import NO_EXPERT, Routing, route
-from moe_jax.functional.routing.universal import (
+from moe_jax.functional.routing import (
     GATE_BESIDE,
+    NO_EXPERT,
+    Routing,
     add_choice,
     add_noise,
     coder_logits,
+    route,
     universal_weight,
 )
 

@@ -10,11 +10,11 @@ import pytest
 from flax import nnx
 
 from moe_jax.core.errors import InputError
-from moe_jax.generation import prompt_batches, rows
+from moe_jax.generation import engine, texts
 from moe_jax.generation.engine import Engine
-from moe_jax.generation.prompt_batches import NonFiniteLogits, generate, stream
+from moe_jax.generation.texts import NonFiniteLogits, generate, stream
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig
-from moe_jax.nn import Decoder, decoder
+from moe_jax.nn import Decoder, unstacked
 from tests.support.environment import HAS_OLD_EMITTERS
 from tests.support.numerics import initialised
 from tests.support.tiers import one_in
@@ -103,14 +103,14 @@ def test_neither_batch_nor_bucket_nor_block_changes_a_greedy_result(model, full_
     expected = [greedy_without_cache(full_forward, prompt, 12) for prompt in prompts]
     assert generate(model, prompts, max_new_tokens=12) == expected
     for first, most, chosen in ((3, 5, (1, 0)), (1, 1, (2,))):
-        monkeypatch.setattr(prompt_batches, "FIRST_BLOCK", first)
-        monkeypatch.setattr(prompt_batches, "MOST_STEPS", most)
+        monkeypatch.setattr(texts, "FIRST_BLOCK", first)
+        monkeypatch.setattr(texts, "MOST_STEPS", most)
         assert generate(model, [prompts[row] for row in chosen], max_new_tokens=12) == [expected[row] for row in chosen]
 
 
 def test_prompts_of_other_lengths_compile_nothing(small):
     def programs() -> tuple[int, int]:
-        return rows.read_prompts._cache_size(), rows.continue_rows._cache_size()
+        return engine.read_prompts._cache_size(), engine.continue_rows._cache_size()
 
     generate(small, [[1] * 18, [2]], max_new_tokens=4)
     first = programs()
@@ -134,7 +134,7 @@ def test_tokens_come_in_blocks_and_end_where_all_rows_have_ended(small, monkeypa
             calls.append(len(block.tokens))
             return rows, block
 
-    monkeypatch.setattr(prompt_batches, "Engine", Counted)
+    monkeypatch.setattr(texts, "Engine", Counted)
     sampled = dict(max_new_tokens=45, temperature=1.0, key=jax.random.key(3))
 
     def tokens(**options) -> list[int]:
@@ -165,11 +165,11 @@ def test_logits_that_are_not_finite_are_told_with_prompt_and_token(small):
 @one_in(3)  # full attention with one row, and a window with three
 @pytest.mark.parametrize("batch", [1, 3])
 def test_caches_are_updated_in_place_and_rings_are_no_longer_than_their_window(model, batch):
-    parts = nnx.split(decoder(model))
+    parts = nnx.split(unstacked(model))
     window = model.config.layers[0].attention.sliding_window
-    asked = rows.ask(batch, 9, key=jax.random.key(0))
+    asked = engine.ask(batch, 9, key=jax.random.key(0))
     prompts, lengths = jnp.ones((batch, 48), jnp.int32), jnp.arange(48, 48 - batch, -1, dtype=jnp.int32)
-    begin = partial(rows.read_prompts, *parts, prompts, lengths, asked, cache_length=96, draws=False)
+    begin = partial(engine.read_prompts, *parts, prompts, lengths, asked, cache_length=96, draws=False)
     begun = jax.eval_shape(begin)[0]
     length = 96 if window is None else 16
     assert {leaf.shape for leaf in jax.tree.leaves(begun.caches)} == {(1, batch, 2, length, 8)}
@@ -177,7 +177,7 @@ def test_caches_are_updated_in_place_and_rings_are_no_longer_than_their_window(m
     options = {"xla_backend_optimization_level": 1}
     options |= {"xla_cpu_use_fusion_emitters": True} if HAS_OLD_EMITTERS else {}
     stay = jnp.ones(batch, bool)
-    lowered = rows.continue_rows.lower(*parts, begun, stay, jnp.int32(9), jnp.int32(1), draws=False)
+    lowered = engine.continue_rows.lower(*parts, begun, stay, jnp.int32(9), jnp.int32(1), draws=False)
     program = lowered.compile(compiler_options=options)
     whole = rf"f32\[(1,)*({batch},2|{2 * batch}),{length},8\]"
     assert re.search(whole, program.as_text())

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.distributed.sharding import make_mesh, state_shardings
-from moe_jax.generation import rows
-from moe_jax.generation.prompt_batches import generate
+from moe_jax.generation import engine
+from moe_jax.generation.texts import generate
 from moe_jax.models import MoEConfig
-from moe_jax.nn import decoder
+from moe_jax.nn import unstacked
 from tests.generation.test_generation import DENSE, PROMPTS, make_model
 from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.tiers import one_in
@@ -42,13 +42,13 @@ def test_a_mesh_changes_no_token(model, axes, prompts):
 
 def test_caches_are_split_by_rows_and_heads_and_never_gathered(model):
     mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
-    parts = nnx.split(decoder(split(model, mesh)))
-    asked = rows.ask(4, 9, key=jax.random.key(0))
+    parts = nnx.split(unstacked(split(model, mesh)))
+    asked = engine.ask(4, 9, key=jax.random.key(0))
     prompts, lengths = jnp.ones((4, 32), jnp.int32), jnp.full(4, 32, jnp.int32)
     with jax.set_mesh(mesh):
-        begun, *_ = rows.read_prompts(*parts, prompts, lengths, asked, cache_length=64, draws=False)
+        begun, *_ = engine.read_prompts(*parts, prompts, lengths, asked, cache_length=64, draws=False)
         stay, nine, one = jnp.ones(4, bool), jnp.int32(9), jnp.int32(1)
-        text = rows.continue_rows.lower(*parts, begun, stay, nine, one, draws=False).compile().as_text()
+        text = engine.continue_rows.lower(*parts, begun, stay, nine, one, draws=False).compile().as_text()
     for cache in jax.tree.leaves(begun.caches):
         assert cache.shape == (1, 4, 2, 16, 8)
         assert cache.sharding.shard_shape(cache.shape) == (1, 1, 1, 16, 8)

@@ -5,7 +5,7 @@ import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from moe_jax.generation.streamed_text import StreamedText
+from moe_jax.generation.texts import StreamedText
 from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
 
 BROKEN = "\ufffd"

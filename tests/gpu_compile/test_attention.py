@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.experts.devices import BATCH_AXES, attention_placement
-from moe_jax.functional.attention.grouped_query import Visibility, attention
+from moe_jax.functional.attention import Visibility, attention
 from moe_jax.planning.planned_devices import described_devices
 from tests.gpu_compile.compiling import Program, needs_xla_gpu
 from tests.support.uncached import uncached

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from moe_jax.functional.products.grouped import grouped_matmul
+from moe_jax.functional.grouped import grouped_matmul
 from tests.gpu_compile.compiling import MIB, compiled, needs_xla_gpu, shape
 
 pytestmark = needs_xla_gpu

@@ -6,7 +6,7 @@ import sqlite3
 
 import pytest
 
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from tests.support.task_files import CHOICE, QUESTIONS, WRITTEN, write_task
 
 

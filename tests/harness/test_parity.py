@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import moe_jax
-from moe_jax.generation.prompt_batches import generate
+from moe_jax.generation.texts import generate
 from moe_jax.harness.likelihood import Continuation, Likelihoods, _compiled
 from moe_jax.harness.task_files import sandboxed_templates
 from tests.support.byte_tokenizer import EOS

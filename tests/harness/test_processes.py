@@ -5,7 +5,7 @@ import sqlite3
 
 import pytest
 
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from tests.support.jobs import job, run
 from tests.support.task_files import WRITTEN, write_task
 from tests.support.tiers import long
@@ -16,7 +16,7 @@ NAMES = "choice,said,rolling,written"
 PROGRAM = """
 import os, sys
 from pathlib import Path
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.harness import language_model, likelihood
 
 notes = Path("asked" + os.environ["MOE_JAX_DISTRIBUTED"][-1])

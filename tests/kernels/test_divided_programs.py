@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from moe_jax.experts.forms import LowRank, Quantized, Sparse
 from moe_jax.experts.forms.kernel_of_codes import NF4
 from moe_jax.experts.shapes import BASE, Matrix
-from moe_jax.functional.products.grouped import grouped_matmul
+from moe_jax.functional.grouped import grouped_matmul
 from moe_jax.planning.planned_devices import prepare_environment
 from tests.support.tiers import long, one_in
 from tests.support.uncached import uncached

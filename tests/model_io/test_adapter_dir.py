@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from moe_jax.api.open_source import open_source
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
-from moe_jax.functional.products.nf4 import quantize_nf4
+from moe_jax.functional.codes import quantize_nf4
 from moe_jax.model_io.adapter_dir import AdapterDirectory, AdapterDirectoryWriter
 from moe_jax.model_io.lineage import read_lineage
 from moe_jax.model_io.loading import check_leaves, leaf_specs

@@ -17,7 +17,7 @@ import torch
 from moe_jax.api.open_source import open_source, read_config
 from moe_jax.conversion import convert
 from moe_jax.core.errors import InputError
-from moe_jax.model_io.hub import hub_origin, is_hub_name, local_model
+from moe_jax.model_io.lineage import hub_origin, is_hub_name, local_model
 from tests.support.hf_checkpoints import CONFIGS, random_tensors, write_checkpoint
 
 ROOT = {"PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
@@ -167,7 +167,7 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(tmp_path, weights):
     said = subprocess.run(
         [
             *(sys.executable, "-c"),
-            f"from moe_jax.model_io.hub import local_model; local_model('org/absent', weights={weights})",
+            f"from moe_jax.model_io.lineage import local_model; local_model('org/absent', weights={weights})",
         ],
         env={**os.environ, **ROOT, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HOME": "none"},
         cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,

@@ -11,7 +11,7 @@ from rich.console import Console
 
 import moe_jax
 from moe_jax.api.model import Loading, Model
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.conversion.from_hugging_face import convert
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import DoesNotFit

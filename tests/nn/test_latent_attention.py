@@ -17,7 +17,7 @@ from moe_jax.model_io.loading import leaf_specs
 from moe_jax.models import AttentionConfig, LatentConfig, LayerConfig, ModelConfig, config_from_json, config_to_json
 from moe_jax.nn import Decoder, init_cache
 from moe_jax.nn.attention import LatentAttention, LatentCache
-from moe_jax.peft.adapted_config import adapted_config
+from moe_jax.peft.adapt import adapted_config
 from moe_jax.peft.spec import AdaptSpec
 from moe_jax.training.flops import active_matmul_params
 from tests.support.numerics import made_at_once

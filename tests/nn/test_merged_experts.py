@@ -10,7 +10,7 @@ from flax import nnx
 
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import make_mesh, state_shardings
-from moe_jax.functional.ffn import ffn
+from moe_jax.functional.dense import ffn
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.models import AdapterConfig, BankConfig, FFNConfig, MoEConfig, PerftConfig, segments_of
 from moe_jax.nn.moe import MoE

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import leaf_spec, make_mesh, path_name
-from moe_jax.functional.ffn import ffn
+from moe_jax.functional.dense import ffn
 from moe_jax.models import BankConfig, FFNConfig, MoEConfig, SelectionConfig
 from moe_jax.nn.moe import MoE
 from tests.support.numerics import assert_close, gradients_and_output, normal, randomised

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from moe_jax.core.errors import InputError
-from moe_jax.functional.products.nf4 import quantize_nf4
+from moe_jax.functional.codes import quantize_nf4
 from moe_jax.model_io import tuned_base
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_dir import ModelDirectory

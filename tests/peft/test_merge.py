@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from moe_jax.api.open_source import open_source
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.experts.shapes import AdapterConfig, FFNConfig, LoRAConfig
 from moe_jax.model_io.adapter_dir import AdapterDirectoryWriter
 from moe_jax.model_io.lineage import new_lineage_entry
@@ -87,7 +87,7 @@ def test_merged_model_gives_the_logits_of_the_tuned_one(tmp_path, capsys):
     expected = logits(source)
     np.testing.assert_allclose(logits(merged), expected, atol=1e-5 * np.abs(expected).max())
     assert np.abs(logits(source.base) - expected).max() > 0.1
-    lineage = cli.open_source(tmp_path / "out").path / "lineage.json"
+    lineage = open_source(tmp_path / "out").path / "lineage.json"
     assert '"command": "merge"' in lineage.read_text() and '"command": "adapt"' in lineage.read_text()
 
 

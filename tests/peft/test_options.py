@@ -7,7 +7,7 @@ import pytest
 from moe_jax.core.errors import InputError
 from moe_jax.model_io.tuned_base import base_config
 from moe_jax.models import BankConfig
-from moe_jax.peft.adapted_config import adapted_config
+from moe_jax.peft.adapt import adapted_config
 from moe_jax.peft.spec import AdaptSpec
 from tests.support.peft_models import BARE, FFN, FULL, SHARED, model_of
 

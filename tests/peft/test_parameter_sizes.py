@@ -8,11 +8,11 @@ import math
 import pytest
 import rich.console
 
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.tuned_base import base_config, own_leaves
 from moe_jax.models import config_to_json
-from moe_jax.peft.adapted_config import adapted_config
+from moe_jax.peft.adapt import adapted_config
 from moe_jax.peft.spec import AdaptSpec
 from moe_jax.peft.trained_table import active_size, parameter_sizes, print_trained, trained_groups
 from moe_jax.planning.model_costs import dense_config, make_plan, trained_leaves, training_memory, tuned_parameters

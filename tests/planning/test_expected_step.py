@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
 from moe_jax.models import AttentionConfig, BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, config_from_json
 from moe_jax.planning.planned_training import PlannedTraining, planned_training
@@ -102,7 +102,7 @@ def test_axes_that_no_recipe_uses_are_counted(tmp_path, mlp, topology, axes, kin
     clean = {key: value for key, value in os.environ.items() if key not in ("JAX_PLATFORMS", "XLA_FLAGS")}
     command = ["train", "recipe.toml", "--compile-only", "--topology", topology, "--json"]
     done = subprocess.run(
-        [sys.executable, "-m", "moe_jax.commands.line.cli", *command],
+        [sys.executable, "-m", "moe_jax.commands.cli", *command],
         cwd=tmp_path, env=clean | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.data.sections import DataSection
 from moe_jax.distributed.sharding import make_mesh
-from moe_jax.functional.heads.cross_entropy import weighted_cross_entropy
-from moe_jax.functional.heads.head_chunks import HeadOptions, LossAxes
+from moe_jax.functional.cross_entropy import weighted_cross_entropy
+from moe_jax.functional.head_chunks import HeadOptions, LossAxes
 from moe_jax.models import AttentionConfig, FFNConfig
 from moe_jax.planning.planned_devices import prepare_environment
 from moe_jax.training.program import abstract_batch, make_program

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.models import BankConfig, ModelConfig
 from moe_jax.planning.model_costs import dense_config, make_plan

@@ -6,7 +6,7 @@ import json
 import pytest
 
 import moe_jax
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.core.data_sheets import CHIPS
 from moe_jax.core.errors import InputError
 from moe_jax.models import AdapterConfig, BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, config_to_json

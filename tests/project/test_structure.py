@@ -288,7 +288,7 @@ def test_what_points_up_is_found():
         "moe_jax.nn.n": "import moe_jax.functional.f\ndef f():\n    import moe_jax.conversion.c",
         "moe_jax.conversion.c": "import moe_jax.nn.n",
         "moe_jax.training.t": "import moe_jax.conversion.c",
-        "moe_jax.commands.line.cli": "import moe_jax.training.t",
+        "moe_jax.commands.cli": "import moe_jax.training.t",
     }
     assert list(pointing_up(graph_from(sources))) == [
         ["moe_jax.nn.n", "moe_jax.conversion.c"],

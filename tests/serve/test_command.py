@@ -6,7 +6,7 @@ import sys
 
 import openai
 
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.environment import ROOT
 
@@ -15,7 +15,7 @@ def test_it_says_where_it_listens_and_ends_cleanly(served_dir):
     arguments = [
         sys.executable,
         "-m",
-        "moe_jax.commands.line.cli",
+        "moe_jax.commands.cli",
         "serve",
         str(served_dir),
         "--port",

@@ -16,8 +16,8 @@ import openai
 import pytest
 
 import moe_jax
-from moe_jax.generation import rows
-from moe_jax.serve.requests import read_chat
+from moe_jax.generation import engine
+from moe_jax.serve.openai import read_chat
 from moe_jax.serve.scheduler import Scheduler
 from tests.support.byte_tokenizer import BOS
 from tests.support.served_models import CONTEXT, serving
@@ -176,11 +176,11 @@ def test_16_requests_at_once_are_answered_as_one_at_a_time(client, model):
 
     asked = requests()
     alone = [ask(request) for request in asked]
-    before = rows.continue_rows._cache_size(), rows.read_prompts._cache_size()
+    before = engine.continue_rows._cache_size(), engine.read_prompts._cache_size()
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         assert list(pool.map(ask, asked)) == alone
     # 2 and 4 rows, and both lengths of caches, have their programs; no way of sampling has one, and no mixture of rows.
-    assert rows.continue_rows._cache_size() - before[0] <= 4 and rows.read_prompts._cache_size() == before[1]
+    assert engine.continue_rows._cache_size() - before[0] <= 4 and engine.read_prompts._cache_size() == before[1]
     assert len({text for text, _, _ in alone}) == 16
     for request, (text, reason, _) in [(asked[index], alone[index]) for index in (1, 2, 4)]:
         stop_ids = request.get("extra_body", {}).get("stop_token_ids", [])

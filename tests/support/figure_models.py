@@ -6,7 +6,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax.functional.products.packing import dequantize
+from moe_jax.functional.codes import dequantize
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_dir import ModelDirectory, ModelDirectoryWriter
 from moe_jax.models import BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.dense_models import random_leaves, write_model
 from tests.support.training_models import FFN, config_of

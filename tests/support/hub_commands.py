@@ -8,7 +8,7 @@ import io
 import json
 import sys
 
-from moe_jax.commands.line.cli import main
+from moe_jax.commands.cli import main
 
 if __name__ == "__main__":
     for words in json.loads(sys.argv[1]):

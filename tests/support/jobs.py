@@ -65,7 +65,7 @@ def job(
     processes: int = 2,
     devices: int = 1,
     second: Mapping[str, Any] | None = None,
-    program: Sequence[str] = ("-m", "moe_jax.commands.line.cli"),
+    program: Sequence[str] = ("-m", "moe_jax.commands.cli"),
     **changed: str,
 ) -> Iterator[Job]:
     """Starts a command; `second` says what the second process is given instead."""

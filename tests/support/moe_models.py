@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.experts.forms import ffn_matrices
 from moe_jax.experts.on_host import expert_kernels
 from moe_jax.model_io.loading import leaf_specs, load_model

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 
 from moe_jax.api.model import open_model
-from moe_jax.commands.line.spec_options import command_options, given_to
+from moe_jax.commands.options import command_options, given_to
 from moe_jax.core.errors import InputError
 from moe_jax.core.verb_spec import Shown, Spec
 

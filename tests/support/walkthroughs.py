@@ -23,8 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from moe_jax.commands.line.arguments import parse_arguments
-from moe_jax.commands.line.cli import main
+from moe_jax.commands.arguments import parse_arguments
+from moe_jax.commands.cli import main
 
 _FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _NAME = re.compile(r"# ([\w./-]+\.(?:py|toml|jsonl))\n")
@@ -104,7 +104,7 @@ def _run_alone(arguments: list[str]) -> int:
     """Runs `moe-jax` in a process of its own: JAX learns of the TPU compiler from the environment, when it starts."""
     clean = {key: value for key, value in os.environ.items() if key not in ("JAX_PLATFORMS", "XLA_FLAGS")}
     clean["PYTHONPATH"] = str(Path(__file__).parents[2])
-    command = [sys.executable, "-m", "moe_jax.commands.line.cli", *arguments]
+    command = [sys.executable, "-m", "moe_jax.commands.cli", *arguments]
     ran = subprocess.run(command, env=clean, capture_output=True, text=True)
     print(ran.stdout, ran.stderr)
     return ran.returncode

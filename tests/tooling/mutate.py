@@ -2,7 +2,7 @@
 
     python -m tests.tooling.mutate --map                      # once: which test runs which line (needs `coverage`)
     python -m tests.tooling.mutate --limit 200 --jobs 2       # plant 200 by rules, and those written down by hand
-    python -m tests.tooling.mutate --only moe_jax/functional/products/nf4.py --limit 30
+    python -m tests.tooling.mutate --only moe_jax/functional/codes.py --limit 30
     python -m tests.tooling.mutate --again survived,timeout --budget 600
 
 The checkout is never changed: every job has a copy of it in `.pytest_cache/mutation`, where the results are kept too. A
@@ -41,9 +41,9 @@ ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / ".pytest_cache" / "mutation"
 TARGETS = (
     "moe_jax/functional/**/*.py", "moe_jax/experts/**/*.py", "moe_jax/nn/**/*.py", "moe_jax/peft/**/*.py",
-    "moe_jax/planning/**/*.py", "moe_jax/training/step.py", "moe_jax/data/*packing.py",
+    "moe_jax/planning/**/*.py", "moe_jax/training/step.py", "moe_jax/data/pipeline.py",
     "moe_jax/conversion/families/**/*.py", "moe_jax/conversion/table.py", "moe_jax/conversion/formats/tensors.py",
-    "moe_jax/conversion/weights.py", "moe_jax/conversion/**/*rope.py",
+    "moe_jax/conversion/checkpoint_source.py", "moe_jax/conversion/gguf/gguf_architectures.py",
 )  # fmt: skip
 # Imported before a process is forked for each bug; nothing of this project, and nothing that starts threads.
 PREPARED = ("jax", "flax.nnx", "optax", "orbax.checkpoint", "hypothesis", "scipy.stats", "safetensors", "tokenizers")

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
-from moe_jax.distributed.batch_placement import local_rows, place
-from moe_jax.distributed.sharding import path_name
+from moe_jax.distributed.sharding import local_rows, path_name, place
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.nn import auxiliary_loss
 from moe_jax.planning import planned_training

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from moe_jax.core.errors import InputError
-from moe_jax.distributed.batch_placement import local_rows, place
+from moe_jax.distributed.sharding import local_rows, place
 from moe_jax.experts import exchange
 from moe_jax.training.loop import exchange_check
 from moe_jax.training.program import first_state, initial_states, make_program

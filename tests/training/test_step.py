@@ -14,8 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.core.errors import InputError
 from moe_jax.data.sections import DataSection
-from moe_jax.distributed.batch_placement import local_rows, place
-from moe_jax.distributed.sharding import make_mesh, path_name, state_shardings
+from moe_jax.distributed.sharding import local_rows, make_mesh, path_name, place, state_shardings
 from moe_jax.models import FFNConfig, LayerConfig, ModelConfig
 from moe_jax.nn import Decoder
 from moe_jax.peft import split_model

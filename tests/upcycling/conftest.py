@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from tests.support.dense_models import dense_config, random_leaves, write_model
 
 

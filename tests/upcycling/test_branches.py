@@ -11,7 +11,7 @@ import moe_jax
 from moe_jax.core.errors import InputError
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.upcycling import UpcycleSpec, upcycled_config
-from moe_jax.upcycling.branches import Branches, LazyLeaves
+from moe_jax.upcycling.beginnings import Branches, LazyLeaves
 from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.tiers import one_in
 from tests.upcycling.test_start import lineage_of, run

@@ -9,7 +9,7 @@ import pytest
 
 from moe_jax.api.open_source import open_source
 from moe_jax.checks import step0
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.model_io.loading import leaf_specs, load_model
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.upcycling import dense_to_moe

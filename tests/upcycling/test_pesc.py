@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moe_jax.api.open_source import open_source
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
 from moe_jax.experts import AdapterConfig, LoRAConfig
 from moe_jax.model_io.adapter_dir import AdapterDirectory

@@ -7,11 +7,11 @@ import pytest
 
 import moe_jax
 from moe_jax.api.open_source import open_source
-from moe_jax.api.upcycle import read_prompts
+from moe_jax.api.transforms import read_prompts
 from moe_jax.core.errors import InputError
 from moe_jax.model_io.model_dir import ModelDirectory
-from moe_jax.upcycling import prompted_router
-from moe_jax.upcycling.prompted_router import MOST_TOKENS, Prompt, router_kernels
+from moe_jax.upcycling import beginnings
+from moe_jax.upcycling.beginnings import MOST_TOKENS, Prompt, router_kernels
 from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.upcycling.test_branches import tokenizer_file
 from tests.upcycling.test_start import lineage_of, run
@@ -115,7 +115,7 @@ def test_hidden_states_without_a_direction_are_refused(tmp_path):
 
 def test_a_layer_beyond_memory_is_refused(tmp_path, monkeypatch):
     _, _, source = model(tmp_path)
-    monkeypatch.setattr(prompted_router, "available_memory", lambda: 1000)
+    monkeypatch.setattr(beginnings, "available_memory", lambda: 1000)
     with pytest.raises(InputError, match="the texts for the router need"):
         router_kernels(source, PROMPTS, [1])
 

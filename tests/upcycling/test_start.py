@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_jax.api.open_source import open_source
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.core.draws import stream
 from moe_jax.core.errors import InputError
 from moe_jax.model_io.model_dir import ModelDirectory

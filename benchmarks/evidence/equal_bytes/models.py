@@ -21,7 +21,7 @@ from moe_jax.compression import Calibration
 from moe_jax.compression.calibration.layerwise_pass import record, sample_windows
 from moe_jax.compression.calibration.recorded import KEY_FILE, read_layer, read_sensitivities, write_sensitivities
 from moe_jax.compression.calibration.sensitivities import has_gradients, measure_sensitivities, record_gradients
-from moe_jax.data.tokens.tokenizer import Tokenizer
+from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.model_io.in_memory import LeavesInMemory, ModelInMemory
 

@@ -14,7 +14,7 @@ from evidence.studies.texts import DOMAINS, MIXTURES, read_text
 from moe_jax.api.open_source import open_source, read_config
 from moe_jax.data.pipeline import open_data
 from moe_jax.data.sections import DataSection, SourceSection
-from moe_jax.data.tokens.tokenizer import Tokenizer, find_tokenizer
+from moe_jax.data.tokenizer import Tokenizer, find_tokenizer
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
 

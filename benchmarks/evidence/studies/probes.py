@@ -14,8 +14,8 @@ from evidence.studies.models import Leaves, model_of
 from evidence.studies.scales import SCALES
 from evidence.studies.texts import DOMAINS
 from evidence.studies.training_job import TEST
-from moe_jax.data.tokens.tokenizer import Tokenizer
-from moe_jax.generation.prompt_batches import generate
+from moe_jax.data.tokenizer import Tokenizer
+from moe_jax.generation.texts import generate
 from moe_jax.model_io.loading import load_model
 from moe_jax.nn import Decoder
 

@@ -9,10 +9,10 @@ from functools import partial
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from moe_jax.functional.routing.decision import RouterStats, Routing, route
+from moe_jax.functional.routing import RouterStats, Routing, route
 from moe_jax.models import ModelConfig
 from moe_jax.nn.moe import Perft
-from moe_jax.peft.adapted_config import adapted_config
+from moe_jax.peft.adapt import adapted_config
 from moe_jax.peft.spec import AdaptSpec
 from moe_jax.upcycling import DenseParameters, UpcycleSpec, upcycled_config
 from moe_jax.upcycling.dense_parameters import with_rest

@@ -21,7 +21,7 @@ from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import ModelConfig
 from moe_jax.peft import trainable_paths
 from moe_jax.training.program import draw_model
-from moe_jax.upcycling.prompted_router import MOST_TOKENS, Prompt, router_kernels
+from moe_jax.upcycling.beginnings import MOST_TOKENS, Prompt, router_kernels
 
 DENSE = "dense"
 MODEL = "model"

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.compression.calibration.recorded import LayerRows
 from moe_jax.compression.source_layer import SourceLayer
-from moe_jax.functional.ffn import ffn, ffn_hidden
+from moe_jax.functional.dense import ffn, ffn_hidden
 from moe_jax.nn.moe import RouterStatistics
 
 

@@ -28,7 +28,7 @@ from jaxtyping import Array, Float
 from moe_jax.compression.coding.quantizer import best_grid, fitted_table, nearest_codes, stored
 from moe_jax.core.errors import InputError
 from moe_jax.experts.forms.coding import Encoded
-from moe_jax.functional.products.packing import SCALE_DTYPE, Grid
+from moe_jax.functional.codes import SCALE_DTYPE, Grid
 
 DAMPING = 0.01
 """The share of the mean of its diagonal that is added to the diagonal of a second moment: as published."""

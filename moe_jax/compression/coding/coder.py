@@ -27,7 +27,7 @@ from moe_jax.compression.coding.quantizer import quantize
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.core.errors import InputError, check_member
 from moe_jax.experts.forms.coding import Coder, Encoded, JointCoder, MoreOfCodes
-from moe_jax.functional.products.packing import SCALE_DTYPE
+from moe_jax.functional.codes import SCALE_DTYPE
 
 Levels = Literal["any", "even", "fitted"]
 LEVELS: tuple[str, ...] = get_args(Levels)

@@ -1,4 +1,4 @@
-"""Kernels as codes and a scale per group (methods.md 4); `functional.products.packing` says what these stand for."""
+"""Kernels as codes and a scale per group (methods.md 4); `functional.codes` says what these stand for."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ from jax.scipy.special import ndtri
 from jaxtyping import Array, Float, Int
 
 from moe_jax.experts.forms.coding import Encoded
-from moe_jax.functional.products.packing import (
+from moe_jax.functional.codes import (
     SCALE_DTYPE,
     Grid,
     dequantize,
@@ -148,7 +148,7 @@ def quantize(
       weights: of the squared errors of rows, when scales are chosen; None: all alike.
       even: every group is on the even grid, which has a zero, with a fitted scale; not for one bit.
       table: the kernel has a table of levels of its own, fitted together with its scales.
-      scale_bits: of a scale, 16 or 8: see `functional.products.packing`.
+      scale_bits: of a scale, 16 or 8: see `functional.codes`.
       zero_points: every group has a zero point beside its scale.
     """
     rows, width = kernel.shape
@@ -277,7 +277,7 @@ def best_scales(
       bits: of a code.
       whole: all entries share one scale, [1, 1, 1].
       fit, even: as of `quantize`.
-      table: of the levels, up to 1; None: those of `functional.products.packing`.
+      table: of the levels, up to 1; None: those of `functional.codes`.
     """
 
     def total(terms: Float[Array, "g s o"]) -> Float[Array, "g 1 o"]:

@@ -22,7 +22,7 @@ from moe_jax.compression.coding.coder import LeastError, LeastOutputError, exper
 from moe_jax.compression.source_layer import SourceLayer, aligned_biases, aligned_experts, aligned_kernels, mean_kernel
 from moe_jax.experts.forms import LowRank
 from moe_jax.experts.forms.coding import Wanted
-from moe_jax.functional.ffn import ffn_hidden
+from moe_jax.functional.dense import ffn_hidden
 
 TOKENS = 512
 """For which outputs are computed, at most, evenly from the text."""

@@ -40,8 +40,7 @@ from moe_jax.compression.source_layer import SourceLayer, Write, aligned_experts
 from moe_jax.experts.forms import LowRank, Quantized, Sparse
 from moe_jax.experts.forms.coding import DEFAULT_GROUP_SIZE, Encoded, Layout, MoreOfCodes, Wanted
 from moe_jax.experts.forms.quantized import BITS
-from moe_jax.functional.products.nf4 import LEVELS
-from moe_jax.functional.products.packing import SCALE_DTYPE, Grid, scale_leaves, scales_of
+from moe_jax.functional.codes import LEVELS, SCALE_DTYPE, Grid, scale_leaves, scales_of
 from moe_jax.models import MoEConfig
 
 NORM, BETA, GROWTH, ROUNDS = 0.7, 10.0, 1.01, 20

@@ -1,19 +1,31 @@
 """The safetensors format: 8 bytes with the length of a JSON header, the header, the tensors' bytes.
 
-A header is checked completely against the file before any tensor is read.
+A header is checked completely against the file before any tensor is read. Files are written as shards that are planned
+first, then filled in any order.
 Source: https://github.com/huggingface/safetensors, `Format`.
 """
 
+import abc
 import json
 import math
-from collections.abc import Hashable, Mapping
+import os
+import threading
+from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
-from moe_jax.conversion.formats.tensors import DTYPE_BITS, MAX_RANK, TensorEntry, check_tensor_name
+import numpy as np
+
+from moe_jax.conversion.formats.tensors import DTYPE_BITS, DTYPES, MAX_RANK, TensorEntry, check_tensor_name
 from moe_jax.core.errors import InputError, nearest, shown
 from moe_jax.files.byte_files import ByteFile, open_bytes
 from moe_jax.files.json_toml import MAX_BYTES, parse_json
+from moe_jax.files.regular_files import count_traffic
+from moe_jax.files.remote_work import RemoteWork
+from moe_jax.files.resume import Workplace
+from moe_jax.files.storage_path import as_path
+
+SINGLE_SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 
 # The reference implementation accepts three times as much. A hundred thousand tensors need less.
 MAX_HEADER = MAX_BYTES
@@ -114,3 +126,215 @@ def _are_counts(value: Any) -> bool:
 
 def _bad(path: Path, problem: str) -> InputError:
     return InputError(f"{path} is not a valid safetensors file: {problem}; fetch it again")
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+# Also the dtypes of packed codes, and of their shapes.
+_WRITTEN = DTYPES | {"I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
+
+
+class PlannedTensor(NamedTuple):
+    """A tensor to be written: dtype as in safetensors, and shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * _WRITTEN[self.dtype].itemsize
+
+
+def plan_shards(tensors: Mapping[str, PlannedTensor], max_bytes: int) -> dict[str, list[str]]:
+    """Fills shards in order, each up to `max_bytes`; a larger tensor has a shard of its own.
+
+    Returns:
+      File name -> names of its tensors, in the order of `tensors`.
+    """
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and filled + tensor.nbytes > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += tensor.nbytes
+    if len(shards) == 1:
+        return {SINGLE_SAFETENSORS: shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, 1)}
+
+
+class _Shard(NamedTuple):
+    """A file that is to be written: its first bytes, its size, and where its tensors begin."""
+
+    header: bytes
+    size: int
+    starts: dict[str, int]
+
+
+class ShardWriter(abc.ABC):
+    """Writes planned shards. A context manager.
+
+    Existing shards of the same plan are continued: what was written to them stays.
+    """
+
+    def __init__(self, directory: Path, tensors: Mapping[str, PlannedTensor], max_bytes: int):
+        self._directory = directory
+        self._tensors = tensors
+        self._plan = plan_shards(tensors, max_bytes)
+        self._file_of = {name: file for file, names in self._plan.items() for name in names}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def write(self, name: str, offset: int, values: np.ndarray) -> None:
+        """Writes a contiguous run of a tensor. Safe to call from several threads for different runs.
+
+        Args:
+          name: of the tensor.
+          offset: elements of the tensor before the run.
+          values: in the tensor's dtype.
+        """
+        assert values.dtype == _WRITTEN[self._tensors[name].dtype] and values.flags.c_contiguous
+        self._write(name, offset * values.itemsize, values.reshape(-1).view(np.uint8))
+
+    def nbytes(self, name: str) -> int:
+        """Number of bytes of a tensor."""
+        return self._tensors[name].nbytes
+
+    @abc.abstractmethod
+    def _write(self, name: str, begin: int, content: np.ndarray) -> None:
+        """Writes bytes of a tensor."""
+
+    @abc.abstractmethod
+    def sync(self) -> bool:
+        """Waits until the written bytes are safe, if that is possible yet; returns whether all of them are."""
+
+    @abc.abstractmethod
+    def are_kept(self, names: Iterable[str]) -> bool:
+        """Whether an interrupted command is known to have written all of these tensors."""
+
+    def _shard(self, file: str) -> _Shard:
+        # Widest dtypes first, as the reference implementation does: every tensor then begins aligned.
+        names = sorted(self._plan[file], key=lambda name: -_WRITTEN[self._tensors[name].dtype].itemsize)
+        spans: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
+        end = 0
+        for name in names:
+            tensor = self._tensors[name]
+            spans[name] = (tensor.dtype, tensor.shape, end, end + tensor.nbytes)
+            end += tensor.nbytes
+        header = encode_header(spans)
+        return _Shard(header, len(header) + end, {name: len(header) + span[2] for name, span in spans.items()})
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._write_index()
+            assert self.sync()
+
+    def _write_index(self) -> None:
+        if len(self._plan) == 1:
+            return
+        weight_map = {name: file for file, names in self._plan.items() for name in names}
+        total = sum(tensor.nbytes for tensor in self._tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        as_path(self._directory / SAFETENSORS_INDEX).write_durably((json.dumps(index, indent=2) + "\n").encode())
+
+
+class DiskShards(ShardWriter):
+    """Shards on a disk: bytes are written to their place at once."""
+
+    def __enter__(self) -> Self:
+        self._starts: dict[str, tuple[int, int]] = {}  # tensor -> descriptor, first byte
+        self._descriptors: list[int] = []
+        for file in self._plan:
+            shard = self._shard(file)
+            descriptor = os.open(self._directory / file, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+            self._descriptors.append(descriptor)
+            _write_all(descriptor, shard.header, 0)
+            self._starts |= {name: (descriptor, start) for name, start in shard.starts.items()}
+        return self
+
+    def _write(self, name: str, begin: int, content: np.ndarray) -> None:
+        descriptor, start = self._starts[name]
+        _write_all(descriptor, content, start + begin)
+
+    def sync(self) -> bool:
+        for descriptor in self._descriptors:
+            os.fsync(descriptor)
+        return True
+
+    def are_kept(self, names: Iterable[str]) -> bool:
+        return False  # the notes of the work say it
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        try:
+            super().__exit__(kind, *error)
+        finally:
+            for descriptor in self._descriptors:
+                os.close(descriptor)
+
+
+class BucketShards(ShardWriter):
+    """Shards in a bucket, where objects are written only as a whole: a shard is in memory until it is complete."""
+
+    def __init__(self, work: RemoteWork, tensors: Mapping[str, PlannedTensor], max_bytes: int):
+        super().__init__(work.folder, tensors, max_bytes)
+        self._work = work
+        self._kept = set(work.marked(self._plan))
+        self._begun: dict[str, tuple[_Shard, np.ndarray]] = {}
+        self._missing: dict[str, int] = {}  # for every shard that is begun, bytes of tensors that are not written yet
+        self._guard = threading.Lock()
+
+    def _write(self, name: str, begin: int, content: np.ndarray) -> None:
+        file = self._file_of[name]
+        if file in self._kept:
+            return
+        with self._guard:
+            if file not in self._begun:
+                shard = self._shard(file)
+                whole = np.empty(shard.size, np.uint8)
+                whole[: len(shard.header)] = np.frombuffer(shard.header, np.uint8)
+                self._begun[file] = shard, whole
+                self._missing[file] = shard.size - len(shard.header)
+            shard, whole = self._begun[file]
+        at = shard.starts[name] + begin
+        whole[at : at + content.size] = content
+        with self._guard:
+            self._missing[file] -= content.size
+            if self._missing[file]:
+                return
+            del self._begun[file], shard
+        as_path(self._directory / file).write_durably(whole.data)
+        count_traffic(written=whole.size)
+        self._work.mark(file)
+
+    def sync(self) -> bool:
+        return not self._begun
+
+    def are_kept(self, names: Iterable[str]) -> bool:
+        return all(self._file_of[name] in self._kept for name in names)
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None:
+            # A shard without bytes is never written by `write`.
+            for file in self._plan:
+                shard = self._shard(file)
+                if file not in self._kept and shard.size == len(shard.header):
+                    as_path(self._directory / file).write_durably(shard.header)
+        super().__exit__(kind, *error)
+
+
+def shard_writer(
+    work: Workplace | RemoteWork, tensors: Mapping[str, PlannedTensor], max_bytes: int
+) -> DiskShards | BucketShards:
+    """Returns a writer of shards for the place where a command works."""
+    if isinstance(work, RemoteWork):
+        return BucketShards(work, tensors, max_bytes)
+    return DiskShards(work.folder, tensors, max_bytes)
+
+
+def _write_all(descriptor: int, data: bytes | np.ndarray, position: int) -> None:
+    view = memoryview(data)  # pyright: ignore[reportArgumentType] NumPy has the buffer protocol on every Python
+    while view:
+        count = os.pwrite(descriptor, view, position)
+        view, position = view[count:], position + count

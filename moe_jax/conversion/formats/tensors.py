@@ -1,4 +1,4 @@
-"""Positions of tensors in files, and reading runs of their elements without reading the rest."""
+"""Positions of tensors in files, runs of their elements read without the rest, and fast transposed copies."""
 
 import math
 import threading
@@ -6,19 +6,19 @@ import weakref
 import zlib
 from collections.abc import Hashable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from moe_jax.conversion.gguf.gguf_blocks import Blocks, dequantized
 from moe_jax.core.errors import InputError, shown
+from moe_jax.files import regular_files
 from moe_jax.files.byte_files import ByteFile, open_bytes
-from moe_jax.files.remote import traffic
 
 # Dtypes in which parameters may be stored, by their names in safetensors.
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPES_BY_NAME = {str(dtype): dtype for dtype in DTYPES.values()}
 
 # Bits per element of all safetensors dtypes, to check the offsets of tensors that we do not read.
 DTYPE_BITS = {
@@ -28,7 +28,6 @@ DTYPE_BITS = {
     "I32": 32, "U32": 32, "F32": 32,
     "I64": 64, "U64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
-
 
 MAX_RANK = 64  # of NumPy and of PyTorch
 _MAX_NAME = 1000
@@ -41,6 +40,20 @@ class Checksum(NamedTuple):
     start: int
     size: int
     crc: int
+
+
+class Blocks(NamedTuple):
+    """A type of quantised blocks. They are read as float32.
+
+    Attributes:
+      name: as in the `gguf` package, such as `Q4_K`.
+      elements: number of elements in a block, all of one row.
+      nbytes: bytes of a block.
+    """
+
+    name: str
+    elements: int
+    nbytes: int
 
 
 class TensorEntry(NamedTuple):
@@ -143,6 +156,24 @@ class TensorFiles:
             return self._files[entry.file]
 
 
+def dequantized(stored: np.ndarray, blocks: Blocks) -> np.ndarray:
+    """Decodes blocks.
+
+    Args:
+      stored: UInt8[n, blocks.nbytes].
+      blocks: their type.
+
+    Returns:
+      Float32[n, blocks.elements].
+    """
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    kind: Any = GGMLQuantizationType[blocks.name]
+    with np.errstate(all="ignore"):  # scales that are not finite are found where the leaf is used
+        return dequantize(stored, kind)
+
+
 def _close_all(files: dict[Path, ByteFile]) -> None:
     for file in files.values():
         file.close()
@@ -166,7 +197,7 @@ def check_crc(file: ByteFile, expected: Checksum) -> None:
 
 def _read_at(file: ByteFile, position: int, out: memoryview) -> None:
     got = file.read_at(position, out)
-    traffic.count(read=got)
+    regular_files.count_traffic(read=got)
     if got < len(out):
         raise InputError(f"{file.path} ended while it was read; it is truncated, fetch it again")
 
@@ -185,3 +216,38 @@ def row_major(shape: Iterable[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= n
     return tuple(reversed(strides))
+
+
+# --- transposed copies ----------------------------------------------------------------------------
+
+TILE = 256  # best of 64..512, for 2- and 4-byte elements, tall and wide matrices
+_CACHE_LINE = 64
+_BITS = {2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
+
+
+def copy_transposed(source: np.ndarray, out: np.ndarray) -> None:
+    """Writes `source.T` into `out`, casting if the dtypes differ.
+
+    `out[:] = source.T` runs at 0.3 GB/s on the machine this was written on: it misses the cache at every element, and
+    if rows are a multiple of 4 KiB apart, as in most models, all rows of a column compete for the same cache lines.
+    Copying through a small tile whose rows are an odd number of cache lines apart reaches 2-3 GB/s.
+
+    Args:
+      source: [n, m].
+      out: [m, n].
+    """
+    if source.dtype == out.dtype:
+        source, out = as_bits(source), as_bits(out)
+    n, m = source.shape
+    tile = np.empty((min(n, TILE), TILE + _CACHE_LINE // source.itemsize), source.dtype)
+    for i in range(0, n, TILE):
+        for j in range(0, m, TILE):
+            block = source[i : i + TILE, j : j + TILE]
+            staged = tile[: block.shape[0], : block.shape[1]]
+            staged[...] = block
+            out[j : j + TILE, i : i + TILE] = staged.T
+
+
+def as_bits(array: np.ndarray) -> np.ndarray:
+    """Views numbers as unsigned integers of the same size, which NumPy copies fast."""
+    return array.view(_BITS[array.itemsize]) if array.itemsize in _BITS else array

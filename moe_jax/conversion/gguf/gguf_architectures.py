@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from moe_jax.conversion.formats.tensors import DTYPES, TensorEntry
-from moe_jax.conversion.gguf.gguf_rope import ROPE_FACTORS, read_rope_scaling
 from moe_jax.conversion.table import FUSED, PER_EXPERT, Ignored, Row, Table, linear, norm
 from moe_jax.core.errors import InputError, is_finite, nearest, raise_if_any, shown
 
+ROPE_FACTORS = "rope_freqs.weight"
 ARCHITECTURE = "general.architecture"
 EMBEDDING = "token_embd.weight"
 
@@ -289,7 +289,7 @@ def hugging_face_config(
     elif rotated != head_dim:
         raise InputError(f"{name}.rope.dimension_count is {shown(rotated)}, but heads have {shown(head_dim)}")
     config["rope_theta"] = metadata.number("rope.freq_base", 10000.0)
-    config["rope_scaling"] = read_rope_scaling(metadata, factors, config)
+    config["rope_scaling"] = _read_rope_scaling(metadata, factors, config)
     config |= {"hidden_act": "silu"} | architecture.config(metadata)
     config["tie_word_embeddings"] = "output.weight" not in tensors
     config["vocab_size"] = _vocab_size(metadata, tensors)
@@ -347,3 +347,88 @@ def _main_dtype(tensors: Mapping[str, TensorEntry]) -> str:
     for entry in tensors.values():
         sizes[entry.dtype] = sizes.get(entry.dtype, 0) + math.prod(entry.shape)
     return str(DTYPES[max(sizes, key=sizes.__getitem__)])
+
+
+# --- rotary embeddings ----------------------------------------------------------------------------
+
+# The parameters of Llama 3.1 and all models after it; the tensor holds only the factors that follow from them.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+_YARN = {
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+    "rope.scaling.yarn_attn_factor": "attention_factor",
+}
+
+
+def _read_rope_scaling(
+    metadata: Metadata, factors: np.ndarray | None, config: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Returns the `rope_scaling` of a config.json.
+
+    Args:
+      metadata: of the file.
+      factors: divisors of the frequencies, one for each rotated pair; None: there are none.
+      config: the known keys: rope_theta, max_position_embeddings.
+    """
+    linear = metadata.get("rope.scale_linear", 1.0)
+    kind = metadata.get("rope.scaling.type", "linear" if linear != 1.0 else "none")
+    if kind not in ("none", "linear", "yarn"):
+        raise InputError(f"rope.scaling.type is {shown(kind)}, expected none, linear or yarn")
+    scaling: dict[str, Any] | None = None
+    if kind == "linear":
+        scaling = {"rope_type": "linear", "factor": metadata.number("rope.scaling.factor", linear)}
+    elif kind == "yarn":
+        scaling = {
+            "rope_type": "yarn",
+            "factor": metadata.number("rope.scaling.factor"),
+            "original_max_position_embeddings": metadata.number("rope.scaling.original_context_length"),
+        }
+        given = {theirs: metadata.get(key) for key, theirs in _YARN.items()}
+        scaling |= {key: value for key, value in given.items() if value is not None}
+    if factors is None:
+        return scaling
+    if scaling is not None:
+        raise InputError(f"it has both {ROPE_FACTORS} and rope.scaling.type {kind!r}, which is not supported")
+    return _scaling_of_factors(factors, config)
+
+
+def _scaling_of_factors(factors: np.ndarray, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the scaling that divides the frequencies by these factors."""
+    if not (np.isfinite(factors).all() and (factors > 0).all()):
+        raise InputError(f"{ROPE_FACTORS} holds numbers that are not finite and above 0")
+    if (factors == 1).all():
+        return None
+    factor = float(factors.max())
+    expected = llama3_factors(2 * len(factors), config["rope_theta"], factor, **_LLAMA3)
+    if np.allclose(factors, expected, rtol=1e-5, atol=0):
+        return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+    # The same frequencies under the only name that allows any factors.
+    numbers = [float(str(number)) for number in factors]
+    return {
+        "rope_type": "longrope",
+        "short_factor": numbers,
+        "long_factor": numbers,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": config["max_position_embeddings"],
+    }
+
+
+def llama3_factors(
+    rotated: int,
+    theta: float,
+    factor: float,
+    *,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_max_position_embeddings: int,
+) -> np.ndarray:
+    """Returns Llama 3's divisors of the frequencies of its rotated pairs.
+
+    Waves that fit into the original context `high_freq_factor` times stay as they are, those that do not fit into it
+    `low_freq_factor` times are stretched by `factor`, and the frequencies of the others are interpolated.
+    """
+    waves = 2 * math.pi * np.float64(theta) ** (np.arange(0, rotated, 2) / rotated)
+    fits = original_max_position_embeddings / waves
+    kept = np.clip((fits - low_freq_factor) / (high_freq_factor - low_freq_factor), 0, 1)
+    return 1 / ((1 - kept) / factor + kept)

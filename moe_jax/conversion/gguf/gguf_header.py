@@ -11,6 +11,7 @@ the file has left before anything is read by it, and all tensors with the file b
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
+import importlib.util
 import struct
 from collections.abc import Hashable, Mapping
 from pathlib import Path
@@ -18,11 +19,41 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_jax.conversion.formats.tensors import TensorEntry, check_tensor_name
-from moe_jax.conversion.gguf.gguf_blocks import BLOCKS, NAMES, OTHERS, PLAIN
+from moe_jax.conversion.formats.tensors import Blocks, TensorEntry, check_tensor_name
 from moe_jax.core.errors import InputError, shown
 from moe_jax.files.byte_files import ByteFile, open_bytes
 from moe_jax.files.storage_path import as_path
+
+# Types that are stored element by element: number in the file -> name of the dtype in safetensors.
+PLAIN = {0: "F32", 1: "F16", 30: "BF16"}
+
+BLOCKS = {
+    2: Blocks("Q4_0", 32, 18),
+    3: Blocks("Q4_1", 32, 20),
+    6: Blocks("Q5_0", 32, 22),
+    7: Blocks("Q5_1", 32, 24),
+    8: Blocks("Q8_0", 32, 34),
+    10: Blocks("Q2_K", 256, 84),
+    11: Blocks("Q3_K", 256, 110),
+    12: Blocks("Q4_K", 256, 144),
+    13: Blocks("Q5_K", 256, 176),
+    14: Blocks("Q6_K", 256, 210),
+}
+
+# Types that are known by name only.
+OTHERS = {
+    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
+    22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0",
+    35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
+}  # fmt: skip
+NAMES = (*PLAIN.values(), *(blocks.name for blocks in BLOCKS.values()))
+
+
+def require_gguf() -> None:
+    """Raises `InputError` unless the package that decodes blocks is installed."""
+    if importlib.util.find_spec("gguf") is None:
+        raise InputError("quantised tensors of GGUF files need the package gguf: pip install 'moe-jax[gguf]'")
+
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -10,19 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from moe_jax.conversion.checkpoint_source import CheckpointSource
-from moe_jax.conversion.formats.checkpoint_files import CheckpointFiles
+from moe_jax.conversion.checkpoint_source import CheckpointSource, Weights, match_weights
 from moe_jax.conversion.formats.tensors import DTYPES, TensorEntry
-from moe_jax.conversion.gguf.gguf_architectures import architecture_of, hugging_face_config
-from moe_jax.conversion.gguf.gguf_blocks import require_gguf
-from moe_jax.conversion.gguf.gguf_header import GGUFHeader, read_gguf_header
-from moe_jax.conversion.gguf.gguf_rope import ROPE_FACTORS
+from moe_jax.conversion.gguf.gguf_architectures import ROPE_FACTORS, architecture_of, hugging_face_config
+from moe_jax.conversion.gguf.gguf_header import GGUFHeader, read_gguf_header, require_gguf
 from moe_jax.conversion.gguf.gguf_vocabulary import tokenizer_of
-from moe_jax.conversion.hf.hf_config import read_hf_config
-from moe_jax.conversion.weights import Weights, match_weights
+from moe_jax.conversion.hf_config import read_hf_config
 from moe_jax.core.errors import InputError, raise_if_any, shown
-from moe_jax.files.byte_files import open_bytes
-from moe_jax.files.fingerprint import fingerprint_files
+from moe_jax.files.byte_files import fingerprint_files, open_bytes
 from moe_jax.files.storage_path import as_path
 
 MAX_FILES = 10_000
@@ -57,28 +52,20 @@ class GGUFModel(CheckpointSource):
         self._tensors = tensors
 
     @cached_property
-    def checkpoint(self) -> CheckpointFiles:
-        """The files, and the tensors in them."""
-        if any(entry.blocks is not None for entry in self._tensors.values()):
-            require_gguf()
-        tensors = dict(self._tensors)
-        if self._architecture.interleaved:
-            for i, layer in enumerate(self.config.layers):
-                heads = {"q": layer.attention.num_heads, "k": layer.attention.num_kv_heads}
-                for name in (f"blk.{i}.attn_{which}.{kind}" for which in heads for kind in ("weight", "bias")):
-                    if name in tensors:
-                        tensors[name] = tensors[name]._replace(interleaved=heads[name.split("attn_")[1][0]])
-        return CheckpointFiles(tuple(self._headers), tensors)
-
-    @cached_property
     def weights(self) -> Weights:
         """The tensors that make up each leaf; raises `InputError` unless all fit the config."""
         from moe_jax.model_io.loading import leaf_specs
 
-        return match_weights(
-            self.checkpoint, self.config, leaf_specs(self.config), str(self.path), table=self._architecture.table,
-            described_by="metadata",
-        )  # fmt: skip
+        if self.quantized:
+            require_gguf()
+        tensors = dict(self._tensors)
+        for i, layer in enumerate(self.config.layers if self._architecture.interleaved else ()):
+            for which, heads in (("q", layer.attention.num_heads), ("k", layer.attention.num_kv_heads)):
+                for name in (f"blk.{i}.attn_{which}.weight", f"blk.{i}.attn_{which}.bias"):
+                    if name in tensors:
+                        tensors[name] = tensors[name]._replace(interleaved=heads)
+        leaves, table = leaf_specs(self.config), self._architecture.table
+        return match_weights(tensors, self.config, leaves, str(self.path), table=table, described_by="metadata")
 
     @property
     def tokenizer_files(self) -> tuple[Path, ...]:

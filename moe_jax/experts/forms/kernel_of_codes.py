@@ -1,4 +1,4 @@
-"""Kernels stored in codes: NF4 (see `functional.products.nf4`), and those of a base in any codes (methods.md 4).
+"""Kernels stored in codes: NF4 (see `functional.codes`), and those of a base in any codes (methods.md 4).
 
 They stay codes in memory: a product makes tiles of the kernel, or where a base is part of every expert's kernel
 (`experts.hidden_rows`) the part of it that a device needs, and forgets them.
@@ -22,21 +22,21 @@ from moe_jax.experts.forms.optional import CostModel, MadeInPallas, MadeInTriton
 from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.forms.quantized import Quantized
 from moe_jax.experts.shapes import Arrays, Matrix, Part, ShapesOnly, Split, Window, normal_kernel
-from moe_jax.functional.products.block_synthesis import InTriton
-from moe_jax.functional.products.nf4 import (
+from moe_jax.functional.codes import (
     BLOCK,
     LEVELS,
     SCALE_BLOCK,
     Leaves,
     block_scales,
+    codes_shape,
     dequantize_nf4,
     nf4_matmul,
     nf4_tile,
     quantize_nf4,
 )
-from moe_jax.functional.products.packing import codes_shape
-from moe_jax.kernels.tpu.tiles.fused_tile import FusedTile
-from moe_jax.kernels.tpu.tiles.nf4_tile import NF4Tile, why_not_nf4
+from moe_jax.functional.synthesis import InTriton
+from moe_jax.kernels.tpu.fused_tile import FusedTile
+from moe_jax.kernels.tpu.tiles import NF4Tile, why_not_nf4
 
 _FOLDER = "nf4/"
 
@@ -106,12 +106,12 @@ class NF4(Encodable, CostModel, MadeInPallas, MadeInTriton, KernelForm):
 
 
 def nf4_leaves(arrays: Arrays) -> dict[str, Array]:
-    """The arrays by the names that `functional.products.nf4` uses."""
+    """The arrays by the names that `functional.codes` uses."""
     return {name.removeprefix(_FOLDER): array for name, array in arrays.items() if name.startswith(_FOLDER)}
 
 
 def nf4_linear(x: Float[Array, "... i"], leaves: Leaves, rows: int, split: Split) -> Float[Array, "... o"]:
-    """`x W` with W in NF4, in the dtype of `x`; see `functional.products.nf4.nf4_matmul`.
+    """`x W` with W in NF4, in the dtype of `x`; see `functional.codes.nf4_matmul`.
 
     Args:
       x: activations [B, ..., i].

@@ -29,10 +29,10 @@ from moe_jax.experts.forms.coding import (
 from moe_jax.experts.forms.optional import CostModel, MadeInPallas, MadeInTriton, SideBySide
 from moe_jax.experts.forms.protocol import KernelForm, Streams, register
 from moe_jax.experts.shapes import Arrays, FFNConfig, Load, Matrix, Part, Split, Window, ffn_matrices, uniform_factor
-from moe_jax.functional.products.block_synthesis import InTriton
-from moe_jax.functional.products.grouped import grouped_matmul
-from moe_jax.kernels.tpu.tiles.fused_tile import FusedTile
-from moe_jax.kernels.tpu.tiles.low_rank_tile import LowRankTile
+from moe_jax.functional.grouped import grouped_matmul
+from moe_jax.functional.synthesis import InTriton
+from moe_jax.kernels.tpu.fused_tile import FusedTile
+from moe_jax.kernels.tpu.tiles import LowRankTile
 
 NEURONS = "neurons/factor"
 

@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.experts.devices import Cost, Platform
 from moe_jax.experts.shapes import ORIGIN, Arrays, FFNConfig, Load, Matrix, Part, Window
-from moe_jax.functional.products.block_synthesis import InTriton
-from moe_jax.kernels.tpu.tiles.fused_tile import FusedTile
+from moe_jax.functional.synthesis import InTriton
+from moe_jax.kernels.tpu.fused_tile import FusedTile
 
 if TYPE_CHECKING:
     from moe_jax.experts.forms.protocol import KernelForm
@@ -58,14 +58,14 @@ class MadeInTriton(abc.ABC):
           dout: gradient of the product of the rows with their experts' kernels.
           arrays: stacked over the experts.
           group_sizes: number of rows of every expert.
-          products: the grouped products of the platform; see `functional.products.block_synthesis.Products`.
+          products: the grouped products of the platform; see `kernels.gpu.grouped.TritonProducts`.
         """
         return None
 
 
 @dataclasses.dataclass(frozen=True)
 class FormTiles:
-    """A form together with the shapes of a matrix: the `Tiles` that `functional.products.synthesis` takes.
+    """A form together with the shapes of a matrix: the `Tiles` that `functional.synthesis` takes.
 
     Attributes:
       form: makes the tiles. An array `origin` [2] among the arrays says where a part begins.

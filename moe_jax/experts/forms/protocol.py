@@ -28,8 +28,8 @@ from moe_jax.core.formatting import count_bytes
 from moe_jax.experts.forms.coding import CodedJointly, Encodable
 from moe_jax.experts.forms.optional import FormTiles
 from moe_jax.experts.shapes import BASE, ORIGIN, Arrays, FFNConfig, Matrix, Part, Split, Window, ffn_matrices, shapes_of
-from moe_jax.functional.products.linear import linear
-from moe_jax.functional.products.synthesis import synthesised_matmul
+from moe_jax.functional.dense import linear
+from moe_jax.functional.synthesis import synthesised_matmul
 
 BASES = ("shared", "none")
 
@@ -79,7 +79,7 @@ class ExpertForm(abc.ABC):
 
     @property
     def has_codes(self) -> bool:
-        """Whether some numbers are stored as packed codes (see `functional.products.packing`)."""
+        """Whether some numbers are stored as packed codes (see `functional.codes`)."""
         return False
 
     def describe(self) -> str:

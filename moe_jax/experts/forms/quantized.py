@@ -15,8 +15,7 @@ from moe_jax.experts.forms.coding import Coder, Design, Encodable, EncodedKernel
 from moe_jax.experts.forms.optional import CostModel, MadeInPallas, MadeInTriton
 from moe_jax.experts.forms.protocol import KernelForm, register
 from moe_jax.experts.shapes import Arrays, FFNConfig, Matrix, Split, Window
-from moe_jax.functional.products.block_synthesis import InTriton
-from moe_jax.functional.products.packing import (
+from moe_jax.functional.codes import (
     SCALE_DTYPE,
     Grid,
     codes_shape,
@@ -27,8 +26,9 @@ from moe_jax.functional.products.packing import (
     unpack,
     zeros_of,
 )
-from moe_jax.kernels.tpu.tiles.fused_tile import FusedTile
-from moe_jax.kernels.tpu.tiles.packed_tile import PackedTile, why_not_packed
+from moe_jax.functional.synthesis import InTriton
+from moe_jax.kernels.tpu.fused_tile import FusedTile
+from moe_jax.kernels.tpu.tiles import PackedTile, why_not_packed
 
 BITS = (8, 4, 3, 2, 1)
 TABLE_BITS = (4, 3, 2)

@@ -9,7 +9,7 @@ The positions of entries have one of three encodings:
   than one in 16 is kept.
 
 Entries lie row by row, columns ascending. Rows and columns are uint16 where they can be: with int32 the positions would
-take more room than values of 16 bits. On the device, `functional.products.sparse_product` reads the same.
+take more room than values of 16 bits. On the device, `functional.sparse_product` reads the same.
 """
 
 import dataclasses
@@ -33,14 +33,14 @@ from moe_jax.experts.forms.optional import CostModel, Factored, MadeInPallas
 from moe_jax.experts.forms.protocol import KernelForm, Streams, register
 from moe_jax.experts.forms.quantized import check_group_size
 from moe_jax.experts.shapes import Arrays, FFNConfig, Load, Matrix, Part, Split, Window, ffn_matrices
-from moe_jax.functional.products.packing import SCALE_DTYPE, dequantize, pack, scales_shape
-from moe_jax.functional.products.sparse_product import (
+from moe_jax.functional.codes import SCALE_DTYPE, dequantize, pack, scales_shape
+from moe_jax.functional.sparse_product import (
     bitmap_tile,
     entry_coordinates,
     grouped_sparse_matmul,
     scatter_tile,
 )
-from moe_jax.kernels.tpu.tiles.fused_tile import FusedTile
+from moe_jax.kernels.tpu.fused_tile import FusedTile
 
 Encoding = Literal["csr", "bitmap", "coo"]
 ENCODINGS: tuple[Encoding, ...] = ("csr", "bitmap", "coo")

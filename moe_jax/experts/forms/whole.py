@@ -18,11 +18,11 @@ from moe_jax.experts.forms.optional import CostModel, MadeInPallas
 from moe_jax.experts.forms.protocol import KernelForm, Streams, register
 from moe_jax.experts.shapes import Arrays, LoRAConfig, Matrix, Part, Split, Window, normal_kernel, uniform_factor
 from moe_jax.functional.adapters import adapter
+from moe_jax.functional.dense import linear
+from moe_jax.functional.grouped import grouped_matmul
 from moe_jax.functional.keys import dropout
-from moe_jax.functional.products.grouped import grouped_matmul
-from moe_jax.functional.products.linear import linear
-from moe_jax.kernels.tpu.tiles.fused_tile import FusedTile
-from moe_jax.kernels.tpu.tiles.stored_tile import StoredTile
+from moe_jax.kernels.tpu.fused_tile import FusedTile
+from moe_jax.kernels.tpu.tiles import StoredTile
 
 
 @register("full")

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.gpu.nvidia import Capability
+from moe_jax.kernels.hardware import Capability
 
 # Largest width of a head that both take, and the first compute capability, Ampere. cuDNN takes wider heads on Hopper.
 MAX_WIDTH, FROM = 128, (8, 0)

@@ -27,12 +27,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.activations import activated
-from moe_jax.kernels.tpu.chip import ANY_CORE, LANES, RESERVED, Core, round_up
-from moe_jax.kernels.tpu.group_visits import ShareEntries, Visits, visits_of_shares
-from moe_jax.kernels.tpu.pieces import COLUMNS, changed, dot, in_pieces, over_strips
+from moe_jax.kernels.hardware import ANY_CORE, LANES, RESERVED, Core, round_up
+from moe_jax.kernels.plain import activated
+from moe_jax.kernels.tpu.fused_tile import FusedTile, Operand, Piece
+from moe_jax.kernels.tpu.parts import (
+    COLUMNS,
+    ShareEntries,
+    Visits,
+    changed,
+    dot,
+    in_pieces,
+    over_strips,
+    visits_of_shares,
+)
 from moe_jax.kernels.tpu.product_blocks import Made, Plan, Stays, plan_blocks
-from moe_jax.kernels.tpu.tiles.fused_tile import FusedTile, Operand, Piece
 
 
 class Kernels(NamedTuple):
@@ -47,17 +55,6 @@ class Kernels(NamedTuple):
     base: Float[Array, "i o"] | None
     arrays: Mapping[str, Array]
     tile: FusedTile
-
-
-def reference(
-    rows: Float[Array, "M k"], kernels: Float[Array, "E i o"], group_sizes: Int[Array, " E"], transposed: bool = False
-) -> Float[Array, "M n"]:
-    """Returns the same product in plain JAX, float32, with whole kernels; for tests."""
-    group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(rows.shape[0], dtype=jnp.int32), side="right")
-    member = jax.nn.one_hot(group, kernels.shape[0], dtype=jnp.float32)
-    wide, kernels = rows.astype(jnp.float32), kernels.astype(jnp.float32)
-    equation = "mo,eio,me->mi" if transposed else "mi,eio,me->mo"
-    return jnp.einsum(equation, wide, kernels, member, precision=lax.Precision.HIGHEST)
 
 
 def grouped_product(
@@ -105,7 +102,7 @@ def gated_product(
       rows: sorted by group.
       gate, up: the kernels [i, o].
       group_sizes, shape, core, interpret: see `grouped_product`.
-      activation: a key of `kernels.activations.ACTIVATION_FUNCTIONS`.
+      activation: a key of `kernels.plain.ACTIVATION_FUNCTIONS`.
     """
     return _product(rows, [gate, up], group_sizes, shape, activation, False, core, interpret)
 

@@ -1,4 +1,4 @@
-"""Hidden states of gated low-rank experts, which never leave fast memory; see `functional.products.low_rank_hidden`.
+"""Hidden states of gated low-rank experts, which never leave fast memory; see `functional.gated`.
 
 For a block of tokens, blocks of the hidden layer pass by: products with the base, second factors of `gate` and `up`,
 and first factors of `down`. For each block the kernel computes the hidden states of every choice in float32, and writes
@@ -18,13 +18,13 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from moe_jax.kernels.activations import activated
-from moe_jax.kernels.tpu.chip import ANY_CORE, LANES, RESERVED, Core, block_bytes, round_up
-from moe_jax.kernels.tpu.pieces import COLUMNS, dot, in_pieces
+from moe_jax.kernels.hardware import ANY_CORE, LANES, RESERVED, Core, block_bytes, round_up
+from moe_jax.kernels.plain import activated
+from moe_jax.kernels.tpu.parts import COLUMNS, dot, in_pieces
 
 if TYPE_CHECKING:
-    from moe_jax.functional.products.low_rank_hidden import Projection
-    from moe_jax.functional.routing.decision import Routing
+    from moe_jax.functional.gated import Projection
+    from moe_jax.functional.routing import Routing
 
 # Tokens of a block, from the longest.
 _TOKEN_BLOCKS = (1024, 512, 256, 128)
@@ -60,7 +60,7 @@ def low_rank_hidden(
     """Returns the weighted sums of the hidden states, and of their products with `a`.
 
     Args:
-      gate, up, a, routing, num_experts, activation: see `functional.products.low_rank_hidden.low_rank_hidden`; `gate`
+      gate, up, a, routing, num_experts, activation: see `functional.gated.low_rank_hidden`; `gate`
         and `up` have as many factors as `a`.
       core: the core for which the sizes of blocks are chosen; they must exist (`fits`).
       interpret: run the kernel in interpret mode.
@@ -171,7 +171,7 @@ def _kernel(
                 inner_ref[own, :] += jnp.where(is_own, weights[:, j : j + 1] * products, 0.0)
                 return h
 
-            # As in `functional.routing.dispatch.weighted_sum`: equal hidden states give that state to the last bit.
+            # As in `functional.token_dispatch.weighted_sum`: equal hidden states give that state to the last bit.
             first = choice(0)
             total = jnp.sum(weights, axis=1, keepdims=True) * first
             for j in range(1, top_k):

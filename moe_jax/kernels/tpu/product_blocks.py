@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moe_jax.kernels.tpu.chip import LANES, RESERVED, Core, block_bytes, round_up
-from moe_jax.kernels.tpu.pieces import COLUMNS
-from moe_jax.kernels.tpu.tiles.fused_tile import FusedTile, Operand
+from moe_jax.kernels.hardware import LANES, RESERVED, Core, block_bytes, round_up
+from moe_jax.kernels.tpu.fused_tile import FusedTile, Operand
+from moe_jax.kernels.tpu.parts import COLUMNS
 
 # Rows of blocks that pass by, from the longest.
 ROW_BLOCKS = (512, 256, 128)

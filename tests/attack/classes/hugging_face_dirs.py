@@ -13,7 +13,7 @@ import numpy as np
 
 from moe_jax.api.open_source import open_source
 from moe_jax.conversion import HuggingFaceDirectory
-from moe_jax.data.tokens.tokenizer import Tokenizer
+from moe_jax.data.tokenizer import Tokenizer
 from tests.attack.attacks import Attack, command
 from tests.attack.mutations import mutated_json
 from tests.support.hf_checkpoints import CONFIGS, random_tensors, write_checkpoint

@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 import moe_jax
-from moe_jax.api.calibrate import calibrate
-from moe_jax.commands.line.cli import main
+from moe_jax.api.compress import calibrate
+from moe_jax.commands.cli import main
 from moe_jax.compression.calibration.layerwise_pass import record
 from moe_jax.compression.calibration.recorded import gradients_file, read_layer
 from moe_jax.compression.calibration.sensitivities import has_gradients, record_gradients

@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.api.calibrate import calibrate
-from moe_jax.checks.step0 import StreamedModel
-from moe_jax.commands.line.cli import main
+from moe_jax.api.compress import calibrate
+from moe_jax.checks.streamed_layers import StreamedModel
+from moe_jax.commands.cli import main
 from moe_jax.compression.calibration.layerwise_pass import DEFAULT_SAMPLES, record, sample_windows
 from moe_jax.compression.calibration.recorded import read_layer
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.files.staging import lock_directory
-from moe_jax.functional.routing.decision import route
+from moe_jax.functional.routing import route
 from moe_jax.model_io.model_dir import ModelDirectory
 
 KEY = {"model": "one"}

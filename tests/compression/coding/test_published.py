@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from moe_jax.compression.coding.coder import LeastError
 from moe_jax.compression.methods.without_base import HalfQuadratic, NormalFloat, zero_points
 from moe_jax.experts.forms import Quantized
-from moe_jax.functional.products.nf4 import dequantize_nf4, quantize_nf4
+from moe_jax.functional.codes import dequantize_nf4, quantize_nf4
 from tests.experts.code_reference import decoded, unpacked
 from tests.support.tiers import examples
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from moe_jax.compression.coding.quantizer import quantize
 from moe_jax.experts.forms import Quantized
-from moe_jax.functional.products.packing import codes_shape, pack, scales_shape
+from moe_jax.functional.codes import codes_shape, pack, scales_shape
 from tests.experts.code_reference import decoded
 from tests.support.tiers import examples
 

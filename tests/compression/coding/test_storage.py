@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.compression.coding.storage import FULL, layer_in, stored_bytes
 from moe_jax.compression.methods.registry import METHODS
 from moe_jax.core.formatting import count_bytes

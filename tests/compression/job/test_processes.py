@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.files.storage_path import as_path
 from moe_jax.models import BankConfig
 from tests.files.remote.conftest import bucket as bucket
@@ -24,7 +24,7 @@ from tests.support.tiers import long
 PROGRAM = """
 import os, signal, sys
 from pathlib import Path
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.compression import METHODS
 
 folder, dies = Path(sys.argv[1]), sys.argv[2] == "dies"

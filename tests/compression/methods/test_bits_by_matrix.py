@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_jax.api.calibrate import calibrate
+from moe_jax.api.compress import calibrate
 from moe_jax.compression import compress, make_method
 from moe_jax.compression.budget import Candidate, allocate
 from moe_jax.compression.calibration.layerwise_pass import sample_windows
@@ -25,7 +25,7 @@ from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.compression.stream import check_before_calibration
 from moe_jax.conversion import read_hf_config
 from moe_jax.core.errors import InputError
-from moe_jax.data.tokens.tokenizer import Tokenizer, find_tokenizer
+from moe_jax.data.tokenizer import Tokenizer, find_tokenizer
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.experts.forms import ffn_matrices
 from moe_jax.model_io.loading import load_model
@@ -93,7 +93,7 @@ def test_sensitivities_are_the_same_over_a_mesh(source, calibrated):
 
 def test_sensitivities_are_kept_and_found_again(source, calibrated, monkeypatch):
     calibration, text, place = calibrated
-    monkeypatch.setattr("moe_jax.api.calibrate.measure_sensitivities", None)
+    monkeypatch.setattr("moe_jax.api.compress.measure_sensitivities", None)
     again = calibrate(source, text, seq_len=16, samples=8, place=place, sensitivities=True)
     assert {i: one.sensitivities for i, one in again.layers.items()} == {
         i: one.sensitivities for i, one in calibration.layers.items()

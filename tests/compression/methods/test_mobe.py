@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moe_jax.api.open_source import open_source
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.compression import compress, make_method
 from moe_jax.compression.coding.storage import disk_bytes, layer_bytes
 from moe_jax.compression.methods.mobe import MixedFactors, mixed_factors, squared_error, starting_factors

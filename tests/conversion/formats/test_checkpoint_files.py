@@ -8,7 +8,7 @@ import shutil
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from moe_jax.conversion.formats.checkpoint_files import open_checkpoint
+from moe_jax.conversion.hugging_face_dir import open_checkpoint
 from moe_jax.core.errors import InputError
 from tests.support.hf_checkpoints import CONFIGS, random_tensors, write_checkpoint
 

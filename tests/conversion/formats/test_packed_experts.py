@@ -11,9 +11,9 @@ import transformers
 from rich.console import Console
 
 import moe_jax
-from moe_jax.commands.line.cli import main
+from moe_jax.commands.cli import main
 from moe_jax.conversion import convert
-from moe_jax.conversion.formats.checkpoint_files import open_checkpoint
+from moe_jax.conversion.hugging_face_dir import open_checkpoint
 from moe_jax.conversion.spec import ConvertSpec
 from moe_jax.model_io.model_dir import ModelDirectory
 from tests.support.hf_checkpoints import CONFIGS

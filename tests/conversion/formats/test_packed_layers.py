@@ -9,7 +9,7 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 import moe_jax
-from moe_jax.api.convert import packed_experts
+from moe_jax.api.transforms import packed_experts
 from moe_jax.conversion.to_hugging_face import export
 from moe_jax.core.errors import InputError
 from moe_jax.model_io.model_dir import ModelDirectory

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from moe_jax.api.open_source import open_source, read_config  # noqa: E402
-from moe_jax.commands.line.cli import main  # noqa: E402
+from moe_jax.commands.cli import main  # noqa: E402
 from moe_jax.conversion import GGUFModel, HuggingFaceDirectory, checkpoint_source  # noqa: E402
-from moe_jax.conversion.gguf.gguf_rope import llama3_factors  # noqa: E402
+from moe_jax.conversion.gguf.gguf_architectures import llama3_factors  # noqa: E402
 from moe_jax.core.errors import InputError  # noqa: E402
-from moe_jax.functional.attention.rope import rope_tables  # noqa: E402
+from moe_jax.functional.position_embeddings import rope_tables  # noqa: E402
 from tests.support.gguf_files import ARCHITECTURES, tensors_of, write_gguf  # noqa: E402
 from tests.support.hf_checkpoints import BASE, CONFIGS, random_tensors, write_checkpoint  # noqa: E402
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from moe_jax.conversion import HuggingFaceDirectory, export, read_hf_config
 from moe_jax.conversion.families import FAMILIES
-from moe_jax.conversion.hf.hf_format import exported_config
+from moe_jax.conversion.hf_format import exported_config
 from moe_jax.conversion.spec import ExportSpec
 from moe_jax.core.errors import InputError
 from moe_jax.experts.forms.sparse import to_csr

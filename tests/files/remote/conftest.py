@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from moe_jax.files.remote import objects
+from moe_jax.files import objects
 from tests.files.remote.fake_bucket import FakeBucket, serving
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moe_jax.files.remote import lease, objects
+from moe_jax.files import objects, remote_work
 
 
 class Killed(BaseException):
@@ -44,4 +44,4 @@ def killed_at(number: int, command: Callable[[], Any], monkeypatch: pytest.Monke
 @pytest.fixture
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever held a lease is dead."""
-    monkeypatch.setattr(lease, "_owner_is_dead", lambda found: True)
+    monkeypatch.setattr(remote_work, "_owner_is_dead", lambda found: True)

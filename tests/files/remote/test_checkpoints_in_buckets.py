@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from moe_jax.checkpoints.orbax_store import TrainingCheckpoints
-from moe_jax.checkpoints.saved_state import SavedState
-from moe_jax.checkpoints.steps_in_bucket import read_steps
+from moe_jax.checkpoints.saved_state import SavedState, read_steps
 from moe_jax.core.errors import InputError
 from moe_jax.files.storage_path import as_path
 

@@ -11,17 +11,17 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
+from moe_jax.data import data_files
+from moe_jax.data import text_and_tables as sources
+from moe_jax.data.data_files import DataFile
 from moe_jax.data.pipeline import open_data
 from moe_jax.data.sections import DataSection, SourceSection
-from moe_jax.data.sources import data_files
-from moe_jax.data.sources import text_files as sources
-from moe_jax.data.sources.array_records import ArrayRecords
-from moe_jax.data.sources.data_files import DataFile
-from moe_jax.data.sources.text_files import JsonLines, TextFile, find_files
-from moe_jax.files.fingerprint import fingerprint_contents
-from moe_jax.files.remote import objects
+from moe_jax.data.text_and_tables import JsonLines, TextFile, find_files
+from moe_jax.data.token_files import ArrayRecords
+from moe_jax.files import objects
+from moe_jax.files.byte_files import fingerprint_contents
 from moe_jax.files.storage_path import as_path
 from tests.files.remote.kills import killed_at, no_waiting  # noqa: F401
 from tests.support.byte_tokenizer import byte_tokenizer
@@ -248,7 +248,7 @@ batch_size = 8
 
 
 def test_data_are_inspected_and_tokenised_there(bucket, folder, monkeypatch, capsys, no_waiting):  # noqa: F811
-    module = importlib.import_module("moe_jax.data.tokens.tokenize_sources")
+    module = importlib.import_module("moe_jax.data.tokenize_sources")
     monkeypatch.setattr(module, "LEAST_BYTES", 2000)
     write_file(folder / "data" / "a.jsonl")
     upload(bucket, folder / "data", "data")

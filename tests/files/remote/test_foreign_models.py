@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 
 from moe_jax.api.open_source import open_source
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.conversion import export
-from moe_jax.conversion.formats.checkpoint_files import open_checkpoint
+from moe_jax.conversion.hugging_face_dir import open_checkpoint
 from moe_jax.conversion.spec import ExportSpec
 from moe_jax.core.errors import InputError
-from moe_jax.files import byte_files
+from moe_jax.files import byte_files, objects, regular_files
 from moe_jax.files.byte_files import open_bytes, size_of
-from moe_jax.files.remote import objects, traffic
 from moe_jax.files.storage_path import as_path
 from tests.files.remote.kills import killed_at, no_waiting  # noqa: F401
 from tests.support import gguf_files
@@ -74,9 +73,9 @@ def test_only_the_ranges_of_a_tensor_are_read(bucket, dense, tmp_path, monkeypat
     leaf = source.read("layers/1/mlp/up/kernel")
     # The file is opened again, by another thread than that which read the header.
     assert bucket.bytes_read == leaf.nbytes + 1024 < size / 4
-    bucket.bytes_read, before = 0, traffic.total()
+    bucket.bytes_read, before = 0, regular_files.traffic_so_far()
     source.read("layers/1/mlp/down/kernel")
-    assert bucket.bytes_read == (traffic.total() - before).read == leaf.nbytes
+    assert bucket.bytes_read == (regular_files.traffic_so_far() - before).read == leaf.nbytes
     assert sum(np.prod(spec.shape) for spec in specs.values()) * 4 < size
     same(source, dense)
     assert "model.safetensors" in {file.name for file in source.checkpoint.files}

@@ -6,7 +6,7 @@ import pytest
 from moe_jax.api.open_source import open_source
 from moe_jax.checkpoints.leaf_files import LeafReader
 from moe_jax.core.errors import InputError
-from moe_jax.files.remote import lease
+from moe_jax.files import remote_work
 from moe_jax.files.resume import leftovers, remove_leftover
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.model_dir import ModelDirectoryWriter
@@ -152,7 +152,7 @@ def test_clean_removes_what_was_begun_and_nothing_that_is_finished(bucket, monke
 
 
 def test_two_commands_do_not_write_one_model(bucket, monkeypatch):
-    monkeypatch.setattr(lease, "SECONDS", 0.5)
+    monkeypatch.setattr(remote_work, "SECONDS", 0.5)
     entry = {"command": "test", "options": {}, "sources": []}
     given = {"tokenizer_files": (), "lineage": [entry], "leaves": LEAVES, "resume": True}
     with pytest.raises(InputError, match="is in use by process"):
@@ -163,11 +163,11 @@ def test_two_commands_do_not_write_one_model(bucket, monkeypatch):
 
 
 def test_a_lease_that_nobody_renews_is_taken_over_and_its_owner_stops(bucket, monkeypatch):
-    monkeypatch.setattr(lease, "SECONDS", 0.5)
-    monkeypatch.setattr(lease.Lease, "_renew", lambda self: None)  # it stands still
-    first = lease.Lease(MODEL / "lease.json", MODEL)
+    monkeypatch.setattr(remote_work, "SECONDS", 0.5)
+    monkeypatch.setattr(remote_work.Lease, "_renew", lambda self: None)  # it stands still
+    first = remote_work.Lease(MODEL / "lease.json", MODEL)
     first.take()
-    second = lease.Lease(MODEL / "lease.json", MODEL)
+    second = remote_work.Lease(MODEL / "lease.json", MODEL)
     second.take()
     for check in (first.check, first.check_clock):
         with pytest.raises(InputError, match="is not this command's any more"):
@@ -180,13 +180,13 @@ def test_a_lease_that_nobody_renews_is_taken_over_and_its_owner_stops(bucket, mo
 
 
 def test_a_lease_is_renewed(bucket, monkeypatch):
-    monkeypatch.setattr(lease, "SECONDS", 0.4)
+    monkeypatch.setattr(remote_work, "SECONDS", 0.4)
     answers = iter([None, 412, None, 503] * 100)
-    first = lease.Lease(MODEL / "lease.json", MODEL)
+    first = remote_work.Lease(MODEL / "lease.json", MODEL)
     first.take()
     bucket.fault = lambda request: next(answers) if request.verb == "put" else None
     with pytest.raises(InputError, match="is in use by"):
-        lease.Lease(MODEL / "lease.json", MODEL).take()
+        remote_work.Lease(MODEL / "lease.json", MODEL).take()
     bucket.fault = None
     first.check()
     first.release()

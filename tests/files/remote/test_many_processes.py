@@ -35,14 +35,14 @@ from moe_jax.checkpoints.orbax_store import TrainingCheckpoints
 from moe_jax.conversion import convert
 from moe_jax.model_io.loading import load_model, model_leaves
 from moe_jax.model_io.model_dir import ModelDirectory, ModelDirectoryWriter
-from moe_jax.files.remote import traffic
+from moe_jax.files.regular_files import traffic_so_far
 from moe_jax.files.storage_path import as_path
 from moe_jax.distributed.sharding import make_mesh
 
-said, before = {}, traffic.total()
+said, before = {}, traffic_so_far()
 def step(name):
     global before
-    now = traffic.total()
+    now = traffic_so_far()
     said[name] = [(now - before).read, (now - before).written]
     before = now
 
@@ -52,7 +52,7 @@ source = ModelDirectory(folder / "converted")
 said["one fourth"] = sum(spec.size * spec.dtype.itemsize for spec in source.specs().values()) / 4
 places = [({"fsdp": 4}, folder / "saved-1"), ({"tensor": 2, "fsdp": 2}, as_path("gs://bucket/saved-2"))]
 for axes, target in places:
-    before = traffic.total()
+    before = traffic_so_far()
     model = load_model(source, mesh=make_mesh(axes))
     step(f"load {axes}")
     with ModelDirectoryWriter(target, model.config, tokenizer_files=[], lineage=[{"command": "test"}]) as writer:
@@ -63,7 +63,7 @@ for axes, target in places:
 
 from moe_jax.upcycling import UpcycleSpec, upcycle
 spec = UpcycleSpec(experts=4, delta="low-rank:2", every=1, step0_check=False)
-before = traffic.total()
+before = traffic_so_far()
 upcycle(ModelDirectory(folder / "converted"), folder / "upcycled", spec)
 step("upcycle")
 
@@ -71,7 +71,7 @@ from moe_jax.compression import compress, make_method
 moe, targets = ModelDirectory(folder / "moe"), [folder / "small", as_path("gs://bucket/small")]
 said["one fourth of the MoE"] = sum(map(moe.stored_bytes, moe.specs())) / 4
 for target in targets:
-    before = traffic.total()
+    before = traffic_so_far()
     compress(moe, target, make_method("quantize", {"bits": 8}), described={"bits": 8})
     step(f"compress {target}")
 

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from moe_jax.commands.line import cli
-from moe_jax.files.remote import objects
+from moe_jax.commands import cli
+from moe_jax.files import objects
 from tests.support.dense_models import dense_config, random_leaves, write_model
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moe_jax.api.open_source import open_source
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.model_dir import ModelDirectory, ModelDirectoryWriter
 from tests.support.byte_tokenizer import byte_tokenizer

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moe_jax.api.open_source import open_source
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
 from moe_jax.files import growing
 from moe_jax.files.storage_path import as_path
@@ -64,7 +64,7 @@ def test_a_run_is_killed_in_a_checkpoint_and_goes_on(bucket, place, capsys):
     assert cli.main(["train", "recipe.toml", "--set", "run_dir=local"]) == 0
     flags = {"XLA_FLAGS": f"{COMPILER_FLAGS} --xla_force_host_platform_device_count=8"}
     child = subprocess.Popen(
-        [sys.executable, "-m", "moe_jax.commands.line.cli", "train", "recipe.toml"],
+        [sys.executable, "-m", "moe_jax.commands.cli", "train", "recipe.toml"],
         env=os.environ | flags | {"PYTHONPATH": str(ROOT)},
         stderr=subprocess.PIPE,
     )

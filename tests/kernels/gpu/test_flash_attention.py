@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe_jax.functional.attention.grouped_query import Visibility, attention
+from moe_jax.functional.attention import Visibility, attention
 from moe_jax.kernels.gpu.flash_attention import flash_attention, refusal
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")

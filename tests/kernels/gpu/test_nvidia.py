@@ -4,7 +4,7 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from moe_jax.kernels.gpu.nvidia import capability_of, compute_capability
+from moe_jax.kernels.hardware import capability_of, compute_capability
 
 
 @pytest.mark.parametrize(

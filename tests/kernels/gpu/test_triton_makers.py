@@ -10,7 +10,7 @@ from moe_jax.experts.forms import LowRank, Quantized
 from moe_jax.experts.forms.kernel_of_codes import NF4
 from moe_jax.experts.forms.optional import FormTiles
 from moe_jax.experts.shapes import Matrix
-from moe_jax.functional.products.nf4 import quantize_nf4
+from moe_jax.functional.codes import quantize_nf4
 from moe_jax.kernels.gpu.grouped import TritonProducts
 from tests.support.tiers import one_in
 

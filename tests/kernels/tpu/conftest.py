@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import pytest
 
-from moe_jax.functional.products import gated, synthesis
-from moe_jax.kernels.tpu import grouped_outer, low_rank_gradient, product_blocks
-from moe_jax.kernels.tpu.chip import MIB, Core, round_up
+from moe_jax.functional import gated, synthesis
+from moe_jax.kernels.hardware import MIB, Core, round_up
+from moe_jax.kernels.tpu import kernel_gradients, product_blocks
 from moe_jax.kernels.tpu.product_blocks import Chooser, Sizes, Stays
 
 SMALL = {"core": Core(vmem=64 * MIB, cores=2, rows=8), "interpret": True}
@@ -18,9 +18,9 @@ def small_blocks(monkeypatch):
     """Blocks of 16 rows, which pass by panels; with the options `SMALL`, in strips of 8."""
     monkeypatch.setattr(product_blocks, "ROW_BLOCKS", (16,))
     monkeypatch.setattr(product_blocks, "SIDES", ())
-    monkeypatch.setattr(grouped_outer, "ROW_BLOCK", 16)
-    monkeypatch.setattr(low_rank_gradient, "ROW_BLOCKS", (16,))
-    monkeypatch.setattr(low_rank_gradient, "STRIP", 8)
+    monkeypatch.setattr(kernel_gradients, "ROW_BLOCK", 16)
+    monkeypatch.setattr(kernel_gradients, "ROW_BLOCKS", (16,))
+    monkeypatch.setattr(kernel_gradients, "STRIP", 8)
 
 
 class Order(NamedTuple):

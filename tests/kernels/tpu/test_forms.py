@@ -14,11 +14,11 @@ from moe_jax.experts.forms.kernel_of_codes import NF4
 from moe_jax.experts.forms.optional import FormTiles
 from moe_jax.experts.hidden_rows import Kernels, hidden_rows
 from moe_jax.experts.shapes import BASE, Matrix, Part
-from moe_jax.functional.ffn import hidden
-from moe_jax.functional.products.nf4 import SCALE_LEVELS, quantize_nf4
-from moe_jax.functional.products.packing import codes_shape, scales_shape
+from moe_jax.functional.codes import SCALE_LEVELS, codes_shape, quantize_nf4, scales_shape
+from moe_jax.functional.dense import hidden
 from moe_jax.kernels.tpu import grouped_product
-from moe_jax.kernels.tpu.tiles.nf4_tile import NF4Tile, scale_levels
+from moe_jax.kernels.tpu.tiles import NF4Tile, scale_levels
+from tests.kernels.tpu import references
 from tests.kernels.tpu.conftest import ORDERS
 from tests.support.numerics import assert_close
 from tests.support.tiers import EVERY, one_in
@@ -62,7 +62,7 @@ def program(form, with_base, split, reference):
                 tiles.tile(base, {name: array[e] for name, array in arrays.items()} | here, 0, shape[1])
                 for e in range(GROUPS)
             ]
-            y = grouped_product.reference(rows, jnp.stack(kernels), sizes)
+            y = references.product(rows, jnp.stack(kernels), sizes)
         else:
             y = form.grouped(rows, arrays, sizes, matrix, part)
         return jnp.sum(y * target), y
@@ -148,7 +148,7 @@ def hidden_program(form, split, reference):
         base, here = arrays.pop(BASE, None), {"origin": origin} if split else {}
         each = ({name: array[e] for name, array in arrays.items()} for e in range(GROUPS))
         kernels = [tiles.tile(base, own | here, 0, shape[1]) for own in each]
-        return grouped_product.reference(rows, jnp.stack(kernels), sizes)
+        return references.product(rows, jnp.stack(kernels), sizes)
 
     def states(rows, trained, fixed, sizes):
         arrays = {name: trained[name] | fixed[name] for name in trained}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.kernels.tpu.group_visits import group_visits, visits_of_shares
+from moe_jax.kernels.tpu.parts import group_visits, visits_of_shares
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.functional.ffn import hidden
-from moe_jax.kernels.tpu import grouped_outer, grouped_product, low_rank_gradient, product_blocks
-from moe_jax.kernels.tpu.chip import MIB, Core
+from moe_jax.functional.dense import hidden
+from moe_jax.kernels.hardware import MIB, Core
+from moe_jax.kernels.tpu import grouped_product, kernel_gradients, product_blocks
+from moe_jax.kernels.tpu.fused_tile import Operand
 from moe_jax.kernels.tpu.product_blocks import Stays
-from moe_jax.kernels.tpu.tiles.fused_tile import Operand
-from moe_jax.kernels.tpu.tiles.low_rank_tile import LowRankTile
-from moe_jax.kernels.tpu.tiles.stored_tile import StoredTile
+from moe_jax.kernels.tpu.tiles import LowRankTile, StoredTile
+from tests.kernels.tpu import references
 from tests.kernels.tpu.conftest import ORDERS, SMALL
 from tests.support.numerics import assert_close
 from tests.support.tiers import one_in
@@ -70,7 +70,7 @@ def test_product(stored, transposed):
             base, arrays = None, {"kernel": kernels}
         rows, sizes = random(rng, ROWS, SHAPE[1 if transposed else 0]), jnp.asarray(sizes, jnp.int32)
         got = product(transposed, stored)(rows, base, arrays, sizes)
-        assert_close(got, grouped_product.reference(rows, kernels, sizes, transposed))
+        assert_close(got, references.product(rows, kernels, sizes, transposed))
 
     check()
 
@@ -99,7 +99,7 @@ def test_gated_product(activation, stored):
         if stored:
             sides = [(None, {"kernel": kernel}) for kernel in kernels]
         rows, sizes = random(rng, ROWS, SHAPE[0]), jnp.asarray(sizes, jnp.int32)
-        gate, up = (grouped_product.reference(rows, kernel, sizes) for kernel in kernels)
+        gate, up = (references.product(rows, kernel, sizes) for kernel in kernels)
         assert_close(gated(activation, stored)(rows, *sides, sizes), hidden(up, gate, activation))
 
     check()
@@ -128,7 +128,7 @@ def test_product_in_every_order(transposed, stored, order, monkeypatch):
     run = jax.jit(run)
     for sizes in SKEWED:
         sizes = jnp.asarray(sizes, jnp.int32)
-        assert_close(run(rows, base, arrays, sizes), grouped_product.reference(rows, kernels, sizes, transposed))
+        assert_close(run(rows, base, arrays, sizes), references.product(rows, kernels, sizes, transposed))
 
 
 @one_in(3)
@@ -146,7 +146,7 @@ def test_gated_product_in_every_order(stored, order, monkeypatch):
     rows = random(rng, ROWS, SHAPE[0])
     for sizes in SKEWED:
         sizes = jnp.asarray(sizes, jnp.int32)
-        gate, up = (grouped_product.reference(rows, kernel, sizes) for kernel in kernels)
+        gate, up = (references.product(rows, kernel, sizes) for kernel in kernels)
         assert_close(run(rows, *sides, sizes), hidden(up, gate, "silu"))
 
 
@@ -159,7 +159,7 @@ def test_what_lies_beyond_is_not_used_in_any_order(order, monkeypatch):
     rng, sizes = np.random.default_rng(0), jnp.asarray([20, 0, 13, 0], jnp.int32)
     kernels, rows = random(rng, GROUPS, *shape), random(rng, ROWS, shape[0]).at[33:].set(jnp.nan)
     got = grouped_product.grouped_product(rows, None, {"kernel": kernels}, sizes, StoredTile(), shape, **SMALL)
-    assert_close(got[:33], grouped_product.reference(rows[:33], kernels, sizes))
+    assert_close(got[:33], references.product(rows[:33], kernels, sizes))
     np.testing.assert_array_equal(got[33:], 0)
 
 
@@ -216,7 +216,7 @@ def test_gated_products_in_bfloat16_are_rounded_once():
     rows, sizes = random(rng, ROWS, SHAPE[0], dtype=jnp.bfloat16), jnp.asarray([20, 0, 30, 0], jnp.int32)
     kernels = [random(rng, GROUPS, *SHAPE, dtype=jnp.bfloat16) for _ in range(2)]
     got = gated("silu", True)(rows, *((None, {"kernel": kernel}) for kernel in kernels), sizes)
-    gate, up = (grouped_product.reference(rows, kernel, sizes) for kernel in kernels)
+    gate, up = (references.product(rows, kernel, sizes) for kernel in kernels)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(got.astype(jnp.float32), hidden(up, gate, "silu"), rtol=ONE_ROUNDING, atol=1e-4)
 
@@ -238,7 +238,7 @@ def test_bfloat16_products_are_rounded_once(dtype, stored):
     assert got.dtype == jnp.bfloat16
     made, got = np.asarray(got[20 : 20 + SHAPE[0]], np.float32), np.asarray(got[:20], np.float32)
     np.testing.assert_allclose(made, kernels[2], rtol=ONE_ROUNDING, atol=1e-4)
-    expected = np.asarray(grouped_product.reference(rows, kernels, sizes))[:20]
+    expected = np.asarray(references.product(rows, kernels, sizes))[:20]
     assert np.linalg.norm(got - expected) < 0.003 * np.linalg.norm(expected)
 
 
@@ -261,12 +261,12 @@ def test_what_lies_beyond_the_rows_or_in_other_groups_is_not_used():
 
 @functools.cache
 def outer_product(dtype):
-    return jax.jit(functools.partial(grouped_outer.grouped_outer, dtype=dtype, **SMALL))
+    return jax.jit(functools.partial(kernel_gradients.grouped_outer, dtype=dtype, **SMALL))
 
 
 @functools.cache
 def thin_gradients():
-    return jax.jit(functools.partial(low_rank_gradient.low_rank_gradients, **SMALL))
+    return jax.jit(functools.partial(kernel_gradients.low_rank_gradients, **SMALL))
 
 
 @settings(max_examples=5)
@@ -275,9 +275,9 @@ def test_gradients_of_kernels_and_of_factors(sizes, seed):
     rng = np.random.default_rng(seed)
     rows, dout, arrays = random(rng, ROWS, SHAPE[0]), random(rng, ROWS, SHAPE[1]), factors(rng)
     sizes = jnp.asarray(sizes, jnp.int32)
-    assert_close(outer_product(jnp.float32)(rows, dout, sizes), grouped_outer.reference(rows, dout, sizes))
+    assert_close(outer_product(jnp.float32)(rows, dout, sizes), references.outer(rows, dout, sizes))
     arguments = rows, dout, arrays["a"], arrays["b"], sizes
-    assert_close(thin_gradients()(*arguments), low_rank_gradient.reference(*arguments))
+    assert_close(thin_gradients()(*arguments), references.low_rank_gradients(*arguments))
 
 
 @DTYPES
@@ -286,21 +286,21 @@ def test_gradients_of_bfloat16_rows_are_not_rounded_on_the_way(dtype):
     rows, dout = random(rng, ROWS, SHAPE[0], dtype=jnp.bfloat16), random(rng, ROWS, SHAPE[1], dtype=jnp.bfloat16)
     arrays, sizes = factors(rng, dtype), jnp.asarray([20, 0, 13, 9], jnp.int32)
     arguments = rows, dout, arrays["a"], arrays["b"], sizes
-    assert_close(thin_gradients()(*arguments), low_rank_gradient.reference(*arguments), tolerance=2e-5)
+    assert_close(thin_gradients()(*arguments), references.low_rank_gradients(*arguments), tolerance=2e-5)
     got = outer_product(jnp.bfloat16)(rows, dout, sizes)
     np.testing.assert_allclose(
-        got.astype(jnp.float32), grouped_outer.reference(rows, dout, sizes), rtol=ONE_ROUNDING, atol=1e-5
+        got.astype(jnp.float32), references.outer(rows, dout, sizes), rtol=ONE_ROUNDING, atol=1e-5
     )
 
 
 def test_factors_that_do_not_fit_into_fast_memory(monkeypatch):
     """Plain products take their place, which round what lies between them."""
-    monkeypatch.setattr(low_rank_gradient, "_block", lambda *_: None)
+    monkeypatch.setattr(kernel_gradients, "_block", lambda *_: None)
     rng = np.random.default_rng(0)
     rows, dout, arrays = random(rng, ROWS, SHAPE[0]), random(rng, ROWS, SHAPE[1]), factors(rng)
     sizes = jnp.asarray([20, 0, 13, 9], jnp.int32)
     got = jax.jit(lambda *data: LowRankTile().gradients(*data, ("a", "b"), sizes, **SMALL))(rows, dout, arrays)
-    expected = low_rank_gradient.reference(rows, dout, arrays["a"], arrays["b"], sizes)
+    expected = references.low_rank_gradients(rows, dout, arrays["a"], arrays["b"], sizes)
     assert_close([got["a"], got["b"]], expected)
     with pytest.raises(ValueError, match="rank 3 of kernels"):
-        low_rank_gradient.low_rank_gradients(rows, dout, arrays["a"], arrays["b"], sizes, **SMALL)
+        kernel_gradients.low_rank_gradients(rows, dout, arrays["a"], arrays["b"], sizes, **SMALL)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.functional.products.low_rank_hidden import Hidden, Projection, low_rank_hidden
-from moe_jax.functional.routing.decision import NO_EXPERT, Routing
+from moe_jax.functional.gated import Hidden, Projection, low_rank_hidden
+from moe_jax.functional.routing import NO_EXPERT, Routing
+from moe_jax.kernels.hardware import ANY_CORE
 from moe_jax.kernels.tpu import low_rank_hidden as kernel
-from moe_jax.kernels.tpu.chip import ANY_CORE
 from tests.support.numerics import assert_close
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")

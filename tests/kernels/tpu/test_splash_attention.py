@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.functional.attention.grouped_query import Visibility, attention
+from moe_jax.functional.attention import Visibility, attention
 from moe_jax.kernels.tpu.splash_attention import _Band, _IsInside, splash_attention
 from tests.support.jaxprs import equations
 from tests.support.tiers import one_in

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.experts.devices import BATCH_AXES, attention_placement
-from moe_jax.functional.attention.grouped_query import Visibility, attention
+from moe_jax.functional.attention import Visibility, attention
 from moe_jax.planning.planned_devices import prepare_environment
 from tests.support.tiers import long, one_in
 from tests.support.uncached import uncached

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import rich.console
 
-from moe_jax.functional.routing.decision import RouterStats
+from moe_jax.functional.routing import RouterStats
 from moe_jax.models import LayerConfig
 from moe_jax.training import metrics
 from moe_jax.training.flops import active_matmul_params, train_flops_per_token

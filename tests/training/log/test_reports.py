@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
 from moe_jax.training import metrics, training_run
 from moe_jax.training.flops import peak_flops

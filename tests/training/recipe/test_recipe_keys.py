@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
 from moe_jax.files.json_toml import parse_toml
 from moe_jax.training.recipe import ModelSection, Recipe

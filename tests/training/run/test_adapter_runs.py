@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moe_jax.api.open_source import open_source
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.distributed.sharding import path_name
 from moe_jax.experts.shapes import LoRAConfig
 from moe_jax.model_io.adapter_dir import AdapterDirectoryWriter

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moe_jax.api.open_source import open_source
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.training import run_directory
 from moe_jax.training import training_run as run_module

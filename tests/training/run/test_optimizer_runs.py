@@ -10,7 +10,7 @@ import pytest
 
 from moe_jax.api.open_source import open_source
 from moe_jax.checkpoints.orbax_store import TrainingCheckpoints
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.training.program import Program, first_state, make_program
 from moe_jax.training.recipe import (

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from tests.support.dense_models import random_leaves, write_model
 from tests.support.environment import ROOT
 from tests.support.jobs import Job, job, run
@@ -309,7 +309,7 @@ def test_processes_that_differ_are_refused_before_anything_is_written(workplace,
 
 
 def test_a_first_process_that_does_not_answer_is_not_waited_for_for_ever(workplace):
-    arguments = [sys.executable, "-m", "moe_jax.commands.line.cli", "train", "recipe.toml"]
+    arguments = [sys.executable, "-m", "moe_jax.commands.cli", "train", "recipe.toml"]
     with socket.create_server(("localhost", 0)) as deaf:
         port = deaf.getsockname()[1]
         place = {"MOE_JAX_DISTRIBUTED": f"localhost:{port},2,1", "MOE_JAX_DISTRIBUTED_WAIT": "1"}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.model_io.model_dir import ModelDirectory
 from tests.support.tiers import long
 from tests.training.run.test_continuation import content

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.training.loop import StopSignals
 from tests.support.disks import small_disk
 from tests.support.environment import COMPILER_FLAGS, ROOT
@@ -61,7 +61,7 @@ def workplace(tmp_path_factory, tokenizer_path) -> Path:
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "moe_jax.commands.line.cli", "train", "recipe.toml", *arguments]
+    return [sys.executable, "-m", "moe_jax.commands.cli", "train", "recipe.toml", *arguments]
 
 
 def environment(devices: int = 1) -> dict[str, str]:
@@ -211,7 +211,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoi
 def test_two_processes_train_like_one(workplace, monkeypatch, tmp_path):
     """Two processes of four devices, started by the launch script, and one process of eight."""
     program = tmp_path / "moe-jax"
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m moe_jax.commands.line.cli "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m moe_jax.commands.cli "$@"\n')
     program.chmod(0o755)
     arguments = ["recipe.toml", "--set", "train.steps=4", "mesh.fsdp=4", "mesh.expert=2", "eval.every=2"]
     done = subprocess.run(

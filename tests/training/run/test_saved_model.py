@@ -9,7 +9,7 @@ import pytest
 
 from moe_jax.api.open_source import open_source
 from moe_jax.checkpoints.saved_state import SavedState
-from moe_jax.commands.line import cli
+from moe_jax.commands import cli
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.training.run_directory import describe_run
 from tests.support.tiers import long

@@ -1,0 +1,356 @@
+"""The verbs that measure a model: evaluate and classify run it, plan counts what it costs."""
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from moe_jax.api.model import Model, ModelOrPath, open_model
+from moe_jax.api.open_source import read_config
+from moe_jax.conversion.hf_config import class_names
+from moe_jax.core.errors import InputError
+from moe_jax.core.finite import is_floating, largest_magnitude
+from moe_jax.data.data_files import uncompressed
+from moe_jax.data.examples import Example
+from moe_jax.data.sections import DataSection, SourceSection
+from moe_jax.data.tokenizer import Pair, Tokenizer
+from moe_jax.evaluation.classification import (
+    Classification,
+    Labelled,
+    count_labels,
+    names_of_labels,
+    read_labelled,
+    scores_by_head,
+    scores_by_likelihood,
+)
+from moe_jax.evaluation.held_out import (
+    Evaluation,
+    Evaluator,
+    PairEvaluator,
+    check_seq_len,
+    read_held_out,
+    read_text,
+    with_lengths,
+)
+from moe_jax.files.storage_path import as_path
+from moe_jax.models import ModelConfig
+from moe_jax.peft.adapt import adapted_config
+from moe_jax.peft.spec import AdaptSpec
+from moe_jax.planning.model_costs import (
+    Plan,
+    PlannedStrategies,
+    TrainingMemory,
+    TunedParameters,
+    make_plan,
+    planned_strategies,
+    training_memory,
+    tuned_parameters,
+)
+from moe_jax.training.recipe import OptimizerSection
+from moe_jax.upcycling.new_config import upcycled_config
+from moe_jax.upcycling.spec import UpcycleSpec
+
+# Long enough for context to matter, short enough for any machine; a model with fewer positions gets fewer.
+_DEFAULT_SEQ_LEN = 1024
+
+Text = str | os.PathLike[str] | Sequence[int] | np.ndarray
+Texts = Sequence[tuple[str, str]]
+
+
+def evaluate(
+    model: ModelOrPath,
+    text: Text | Texts,
+    *,
+    seq_len: int | None = None,
+    input_len: int | None = None,
+    batch_size: int = 8,
+) -> Evaluation:
+    """Measures the perplexity of a model on a text, or on the targets of pairs.
+
+    A text is tokenised whole without special tokens and cut into consecutive windows, the last of which may be shorter;
+    every token but the first of each window is scored. Pairs are inputs and targets: every token of a target is scored,
+    and the EOS that ends it where the model names one, given the input and the target so far. A model with an encoder
+    is scored on pairs alone; a model without one reads input and target as one text. If a pair is too long, an encoder
+    leaves out its end, and a model without one its beginning. Files may have every form that training data has, but
+    *.array_record files of tokens must have been made with the model's own tokenizer.
+
+        >>> scored = moe_jax.evaluate(moe_jax.tiny_model(), range(40), seq_len=16)
+        >>> scored.tokens, scored.windows, 60 < scored.perplexity < 68
+        (37, 3, True)
+
+    Args:
+      model: a model, or the path of one.
+      text: the path of a text file; or token ids, as `model.tokenizer.encode` makes them of a string. Documents,
+        pairs or conversations: the path of a file `*.jsonl` of lines such as `{"text": "..."}`, `{"prompt": "...",
+        "response": "..."}` or `{"messages": [...]}`, or of a table (`*.parquet`, `*.arrow`), or a list of pairs of
+        strings.
+      seq_len: length of a window or row, of targets where there is an encoder; by default 1024, or what the model can
+        do if that is less.
+      input_len: length of inputs where there is an encoder; by default the same.
+      batch_size: windows or pairs computed at once. Does not change the result.
+
+    Returns:
+      `tokens` scored, `nll` (mean, natural log), `perplexity`, `total_nll`, `windows` or pairs, and how many pairs were
+      `cut`.
+
+    Raises:
+      FileNotFoundError: if there is nothing at a path.
+      InputError: if the text is not UTF-8 or too short, or no pairs for an encoder; ids are not the model's, it has no
+        tokenizer for a text, or the perplexity is not finite.
+    """
+    found = score(model, text, seq_len=seq_len, input_len=input_len, batch_size=batch_size)
+    if not math.isfinite(found.perplexity):
+        why = "the model predicts nothing of this text"
+        if not math.isfinite(found.nll):
+            why = why_not_finite(open_lazily(model))
+        raise InputError(f"the perplexity is not finite (nll {found.nll:.6g}): {why}")
+    return found
+
+
+def score(
+    model: ModelOrPath,
+    text: Text | Texts,
+    *,
+    seq_len: int | None = None,
+    input_len: int | None = None,
+    batch_size: int = 8,
+) -> Evaluation:
+    """Measures as `evaluate` does, but also returns figures that are not finite: a model of a sweep may be broken."""
+    if batch_size < 1:
+        raise InputError(f"{batch_size=} must be at least 1")
+    model = open_lazily(model)
+    if input_len is not None and not model.config.has_encoder:
+        raise InputError(f"{input_len=} is for models with an encoder, which this has not")
+    seq_len = default_seq_len(model.config) if seq_len is None else seq_len
+    input_len = default_seq_len(model.config) if input_len is None else input_len
+    check_seq_len(seq_len)
+    if input_len < 2:
+        raise InputError(f"{input_len=} must be at least 2")
+    given: Any = text
+    model.config.check_scores_tokens("a perplexity")
+    pairs = read_pairs_for(model, given, input_len=input_len, seq_len=seq_len)
+    if pairs is not None:
+        graphdef, state = nnx.split(model.decoder)
+        return PairEvaluator(graphdef, pairs, batch_size=batch_size, mesh=model.mesh)(state)
+    ids = read_ids(model, given)
+    graphdef, state = nnx.split(model.decoder)
+    return Evaluator(graphdef, ids, seq_len=seq_len, batch_size=batch_size, mesh=model.mesh)(state)
+
+
+def read_pairs_for(model: Model, text: Any, *, input_len: int, seq_len: int) -> list[Pair] | None:
+    """Returns the pairs of a list or a file, None for a text. Takes the input of `evaluate`, and raises its errors."""
+    lengths: dict[str, Any] = {"input_len": input_len, "seq_len": seq_len}
+    if isinstance(text, str | os.PathLike):
+        source, data = SourceSection(path=os.fspath(text)), with_lengths(DataSection(), **lengths)
+        if source.form == "text" and not model.config.has_encoder:
+            return None
+        what = f"a file of {'pairs' if source.form == 'text' else source.form}"
+        tokenizer = tokenizer_of(model, what, "give a model that has one")
+        rows = read_held_out(source, data, model.config, tokenizer.path)
+        assert isinstance(rows, list)
+        return rows
+    if len(text) and isinstance(text[0], tuple | list) and all(map(_is_pair, text)):
+        tokenizer = tokenizer_of(model, "a list of pairs", "give a model that has one")
+        return [tokenizer.pair(Example(a + b, len(a), is_response=True), **lengths) for a, b in text]
+    model.config.check_no_encoder("the perplexity of a text that is no list of pairs (input, target)")
+    return None
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2 and all(isinstance(part, str) for part in value)
+
+
+def read_ids(model: Model, text: Text) -> np.ndarray:
+    """Returns int32[n] ids of a text for `model`. Takes the input of `evaluate`, and raises its errors."""
+    if isinstance(text, str | os.PathLike):
+        tokenizer = tokenizer_of(model, "a text file", "name one (--tokenizer), or give the text as token ids")
+        if not as_path(text).is_file():
+            raise FileNotFoundError(f"no text at {text}")
+        return read_text(uncompressed(as_path(text)), tokenizer, name=os.fspath(text))
+    return _checked_ids(text, model.config)
+
+
+def default_seq_len(config: ModelConfig) -> int:
+    """Returns the default number of tokens that a model sees at a time: 1024, or its context length if that is less."""
+    return min(_DEFAULT_SEQ_LEN, config.max_positions)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelPlan(Plan):
+    """The costs of a model, as `plan` returns them.
+
+        >>> moe_jax.plan(moe_jax.tiny_model(experts=4)).expert_params
+        12288
+
+    Attributes:
+      peft: the parameters that are trained beside a frozen base; None: there is no frozen base.
+      training_bytes_per_chip: bytes per chip of training over a mesh; None: no mesh was given.
+      strategies: how experts would be applied on a platform; None: none was given.
+    """
+
+    peft: TunedParameters | None = None
+    training_bytes_per_chip: TrainingMemory | None = None
+    strategies: PlannedStrategies | None = None
+
+
+def plan(
+    model: ModelOrPath | ModelConfig,
+    *,
+    upcycle: UpcycleSpec | Mapping[str, Any] | None = None,
+    adapt: AdaptSpec | Mapping[str, Any] | None = None,
+    mesh: Mapping[str, int] | None = None,
+    optimizer: OptimizerSection | None = None,
+    platform: str | None = None,
+    tokens: int | None = None,
+) -> ModelPlan:
+    """Counts parameters, bytes and FLOP of a model from its config alone, or of what it would become.
+
+        >>> dense = moe_jax.tiny_model()
+        >>> planned = moe_jax.plan(dense, upcycle={"experts": 4, "delta": "low-rank:2"}, mesh={"fsdp": 2})
+        >>> planned.added_params, planned.training_bytes_per_chip.total
+        (1216, 70400)
+
+    Args:
+      model: a model, a config, or the path of a model or of a config.json, ours or Hugging Face's.
+      upcycle: a spec or options of `upcycle`: count the MoE that the model would become.
+      adapt: a spec or options of `adapt`: count the model with these adapters; after `upcycle`, if both are given.
+      mesh: sizes of the axes `data`, `fsdp`, `expert` and `tensor`: adds the bytes per chip of training, in float32
+        except for frozen parameters, without activations.
+      optimizer: with `mesh`: that of a recipe; by default AdamW.
+      platform: a key of `data_sheets.CHIPS`, such as `v5e`, `h100` or `cpu`: adds the strategy by which experts
+        would be applied there, and the least time of every one.
+      tokens: number of tokens of a training batch on one device of the platform; default 8192.
+
+    Raises:
+      FileNotFoundError: if there is no config at the path.
+      InputError: if it cannot be read, or the options do not go with it.
+    """
+    if isinstance(model, ModelConfig):
+        config = model
+    else:
+        config = model.config if isinstance(model, Model) else read_config(os.fspath(model))
+    origin = None if config.moe_layers else config
+    if upcycle is not None:
+        config = upcycled_config(config, upcycle if isinstance(upcycle, UpcycleSpec) else UpcycleSpec.of(upcycle))
+    if adapt is not None:
+        config = adapted_config(config, adapt if isinstance(adapt, AdaptSpec) else AdaptSpec.of(adapt))
+    if tokens is not None and platform is None:
+        raise InputError("tokens: only with platform")
+    counted = make_plan(config, origin)
+    return ModelPlan(
+        **{field.name: getattr(counted, field.name) for field in dataclasses.fields(counted)},
+        peft=tuned_parameters(config),
+        training_bytes_per_chip=None if mesh is None else training_memory(config, mesh, optimizer=optimizer),
+        strategies=None if platform is None else planned_strategies(config, platform, tokens),
+    )
+
+
+def open_lazily(model: ModelOrPath) -> Model:
+    """Returns the model of a path without reading its weights, so that errors in other input are reported first."""
+    return model if isinstance(model, Model) else Model.of_source(open_model(model))
+
+
+def why_not_finite(model: Model) -> str:
+    """Returns why the results of a model are not finite, as far as its weights show it."""
+    for path, spec in model.source.specs().items():
+        if is_floating(spec.dtype) and not math.isfinite(largest_magnitude(model.source.read(path))):
+            return f"{path} holds numbers that are not finite (moe-jax inspect --weights lists all such leaves)"
+    return f"all weights are finite, so it is activations that are too large for {model.loading.compute_dtype}"
+
+
+def tokenizer_of(model: Model, what: str, instead: str) -> Tokenizer:
+    """Returns the model's tokenizer, which `what` needs; raises `InputError` if it has none."""
+    if model.tokenizer is None:
+        raise InputError(
+            f"{model.source.path} has no tokenizer.json, which {what} needs (other formats, such as tokenizer.model, "
+            f"are not read); put one there, or {instead}"
+        )
+    return model.tokenizer
+
+
+def _checked_ids(ids: Sequence[int] | np.ndarray, config: ModelConfig) -> np.ndarray:
+    """Returns int32[n] ids of a text; raises `InputError` if they cannot be scored."""
+    array = np.asarray(ids)
+    if array.ndim != 1 or array.dtype.kind not in "iu" or len(array) < 2:
+        raise InputError(
+            f"token ids of shape {array.shape} and dtype {array.dtype}; expected one dimension of at least 2 integers"
+        )
+    if array.min() < 0 or array.max() >= config.vocab_size:
+        raise InputError(f"token ids from {array.min()} to {array.max()}; the vocabulary has {config.vocab_size}")
+    return array.astype(np.int32)
+
+
+Examples = str | os.PathLike[str] | Sequence[tuple[str, str | int]]
+
+
+def classify(
+    model: ModelOrPath,
+    examples: Examples,
+    *,
+    labels: Sequence[str] | None = None,
+    template: str | None = None,
+    input_len: int | None = None,
+    batch_size: int = 8,
+) -> Classification:
+    """Measures how often a model gives texts the labels that they should have.
+
+    A model with a head for classes scores them at the last token of the text. Any other is asked how likely it is to
+    say each label after the text (or, with an encoder, in answer to it), and the likeliest is taken: how T5 does GLUE.
+
+        >>> moe_jax.classify(moe_jax.tiny_model(), [("a fine day", "good"), ("rain", "bad")])
+        Traceback (most recent call last):
+        moe_jax.core.errors.InputError: ...tokenizer.json, which classifying texts needs...
+
+    Args:
+      model: a model, or the path of one.
+      examples: the path of a file of JSON lines with `label` and `text`, `sentence`, `sentence1` and `sentence2`, or
+        the like, as GLUE has them; or a list of pairs of a text and its label, a string or a number.
+      labels: names of the labels, in the order of their numbers. By default those of the model's classes, or the
+        strings that occur as labels.
+      template: for a file: the text for the model, with keys of the lines in braces: `"sst2 sentence: {sentence}"`.
+      input_len: number of tokens that are read; by default 1024, or the context length if that is less. The end of a
+        longer text is left out, or its beginning if a decoder is asked for likelihoods.
+      batch_size: rows computed at once. Does not change the result.
+
+    Returns:
+      `accuracy`, its 95% `interval` (Wilson), `correct`, `count`, `labels`, `confusion` (label by label given),
+      `predictions`, `by` (`head` or `likelihood`), and how many texts were `cut`.
+
+    Raises:
+      FileNotFoundError: if there is nothing at a path.
+      InputError: for lines that are no labelled texts, or labels that do not go with each other or with the head.
+    """
+    if batch_size < 1:
+        raise InputError(f"{batch_size=} must be at least 1")
+    model = open_lazily(model)
+    config = model.config
+    input_len = default_seq_len(config) if input_len is None else input_len
+    if input_len < 2:
+        raise InputError(f"{input_len=} must be at least 2")
+    found = _read(examples, template)
+    names = names_of_labels(found, labels, class_names(config), config.num_classes)
+    # A decoder that only continues texts need not have learned to end them after a label.
+    eos = "auto" if config.has_encoder else "never"
+    tokenizer = Tokenizer(tokenizer_of(model, "classifying texts", "put one there").path, config, eos=eos)
+    texts, given = [one.text for one in found], {"input_len": input_len, "batch_size": batch_size, "mesh": model.mesh}
+    graphdef, state = nnx.split(model.decoder)
+    if config.num_classes is not None:
+        scores, cut = scores_by_head(graphdef, (state,), config, tokenizer, texts, **given)
+        return count_labels(found, scores, names, "head", cut)
+    scores, cut = scores_by_likelihood(graphdef, (state,), config, tokenizer, texts, names, **given)
+    return count_labels(found, scores, names, "likelihood", cut)
+
+
+def _read(examples: Examples, template: str | None) -> list[Labelled]:
+    if isinstance(examples, str | os.PathLike):
+        return read_labelled(as_path(examples), template)
+    if template is not None:
+        raise InputError("a template goes with a file, whose lines have keys")
+    found = [Labelled(text, label) for text, label in examples]
+    if not found or not all(isinstance(one.text, str) for one in found):
+        raise InputError("examples are pairs of a text and its label, and there must be one at least")
+    return found

@@ -1,0 +1,310 @@
+"""The verbs that make one model from another: upcycle, adapt, merge, convert and export."""
+
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from moe_jax.api.model import Model, ModelOrPath, OutPath, destination, open_model, result
+from moe_jax.api.verb import file_verb, model_verb, work_bars
+from moe_jax.checks.step0 import ProbeText, has_nf4_kernels
+from moe_jax.conversion.from_hugging_face import convert as _convert
+from moe_jax.conversion.packed_experts import Codes, Packing
+from moe_jax.conversion.spec import ConvertSpec, ExportSpec
+from moe_jax.conversion.to_hugging_face import Pack
+from moe_jax.conversion.to_hugging_face import export as _export
+from moe_jax.conversion.to_peft import export_peft as _export_peft
+from moe_jax.core.errors import InputError, shown
+from moe_jax.core.terminal import shows_work
+from moe_jax.data.tokenizer import Tokenizer, find_tokenizer
+from moe_jax.evaluation.held_out import read_text
+from moe_jax.files.storage_path import as_path
+from moe_jax.model_io.model_source import ModelSource
+from moe_jax.models import ModelConfig
+from moe_jax.peft.adapt import adapt as _adapt
+from moe_jax.peft.adapt import adapted_config
+from moe_jax.peft.merge import merge as _merge
+from moe_jax.peft.spec import AdaptSpec, MergeSpec
+from moe_jax.upcycling.beginnings import Prompt
+from moe_jax.upcycling.dense_to_moe import upcycle as _upcycle
+from moe_jax.upcycling.new_config import upcycled_config
+from moe_jax.upcycling.spec import UpcycleSpec
+
+NAME = "a built-in text"
+
+TEXT = """\
+The harbour lies below the old town, and in the early morning it is the only place with a light. Two boats come in
+before six. The men carry the boxes up to the hall, where the buyers stand around with coffee in paper cups and say
+little. By eight o'clock everything has been sold, and the gulls take what is left on the stones.
+
+Water boils at a lower temperature on a mountain than at the sea, because the air above it weighs less. Cooks who move
+from the coast to a high valley notice that beans need an hour more, although the pot looks as lively as it did before.
+A lid that closes tightly helps: it keeps the steam inside, the pressure rises, and with it the temperature.
+
+"Have you read the letter?" she asked. He shook his head and went on peeling the apple, slowly, in one long strip. "I
+know what it says," he answered. "They want the house back by the first of May, and they are right to ask for it."
+
+In 1869 a railway joined the two coasts of the continent, and a journey of six months became one of about a week.
+To add two fractions, write both over the same denominator first: one half and one third are three sixths and two
+sixths, which makes five sixths.
+"""
+
+
+def probe_text(
+    source: ModelSource, config: ModelConfig, file: str | os.PathLike[str] | None, *, check: bool
+) -> ProbeText | None:
+    """Returns the text to compare a model and its source on; None if there is nothing to compare, or no way to.
+
+    Args:
+      source: the model that a new one is made from.
+      config: config of the new model.
+      file: the user's text; None: the built-in one.
+      check: whether the models will be compared.
+
+    Raises:
+      FileNotFoundError: if there is nothing at `file`.
+      InputError: if it is too short or not UTF-8, the source has no tokenizer or does not predict texts, or there are
+        no NF4 kernels.
+    """
+    if file is None:
+        if not check or not has_nf4_kernels(config) or not _predicts_texts(source.config):
+            return None
+        try:
+            ids = _tokenizer(source).encode(TEXT)
+        except (InputError, FileNotFoundError):  # the logits are compared all the same
+            return None
+        return ProbeText(NAME, ids) if len(ids) > 1 else None
+    if not check:
+        raise InputError("a text is for the step-0 check, which was not asked for")
+    if not has_nf4_kernels(config):
+        raise InputError("a text shows what NF4 kernels change, and the new model has none")
+    if not _predicts_texts(source.config):
+        raise InputError(f"{source.path} does not continue texts, so that none can show what NF4 kernels change")
+    return ProbeText(os.fspath(file), np.asarray(read_text(as_path(file), _tokenizer(source))))
+
+
+def _predicts_texts(config: ModelConfig) -> bool:
+    return not config.has_encoder and config.num_classes is None
+
+
+def _tokenizer(source: ModelSource) -> Tokenizer:
+    return Tokenizer(find_tokenizer(source.tokenizer_files, source.path), source.config)
+
+
+@model_verb(UpcycleSpec)
+def upcycle(model: ModelOrPath, out: OutPath, spec: UpcycleSpec) -> Model:
+    """Turns a dense model into a Mixture-of-Experts that gives the same logits until it is trained.
+
+        >>> moe = moe_jax.upcycle(moe_jax.tiny_model(), experts=4, top_k=2, every=2, delta="low-rank:2")
+        >>> moe.config.moe_layers
+        (1,)
+        >>> measured = moe.lineage[-1]["measured"]
+        >>> measured["step0_max_abs_difference"] <= measured["step0_allowed"]
+        True
+
+    Args:
+      model: a dense model, or the path of one.
+      out: where a directory appears, which must not exist; None: the model stays in memory. With `method="pesc"`,
+        unless `rest` is `full`, it is an adapter directory, which refers to the dense model and needs the path of one.
+      spec: the options.
+
+    Returns:
+      The MoE.
+
+    Raises:
+      FileNotFoundError: if there is nothing at the path.
+      InputError: if the model is an MoE already, the options do not go with it or each other, weights are not
+        finite, the logits differ, or `out` exists. Nothing is left behind.
+    """
+    target, source = destination(out), open_model(model, spec.base)
+    text = probe_text(source, upcycled_config(source.config, spec), spec.text, check=spec.step0_check)
+    with work_bars() as progress:
+        made = _upcycle(
+            source,
+            target,
+            spec,
+            text=text,
+            prompts=read_prompts(source, spec.router_from),
+            experts_from=[open_model(one) for one in spec.experts_from],
+            progress=progress,
+        )
+    return result(target, model, made)
+
+
+def read_prompts(source: ModelSource, texts: Sequence[str]) -> list[Prompt]:
+    """Returns the tokens of texts, with BOS before them where documents of the model begin with one.
+
+    Args:
+      source: the model that will read them.
+      texts: each a text, or `@` and the path of a file with it.
+
+    Raises:
+      FileNotFoundError: if there is no such file.
+      InputError: if the source has no tokenizer, a file is not UTF-8, or a text is the path of a file.
+    """
+    if not texts:
+        return []
+    tokenizer = Tokenizer(find_tokenizer(source.tokenizer_files, source.path), source.config)
+    begin = tokenizer.prompt("")
+    prompts = []
+    for text in texts:
+        if text.startswith("@"):
+            ids = read_text(as_path(text[1:]), tokenizer)
+        elif os.path.isfile(text):
+            raise InputError(f"--router-from {shown(text)} is a file; write @{text} for the text in it")
+        else:
+            ids = tokenizer.encode(text)
+        prompts.append(Prompt(np.concatenate([begin, np.asarray(ids, np.int32)]).astype(np.int32), len(begin)))
+    return prompts
+
+
+@model_verb(AdaptSpec)
+def adapt(model: ModelOrPath, out: OutPath, spec: AdaptSpec) -> Model:
+    """Puts fresh adapters beside a model, to be trained while the model is frozen: PERFT beside the MoEs, or LoRA.
+
+        >>> tuned = moe_jax.adapt(moe_jax.tiny_model(experts=4), method="lora", adapter="lora:2", targets="q,v")
+        >>> tuned.config.layers[0].attention.lora.rank
+        2
+
+    Args:
+      model: a model, or the path of one.
+      out: where an adapter directory appears, which must not exist. It refers to the model, so that a path is needed.
+        None: the model stays in memory, with its adapters.
+      spec: the options.
+
+    Returns:
+      The model with its adapters.
+
+    Raises:
+      FileNotFoundError: if there is nothing at the path.
+      InputError: if the model has adapters already, the options do not go with it or each other, weights are not
+        finite, the logits differ, or `out` exists. Nothing is left behind.
+    """
+    target, source = destination(out), open_model(model)
+    text = probe_text(source, adapted_config(source.config, spec), spec.text, check=spec.step0_check)
+    with work_bars() as progress:
+        made = _adapt(source, target, spec, text=text, progress=progress)
+    return result(target, model, made)
+
+
+@model_verb(MergeSpec)
+def merge(model: ModelOrPath, out: OutPath, spec: MergeSpec) -> Model:
+    """Folds LoRA into the kernels that it stands beside; the model then needs no base.
+
+    NF4 kernels are dequantised before, so that the model computes what was trained.
+
+        >>> tuned = moe_jax.adapt(moe_jax.tiny_model(), method="lora", adapter="lora:2", targets=["q", "v"])
+        >>> merged = moe_jax.merge(tuned)
+        >>> merged.config.layers[0].attention.lora is None
+        True
+
+    Args:
+      model: a model with LoRA or NF4 kernels, or the path of one.
+      out: where a model directory appears, which must not exist; None: the model stays in memory.
+      spec: the options.
+
+    Returns:
+      The merged model.
+
+    Raises:
+      FileNotFoundError: if there is nothing at the path.
+      InputError: if there is nothing to fold, something cannot be folded and `partly` is not said, weights are
+        not finite, or `out` exists.
+    """
+    target, source = destination(out), open_model(model, spec.base)
+    with work_bars() as progress:
+        made = _merge(source, target, spec, progress=progress)
+    return result(target, model, made)
+
+
+@model_verb(ConvertSpec)
+def convert(src: ModelOrPath, out: OutPath, spec: ConvertSpec) -> Model:
+    """Reads a Hugging Face checkpoint or a GGUF file, tensor by tensor.
+
+        >>> checkpoint = moe_jax.export(moe_jax.tiny_model(), folder / "checkpoint")
+        >>> moe_jax.convert(checkpoint, folder / "model").path.name
+        'model'
+        >>> moe_jax.convert(checkpoint).config.family
+        'llama'
+
+    Args:
+      src: Hugging Face directory: config.json, and safetensors or PyTorch files; or a GGUF file.
+      out: where a model directory appears, which must not exist; None: the model stays in memory.
+      spec: the options.
+
+    Returns:
+      The model.
+
+    Raises:
+      FileNotFoundError: if there is nothing at `src`.
+      InputError: if the checkpoint is damaged or does not fit its config, weights are not finite, or `out` exists.
+      OSError: if the disk is full. Nothing is left at `out` then.
+    """
+    if isinstance(src, Model):
+        raise InputError("convert takes the path of a foreign checkpoint, and not a model")
+    target = destination(out)
+    _convert(as_path(src), target, spec, console=_console())
+    return result(target, src)
+
+
+@file_verb(ExportSpec)
+def export(model: ModelOrPath, out: str | os.PathLike[str], spec: ExportSpec) -> Path:
+    """Writes a model as a Hugging Face checkpoint. Deltas of experts are merged into full experts.
+
+        >>> checkpoint = moe_jax.export(moe_jax.tiny_model(experts=4), folder / "checkpoint")
+        >>> sorted(file.name for file in checkpoint.iterdir())
+        ['config.json', 'lineage.json', 'model.safetensors']
+
+    Args:
+      model: a model, or the path of one.
+      out: where the Hugging Face directory appears; must not exist.
+      spec: the options.
+
+    Returns:
+      `out`.
+
+    Raises:
+      InputError: if no Hugging Face format can hold the model, weights are not finite, or `out` exists.
+      OSError: if the disk is full. Nothing is left at `out` then.
+    """
+    source, target = open_model(model, spec.base), as_path(out)
+    if spec.format == "peft":
+        _export_peft(source, target, allow_nonfinite=spec.allow_nonfinite, console=_console())
+        return target
+    _export(source, target, spec, packed=_packed(spec), console=_console())
+    return target
+
+
+def print_export(model: ModelOrPath, out: str | os.PathLike[str], spec: ExportSpec) -> None:
+    """Prints what `export` would write, with sizes, and writes nothing.
+
+    Raises:
+      InputError: as `export`; and for LoRA alone, of which there is nothing to print.
+    """
+    if spec.format == "peft":
+        raise InputError("--dry-run: does not go with --format peft, which writes LoRA as it is stored")
+    _export(open_model(model, spec.base), as_path(out), spec, packed=_packed(spec), dry_run=True)
+
+
+def _packed(spec: ExportSpec) -> Pack | None:
+    return packed_experts(spec.bits, spec.group_size) if spec.format == "compressed-tensors" else None
+
+
+def packed_experts(bits: int | None = None, group_size: int | None = None) -> Pack:
+    """Returns how `export` writes experts in codes, found as in `compress`; `Packing.of` checks the options."""
+    return partial(Packing.of, quantise=_codes, bits=bits, group_size=group_size)
+
+
+def _codes(kernel: np.ndarray, bits: int, group_size: int) -> Codes:
+    from moe_jax.compression.coding.coder import LeastError  # takes a while to import
+
+    made = LeastError(even=True).quantize(kernel, bits=bits, group_size=group_size)
+    return Codes(made.codes, made.scales)
+
+
+def _console() -> Console | None:
+    """Returns the console on which a conversion reports: a silent one in Python, None (its own choice) in a command."""
+    return None if shows_work() else Console(quiet=True)

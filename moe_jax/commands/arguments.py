@@ -1,0 +1,362 @@
+"""Reads the arguments of a command into its `Options` with tyro, and explains them: `moe-jax COMMAND --help`."""
+
+import argparse
+import ast
+import contextlib
+import dataclasses
+import functools
+import inspect
+import io
+import math
+import re
+import shutil
+import textwrap
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tyro
+
+from moe_jax.core.errors import InputError, clipped, flag_of, nearest, shown
+from moe_jax.core.formatting import full_name
+from moe_jax.files.json_toml import fits_64_bits
+from moe_jax.files.staging import check_local
+from moe_jax.files.storage_path import as_path
+
+T = TypeVar("T")
+_MISSING = "missing: "
+
+
+def parse_arguments(options: type[T], arguments: Sequence[str], *, command: str) -> T | None:
+    """Reads the arguments of a command.
+
+    Args:
+      options: a dataclass that tyro understands.
+      arguments: the arguments after the command.
+      command: its name, as in `moe-jax train`.
+
+    Returns:
+      The options; None if the parser was asked to print something instead, such as completions for a shell.
+
+    Raises:
+      InputError: for arguments that are unknown, missing or cannot be read, numbers that are not finite or have more
+        than 64 bits, and paths that are not on a local disk.
+    """
+    import tyro
+
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed), _parser_reports_to(options):
+            parsed = tyro.cli(
+                options,
+                args=_with_full_names(options, arguments),
+                prog=f"moe-jax {command}",
+                config=(tyro.conf.FlagCreatePairsOff,),
+            )
+        _check_values(parsed)
+        return _with_addresses(parsed)
+    except SystemExit as stop:
+        if not stop.code:
+            return None
+        raise _usage_error(_words(printed.getvalue()), command) from None
+    except _Rejected as rejected:
+        problem = str(rejected)
+        unknown = _unknown_flags(arguments, options)
+        if unknown and problem.startswith(_MISSING):  # the parser may have taken what follows for its value
+            problem = _unknown(unknown, options)
+        raise _usage_error(problem, command) from None
+
+
+def _with_full_names(options: type, arguments: Sequence[str]) -> list[str]:
+    """Returns the arguments with the full names of dtypes: `--dtype bf16` becomes `--dtype bfloat16`."""
+    choices = {flag_of(name): _words_of(hint) for name, hint in typing.get_type_hints(options).items()}
+    full, flag = [], ""
+    for argument in arguments:
+        before, equals, value = argument.partition("=")
+        if equals and choices.get(before):
+            full.append(f"{before}={full_name(value, choices[before])}")
+        else:
+            full.append(full_name(argument, choices.get(flag, ())))
+        flag = argument
+    return full
+
+
+def _words_of(hint: Any) -> tuple[str, ...]:
+    """Returns the words that an option chooses from."""
+    if typing.get_origin(hint) is typing.Literal:
+        return typing.get_args(hint)
+    return tuple(word for part in typing.get_args(hint) for word in _words_of(part))
+
+
+class _Rejected(Exception):
+    """The arguments are wrong; the message says how."""
+
+
+def _usage_error(problem: str, command: str) -> InputError:
+    return InputError(f"{problem}; see moe-jax {command} --help")
+
+
+@contextlib.contextmanager
+def _parser_reports_to(options: type) -> Any:
+    """Raises the errors that tyro's parser would print in a box as `_Rejected`.
+
+    The hook is not part of tyro's public interface. Where it is absent, or reports an event that is not known here,
+    tyro prints its box and exits, and the message is made of the words in the box.
+    """
+    try:
+        from tyro._errors import on_parse_error
+    except ImportError:
+        yield
+        return
+
+    def report(event: Any) -> None:
+        with contextlib.suppress(AttributeError, KeyError):
+            raise _Rejected(_PROBLEMS[type(event).__name__](event, options))
+
+    with on_parse_error(report):
+        yield
+
+
+def _missing(event: Any, options: type) -> str:
+    if event.unrecognized_tokens:
+        return _unknown(event.unrecognized_tokens, options)
+    return f"{_MISSING}{', '.join(_name(context.arg) for context in event.missing_arguments)}"
+
+
+def _unknown(tokens: Sequence[str], options: type) -> str:
+    hint = nearest(tokens[0], _flags(options)) if tokens[0].startswith("--") else ""
+    return f"unknown: {clipped(' '.join(tokens))}{hint}"
+
+
+def _flags(options: type) -> list[str]:
+    return [flag_of(field.name) for field in dataclasses.fields(options)]
+
+
+def _unknown_flags(arguments: Sequence[str], options: type) -> list[str]:
+    """Returns a list with the first argument that looks like an option but is none; empty if there is no such one."""
+    flags = _flags(options)
+    looking = (word.partition("=")[0] for word in arguments if re.match("--?[A-Za-z]", word))
+    return next(([word] for word in looking if word.replace("_", "-") not in flags), [])
+
+
+def _bad_value(event: Any, options: type) -> str:
+    name = _name(event.argument)
+    if event.offending_value is not None:
+        return f"{name} takes no value, got {shown(event.offending_value)}"
+    return f"{_MISSING}{name}" if event.argument.is_positional() else f"{name} needs a value"
+
+
+def _not_chosen(event: Any, options: type) -> str:
+    choices = [choice for choice in event.choices if choice != "None"]
+    hint = nearest(event.value, choices)
+    return f"{_name(event.argument)}: expected one of {', '.join(choices)}, got {shown(event.value)}{hint}"
+
+
+def _not_built(event: Any, options: type) -> str:
+    message = str(event.message)
+    first = clipped(message.partition("\n")[0])
+    if event.argument is None:
+        return first
+    given = re.search(r"instantiated from \[(.*?)\]\.|: ('.*'|\".*\")$", message)
+    expected = _expected(event.argument.field.type_stripped)
+    if given is None or expected is None:
+        return f"{_name(event.argument)}: {first}"
+    return f"{_name(event.argument)}: expected {expected}, got {clipped(given[1] or given[2])}"
+
+
+def _expected(hint: Any) -> str | None:
+    """Says in words which values an option takes; None if these are not numbers."""
+    parts = [part for part in typing.get_args(hint) if part is not types.NoneType]
+    if hint in (int, float):
+        return "an integer" if hint is int else "a number"
+    if typing.get_origin(hint) is tuple:
+        return "integers with spaces between them" if parts[0] is int else None
+    return _expected(parts[0]) if len(parts) == 1 else None
+
+
+_PROBLEMS = {
+    "MissingArgs": _missing,
+    "UnrecognizedArgs": lambda event, options: _unknown(event.tokens, options),
+    "BadValue": _bad_value,
+    "InvalidChoice": _not_chosen,
+    "InstantiationFailure": _not_built,
+}
+
+
+def _name(argument: Any) -> str:
+    """Returns an option as users write it, such as `--top-k`; for a positional argument, its name in the help."""
+    return argument.lowered.metavar if argument.is_positional() else argument.display_name()
+
+
+def _words(box: str) -> str:
+    """Returns the words in a box that tyro printed, without its frame."""
+    return clipped(" ".join(re.sub(r"[^\x20-\x7e]|-{3,}", " ", box).split()))
+
+
+def _check_values(options: Any) -> None:
+    """Raises `_Rejected` or `InputError` for a value that no option can have."""
+    for field in dataclasses.fields(options):
+        for value in _single(getattr(options, field.name)):
+            if isinstance(value, float) and not math.isfinite(value):
+                raise _Rejected(f"{flag_of(field.name)}: expected a finite number, got {value}")
+            if isinstance(value, int) and not fits_64_bits(value):
+                raise _Rejected(f"{flag_of(field.name)}: {shown(value)} does not fit into 64 bits")
+            if isinstance(value, Path):
+                check_local(value, buckets=field.name in _in_buckets(options))
+
+
+def _with_addresses(options: Any) -> Any:
+    """Returns the options with every path that is an address of a bucket as a path in that bucket."""
+    given = {name: getattr(options, name) for name in _in_buckets(options)}
+    paths: dict[str, Any] = {name: as_path(value) for name, value in given.items() if isinstance(value, Path)}
+    paths |= {name: tuple(map(as_path, value)) for name, value in given.items() if isinstance(value, tuple)}
+    return dataclasses.replace(options, **paths) if paths else options
+
+
+def _in_buckets(options: Any) -> tuple[str, ...]:
+    """Returns the names of the options whose paths may lie in a bucket."""
+    return getattr(options, "in_buckets", ())
+
+
+def _single(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+WIDEST = 110
+"""Columns of the help on a wide terminal; longer lines are hard to read."""
+_POSITIONAL = typing.get_args(tyro.conf.Positional[int])[1]
+_WORDS = {int: "N", float: "X", str: "TEXT"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Explained:
+    """An argument of a command, as the help shows it.
+
+    Attributes:
+      name: name of the field.
+      call: how users write it, such as `--top-k N` or `MODEL`.
+      text: its help; line breaks are kept, so that the meaning for each of several methods stands on its own line.
+      default: the default in parentheses, or nothing.
+      is_positional: whether it is written without a name.
+      is_switch: whether it takes no value.
+    """
+
+    name: str
+    call: str
+    text: str
+    default: str
+    is_positional: bool
+    is_switch: bool
+
+
+def explained(options: type) -> list[Explained]:
+    """Returns the arguments of a command, in the order of its fields."""
+    hints = typing.get_type_hints(options, include_extras=True)
+    texts = _texts(options)
+    return [_explained(field, hints[field.name], texts.get(field.name, "")) for field in dataclasses.fields(options)]
+
+
+def help_of(
+    options: type,
+    command: str,
+    *,
+    groups: Mapping[str, Sequence[str]] | None = None,
+    examples: str = "",
+    width: int | None = None,
+) -> str:
+    """Returns the help of a command.
+
+    Args:
+      options: its dataclass; the docstrings of class and fields are the texts.
+      command: its name, as in `moe-jax train`.
+      groups: names of fields by the title of their group; fields without a group come last.
+      examples: lines of commands, and of comments on them.
+      width: number of columns; by default that of the terminal, but at most `WIDEST`.
+    """
+    width = min(width or shutil.get_terminal_size().columns, WIDEST)
+    arguments = explained(options)
+    positional = [argument for argument in arguments if argument.is_positional]
+    options_too = ["[OPTIONS]"] if len(positional) < len(arguments) else []
+    parser = argparse.ArgumentParser(
+        usage=" ".join(["moe-jax", command, "[-h]", *options_too, *(argument.call for argument in positional)]),
+        description="\n\n".join(_filled(part, width) for part in inspect.cleandoc(options.__doc__ or "").split("\n\n")),
+        epilog="examples:\n" + textwrap.indent(inspect.cleandoc(examples), "  ") if examples else None,
+        formatter_class=functools.partial(_Formatter, width=width),
+        add_help=False,
+    )
+    left = {argument.name: argument for argument in arguments if not argument.is_positional}
+    grouped = {title: [left.pop(name) for name in names] for title, names in (groups or {}).items()}
+    grouped = {"arguments": positional, **grouped, "other options" if groups else "options": list(left.values())}
+    for title, members in grouped.items():
+        group = parser.add_argument_group(title)
+        for argument in members:
+            name, _, value = argument.call.partition(" ")
+            name, value = (argument.name, argument.call) if argument.is_positional else (name, value)
+            given: dict[str, Any] = {"action": "store_true"} if argument.is_switch else {"metavar": value}
+            group.add_argument(name, help=f"{argument.text} {argument.default}".strip().replace("%", "%%"), **given)
+    return parser.format_help().rstrip()
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Formats as argparse does, but keeps line breaks in the text of an option, and breaks no word at its hyphen."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return [line for part in text.split("\n") for line in _filled(part, width).split("\n")]
+
+
+def _filled(text: str, width: int) -> str:
+    return textwrap.fill(" ".join(text.split()), width, break_on_hyphens=False, break_long_words=False)
+
+
+def _explained(field: dataclasses.Field, hint: Any, text: str) -> Explained:
+    given = [extra for extra in getattr(hint, "__metadata__", ()) if hasattr(extra, "help_behavior_hint")]
+    metavar = next((extra.metavar for extra in given if extra.metavar), None)
+    text = next((extra.help for extra in given if extra.help), text)
+    behavior = next((extra.help_behavior_hint for extra in given if extra.help_behavior_hint is not None), None)
+    is_positional = _POSITIONAL in getattr(hint, "__metadata__", ())
+    kind = typing.get_args(hint)[0] if hasattr(hint, "__metadata__") else hint
+    is_switch = kind is bool
+    value = "" if is_switch else _plain(metavar) if metavar else _value(kind)
+    call = value if is_positional else f"{flag_of(field.name)} {value}".strip()
+    is_repeated = any("append" in repr(extra).lower() for extra in getattr(hint, "__metadata__", ()))
+    default = "(repeatable)" if is_repeated else _default(field) if behavior is None and not is_switch else behavior
+    return Explained(field.name, call, text, default or "", is_positional, is_switch)
+
+
+def _plain(metavar: str) -> str:
+    """Returns a metavar with N for an integer and X for a number, so that all commands use the same words."""
+    return re.sub(r"\bINT\b", "N", re.sub(r"\bFLOAT\b", "X", metavar)).replace("N [N ...]", "N ...")
+
+
+def _default(field: dataclasses.Field) -> str:
+    return "" if field.default in (dataclasses.MISSING, None, ()) else f"(default: {field.default})"
+
+
+def _value(kind: Any) -> str:
+    """Returns the placeholder for a value of a type, such as `N` for an integer, or the words to choose from."""
+    parts = [part for part in typing.get_args(kind) if part is not types.NoneType]
+    if typing.get_origin(kind) is typing.Literal:
+        return "|".join(map(str, parts))
+    if typing.get_origin(kind) is tuple:
+        return f"{_value(parts[0])} ..."
+    return _value(parts[0]) if parts else _WORDS.get(kind, "PATH")
+
+
+def _texts(options: type) -> dict[str, str]:
+    """Returns the docstrings under the fields of a dataclass and its bases, by field."""
+    texts: dict[str, str] = {}
+    for base in reversed(options.__mro__[:-1]):
+        try:
+            source = inspect.getsource(base)
+        except (OSError, TypeError):  # made by `make_dataclass`, whose fields bring their texts
+            continue
+        (definition,) = ast.parse(textwrap.dedent(source)).body
+        assert isinstance(definition, ast.ClassDef)
+        for statement, following in zip(definition.body, definition.body[1:], strict=False):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                match following:
+                    case ast.Expr(ast.Constant(str(text))):
+                        texts[statement.target.id] = re.sub(r"\s+", " ", text)
+    return texts

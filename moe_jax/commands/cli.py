@@ -1,0 +1,237 @@
+"""The `moe-jax` command: a table of commands, and errors that users can act on.
+
+Nothing here imports JAX; a command's module is imported when the command is chosen.
+"""
+
+import atexit
+import contextlib
+import errno
+import gc
+import importlib
+import os
+import re
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import moe_jax
+from moe_jax.commands.arguments import help_of, parse_arguments
+from moe_jax.commands.environment import ask_for_huge_pages, avoid_absent_tpu, keep_compiled_programs
+from moe_jax.core.errors import InputError, clipped, first_line, nearest, printable, shown
+
+COMMANDS = {
+    "convert": "Hugging Face checkpoint or GGUF file to model directory",
+    "export": "model directory to Hugging Face checkpoint",
+    "upcycle": "dense model to Mixture-of-Experts",
+    "adapt": "adapters beside a frozen model: PERFT or LoRA",
+    "compress": "a trained MoE with smaller experts, by ResMoE and other methods",
+    "train": "train from a recipe, or compile the step for a TPU pod without one",
+    "data": "training data of a recipe: what is learnt of it; tokenised once",
+    "merge": "adapters folded into the model that they stand on",
+    "eval": "perplexity on a text, accuracy of labels, or tasks of lm-eval",
+    "generate": "continue a prompt, or talk with a model",
+    "serve": "answer requests of the OpenAI protocol",
+    "inspect": "what a model consists of, and how it came to be",
+    "report": "an HTML page about models, runs, compressions and evaluations",
+    "plan": "parameters and bytes of a model, from its config alone",
+    "clean": "what interrupted commands left, removed",
+    "demo": "the whole job, on a real language model or on a small one",
+}
+
+_WORDS = """\
+words that the commands use:
+  FFN              a layer's feed-forward network: most of a model's weights
+  expert           one of several FFNs that a layer has instead of one; a layer
+                   with experts is a Mixture-of-Experts, MoE
+  router           what sends a token to some of the experts, the top k
+  adapter          a few new weights beside frozen ones, such as LoRA
+  MODEL            a model directory, a Hugging Face directory, a GGUF file,
+                   RUN@STEP (a checkpoint of a training run), or
+                   org/name[@revision], a model on the Hugging Face Hub
+  model directory  what the commands write: config.json, params/, the tokenizer,
+                   and lineage.json, which says how the model was made
+  recipe           a TOML file: what is trained, on which data, and how long"""
+
+_FIRST_STEPS = """\
+examples:
+  moe-jax upcycle llama-dir moe --experts 4 --top-k 2 --delta low-rank:16
+  moe-jax inspect moe
+  moe-jax train recipe.toml
+  moe-jax COMMAND --help    # what a command does, its options, and examples"""
+
+_COMPUTING = ("train", "eval", "compress", "generate", "serve", "demo")
+
+# All processes of a job run these commands together. Any other one is run by the first process, and the others wait.
+_OF_ALL_PROCESSES = ("train", "convert", "upcycle", "merge", "compress", "eval", "generate")
+
+# XLA's messages of this kind begin so, whatever the type of the error: JaxRuntimeError or ValueError.
+_STATUS = re.compile(r"(UNKNOWN|UNAVAILABLE|INTERNAL|ABORTED|DEADLINE_EXCEEDED|CANCELLED|FAILED_PRECONDITION): ")
+
+# Exit codes: 2 for errors that the user can correct (as in argparse), 128 + N for signal N (as in shells).
+USER_ERROR = 2
+SIGNALLED = 128
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+      argv: arguments without the program's name; default `sys.argv[1:]`.
+
+    Returns:
+      The exit code. A bug is not caught: it keeps its traceback.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        # `plan --train` runs steps to measure training; `plan` otherwise only reads a config.
+        if arguments[:1] and (arguments[0] in _COMPUTING or arguments[0] == "plan" and "--train" in arguments):
+            ask_for_huge_pages()
+        # Python looks through all objects for garbage once more when it ends, which takes half a second after JAX.
+        atexit.register(gc.freeze)
+    try:
+        with _interruptions():
+            _run(arguments)
+            _leave_others()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`). Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (InputError, OSError) as error:
+        return _end(USER_ERROR, f"error: {_message(error)}{_notes(error)}")
+    except KeyboardInterrupt as error:
+        # By its attribute: run as `python -m`, this module is there twice, and so is the class `Interrupted`.
+        number = getattr(error, "number", signal.SIGINT)
+        return _end(SIGNALLED + number, f"interrupted by {signal.Signals(number).name}{_notes(error)}")
+    except BaseException as error:
+        if _is_out_of_memory(error):
+            return _end(USER_ERROR, f"error: not enough memory: {first_line(error)}{_notes(error)}")
+        if _others_wait():
+            if _STATUS.match(str(error)):
+                sys.modules["moe_jax.distributed.processes"].await_the_reason()
+            _end(1, traceback.format_exc(), f"{type(error).__name__}: {first_line(error)}")
+        raise
+    return 0
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal asked the process to end; `number` says which. Open files are closed, as after Ctrl-C."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.number = number
+
+
+@contextlib.contextmanager
+def _interruptions() -> Iterator[None]:
+    """Lets SIGTERM and SIGHUP interrupt the block as SIGINT does."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise Interrupted(number)
+
+    previous = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
+                previous[number] = signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _end(code: int, message: str, short: str | None = None) -> int:
+    """Says why the command ended and returns its exit code; does not return where other processes wait for this one."""
+    waited_for = _others_wait()
+    if waited_for:
+        # The other processes would wait for ever. They end with this message, or with its short form.
+        sys.modules["moe_jax.distributed.processes"].fail_together(code, short or message.removeprefix("error: "))
+    print(f"moe-jax: {message}", file=sys.stderr)
+    if waited_for:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _others_wait() -> bool:
+    processes = sys.modules.get("moe_jax.distributed.processes")
+    return processes is not None and processes.has_joined()
+
+
+def _leave_others() -> None:
+    processes = sys.modules.get("moe_jax.distributed.processes")
+    if processes is not None:
+        processes.leave_processes()
+
+
+def _notes(error: BaseException) -> str:
+    return "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+
+
+def _run(arguments: list[str]) -> None:
+    if arguments[:1] == ["help"] and len(arguments) > 1:
+        arguments = [arguments[1], "--help"]
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return
+    command, *rest = arguments
+    if command == "--version":
+        print(f"moe-jax {moe_jax.__version__}")
+        return
+    if command not in COMMANDS:
+        hint = nearest(command, [*COMMANDS, "--version", "--help"])
+        raise InputError(f"unknown command {shown(command)}{hint}; see moe-jax --help")
+    avoid_absent_tpu()
+    keep_compiled_programs()
+    # Imports and tracing make many objects that stay. To look through all of them as often as Python does by itself
+    # takes a fifth of their time.
+    gc.set_threshold(100_000, 20, 100)
+    module = importlib.import_module(f"moe_jax.commands.{command}")
+    if "-h" in rest or "--help" in rest:
+        groups, examples = getattr(module, "GROUPS", None), getattr(module, "EXAMPLES", "")
+        print(help_of(module.Options, command, groups=groups, examples=examples))
+        return
+    options = parse_arguments(module.Options, rest, command=command)
+    if options is None:
+        return
+    if os.environ.get("MOE_JAX_DISTRIBUTED") and command not in _OF_ALL_PROCESSES:
+        from moe_jax.distributed.processes import let_first_work
+
+        if not let_first_work():
+            return
+    from moe_jax.core.terminal import shown_work
+
+    with shown_work():
+        module.run(options)
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items()]
+    about = "Makes Mixtures-of-Experts of dense models, and trains, tunes and shrinks them."
+    return "\n".join(["usage: moe-jax COMMAND ...", "", about, "", *lines, "", _WORDS, "", _FIRST_STEPS])
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether the machine, or a device, has less memory than was asked for."""
+    return isinstance(error, MemoryError) or (
+        type(error).__name__ == "JaxRuntimeError" and str(error).startswith("RESOURCE_EXHAUSTED")
+    )
+
+
+def _message(error: Exception) -> str:
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        name = str(error.filename or "")
+        name = clipped(name) if error.errno == errno.ENAMETOOLONG else name
+        text = f"{name}: {error.strerror}" if name else error.strerror
+    return printable(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

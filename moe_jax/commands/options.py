@@ -1,0 +1,197 @@
+"""The options of a command, generated from the spec of its verb."""
+
+import dataclasses
+import re
+import types
+import typing
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import tyro
+
+from moe_jax.core.errors import InputError, flag_of, raise_if_any, shown
+from moe_jax.core.verb_spec import Option, Spec
+
+if TYPE_CHECKING:
+    from moe_jax.training.recipe import MeshSection
+
+C = TypeVar("C")
+S = TypeVar("S", bound=Spec)
+Field = tuple[str, Any, dataclasses.Field]
+_METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
+
+
+def command_options(command: type[C], *specs: type[Spec], more: Collection[Field] = ()) -> type[C]:
+    """Makes the options of a command: its own, and those of the specs.
+
+    Args:
+      command: a dataclass with the arguments of the command itself; its docstring is the command's.
+      specs: the specs whose fields become options; a field of `command` with the same name takes precedence.
+      more: further fields.
+    """
+    own: Any = command
+    taken = {field.name for field in dataclasses.fields(own)}
+    fields = [field for spec in specs for field in map(option_field, spec.list_options()) if field[0] not in taken]
+    made = dataclasses.make_dataclass("Options", [*fields, *more], bases=(command,), frozen=True, kw_only=True)
+    made.__doc__ = command.__doc__
+    buckets = [name for one in (command, *specs) for name in getattr(one, "in_buckets", ())]
+    made.in_buckets = tuple(dict.fromkeys(buckets))
+    return made
+
+
+def given_to(spec: type[S], options: Any, **more: Any) -> S:
+    """Makes the spec of a verb from the options of its command and `more` values of fields.
+
+    Raises:
+      InputError: for options that are missing, cannot be read or contradict each other.
+    """
+    return spec.of({option.name: field_value(option, options) for option in spec.list_options()} | more)
+
+
+def either_options(specs: Mapping[type[Spec], Collection[str]]) -> list[Field]:
+    """Returns the options of several specs, of which one will be chosen, as fields.
+
+    Args:
+      specs: each spec with the names of its options that are left out.
+
+    Returns:
+      Fields whose default, None or False, stands for an option that was not given. The help says what an option means
+      to each verb that has it.
+    """
+    listed = {
+        spec: {one.name: one for one in spec.list_options() if one.name not in without}
+        for spec, without in specs.items()
+    }
+    fields = []
+    for name in dict.fromkeys(name for options in listed.values() for name in options):
+        same = {spec: options[name] for spec, options in listed.items() if name in options}
+        option = next(iter(same.values()))
+        if option.kind is bool:
+            fields.append(option_field(option))
+            continue
+        words = [word for one in same.values() for word in choices_of(one)]
+        kind = typing.Literal[tuple(words)] if words else option.kind  # pyright: ignore[reportInvalidTypeArguments]
+        texts = [f"{spec.verb()}: {_with_default(one)}" for spec, one in same.items()]
+        text = "\n".join(texts) if len(same) > 1 else _with_default(option)
+        metavars = dict.fromkeys(map(metavar, same.values()))
+        arg = tyro.conf.arg(metavar="|".join(metavars), help=help_text(text), help_behavior_hint="")
+        fields.append((name, Annotated[kind | None, arg], _default(None)))
+    return fields
+
+
+def given_fields(fields: Collection[Field], options: Any) -> dict[str, Any]:
+    """Returns the options of `either_options` that the user gave, as a spec takes them."""
+    given = {name: getattr(options, name) for name, *_ in fields}
+    given = {name: value for name, value in given.items() if value is not None and value is not False}
+    return {name.removeprefix("no_"): name == name.removeprefix("no_") and value for name, value in given.items()}
+
+
+def option_field(option: Option) -> Field:
+    """Returns name, type and default of an option as a field of a command."""
+    if option.kind is bool:
+        text = option.text
+        if option.default:
+            text = f"Skips what is done otherwise: {text[0].lower()}{text[1:]}"
+        return switch_field(option, text)
+    required = option.default is dataclasses.MISSING
+    kind = option.kind | None if required else option.kind
+    hint = shown_default(option)
+    behavior = "(required)" if required else f"(default: {hint})" if hint else ""
+    arg = tyro.conf.arg(metavar=metavar(option), help=help_text(option.text), help_behavior_hint=behavior)
+    return (option.name, Annotated[kind, arg], _default(None if required else option.default))
+
+
+def switch_field(option: Option, text: str) -> Field:
+    """Returns the field of an option that is on or off, with its help."""
+    return (field_name(option), Annotated[bool, tyro.conf.arg(help=help_text(text))], _default(False))
+
+
+def metavar(option: Option) -> str:
+    """Returns the placeholder for the value of an option in the help."""
+    if option.shown is not None:
+        return option.shown.metavar
+    if option.name.endswith("_bytes"):
+        return "BYTES"
+    words, (kind, *_) = choices_of(option), parts_of(option.kind)
+    return "|".join(map(str, words)) if words else _METAVARS[kind]
+
+
+def shown_default(option: Option) -> str:
+    """Returns the default of an option in words; nothing if its text says it."""
+    if option.shown is not None and option.shown.default:
+        return option.shown.default
+    if option.default in (None, (), "", dataclasses.MISSING):
+        return ""
+    return f"{option.default:g}" if isinstance(option.default, float) else str(option.default)
+
+
+def _with_default(option: Option) -> str:
+    default = shown_default(option)
+    return f"{option.text} (default: {default})" if default else option.text
+
+
+def help_text(text: str) -> str:
+    """Returns a text with options as they are typed: `top_k` in backticks as --top-k."""
+    return re.sub(r"`(\w+)`", lambda found: flag_of(found[1]), text)
+
+
+def field_name(option: Option) -> str:
+    """Returns the name of an option. A switch says what it changes: `no_step0_check` where the default is to check."""
+    return f"no_{option.name}" if option.kind is bool and option.default else option.name
+
+
+def field_value(option: Option, options: Any) -> Any:
+    """Returns the value of an option among those of its command."""
+    value = getattr(options, field_name(option))
+    return not value if field_name(option) != option.name else value
+
+
+def parts_of(kind: Any) -> list[Any]:
+    """Returns the types of a union without None; for another type, the type itself."""
+    united = typing.get_origin(kind) in (typing.Union, types.UnionType)
+    return [part for part in typing.get_args(kind) if part is not types.NoneType] if united else [kind]
+
+
+def choices_of(option: Option) -> tuple[Any, ...]:
+    """Returns the words that an option chooses from."""
+    return tuple(
+        word
+        for kind in parts_of(option.kind)
+        if typing.get_origin(kind) is typing.Literal
+        for word in typing.get_args(kind)
+    )
+
+
+def _default(value: Any) -> dataclasses.Field:
+    return dataclasses.field(default=value)
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Reads `fsdp=8,tensor=2`: returns the sizes of the axes by name.
+
+    Raises:
+      InputError: for a text of another form.
+    """
+    mesh = {}
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        if not re.fullmatch(r"\s*\d{1,9}\s*", size) or axis.strip() in mesh:
+            raise InputError(f"--mesh {shown(text)}: expected each axis once with its size, as in fsdp=8,tensor=2")
+        mesh[axis.strip()] = int(size)
+    return mesh
+
+
+def mesh_section(mesh: Mapping[str, int]) -> "MeshSection":
+    """Returns a mesh as a section of a recipe; axes that are not named have size 1.
+
+    Raises:
+      InputError: for unknown axes, or sizes below 1.
+    """
+    from moe_jax.distributed.sharding import AXES, unknown_axes
+    from moe_jax.training.recipe import MeshSection
+
+    problems = unknown_axes(mesh)
+    problems += [f"{axis}={size} must be at least 1" for axis, size in mesh.items() if size < 1]
+    raise_if_any(problems, f"--mesh (axes are {', '.join(AXES)})")
+    return MeshSection(**{axis: mesh.get(axis, 1) for axis in AXES})

@@ -1,0 +1,223 @@
+"""Prints the results of `plan`, `plan --compress`, `plan --platform` and `plan --train`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+from rich.table import Table
+
+from moe_jax.core.formatting import show_bytes, show_duration
+from moe_jax.core.terminal import console_for_tables
+
+if TYPE_CHECKING:
+    from moe_jax.compression.coding.storage import Stored
+    from moe_jax.models import ModelConfig
+    from moe_jax.planning.model_costs import LayerStrategies, Plan, PlannedStrategies, TrainingMemory, TunedParameters
+    from moe_jax.planning.planned_compression import PlannedCompression
+    from moe_jax.planning.planned_training import PlannedTraining
+
+
+def print_plan(
+    path: Path,
+    config: "ModelConfig",
+    plan: "Plan",
+    tuned: "TunedParameters | None",
+    memory: "TrainingMemory | None",
+) -> None:
+    """Prints what the model is, and a table of its parameters, bytes and FLOP."""
+    console = console_for_tables()
+    moe = config.moe_layers
+    kind = f"{len(moe)} of {config.num_layers} layers are MoEs" if moe else f"{config.num_layers} layers, dense"
+    console.print(f"[bold]{escape(str(path))}[/bold]: {config.family}, d={config.d_model}, {kind}")
+    if moe:
+        first = config.moe(moe[0])
+        universal = "" if first.universal == "none" else f"; universal FFN: {first.universal}"
+        extended = ", extended" if first.extended else ""
+        console.print(f"{first.num_experts} experts, {first.top_k} per token, {first.bank.kind}{universal}{extended}")
+        if first.perft is not None:
+            perft = first.perft
+            chosen = "" if perft.top_k is None else f", {perft.top_k} per token"
+            console.print(f"PERFT, {perft.variant}: {perft.num_experts} adapters of rank {perft.adapter.rank}{chosen}")
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column()
+    rows = [
+        ("parameters", plan.total_params, ""),
+        ("  dense", plan.dense_params, "the dense model, or this one with one expert per MoE and no router"),
+        ("  added", plan.added_params, ""),
+        ("  routers", plan.router_params, ""),
+        ("  experts", plan.expert_params, "kernels or bases and deltas; positions are not parameters"),
+        ("active per token", plan.active_params, "norms left out"),
+        ("trainable", plan.trainable_params, "all but frozen bases"),
+    ]
+    if plan.universal_params:
+        rows.insert(5, ("  universal FFNs", plan.universal_params, "beside the experts"))
+    for name, count, note in rows:
+        table.add_row(name, f"{count:,}", note)
+    if plan.formula_added_params != plan.added_params:
+        note = "as DeRS counts" if tuned is None else "as published counts are made: without LoRA, which is merged"
+        table.add_row("  added, by formula", f"{plan.formula_added_params:,}", note)
+    if tuned is not None:
+        note = f"{tuned.active_fraction:.2%} of what is active in the base"
+        table.add_row("tuned", f"{tuned.total_params:,}", "adapters, LoRA and the routers that choose among adapters")
+        table.add_row("  active per token", f"{tuned.active_params:,}", note)
+    table.add_row("bytes", show_bytes(plan.param_bytes), f"in {config.dtype}, positions included")
+    flops = f"of a training step per token, context {config.max_positions}"
+    table.add_row("FLOP", f"{plan.train_flops_per_token:,.0f}", flops)
+    if memory is not None:
+        parts = f"parameters {show_bytes(memory.params)}, gradients {show_bytes(memory.gradients)}, "
+        frozen = f"; what is frozen in {config.dtype}" if plan.trainable_params < plan.total_params else ""
+        parts += f"optimizer {show_bytes(memory.optimizer)}; float32, without activations{frozen}"
+        table.add_row("training, per chip", show_bytes(memory.total), parts)
+    console.print(table)
+
+
+def print_compression(planned: "PlannedCompression") -> None:
+    """Prints a table of all forms; sizes in MiB, as papers give them."""
+    kept = "" if planned.keep is None else f", keep {planned.keep:g}"
+    out = console_for_tables(cuts_nothing=True)
+    out.print()
+    out.print(
+        f"{planned.method}{kept}, in {planned.dtype}: experts of layer {planned.layers[0]}, and the model with "
+        f"{len(planned.layers)} layers compressed, in MiB; bits per expert weight"
+    )
+    table = Table(box=None, pad_edge=False)
+    biases = any(form.layer.biases for form in planned.stored)
+    table.add_column("form", no_wrap=True)
+    columns = ["values", "places", "row pointers", "centre", *(["biases"] if biases else []), "layer", "model"]
+    for column in (*columns, "of the experts", "bits"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for form in planned.stored:
+        layer = form.layer
+        parts = (layer.values, layer.places, layer.row_pointers, layer.centre, *([layer.biases] if biases else []))
+        sizes = map(_mib, (*parts, layer.total, form.model_bytes))
+        note = _form_note(form, planned.fewest)
+        table.add_row(form.form, *sizes, f"{form.share:.1%}", f"{form.bits_per_weight:.2f}", note)
+    out.print(table)
+
+
+def _form_note(form: "Stored", fewest: str | None) -> str:
+    from moe_jax.compression.coding.storage import FULL
+
+    if form.form == FULL.name:
+        return "not compressed"
+    if form.form == fewest:
+        return "fewest bytes for sparse residuals"
+    return "" if form.written else "to compare with, never written"
+
+
+def _mib(count: int) -> str:
+    """Returns a number of MiB, with two digits after the point if it is small, as the ends of rows are."""
+    return f"{count / 2**20:,.{1 if count >= 10 * 2**20 else 2}f}" if count else "-"
+
+
+def print_strategies(planned: "PlannedStrategies") -> None:
+    """Prints a table for every kind of experts, in microseconds."""
+    out = console_for_tables()
+    peak, bandwidth = planned.operations_per_second, planned.bytes_per_second
+    out.print()
+    out.print(
+        f"on {planned.platform}: {peak / 1e12:.4g} TFLOP/s in {planned.dtype}, {bandwidth / 1e9:.4g} GB/s, "
+        f"{peak / bandwidth:.0f} operations per byte ({planned.source})",
+        soft_wrap=True,
+    )
+    for layer in planned.layers:
+        out.print(_strategies_title(layer), soft_wrap=True)
+        out.print(_strategies_table(layer))
+    for experts, count in planned.left_out.items():
+        out.print(f"{count} layers of {experts}: no choice between strategies")
+    if not planned.layers and not planned.left_out:
+        out.print("no layer has experts: nothing to choose")
+
+
+def _strategies_title(layer: "LayerStrategies") -> str:
+    chosen = layer.times[layer.chosen]
+    why = f"takes least, bound by {chosen.bound}" if len(layer.times) > 1 else f"the only way, bound by {chosen.bound}"
+    count = f"{len(layer.layers)} layer{'s' if len(layer.layers) > 1 else ''}"
+    load = f"{layer.num_experts} {layer.experts}, top-{layer.top_k}, {layer.use}, {layer.tokens} tokens"
+    return f"{count} of {load}: {layer.chosen} ({why})"
+
+
+def _strategies_table(layer: "LayerStrategies") -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("  strategy", no_wrap=True)
+    for column in ("products, µs", "bytes, µs", "making, µs", "in all, µs"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("bound by", no_wrap=True)
+    for name, time in layer.times.items():
+        numbers = (time.products, time.bytes, time.making, time.total)
+        mark = "*" if name == layer.chosen else " "
+        table.add_row(f"{mark} {name}", *(f"{number:,.1f}" for number in numbers), time.bound)
+    return table
+
+
+def print_training(planned: "PlannedTraining") -> None:
+    """Prints a table of bytes, whether they fit, and the time."""
+    out = console_for_tables()
+    axes = " x ".join(f"{axis} {size}" for axis, size in planned.mesh.items() if size > 1)
+    many = f", {planned.devices} devices ({axes}), of which each holds:" if planned.devices > 1 else ":"
+    out.print()
+    out.print(f"training on {escape(planned.platform)}{many}", soft_wrap=True)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column()
+    for item in planned.items:
+        table.add_row(f"  {item.name}", show_bytes(item.bytes), escape(item.note))
+    of = "" if planned.memory is None else f"{planned.total / planned.memory:.0%} of {show_bytes(planned.memory)}"
+    table.add_row("in all", show_bytes(planned.total), of)
+    out.print(table)
+    if planned.fits is False:
+        out.print("[bold red]does not fit[/]: see model.remat, train.accumulation, model.param_dtype, mesh, optimizer")
+    elif planned.tight:
+        out.print("[bold yellow]warning[/]: more than 90% of the memory; leave some, for compilers differ")
+    if planned.sent is None:
+        _print_time(planned)
+    else:
+        _print_estimate(planned)
+
+
+def _print_time(planned: "PlannedTraining") -> None:
+    out, time = console_for_tables(), planned.time
+    if time is None or planned.run_seconds is None:
+        out.print("time: not known, for there is no data sheet of this device in moe_jax.core.data_sheets")
+        return
+    least, most = ("at least ", "at most ") if planned.is_least else ("about ", "about ")
+    parts = ""
+    if time.products is not None and time.bytes is not None:
+        parts = f" ({_seconds(time.products)} of products, {_seconds(time.bytes)} of memory)"
+    out.print(
+        f"time: {least}{_seconds(time.seconds)} a step{parts}, {most}{time.tokens_per_second:,.0f} tokens/s; "
+        f"{planned.steps:,} steps: {least}{_run(planned.run_seconds)}",
+        soft_wrap=True,
+    )
+    out.print(f"  {planned.rates}", soft_wrap=True)
+
+
+def _print_estimate(planned: "PlannedTraining") -> None:
+    out, roofline = console_for_tables(), planned.roofline
+    from moe_jax.planning.planned_training import TEACHER_ITEM
+
+    assert planned.sent is not None and planned.model_flops is not None and roofline is not None
+    sent = ", ".join(f"{kind} {one.runs} x, {show_bytes(one.bytes)}" for kind, one in planned.sent.items())
+    out.print(f"sent by each in a step: {sent or 'nothing'}", soft_wrap=True)
+    if any(item.name == TEACHER_ITEM for item in planned.items):
+        out.print("the forward pass of the teacher is neither in what is sent nor in the estimate", soft_wrap=True)
+    links = "links not known" if roofline.links is None else f"links {_seconds(roofline.links)}"
+    out.print(
+        f"estimate, at the peaks of data sheets: at least {_seconds(roofline.seconds)} a step, at most "
+        f"{roofline.utilisation:.0%} utilisation of {planned.model_flops:.3g} FLOP, bound by {roofline.bound} (matrix "
+        f"units {_seconds(roofline.matrix)}, memory {_seconds(roofline.memory)}, {links})",
+        soft_wrap=True,
+    )
+    out.print(f"  {planned.rates}", soft_wrap=True)
+
+
+def _run(seconds: float) -> str:
+    return _seconds(seconds) if seconds < 60 else show_duration(seconds)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"

@@ -1,1 +1,0 @@
-"""Prints the output of commands that takes more than a few lines."""

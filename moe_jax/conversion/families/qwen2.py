@@ -1,0 +1,343 @@
+"""Qwen2 (also Qwen2.5), Qwen3, and their MoEs: Qwen2-MoE (also Qwen1.5-MoE) and Qwen3-MoE."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from moe_jax.conversion.config_keys import HFConfig
+from moe_jax.conversion.families.family import (
+    ATTENTION,
+    EMBEDDING,
+    GATED_FFN,
+    HEAD,
+    SCORE,
+    Family,
+    gated_experts,
+    gated_ffn,
+)
+from moe_jax.conversion.families.usual_keys import (
+    FULL,
+    SLIDING,
+    dense_ffn,
+    num_layers,
+    read_attention,
+    read_biases,
+    read_decoder,
+    read_gated_ffn,
+    read_layer_types,
+    same_in_all_layers,
+    uniform_moe,
+    write_activation,
+    write_biases,
+    write_decoder,
+    write_ffn,
+    write_layer_types,
+    write_window,
+)
+from moe_jax.conversion.table import linear
+from moe_jax.core.errors import InputError
+from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig, MoEConfig
+
+_ROUTER = linear("model.layers.{i}.mlp.gate", "layers/{i}/mlp/router")
+_EXPERTS = gated_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj")
+
+# --- windows --------------------------------------------------------------------------------------
+
+
+def _read_windows(
+    config: HFConfig, *, slides: Callable[[int, int], bool] = lambda i, limit: i >= limit
+) -> list[int | None]:
+    """Reads the window of every layer. If windows are switched off, the keys about them stay unread.
+
+    Args:
+      config: the Hugging Face config.
+      slides: whether a layer has the window, if there are no `layer_types`: from its index and `max_window_layers`.
+    """
+    count, types = num_layers(config), read_layer_types(config)
+    if not config.flag("use_sliding_window"):
+        if types is not None and SLIDING in types:
+            raise InputError(f"config.json: layer_types has {SLIDING!r}, but use_sliding_window is not true")
+        if types is not None:
+            config.keep("layer_types", list(types))
+        return [None] * count
+    window = config.integer("sliding_window")
+    if types is None:
+        limit = config.required_integer("max_window_layers")
+        types = tuple(SLIDING if slides(i, limit) else FULL for i in range(count))
+    return [window if kind == SLIDING else None for kind in types]
+
+
+def _write_windows(config: ModelConfig) -> dict[str, Any]:
+    keys = write_layer_types(config)
+    if "sliding_window" not in keys:
+        return {"use_sliding_window": False}
+    # Transformers 5 reads the types; older releases read the index of the first layer with a window.
+    return {"use_sliding_window": True, **keys, "max_window_layers": keys["layer_types"].index(SLIDING)}
+
+
+# --- dense and MoE layers -------------------------------------------------------------------------
+
+
+def _read_layers(
+    config: HFConfig, attention: Sequence[AttentionConfig], *, shared_expert: str | None = None
+) -> list[LayerConfig]:
+    """Reads layers with the given attention, each with an MoE or an FFN.
+
+    Args:
+      config: the Hugging Face config.
+      attention: of every layer.
+      shared_expert: the key of the width of a shared expert with a sigmoid gate; None: there is none.
+    """
+    step, dense = config.required_integer("decoder_sparse_step"), config.integers("mlp_only_layers", lists_only=True)
+    if step < 1:
+        raise InputError(f"config.json: decoder_sparse_step={step} must be at least 1")
+    moe_layers = set(range(step - 1, num_layers(config), step)) - set(dense)
+    moe = _read_moe(config, shared_expert) if moe_layers else None
+    # A width of dense layers that no layer has stays unread, and is written back.
+    ffn = read_gated_ffn(config) if len(moe_layers) < num_layers(config) else None
+    layers = []
+    for i, one in enumerate(attention):
+        mlp = moe if i in moe_layers else ffn
+        assert mlp is not None
+        layers.append(LayerConfig(attention=one, mlp=mlp))
+    return layers
+
+
+def _read_moe(config: HFConfig, shared_expert: str | None) -> MoEConfig:
+    config.require("num_experts_per_tok", "router_aux_loss_coef")
+    return MoEConfig(
+        expert=read_gated_ffn(config, dim="moe_intermediate_size"),
+        num_experts=_read_num_experts(config),
+        top_k=config.required_integer("num_experts_per_tok"),
+        gate="topk_softmax" if config.flag("norm_topk_prob") else "softmax_topk",
+        universal="none" if shared_expert is None else "sigmoid",
+        universal_dim=None if shared_expert is None else config.required_integer(shared_expert),
+        balance_coef=config.required_number("router_aux_loss_coef"),
+    )
+
+
+def _read_num_experts(config: HFConfig) -> int:
+    """Reads `num_experts` (Transformers 4) or `num_local_experts` (Transformers 5, for some families)."""
+    if not config.given("num_local_experts"):
+        return config.required_integer("num_experts")
+    new = config.required_integer("num_local_experts")
+    if config.given("num_experts") and config.integer("num_experts") != new:
+        raise InputError(
+            f"config.json: num_local_experts is {new}, but num_experts is {config.integer('num_experts')}; keep one"
+        )
+    return new
+
+
+def _write_layers(config: ModelConfig, *, shared_expert: str | None = None) -> dict[str, Any]:
+    dense = [i for i in range(config.num_layers) if i not in config.moe_layers]
+    # The largest step that passes every MoE; without any, all layers are listed as dense.
+    step = math.gcd(*(i + 1 for i in config.moe_layers)) or 1
+    keys: dict[str, Any] = {
+        "decoder_sparse_step": step,
+        "mlp_only_layers": [i for i in dense if (i + 1) % step == 0],
+    }
+    if dense:
+        same_in_all_layers(config, "FFN of dense layers", lambda layer: layer.mlp, among=dense)
+        keys |= write_ffn(config.ffn(dense[0]))
+    if config.moe_layers:
+        moe = uniform_moe(config, among=config.moe_layers)
+        keys |= {
+            "moe_intermediate_size": moe.expert.dim,
+            "hidden_act": write_activation(moe.expert),
+            "num_experts": moe.num_experts,
+            "num_experts_per_tok": moe.top_k,
+            "norm_topk_prob": moe.gate == "topk_softmax",
+            "router_aux_loss_coef": moe.balance_coef,
+        }
+        if shared_expert is not None:
+            keys[shared_expert] = moe.universal_ffn.dim
+    return keys
+
+
+# --- Qwen2: biases on queries, keys and values; optionally a window on some layers ----------------
+
+
+def _read_qwen2(config: HFConfig) -> ModelConfig:
+    ffn = read_gated_ffn(config)
+    layers = [
+        LayerConfig(attention=read_attention(config, biases=("q", "k", "v"), sliding_window=window), mlp=ffn)
+        for window in _read_windows(config)
+    ]
+    return read_decoder(config, "qwen2", layers)
+
+
+def _write_qwen2(config: ModelConfig) -> dict[str, Any]:
+    ffn = dense_ffn(config)
+    return {**write_decoder(config), **write_ffn(ffn), **_write_windows(config)}
+
+
+QWEN2 = Family(
+    name="qwen2",
+    architecture="Qwen2ForCausalLM",
+    classifier=SCORE,
+    defaults={
+        "num_key_value_heads": 32,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+    read=_read_qwen2,
+    write=_write_qwen2,
+    table=(*EMBEDDING, *ATTENTION, *GATED_FFN, *HEAD),
+    moe_formats=("qwen2_moe",),
+)
+
+# --- Qwen3: q/k norm per head, heads of a width of their own; optionally a window on some layers --
+
+
+def _read_qwen3(config: HFConfig) -> ModelConfig:
+    config.require("head_dim")
+    biases, ffn = read_biases(config), read_gated_ffn(config)
+    layers = [
+        LayerConfig(
+            attention=read_attention(config, biases=biases, qk_norm="head", sliding_window=window),
+            mlp=ffn,
+        )
+        for window in _read_windows(config)
+    ]
+    return read_decoder(config, "qwen3", layers)
+
+
+def _write_qwen3(config: ModelConfig) -> dict[str, Any]:
+    ffn = dense_ffn(config)
+    return {**write_decoder(config), **write_ffn(ffn), **write_biases(config), **_write_windows(config)}
+
+
+QWEN3 = Family(
+    name="qwen3",
+    architecture="Qwen3ForCausalLM",
+    classifier=SCORE,
+    defaults={
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+    read=_read_qwen3,
+    write=_write_qwen3,
+    table=QWEN2.table,
+    moe_formats=("qwen3_moe",),
+)
+
+# --- Qwen2-MoE: Qwen2 with a shared expert, weighted by the sigmoid of a linear map ---------------
+
+_SHARED_EXPERT = "shared_expert_intermediate_size"
+
+
+def _read_qwen2_moe(config: HFConfig) -> ModelConfig:
+    biases = read_biases(config, "qkv_bias", ("q", "k", "v"))
+    # Unlike in Qwen2, windows are in every second layer, and below `max_window_layers`.
+    windows = _read_windows(config, slides=lambda i, limit: i % 2 == 0 and i < limit)
+    attention = [read_attention(config, biases=biases, sliding_window=window) for window in windows]
+    return read_decoder(config, "qwen2_moe", _read_layers(config, attention, shared_expert=_SHARED_EXPERT))
+
+
+def _write_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
+    return {
+        **write_decoder(config),
+        **write_biases(config, "qkv_bias", "q/k/v bias"),
+        **_write_windows(config),
+        **_write_layers(config, shared_expert=_SHARED_EXPERT),
+    }
+
+
+QWEN2_MOE = Family(
+    name="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    classifier=SCORE,
+    defaults={
+        "num_key_value_heads": 16,
+        "hidden_act": "silu",
+        "intermediate_size": 5632,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "qkv_bias": True,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+        "decoder_sparse_step": 1,
+        "moe_intermediate_size": 1408,
+        _SHARED_EXPERT: 5632,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": False,
+        "router_aux_loss_coef": 0.001,
+    },
+    read=_read_qwen2_moe,
+    write=_write_qwen2_moe,
+    table=(
+        *EMBEDDING,
+        *ATTENTION,
+        *_ROUTER,
+        *linear("model.layers.{i}.mlp.shared_expert_gate", "layers/{i}/mlp/router/universal"),
+        *gated_ffn("model.layers.{i}.mlp.shared_expert", "layers/{i}/mlp/universal"),
+        *_EXPERTS,
+        *GATED_FFN,
+        *HEAD,
+    ),
+    universal="sigmoid",
+)
+
+# --- Qwen3-MoE: Qwen3 with MoEs in all layers, or in every n-th except for some listed ones -------
+
+
+def _read_qwen3_moe(config: HFConfig) -> ModelConfig:
+    # Unlike in Qwen3, all layers have the window: `max_window_layers` and `layer_types` have no effect.
+    window = config.integer("sliding_window") if config.flag("use_sliding_window") else None
+    attention = read_attention(config, biases=read_biases(config), qk_norm="head", sliding_window=window)
+    return read_decoder(config, "qwen3_moe", _read_layers(config, [attention] * num_layers(config)))
+
+
+def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
+    window = write_window(config)["sliding_window"]
+    return {
+        **write_decoder(config),
+        **write_biases(config),
+        "use_sliding_window": window is not None,
+        **({} if window is None else {"sliding_window": window}),
+        **_write_layers(config),
+    }
+
+
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    classifier=SCORE,
+    defaults={
+        "num_key_value_heads": 4,
+        "hidden_act": "silu",
+        "intermediate_size": 6144,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "decoder_sparse_step": 1,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "router_aux_loss_coef": 0.001,
+    },
+    harmless=("max_window_layers", "layer_types"),  # see `_read_qwen3_moe`
+    read=_read_qwen3_moe,
+    write=_write_qwen3_moe,
+    table=(*EMBEDDING, *ATTENTION, *_ROUTER, *_EXPERTS, *GATED_FFN, *HEAD),
+)

@@ -1,1 +1,0 @@
-"""Hugging Face directories: config.json and the formats that models are exported in."""

@@ -1,0 +1,189 @@
+"""Hugging Face config.json <-> ModelConfig, for all families."""
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from moe_jax.conversion.config_keys import HFConfig, is_integer
+from moe_jax.conversion.families import FAMILIES, Family, family_named
+from moe_jax.core.errors import InputError, raise_if_any, shown
+from moe_jax.models import ModelConfig
+
+# Settings of training and storage, which Hugging Face formats do not store and which do not change the logits.
+_NOT_COMPARED = {"family", "foreign", "dtype", "balance_coef", "z_coef", "cv_coef", "capacity_factor"}
+
+# The number of classes in a config of Transformers that gives none.
+_NUM_LABELS = 2
+
+
+def read_hf_config(data: Mapping[str, Any], *, ignored: Collection[str] = ()) -> ModelConfig:
+    """Reads a config.json, in the style of Transformers 4 or 5.
+
+    Args:
+      data: the parsed file.
+      ignored: unknown keys that are assumed to change nothing.
+
+    Returns:
+      The config; keys that this library does not use are kept in `foreign`.
+
+    Raises:
+      InputError: unknown family; missing, ill-typed or contradicting values; or unknown keys, which may change what the
+        model computes.
+    """
+    if data.get("quantization_config") is not None:
+        raise InputError(
+            "config.json: the checkpoint is quantised (quantization_config); convert the unquantised one it was made of"
+        )
+    family = FAMILIES[_family_name(data)]
+    keys = HFConfig(data, family.defaults)
+    config = family.read(keys)
+    if family.classifier_architecture in _architectures(data):
+        config = _as_classifier(config, family, data)
+    keys.check_all_known(family.harmless, ignored)
+    return config
+
+
+def write_hf_config(config: ModelConfig) -> dict[str, Any]:
+    """Returns the config.json of `config` in the format of its family.
+
+    The result is read back and compared, so that a format that cannot express something is an error and never
+    a silent loss. (Coefficients of auxiliary losses and the expert capacity in training may be lost.)
+
+    Raises:
+      InputError: if the format cannot express the model.
+    """
+    written = _write(config)
+    lost = _differences(config, read_hf_config(written))
+    raise_if_any(lost, f"the format of {config.family!r} cannot hold this model")
+    return _merged(written, config.foreign)
+
+
+def kept_keys(config: ModelConfig) -> set[str]:
+    """Returns the keys that a config writes back without knowing them, to be ignored by `read_hf_config`."""
+    inner = {f"{key}.{one}" for key, value in config.foreign.items() if isinstance(value, Mapping) for one in value}
+    return {*config.foreign, *inner}
+
+
+def inexpressible(config: ModelConfig) -> list[str]:
+    """Returns a sentence for each thing that the family's format cannot express; none if `write_hf_config` succeeds."""
+    try:
+        return _differences(config, read_hf_config(_write(config)))
+    except InputError as error:
+        return [str(error)]
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    family = family_named(config.family)
+    written = {"architectures": [family.architecture], "model_type": family.name, **family.write(config)}
+    if config.num_classes is None or family.classifier_architecture is None:
+        return written
+    # It would say whether a head for tokens, which the model lacks, is the embedding; T5's encoder uses it, too.
+    written.pop("tie_word_embeddings", None)
+    names = class_names(config) or tuple(f"LABEL_{i}" for i in range(config.num_classes))
+    return written | {
+        "architectures": [family.classifier_architecture],
+        "id2label": {str(i): name for i, name in enumerate(names)},
+        "label2id": {name: i for i, name in enumerate(names)},
+    }
+
+
+def class_names(config: ModelConfig) -> tuple[str, ...] | None:
+    """Returns the names of the classes that a model scores, from its source; None: there are none."""
+    named = config.foreign.get("id2label")
+    if not isinstance(named, Mapping) or config.num_classes is None:
+        return None
+    names = tuple(named.get(str(i)) for i in range(config.num_classes))
+    return tuple(map(str, names)) if None not in names and len(names) == len(named) else None
+
+
+def _as_classifier(config: ModelConfig, family: Family, data: Mapping[str, Any]) -> ModelConfig:
+    """Converts the config of a model that scores tokens to one of a model that scores classes."""
+    assert family.classifier is not None
+    named, count = data.get("id2label"), data.get("num_labels")
+    if named is not None:
+        if not isinstance(named, Mapping) or set(named) != {str(i) for i in range(len(named))} or not named:
+            raise InputError(f"config.json: 'id2label' is {shown(named)}, expected a name for each of 0, 1, ...")
+        count = len(named)
+    if count is None:
+        count = _NUM_LABELS
+    if not is_integer(count) or count < 1:
+        raise InputError(f"config.json: 'num_labels' is {shown(count)}, expected a number from 1 on")
+    tied = {key: data[key] for key in ("tie_word_embeddings",) if key in data}
+    return dataclasses.replace(
+        config,
+        num_classes=count,
+        tie_embeddings=False,
+        logit_scale=1.0,
+        logit_soft_cap=None,
+        foreign={**config.foreign, **tied},
+        **{"head_bias": False, **family.classifier.fields},
+    )
+
+
+def _architectures(data: Mapping[str, Any]) -> list[str]:
+    given = data.get("architectures")
+    return [one for one in given if isinstance(one, str)] if isinstance(given, list) else []
+
+
+def _family_name(data: Mapping[str, Any]) -> str:
+    name = data.get("model_type")
+    if name is None:
+        by_architecture = {family.architecture: family.name for family in FAMILIES.values()}
+        scoring_classes = {family.classifier_architecture: family.name for family in FAMILIES.values()}
+        known = scoring_classes | by_architecture
+        name = next((known[one] for one in _architectures(data) if one in known), None)
+        if name is None:
+            raise InputError(
+                f"config.json has no model_type and architectures {shown(data.get('architectures') or [])}; "
+                f"known: {', '.join(by_architecture)}"
+            )
+    if not isinstance(name, str) or name not in FAMILIES:
+        if isinstance(data.get("text_config"), Mapping):
+            raise InputError(
+                f"config.json: {shown(name)} is a model of text and more (it has a text_config); save its language "
+                "model alone, with a config.json of its own, and convert that"
+            )
+        raise InputError(f"config.json: unknown model_type {shown(name)}; known families: {', '.join(FAMILIES)}")
+    return name
+
+
+def _merged(written: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Adds kept keys to the written ones, also inside objects; written keys take precedence."""
+    result = dict(written)
+    for key, value in kept.items():
+        if isinstance(value, Mapping) and isinstance(result.get(key), Mapping):
+            result[key] = _merged(result[key], value)
+        else:
+            result.setdefault(key, value)
+    return result
+
+
+def _differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
+    """Returns what a config lost by being written, a sentence per field; layers with equal losses share a sentence."""
+    found = _fields_that_differ("", ours, theirs)
+    if ours.num_layers == theirs.num_layers:
+        by_loss: dict[str, list[int]] = {}
+        for i, (a, b) in enumerate(zip(ours.layers, theirs.layers, strict=True)):
+            for loss in _fields_that_differ("", a, b):
+                by_loss.setdefault(loss, []).append(i)
+        for loss, indices in by_loss.items():
+            where = f"layer {indices[0]}" if len(indices) == 1 else f"{len(indices)} layers (first: {indices[0]})"
+            found.append(f"{where}: {loss}")
+    return found
+
+
+def _fields_that_differ(prefix: str, ours: Any, theirs: Any) -> list[str]:
+    if type(ours) is not type(theirs):
+        # Parts that come in kinds are named by their kind, as in config.json.
+        names = (getattr(part, "kind", type(part).__name__) for part in (ours, theirs))
+        return ["{} is {!r}, the format can only say {!r}".format(prefix.removesuffix("."), *names)]
+    found = []
+    for field in dataclasses.fields(ours):
+        a, b = getattr(ours, field.name), getattr(theirs, field.name)
+        if a == b or field.name in _NOT_COMPARED or field.name == "layers":
+            continue
+        if dataclasses.is_dataclass(a):
+            found += _fields_that_differ(f"{prefix}{field.name}.", a, b)
+        else:
+            found.append(f"{prefix}{field.name} is {shown(a)}, the format can only say {shown(b)}")
+    return found

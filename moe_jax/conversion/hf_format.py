@@ -1,0 +1,362 @@
+"""The Hugging Face format in which a model is exported, the first of its family's that gives the same logits.
+
+A model can often be expressed in several ways that compute the same. So a model is first converted to the form of a
+format: full experts of equal width, universal FFNs beside them. Then its config is written in the format and read back,
+which shows whether the format can hold it. The leaves in that form are a view: experts are materialised one at a time
+while they are written, never a whole layer at once.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from moe_jax.conversion.config_keys import is_harmless
+from moe_jax.conversion.families import Family, family_named
+from moe_jax.conversion.hf_config import inexpressible, write_hf_config
+from moe_jax.conversion.packed_experts import Codes, Packing, codes_of
+from moe_jax.core.errors import InputError
+from moe_jax.core.finite import REMEDY, cast, check_finite
+from moe_jax.core.formatting import GB
+from moe_jax.experts.forms import ffn_matrices
+from moe_jax.experts.on_host import expert_kernels
+from moe_jax.functional.routing import GATES
+from moe_jax.model_io.loading import check_leaves, leaf_specs
+from moe_jax.model_io.model_source import ModelSource
+from moe_jax.models import BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
+
+# A shared expert of zeros may be as narrow as possible.
+NARROWEST = 1
+
+
+def exported_config(config: ModelConfig, *, replicate_dense: bool) -> ModelConfig:
+    """Returns the config of a model after merging, in the family whose format can hold it.
+
+    A dense model is unchanged. In a model with MoE layers, deltas are merged into full experts. If its family has no
+    MoE layers the model moves to the first of the family's `moe_formats` that can hold it; if that has no dense layers,
+    they become MoEs of equal experts. Merged experts are repeated, one for each output of the router. Narrower experts,
+    and universal FFNs, are padded to the largest width in any layer with zero neurons, which add nothing because act(0)
+    = 0.
+
+    Args:
+      config: of the model.
+      replicate_dense: whether dense layers may become MoEs.
+
+    Raises:
+      InputError: if no format holds the model.
+    """
+    if not config.moe_layers:
+        write_hf_config(config)
+        return config
+    family = family_named(config.family)
+    if family.holds_experts:
+        held = _in_form_of(config, family, replicate_dense=replicate_dense)
+        write_hf_config(held)
+        return held
+    refusals: list[_Refusal] = []
+    for name in family.moe_formats:
+        try:
+            held = _in_form_of(config, family_named(name), replicate_dense=replicate_dense)
+        except InputError as error:
+            refusals.append(_Refusal(name, [str(error)], far=True))
+            continue
+        lost = inexpressible(held)
+        if not lost:
+            return held
+        refusals.append(_Refusal(name, lost, far=False))
+    raise InputError(
+        f"a {family.name!r} model with such MoE layers has no Hugging Face format that would give the same logits; "
+        f"keep it as a model directory{_nearest(refusals)}"
+    )
+
+
+class _Refusal(NamedTuple):
+    """The reasons why a format cannot hold a model; `far`: not even the conversion to its form was possible."""
+
+    name: str
+    why: list[str]
+    far: bool
+
+
+def _nearest(refusals: Sequence[_Refusal]) -> str:
+    """Returns the reasons of the format that would lose least."""
+    if not refusals:
+        return ""
+    nearest = min(refusals, key=lambda refusal: (refusal.far, len(refusal.why)))
+    more = f" (and {len(nearest.why) - 1} more)" if len(nearest.why) > 1 else ""
+    return f". The nearest is that of {nearest.name!r}: {nearest.why[0]}{more}"
+
+
+def _in_form_of(config: ModelConfig, family: Family, *, replicate_dense: bool) -> ModelConfig:
+    """Converts the model to the form of a format, if possible.
+
+    Raises:
+      InputError: if dense layers would have to become MoEs and cannot, or must not.
+    """
+    moes = [config.moe(i) for i in config.moe_layers]
+    dense = [] if family.holds_dense_layers else [i for i in range(config.num_layers) if i not in config.moe_layers]
+    if dense and not replicate_dense:
+        raise InputError(
+            f"the format of {family.name!r} needs an MoE in every layer, but {len(dense)} of {config.num_layers} "
+            "are dense; --dense-layers replicate stores such a layer as equal experts, with the same logits"
+        )
+    width = max([*(moe.expert.dim for moe in moes), *(config.ffn(i).dim for i in dense)])
+    beside = [moe.universal_ffn.dim for moe in moes if moe.universal != "none"]
+    layers = [_expressed(layer, family, width, max(beside, default=NARROWEST)) for layer in config.layers]
+    held = replace(config, family=family.name, layers=tuple(layers))
+    if family.name != config.family:
+        # Keys of the old format could mean something in the new one; `auto_map` names code, which must not be run for
+        # it.
+        kept = {key: value for key, value in config.foreign.items() if is_harmless(key, value) and key != "auto_map"}
+        held = replace(held, foreign=kept)
+    return replace(held, layers=_replicated(held, dense, width)) if dense else held
+
+
+def _expressed(layer: LayerConfig, family: Family, width: int, beside: int) -> LayerConfig:
+    """Returns a layer with full experts and a universal FFN beside them, as Hugging Face formats can express it."""
+    if not isinstance(layer.mlp, MoEConfig):
+        return layer
+    mlp = layer.mlp
+    universal = "one" if mlp.universal == "med" else mlp.universal
+    if family.universal is not None and universal in ("none", "one"):
+        # An FFN of zeros; or one of half the output, as the sigmoid of 0 is 1/2.
+        universal = family.universal
+    weighting = "softmax_topk" if mlp.weighting == "top1" else mlp.weighting
+    said = replace(
+        mlp,
+        expert=replace(mlp.expert, dim=width),
+        gate=mlp.gate if universal == "coder" else weighting,
+        bank=BankConfig(),
+        merged_experts=None,
+        universal=universal,
+        universal_dim=None if universal == "none" else beside,
+        extended=False,
+    )
+    return replace(layer, mlp=said)
+
+
+def _replicated(config: ModelConfig, dense: Sequence[int], width: int) -> tuple[LayerConfig, ...]:
+    """Returns the layers with MoEs of equal experts in place of dense FFNs."""
+    layers, like = list(config.layers), config.moe(config.moe_layers[0])
+    if not GATES[like.gate].weights_sum_to_one or like.gate_scale != 1.0 or like.universal != "none":
+        raise InputError(
+            f"the format of {config.family!r} needs an MoE in every layer, and dense layers can be equal experts only "
+            "where weights sum to 1"
+        )
+    for i in dense:
+        if replace(config.ffn(i), dim=width) != like.expert:
+            raise InputError(
+                f"layer {i} has the FFN {config.ffn(i)}, the experts are {like.expert}; "
+                f"the format of {config.family!r} has one kind for both"
+            )
+        layers[i] = replace(layers[i], mlp=like)
+    return tuple(layers)
+
+
+def print_changes(
+    before: ModelConfig, after: ModelConfig, specs: Mapping[str, jax.ShapeDtypeStruct], console: Console
+) -> None:
+    """Prints how the format changes the model: its family, and experts that are added, padded, repeated or replicated.
+
+    Args:
+      before: of the model.
+      after: from `exported_config`.
+      specs: shape and dtype of the leaves of the latter, by path.
+      console: where to print.
+    """
+    if before.family != after.family:
+        console.print(f"an upcycled {before.family!r} model: exporting in the format of {after.family!r}")
+    narrow = [i for i in before.moe_layers if before.moe(i).expert.dim < after.moe(i).expert.dim]
+    if narrow:
+        console.print(
+            f"the experts of {len(narrow)} layers get neurons of zeros: the format has one width for all layers, "
+            f"{after.moe(narrow[0]).expert.dim}"
+        )
+    merged = [i for i in before.moe_layers if before.moe(i).merged_experts is not None]
+    if merged:
+        console.print(
+            f"the merged experts of {len(merged)} layers are written once for every output of the router, "
+            f"{after.moe(merged[0]).num_experts}, which the format needs"
+        )
+    dense = [i for i in range(before.num_layers) if i in after.moe_layers and i not in before.moe_layers]
+    if dense:
+        experts = after.moe(dense[0]).num_experts
+        ffn = sum(
+            math.prod(spec.shape) * spec.dtype.itemsize
+            for path, spec in specs.items()
+            if path.startswith(f"layers/{dense[0]}/mlp/experts/")
+        )
+        console.print(
+            f"{len(dense)} dense layers become {experts} equal experts each, which the format needs: same logits, "
+            f"{len(dense) * ffn / GB * (experts - 1) / experts:.3f} GB more (not with --dense-layers refuse)"
+        )
+    _print_universal(before, after, console)
+
+
+def _print_universal(before: ModelConfig, after: ModelConfig, console: Console) -> None:
+    changes: dict[str, list[int]] = {}
+    for i in before.moe_layers:
+        old, new = before.moe(i), after.moe(i)
+        if new.universal == "none":
+            continue
+        if old.universal == "none":
+            what = f"get a shared expert of zeros, {new.universal_ffn.dim} wide, which the format needs: same logits"
+            changes.setdefault(what, []).append(i)
+            continue
+        if old.extended:
+            changes.setdefault("have their universal FFN in the bank: it is merged and stands beside it", []).append(i)
+        if old.universal != "sigmoid" and new.universal == "sigmoid":
+            what = "have a universal FFN of weight 1, which is stored with weight 1/2 and twice its output: same logits"
+            changes.setdefault(what, []).append(i)
+        if old.universal_ffn.dim < new.universal_ffn.dim:
+            what = f"have a universal FFN with neurons of zeros: the format has one width, {new.universal_ffn.dim}"
+            changes.setdefault(what, []).append(i)
+    for what, layers in changes.items():
+        console.print(f"the MoEs of {len(layers)} layers {what}")
+
+
+class MergedModel:
+    """The leaves of a source as `exported_config` describes them."""
+
+    def __init__(self, source: ModelSource, config: ModelConfig):
+        """Checks the leaves of the source; no weights are read.
+
+        Args:
+          source: to read from.
+          config: from `exported_config`, for the config of the source.
+
+        Raises:
+          InputError: if the source does not hold the leaves that its own config describes.
+        """
+        self.config = config
+        self._source = source
+        self._stored = source.specs()
+        check_leaves(leaf_specs(source.config), self._stored, str(source.path))
+        self._shapes = {path: spec.shape for path, spec in leaf_specs(config).items()}
+
+    def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the shape of every leaf, by path, with the dtype of the leaves that it is made from."""
+        return {path: jax.ShapeDtypeStruct(shape, self._dtype(path)) for path, shape in self._shapes.items()}
+
+    def parts(self, path: str) -> Iterator[tuple[int | None, np.ndarray]]:
+        """Yields (None, leaf); or for experts (e, leaf[e]) for every e, in the order of the bank.
+
+        Shapes and dtypes are those of `specs`; deltas are added in float32.
+        """
+        if "/experts/" in path:
+            yield from self._experts(path)
+        elif "/mlp/universal/" in path:
+            yield None, self._universal(path)
+        elif path in self._stored:
+            yield None, self._source.read(path)
+        else:
+            # Zeros do for a router among equal experts, and for the gate of a universal FFN, whose weight is then
+            # constant.
+            yield None, self._zeros(path)
+
+    def codes(self, path: str, packing: Packing) -> Iterator[tuple[int, Codes]]:
+        """Yields (e, codes of leaf[e]) for every e, in the order of the bank: stored codes, or else new ones.
+
+        Args:
+          path: of the kernels of experts.
+          packing: how they are written.
+
+        Raises:
+          InputError: if stored codes cannot be written so, or are not finite.
+        """
+        stored = codes_of(self._source, path, self._shapes[path][1:], packing)
+        if stored is not None:
+            # A universal FFN in the bank is its last expert, and not one of the router's.
+            for outputs, codes in zip(self._outputs(path), stored, strict=False):
+                for output in outputs:
+                    yield output, codes
+            return
+        for expert, kernel in self._experts(path):
+            check_finite(f"{path}[{expert}]", kernel, REMEDY)
+            yield expert, packing.quantise(kernel.astype(np.float32), packing.bits, packing.group_size)
+
+    def _experts(self, path: str) -> Iterator[tuple[int, np.ndarray]]:
+        outputs, shape = self._outputs(path), self._shapes[path][1:]
+        mlp = self._mlp(path)
+        routed = range(mlp.routed_experts if isinstance(mlp, MoEConfig) else 1)
+        for expert, kernel in zip(routed, self._bank(path, routed), strict=True):
+            kernel = _padded(kernel, shape)
+            for output in outputs[expert]:
+                yield output, kernel
+
+    def _outputs(self, path: str) -> list[np.ndarray]:
+        """Returns the router outputs that each expert of the bank stands for; for the FFN of a dense layer, all."""
+        mlp, outputs = self._mlp(path), np.arange(self._shapes[path][0])
+        if not isinstance(mlp, MoEConfig):
+            return [outputs]
+        if mlp.merged_experts is None:
+            return list(outputs[:, None])
+        groups = self._source.read(f"{path.partition('/experts/')[0]}/groups")
+        return [np.flatnonzero(groups == group) for group in range(mlp.merged_experts)]
+
+    def _bank(self, path: str, experts: Iterable[int]) -> Iterator[np.ndarray]:
+        """Yields the kernel or bias of some experts of the bank, as stored or materialised."""
+        block, _, name = path.partition("/experts/")
+        mlp = self._mlp(path)
+        if not isinstance(mlp, MoEConfig):
+            yield self._source.read(path.replace("/experts/", "/"))
+        elif path in self._stored:
+            leaf = self._source.read(path)
+            yield from (leaf[expert] for expert in experts)
+        else:
+            matrix = ffn_matrices(mlp.expert, self.config.d_model)[name.removesuffix("/kernel")]
+            read, bank, dtype = self._source.read, f"{block}/experts", self._dtype(path)
+            # The range of float16 is so small that a sum of two numbers may well lie outside.
+            made = np.dtype(np.float32) if dtype == np.float16 else dtype
+            kernels = expert_kernels(read, mlp.bank, bank, matrix, dtype=made, experts=experts)
+            for expert, kernel in zip(experts, kernels, strict=True):
+                yield cast(f"{path}[{expert}]", kernel, dtype)
+
+    def _universal(self, path: str) -> np.ndarray:
+        """Returns a kernel or bias of the universal FFN: beside the bank, the bank's last expert, or zeros."""
+        mlp = self._mlp(path)
+        assert isinstance(mlp, MoEConfig)
+        if mlp.universal == "none":
+            return self._zeros(path)
+        if mlp.universal_beside:
+            leaf = self._source.read(path)
+        else:
+            (leaf,) = self._bank(path.replace("/universal/", "/experts/"), [mlp.routed_experts])
+        if mlp.universal != "sigmoid" and self.config.moe(_layer(path)).universal == "sigmoid" and "/down/" in path:
+            # Its weight was 1 and will be 1/2.
+            leaf = cast(path, 2 * leaf.astype(np.float32), leaf.dtype)
+        return _padded(leaf, self._shapes[path])
+
+    def _zeros(self, path: str) -> np.ndarray:
+        return np.zeros(self._shapes[path], self._dtype(path))
+
+    def _dtype(self, path: str) -> np.dtype:
+        """Returns the dtype of the leaf; else of the leaf it is made from or belongs to; else of the layer's norm."""
+        like = (
+            path,
+            path.replace("/experts/", "/"),
+            path.replace("/experts/", "/experts/base/"),
+            path.replace("/router/universal/", "/router/"),
+            path.replace("/universal/", "/experts/"),
+            path.replace("/universal/", "/experts/base/"),
+            f"{path.partition('/mlp/')[0]}/attention_norm/scale",
+        )
+        return np.dtype(next(self._stored[leaf].dtype for leaf in like if leaf in self._stored))
+
+    def _mlp(self, path: str) -> FFNConfig | MoEConfig:
+        return self._source.config.layers[_layer(path)].mlp
+
+
+def _layer(path: str) -> int:
+    return int(path.split("/")[1])
+
+
+def _padded(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Pads every axis with zeros at its end."""
+    if array.shape == shape:
+        return array
+    return np.pad(array, [(0, size - there) for size, there in zip(shape, array.shape, strict=True)])

@@ -1,0 +1,210 @@
+"""`HuggingFaceDirectory`: a Hugging Face checkpoint, read leaf by leaf as if it were a model directory."""
+
+import tempfile
+import weakref
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, NamedTuple
+
+from moe_jax.conversion.checkpoint_source import CheckpointSource, Weights, match_weights
+from moe_jax.conversion.families import family_named
+from moe_jax.conversion.formats.safetensors_file import SAFETENSORS_INDEX, SINGLE_SAFETENSORS, read_header
+from moe_jax.conversion.formats.tensors import TensorEntry
+from moe_jax.conversion.formats.torch_file import read_torch_file
+from moe_jax.conversion.hf_config import read_hf_config
+from moe_jax.core.errors import InputError, raise_if_any, shown
+from moe_jax.files.byte_files import fingerprint_files
+from moe_jax.files.json_toml import read_json_object
+from moe_jax.files.regular_files import hold
+from moe_jax.files.storage_path import as_path
+from moe_jax.files.tokenizer_files import TOKENIZER, tokenizer_files_in
+from moe_jax.model_io.lineage import read_lineage
+from moe_jax.models.serialize import FORMAT
+
+# In the order in which Transformers looks for them.
+SINGLE_TORCH, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+MAX_SHARDS = 10_000
+_AT_ONCE = 8  # files that are opened at the same time
+_MAX_NAME = 255  # bytes, of most file systems
+
+
+class CheckpointFiles(NamedTuple):
+    """The files that hold the weights, including an index if there is one, and every tensor in them."""
+
+    files: tuple[Path, ...]
+    tensors: dict[str, TensorEntry]
+
+
+def open_checkpoint(directory: Path) -> CheckpointFiles:
+    """Finds the weights of a Hugging Face directory and reads the headers of all their files.
+
+    Raises:
+      InputError: if there are none, a file is damaged, an index names files that are missing or outside the
+        directory, a tensor is in two files, or index and files disagree.
+    """
+    for single, index in ((SINGLE_SAFETENSORS, SAFETENSORS_INDEX), (SINGLE_TORCH, TORCH_INDEX)):
+        if (directory / single).is_file():
+            return CheckpointFiles((directory / single,), _read_file(directory / single))
+        if (directory / index).is_file():
+            return _open_sharded(directory / index)
+    shards = sorted(path.name for path in directory.glob("*-of-*.*"))
+    found = f"only {shown(shards[0])} without an index; fetch {SAFETENSORS_INDEX}" if shards else "none of these"
+    raise InputError(
+        f"{directory} has no weights: looked for {SINGLE_SAFETENSORS}, {SAFETENSORS_INDEX}, {SINGLE_TORCH} "
+        f"and {TORCH_INDEX}, found {found}"
+    )
+
+
+def has_weights(directory: Path) -> bool:
+    """Whether there are weight files in a directory, complete or not."""
+    names = (SINGLE_SAFETENSORS, SAFETENSORS_INDEX, SINGLE_TORCH, TORCH_INDEX)
+    return any((directory / name).exists() for name in names) or any(directory.glob("*-of-*.*"))
+
+
+def _open_sharded(index: Path) -> CheckpointFiles:
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
+        raise InputError(f"{index} has no weight_map from names of tensors to names of files; fetch it again")
+    shards = sorted(set(weight_map.values()))
+    if len(shards) > MAX_SHARDS:
+        raise InputError(f"{index} names {len(shards):,} files, at most {MAX_SHARDS:,} are read")
+    raise_if_any(
+        [f"it names {shown(name)}, which is not inside its folder" for name in shards if not _is_inside(name)],
+        str(index),
+    )
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        there = list(pool.map(lambda name: (index.parent / name).is_file(), shards))
+    absent = [name for name, is_there in zip(shards, there, strict=True) if not is_there]
+    missing = [f"{shown(name)} is missing; fetch it" for name in absent]
+    raise_if_any(missing, f"{index} names files that are not there")
+
+    tensors: dict[str, TensorEntry] = {}
+    problems: list[str] = []
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        found = list(pool.map(lambda shard: _read_file(index.parent / shard), shards))
+    for shard, entries in zip(shards, found, strict=True):
+        for name, entry in entries.items():
+            if name in tensors:
+                first = tensors[name].file.name
+                problems.append(f"{shown(name)} is in two files, {shown(first)} and {shown(shard)}")
+            elif weight_map.get(name) != shard:
+                says = f"says it is in {shown(weight_map[name])}" if name in weight_map else "does not name it"
+                problems.append(f"{shown(name)} is in {shown(shard)}, but the index {says}")
+            tensors[name] = entry
+    unfound = [name for name in weight_map if name not in tensors]
+    problems += [f"{shown(name)} should be in {shown(weight_map[name])}, but is not" for name in unfound]
+    raise_if_any(problems, f"{index} and its files disagree")
+    return CheckpointFiles((index, *(index.parent / shard for shard in shards)), tensors)
+
+
+def _read_file(path: Path) -> dict[str, TensorEntry]:
+    return read_header(path) if path.suffix == ".safetensors" else read_torch_file(path)
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name is inside its folder, on every operating system.
+
+    Links are allowed to point elsewhere, because the hub's caches consist of links.
+    """
+    posix, windows = PurePosixPath(name), PureWindowsPath(name)
+    is_relative = not posix.is_absolute() and not windows.anchor and not windows.is_absolute()
+    is_name = name.isprintable() and len(name.encode()) <= _MAX_NAME and name not in ("", ".")
+    return is_name and is_relative and ".." not in windows.parts
+
+
+class HuggingFaceDirectory(CheckpointSource):
+    """A directory with config.json and weights as safetensors or PyTorch files. A `ModelSource`.
+
+    Weight files are opened when they are first needed: for `config`, a directory with just a config.json is enough. If
+    another directory takes this one's place in the meantime, reading is an error: the two must not be mixed.
+    """
+
+    def __init__(self, path: Path | str, *, ignored_keys: Collection[str] = ()):
+        """Reads the config.
+
+        Args:
+          path: of the directory.
+          ignored_keys: unknown keys of config.json that are assumed to change nothing.
+
+        Raises:
+          FileNotFoundError: if there is no such directory.
+          InputError: if there is no config.json that we can read.
+        """
+        super().__init__()
+        self.path = as_path(path)
+        if not self.path.is_dir():
+            raise FileNotFoundError(f"no Hugging Face directory at {path}")
+        self._held = hold(self.path)
+        data = read_json_object(Path("config.json"), allow=("nonfinite",), inside=self._held)
+        if data.get("format") == FORMAT:
+            raise InputError(f"{path} is a model directory, not a Hugging Face directory")
+        try:
+            self.config = read_hf_config(data, ignored=ignored_keys)
+        except InputError as error:
+            raise InputError(f"{self.path}: {error}") from None
+
+    @property
+    def tokenizer_files(self) -> tuple[Path, ...]:
+        """Files that are copied with the model: tokenizer, generation settings, chat templates.
+
+        If a family has a vocabulary in a format of its own, a tokenizer.json is made from it when these files are first
+        needed. It vanishes with the object.
+
+        Raises:
+          InputError: if the vocabulary is damaged, or a file is a link out of the directory.
+        """
+        self._held.check_in_place()
+        files = tokenizer_files_in(self.path)
+        vocabulary = family_named(self.config.family).vocabulary
+        if vocabulary is None or any(file.name == TOKENIZER for file in files):
+            return files
+        return (*files, *(self._made_tokenizer for file in files if file.name == vocabulary[0]))
+
+    @cached_property
+    def _made_tokenizer(self) -> Path:
+        vocabulary = family_named(self.config.family).vocabulary
+        assert vocabulary is not None
+        name, make = vocabulary
+        content = make(self.path / name)
+        folder = tempfile.TemporaryDirectory(prefix="moe-jax-")
+        weakref.finalize(self, folder.cleanup)
+        made = Path(folder.name) / TOKENIZER
+        made.write_text(content, encoding="utf-8")
+        return made
+
+    @property
+    def lineage(self) -> list[dict[str, Any]]:
+        """The history of the model: in a directory that `export` wrote, one entry per command; in others empty."""
+        return read_lineage(self.path, inside=self._held)
+
+    @cached_property
+    def checkpoint(self) -> CheckpointFiles:
+        """The files with the weights and the tensors in them."""
+        found = open_checkpoint(self.path)
+        self._held.check_in_place()
+        return found
+
+    @cached_property
+    def weights(self) -> Weights:
+        """The tensors that make up each leaf; raises `InputError` unless all fit the config."""
+        from moe_jax.model_io.loading import leaf_specs
+
+        return match_weights(self.checkpoint.tensors, self.config, leaf_specs(self.config), str(self.path))
+
+    def fingerprint(self) -> str:
+        """Returns a SHA-256 of config.json and the weight files: their names, sizes and samples of their contents."""
+        return fingerprint_files([self.path / "config.json", *self.checkpoint.files])
+
+    def _check_in_place(self) -> None:
+        self._held.check_in_place()
+
+
+def is_hugging_face_directory(path: Path | str) -> bool:
+    """Whether a directory has a config.json in the style of Hugging Face."""
+    try:
+        data = read_json_object(as_path(path) / "config.json", allow=("nonfinite",))
+    except (OSError, InputError):
+        return False
+    return "model_type" in data or "architectures" in data

@@ -1,0 +1,218 @@
+"""Experts in codes as compressed-tensors stores them, which Transformers and vLLM load (format `pack-quantized`).
+
+A matrix [out, in] of an expert becomes three tensors: `weight_packed` int32, the codes of a row one after another from
+the lowest bits on; `weight_scale` [out, in / group_size]; and `weight_shape`. Entry = (code - 2^(bits-1)) * scale.
+
+These are our packed codes (`packing`) of groups on the even grid, with their bytes transposed, and with scales of twice
+our half steps. The scale keeps its sign: it says on which side of zero there is one level more.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moe_jax.conversion.formats.safetensors_file import PlannedTensor
+from moe_jax.conversion.formats.tensors import DTYPE_NAMES
+from moe_jax.conversion.table import Mapped, Piece
+from moe_jax.core.errors import InputError
+from moe_jax.experts.forms.coding import Storable
+from moe_jax.model_io.model_source import ModelSource
+from moe_jax.models import ModelConfig, MoEConfig
+
+BITS = (4, 8)
+DEFAULT_GROUP_SIZE = 128
+
+_SUFFIX = ".weight"
+
+
+class Codes(NamedTuple):
+    """A kernel [i, o] on the even grid: codes [i * bits / 8, o], and scales [i / group_size, o], never above 0."""
+
+    packed: np.ndarray
+    scales: np.ndarray
+
+
+Quantise = Callable[[np.ndarray, int, int], Codes]
+"""`quantise(kernel, bits, group_size)`: returns the codes of a kernel float32[i, o]."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """How the experts of a model are written in codes.
+
+    Attributes:
+      bits: of a code.
+      group_size: number of inputs that share a scale.
+      quantise: makes codes of kernels that have none.
+    """
+
+    bits: int
+    group_size: int
+    quantise: Quantise
+
+    @classmethod
+    def of(
+        cls,
+        config: ModelConfig,
+        written: ModelConfig,
+        *,
+        quantise: Quantise,
+        bits: int | None = None,
+        group_size: int | None = None,
+    ) -> "Packing":
+        """Returns the packing asked for, else that of the experts' codes if all are alike, else 4 bits, groups of 128.
+
+        Args:
+          config: of the model as it is.
+          written: as it will be written: experts may be wider, and dense layers may be MoEs.
+          quantise, bits, group_size: see above; None: not requested.
+
+        Raises:
+          InputError: if there is no such format, or it does not fit the experts.
+        """
+        if not written.moe_layers:
+            raise InputError("the model is dense: it has no experts to be written in codes")
+        stored = {stored_codes(config.moe(i)) for i in config.moe_layers}
+        known = next(iter(stored)) if len(stored) == 1 else None
+        if known is None:
+            known = BITS[0], DEFAULT_GROUP_SIZE
+        bits = known[0] if bits is None else bits
+        group_size = known[1] if group_size is None else group_size
+        if bits not in BITS:
+            raise InputError(f"bits={bits} must be 4 or 8: W4A16 and W8A16 are what other libraries have kernels for")
+        inputs = {
+            (i, name): rows
+            for i in written.moe_layers
+            for name, (rows, _) in written.moe(i).expert.shapes(written.d_model).items()
+        }
+        for (i, name), rows in inputs.items():
+            if group_size < 8 or group_size % 8 or rows % group_size:
+                common = math.gcd(*inputs.values())
+                fitting = max((size for size in range(8, 257, 8) if common % size == 0), default=None)
+                raise InputError(
+                    f"--group-size {group_size} must be a multiple of 8 that divides the {rows} inputs of {name} "
+                    f"in layer {i}: compressed-tensors has whole groups; "
+                    + (f"try {fitting}" if fitting else "no size divides those of all matrices")
+                )
+        return cls(bits, group_size, quantise)
+
+    def is_packed(self, path: str) -> bool:
+        """Whether a leaf is written in codes."""
+        return "/mlp/experts/" in path and path.endswith("/kernel")
+
+    def planned(
+        self, mapped: Mapped, tensors: Mapping[str, PlannedTensor], dtypes: Mapping[str, np.dtype]
+    ) -> dict[str, PlannedTensor]:
+        """Returns the tensors to write, in their order, with those in codes in place of their kernels.
+
+        Args:
+          mapped: the model without codes.
+          tensors: those of `mapped`.
+          dtypes: of the leaves.
+
+        Raises:
+          InputError: if experts are fused, or their tensors are no weights.
+        """
+        packed = {
+            piece.tensor: piece for path, pieces in mapped.pieces.items() if self.is_packed(path) for piece in pieces
+        }
+        planned: dict[str, PlannedTensor] = {}
+        for name, tensor in tensors.items():
+            if name not in packed:
+                planned[name] = tensor
+                continue
+            piece = packed[name]
+            if len(tensor.shape) != 2 or not name.endswith(_SUFFIX) or not piece.transpose or piece.offset:
+                raise InputError(f"{name} cannot be in codes: experts need a matrix each, so that of another family")
+            (rows, columns), scale = tensor.shape, DTYPE_NAMES[np.dtype(dtypes[piece.leaf])]
+            planned |= {
+                f"{name}_packed": PlannedTensor("I32", (rows, math.ceil(columns * self.bits / 32))),
+                f"{name}_scale": PlannedTensor(scale, (rows, columns // self.group_size)),
+                f"{name}_shape": PlannedTensor("I64", (2,)),
+            }
+        return planned
+
+    def tensors(self, piece: Piece, codes: Codes, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields the tensors of one kernel, with their names.
+
+        Args:
+          piece: of the kernel.
+          codes: of the kernel.
+          dtype: of scales.
+        """
+        missing = -len(codes.packed) % 4
+        packed = np.pad(codes.packed, ((0, missing), (0, 0)))
+        yield f"{piece.tensor}_packed", np.ascontiguousarray(packed.T).view("<i4")
+        scales = 2 * codes.scales.astype(np.float32)
+        yield f"{piece.tensor}_scale", np.ascontiguousarray(scales.T).astype(dtype)
+        yield f"{piece.tensor}_shape", np.asarray(piece.shape, np.int64)
+
+    def describe(self, mapped: Mapped) -> dict[str, Any]:
+        """Returns the `quantization_config` of config.json."""
+        ends = sorted(
+            {
+                piece.template.removesuffix(_SUFFIX).rpartition(".")[2]
+                for path, pieces in mapped.pieces.items()
+                if self.is_packed(path)
+                for piece in pieces
+            }
+        )
+        weights = {
+            "num_bits": self.bits,
+            "type": "int",
+            "symmetric": True,
+            "strategy": "group",
+            "group_size": self.group_size,
+            "dynamic": False,
+        }
+        group = {
+            "targets": [rf"re:.*\.experts\.\d+\.({'|'.join(ends)})$"],
+            "weights": weights,
+            "input_activations": None,
+            "output_activations": None,
+            "format": "pack-quantized",
+        }
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "quantization_status": "compressed",
+            "ignore": ["lm_head"],
+            "config_groups": {"group_0": group},
+        }
+
+
+def stored_codes(moe: MoEConfig) -> tuple[int, int] | None:
+    """Returns bits and group size of experts that are plain codes in groups; None for others."""
+    codes = moe.bank.form.codes_in_groups if isinstance(moe.bank.form, Storable) else None
+    return None if moe.bank.has_base or codes is None or codes[0] not in BITS else codes
+
+
+def codes_of(source: ModelSource, path: str, shape: tuple[int, int], packing: Packing) -> Iterator[Codes] | None:
+    """Returns the stored codes of all experts, if they can be written as they are; None: they cannot.
+
+    Args:
+      source: the model.
+      path: of the leaf that is written, such as `layers/3/mlp/experts/up/kernel`.
+      shape: [in, out] of a kernel that is written; with narrower experts it has more neurons, and needs new codes.
+      packing: how it is written.
+
+    Raises:
+      InputError: if groups are on the odd grid, which compressed-tensors does not have.
+    """
+    layer, (block, _, name) = int(path.split("/")[1]), path.partition("/experts/")
+    mlp = source.config.layers[layer].mlp
+    if not isinstance(mlp, MoEConfig) or stored_codes(mlp) != (packing.bits, packing.group_size):
+        return None
+    if mlp.expert.shapes(source.config.d_model)[name.removesuffix("/kernel")] != shape:
+        return None
+    folder = f"{block}/experts/delta/{name.removesuffix('/kernel')}"
+    codes, scales = source.read(f"{folder}/codes"), source.read(f"{folder}/scales")
+    if (scales.astype(np.float32) > 0).any():
+        raise InputError(
+            f"{folder}: its codes stand for odd multiples of half a step, which compressed-tensors has not; compress "
+            "with --levels even, or give the model as it was before"
+        )
+    return map(Codes, codes, scales)

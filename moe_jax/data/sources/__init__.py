@@ -1,1 +1,0 @@
-"""Files of training data with random access: text, JSON lines, tables, tokens."""

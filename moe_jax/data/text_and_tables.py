@@ -1,0 +1,338 @@
+"""Text files, JSON lines and tables as random-access records, read piece by piece and never as a whole.
+
+Records are the units of shuffling: a record is a piece of a text file, a line of a JSONL file, or a row of a table.
+
+Rows of a parquet file can only be read in groups, which may be large, and rows of an arrow stream only in order. Both
+are copied once, row group by row group, to arrow's file format with the columns that are needed; the copy is mapped
+into memory, for direct access to every row. A file in arrow's file format is read as it is.
+"""
+
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import numpy as np
+
+from moe_jax.core.errors import InputError, clipped, first_sentence, shown
+from moe_jax.data.data_files import DataFile, cached_copy, import_pyarrow
+from moe_jax.data.examples import Document, Example, RowReader
+from moe_jax.files.byte_files import open_bytes, size_of
+from moe_jax.files.json_toml import ANYTHING, parse_json
+from moe_jax.files.storage_path import as_path
+
+# This much of every file is checked before training starts; the rest is checked when it is read.
+CHECKED_BYTES = 64 << 20
+_CHUNK = 16 << 20
+
+
+class Records(Protocol):
+    """Random access to the records of a file; `size` is their number of bytes of data."""
+
+    path: Path
+
+    @property
+    def size(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Sequence[Example | Document]: ...
+
+
+class TextFile:
+    """A text file in pieces of about `piece` bytes, cut after a separator, else a line end, else a character.
+
+    Piece k begins at the first such boundary at or after byte `k * piece`, so that it is found without an index.
+    """
+
+    def __init__(self, file: Path | DataFile, *, piece: int, separator: str | None = None, name: Path | None = None):
+        self._file = DataFile.of(file)
+        self.path = self._file.path
+        self._name = name or self.path  # in messages: the file may be an uncompressed copy
+        self._piece = piece
+        self._separator = separator
+
+    @property
+    def size(self) -> int:
+        """Number of bytes of the file."""
+        return self._file.size
+
+    def __len__(self) -> int:
+        return -(-self.size // self._piece)
+
+    def __getitem__(self, index: int) -> list[Example]:
+        begin, end = index * self._piece, (index + 1) * self._piece
+        # A separator may end at `begin`, or extend across it.
+        first = max(0, begin - len((self._separator or "").encode()))
+        # The end of the piece is found in the next piece.
+        content = self._file.read(first, end + self._piece - first)
+        start, begins = self._cut(content, first, begin)
+        stop, ends = self._cut(content, first, end)
+        try:
+            text = content[start - first : stop - first].decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(f"{self._name} is not UTF-8 text at byte {start + error.start}") from None
+        documents = text.split(self._separator) if self._separator else [text]
+        last = len(documents) - 1
+        return [
+            Example(document, begins=begins or i > 0, ends=ends or i < last)
+            for i, document in enumerate(documents)
+            if document or not (begins or i > 0)
+        ]
+
+    def _cut(self, content: bytes, first: int, begin: int) -> tuple[int, bool]:
+        """Returns the byte of the file at which the piece for `begin` begins, and whether a document begins there.
+
+        `content` are bytes of the file from `first` on.
+        """
+        if begin == 0 or begin >= self.size:
+            return min(begin, self.size), True
+        separator = (self._separator or "").encode()
+        back = min(begin, len(separator))
+        window = content[begin - back - first : begin + self._piece - first]
+        at = window.find(separator) if separator else -1
+        if at >= 0:
+            return begin - back + at + len(separator), True
+        at = window.find(b"\n", back)
+        if at >= 0:
+            return begin - back + at + 1, False
+        # Bytes 0b10xxxxxx continue a character.
+        later = (i for i in range(back, len(window)) if window[i] & 0xC0 != 0x80)
+        return begin - back + next(later, len(window)), False
+
+
+class JsonLines:
+    """A JSONL file; blank lines are skipped. Keeps one offset per line in memory (8 bytes).
+
+    Args:
+      file: the file.
+      reader: makes examples from the objects on the lines; None: from texts, pairs and conversations with the usual
+        keys.
+      name: name of the file in messages.
+    """
+
+    def __init__(self, file: Path | DataFile, reader: RowReader | None = None, *, name: Path | None = None):
+        self._file = DataFile.of(file)
+        self.path = self._file.path
+        self._name = name or self.path
+        self._reader = reader or RowReader()
+        self._bounds = line_bounds(self._file)
+        lengths = np.diff(self._bounds)
+        self._lines = None if np.all(lengths > 1) else np.flatnonzero(lengths > 1)  # lines that are not empty
+
+    @property
+    def size(self) -> int:
+        """Number of bytes of the file."""
+        return self._file.size
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1 if self._lines is None else len(self._lines)
+
+    def __getitem__(self, index: int) -> list[Example]:
+        start, stop = (int(bound) for bound in self._bounds[self._number(index) :][:2])
+        line = self._file.read(start, stop - start)
+        return [] if line.isspace() else self._examples(line, index)
+
+    def _number(self, index: int) -> int:
+        """Returns the number of the line of a record in the file, from 0."""
+        return index if self._lines is None else int(self._lines[index])
+
+    def _examples(self, line: bytes, index: int) -> list[Example]:
+        try:
+            # A text may have any number of commas.
+            row = parse_json(line, where="a line that", allow=ANYTHING, max_values=len(line))
+        except InputError as error:
+            raise self._wrong(index, f"expected {self._reader.expected}, got {error}") from None
+        try:
+            return self._reader(row)
+        except InputError as error:
+            raise self._wrong(index, str(error)) from None
+
+    def _wrong(self, index: int, problem: str) -> InputError:
+        return InputError(f"{self._name}, line {self._number(index) + 1}: {problem}")
+
+
+def line_bounds(file: DataFile) -> np.ndarray:
+    """Returns the positions where the lines of a file begin, and its end; see `DataFile.line_bounds`.
+
+    For a large object in a bucket they are kept on the disk: finding them again would take reading the whole object.
+    """
+    if as_path(file.path).at_once == 1 or file.size <= _CHUNK:
+        return file.line_bounds(_CHUNK)
+    kept = cached_copy(file.path, "lines", lambda handle: np.save(handle, file.line_bounds(_CHUNK)))
+    return np.load(kept, mmap_mode="r")
+
+
+class Files:
+    """The records of several files, one file after the other."""
+
+    def __init__(self, files: Sequence[Records]):
+        self._files = files
+        self._ends = list(itertools.accumulate(len(file) for file in files))
+
+    @property
+    def size(self) -> int:
+        """Number of bytes of all files."""
+        return sum(file.size for file in self._files)
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> Sequence[Example | Document]:
+        which = bisect.bisect_right(self._ends, index)
+        return self._files[which][index - (self._ends[which - 1] if which else 0)]
+
+    def __repr__(self) -> str:
+        return f"Files({len(self._files)} files, {len(self)} records)"
+
+
+def find_files(pattern: str) -> list[Path]:
+    """Returns the files that match a path or glob pattern (`**` for any depth), sorted by name.
+
+    The longest beginning of it that is the path of a folder is no pattern, whatever characters it has: `run[1]/*.txt`.
+
+    Raises:
+      FileNotFoundError: if there are none.
+    """
+    place = as_path(pattern)
+    if place.is_file():
+        return [place]
+    paths = place.matching()
+    if not paths:
+        raise FileNotFoundError(f"no file matches {pattern} ({place.looked_from()})")
+    return list(paths)
+
+
+def check_beginning(files: Sequence[Records]) -> None:
+    """Reads the first `CHECKED_BYTES` of every file of texts, to find most mistakes before anything starts.
+
+    Files in buckets are read up to this many bytes in total.
+
+    Raises:
+      InputError: for the first mistake found.
+    """
+    remote = sum(as_path(file.path).at_once > 1 for file in files)
+    for file in files:
+        wanted = CHECKED_BYTES // (remote if as_path(file.path).at_once > 1 else 1)
+        read = 0
+        for index in range(len(file)):
+            read += sum(len(example.text) for example in file[index] if isinstance(example, Example))
+            if read >= wanted:
+                break
+
+
+_ROWS = 1024  # rows of a batch in a copy
+
+
+class TableRows:
+    """The rows of a parquet or arrow file.
+
+    Args:
+      path: the file.
+      form: `parquet` or `arrow`.
+      reader: makes examples from rows.
+
+    Raises:
+      InputError: if it is no such file, or has none of the columns that the reader knows.
+    """
+
+    def __init__(self, path: Path, form: str, reader: RowReader):
+        self.path = path
+        self._reader = reader
+        self._arrow = import_pyarrow(str(path))
+        try:
+            file, self._size = self._in_file_format(form)
+            self._open(file)
+        except (self._arrow.ArrowException, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            raise InputError(f"{path} is not a file of {form}: {first_sentence(error)}") from None
+
+    @property
+    def size(self) -> int:
+        """Number of bytes of the table that is read."""
+        return self._size
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> list[Example]:
+        batch = bisect.bisect_right(self._ends, index)
+        row = index - (self._ends[batch - 1] if batch else 0)
+        values = self._batches.get_batch(batch).slice(row, 1)
+        try:
+            return self._reader({name: values.column(i)[0].as_py() for name, i in self._columns.items()})
+        except InputError as error:
+            raise InputError(f"{self.path}, row {index + 1}: {error}") from None
+
+    def _open(self, file: Path) -> None:
+        source = self._arrow.memory_map(str(file))
+        self._batches = self._arrow.ipc.open_file(source)
+        self._columns = {
+            name: self._batches.schema.get_field_index(name) for name in self._needed(self._batches.schema)
+        }
+        sizes = (self._batches.get_batch(i).num_rows for i in range(self._batches.num_record_batches))
+        self._ends = list(itertools.accumulate(sizes))
+
+    def _needed(self, schema: Any) -> list[str]:
+        """Returns the columns that the reader reads.
+
+        Raises:
+          InputError: if there are none.
+        """
+        needed = [name for name in schema.names if name in self._reader.keys]
+        if not needed:
+            has = clipped(", ".join(map(shown, schema.names)))
+            raise InputError(f"{self.path}: expected columns {self._reader.expected}, got {has}")
+        return needed
+
+    def _in_file_format(self, form: str) -> tuple[Path, int]:
+        """Returns the file itself, or a copy, and the bytes that it counts for: the same on a disk and in a bucket."""
+        arrow = self._arrow
+        if form == "parquet":
+            copy = self._copy(arrow.parquet.read_schema(self._source()), self._row_groups)
+            return copy, copy.stat().st_size
+        try:
+            with arrow.ipc.open_file(self._source()) as file:
+                schema = file.schema
+            return as_path(self.path).on_disk or self._copy(schema, self._batches_of_file), size_of(self.path)
+        except arrow.ArrowInvalid:
+            with arrow.ipc.open_stream(self._source()) as stream:
+                schema = stream.schema
+            copy = self._copy(schema, self._stream)
+            return copy, copy.stat().st_size
+
+    def _source(self) -> Any:
+        """Returns the file for arrow: mapped into memory, or, in a bucket, read by ranges."""
+        on_disk = as_path(self.path).on_disk
+        if on_disk is None:
+            return self._arrow.PythonFile(open_bytes(self.path), mode="r")
+        return self._arrow.memory_map(str(on_disk))
+
+    def _copy(self, schema: Any, batches: Any) -> Path:
+        names = self._needed(schema)
+
+        def write(handle: IO[bytes]) -> None:
+            writer = None
+            for batch in batches(names):
+                writer = writer or self._arrow.ipc.new_file(handle, batch.schema)
+                writer.write_batch(batch)
+            writer = writer or self._arrow.ipc.new_file(handle, self._arrow.schema([schema.field(n) for n in names]))
+            writer.close()
+
+        return cached_copy(self.path, f"arrow {' '.join(names)}", write)
+
+    def _row_groups(self, names: list[str]) -> Iterator[Any]:
+        with self._arrow.parquet.ParquetFile(self._source(), pre_buffer=True) as file:
+            yield from file.iter_batches(batch_size=_ROWS, columns=names)
+
+    def _stream(self, names: list[str]) -> Iterator[Any]:
+        with self._arrow.ipc.open_stream(self._source()) as stream:
+            for batch in stream:
+                yield batch.select(names)
+
+    def _batches_of_file(self, names: list[str]) -> Iterator[Any]:
+        with self._arrow.ipc.open_file(self._source()) as file:
+            for number in range(file.num_record_batches):
+                yield file.get_batch(number).select(names)

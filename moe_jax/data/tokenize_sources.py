@@ -1,0 +1,218 @@
+"""Tokenises the sources of a recipe once, in several processes, into files of tokens (`token_files`).
+
+The records of a source are divided into shards, a file each, in a way that does not depend on the number of processes.
+A finished shard stays when the command is killed; the same command then makes the others.
+"""
+
+import collections
+import concurrent.futures
+import dataclasses
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moe_jax.core.errors import InputError
+from moe_jax.core.terminal import Progress, no_progress
+from moe_jax.data.opening import open_sources
+from moe_jax.data.sections import DataSection
+from moe_jax.data.text_and_tables import Files, find_files
+from moe_jax.data.token_files import FORMAT, INDEX, SUFFIX, VERSION, TokenFile, TokenIndex, pack
+from moe_jax.data.tokenizer import Tokenizer, tokenizer_identity
+from moe_jax.files.byte_files import fingerprint_contents
+from moe_jax.files.resume import open_work
+from moe_jax.files.staging import check_target
+from moe_jax.files.storage_path import as_path
+from moe_jax.models import ModelConfig
+
+LEAST_BYTES, MOST_BYTES, ENOUGH_SHARDS = 1 << 20, 256 << 20, 64
+"""Least and most text in a shard, about; and a number of shards that is enough for any number of processes."""
+
+
+class Task(NamedTuple):
+    """The sources to tokenise, and how.
+
+    Attributes:
+      section: the recipe's `[data]`.
+      config: of the model.
+      tokenizer_path: a `tokenizer.json`.
+      batch_size: rows of a batch, on which the length of pieces of long texts depends.
+    """
+
+    section: DataSection
+    config: ModelConfig
+    tokenizer_path: Path
+    batch_size: int
+
+
+class Shard(NamedTuple):
+    """Records `begin` to `end` of a source, and the name of their file."""
+
+    name: str
+    source: int
+    begin: int
+    end: int
+
+
+def tokenize(task: Task, out: Path, *, processes: int = 1, progress: Progress = no_progress) -> TokenIndex:
+    """Writes the tokens of all sources into a new directory.
+
+    Args:
+      task: the sources to tokenise, and how.
+      out: the directory; it appears when everything is done, and not before.
+      processes: number of processes that work.
+      progress: told of the shards.
+
+    Returns:
+      The content of tokens.json.
+
+    Raises:
+      FileNotFoundError, InputError: as `open_sources`; also for a model with an encoder, a source of tokens, or an
+        `out` that exists.
+    """
+    section = task.section
+    if processes < 1:
+        raise InputError(f"processes = {processes} must be at least 1")
+    check_target(out, buckets=True)
+    if task.config.has_encoder:
+        raise InputError("pairs for a model with an encoder are not packed, and cannot be tokenised before training")
+    for source in section.sources:
+        if source.form == "tokens":
+            raise InputError(f"{source.path} is tokenised already")
+    identity = tokenizer_identity(task.tokenizer_path, section.chat_template)
+    described = dataclasses.asdict(section) | {"tokenizer": None, "chat_template": None, "prefetch": None}
+    with open_work(out, _job(task, identity, described)) as work:
+        shards = list(_shards(open_sources(section, task.config, task.batch_size, task.tokenizer_path)))
+        notes = work.notes(shard.name for shard in shards)
+        done: dict[str, Any] = {name: note for name, note in notes.items() if (work.folder / name).is_file()}
+        todo = [shard for shard in shards if shard.name not in done]
+        progress("tokenising", len(done), len(shards))
+        for name, about in _tokenized(task, todo, work.folder, processes):
+            work.note(name, about)
+            done[name] = about
+            progress("tokenising", len(done), len(shards))
+        fields = {"tokenizer": identity, "bos": section.bos, "eos": section.eos, "vocab_size": task.config.vocab_size}
+        index = TokenIndex(**fields, files={shard.name: done[shard.name] for shard in shards})
+        content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(index)}
+        for unfinished in work.folder.glob(".*.new"):  # of processes that were killed
+            unfinished.unlink()
+        work.check_alone()
+        (work.folder / INDEX).write_durably(json.dumps(content, indent=2).encode())
+        work.complete()
+    return index
+
+
+def source_patterns(out: Path, section: DataSection) -> list[str]:
+    """Returns the patterns of the files that the sources become."""
+    return [str(out / f"{_stem(number)}-*{SUFFIX}") for number in range(len(section.sources))]
+
+
+def totals(index: TokenIndex) -> list[Mapping[str, int]]:
+    """Returns for every source the sums over its files in tokens.json."""
+    sums: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for about in index.files.values():
+        sums[about["source"]].update(about)
+    return [sums[source] for source in sorted(sums)]
+
+
+def _job(task: Task, identity: str, described: Mapping[str, Any]) -> Any:
+    files = [fingerprint_contents(find_files(source.path)) for source in task.section.sources]
+    given = {"batch_size": task.batch_size, "vocab_size": task.config.vocab_size, "eos": task.config.eos_ids}
+    return {"command": "data tokenize", "tokenizer": identity, "data": described, "files": files, **given}
+
+
+def _stem(source: int) -> str:
+    return f"source-{source}"
+
+
+def _shards(sources: Sequence[Files]) -> Iterator[Shard]:
+    for number, source in enumerate(sources):
+        needed, useful = -(-source.size // MOST_BYTES), source.size // LEAST_BYTES
+        count = max(1, min(len(source), max(needed, min(useful, ENOUGH_SHARDS))))
+        for i in range(count):
+            name = f"{_stem(number)}-{i:05d}-of-{count:05d}{SUFFIX}"
+            yield Shard(name, number, len(source) * i // count, len(source) * (i + 1) // count)
+
+
+def _tokenized(
+    task: Task, shards: Sequence[Shard], folder: Path, processes: int
+) -> Iterable[tuple[str, dict[str, int]]]:
+    """Writes shards, and yields the name and the description of each as it is done."""
+    if processes == 1 or len(shards) < 2:
+        _begin(task, folder)
+        yield from map(_tokenize, shards)
+        return
+    # A fork would share the threads of the libraries that are loaded here.
+    context = multiprocessing.get_context("spawn")
+    workers, stop = min(processes, len(shards)), context.Event()
+    with concurrent.futures.ProcessPoolExecutor(
+        workers, mp_context=context, initializer=_begin_worker, initargs=(task, folder, stop)
+    ) as executor:
+        try:
+            waiting = [executor.submit(_tokenize, shard) for shard in shards]
+            for future in concurrent.futures.as_completed(waiting):
+                yield future.result()
+        except BaseException:
+            stop.set()
+            executor.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+class _Work(NamedTuple):
+    """The files that a process keeps open; `stops` returns true once it is to leave its shard unfinished."""
+
+    sources: list[Files]
+    tokenizer: Tokenizer
+    folder: Path
+    stops: Callable[[], bool]
+
+
+_work: _Work | None = None
+
+
+def _begin_worker(task: Task, folder: Path, stop: Any) -> None:
+    # Ctrl-C reaches all processes of the terminal; the first of them ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The tokenizer would start a thread for every core itself.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _begin(task, folder, stop.is_set)
+
+
+def _begin(task: Task, folder: Path, stops: Callable[[], bool] = lambda: False) -> None:
+    global _work
+    section = task.section
+    sources = open_sources(section, task.config, task.batch_size, task.tokenizer_path)
+    tokenizer = Tokenizer(task.tokenizer_path, task.config, bos=section.bos, eos=section.eos)
+    _work = _Work(sources, tokenizer, folder, stops)
+
+
+def _tokenize(shard: Shard) -> tuple[str, dict[str, int]]:
+    """Writes one shard; the file gets its name when it is complete."""
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    assert _work is not None
+    source = _work.sources[shard.source]
+    counts = collections.Counter[str]()
+    local = as_path(_work.folder).local_folder()
+    fresh = local.path / f".{shard.name}.{os.getpid()}.new"
+    # A group is what is read and decompressed at once.
+    writer = ArrayRecordWriter(str(fresh), "group_size:1")
+    for index in range(shard.begin, shard.end):
+        if _work.stops():
+            raise concurrent.futures.CancelledError
+        documents = _work.tokenizer.documents(source[index])
+        writer.write(pack(documents))
+        counts["documents"] += len(documents)
+        counts["tokens"] += sum(len(document.ids) for document in documents)
+        counts["scored"] += sum(int(document.scored.sum()) for document in documents)
+    writer.close()
+    fresh.replace(local.path / shard.name)
+    local.close()
+    records = shard.end - shard.begin
+    # Shares of the source's bytes add up to all of them.
+    before, after = (source.size * edge // max(len(source), 1) for edge in (shard.begin, shard.end))
+    counts.update(source=shard.source, records=records, source_bytes=after - before)
+    return shard.name, {field.name: counts[field.name] for field in dataclasses.fields(TokenFile)}

@@ -1,0 +1,290 @@
+"""Converts examples to token ids with a Hugging Face `tokenizer.json`."""
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import tokenizers
+
+from moe_jax.core.errors import InputError, first_sentence, shown
+from moe_jax.data.chat_template import FILE as CHAT_TEMPLATE
+from moe_jax.data.examples import Document, Example
+from moe_jax.files.json_toml import ANYTHING, read_json_object
+from moe_jax.files.regular_files import read_regular
+from moe_jax.files.storage_path import as_path
+from moe_jax.files.tokenizer_files import TOKENIZER, read_tokenizer_file, tokenizer_files
+from moe_jax.models import ModelConfig
+
+Edge = Literal["auto", "always", "never"]
+MAX_BYTES = 64 << 20  # of a tokenizer.json; those of 250,000 tokens have half
+
+
+class Pairs(NamedTuple):
+    """Examples as (token, next token) pairs: every token of a document except the first is a target exactly once.
+
+    Attributes:
+      tokens: Int32[n], the inputs.
+      targets: Int32[n], the next tokens.
+      weights: Float32[n], 0 for targets that are not scored.
+      starts: Bool[n], true for the first token of a document.
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    weights: np.ndarray
+    starts: np.ndarray
+
+
+class Pair(NamedTuple):
+    """An input and its target as model inputs: the model predicts every target from the tokens so far.
+
+    Attributes:
+      tokens: Int32[n]. With an encoder, the start token of the decoder and all targets but the last; without one, the
+        whole document but its last token.
+      targets: Int32[n], the next tokens.
+      weights: Float32[n], 0 for targets that are not scored: those of a prompt.
+      inputs: Int32[m], for the encoder; None: the model has none.
+      input_was_cut, target_was_cut: whether input and target were longer than the lengths asked for.
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    weights: np.ndarray
+    inputs: np.ndarray | None = None
+    input_was_cut: bool = False
+    target_was_cut: bool = False
+
+
+class Tokenizer:
+    """A `tokenizer.json` together with the special tokens a model uses.
+
+    Args:
+      path: the file.
+      config: the model the ids are for.
+      bos, eos: see `DataSection`.
+
+    Raises:
+      FileNotFoundError, InputError: no such file, not a tokenizer, or a special token that is asked for but unknown.
+    """
+
+    def __init__(self, path: Path, config: ModelConfig, *, bos: Edge = "auto", eos: Edge = "auto"):
+        if not path.is_file():
+            raise FileNotFoundError(f"no tokenizer at {path}")
+        content = read_regular(path, max_bytes=MAX_BYTES)
+        self.path = path
+        with self._library_errors():
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        # The file may contain truncation and padding settings from its last use.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._vocab_size = config.vocab_size
+        self._decoder_start = config.decoder_start_id
+        own_bos = self._own_bos(config)
+        known_bos = config.bos_id if own_bos is None else own_bos
+        for name, setting, known in (("bos", bos, known_bos is not None), ("eos", eos, bool(config.eos_ids))):
+            if setting == "always" and not known:
+                raise InputError(f'data.{name} = "always", but the model names no {name.upper()} token')
+        self._bos = {"auto": own_bos, "always": known_bos, "never": None}[bos]
+        last = config.eos_ids[0] if config.eos_ids and eos != "never" else None
+        self._eos_after_response = last
+        self._eos_after_text = last if eos == "always" or self._bos is None else None
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether the ids are for a model with an encoder."""
+        return self._decoder_start is not None
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that the file knows."""
+        return self._tokenizer.get_vocab_size()
+
+    def encode(self, text: str) -> np.ndarray:
+        """Returns the ids of `text`, Int32[n], whole and without special tokens."""
+        return self._checked(self._encoded(text).ids)
+
+    def prompt(self, text: str) -> np.ndarray:
+        """Returns the ids, Int32[n], of `text` as the beginning of a document, after BOS if documents begin so."""
+        ids = self._encoded(text).ids
+        return self._checked(ids if self._bos is None else [self._bos, *ids])
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Returns the text of ids, with or without special tokens."""
+        with self._library_errors():
+            return self._tokenizer.decode(list(ids), skip_special_tokens=not special)
+
+    def id_of(self, text: str) -> int | None:
+        """Returns the id of the token with this text; None if there is none."""
+        with self._library_errors():
+            return self._tokenizer.token_to_id(text)
+
+    def token(self, token_id: int) -> str:
+        """Returns the text of a token in the vocabulary, special ones too; its id where it has none."""
+        with self._library_errors():
+            return self._tokenizer.id_to_token(token_id) or str(token_id)
+
+    def documents(self, examples: Sequence[Example | Document]) -> list[Document]:
+        """Tokenises the examples of a record, each a document of its own; tokenised documents stay as they are.
+
+        Raises:
+          InputError: if an id lies outside the model's vocabulary.
+        """
+        return [
+            example if isinstance(example, Document) else Document(*self._document(example)) for example in examples
+        ]
+
+    def pairs(self, examples: Sequence[Example | Document]) -> Pairs:
+        """Returns the `documents` of a record as pairs; a document of a single token has none.
+
+        Raises:
+          InputError: if an id lies outside the model's vocabulary.
+        """
+        parts = [document for document in self.documents(examples) if len(document.ids) > 1]
+        if not parts:
+            return Pairs(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, bool))
+        return Pairs(
+            np.concatenate([ids[:-1] for ids, _ in parts]),
+            np.concatenate([ids[1:] for ids, _ in parts]),
+            np.concatenate([scored[1:] for _, scored in parts]),
+            np.concatenate([np.arange(len(ids) - 1) == 0 for ids, _ in parts]),
+        )
+
+    def inputs(self, text: str) -> np.ndarray:
+        """Returns the ids, Int32[n], of `text` for an encoder, with EOS at the end where the model names one."""
+        eos = [] if self._eos_after_response is None else [self._eos_after_response]
+        return np.concatenate([self.prompt(text), np.asarray(eos, np.int32)])
+
+    def pair(self, example: Example, *, input_len: int | None = None, seq_len: int | None = None) -> Pair:
+        """Tokenises an input and its target, each of which ends with EOS where the model names one.
+
+        For a model with an encoder, the end of a text that is too long is left out; inputs keep their EOS. Without an
+        encoder, both are one document, whose beginning is left out.
+
+        Args:
+          example: its prompt is the input.
+          input_len: most tokens of the encoder's input; None: no limit.
+          seq_len: most tokens of the target, or without an encoder of both; None: no limit.
+
+        Raises:
+          InputError: if nothing would be left to predict, or ids lie outside the vocabulary.
+        """
+        if self._decoder_start is None:
+            tokens, targets, weights, _ = self.pairs([example])
+            if not weights.any():
+                raise InputError(f"a pair whose target {shown(example.text[example.prompt_chars :])} has no tokens")
+            was_cut, kept = seq_len is not None and len(tokens) > seq_len, slice(-(seq_len or 0), None)
+            return Pair(tokens[kept], targets[kept], weights[kept], target_was_cut=was_cut)
+        inputs = self.inputs(example.text[: example.prompt_chars])
+        input_was_cut = input_len is not None and len(inputs) > input_len
+        if input_was_cut:
+            assert input_len is not None
+            ends = int(self._eos_after_response is not None)
+            inputs = np.concatenate([inputs[: input_len - ends], inputs[len(inputs) - ends :]])
+        target = example.text[example.prompt_chars :]
+        targets = self.encode(target)
+        if self._eos_after_response is not None:
+            targets = np.append(targets, np.int32(self._eos_after_response))
+        for name, ids in (("input", inputs), ("target", targets)):
+            if not len(ids):
+                raise InputError(f"a pair whose {name} has no tokens, for it is empty and no EOS ends it")
+        target_was_cut = seq_len is not None and len(targets) > seq_len
+        targets = targets[:seq_len]
+        tokens = np.concatenate([np.asarray([self._decoder_start], np.int32), targets[:-1]])
+        return Pair(tokens, targets, np.ones(len(targets), np.float32), inputs, input_was_cut, target_was_cut)
+
+    def _document(self, example: Example) -> tuple[np.ndarray, np.ndarray]:
+        encoding = self._encoded(example.text)
+        ids = list(encoding.ids)
+        if example.spans is not None:
+            return self._checked(ids), _within(example.spans, encoding.offsets)
+        # A token that spans the boundary between prompt and response belongs to the response.
+        scored = [float(end > example.prompt_chars) for _, end in encoding.offsets]
+        if example.begins and self._bos is not None:
+            ids, scored = [self._bos, *ids], [0.0, *scored]
+        eos = self._eos_after_response if example.is_response else self._eos_after_text
+        if example.ends and eos is not None:
+            ids, scored = [*ids, eos], [*scored, 1.0]
+        if not example.prompt_chars:
+            scored = [1.0] * len(ids)
+        return self._checked(ids), np.asarray(scored, np.float32)
+
+    def _encoded(self, text: str, add_special_tokens: bool = False) -> tokenizers.Encoding:
+        with self._library_errors():
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    @contextlib.contextmanager
+    def _library_errors(self) -> Iterator[None]:
+        """Turns errors of the library into ours."""
+        try:
+            yield
+        except BaseException as error:
+            # The library raises bare `Exception`; a panic of its Rust code is not even that, and has no public name.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise InputError(f"{self.path} is not a tokenizer.json: {first_sentence(error)}") from None
+
+    def _own_bos(self, config: ModelConfig) -> int | None:
+        """Returns the BOS token that the tokenizer itself adds, if it adds one."""
+        plain, special = self._encoded("a").ids, self._encoded("a", add_special_tokens=True).ids
+        if len(special) > len(plain) and special[0] != plain[0]:
+            return special[0]
+        return config.bos_id if self._settings().get("add_bos_token") is True else None
+
+    def _settings(self) -> dict[str, Any]:
+        """Returns tokenizer_config.json beside the file: some (DeepSeek-Coder's) name their BOS only there."""
+        file = self.path.with_name("tokenizer_config.json")
+        return read_json_object(file, allow=ANYTHING) if file.exists() else {}
+
+    def _checked(self, ids: Sequence[int]) -> np.ndarray:
+        array = np.asarray(ids, np.int64)  # some are too large for the type that is returned
+        if array.size and array.max() >= self._vocab_size:
+            worst = int(array.max())
+            raise InputError(
+                f"{self.path} gives token id {worst} ({shown(self._tokenizer.id_to_token(worst))}), but the model's "
+                f"vocabulary has {self._vocab_size} entries: the tokenizer is not this model's"
+            )
+        return array.astype(np.int32)
+
+
+def _within(spans: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Returns Float32[n], 1 for tokens that have a character in one of the spans, which are in order."""
+    if not spans or not offsets:
+        return np.zeros(len(offsets), np.float32)
+    (begins, ends), (first, last) = np.asarray(spans).T, np.asarray(offsets).T
+    # The first span that ends after the token's beginning is the only one that the token can begin in, or run into.
+    which = np.searchsorted(ends, first, side="right")
+    begins = np.append(begins, np.iinfo(begins.dtype).max)
+    return (begins[which] < last).astype(np.float32)
+
+
+def tokenizer_identity(tokenizer: Path, chat_template: str | None = None) -> str:
+    """Returns a SHA-256 of everything that token ids depend on, in conversations too.
+
+    Args:
+      tokenizer: a tokenizer.json; the files beside it count too.
+      chat_template: a file with a template that replaces the tokenizer's own.
+    """
+    files = tokenizer_files(tokenizer)
+    if chat_template is not None:
+        files[CHAT_TEMPLATE] = as_path(chat_template)
+    digest = hashlib.sha256()
+    for name in (TOKENIZER, "tokenizer_config.json"):
+        digest.update(hashlib.sha256(read_tokenizer_file(files[name]) if name in files else b"").digest())
+    if CHAT_TEMPLATE in files:
+        digest.update(hashlib.sha256(read_tokenizer_file(files[CHAT_TEMPLATE])).digest())
+    return digest.hexdigest()
+
+
+def find_tokenizer(files: Sequence[Path], where: object) -> Path:
+    """Returns the `tokenizer.json` among a model's files.
+
+    Raises:
+      InputError: if there is none.
+    """
+    for file in files:
+        if Path(file).name == "tokenizer.json":
+            return as_path(file)
+    raise InputError(f"{where} has no tokenizer.json; name one with data.tokenizer")

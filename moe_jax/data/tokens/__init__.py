@@ -1,1 +1,0 @@
-"""Text to tokens: tokenizers, chat templates, and tokenising in advance."""

@@ -1,0 +1,175 @@
+"""The parts of dense layers: products with one kernel, norms and FFNs."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from moe_jax.kernels.plain import ACTIVATION_FUNCTIONS
+
+
+def linear(
+    x: Float[Array, "... i"], kernel: Float[Array, "i o"], bias: Float[Array, " o"] | None = None
+) -> Float[Array, "... o"]:
+    """Returns `x W + b` in the dtype of `x`; parameters are cast to it at the point of use.
+
+    Accelerators accumulate a low-precision product in float32 before rounding it to the dtype of `x`.
+    """
+    # Exactly two axes: inside a scan XLA:CPU transposes whole operands for a gradient over several batch axes
+    # (measured: 1.4 times slower), and elsewhere the reshape is free.
+    y = (x.reshape(-1, x.shape[-1]) @ kernel.astype(x.dtype)).reshape(*x.shape[:-1], kernel.shape[-1])
+    if bias is None:
+        return y
+    return y + jnp.expand_dims(bias.astype(x.dtype), tuple(range(y.ndim - 1)))
+
+
+class Product(NamedTuple):
+    """The operands of a product `x W` that is not yet computed.
+
+    Attributes:
+      x: activations.
+      kernel: of the same dtype.
+    """
+
+    x: Float[Array, "... i"]
+    kernel: Float[Array, "i o"]
+
+
+def product_of_float32(x: Float[Array, "... i"], kernel: Float[Array, "i o"], dtype: DTypeLike) -> Product:
+    """Returns the operands of `x W` in a narrower dtype, without rounding float32 `x`: it is split into two terms.
+
+    The product is twice as large, which costs little where `i` is small.
+    """
+    bits = jnp.finfo(dtype)
+    if bits.bits == 32:
+        return Product(x, kernel.astype(x.dtype))
+    # `astype` and back would not do: XLA may leave it out.
+    large = jax.lax.reduce_precision(x, exponent_bits=bits.nexp, mantissa_bits=bits.nmant)
+    terms = jnp.concatenate([large, x - large], axis=-1).astype(dtype)
+    return Product(terms, jnp.concatenate([kernel, kernel]).astype(dtype))
+
+
+@jax.custom_vjp
+def sum_of_products(one: Product, other: Product) -> Float[Array, "... o"]:
+    """Returns the sum of two products.
+
+    On a TPU they are computed as one product of concatenated operands, which XLA reads in place; a sum would be
+    written, read and written again. Elsewhere concatenation would write a copy first, so the two products are added.
+    """
+    return jax.lax.platform_dependent(one, other, default=_added, tpu=_concatenated)
+
+
+def _concatenated(one: Product, other: Product) -> Array:
+    return linear(jnp.concatenate([one.x, other.x], axis=-1), jnp.concatenate([one.kernel, other.kernel]))
+
+
+def _added(one: Product, other: Product) -> Array:
+    return linear(*one) + linear(*other)
+
+
+def _sum_forward(one: Product, other: Product) -> tuple[Array, tuple[Product, Product]]:
+    return sum_of_products(one, other), (one, other)
+
+
+def _sum_backward(products: tuple[Product, Product], cotangent: Array) -> tuple[Product, Product]:
+    return jax.vjp(_added, *products)[1](cotangent)
+
+
+sum_of_products.defvjp(_sum_forward, _sum_backward)
+
+
+@jax.custom_vjp
+def linear_float32(x: Float[Array, "... i"], kernel: Float[Array, "i o"]) -> Float[Array, "... o"]:
+    """Returns `x W` in float32, never rounded to the dtype of `x`; for logits of a vocabulary.
+
+    Its gradients are products in the dtype of `x`, as those of `linear` are: in float32 they would take many times as
+    long on an accelerator.
+    """
+    y = jax.lax.dot_general(
+        x.reshape(-1, x.shape[-1]),
+        kernel.astype(x.dtype),
+        (((1,), (0,)), ((), ())),
+        preferred_element_type=jnp.float32,
+    )
+    return y.reshape(*x.shape[:-1], kernel.shape[-1])
+
+
+def _linear_float32_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
+    return linear_float32(x, kernel), (x, kernel)
+
+
+def _linear_float32_backward(kept: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
+    x, kernel = kept
+    return jax.vjp(linear, x, kernel)[1](cotangent.astype(x.dtype))
+
+
+linear_float32.defvjp(_linear_float32_forward, _linear_float32_backward)
+
+
+def _along_last(array: Float[Array, "*axes d"], ndim: int) -> Float[Array, "... d"]:
+    return jnp.expand_dims(array.astype(jnp.float32), tuple(range(ndim - array.ndim)))
+
+
+def rms_norm(
+    x: Float[Array, "... d"], scale: Float[Array, " d"], eps: float, *, plus_one: bool = False
+) -> Float[Array, "... d"]:
+    """Root-mean-square norm over the last axis (Zhang & Sennrich, 2019), times `scale`.
+
+    Args:
+      x: the input.
+      scale: one factor per element of the last axis.
+      eps: added to the mean square.
+      plus_one: the factors are `1 + scale`, added in float32 (Gemma).
+    """
+    x32 = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    factors = _along_last(scale, x.ndim)
+    return (x32 * inverse * (1.0 + factors if plus_one else factors)).astype(x.dtype)
+
+
+def layer_norm(
+    x: Float[Array, "... d"], scale: Float[Array, "*axes d"], bias: Float[Array, " d"] | None, eps: float
+) -> Float[Array, "... d"]:
+    """Layer norm over the last axis (Ba et al., 2016). A scale with several axes varies along those axes of `x`."""
+    x32 = x.astype(jnp.float32)
+    centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps)
+    y = centred * inverse * _along_last(scale, x.ndim)
+    return (y if bias is None else y + _along_last(bias, x.ndim)).astype(x.dtype)
+
+
+def hidden(up: Float[Array, "... f"], gate: Float[Array, "... f"] | None, activation: str) -> Float[Array, "... f"]:
+    """Returns `act(gate) * up` for a gated FFN, or `act(up)` for a plain one (`gate` is None)."""
+    act = ACTIVATION_FUNCTIONS[activation]
+    return act(up) if gate is None else act(gate) * up
+
+
+def ffn(
+    x: Float[Array, "... d"],
+    kernels: Mapping[str, Float[Array, "i o"]],
+    biases: Mapping[str, Float[Array, " o"]],
+    activation: str,
+) -> Float[Array, "... d"]:
+    """Returns the output of a dense FFN.
+
+    Args:
+      x: activations.
+      kernels: `up` [d, f], `down` [f, d], and `gate` [d, f] if the FFN is gated.
+      biases: biases of any of them by the same names; may be empty.
+      activation: a key of `ACTIVATION_FUNCTIONS`.
+    """
+    return linear(ffn_hidden(x, kernels, biases, activation), kernels["down"], biases.get("down"))
+
+
+def ffn_hidden(
+    x: Float[Array, "... d"],
+    kernels: Mapping[str, Float[Array, "d f"]],
+    biases: Mapping[str, Float[Array, " f"]],
+    activation: str,
+) -> Float[Array, "... f"]:
+    """Returns the hidden state, the input of `down`, of a dense FFN. Arguments as for `ffn`; `down` may be missing."""
+    gate = linear(x, kernels["gate"], biases.get("gate")) if "gate" in kernels else None
+    return hidden(linear(x, kernels["up"], biases.get("up")), gate, activation)

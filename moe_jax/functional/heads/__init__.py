@@ -1,1 +1,0 @@
-"""From activations to losses and to the next token."""

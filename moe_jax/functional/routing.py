@@ -1,0 +1,399 @@
+"""Routing: which experts a token goes to, and with what weights. Always float32 (methods.md 1).
+
+A gate is two small functions, registered by name: scores of all experts, and weights of the chosen ones. A bias or
+groups, which restrict the choice, work with every gate. `register_gate` adds a gate, for `MoEConfig.gate` to name.
+Routing is deterministic, and drops nothing unless a capacity is given. Beside the experts there may be a universal FFN,
+a shared expert that sees every token (methods.md 2.4).
+"""
+
+from collections.abc import Callable
+from types import EllipsisType
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from moe_jax.core.errors import InputError
+from moe_jax.functional.dense import linear
+
+
+def check_shape(name: str, array: Any, expected: tuple[int | None | EllipsisType, ...]) -> None:
+    """Raises `InputError`, naming both shapes, unless an array has the expected one.
+
+    Args:
+      name: of the argument.
+      array: anything with a `shape`; under `jax.jit` it is checked once, when the program is traced.
+      expected: sizes; None stands for any size, and `...` for any number of axes.
+    """
+    import chex  # Here: it takes a twentieth of a second, which commands that compute nothing need not wait for.
+
+    try:
+        chex.assert_shape(array, expected)
+    except AssertionError:
+        wanted = ", ".join({None: "any", ...: "..."}.get(size, str(size)) for size in expected)
+        raise InputError(f"{name} has the shape {tuple(array.shape)}, expected ({wanted})") from None
+
+
+GROUP_SCORES = ("best", "best_two")
+
+
+class Gate(NamedTuple):
+    """How experts are scored and weighted.
+
+    Attributes:
+      scores: logits [T, E] -> scores, 0 or above; larger logits have larger scores.
+      weights: logits and scores of the chosen experts [T, k], best first -> their weights.
+      scores_sum_to_one: whether the scores of a token sum to 1.
+      weights_sum_to_one: whether the weights of a token sum to 1.
+    """
+
+    scores: Callable[[Float[Array, "T E"]], Float[Array, "T E"]]
+    weights: Callable[[Float[Array, "T k"], Float[Array, "T k"]], Float[Array, "T k"]]
+    scores_sum_to_one: bool = False
+    weights_sum_to_one: bool = False
+
+
+class Selection(NamedTuple):
+    """Restricts the choice of experts; weights are computed from logits and scores alone.
+
+    Attributes:
+      bias: added to the scores that the choice is made by (DeepSeek-V3); it has no gradient.
+      groups: number of groups of consecutive experts.
+      top_groups: only experts of this many best groups are chosen.
+      group_score: a group's score is that of its `best` expert (DeepSeek-V2), or the sum of its `best_two` (V3).
+    """
+
+    bias: Float[Array, " E"] | None = None
+    groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["best", "best_two"] = "best"
+
+
+UNBOUNDED = Selection()
+
+
+class Choice(NamedTuple):
+    """A gate's decision for T tokens.
+
+    Attributes:
+      experts: chosen experts, best first.
+      weights: of the chosen experts.
+      scores: of the chosen experts, taken from `probabilities`.
+      probabilities: scores of all experts, normalised to sum to 1 where the gate's scores do not.
+    """
+
+    experts: Int[Array, "T k"]
+    weights: Float[Array, "T k"]
+    scores: Float[Array, "T k"]
+    probabilities: Float[Array, "T E"]
+
+
+def choose(
+    logits: Float[Array, "T E"], top_k: int, gate: str, selection: Selection = UNBOUNDED, scale: float = 1.0
+) -> Choice:
+    """Chooses `top_k` experts for every token.
+
+    Args:
+      logits: of the router, float32.
+      top_k: experts per token.
+      gate: a key of `GATES`.
+      selection: restricts the choice.
+      scale: weights are multiplied by it.
+    """
+    assert logits.dtype == jnp.float32, logits.dtype
+    scores = GATES[gate].scores(logits)
+    if selection.bias is None and selection.groups == 1:
+        # Scores of two unequal logits can be rounded to the same number.
+        _, experts = jax.lax.top_k(logits, top_k)
+    else:
+        _, experts = jax.lax.top_k(_selection_scores(scores, selection), top_k)
+    of_chosen = jnp.take_along_axis(scores, experts, axis=-1)
+    weights = GATES[gate].weights(jnp.take_along_axis(logits, experts, axis=-1), of_chosen)
+    if scale != 1.0:
+        weights = weights * jnp.float32(scale)
+    if not GATES[gate].scores_sum_to_one:
+        total = jnp.sum(scores, axis=-1, keepdims=True)
+        scores, of_chosen = scores / total, of_chosen / total
+    return Choice(experts, weights, of_chosen, scores)
+
+
+def _selection_scores(scores: Float[Array, "T E"], selection: Selection) -> Float[Array, "T E"]:
+    """Returns the scores to choose by: with the bias, and -inf for experts outside the best groups."""
+    scores = jax.lax.stop_gradient(scores)
+    if selection.bias is not None:
+        scores = scores + jax.lax.stop_gradient(selection.bias)[None, :]
+    if selection.groups == 1:
+        return scores
+    grouped = scores.reshape(scores.shape[0], selection.groups, -1)
+    best = jax.lax.top_k(grouped, 1 if selection.group_score == "best" else 2)[0]
+    _, kept = jax.lax.top_k(jnp.sum(best, axis=-1), selection.top_groups)
+    is_kept = jnp.any(kept[:, :, None] == jnp.arange(selection.groups)[None, None, :], axis=1)
+    return jnp.where(is_kept[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
+
+
+def _softmax(logits: Float[Array, "T E"]) -> Float[Array, "T E"]:
+    return jax.nn.softmax(logits, axis=-1)
+
+
+def _scores_unchanged(logits: Float[Array, "T k"], scores: Float[Array, "T k"]) -> Float[Array, "T k"]:
+    return scores
+
+
+def _softmax_of_chosen(logits: Float[Array, "T k"], scores: Float[Array, "T k"]) -> Float[Array, "T k"]:
+    weights = jax.nn.softmax(logits, axis=-1)
+    if logits.shape[1] == 2:
+        # Rounded separately, the two would not quite sum to 1. As computed here, the weighted sum of two equal experts
+        # is one of them to the last bit, and an upcycled model starts as its dense model (methods.md 2.5).
+        weights = jnp.stack([weights[:, 0], 1.0 - weights[:, 0]], axis=1)
+    return weights
+
+
+def _coder_weights(logits: Float[Array, "T k"], scores: Float[Array, "T k"]) -> Float[Array, "T k"]:
+    first = scores[:, :1]
+    others = (jax.nn.softmax(scores, axis=-1) * first)[:, 1:]
+    # The best expert gets p_1 minus the others' weights, for the same reason: together with 1 - p_1 all sum to 1.
+    return jnp.concatenate([first - jnp.sum(others, axis=1, keepdims=True), others], axis=1)
+
+
+def _renormalised(logits: Float[Array, "T k"], scores: Float[Array, "T k"]) -> Float[Array, "T k"]:
+    return scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
+
+
+GATES: dict[str, Gate] = {
+    # Probabilities of the full softmax, not renormalised (OLMoE; DeRS eq. 1).
+    "softmax_topk": Gate(_softmax, _scores_unchanged, scores_sum_to_one=True),
+    # Softmax over the kept logits, which is the full one renormalised (Mixtral, PESC).
+    "topk_softmax": Gate(_softmax, _softmax_of_chosen, scores_sum_to_one=True, weights_sum_to_one=True),
+    # p_1 of the full softmax (Switch): `softmax_topk` with one expert per token.
+    "top1": Gate(_softmax, _scores_unchanged, scores_sum_to_one=True),
+    # Softmax over the kept probabilities, times p_1 (XFT, beside a universal FFN).
+    "coder": Gate(_softmax, _coder_weights, scores_sum_to_one=True),
+    # Every expert by itself, not renormalised (Llama 4).
+    "sigmoid_topk": Gate(jax.nn.sigmoid, _scores_unchanged),
+    # The same, renormalised over the kept ones (DeepSeek-V3).
+    "topk_sigmoid": Gate(jax.nn.sigmoid, _renormalised, weights_sum_to_one=True),
+}
+
+
+def register_gate(name: str, gate: Gate) -> None:
+    """Registers a gate under a name.
+
+    Raises:
+      ValueError: if the name is taken.
+    """
+    if name in GATES:
+        raise ValueError(f"there is a gate {name!r} already; choose another name")
+    GATES[name] = gate
+
+
+def weights_are_constant(gate: str, top_k: int, num_experts: int) -> bool:
+    """Whether the chosen expert always has weight 1, whatever the logits are, although there is a choice.
+
+    A single weight that is normalised to sum to 1 is 1: the router gets no gradient from the task, only from auxiliary
+    losses.
+    """
+    return GATES[gate].weights_sum_to_one and top_k == 1 < num_experts
+
+
+# Stands in place of an expert for padding, and for an assignment beyond the capacity: nothing is computed for it.
+NO_EXPERT = -1
+
+
+class Routing(NamedTuple):
+    """The decision for T tokens.
+
+    Attributes:
+      experts: chosen experts, best first; `NO_EXPERT` for padding and for an assignment that is dropped.
+      weights: their weights, float32; zero for `NO_EXPERT`.
+    """
+
+    experts: Int[Array, "T k"]
+    weights: Float[Array, "T k"]
+
+
+class RouterStats(NamedTuple):
+    """Statistics of a router's decisions for a batch, over the tokens that are not padding; float32.
+
+    Attributes:
+      balance: `E * sum_i f_i P_i`, 1 for uniform routing, E/k when collapsed onto k experts.
+      z: mean squared logsumexp of the logits.
+      load: share f_i of the assignments per expert; sums to 1.
+      dropped: share of the assignments that are beyond the capacity.
+      cv: squared coefficient of variation of the importance (an expert's sum of probabilities over the tokens that
+        chose it) plus that of the load, as XFT adds them; 0 for uniform routing.
+      probability: mean probability per expert; sums to 1.
+      gram: mean over the tokens of the product of the logits of every two experts. It has no gradient.
+    """
+
+    balance: Float[Array, ""]
+    z: Float[Array, ""]
+    load: Float[Array, " E"]
+    dropped: Float[Array, ""]
+    cv: Float[Array, ""]
+    probability: Float[Array, " E"]
+    gram: Float[Array, "E E"]
+
+
+def route(
+    logits: Float[Array, "T E"],
+    top_k: int,
+    gate: str,
+    *,
+    selection: Selection = UNBOUNDED,
+    scale: float = 1.0,
+    valid: Bool[Array, " T"] | None = None,
+    capacity_factor: float | None = None,
+    num_sequences: int = 1,
+) -> tuple[Routing, RouterStats]:
+    """Chooses `top_k` experts for every token.
+
+        >>> import jax.numpy as jnp
+        >>> routing, stats = moe_jax.route(jnp.array([[0.0, 1.0, 3.0]]), 2, "topk_softmax")
+        >>> routing.experts.tolist(), round(float(routing.weights.sum()), 6)
+        ([[2, 1]], 1.0)
+
+    Args:
+      logits: router logits, float32.
+      top_k: experts per token.
+      gate: a key of `gates.GATES`.
+      selection: restricts the choice beyond the logits: a bias, or groups of experts.
+      scale: weights are multiplied by it.
+      valid: tokens that are not padding. Padding goes to no expert, takes no capacity and is in no statistic. None:
+        all.
+      capacity_factor: None is dropless; otherwise an expert takes at most `ceil(factor * n * k / E)` assignments of a
+        sequence of n valid tokens, earlier tokens first. Sequences are what GShard calls groups (Lepikhin et al. 2020,
+        section 2.2): which assignments are dropped depends on neither the rest of the batch nor how it is split.
+      num_sequences: the tokens are this many sequences of equal length, one after the other.
+
+    Raises:
+      InputError: for arrays of other shapes, logits that are not float32, or `top_k` out of range.
+    """
+    check_shape("logits", logits, (None, None))
+    tokens, num_experts = logits.shape
+    if logits.dtype != jnp.float32:
+        raise InputError(f"logits are {logits.dtype}, expected float32")
+    if not 1 <= top_k <= num_experts:
+        raise InputError(f"top_k={top_k} must lie between 1 and the number of experts, {num_experts}")
+    if valid is not None:
+        check_shape("valid", valid, (tokens,))
+    experts, weights, top_probabilities, probabilities = choose(logits, top_k, gate, selection, scale)
+
+    counted = jnp.ones(logits.shape[:1], jnp.float32) if valid is None else valid.astype(jnp.float32)
+    total = jnp.maximum(jnp.sum(counted), 1.0)
+    chosen = jax.nn.one_hot(experts, num_experts, dtype=jnp.float32)
+    assigned = jnp.sum(chosen, axis=1)
+    load = jnp.sum(assigned * counted[:, None], axis=0) / (total * top_k)
+    mean_probability = jnp.sum(probabilities * counted[:, None], axis=0) / total
+    # The load is a count and has no gradient; the gradient reaches the router through the probabilities alone.
+    balance = num_experts * jnp.sum(jax.lax.stop_gradient(load) * mean_probability)
+    z = jnp.sum(jnp.square(jax.nn.logsumexp(logits, axis=-1)) * counted) / total
+    importance = jnp.sum(chosen * (top_probabilities * counted[:, None])[:, :, None], axis=(0, 1)) / total
+    cv = squared_cv(importance) + squared_cv(jax.lax.stop_gradient(load))
+
+    fixed = jax.lax.stop_gradient(logits)
+    gram = jnp.einsum("ti,tj->ij", fixed * counted[:, None], fixed, precision="highest") / total
+    dropped = jnp.zeros((), jnp.float32)
+    kept = None if valid is None else jnp.broadcast_to(valid[:, None], experts.shape)
+    if capacity_factor is not None:
+        kept = _within_capacity(experts, kept, num_experts, capacity_factor, num_sequences)
+        dropped = 1.0 - jnp.sum(kept.astype(jnp.float32)) / (total * top_k)
+    if kept is not None:
+        experts, weights = jnp.where(kept, experts, NO_EXPERT), jnp.where(kept, weights, 0.0)
+    stats = RouterStats(balance, z, load, dropped, cv, mean_probability, gram)
+    return Routing(experts, weights), stats
+
+
+def squared_cv(x: Float[Array, " E"]) -> Float[Array, ""]:
+    """Returns the squared coefficient of variation: sample variance, as in XFT, over squared mean.
+
+    It is 0 where all entries are equal, and E/k * (E - k)/(E - 1) where k of E entries are equal and the others 0.
+    """
+    mean = jnp.mean(x)
+    variance = jnp.sum(jnp.square(x - mean)) / max(1, x.size - 1)
+    return variance / (jnp.square(mean) + 1e-10)
+
+
+def _within_capacity(
+    experts: Int[Array, "T k"], valid: Bool[Array, "T k"] | None, num_experts: int, factor: float, num_sequences: int
+) -> Bool[Array, "T k"]:
+    """Returns which assignments are valid and within the capacity; earlier tokens and better choices come first."""
+    valid = jnp.ones(experts.shape, bool) if valid is None else valid
+    # [sequences, assignments in their order, E]
+    chosen = jax.nn.one_hot(jnp.where(valid, experts, NO_EXPERT), num_experts, dtype=jnp.int32)
+    chosen = chosen.reshape(num_sequences, -1, num_experts)
+    earlier = jnp.sum((jnp.cumsum(chosen, axis=1) - chosen) * chosen, axis=2)
+    # The capacity follows from the number of valid assignments and is tabulated here: on the device, rounding could add
+    # one to a whole number.
+    most = chosen.shape[1]
+    capacities = jnp.asarray(np.ceil(factor * np.arange(most + 1) / num_experts).clip(max=most), jnp.int32)
+    capacity = jnp.take(capacities, jnp.sum(chosen, axis=(1, 2)))
+    return (earlier < capacity[:, None]).reshape(experts.shape) & valid
+
+
+UNIVERSAL = ("none", "coder", "med", "one", "sigmoid")
+# Universal FFNs that fix the gate of the experts beside them: Coder-MoE (XFT) has a gate of its own, Med-MoE takes the
+# probabilities of the full softmax. The others work with any gate.
+GATE_BESIDE = {"coder": "coder", "med": "softmax_topk"}
+NOISE_FLOOR = 1e-2
+
+
+def universal_weight(
+    logits: Float[Array, "T E"], universal: str, own_logit: Float[Array, " T"] | None = None
+) -> Float[Array, " T"]:
+    """Returns the weight of the universal FFN.
+
+    `coder`: 1 - p_1, where p_1 is the largest probability. The weights of the routed experts sum to p_1, so all weights
+    together sum to 1: if all FFNs are equal, the layer returns what one of them would. `med` and `one`: always 1.
+    `sigmoid`: the sigmoid of a logit of its own.
+
+    Args:
+      logits: router logits, float32.
+      universal: one of `UNIVERSAL` except `none`.
+      own_logit: for `sigmoid`, float32.
+    """
+    if universal == "sigmoid":
+        assert own_logit is not None, "universal 'sigmoid' has a logit of its own"
+        return jax.nn.sigmoid(own_logit)
+    if universal == "coder":
+        return 1.0 - jnp.max(jax.nn.softmax(logits, axis=-1), axis=-1)
+    return jnp.ones(logits.shape[:1], jnp.float32)
+
+
+def add_choice(
+    routing: Routing, expert: int, weight: Float[Array, " T"], valid: Bool[Array, " T"] | None = None
+) -> Routing:
+    """Adds a last choice to every token: `expert`, with the given weight.
+
+    Args:
+      routing: the choices so far.
+      expert: index of the expert in its bank.
+      weight: float32.
+      valid: tokens that are not padding; the last choice of padding is `NO_EXPERT`. None: all.
+    """
+    last = jnp.full(weight.shape, expert, jnp.int32)
+    if valid is not None:
+        last, weight = jnp.where(valid, last, NO_EXPERT), jnp.where(valid, weight, 0.0)
+    experts = jnp.concatenate([routing.experts, last[:, None]], axis=1)
+    return Routing(experts, jnp.concatenate([routing.weights, weight[:, None]], axis=1))
+
+
+def add_weighted(
+    y: Float[Array, "T d"], universal: Float[Array, "T d"], weight: Float[Array, " T"]
+) -> Float[Array, "T d"]:
+    """Returns `y + weight * universal`, computed in float32 and rounded once to the dtype of `y`."""
+    return (y.astype(jnp.float32) + weight[:, None] * universal.astype(jnp.float32)).astype(y.dtype)
+
+
+def coder_logits(x: Float[Array, "T d"], hidden: Float[Array, "d E"], out: Float[Array, "E E"]) -> Float[Array, "T E"]:
+    """Returns the logits of XFT's gate network: a linear map, tanh and another linear map, without biases."""
+    return linear(jnp.tanh(linear(x, hidden)), out)
+
+
+def add_noise(
+    logits: Float[Array, "T E"], x: Float[Array, "T d"], noise: Float[Array, "d E"], key: Array
+) -> Float[Array, "T E"]:
+    """Returns `logits + n * (softplus(x W) + 0.01)`, n standard normal: XFT's training noise (Shazeer et al. 2017)."""
+    scale = jax.nn.softplus(linear(x, noise)) + NOISE_FLOOR
+    return logits + scale * jax.random.normal(key, logits.shape, jnp.float32)

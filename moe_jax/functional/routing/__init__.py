@@ -1,1 +1,0 @@
-"""From a router's logits to rows sorted by expert, and back."""

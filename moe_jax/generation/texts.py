@@ -1,0 +1,265 @@
+"""Generation with a KV cache, for batches of prompts of different lengths; and the text of tokens as they come.
+
+Of a model with an encoder, a prompt is what the encoder is given, once; the decoder begins with its own first token.
+
+Lengths are rounded up to buckets, for which programs are compiled, and tokens come in blocks: the first at once, then
+ever more together. Neither changes a result.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Int, PRNGKeyArray
+
+from moe_jax.core.errors import MAX_SIZE, InputError, is_finite
+from moe_jax.generation.engine import MOST_STEPS, Block, Engine, ask
+from moe_jax.nn import Decoder
+
+FIRST_BLOCK = 8
+"""Tokens after the first one that come together; the blocks after them are longer."""
+
+
+class NonFiniteLogits(InputError):
+    """Logits are NaN or infinite: no token can be chosen by them."""
+
+
+def generate(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    key: PRNGKeyArray | None = None,
+    eos_ids: Sequence[int] = (),
+) -> list[list[int]]:
+    """Continues every prompt, or with an encoder answers it.
+
+    Prompts are padded on the right: a row's tokens take the slots 0, 1, ... of its cache, and what padding left in
+    later slots is overwritten before it can be seen. A prompt's result does not depend on its neighbours.
+
+    The layers of a model that is stacked are copied into arrays of their own first, which takes as much memory again;
+    of a model that was loaded for generation (`load_model(..., stacked=False)`) they need not be.
+
+    Args:
+      model: the decoder.
+      prompts: token ids, at least one per prompt.
+      max_new_tokens: at most this many are added.
+      temperature, top_k, top_p: see `functional.sampling.sample`; temperature 0 is greedy.
+      key: needed unless greedy.
+      eos_ids: a row ends before the first of these; they are not returned.
+
+    Returns:
+      The new tokens of every prompt.
+
+    Raises:
+      InputError: for an empty prompt, ids outside the vocabulary, or bad sampling options.
+      NonFiniteLogits: if logits are not finite.
+    """
+    results: list[list[int]] = [[] for _ in prompts]
+    how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "key": key}
+    for tokens in stream(model, prompts, max_new_tokens=max_new_tokens, eos_ids=eos_ids, **how):
+        for result, token in zip(results, tokens.tolist(), strict=True):
+            if token >= 0 and token not in eos_ids:
+                result.append(token)
+    return results
+
+
+def stream(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    key: PRNGKeyArray | None = None,
+    eos_ids: Sequence[int] = (),
+    ended: Bool[np.ndarray, " B"] | None = None,
+    seconds: float | None = None,
+) -> Iterator[Int[np.ndarray, " B"]]:
+    """Yields the next token of every row, step after step, until every row was given one of `eos_ids` or has ended.
+
+    The first comes at once, the others in blocks, which grow. A row that has ended is given -1.
+
+    Args:
+      ended: rows that the caller wants no more of, which it may say while it is given tokens; looked at before a block.
+      seconds: that a block should take, so that somebody can read along; None: blocks are as long as they can be.
+
+    The other arguments, and errors: see `generate`.
+    """
+    _check(model, prompts, max_new_tokens, temperature, top_k, top_p, key)
+    engine = Engine(model, draws=temperature > 0)
+    longest = max(map(len, prompts))
+    if model.config.has_encoder:
+        cache_length = engine.room(max_new_tokens)
+    else:
+        cache_length = engine.room(engine.room(longest) + max_new_tokens, needed=longest + max_new_tokens)
+    asked = ask(
+        len(prompts),
+        max_new_tokens,
+        key=jax.random.key(0) if key is None else key,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop_ids=eos_ids,
+    )
+    rows, block, _ = engine.read(prompts, asked, cache_length)
+    done, steps = 0, FIRST_BLOCK
+    while True:
+        yield from _checked(block, done)
+        done += len(block.tokens)
+        stay = block.active if ended is None else block.active & ~ended
+        if not stay.any():
+            return
+        rows, block = engine.advance(rows, steps, stay=stay)
+        steps = MOST_STEPS if seconds is None else engine.steps_in(seconds)
+
+
+def _checked(block: Block, before: int) -> Iterator[Int[np.ndarray, " B"]]:
+    """Yields the tokens of a block, up to the first whose logits are not finite, the last that its row was given."""
+    last = (block.tokens >= 0).sum(axis=0) - 1
+    bad = min((int(last[row]), int(row)) for row in np.flatnonzero(~block.finite)) if not block.finite.all() else None
+    for step, tokens in enumerate(block.tokens):
+        if bad is not None and bad[0] == step:
+            raise NonFiniteLogits(f"prompt {bad[1] + 1} has logits that are not finite at token {before + step + 1}")
+        yield tokens
+
+
+def _check(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    key: PRNGKeyArray | None,
+) -> None:
+    model.config.check_scores_tokens("generation")
+    if not prompts or not all(len(prompt) for prompt in prompts):
+        raise InputError("generation needs at least one token in every prompt; give a text, or the BOS token")
+    vocab_size = model.config.vocab_size
+    outside = sorted({token for prompt in prompts for token in prompt if not 0 <= token < vocab_size})
+    if outside:
+        raise InputError(f"token ids {outside[:5]} lie outside the vocabulary of {vocab_size}")
+    if max_new_tokens < 1:
+        raise InputError(f"{max_new_tokens=} must be at least 1")
+    if max_new_tokens > MAX_SIZE:
+        raise InputError(f"{max_new_tokens=} must be at most {MAX_SIZE:,}")
+    if not (is_finite(temperature) and temperature >= 0):
+        raise InputError(f"{temperature=} must be 0 (greedy) or above")
+    if top_k is not None and top_k < 1:
+        raise InputError(f"{top_k=} must be at least 1, or left out")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise InputError(f"{top_p=} must lie in (0, 1], or be left out")
+    if temperature > 0 and key is None:
+        raise InputError("sampling with a temperature needs a random key")
+
+
+_BROKEN = "\ufffd"  # how bytes are shown that are no character
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class Detokenizer:
+    """Text of one row of tokens after another text.
+
+    A token's text depends on what stands before it (some decoders take the first space of a text away) and on what
+    comes after it (a character may be several tokens). So tokens are decoded together with those of the piece before,
+    and bytes that may be half a character wait for the next token.
+    """
+
+    def __init__(self, decode: Decode, before: Sequence[int] = ()):
+        """Begins after the tokens `before`; `decode` gives the text of ids."""
+        self._decode = decode
+        self._window = list(before)
+        self._given = decode(self._window)
+        self._before = len(self._window)
+
+    def push(self, token: int) -> str:
+        """Adds a token and returns the text that is certain with it."""
+        self._window.append(token)
+        text = self._decode(self._window)
+        if text.endswith(_BROKEN):
+            return ""
+        new = self._new(text)
+        if new:  # these tokens are the context of what comes
+            self._window = self._window[self._before :]
+            self._before, self._given = len(self._window), self._decode(self._window)
+        return new
+
+    def finish(self) -> str:
+        """Returns the text that waited for another token, now that none comes."""
+        return self._new(self._decode(self._window))
+
+    def _new(self, text: str) -> str:
+        for given in (self._given, self._given.rstrip(_BROKEN)):  # half a character may have been made whole
+            if text.startswith(given):
+                return text[len(given) :]
+        # Some decoders show a run of bytes as broken as a whole, with the characters before that were whole.
+        return self._decode(self._window[self._before :])
+
+
+class StreamedText:
+    """Text of one row of tokens until a stop string, which is no part of it.
+
+    Attributes:
+      text: what was handed out.
+      stopped_by: the stop string that ended the text; None: none has.
+    """
+
+    def __init__(self, decode: Decode, stop: Sequence[str] = (), before: Sequence[int] = ()):
+        """Begins a text.
+
+        Args:
+          decode: gives the text of ids.
+          stop: strings that end the text, none of them empty (`checked_stops`); of two, the one that begins first.
+          before: tokens of the text before.
+        """
+        self.text = ""
+        self.stopped_by: str | None = None
+        self._stop = tuple(stop)
+        self._held = ""
+        self._tokens = Detokenizer(decode, before)
+
+    def push(self, token: int) -> str:
+        """Adds a token and returns the text that is certain with it. The possible beginning of a stop string waits."""
+        return self._take(self._tokens.push(token), ends=False)
+
+    def finish(self) -> str:
+        """Returns the text that waited, now that no token comes any more."""
+        return self._take(self._tokens.finish(), ends=True)
+
+    def _take(self, new: str, *, ends: bool) -> str:
+        if self.stopped_by is not None:
+            return ""
+        held = self._held + new
+        found = [(held.find(stop), order) for order, stop in enumerate(self._stop) if stop in held]
+        if found:
+            at, order = min(found)
+            self.stopped_by = self._stop[order]
+        else:
+            at = len(held) if ends else len(held) - max((_overlap(held, stop) for stop in self._stop), default=0)
+        self._held = held[at:]
+        self.text += held[:at]
+        return held[:at]
+
+
+def checked_stops(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns the stop strings as a tuple.
+
+    Raises:
+      InputError: if one is empty, or none is a string.
+    """
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(one, str) and one for one in stops):
+        raise InputError("a stop string must be a text of at least one character")
+    return stops
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of `text` with which `stop` begins, but less than all of it."""
+    longest = min(len(text), len(stop) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,0 +1,49 @@
+"""Activation functions, and grouped products as XLA lowers them: for kernels and for what needs none."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+ACTIVATION_FUNCTIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+
+def activated(gate: Float[Array, "m n"], activation: str) -> Float[Array, "m n"]:
+    """Returns the activation of a gate, float32, computed with operations that Mosaic has."""
+    if activation == "gelu":
+        # Mosaic lacks `erfc`, which other platforms use here.
+        return 0.5 * gate * (1.0 + lax.erf(gate * 0.5**0.5))
+    return ACTIVATION_FUNCTIONS[activation](gate)
+
+
+_OUTER = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+)
+
+
+def ragged_product(
+    lhs: Float[Array, "M i"], rhs: Float[Array, "E i o"], group_sizes: Int[Array, " E"]
+) -> Float[Array, "M o"]:
+    """Returns `out[m] = lhs[m] @ rhs[group of row m]`; rows in no group are zero."""
+    return zero_rows_beyond(lax.ragged_dot(lhs, rhs, group_sizes), jnp.sum(group_sizes))
+
+
+def ragged_outer(
+    lhs: Float[Array, "M i"], dout: Float[Array, "M o"], group_sizes: Int[Array, " E"]
+) -> Float[Array, "E i o"]:
+    """Returns `out[e] = sum over the rows m of group e of lhs[m]^T dout[m]`."""
+    return lax.ragged_dot_general(lhs, dout, group_sizes, _OUTER)
+
+
+def zero_rows_beyond(rows: Float[Array, "M o"], count: Int[Array, ""]) -> Float[Array, "M o"]:
+    """Returns the first `count` rows, and zeros in place of the others."""
+    inside = lax.broadcasted_iota(jnp.int32, rows.shape, 0) < count
+    return jnp.where(inside, rows, jnp.zeros((), rows.dtype))

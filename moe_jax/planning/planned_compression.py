@@ -1,0 +1,130 @@
+"""The bytes that the experts of a model would take, compressed by a method, in every form of storage."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from moe_jax.compression.coding.coder import Levels, check_levels
+from moe_jax.compression.coding.storage import FULL, AnyLayout, Fewer, Stored, stored_bytes
+from moe_jax.compression.coding.write_experts import codes_of_options
+from moe_jax.compression.methods.registry import METHODS, check_method, check_options, options_of
+from moe_jax.compression.methods.resmoe import DEFAULT_BITS, residual_forms
+from moe_jax.compression.report import NO_BASE
+from moe_jax.compression.spec import parse_layers
+from moe_jax.compression.stream import choose_layers
+from moe_jax.core.errors import InputError, check_member
+from moe_jax.experts.forms.coding import Layout
+from moe_jax.experts.forms.quantized import check_scale_bits
+
+if TYPE_CHECKING:
+    from moe_jax.models import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedCompression:
+    """The bytes of the experts in the forms of a method.
+
+    Attributes:
+      method: name of the method.
+      keep: the share of the entries that is kept; None if all are kept, in fewer bits.
+      dtype: dtype of the parameters.
+      layers: indices of the compressed layers.
+      stored: the bytes, one entry for every form.
+    """
+
+    method: str
+    keep: float | None
+    dtype: str
+    layers: tuple[int, ...]
+    stored: tuple[Stored, ...]
+
+    @property
+    def fewest(self) -> str | None:
+        """The form with the fewest bytes among those that hold the same sparse entries and can be written."""
+        sparse = [form for form in self.stored if form.layer.places and form.written]
+        return min(sparse, key=lambda form: form.expert_bytes).form if len(sparse) > 1 else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the forms as JSON, with sizes in bytes."""
+        forms = [
+            {
+                **dataclasses.asdict(form),
+                "layer": {**dataclasses.asdict(form.layer), "total": form.layer.total},
+                "fewest": form.form == self.fewest,
+            }
+            for form in self.stored
+        ]
+        named = {"method": self.method, "keep": self.keep, "dtype": self.dtype, "layers": list(self.layers)}
+        return {**named, "forms": forms}
+
+
+def planned_compression(
+    config: "ModelConfig",
+    method: str,
+    *,
+    keep: float | None,
+    residual: str | None,
+    storage: str | None,
+    bits: int | None,
+    centre_bits: str | None,
+    centre_group_size: int | None,
+    levels: Levels | None,
+    scale_bits: int | None,
+    zero_points: bool,
+    row_scales: bool,
+    compress_layers: str | None,
+    dtype: str | None,
+) -> PlannedCompression:
+    """Counts the bytes of the experts; the arguments are options of `moe-jax plan`.
+
+    Raises:
+      InputError: for options that do not go together, or a model without experts.
+    """
+    check_method(method)
+    base = "none" if METHODS[method].origin == NO_BASE else "shared"
+    given = {"levels": levels, "scale_bits": scale_bits, "zero_points": zero_points, "row_scales": row_scales}
+    check_options([method], [name for name, value in given.items() if value])
+    check_levels(levels or "any", DEFAULT_BITS, zero_points=zero_points)
+    check_scale_bits(16 if scale_bits is None else scale_bits)
+    more = {name: value for name, value in given.items() if name != "levels" and value}
+    format_ = {**METHODS[method].codes_format, **more, **({"table": True} if levels == "fitted" else {})}
+    of_centre = {"table": levels == "fitted", "scale_bits": more.get("scale_bits", 16)}
+    planned_bits = METHODS[method].planned_centre_bits
+    base_codes = codes_of_options(centre_bits or planned_bits, centre_group_size, **of_centre)
+    asked = "centre_bits" in options_of(method)
+    if base_codes is not None and planned_bits is None and not asked:
+        raise InputError(f"--centre-bits does not go with {method}, which has no centre")
+    indices = choose_layers(config, parse_layers(compress_layers, config) if compress_layers is not None else None)
+    layouts = _asked_for(method, residual, storage, bits)
+    if keep is None and any(isinstance(layout, Fewer) or "keep" in layout.form.asks_for for layout in layouts):
+        raise InputError(f"--compress {method} needs --keep, the share of the experts that is kept")
+    dtype = dtype or config.dtype
+    sizes = {"keep": 1.0 if keep is None else keep, "bits": bits, **format_}
+    stored = stored_bytes(config, indices, layouts, sizes, base=base, base_codes=base_codes, dtype=dtype)
+    return PlannedCompression(method=method, keep=keep, dtype=dtype, layers=indices, stored=tuple(stored))
+
+
+def _asked_for(method: str, residual: str | None, storage: str | None, bits: int | None) -> tuple[AnyLayout, ...]:
+    """Returns the layouts of a method that fit the other options; without those, also full kernels to compare with."""
+    every = METHODS[method].layouts
+    if residual is None and storage is None and bits is None:
+        return (*every, FULL)
+    chosen = every
+    if residual is not None:
+        kind, colon, _ = residual.partition(":")
+        forms = residual_forms()
+        check_member("residual", kind, tuple(forms))
+        if "residual" in options_of(method):  # then it takes every form that residuals can be encoded in
+            chosen = forms[kind].layouts()
+        chosen = tuple(layout for layout in chosen if isinstance(layout, Layout) and layout.form is forms[kind])
+        chosen = tuple(layout for layout in chosen if not colon or layout.name == residual)
+        if not chosen:
+            names = ", ".join(layout.name for layout in every)
+            raise InputError(f"--residual {residual} does not go with {method}, which has {names}")
+    if bits is not None:
+        chosen = tuple(layout for layout in chosen if isinstance(layout, Layout) and layout.has_bits(bits))
+        if not chosen:
+            raise InputError(f"--bits {bits}: no form of {method} that the other options leave has them")
+    if storage is not None:
+        check_member("storage", storage, [layout.name for layout in chosen])
+        chosen = tuple(layout for layout in chosen if layout.name == storage)
+    return chosen

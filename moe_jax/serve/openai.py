@@ -1,0 +1,406 @@
+"""Requests of the OpenAI protocol, read and checked, and their answers as they come from the scheduler."""
+
+import asyncio
+import dataclasses
+import math
+import secrets
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from moe_jax.core.errors import MAX_SIZE, InputError, shown
+from moe_jax.data.chat_template import check_messages
+from moe_jax.data.tokenizer import Tokenizer
+from moe_jax.generation.engine import MOST_SCORES, MOST_STOP_IDS
+from moe_jax.generation.texts import StreamedText
+from moe_jax.serve.scheduler import Job, News, Scored
+
+MOST_STOPS = 16
+"""Stop strings of a request; OpenAI's own server takes 4."""
+MOST_PROMPTS = 128
+"""Prompts of a request."""
+
+# What would change the answer: the values by which it stays as it is.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "n": (None, 1),
+    "best_of": (None, 1),
+    "suffix": (None, ""),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "logit_bias": (None, {}),
+    "tools": (None, []),
+    "functions": (None, []),
+    "response_format": (None, {"type": "text"}),
+}
+
+
+class ProtocolError(Exception):
+    """A request that is answered with an error.
+
+    Attributes:
+      status: of HTTP.
+      message: for people.
+      param: the field at fault.
+      code: for programs.
+    """
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self) -> dict[str, Any]:
+        """The error in OpenAI's form."""
+        kind = {404: "not_found_error", 429: "rate_limit_error"}.get(self.status, "invalid_request_error")
+        kind = "server_error" if self.status >= 500 else kind
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """A request for texts, checked.
+
+    Attributes:
+      prompts: texts or token ids, each of which is answered.
+      messages: the conversation that is answered instead.
+      max_tokens: None: as many as there is room for.
+      temperature, top_p, seed: see `functional.heads.sampling.sample`.
+      stop: strings that end an answer.
+      stop_ids: tokens that do, besides the model's own.
+      ignore_eos: whether the model's own do not.
+      logprobs: how many of the most likely tokens are told of every token; None: no log-probability is.
+      echo: whether the prompt is part of the answer.
+      stream: whether the answer comes in pieces.
+      include_usage: whether a stream ends with the number of tokens.
+    """
+
+    prompts: Sequence[str | list[int]] = ()
+    messages: Sequence[Mapping[str, Any]] = ()
+    max_tokens: int | None
+    temperature: float
+    top_p: float
+    seed: int
+    stop: tuple[str, ...]
+    stop_ids: tuple[int, ...]
+    ignore_eos: bool
+    logprobs: int | None
+    echo: bool = False
+    stream: bool
+    include_usage: bool
+
+
+def read_completion(body: Any) -> Request:
+    """Returns a request to `/v1/completions`, checked.
+
+    Raises:
+      ProtocolError: with status 400.
+    """
+    _check_object(body)
+    logprobs = _integer(body, "logprobs", None, 0, MOST_SCORES)
+    max_tokens = _integer(body, "max_tokens", 16, 0, MAX_SIZE)
+    return Request(
+        prompts=_prompts(body.get("prompt", "")),
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        echo=_boolean(body, "echo"),
+        **_common(body),
+    )
+
+
+def read_chat(body: Any) -> Request:
+    """Returns a request to `/v1/chat/completions`, checked; errors as of `read_completion`."""
+    _check_object(body)
+    try:
+        messages = check_messages(body.get("messages"))
+    except InputError as error:
+        raise ProtocolError(400, str(error), param="messages") from None
+    wanted = _boolean(body, "logprobs")
+    top = _integer(body, "top_logprobs", None, 0, MOST_SCORES)
+    if top is not None and not wanted:
+        raise ProtocolError(400, "top_logprobs goes with logprobs: true", param="top_logprobs")
+    name = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+    return Request(
+        messages=list(map(_as_one_text, messages)),
+        max_tokens=_integer(body, name, None, 1, MAX_SIZE),
+        logprobs=(top or 0) if wanted else None,
+        **_common(body),
+    )
+
+
+def _as_one_text(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with the parts of its text joined: clients send them, and few templates know them."""
+    if not isinstance(message.get("content"), list):
+        return message
+    return {**message, "content": "\n".join(part["text"] for part in message["content"])}
+
+
+def model_of(body: Any) -> str | None:
+    """Returns the name of the model that a request asks for; None if it names none, and takes the one there is."""
+    _check_object(body)
+    model = body.get("model")
+    if model is not None and not isinstance(model, str):
+        raise _bad("model", model, "a name")
+    return model
+
+
+def _check_object(body: Any) -> None:
+    if not isinstance(body, dict):
+        raise ProtocolError(400, f"expected a JSON object, got {shown(body)}")
+
+
+def _common(body: Mapping[str, Any]) -> dict[str, Any]:
+    for name, allowed in _UNSUPPORTED.items():
+        if body.get(name) not in allowed:
+            raise ProtocolError(400, f"{name}={shown(body[name])} is not supported", param=name, code="unsupported")
+    options = body.get("stream_options")
+    if options is not None and not isinstance(options, dict):
+        raise _bad("stream_options", options, "an object")
+    seed = _integer(body, "seed", None, -(1 << 63), (1 << 63) - 1)
+    return {
+        "temperature": _number(body, "temperature", 1.0, 0.0, 2.0),
+        "top_p": _number(body, "top_p", 1.0, 0.0, 1.0, open_below=True),
+        "seed": secrets.randbits(32) if seed is None else seed % (1 << 32),
+        "stop": _stops(body.get("stop")),
+        "stop_ids": _stop_ids(body.get("stop_token_ids")),
+        "ignore_eos": _boolean(body, "ignore_eos"),
+        "stream": _boolean(body, "stream"),
+        "include_usage": _boolean(options or {}, "include_usage"),
+    }
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value and all(_is_integer(one) for one in value):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise _bad("prompt", value, "a text, token ids, or a list of them")
+    if len(value) > MOST_PROMPTS:
+        raise ProtocolError(400, f"{len(value)} prompts in a request, at most {MOST_PROMPTS} are taken", param="prompt")
+    for one in value:
+        is_ids = isinstance(one, list) and one and all(_is_integer(token) for token in one)
+        if not (isinstance(one, str) or is_ids):
+            raise _bad("prompt", one, "a text or token ids")
+    return value
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise _bad("stop", value, "a text or a list of texts")
+    if len(stops) > MOST_STOPS:
+        raise ProtocolError(400, f"{len(stops)} stop strings, at most {MOST_STOPS} are taken", param="stop")
+    return tuple(stop for stop in stops if stop)  # some clients send empty ones
+
+
+def _stop_ids(value: Any) -> tuple[int, ...]:
+    ids = [] if value is None else value
+    if not isinstance(ids, list) or not all(_is_integer(one) and 0 <= one < MAX_SIZE for one in ids):
+        raise _bad("stop_token_ids", value, "a list of token ids")
+    if len(ids) > MOST_STOP_IDS // 2:
+        raise ProtocolError(400, f"at most {MOST_STOP_IDS // 2} stop_token_ids are taken", param="stop_token_ids")
+    return tuple(ids)
+
+
+def _integer(body: Mapping[str, Any], name: str, default: int | None, low: int, high: int) -> int | None:
+    value = body.get(name)
+    if value is None:
+        return default
+    if not _is_integer(value) or not low <= value <= high:
+        raise _bad(name, value, f"an integer from {low} to {high}")
+    return value
+
+
+def _number(
+    body: Mapping[str, Any], name: str, default: float, low: float, high: float, *, open_below: bool = False
+) -> float:
+    value = body.get(name)
+    if value is None:
+        return default
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or not low <= value <= high or (open_below and value == low):
+        raise _bad(
+            name, value, f"a number {'above' if open_below else 'from'} {low:g} {'and up ' * open_below}to {high:g}"
+        )
+    return float(value)
+
+
+def _boolean(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise _bad(name, value, "true or false")
+    return bool(value)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _bad(name: str, value: Any, expected: str) -> ProtocolError:
+    return ProtocolError(400, f"{name}: expected {expected}, got {shown(value)}", param=name)
+
+
+class Told(NamedTuple):
+    """A token and its log-probabilities; without the latter, the first token of a prompt."""
+
+    token: int
+    scored: Scored | None
+
+
+class Piece(NamedTuple):
+    """A part of an answer.
+
+    Attributes:
+      text: that was added.
+      told: the tokens that were added, also the one that ended the answer, if log-probabilities were asked for.
+      finish: `stop` or `length` with the last piece, else None.
+    """
+
+    text: str
+    told: list[Told]
+    finish: str | None
+
+
+class Answer:
+    """The answer to a prompt.
+
+    Attributes:
+      job: what the scheduler was asked.
+      made: tokens that the answer took so far, the one that ended it included.
+    """
+
+    def __init__(self, request: Request, ids: Sequence[int], most: int, stop_ids: Sequence[int], tokenizer: Tokenizer):
+        """Makes the job, in a running event loop, and asks nobody yet.
+
+        Args:
+          request: what is asked for.
+          ids: tokens of the prompt.
+          most: tokens to add at most.
+          stop_ids: tokens that end the answer.
+          tokenizer: of the model.
+        """
+        self._news: asyncio.Queue[News] = asyncio.Queue()
+        self._text = StreamedText(tokenizer.decode, request.stop, ids)
+        self._request, self._tokenizer = request, tokenizer
+        scores = request.logprobs is not None
+        loop = asyncio.get_running_loop()
+        self.job = Job(
+            ids=ids,
+            most=most,
+            on_news=lambda news: _call(loop, self._news.put_nowait, news),
+            temperature=request.temperature,
+            top_p=request.top_p,
+            seed=request.seed,
+            stop_ids=stop_ids,
+            scores=scores,
+            scores_prompt=scores and request.echo,
+        )
+        self.made = 0
+
+    def cancel(self) -> None:
+        """Nobody wants the answer any more."""
+        self.job.cancelled = True
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """The parts of the answer as they come.
+
+        Raises:
+          ProtocolError: if the model fails.
+        """
+        first = True
+        try:
+            while True:
+                news = await self._news.get()
+                if news.ended == "error":
+                    raise ProtocolError(500, news.problem)
+                text, told = "", []
+                if first and self._request.echo:
+                    text, told = self._tokenizer.decode(self.job.ids), self._prompt_told(news)
+                first, finish = False, news.ended
+                for at, token in enumerate(news.tokens):
+                    self.made += 1
+                    told += [Told(token, news.scores[at])] if news.scores else []
+                    if news.ended == "stop" and at + 1 == len(news.tokens):
+                        break  # it is no text, but clients count on its log-probability
+                    text += self._text.push(token)
+                    if self._text.stopped_by is not None:
+                        finish = "stop"
+                        break
+                if finish is not None and self._text.stopped_by is None:
+                    text += self._text.finish()
+                    finish = "stop" if self._text.stopped_by is not None else finish
+                if text or told or finish:
+                    yield Piece(text, told, finish)
+                if finish is not None:
+                    return
+        finally:
+            self.cancel()
+
+    def _prompt_told(self, news: News) -> list[Told]:
+        if news.prompt_scores is None:
+            return []
+        return [Told(token, score) for token, score in zip(self.job.ids, [None, *news.prompt_scores], strict=True)]
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Any, news: News) -> None:
+    try:
+        loop.call_soon_threadsafe(function, news)
+    except RuntimeError:
+        assert loop.is_closed(), "only a loop that has ended takes no calls"
+
+
+class TokenTexts:
+    """The text of single tokens, as log-probabilities are told of."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._before = tokenizer.encode("a").tolist()[-1:]
+        self._known: dict[int, str] = {}
+
+    def __call__(self, token: int) -> str:
+        """The text after another; of special tokens, how the vocabulary writes them."""
+        if token not in self._known:
+            decode = self._tokenizer.decode
+            text = decode([*self._before, token]).removeprefix(decode(self._before))
+            self._known[token] = text or self._tokenizer.token(token)
+        return self._known[token]
+
+    def completion_logprobs(self, told: Sequence[Told], count: int, offset: int) -> dict[str, Any]:
+        """The form of `/v1/completions`.
+
+        Args:
+          told: the tokens.
+          count: of the most likely tokens; the token itself is told besides.
+          offset: characters before.
+        """
+        tokens = [self(one.token) for one in told]
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [None if one.scored is None else one.scored.chosen for one in told],
+            "top_logprobs": [None if one.scored is None else self._most_likely(one, count) for one in told],
+            "text_offset": offsets,
+        }
+
+    def chat_logprobs(self, told: Sequence[Told], count: int) -> dict[str, Any]:
+        """The form of `/v1/chat/completions`."""
+
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            text = self(token)
+            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+        content = []
+        for one in told:
+            assert one.scored is not None
+            top = [entry(token, value) for token, value in list(one.scored.top.items())[:count]]
+            content.append({**entry(one.token, one.scored.chosen), "top_logprobs": top})
+        return {"content": content}
+
+    def _most_likely(self, one: Told, count: int) -> dict[str, float]:
+        assert one.scored is not None
+        found: dict[str, float] = {}
+        for token, value in [*list(one.scored.top.items())[:count], (one.token, one.scored.chosen)]:
+            text = self(token)  # of tokens that are written alike, the likelier one
+            found[text] = max(value, found.get(text, value))
+        return found
