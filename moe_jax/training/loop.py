@@ -30,11 +30,10 @@ from moe_jax.files.storage_path import as_path
 from moe_jax.training import recipe_toml
 from moe_jax.training.flops import peak_flops, step_flops
 from moe_jax.training.metrics import MetricsWriter, Record, StepLine, StepTrace, WandbWriter, is_finite, to_record
-from moe_jax.training.optimizer import in_dtypes_of
 from moe_jax.training.program import Program, metrics_of
 from moe_jax.training.recipe import Recipe
 from moe_jax.training.run_directory import CHECKPOINTS
-from moe_jax.training.step import StepMetrics, TrainState
+from moe_jax.training.step import StepMetrics, TrainState, in_dtypes_of
 
 
 class BatchesOnDevices:

@@ -30,7 +30,6 @@ from moe_jax.peft.trained_table import print_trained
 from moe_jax.training import recipe_toml
 from moe_jax.training.loop import Loop
 from moe_jax.training.metrics import NO_TENSORBOARD, has_tensorboard, import_wandb
-from moe_jax.training.optimizer import in_dtypes_of
 from moe_jax.training.program import (
     Program,
     completed_state,
@@ -71,7 +70,7 @@ from moe_jax.training.run_directory import (
     write_beginning,
 )
 from moe_jax.training.saved_model import is_saved_by_layer, trained_config, write_model
-from moe_jax.training.step import TrainState
+from moe_jax.training.step import TrainState, in_dtypes_of
 
 # Published models pad their vocabulary by less; a larger difference means another model's tokenizer.
 _USED_OF_VOCABULARY = 0.5
