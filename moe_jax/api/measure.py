@@ -30,7 +30,6 @@ from moe_jax.evaluation.classification import (
 from moe_jax.evaluation.held_out import (
     Evaluation,
     Evaluator,
-    PairEvaluator,
     check_seq_len,
     read_held_out,
     read_text,
@@ -133,12 +132,9 @@ def score(
     given: Any = text
     model.config.check_scores_tokens("a perplexity")
     pairs = read_pairs_for(model, given, input_len=input_len, seq_len=seq_len)
-    if pairs is not None:
-        graphdef, state = nnx.split(model.decoder)
-        return PairEvaluator(graphdef, pairs, batch_size=batch_size, mesh=model.mesh)(state)
-    ids = read_ids(model, given)
+    held_out = read_ids(model, given) if pairs is None else pairs
     graphdef, state = nnx.split(model.decoder)
-    return Evaluator(graphdef, ids, seq_len=seq_len, batch_size=batch_size, mesh=model.mesh)(state)
+    return Evaluator(graphdef, held_out, seq_len=seq_len, batch_size=batch_size, mesh=model.mesh)(state)
 
 
 def read_pairs_for(model: Model, text: Any, *, input_len: int, seq_len: int) -> list[Pair] | None:

@@ -24,7 +24,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.data.sections import input_length
 from moe_jax.distributed import processes
 from moe_jax.distributed.sharding import local_rows, merge_positions, place
-from moe_jax.evaluation.held_out import Evaluator, PairEvaluator
+from moe_jax.evaluation.held_out import Evaluator
 from moe_jax.experts import ExpertBank, set_exchange
 from moe_jax.files.storage_path import as_path
 from moe_jax.training import recipe_toml
@@ -214,7 +214,7 @@ class Loop:
         frozen: nnx.State,
         data: grain.DatasetIterator,
         checkpoints: TrainingCheckpoints,
-        evaluator: Evaluator | PairEvaluator | None,
+        evaluator: Evaluator | None,
         console: rich.console.Console,
         continue_command: str,
         teacher: nnx.State | None = None,

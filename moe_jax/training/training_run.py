@@ -18,7 +18,7 @@ from moe_jax.data.pipeline import open_data
 from moe_jax.data.tokenizer import Tokenizer, find_tokenizer
 from moe_jax.distributed.processes import check_equal, describe_devices, first_decides, is_first_process, wait_for_all
 from moe_jax.distributed.sharding import local_rows
-from moe_jax.evaluation.held_out import Evaluator, HeldOut, PairEvaluator, read_held_out, with_lengths
+from moe_jax.evaluation.held_out import Evaluator, HeldOut, read_held_out, with_lengths
 from moe_jax.files.json_toml import parse
 from moe_jax.files.staging import check_writable
 from moe_jax.files.storage_path import as_path
@@ -219,7 +219,10 @@ def _train(
     _print_horizon(console, recipe)
     for note in notes:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
-    evaluator = _evaluator(recipe, program, held_out)
+    evaluator = None
+    if recipe.eval is not None and held_out is not None:
+        seq_len, batch_size = recipe.eval.seq_len or recipe.data.seq_len, recipe.eval.batch_size
+        evaluator = Evaluator(program.graphdef, held_out, seq_len=seq_len, batch_size=batch_size, mesh=program.mesh)
     record = make_record(recipe, config, source, tokenizer, teacher)
     check_equal(described_record(record))
     if begun is not None and begun.record is not None:
@@ -380,12 +383,3 @@ def _held_out(recipe: Recipe, config: ModelConfig, path: Path) -> HeldOut | None
         return None
     data = with_lengths(recipe.data, seq_len=recipe.eval.seq_len or recipe.data.seq_len)
     return read_held_out(recipe.eval.source, data, config, path)
-
-
-def _evaluator(recipe: Recipe, program: Program, held_out: HeldOut | None) -> Evaluator | PairEvaluator | None:
-    if recipe.eval is None or held_out is None:
-        return None
-    on_devices = {"batch_size": recipe.eval.batch_size, "mesh": program.mesh}
-    if isinstance(held_out, list):
-        return PairEvaluator(program.graphdef, held_out, **on_devices)
-    return Evaluator(program.graphdef, held_out, seq_len=recipe.eval.seq_len or recipe.data.seq_len, **on_devices)
