@@ -154,8 +154,8 @@ def load_teacher(program: Program, source: ModelSource) -> nnx.State:
     Raises:
       InputError: if the source is incomplete, or its weights are not finite.
     """
-    assert program.teacher is not None
-    return nnx.state(load_model(source, mesh=program.mesh, finite=True))
+    with jax.set_mesh(program.mesh):
+        return nnx.state(load_model(source, mesh=program.mesh, finite=True))
 
 
 def metrics_of(recipe: Recipe, program: Program, change: Callable[[Decoder], None]) -> Callable[..., StepMetrics]:

@@ -39,7 +39,7 @@ from moe_jax.training.run_directory import (
     RunRecord,
     check_saved,
     files_of_run,
-    folder_of,
+    saved_steps,
 )
 
 
@@ -77,7 +77,7 @@ class SavedModel:
         self._restarts = record.restarts
         self.path = run_dir.with_name(f"{run_dir.name}@{step}")
         self._run_dir, self._step, self._source = run_dir, step, source
-        self._state = SavedState(folder_of(run_dir, step))
+        self._state = SavedState(saved_steps(run_dir)[step])
 
     @property
     def tokenizer_files(self) -> tuple[Path, ...]:
@@ -287,7 +287,7 @@ def lineage_of(
     recipe: Recipe, source: ModelSource | None, measured: Mapping[str, Any], restarts: Sequence[Restart]
 ) -> list[dict[str, Any]]:
     """Returns the lineage of a trained model; see `write_model`."""
-    options = {key: recipe_toml.plain(value) for key, value in recipe_toml.flatten(recipe).items() if value is not None}
+    options = {key: value for key, value in recipe_toml.flatten(recipe).items() if value is not None}
     if restarts:
         options["restarts"] = [dataclasses.asdict(restart) for restart in restarts]
     if source is None or recipe.model.init != "checkpoint":
