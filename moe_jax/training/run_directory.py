@@ -123,11 +123,11 @@ def describe_run(path: Path) -> str | None:
 
 
 def check_saved(run_dir: Path, step: int) -> "RunRecord":
-    """Returns the record of a run.
+    """Returns the record of a run that has a checkpoint of this step.
 
     Raises:
       FileNotFoundError: if there is no run.
-      InputError: if it has no checkpoint of the step, or its record cannot be read.
+      InputError: if it has no such checkpoint, or its record cannot be read.
     """
     record = read_record(run_dir)
     if record is None:
@@ -234,11 +234,7 @@ def make_record(
 
 
 def read_record(run_dir: Path) -> RunRecord | None:
-    """Reads the record in a run directory; None if the run was not begun.
-
-    Raises:
-      InputError: if it cannot be read.
-    """
+    """Reads the record in a run directory; None if the run was not begun. Raises `InputError` if it is damaged."""
     file = as_path(run_dir) / RECORD
     if not file.is_file():
         return None
