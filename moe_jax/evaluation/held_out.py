@@ -106,10 +106,10 @@ class Evaluator:
         mesh = make_mesh({}, jax.devices()[:1]) if mesh is None else mesh
         self._cut = 0
         if isinstance(held_out, list):
-            scores = RowScores(target_losses, graphdef, held_out, batch_size=batch_size, mesh=mesh)
+            on_mesh = {"graphdef": graphdef, "batch_size": batch_size, "mesh": mesh}
             self._tokens, self._windows = int(sum(pair.weights.sum() for pair in held_out)), len(held_out)
             self._cut = sum(pair.input_was_cut or pair.target_was_cut for pair in held_out)
-            self._sums = lambda states: [scores(*states).sum()]
+            self._sums = lambda states: [score_rows(target_losses, held_out, states=states, **on_mesh).sum()]
             return
 
         def row_losses(states: tuple[nnx.State, ...], batch: Batch) -> jax.Array:
@@ -197,56 +197,45 @@ RowScore = Callable[[nnx.GraphDef, tuple[nnx.State, ...], Batch], jax.Array]
 _SHORTEST = 16
 
 
-class RowScores:
-    """Computes a score for each of many rows, which are padded and batched with others of similar length.
+def score_rows(
+    score: RowScore,
+    pairs: Sequence[Pair],
+    *,
+    graphdef: nnx.GraphDef,
+    states: tuple[nnx.State, ...],
+    batch_size: int,
+    mesh: Mesh | None = None,
+) -> Float[np.ndarray, "n ..."]:
+    """Returns the score of each of many rows, float64; they are padded and batched with others of similar length.
 
     Args:
       score: a function of this library, `score(graphdef, states, batch) -> [B, ...]`.
-      graphdef: of the model.
+      graphdef, states: of the model, `nnx.merge(graphdef, *states)`.
       pairs, batch_size, mesh: see `Evaluator`.
     """
+    # Imported here because it imports Grain, which commands that evaluate nothing should not load.
+    from moe_jax.data.pipeline import stack_pairs
 
-    def __init__(
-        self,
-        score: RowScore,
-        graphdef: nnx.GraphDef,
-        pairs: Sequence[Pair],
-        *,
-        batch_size: int,
-        mesh: Mesh | None = None,
-    ):
-        self._pairs = pairs
-        self._mesh = make_mesh({}, jax.devices()[:1]) if mesh is None else mesh
-        self._batch_size = _rounded_up(min(batch_size, len(pairs)), self._mesh)
-        self._score = _compiled(score, graphdef, self._mesh)
-
-    def __call__(self, *states: nnx.State) -> Float[np.ndarray, "n ..."]:
-        """Returns the score of every pair, float64, given parameters as states."""
-        found: dict[int, np.ndarray] = {}
-        with jax.set_mesh(self._mesh):
-            for indices, batch in self._batches():
-                scores = np.asarray(self._score(states, _placed(batch, self._mesh, self._batch_size)), np.float64)
-                found |= {index: scores[row] for row, index in enumerate(indices)}
-        return np.stack([found[index] for index in range(len(self._pairs))])
-
-    def _batches(self) -> Iterator[tuple[list[int], dict[str, np.ndarray]]]:
-        """Yields batches of pairs of similar length, and the indices of the pairs in their first rows."""
-        # Imported here because it imports Grain, which commands that evaluate nothing should not load.
-        from moe_jax.data.pipeline import stack_pairs
-
-        groups: dict[tuple[int, int | None], list[int]] = {}
-        for index, pair in enumerate(self._pairs):
-            input_len = None if pair.inputs is None else _padded(len(pair.inputs))
-            groups.setdefault((_padded(len(pair.tokens)), input_len), []).append(index)
+    mesh = make_mesh({}, jax.devices()[:1]) if mesh is None else mesh
+    size = _rounded_up(min(batch_size, len(pairs)), mesh)
+    compute = _compiled(score, graphdef, mesh)
+    groups: dict[tuple[int, int | None], list[int]] = {}
+    for index, pair in enumerate(pairs):
+        input_len = None if pair.inputs is None else _padded(len(pair.inputs))
+        groups.setdefault((_padded(len(pair.tokens)), input_len), []).append(index)
+    found: dict[int, np.ndarray] = {}
+    with jax.set_mesh(mesh):
         for (seq_len, input_len), indices in groups.items():
-            for start in range(0, len(indices), self._batch_size):
-                chunk = indices[start : start + self._batch_size]
-                pairs = [self._pairs[index] for index in chunk]
-                yield chunk, stack_pairs(pairs, self._batch_size, input_len=input_len, seq_len=seq_len)
+            for start in range(0, len(indices), size):
+                chunk = indices[start : start + size]
+                batch = stack_pairs([pairs[index] for index in chunk], size, input_len=input_len, seq_len=seq_len)
+                scores = np.asarray(compute(states, _placed(batch, mesh, size)), np.float64)
+                found |= {index: scores[row] for row, index in enumerate(chunk)}
+    return np.stack([found[index] for index in range(len(pairs))])
 
 
 def target_losses(graphdef: nnx.GraphDef, states: tuple[nnx.State, ...], batch: Batch) -> Float[Array, " B"]:
-    """Returns the negative log-likelihood of every pair's target; a score for `RowScores`."""
+    """Returns the negative log-likelihood of every pair's target for `score_rows`."""
     model = nnx.merge(graphdef, *states)
     losses = model.token_losses(run_to_head(model, batch).x, batch["targets"])
     return jnp.sum(losses * batch["weights"], axis=1)
