@@ -20,6 +20,16 @@ from moe_jax.conversion.families.usual_keys import (
 from moe_jax.conversion.table import FUSED, PER_EXPERT, linear
 from moe_jax.models import ModelConfig, MoEConfig
 
+_DEFAULTS = {
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MISTRAL_DEFAULTS = {**_DEFAULTS, "num_key_value_heads": 8, "max_position_embeddings": 4096 * 32}
+
 
 def _read_llama(config: HFConfig) -> ModelConfig:
     attention = read_attention(config, biases=read_biases(config))
@@ -36,14 +46,7 @@ LLAMA = Family(
     name="llama",
     architecture="LlamaForCausalLM",
     classifier=SCORE,
-    defaults={
-        "hidden_act": "silu",
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
+    defaults=_DEFAULTS,
     read=_read_llama,
     write=_write_llama,
     table=(*EMBEDDING, *ATTENTION, *GATED_FFN, *HEAD),
@@ -67,16 +70,7 @@ MISTRAL = Family(
     name="mistral",
     architecture="MistralForCausalLM",
     classifier=SCORE,
-    defaults={
-        "num_key_value_heads": 8,
-        "hidden_act": "silu",
-        "max_position_embeddings": 4096 * 32,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "sliding_window": 4096,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
+    defaults={**_MISTRAL_DEFAULTS, "sliding_window": 4096},
     read=_read_mistral,
     write=_write_mistral,
     table=LLAMA.table,
@@ -116,16 +110,12 @@ MIXTRAL = Family(
     architecture="MixtralForCausalLM",
     classifier=SCORE,
     defaults={
-        "num_key_value_heads": 8,
-        "hidden_act": "silu",
-        "max_position_embeddings": 4096 * 32,
+        **_MISTRAL_DEFAULTS,
         "rms_norm_eps": 1e-5,
         "rope_theta": 1e6,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
         "router_aux_loss_coef": 0.001,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
     },
     read=_read_mixtral,
     write=_write_mixtral,

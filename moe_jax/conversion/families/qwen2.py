@@ -19,25 +19,38 @@ from moe_jax.conversion.families.usual_keys import (
     FULL,
     SLIDING,
     dense_ffn,
+    mixed_layers,
     num_layers,
     read_attention,
     read_biases,
     read_decoder,
     read_gated_ffn,
     read_layer_types,
-    same_in_all_layers,
-    uniform_moe,
-    write_activation,
     write_biases,
     write_decoder,
     write_ffn,
     write_layer_types,
+    write_mixed,
     write_window,
 )
 from moe_jax.conversion.table import linear
 from moe_jax.core.errors import InputError
 from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig, MoEConfig
 
+_DEFAULTS = {
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+}
+_MOE_DEFAULTS = {
+    **_DEFAULTS,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": False,
+    "router_aux_loss_coef": 0.001,
+}
 _ROUTER = linear("model.layers.{i}.mlp.gate", "layers/{i}/mlp/router")
 _EXPERTS = gated_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj")
 
@@ -81,7 +94,7 @@ def _write_windows(config: ModelConfig) -> dict[str, Any]:
 def _read_layers(
     config: HFConfig, attention: Sequence[AttentionConfig], *, shared_expert: str | None = None
 ) -> list[LayerConfig]:
-    """Reads layers with the given attention, each with an MoE or an FFN.
+    """Reads layers, each with an MoE or an FFN.
 
     Args:
       config: the Hugging Face config.
@@ -91,16 +104,8 @@ def _read_layers(
     step, dense = config.required_integer("decoder_sparse_step"), config.integers("mlp_only_layers", lists_only=True)
     if step < 1:
         raise InputError(f"config.json: decoder_sparse_step={step} must be at least 1")
-    moe_layers = set(range(step - 1, num_layers(config), step)) - set(dense)
-    moe = _read_moe(config, shared_expert) if moe_layers else None
-    # A width of dense layers that no layer has stays unread, and is written back.
-    ffn = read_gated_ffn(config) if len(moe_layers) < num_layers(config) else None
-    layers = []
-    for i, one in enumerate(attention):
-        mlp = moe if i in moe_layers else ffn
-        assert mlp is not None
-        layers.append(LayerConfig(attention=one, mlp=mlp))
-    return layers
+    moes = set(range(step - 1, num_layers(config), step)) - set(dense)
+    return mixed_layers(config, attention, moes, lambda: _read_moe(config, shared_expert))
 
 
 def _read_moe(config: HFConfig, shared_expert: str | None) -> MoEConfig:
@@ -129,29 +134,19 @@ def _read_num_experts(config: HFConfig) -> int:
 
 
 def _write_layers(config: ModelConfig, *, shared_expert: str | None = None) -> dict[str, Any]:
-    dense = [i for i in range(config.num_layers) if i not in config.moe_layers]
-    # The largest step that passes every MoE; without any, all layers are listed as dense.
-    step = math.gcd(*(i + 1 for i in config.moe_layers)) or 1
-    keys: dict[str, Any] = {
-        "decoder_sparse_step": step,
-        "mlp_only_layers": [i for i in dense if (i + 1) % step == 0],
-    }
-    if dense:
-        same_in_all_layers(config, "FFN of dense layers", lambda layer: layer.mlp, among=dense)
-        keys |= write_ffn(config.ffn(dense[0]))
-    if config.moe_layers:
-        moe = uniform_moe(config, among=config.moe_layers)
-        keys |= {
-            "moe_intermediate_size": moe.expert.dim,
-            "hidden_act": write_activation(moe.expert),
+    def moe_keys(moe: MoEConfig) -> dict[str, Any]:
+        return {
             "num_experts": moe.num_experts,
             "num_experts_per_tok": moe.top_k,
             "norm_topk_prob": moe.gate == "topk_softmax",
             "router_aux_loss_coef": moe.balance_coef,
+            **({} if shared_expert is None else {shared_expert: moe.universal_ffn.dim}),
         }
-        if shared_expert is not None:
-            keys[shared_expert] = moe.universal_ffn.dim
-    return keys
+
+    # The largest step that passes every MoE; without any, all layers are listed as dense.
+    step = math.gcd(*(i + 1 for i in config.moe_layers)) or 1
+    dense = [i for i in range(step - 1, config.num_layers, step) if i not in config.moe_layers]
+    return {"decoder_sparse_step": step, "mlp_only_layers": dense, **write_mixed(config, moe_keys)}
 
 
 # --- Qwen2: biases on queries, keys and values; optionally a window on some layers ----------------
@@ -175,16 +170,7 @@ QWEN2 = Family(
     name="qwen2",
     architecture="Qwen2ForCausalLM",
     classifier=SCORE,
-    defaults={
-        "num_key_value_heads": 32,
-        "hidden_act": "silu",
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "use_sliding_window": False,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-    },
+    defaults={**_DEFAULTS, "num_key_value_heads": 32, "max_window_layers": 28},
     read=_read_qwen2,
     write=_write_qwen2,
     table=(*EMBEDDING, *ATTENTION, *GATED_FFN, *HEAD),
@@ -216,18 +202,7 @@ QWEN3 = Family(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
     classifier=SCORE,
-    defaults={
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "attention_bias": False,
-        "use_sliding_window": False,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-    },
+    defaults={**QWEN2.defaults, "head_dim": 128, "attention_bias": False},
     read=_read_qwen3,
     write=_write_qwen3,
     table=QWEN2.table,
@@ -261,23 +236,15 @@ QWEN2_MOE = Family(
     architecture="Qwen2MoeForCausalLM",
     classifier=SCORE,
     defaults={
+        **_MOE_DEFAULTS,
         "num_key_value_heads": 16,
-        "hidden_act": "silu",
         "intermediate_size": 5632,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
         "qkv_bias": True,
-        "use_sliding_window": False,
-        "sliding_window": 4096,
         "max_window_layers": 28,
-        "decoder_sparse_step": 1,
         "moe_intermediate_size": 1408,
         _SHARED_EXPERT: 5632,
         "num_experts": 60,
         "num_experts_per_tok": 4,
-        "norm_topk_prob": False,
-        "router_aux_loss_coef": 0.001,
     },
     read=_read_qwen2_moe,
     write=_write_qwen2_moe,
@@ -320,21 +287,13 @@ QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
     classifier=SCORE,
     defaults={
+        **_MOE_DEFAULTS,
         "num_key_value_heads": 4,
-        "hidden_act": "silu",
         "intermediate_size": 6144,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
         "attention_bias": False,
-        "use_sliding_window": False,
-        "sliding_window": 4096,
-        "decoder_sparse_step": 1,
         "moe_intermediate_size": 768,
         "num_experts": 128,
         "num_experts_per_tok": 8,
-        "norm_topk_prob": False,
-        "router_aux_loss_coef": 0.001,
     },
     harmless=("max_window_layers", "layer_types"),  # see `_read_qwen3_moe`
     read=_read_qwen3_moe,

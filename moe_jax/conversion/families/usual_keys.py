@@ -1,6 +1,6 @@
 """Keys of config.json that most families have, read and written."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, TypeVar
 
 from moe_jax.conversion.config_keys import HFConfig
@@ -160,6 +160,23 @@ def repeat_layers(config: HFConfig, attention: AttentionConfig, mlp: FFNConfig |
     return [LayerConfig(attention=attention, mlp=mlp)] * num_layers(config)
 
 
+def mixed_layers(
+    config: HFConfig, attention: Sequence[AttentionConfig], moes: Collection[int], read_moe: Callable[[], MoEConfig]
+) -> list[LayerConfig]:
+    """Returns layers with the given attention, of which those with the indices `moes` have an MoE, and others an FFN.
+
+    What no layer has is not read, and so is written back.
+    """
+    moe = read_moe() if moes else None
+    ffn = read_gated_ffn(config) if len(moes) < num_layers(config) else None
+    layers = []
+    for i, one in enumerate(attention):
+        mlp = moe if i in moes else ffn
+        assert mlp is not None
+        layers.append(LayerConfig(attention=one, mlp=mlp))
+    return layers
+
+
 def num_layers(config: HFConfig) -> int:
     """Reads the number of layers, at least 1 and at most the largest possible number."""
     count = config.required_integer("num_hidden_layers")
@@ -215,6 +232,19 @@ def write_tokens(config: ModelConfig) -> dict[str, Any]:
 def write_ffn(ffn: FFNConfig, *, activation: str = "hidden_act") -> dict[str, Any]:
     """Writes the keys that `read_gated_ffn` reads."""
     return {"intermediate_size": ffn.dim, activation: write_activation(ffn)}
+
+
+def write_mixed(config: ModelConfig, moe_keys: Callable[[MoEConfig], dict[str, Any]]) -> dict[str, Any]:
+    """Writes the FFN that all dense layers share, and the experts and further keys of the MoE that all others share."""
+    keys: dict[str, Any] = {}
+    dense = [i for i in range(config.num_layers) if i not in config.moe_layers]
+    if dense:
+        same_in_all_layers(config, "FFN of dense layers", lambda layer: layer.mlp, among=dense)
+        keys |= write_ffn(config.ffn(dense[0]))
+    if config.moe_layers:
+        moe = uniform_moe(config, among=config.moe_layers)
+        keys |= {"moe_intermediate_size": moe.expert.dim, "hidden_act": write_activation(moe.expert), **moe_keys(moe)}
+    return keys
 
 
 def write_activation(ffn: FFNConfig) -> str:
