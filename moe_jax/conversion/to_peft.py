@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 
 from moe_jax.conversion.families import family_named
-from moe_jax.conversion.formats.safetensors_file import encode_header, read_header
+from moe_jax.conversion.formats.safetensors_file import Layout, PlannedTensor, read_header
 from moe_jax.conversion.formats.tensors import DTYPE_NAMES
 from moe_jax.conversion.hf_format import exported_config
 from moe_jax.conversion.hugging_face_dir import HuggingFaceDirectory
@@ -382,13 +382,8 @@ def _tensors(
 
 def _safetensors(tensors: Mapping[str, np.ndarray]) -> bytes:
     """Returns the content of a safetensors file, in memory because adapters are small."""
-    # Widest dtypes first, as the reference implementation does: every tensor then begins aligned.
-    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
-    spans, end = {}, 0
-    for name, tensor in tensors.items():
-        spans[name] = (DTYPE_NAMES[tensor.dtype], tensor.shape, end, end + tensor.nbytes)
-        end += tensor.nbytes
-    return encode_header(spans) + b"".join(tensor.tobytes() for tensor in tensors.values())
+    layout = Layout.of({name: PlannedTensor(DTYPE_NAMES[one.dtype], one.shape) for name, one in tensors.items()})
+    return layout.header + b"".join(tensors[name].tobytes() for name in layout.starts)
 
 
 def _json(content: Any) -> bytes:
