@@ -151,13 +151,8 @@ def factors(target: Target, read: Callable[[str], np.ndarray], *, rank: int, sca
     """Returns `lora_A.weight` [rank (E), in] and `lora_B.weight` [out, rank (E)] as PEFT packs them.
 
     Each part has columns and outputs of its own; a rank that is larger than theirs is filled up with zeros. For
-    experts, rows of A are ordered by expert first, and columns of B by column first.
-
-    Args:
-      target: the tensor with LoRA.
-      read: leaf path -> leaf.
-      rank: of the result, at least that of the target.
-      scale: by which PEFT will multiply the product; a part with another scale gets the quotient into its B.
+    experts, rows of A are ordered by expert first, and columns of B by column first. PEFT will multiply the product by
+    `scale`; a part with another scale gets the quotient into its B.
     """
     one = [_with_experts(read(f"{part.path}/lora/a")) for part in target.parts]
     count, inputs, dtype = one[0].shape[0], one[0].shape[1], one[0].dtype
@@ -276,15 +271,10 @@ def export_peft(
 
 
 def peft_config(targets: Sequence[Target], *, model: ModelConfig, base: str | None) -> dict[str, Any]:
-    """Returns the adapter_config.json, with the tensors that have LoRA, and their ranks and scales.
+    """Returns the adapter_config.json of a model, with its tensors that have LoRA, and their ranks and scales.
 
     PEFT has one dropout for all linear modules, and none for parameters. It does not affect inference; that of the
-    first target is written if all are linear modules.
-
-    Args:
-      targets: all tensors with LoRA.
-      model: that has them.
-      base: the Hugging Face checkpoint of the base; None: unknown.
+    first target is written if all are linear modules. `base` is the Hugging Face checkpoint of the base, if known.
     """
     rank, scale = _common(targets)
     modules = [target for target in targets if not target.is_parameter]

@@ -63,9 +63,7 @@ def keeps_the_function(spec: UpcycleSpec) -> bool:
 def why_different(spec: UpcycleSpec, dtypes: Collection[np.dtype] = ()) -> str | None:
     """Returns why the MoE is not meant to begin with the dense model's logits; None: it is, if it `keeps_the_function`.
 
-    Args:
-      spec: the options of the MoE.
-      dtypes: the dtypes in which the FFN's down kernels are stored.
+    The `dtypes` are those in which the FFN's down kernels are stored.
     """
     reasons = []
     if len(spec.experts_from):

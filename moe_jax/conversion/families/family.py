@@ -137,9 +137,7 @@ HEAD: Table = (*norm("model.norm", "final_norm"), *LM_HEAD)
 def gated_experts(block: str, gate: str, up: str, down: str) -> Table:
     """Returns the rows of the experts of an MoE layer, in both layouts in use.
 
-    Args:
-      block: the module that holds router and experts in the per-expert layout, such as `mlp`.
-      gate, up, down: names of an expert's linear maps there, such as `gate_proj`.
+    In the per-expert layout, they are in the module `block`, and their linear maps are called `gate`, `up` and `down`.
     """
     theirs, ours = f"model.layers.{{i}}.{block}.experts.{{e}}", "layers/{i}/mlp/experts"
     fused = "model.layers.{i}.mlp.experts"

@@ -115,9 +115,7 @@ _FOUR_NORMS: Table = (
 def _read_types(config: HFConfig, full_every: int | None) -> tuple[tuple[str, ...], int | None]:
     """Reads the type of every layer, and the window of those that have one.
 
-    Args:
-      config: the Hugging Face config.
-      full_every: if the types are left out, every layer with an index that this divides, counted from 1, has no window.
+    If the types are left out, every layer with an index that `full_every` divides, counted from 1, has no window.
     """
     types = read_layer_types(config)
     if types is None:

@@ -62,9 +62,7 @@ def _read_windows(
 ) -> list[int | None]:
     """Reads the window of every layer. If windows are switched off, the keys about them stay unread.
 
-    Args:
-      config: the Hugging Face config.
-      slides: whether a layer has the window, if there are no `layer_types`: from its index and `max_window_layers`.
+    Without `layer_types`, a layer has the window if `slides(its index, max_window_layers)`.
     """
     count, types = num_layers(config), read_layer_types(config)
     if not config.flag("use_sliding_window"):
@@ -94,13 +92,7 @@ def _write_windows(config: ModelConfig) -> dict[str, Any]:
 def _read_layers(
     config: HFConfig, attention: Sequence[AttentionConfig], *, shared_expert: str | None = None
 ) -> list[LayerConfig]:
-    """Reads layers, each with an MoE or an FFN.
-
-    Args:
-      config: the Hugging Face config.
-      attention: of every layer.
-      shared_expert: the key of the width of a shared expert with a sigmoid gate; None: there is none.
-    """
+    """Reads layers with an MoE or an FFN; `shared_expert` is the key of the width of an expert that all tokens see."""
     step, dense = config.required_integer("decoder_sparse_step"), config.integers("mlp_only_layers", lists_only=True)
     if step < 1:
         raise InputError(f"config.json: decoder_sparse_step={step} must be at least 1")

@@ -61,10 +61,10 @@ _WITH_ORIGINAL_LENGTH = ("yarn", "longrope", "llama3")
 
 
 def read_rope(config: HFConfig, *, max_positions: int, head_dim: int) -> RopeConfig:
-    """Reads the rotary embedding of a config in either style.
+    """Reads the rotary embedding of a config, which has a default for `rope_theta`, in either style.
 
     Args:
-      config: the Hugging Face config; `rope_theta` needs a default there.
+      config: the Hugging Face config.
       max_positions: its context length, which a scaling without an original length or factor refers to.
       head_dim: width of a head, against which the lengths of LongRoPE's factors are checked.
 

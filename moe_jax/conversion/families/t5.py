@@ -106,13 +106,9 @@ def _read_encoder_decoder(
     *,
     scaled_head: bool,
 ) -> ModelConfig:
-    """Reads everything but the FFNs and MoEs, one for each layer.
+    """Reads everything but the FFNs and MoEs of the layers of `encoder` and `decoder`.
 
-    Args:
-      config: the Hugging Face config.
-      family: becomes `ModelConfig.family`.
-      encoder, decoder: FFN or MoE of each of their layers.
-      scaled_head: logits are multiplied by `1 / sqrt(d_model)`.
+    If the head is scaled, logits are multiplied by `1 / sqrt(d_model)`.
     """
     config.must_be("is_encoder_decoder", True)
     vocab_size, d_model = config.required_integer("vocab_size"), config.required_integer("d_model")
@@ -302,10 +298,9 @@ def _sparse_step(sparse: int, count: int) -> int:
 
 
 def _is_sparse(sparse: int, count: int) -> list[bool]:
-    """Returns for each of `count` layers whether it is an MoE, if `sparse` of them shall be.
+    """Returns for each of `count` layers whether it is an MoE, if `sparse` shall be, as Transformers computes it.
 
-    As Transformers computes it: if `sparse` is 0, the second layer is one all the same, and if it is above `count` none
-    is.
+    If `sparse` is 0, the second layer is one all the same, and if it is above `count` none is.
     """
     step = _sparse_step(sparse, count)
     return [step > 0 and (i % step == 1 or step == 1) for i in range(count)]

@@ -27,11 +27,7 @@ ACTIVATIONS: dict[str, Any] = {
 
 
 def read_attention(config: HFConfig, *, biases: Projections = (), **kwargs: Any) -> AttentionConfig:
-    """Reads numbers of heads and head widths; further keywords go to `AttentionConfig`.
-
-    Raises:
-      InputError: if the width is not a multiple of the heads and no head_dim is given.
-    """
+    """Reads numbers of heads and head widths; further keywords go to `AttentionConfig`."""
     config.require("hidden_size", "num_attention_heads")
     d_model, num_heads = config.required_integer("hidden_size"), config.required_integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads")
@@ -82,11 +78,7 @@ def read_gated_ffn(
 
 
 def read_activation(config: HFConfig, key: str = "hidden_act") -> Any:
-    """Returns our name of the activation that `key` names.
-
-    Raises:
-      InputError: if there is none, or it is unknown.
-    """
+    """Returns our name of the activation that `key` names; raises `InputError` if it is unknown."""
     config.require(key)
     name = config.text(key) or ""
     if name not in ACTIVATIONS:
@@ -187,11 +179,7 @@ def num_layers(config: HFConfig) -> int:
 
 
 def read_layer_types(config: HFConfig) -> tuple[str, ...] | None:
-    """Reads `FULL` or `SLIDING` for every layer; None: the config does not say.
-
-    Raises:
-      InputError: if the types of layers are not one per layer, or are unknown.
-    """
+    """Reads `FULL` or `SLIDING` for every layer; None: the config does not say."""
     count, types = num_layers(config), config.texts("layer_types")
     if types is not None and (len(types) != count or not set(types) <= {FULL, SLIDING}):
         raise InputError(
@@ -264,11 +252,7 @@ def write_window(config: ModelConfig) -> dict[str, Any]:
 
 
 def write_layer_types(config: ModelConfig) -> dict[str, Any]:
-    """Writes the type of every layer, and the window of those that have one.
-
-    Raises:
-      InputError: if there are windows of several widths.
-    """
+    """Writes the type of every layer, and the window of those that have one, which must be of one width."""
     windows = [layer.attention.sliding_window for layer in config.layers]
     used = {window for window in windows if window is not None}
     if len(used) > 1:
@@ -282,8 +266,7 @@ def same_in_all_layers(
 ) -> T:
     """Returns the one value of `get(layer)` over all layers, or over those whose indices are `among`.
 
-    Raises:
-      InputError: if layers differ, naming two that do.
+    Raises `InputError` if layers differ, naming two that do.
     """
     indices = range(config.num_layers) if among is None else among
     first = get(config.layers[indices[0]])
@@ -298,11 +281,7 @@ def same_in_all_layers(
 
 
 def dense_ffn(config: ModelConfig) -> FFNConfig:
-    """Returns the FFN that all layers share.
-
-    Raises:
-      InputError: if a layer is an MoE, or layers differ.
-    """
+    """Returns the FFN that all layers share; raises `InputError` if a layer is an MoE, or layers differ."""
     if config.moe_layers:
         raise InputError(f"layer {config.moe_layers[0]} is an MoE, which the format of {config.family!r} cannot hold")
     same_in_all_layers(config, "FFN", lambda layer: layer.mlp)
@@ -312,12 +291,8 @@ def dense_ffn(config: ModelConfig) -> FFNConfig:
 def uniform_moe(config: ModelConfig, *, among: Sequence[int] | None = None) -> MoEConfig:
     """Returns the MoE that all layers share, in the fields that formats with one kind of MoE layer store.
 
-    Args:
-      config: of the model.
-      among: indices of the layers that are MoEs in the format; None: all.
-
-    Raises:
-      InputError: if one of them is dense, or they differ in number, size or routing of their experts.
+    Raises `InputError` if one of the layers, or of those whose indices are `among`, is dense, or they differ in number,
+    size or routing of their experts.
     """
     indices = range(config.num_layers) if among is None else among
     for i in indices:

@@ -132,11 +132,7 @@ class PlannedTensor(NamedTuple):
 
 
 def plan_shards(tensors: Mapping[str, PlannedTensor], max_bytes: int) -> dict[str, list[str]]:
-    """Fills shards in order, each up to `max_bytes`; a larger tensor has a shard of its own.
-
-    Returns:
-      File name -> names of its tensors, in the order of `tensors`.
-    """
+    """Fills shards, by file name, in order, each up to `max_bytes`; a larger tensor has a shard of its own."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, tensor in tensors.items():
@@ -189,12 +185,9 @@ class ShardWriter(abc.ABC):
         return self
 
     def write(self, name: str, offset: int, values: np.ndarray) -> None:
-        """Writes a contiguous run of a tensor. Safe to call from several threads for different runs.
+        """Writes a contiguous run of a tensor, from element `offset` on, with values in the tensor's dtype.
 
-        Args:
-          name: of the tensor.
-          offset: elements of the tensor before the run.
-          values: in the tensor's dtype.
+        Safe to call from several threads for different runs.
         """
         assert values.dtype == _WRITTEN[self._tensors[name].dtype] and values.flags.c_contiguous
         self._write(name, offset * values.itemsize, values.reshape(-1).view(np.uint8))
