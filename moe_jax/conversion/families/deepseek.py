@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from moe_jax.conversion.config_keys import HFConfig
+from moe_jax.conversion.families import usual_keys as usual
 from moe_jax.conversion.families.family import (
     EMBEDDING,
     GATED_FFN,
@@ -19,19 +20,6 @@ from moe_jax.conversion.families.family import (
     gated_ffn,
 )
 from moe_jax.conversion.families.rope_keys import read_rope
-from moe_jax.conversion.families.usual_keys import (
-    check_heads_fill_width,
-    mixed_layers,
-    num_layers,
-    read_attention,
-    read_biases,
-    read_decoder,
-    read_gated_ffn,
-    same_in_all_layers,
-    write_biases,
-    write_decoder,
-    write_mixed,
-)
 from moe_jax.conversion.table import Ignored, Row, Table, linear, norm
 from moe_jax.core.errors import InputError, nearest, shown
 from moe_jax.models import (
@@ -98,10 +86,10 @@ def _read_layers(config: HFConfig, attention: AttentionConfig, **moe_fields: Any
         )
     # Without experts all layers are dense.
     num_experts = config.integer("n_routed_experts")
-    moes = {i for i in range(num_layers(config)) if num_experts is not None and i >= first and i % step == 0}
+    moes = {i for i in range(usual.num_layers(config)) if num_experts is not None and i >= first and i % step == 0}
 
     def read_moe() -> MoEConfig:
-        expert = read_gated_ffn(config, dim="moe_intermediate_size")
+        expert = usual.read_gated_ffn(config, dim="moe_intermediate_size")
         shared = config.integer("n_shared_experts") or 0
         if shared < 0:
             raise InputError(f"config.json: n_shared_experts={shared} must not be negative")
@@ -115,7 +103,7 @@ def _read_layers(config: HFConfig, attention: AttentionConfig, **moe_fields: Any
             **moe_fields,
         )
 
-    return mixed_layers(config, [attention] * num_layers(config), moes, read_moe)
+    return usual.mixed_layers(config, [attention] * usual.num_layers(config), moes, read_moe)
 
 
 def _write_layers(config: ModelConfig) -> dict[str, Any]:
@@ -133,7 +121,7 @@ def _write_layers(config: ModelConfig) -> dict[str, Any]:
         }
 
     which = {"first_k_dense_replace": first, "moe_layer_freq": 1 if follow else math.gcd(*moes)}
-    return {**which, **write_mixed(config, moe_keys)}
+    return {**which, **usual.write_mixed(config, moe_keys)}
 
 
 def _num_shared(config: ModelConfig, moe: MoEConfig) -> int | None:
@@ -194,11 +182,11 @@ def _scale(config: HFConfig, attention: AttentionConfig, rope: RopeConfig) -> fl
 
 def _write_latent_decoder(config: ModelConfig) -> dict[str, Any]:
     """Returns the keys that `read_decoder` and `_read_latent_attention` read."""
-    attention = same_in_all_layers(config, "attention", lambda layer: layer.attention)
+    attention = usual.same_in_all_layers(config, "attention", lambda layer: layer.attention)
     latent = attention.latent
     if latent is None:
         raise InputError(f"the format of {config.family!r} has latent attention only")
-    keys = write_decoder(config) | {
+    keys = usual.write_decoder(config) | {
         "kv_lora_rank": latent.kv_rank,
         "q_lora_rank": latent.q_rank,
         "qk_nope_head_dim": attention.head_dim - latent.rope_dim,
@@ -220,16 +208,16 @@ def _write_latent_decoder(config: ModelConfig) -> dict[str, Any]:
 
 def _read_v1(config: HFConfig) -> ModelConfig:
     config.must_be("scoring_func", "softmax")
-    attention = read_attention(config, biases=read_biases(config))
-    check_heads_fill_width(config, attention, "deepseek")
+    attention = usual.read_attention(config, biases=usual.read_biases(config))
+    usual.check_heads_fill_width(config, attention, "deepseek")
     # The weight of a single expert is not renormalised.
     renormalised = config.flag("norm_topk_prob") and config.integer("num_experts_per_tok") != 1
     gate = "topk_softmax" if renormalised else "softmax_topk"
-    return read_decoder(config, "deepseek", _read_layers(config, attention, gate=gate))
+    return usual.read_decoder(config, "deepseek", _read_layers(config, attention, gate=gate))
 
 
 def _write_v1(config: ModelConfig) -> dict[str, Any]:
-    keys = write_decoder(config) | _write_layers(config) | write_biases(config)
+    keys = usual.write_decoder(config) | _write_layers(config) | usual.write_biases(config)
     if config.moe_layers:
         keys["norm_topk_prob"] = config.moe(config.moe_layers[0]).gate == "topk_softmax"
     return keys
@@ -283,7 +271,7 @@ def _read_v2(config: HFConfig) -> ModelConfig:
         gate_scale=config.required_number("routed_scaling_factor"),
         selection=_read_selection(config),
     )
-    return read_decoder(config, "deepseek_v2", layers)
+    return usual.read_decoder(config, "deepseek_v2", layers)
 
 
 def _read_selection(config: HFConfig) -> SelectionConfig:
@@ -355,7 +343,7 @@ def _read_v3(config: HFConfig) -> ModelConfig:
             group_score="best_two",
         ),
     )
-    return read_decoder(config, "deepseek_v3", layers)
+    return usual.read_decoder(config, "deepseek_v3", layers)
 
 
 def _write_v3(config: ModelConfig) -> dict[str, Any]:

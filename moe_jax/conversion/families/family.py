@@ -102,20 +102,24 @@ class Family:
 
 EMBEDDING: Table = (Row("model.embed_tokens.weight", "embed/embedding"),)
 
-PLAIN_ATTENTION: Table = (
-    *norm("model.layers.{i}.input_layernorm", "layers/{i}/attention_norm"),
-    *linear("model.layers.{i}.self_attn.q_proj", "layers/{i}/attention/q"),
-    *linear("model.layers.{i}.self_attn.k_proj", "layers/{i}/attention/k"),
-    *linear("model.layers.{i}.self_attn.v_proj", "layers/{i}/attention/v"),
-    *linear("model.layers.{i}.self_attn.o_proj", "layers/{i}/attention/o"),
-    *norm("model.layers.{i}.post_attention_layernorm", "layers/{i}/mlp_norm"),
+PROJECTIONS: Table = tuple(
+    row
+    for name in "qkvo"
+    for row in linear(f"model.layers.{{i}}.self_attn.{name}_proj", f"layers/{{i}}/attention/{name}")
 )
 
-ATTENTION: Table = (
-    *PLAIN_ATTENTION,
+QK_NORMS: Table = (
     *norm("model.layers.{i}.self_attn.q_norm", "layers/{i}/attention/q_norm"),
     *norm("model.layers.{i}.self_attn.k_norm", "layers/{i}/attention/k_norm"),
 )
+
+PLAIN_ATTENTION: Table = (
+    *norm("model.layers.{i}.input_layernorm", "layers/{i}/attention_norm"),
+    *PROJECTIONS,
+    *norm("model.layers.{i}.post_attention_layernorm", "layers/{i}/mlp_norm"),
+)
+
+ATTENTION: Table = (*PLAIN_ATTENTION, *QK_NORMS)
 
 
 def gated_ffn(theirs: str, ours: str) -> Table:

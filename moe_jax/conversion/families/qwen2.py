@@ -5,7 +5,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from moe_jax.conversion.config_keys import HFConfig
+from moe_jax.conversion.families import usual_keys as usual
 from moe_jax.conversion.families.family import (
+from moe_jax.conversion.families.usual_keys import FULL, SLIDING
     ATTENTION,
     EMBEDDING,
     GATED_FFN,
@@ -14,24 +16,6 @@ from moe_jax.conversion.families.family import (
     Family,
     gated_experts,
     gated_ffn,
-)
-from moe_jax.conversion.families.usual_keys import (
-    FULL,
-    SLIDING,
-    dense_ffn,
-    mixed_layers,
-    num_layers,
-    read_attention,
-    read_biases,
-    read_decoder,
-    read_gated_ffn,
-    read_layer_types,
-    write_biases,
-    write_decoder,
-    write_ffn,
-    write_layer_types,
-    write_mixed,
-    write_window,
 )
 from moe_jax.conversion.table import linear
 from moe_jax.core.errors import InputError
@@ -64,7 +48,7 @@ def _read_windows(
 
     Without `layer_types`, a layer has the window if `slides(its index, max_window_layers)`.
     """
-    count, types = num_layers(config), read_layer_types(config)
+    count, types = usual.num_layers(config), usual.read_layer_types(config)
     if not config.flag("use_sliding_window"):
         if types is not None and SLIDING in types:
             raise InputError(f"config.json: layer_types has {SLIDING!r}, but use_sliding_window is not true")
@@ -79,7 +63,7 @@ def _read_windows(
 
 
 def _write_windows(config: ModelConfig) -> dict[str, Any]:
-    keys = write_layer_types(config)
+    keys = usual.write_layer_types(config)
     if "sliding_window" not in keys:
         return {"use_sliding_window": False}
     # Transformers 5 reads the types; older releases read the index of the first layer with a window.
@@ -96,14 +80,14 @@ def _read_layers(
     step, dense = config.required_integer("decoder_sparse_step"), config.integers("mlp_only_layers", lists_only=True)
     if step < 1:
         raise InputError(f"config.json: decoder_sparse_step={step} must be at least 1")
-    moes = set(range(step - 1, num_layers(config), step)) - set(dense)
-    return mixed_layers(config, attention, moes, lambda: _read_moe(config, shared_expert))
+    moes = set(range(step - 1, usual.num_layers(config), step)) - set(dense)
+    return usual.mixed_layers(config, attention, moes, lambda: _read_moe(config, shared_expert))
 
 
 def _read_moe(config: HFConfig, shared_expert: str | None) -> MoEConfig:
     config.require("num_experts_per_tok", "router_aux_loss_coef")
     return MoEConfig(
-        expert=read_gated_ffn(config, dim="moe_intermediate_size"),
+        expert=usual.read_gated_ffn(config, dim="moe_intermediate_size"),
         num_experts=_read_num_experts(config),
         top_k=config.required_integer("num_experts_per_tok"),
         gate="topk_softmax" if config.flag("norm_topk_prob") else "softmax_topk",
@@ -138,24 +122,23 @@ def _write_layers(config: ModelConfig, *, shared_expert: str | None = None) -> d
     # The largest step that passes every MoE; without any, all layers are listed as dense.
     step = math.gcd(*(i + 1 for i in config.moe_layers)) or 1
     dense = [i for i in range(step - 1, config.num_layers, step) if i not in config.moe_layers]
-    return {"decoder_sparse_step": step, "mlp_only_layers": dense, **write_mixed(config, moe_keys)}
+    return {"decoder_sparse_step": step, "mlp_only_layers": dense, **usual.write_mixed(config, moe_keys)}
 
 
 # --- Qwen2: biases on queries, keys and values; optionally a window on some layers ----------------
 
 
 def _read_qwen2(config: HFConfig) -> ModelConfig:
-    ffn = read_gated_ffn(config)
+    ffn = usual.read_gated_ffn(config)
     layers = [
-        LayerConfig(attention=read_attention(config, biases=("q", "k", "v"), sliding_window=window), mlp=ffn)
+        LayerConfig(attention=usual.read_attention(config, biases=("q", "k", "v"), sliding_window=window), mlp=ffn)
         for window in _read_windows(config)
     ]
-    return read_decoder(config, "qwen2", layers)
+    return usual.read_decoder(config, "qwen2", layers)
 
 
 def _write_qwen2(config: ModelConfig) -> dict[str, Any]:
-    ffn = dense_ffn(config)
-    return {**write_decoder(config), **write_ffn(ffn), **_write_windows(config)}
+    return {**usual.write_dense(config), **_write_windows(config)}
 
 
 QWEN2 = Family(
@@ -174,20 +157,19 @@ QWEN2 = Family(
 
 def _read_qwen3(config: HFConfig) -> ModelConfig:
     config.require("head_dim")
-    biases, ffn = read_biases(config), read_gated_ffn(config)
+    biases, ffn = usual.read_biases(config), usual.read_gated_ffn(config)
     layers = [
         LayerConfig(
-            attention=read_attention(config, biases=biases, qk_norm="head", sliding_window=window),
+            attention=usual.read_attention(config, biases=biases, qk_norm="head", sliding_window=window),
             mlp=ffn,
         )
         for window in _read_windows(config)
     ]
-    return read_decoder(config, "qwen3", layers)
+    return usual.read_decoder(config, "qwen3", layers)
 
 
 def _write_qwen3(config: ModelConfig) -> dict[str, Any]:
-    ffn = dense_ffn(config)
-    return {**write_decoder(config), **write_ffn(ffn), **write_biases(config), **_write_windows(config)}
+    return {**usual.write_dense(config), **usual.write_biases(config), **_write_windows(config)}
 
 
 QWEN3 = Family(
@@ -207,17 +189,17 @@ _SHARED_EXPERT = "shared_expert_intermediate_size"
 
 
 def _read_qwen2_moe(config: HFConfig) -> ModelConfig:
-    biases = read_biases(config, "qkv_bias", ("q", "k", "v"))
+    biases = usual.read_biases(config, "qkv_bias", ("q", "k", "v"))
     # Unlike in Qwen2, windows are in every second layer, and below `max_window_layers`.
     windows = _read_windows(config, slides=lambda i, limit: i % 2 == 0 and i < limit)
-    attention = [read_attention(config, biases=biases, sliding_window=window) for window in windows]
-    return read_decoder(config, "qwen2_moe", _read_layers(config, attention, shared_expert=_SHARED_EXPERT))
+    attention = [usual.read_attention(config, biases=biases, sliding_window=window) for window in windows]
+    return usual.read_decoder(config, "qwen2_moe", _read_layers(config, attention, shared_expert=_SHARED_EXPERT))
 
 
 def _write_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
     return {
-        **write_decoder(config),
-        **write_biases(config, "qkv_bias", "q/k/v bias"),
+        **usual.write_decoder(config),
+        **usual.write_biases(config, "qkv_bias", "q/k/v bias"),
         **_write_windows(config),
         **_write_layers(config, shared_expert=_SHARED_EXPERT),
     }
@@ -259,15 +241,15 @@ QWEN2_MOE = Family(
 def _read_qwen3_moe(config: HFConfig) -> ModelConfig:
     # Unlike in Qwen3, all layers have the window: `max_window_layers` and `layer_types` have no effect.
     window = config.integer("sliding_window") if config.flag("use_sliding_window") else None
-    attention = read_attention(config, biases=read_biases(config), qk_norm="head", sliding_window=window)
-    return read_decoder(config, "qwen3_moe", _read_layers(config, [attention] * num_layers(config)))
+    attention = usual.read_attention(config, biases=usual.read_biases(config), qk_norm="head", sliding_window=window)
+    return usual.read_decoder(config, "qwen3_moe", _read_layers(config, [attention] * usual.num_layers(config)))
 
 
 def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
-    window = write_window(config)["sliding_window"]
+    window = usual.write_window(config)["sliding_window"]
     return {
-        **write_decoder(config),
-        **write_biases(config),
+        **usual.write_decoder(config),
+        **usual.write_biases(config),
         "use_sliding_window": window is not None,
         **({} if window is None else {"sliding_window": window}),
         **_write_layers(config),

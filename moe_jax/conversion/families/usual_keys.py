@@ -211,6 +211,12 @@ def write_decoder(config: ModelConfig, *, eps: str = "rms_norm_eps") -> dict[str
     }
 
 
+def write_dense(config: ModelConfig, *, eps: str = "rms_norm_eps", activation: str = "hidden_act") -> dict[str, Any]:
+    """Writes what `write_decoder` and `write_ffn` write of a model whose layers all have the same FFN."""
+    ffn = dense_ffn(config)
+    return {**write_decoder(config, eps=eps), **write_ffn(ffn, activation=activation)}
+
+
 def write_tokens(config: ModelConfig) -> dict[str, Any]:
     """Writes the tokens that begin and end a text."""
     eos = config.eos_ids[0] if len(config.eos_ids) == 1 else list(config.eos_ids) or None
