@@ -7,7 +7,6 @@ from typing import Any
 from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families import usual_keys as usual
 from moe_jax.conversion.families.family import (
-from moe_jax.conversion.families.usual_keys import FULL, SLIDING
     ATTENTION,
     EMBEDDING,
     GATED_FFN,
@@ -17,6 +16,7 @@ from moe_jax.conversion.families.usual_keys import FULL, SLIDING
     gated_experts,
     gated_ffn,
 )
+from moe_jax.conversion.families.usual_keys import FULL, SLIDING
 from moe_jax.conversion.table import linear
 from moe_jax.core.errors import InputError
 from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig, MoEConfig
