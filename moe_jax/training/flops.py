@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 import jax.numpy as jnp
 
 from moe_jax.core.data_sheets import chip_of_kind
+from moe_jax.data.sections import input_length
 from moe_jax.experts.shapes import LoRAConfig
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
+from moe_jax.training.recipe import Recipe
 
 
 def active_matmul_params(config: ModelConfig) -> int:
@@ -73,6 +75,12 @@ def step_flops(config: ModelConfig, seq_len: int, input_len: int) -> Callable[[i
     per_input = train_flops_per_token(config.encoder, input_len) - head + sources
     per_token = train_flops_per_token(config.decoder, seq_len) - sources + scores
     return lambda tokens, inputs: tokens * per_token + inputs * per_input
+
+
+def batch_flops(recipe: Recipe, config: ModelConfig) -> float:
+    """Returns the floating-point operations of a step of a recipe, by `step_flops`, with every row of a batch full."""
+    rows, seq_len, input_len = recipe.train.batch_size, recipe.data.seq_len, input_length(recipe.data)
+    return step_flops(config, seq_len, input_len)(rows * seq_len, rows * input_len)
 
 
 def _key_value_params(attention: AttentionConfig, d_model: int) -> int:
