@@ -31,6 +31,7 @@ def median_speed(records: list[Record]) -> float:
 
 
 def table(results: list[Result], held_out_bytes: int) -> rich.table.Table:
+    """A table of the results, with one row per model."""
     columns = ("model", "parameters", "added", "held-out perplexity", "training tokens/s")
     rows = [
         (one.name, f"{one.params:,}", f"{one.added:,}", f"{one.perplexity:.3f}", f"{one.tokens_per_second:,.0f}")

@@ -72,6 +72,7 @@ class SavedModel:
 
     @property
     def tokenizer_files(self) -> tuple[Path, ...]:
+        """The files that go with the model of the run."""
         return files_of_run(self._run_dir)
 
     @property
@@ -85,6 +86,7 @@ class SavedModel:
         return None if self._begun_with is None else self._begun_with.base
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns shape and dtype of every leaf, by path."""
         return self._specs
 
     def read(self, path: str) -> np.ndarray:
@@ -103,10 +105,12 @@ class SavedModel:
         return cast(path, cast(path, leaf, self._training_dtypes[path]), self._specs[path].dtype)
 
     def stored_bytes(self, path: str) -> int:
+        """Number of bytes of one leaf, as the run would write it."""
         spec = self._specs[path]
         return spec.size * spec.dtype.itemsize
 
     def fingerprint(self) -> str:
+        """Returns a SHA-256 of config and weights, as of a model directory with the same content."""
         leaves = fingerprint_leaves(self._specs, lambda path: sample_array(self.read(path)))
         return fingerprint_model(self.config, leaves)
 
