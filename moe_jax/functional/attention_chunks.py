@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -121,11 +121,14 @@ def chunked_attention(
     if bias is not None:
         bias = bias.reshape(kv_heads, heads // kv_heads, -1)
     one_head = partial(_one_key_head, _bands(length, k.shape[2], options), options)
-    of_row = jax.vmap(one_head, in_axes=(0, 0, 0, None, 0))
-    all_heads_at_once = jax.vmap(of_row, in_axes=(0, 0, 0, 0, None))
-    over_heads = partial(_loop_over_heads, one_head)
-    y = jax.lax.platform_dependent(q, k, v, visible, bias, cpu=over_heads, default=all_heads_at_once)
+    on_cpu, elsewhere = partial(_loop_over_heads, one_head), partial(_all_heads_at_once, one_head)
+    y = jax.lax.platform_dependent(q, k, v, visible, bias, cpu=on_cpu, default=elsewhere)
     return y.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, v.shape[-1])
+
+
+def _all_heads_at_once(one_head: Callable[..., Array], *arguments: Any) -> Float[Array, "B K G T W"]:
+    of_row = jax.vmap(one_head, in_axes=(0, 0, 0, None, 0))
+    return jax.vmap(of_row, in_axes=(0, 0, 0, 0, None))(*arguments)
 
 
 def _loop_over_heads(

@@ -197,8 +197,8 @@ def test_accelerator_form_equals_cpu_form():
     q = jax.random.normal(jax.random.key(0), (2, 3, 2, 40, 8))
     k, v = (jax.random.normal(jax.random.key(i), (2, 3, 40, 8)) for i in (1, 2))
     positions = jnp.broadcast_to(jnp.arange(40)[None], (2, 40))
-    bands = chunks._bands(40, 40, mask="causal", window=None, aligned=True)
-    one_head = partial(chunks._one_key_head, bands=bands, mask="causal", window=None, scale=0.5, soft_cap=None)
+    options = chunks.AttentionOptions("causal", None, 0.5, None, aligned=True)
+    one_head = partial(chunks._one_key_head, chunks._bands(40, 40, options), options)
     visible = Visibility(positions, positions)
     bias = jax.random.normal(jax.random.key(3), (3, 2, 9))
     a, b = (

@@ -1,8 +1,12 @@
-"""Gradients of the kernels of a grouped product."""
+"""Gradients of the kernels of a grouped product: `out[e] = rows_e^T dout_e`, whole or of low-rank factors.
+
+XLA has a grouped kernel only for the product of sorted rows: for this gradient it multiplies all rows with those of
+every group in turn, E times the arithmetic.
+"""
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +28,9 @@ from moe_jax.kernels.tpu.parts import (
     split,
 )
 
+if TYPE_CHECKING:
+    from moe_jax.kernels.tpu.tiles import PackedTile
+
 ROW_BLOCK = 512
 
 
@@ -32,10 +39,12 @@ def grouped_outer(
     dout: Float[Array, "M o"],
     group_sizes: Int[Array, " E"],
     dtype: Any,
+    tile: "PackedTile | None" = None,
+    operands: Sequence[Operand] = (),
     *,
     core: Core = ANY_CORE,
     interpret: bool = False,
-) -> Float[Array, "E i o"]:
+) -> Float[Array, "E i o"] | Float[Array, "E s o"]:
     """Returns the sums over the rows of every group, rounded once; zero for groups without rows.
 
     Args:
@@ -43,55 +52,12 @@ def grouped_outer(
       dout: in the dtype of the rows.
       group_sizes: rows per group, int32.
       dtype: of the result.
+      tile: reduces the sums, in fast memory, to a row for every `tile.shared` rows; None: they are not reduced.
+      operands: of the tile.
       core: the core for which the sizes of blocks are chosen.
       interpret: run the kernel in interpret mode.
     """
-    return _outer(rows, dout, group_sizes, None, (), 1, dtype, core, interpret)
-
-
-def reduced_outer(
-    rows: Float[Array, "M i"],
-    dout: Float[Array, "M o"],
-    group_sizes: Int[Array, " E"],
-    tile: "Reducing",
-    operands: Sequence[Operand],
-    *,
-    core: Core = ANY_CORE,
-    interpret: bool = False,
-) -> Float[Array, "E s o"]:
-    """Reduces the same sums by a tile, to a row for every `tile.shared` rows; float32. The sums stay in fast memory.
-
-    Args:
-      rows, dout, group_sizes, core, interpret: see `grouped_outer`.
-      tile: reduces the sums.
-      operands: of the tile.
-    """
-    return _outer(rows, dout, group_sizes, tile, operands, tile.shared, jnp.float32, core, interpret)[:, :, 0]
-
-
-class Reducing(Protocol):
-    """A tile that reduces the gradient of its entries; `kernels.tpu.code_tiles.PackedTile` has one."""
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def shared(self) -> int: ...
-
-    def reduce(self, refs: Sequence[Any], piece: Piece, gradient: Float[Array, "p q"]) -> Float[Array, "s q"]: ...
-
-
-def _outer(
-    rows: Array,
-    dout: Array,
-    group_sizes: Array,
-    tile: Reducing | None,
-    operands: Sequence[Operand],
-    shared: int,
-    dtype: Any,
-    core: Core,
-    interpret: bool,
-) -> Array:
+    shared = 1 if tile is None else tile.shared
     fan_in, fan_out = rows.shape[1], dout.shape[1]
     unit = LANES if tile is None else tile.step
     blocks = plan_blocks(rows.shape[0], (fan_in, fan_out), rows.dtype, dtype, unit, shared, operands, core)
@@ -106,7 +72,7 @@ def _outer(
 
         return pl.BlockSpec((None, *operand.block_of(blocks.height, blocks.width)), index)
 
-    return pl.pallas_call(
+    out = pl.pallas_call(
         partial(_outer_kernel, blocks=blocks, tile=tile),
         out_shape=jax.ShapeDtypeStruct(
             (group_sizes.shape[0], *((fan_in,) if tile is None else (fan_in // shared, 1)), fan_out), dtype
@@ -140,10 +106,11 @@ def _outer(
         interpret=interpret,
         name="grouped_outer" if tile is None else "reduced_outer",
     )(visits, rows, dout, *(operand.array for operand in operands))
+    return out if tile is None else out[:, :, 0]
 
 
 def _outer_kernel(
-    visits: Visits, rows_ref: Any, dout_ref: Any, *refs: Any, blocks: "Blocks", tile: Reducing | None
+    visits: Visits, rows_ref: Any, dout_ref: Any, *refs: Any, blocks: "Blocks", tile: "PackedTile | None"
 ) -> None:
     *operand_refs, out_ref, sum_ref = refs
     v = pl.program_id(2)
@@ -176,7 +143,7 @@ def _outer_kernel(
             _reduce(tile, operand_refs, sum_ref, out_ref)
 
 
-def _reduce(tile: Reducing, operand_refs: Sequence[Any], sum_ref: Any, out_ref: Any) -> None:
+def _reduce(tile: "PackedTile", operand_refs: Sequence[Any], sum_ref: Any, out_ref: Any) -> None:
     height, width = sum_ref.shape
 
     def of_rows(row: Any, rows: int) -> None:
@@ -222,17 +189,16 @@ def plan_blocks(
 ) -> Blocks:
     """Chooses the blocks that move the fewest bytes.
 
-    Raises:
-      ValueError: if not even the smallest blocks fit.
-
     Args:
-      rows: M.
-      shape: [i, o].
+      rows, shape: M, and [i, o].
       dtype, out_dtype: of the rows and of the result.
       unit: the height of blocks is a multiple of this many rows of the kernel.
       shared: rows of the kernel per row of the result.
       operands: of the tile that reduces the sums.
       core: the core that they have to fit.
+
+    Raises:
+      ValueError: if not even the smallest blocks fit.
     """
     itemsize = jnp.dtype(dtype).itemsize
     block = min(ROW_BLOCK, round_up(rows, 32 // itemsize))
@@ -265,6 +231,8 @@ def plan_blocks(
     return best[1]
 
 
+# ---- low-rank kernels: without the gradient of any whole kernel -------------------------------------------------
+
 ROW_BLOCKS, STRIP = (512, 256, 128), 128
 
 
@@ -278,8 +246,9 @@ def low_rank_gradients(
     core: Core = ANY_CORE,
     interpret: bool = False,
 ) -> tuple[Float[Array, "E i r"], Float[Array, "E r o"]]:
-    """Returns the gradients of `a` and `b`, float32; zero for groups without rows.
+    """Returns the gradients of `a` and `b` of kernels `a b`, float32; zero for groups without rows.
 
+    For the rows x and the output gradients y of a group, `da = x^T (y b^T)` and `db = (x a)^T y`; a row is read once.
     Arrays that must be in the dtype of the rows are split into two terms of it, so that the only loss is the rounding
     of sums in float32.
 

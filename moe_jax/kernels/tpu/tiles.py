@@ -116,9 +116,8 @@ class LowRankTile(FusedTile):
         return da, grouped_outer(inner, dout, group_sizes, jnp.float32, **options)
 
 
-@dataclasses.dataclass(frozen=True)
-class PackedTile(FusedTile):
-    """Makes kernels from `codes` [E, bytes, o] and `scales` [E, g, o] or [E, 1, 1].
+class TileOfCodes(FusedTile):
+    """Makes kernels from codes [E, bytes, o] and a scale per group of rows.
 
     Scales are converted to float32 and to equal groups of `shared` rows, with which every piece begins and ends; a
     shard may begin inside a group.
@@ -136,29 +135,18 @@ class PackedTile(FusedTile):
     @property
     def shared(self) -> int:
         """Number of rows that share a scale where a kernel is made."""
-        return rows_that_share(self.group_size, self.height, self.step)
+        return rows_that_share(self.group_size, self.height)
 
-    def operands(self, arrays: Arrays, dtype: Any) -> Sequence[Operand]:
-        """Returns the codes, and the scales of every `shared` rows in float32."""
-        scales = self._scales(arrays["scales"], arrays)
+    def operands_of(self, codes: Array, scales: Float[Array, "E s o"]) -> tuple[Operand, Operand]:
+        """Returns the codes, and the scales of every `shared` rows, as operands."""
         return (
-            Operand(arrays["codes"], rows=0, columns=1, per_row=Fraction(self.bits, 8)),
+            Operand(codes, rows=0, columns=1, per_row=Fraction(self.bits, 8)),
             # The axis of length 1 before the last lets a kernel's block begin at any index of the axis before it.
             Operand(scales[:, :, None, :], rows=0, columns=2, per_row=Fraction(1, self.shared)),
         )
 
-    def _scales(self, scales: Array, arrays: Arrays) -> Float[Array, "E s o"]:
-        scales = jnp.broadcast_to(scales, (*scales.shape[:2], arrays["codes"].shape[2])).astype(jnp.float32)
-        origin = arrays["origin"][0, 0] if "origin" in arrays else None
-        return group_rows(scales, self.group_size, self.shared, self.height, origin)
-
-    def make(self, refs: Sequence[Any], piece: Piece) -> Float[Array, "p q"]:
-        """Returns a piece of levels times scales, float32."""
-        levels, scales = self._levels(refs, piece)
-        return (levels * scales).reshape(piece.shape)
-
-    def _levels(self, refs: Sequence[Any], piece: Piece) -> tuple[Float[Array, "s n q"], Float[Array, "s 1 q"]]:
-        """Returns the levels of the codes, and the scales, group by group."""
+    def read(self, refs: Sequence[Any], piece: Piece) -> tuple[Int[Array, "p q"], Float[Array, "s 1 q"]]:
+        """Returns the codes of a piece, and the scales of its groups; called inside a Pallas kernel."""
         from jax.experimental import pallas as pl
 
         from moe_jax.kernels.tpu.parts import scaled_rows, unpack
@@ -166,12 +154,55 @@ class PackedTile(FusedTile):
         (rows, width), (codes_ref, scales_ref) = piece.shape, refs
         columns = pl.ds(piece.column, width)
         start = scaled_rows(piece.row, self.step, self.bits, 8)
-        codes = unpack(codes_ref[pl.ds(start, rows * self.bits // 8), columns], self.bits).astype(jnp.float32)
+        codes = unpack(codes_ref[pl.ds(start, rows * self.bits // 8), columns], self.bits)
         first = scaled_rows(piece.row, self.step, 1, self.shared)
-        scales = scales_ref[pl.ds(first, rows // self.shared), :, columns]
+        return codes, scales_ref[pl.ds(first, rows // self.shared), :, columns]
+
+    def regrouped(self, values: Float[Array, "E g o"], origin: Int[Array, ""] | None) -> Float[Array, "E s o"]:
+        """Returns the values of every `shared` rows, from those of groups of the whole kernels.
+
+        `origin` is the row at which this device's part begins, a multiple of its height; None: it has whole kernels.
+        """
+        experts, _, width = values.shape
+        if self.group_size is None:
+            return jnp.broadcast_to(values, (experts, self.height // self.shared, width))
+        every = jnp.repeat(values, self.group_size // self.shared, axis=1)
+        if origin is None:
+            return every[:, : self.height // self.shared]
+        return lax.dynamic_slice_in_dim(every, origin // self.shared, self.height // self.shared, 1)
+
+
+def rows_that_share(group_size: int | None, height: int) -> int:
+    """Returns the most rows that share a scale, and divide groups, pieces, and kernels of this height."""
+    return math.gcd(height, STEP) if group_size is None else math.gcd(group_size, height, STEP)
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedTile(TileOfCodes):
+    """Makes kernels from `codes` [E, bytes, o] and `scales` [E, g, o] or [E, 1, 1]; see `functional.codes`."""
+
+    bits: int
+    group_size: int | None
+    height: int
+
+    def operands(self, arrays: Arrays, dtype: Any) -> Sequence[Operand]:
+        """Returns the codes, and the scales of every `shared` rows in float32."""
+        return self.operands_of(arrays["codes"], self._scales(arrays["scales"], arrays))
+
+    def _scales(self, scales: Array, arrays: Arrays) -> Float[Array, "E s o"]:
+        scales = jnp.broadcast_to(scales, (*scales.shape[:2], arrays["codes"].shape[2])).astype(jnp.float32)
+        return self.regrouped(scales, arrays["origin"][0, 0] if "origin" in arrays else None)
+
+    def make(self, refs: Sequence[Any], piece: Piece) -> Float[Array, "p q"]:
+        """Returns a piece of levels times scales, float32."""
+        levels, scales = self._levels(refs, piece)
+        return (levels * scales).reshape(piece.shape)
+
+    def _levels(self, refs: Sequence[Any], piece: Piece) -> tuple[Float[Array, "s n q"], Float[Array, "s 1 q"]]:
+        codes, scales = self.read(refs, piece)
         # Odd levels, or even ones where the scale is negative.
         lowest = (1.0 - 2**self.bits) - (scales < 0).astype(jnp.float32)
-        return 2.0 * codes.reshape(-1, self.shared, width) + lowest, scales
+        return 2.0 * codes.astype(jnp.float32).reshape(-1, self.shared, piece.shape[1]) + lowest, scales
 
     def reduce(self, refs: Sequence[Any], piece: Piece, gradient: Float[Array, "p q"]) -> Float[Array, "s q"]:
         """Returns the gradient of the scales of a piece, given that of its entries; called inside a Pallas kernel."""
@@ -182,12 +213,12 @@ class PackedTile(FusedTile):
         self, rows: Array, dout: Array, arrays: Arrays, trained: Sequence[str], group_sizes: Array, **options: Any
     ) -> dict[str, Array]:
         """Returns the gradient of the scales, float32, if they are trained; codes have none."""
-        from moe_jax.kernels.tpu.kernel_gradients import reduced_outer
+        from moe_jax.kernels.tpu.kernel_gradients import grouped_outer
 
         if "scales" not in trained:
             return {}
         operands = self.operands(arrays, rows.dtype)
-        reduced = reduced_outer(rows, dout, group_sizes, self, operands, **options)
+        reduced = grouped_outer(rows, dout, group_sizes, jnp.float32, self, operands, **options)
         scales = arrays["scales"].astype(jnp.float32)
         (gradient,) = jax.vjp(lambda scales: self._scales(scales, arrays), scales)[1](reduced)
         return {"scales": gradient}
@@ -197,52 +228,41 @@ def why_not_packed(bits: int, group_size: int | None, height: int) -> str | None
     """Returns in words why kernels of this height have no such tile; None: they have one."""
     if height % 8:
         return f"codes of {bits} bits of {height} rows do not end with a whole word of them"
-    if rows_that_share(group_size, height, STEP) % 8:
+    if rows_that_share(group_size, height) % 8:
         return f"groups of {group_size} rows divide pieces of {math.gcd(height, STEP)} rows unevenly"
     return None
 
 
 @dataclasses.dataclass(frozen=True)
-class NF4Tile(FusedTile):
-    """Makes kernels from `codes` [E, i / 2, o], `scale_codes` [E, i / block, o], `scales` [E, n] and `offset` [E].
+class NF4Tile(TileOfCodes):
+    """Makes kernels from `codes` [E, i / 2, o], `scale_codes` [E, i / group, o], `scales` [E, n] and `offset` [E].
 
-    The scales of the blocks, one number for 64 of the kernel, are computed before the kernel is called.
+    The scales of the groups, one number for 64 of the kernel, are computed before the kernel is called.
 
     Attributes:
       levels: the 16 numbers that codes stand for.
-      block: rows that share a scale.
       scale_block: number of scales, row by row, that share a scale of theirs.
-      height: rows of the kernels, or of the part of them that this device has.
       whole_width: columns of the whole kernels.
       prefix: of the names of the arrays.
     """
 
     levels: tuple[float, ...]
-    block: int
+    group_size: int
     scale_block: int
     height: int
     whole_width: int
     prefix: str = ""
-
-    @property
-    def shared(self) -> int:
-        """Number of rows that share a scale where a kernel is made."""
-        return rows_that_share(self.block, self.height, self.step)
+    bits = 4
 
     def operands(self, arrays: Arrays, dtype: Any) -> Sequence[Operand]:
-        """Returns the codes, and the scales decoded to float32."""
+        """Returns the codes, the scales decoded to float32, and a table of the levels."""
         table = np.zeros((1, LANES), np.float32)
         table[0, : len(self.levels)] = self.levels
-        codes, scales = arrays[f"{self.prefix}codes"], self._scales(arrays)
-        experts = codes.shape[0]
-        return (
-            Operand(codes, rows=0, columns=1, per_row=Fraction(1, 2)),
-            Operand(scales[:, :, None, :], rows=0, columns=2, per_row=Fraction(1, self.shared)),
-            Operand(jnp.broadcast_to(jnp.asarray(table), (experts, 1, LANES))),
-        )
+        codes = arrays[f"{self.prefix}codes"]
+        stored = self.operands_of(codes, self._scales(arrays))
+        return (*stored, Operand(jnp.broadcast_to(jnp.asarray(table), (codes.shape[0], 1, LANES))))
 
     def _scales(self, arrays: Arrays) -> Float[Array, "E s o"]:
-        """Returns the scale of every `shared` rows of a column."""
         codes, scales, offset = (arrays[f"{self.prefix}{name}"] for name in ("scale_codes", "scales", "offset"))
         experts, blocks, width = codes.shape
         # Scales of scales lie row by row: repeated and cut, not looked up one by one.
@@ -263,22 +283,15 @@ class NF4Tile(FusedTile):
         if "origin" in arrays:
             row, column = arrays["origin"][0, 0], arrays["origin"][0, 1]
             each = lax.dynamic_slice_in_dim(each, column, width, 2)
-        values = scale_levels(codes) * each + offset[:, None, None]
-        return group_rows(values, self.block, self.shared, self.height, row)
+        return self.regrouped(scale_levels(codes) * each + offset[:, None, None], row)
 
     def make(self, refs: Sequence[Any], piece: Piece) -> Float[Array, "p q"]:
         """Returns a piece of the kernels, float32."""
-        from jax.experimental import pallas as pl
+        from moe_jax.kernels.tpu.parts import looked_up
 
-        from moe_jax.kernels.tpu.parts import looked_up, scaled_rows, unpack
-
-        (rows, width), (codes_ref, scales_ref, table_ref) = piece.shape, refs
-        columns = pl.ds(piece.column, width)
-        codes = unpack(codes_ref[pl.ds(scaled_rows(piece.row, self.step, 1, 2), rows // 2), columns], 4)
-        first = scaled_rows(piece.row, self.step, 1, self.shared)
-        scales = scales_ref[pl.ds(first, rows // self.shared), :, columns]
-        levels = looked_up(table_ref[...], codes)
-        return (levels.reshape(-1, self.shared, width) * scales).reshape(rows, width)
+        codes, scales = self.read(refs[:2], piece)
+        levels = looked_up(refs[2][...], codes)
+        return (levels.reshape(-1, self.shared, piece.shape[1]) * scales).reshape(piece.shape)
 
 
 def scale_levels(codes: UInt8[Array, "..."]) -> Float[Array, "..."]:
@@ -301,38 +314,6 @@ def scale_levels(codes: UInt8[Array, "..."]) -> Float[Array, "..."]:
 
 def why_not_nf4(block: int, height: int) -> str | None:
     """Returns in words why kernels of this height have no such tile; None: they have one."""
-    if height % 8 or rows_that_share(block, height, STEP) % 8:
+    if height % 8 or rows_that_share(block, height) % 8:
         return f"{height} rows of NF4 codes do not end with eight rows of a block of {block}"
     return None
-
-
-def rows_that_share(group_size: int | None, height: int, step: int) -> int:
-    """Returns the most rows that share a value, and divide groups, pieces of `step` rows, and a part of `height` rows.
-
-    Args:
-      group_size: rows of a group; None: all rows share one value.
-      height: of a kernel, or of the equal parts of it.
-      step: rows of a piece.
-    """
-    return math.gcd(height, step) if group_size is None else math.gcd(group_size, height, step)
-
-
-def group_rows(
-    values: Float[Array, "E g o"], group_size: int | None, shared: int, height: int, origin: Int[Array, ""] | None
-) -> Float[Array, "E s o"]:
-    """Returns the values of every `shared` rows of a kernel, or of a part of it.
-
-    Args:
-      values: of groups of the whole kernels; if all rows share one value, g is 1.
-      group_size: rows of a group; None: all rows share one value.
-      shared: see `rows_that_share`.
-      height: of the kernels, or of the part.
-      origin: row at which the part begins, a multiple of its height; None: it is the whole kernel.
-    """
-    experts, _, width = values.shape
-    if group_size is None:
-        return jnp.broadcast_to(values, (experts, height // shared, width))
-    every = jnp.repeat(values, group_size // shared, axis=1)
-    if origin is None:
-        return every[:, : height // shared]
-    return lax.dynamic_slice_in_dim(every, origin // shared, height // shared, 1)
