@@ -17,7 +17,6 @@ from moe_jax.core.formatting import index_set, is_parameter, show_bytes
 if TYPE_CHECKING:
     import jax
 
-    from moe_jax.evaluation.held_out import ExpertLoad
     from moe_jax.model_io.model_source import ModelSource
     from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig
 
@@ -415,19 +414,21 @@ def draw(source: "ModelSource", dst: Path, *, text: Path | None, seq_len: int | 
             progress("comparing experts", done, len(compared))
     described: dict[str, Any] = {}
     if load is not None:
-        tried_on = {"path": str(text), "tokens": load.tokens, "seq_len": seq_len}
-        described = {"shares": load.shares, "text": tried_on}
+        tokens, shares = load
+        described = {"shares": shares, "text": {"path": str(text), "tokens": tokens, "seq_len": seq_len}}
     return write_figures(dst, layers, name="/".join(source.path.resolve().parts[-2:]), **described)
 
 
-def _measure_load(source: "ModelSource", text: Path, seq_len: int, split: bool) -> "ExpertLoad":
+def _measure_load(source: "ModelSource", text: Path, seq_len: int, split: bool) -> tuple[int, dict[int, Any]]:
+    """Returns the number of tokens of a text, and by layer index the share of assignments that each expert gets."""
     from moe_jax.data.tokenizer import Tokenizer, find_tokenizer
     from moe_jax.distributed.sharding import make_mesh
-    from moe_jax.evaluation.held_out import check_seq_len, measure_load, read_text
+    from moe_jax.evaluation.held_out import check_seq_len, measure_router_statistics, read_text
     from moe_jax.model_io.loading import load_model
 
     check_seq_len(seq_len)
     ids = read_text(text, Tokenizer(find_tokenizer(source.tokenizer_files, source.path), source.config))
     mesh = make_mesh({"fsdp" if split else "data": -1})
     model = load_model(source, mesh=mesh)
-    return measure_load(model, ids, seq_len=seq_len, batch_size=_BATCH_SIZE, mesh=mesh)
+    found = measure_router_statistics(model, ids, seq_len=seq_len, batch_size=_BATCH_SIZE, mesh=mesh)
+    return len(ids), {layer: statistics.usage for layer, statistics in found.items()}

@@ -251,46 +251,13 @@ def _padded(length: int) -> int:
     return max(_SHORTEST, 1 << (length - 1).bit_length())
 
 
-class ExpertLoad(NamedTuple):
-    """How often each expert is chosen.
-
-    Attributes:
-      tokens: number of tokens in the text.
-      shares: by layer index, the share of the assignments that each routed expert got; float64[E], sums to 1.
-    """
-
-    tokens: int
-    shares: dict[int, Float[np.ndarray, " E"]]
-
-
-def measure_load(model: Decoder, ids: np.ndarray, *, seq_len: int, batch_size: int, mesh: Mesh) -> ExpertLoad:
-    """Runs the model on a text, cut into windows as in `Evaluator`, and counts how often its tokens choose each expert.
-
-    Args:
-      model: with MoE layers, on the mesh.
-      ids: Int32[n], the text.
-      seq_len: tokens in a window.
-      batch_size: windows computed at once, rounded up to a multiple of the mesh's batch shards. Does not affect the
-        result.
-      mesh: the mesh that the model is on.
-
-    Raises:
-      InputError: if `seq_len` is too small.
-    """
-    statistics = measure_router_statistics(model, ids, seq_len=seq_len, batch_size=batch_size, mesh=mesh)
-    return ExpertLoad(len(ids), {layer: found.usage for layer, found in statistics.items()})
-
-
 def measure_router_statistics(
     model: Decoder, ids: np.ndarray, *, seq_len: int, batch_size: int, mesh: Mesh
 ) -> dict[int, RouterStatistics]:
-    """Returns router statistics on a text by layer index: shares, mean probabilities and similarities of logits.
+    """Runs a model with MoE layers on a text, Int32[n], cut into windows as in `Evaluator`.
 
-    Args:
-      model, ids, seq_len, batch_size, mesh: see `measure_load`.
-
-    Raises:
-      InputError: if `seq_len` is too small.
+    Returns router statistics by layer index: shares, mean probabilities and similarities of logits. `batch_size` does
+    not affect them. Raises `InputError` if `seq_len` is too small.
     """
     check_seq_len(seq_len)
     model.config.check_no_encoder("counting how experts are used on a text")
@@ -308,12 +275,7 @@ def measure_router_statistics(
 
 
 def read_text(path: str | Path, tokenizer: Tokenizer, *, name: str | None = None) -> np.ndarray:
-    """Returns the ids, Int32[n], of a whole text file, without special tokens.
-
-    Args:
-      path: the file.
-      tokenizer: of the model.
-      name: name of the file in messages; by default its path.
+    """Returns the ids, Int32[n], of a whole text file, without special tokens; `name` is the file's in messages.
 
     Raises:
       FileNotFoundError: no such file.
