@@ -110,11 +110,7 @@ class DoesNotFit(Exception):
 
 
 def compiled_step(program: Program, recipe: Recipe, options: dict[str, Any] | None = None) -> Compiled:
-    """Compiles the step of a recipe's program for the devices of its mesh.
-
-    Raises:
-      DoesNotFit: the compiler says that a device has too little memory.
-    """
+    """Compiles the step of a program for the devices of its mesh; `DoesNotFit` if these have too little memory."""
     with jax.set_mesh(program.mesh):
         batch = abstract_batch(recipe, program.config, program.mesh)
         step: Any = program.step
@@ -130,9 +126,8 @@ def compiled_step(program: Program, recipe: Recipe, options: dict[str, Any] | No
 def bytes_of(compiled: Any) -> dict[str, int]:
     """Returns the bytes that a compiled program takes on every device.
 
-    Returns:
-      `arguments`, `outputs`, `aliased` (outputs that lie in the buffers of donated arguments, and count once in the
-      total), `temporaries`, `code` and `total`.
+    They are `arguments`, `outputs`, `aliased` (outputs that lie in the buffers of donated arguments, and count once in
+    the total), `temporaries`, `code` and `total`.
     """
     memory = compiled.memory_analysis()
     assert memory is not None, "these compilers all say it"

@@ -109,8 +109,7 @@ class PlacedLeaf(NamedTuple):
 def placed_leaves(program: Program, mesh: Mapping[str, int]) -> list[PlacedLeaf]:
     """Returns all parameters of a program on a mesh with axes of these sizes; the program's own mesh may be another.
 
-    Raises:
-      InputError: a dimension that its axes do not divide; all are listed.
+    Raises `InputError` for dimensions that their axes do not divide; all are listed.
     """
     problems: list[str] = []
     trees = ((True, program.state.params), (False, program.frozen))
@@ -161,7 +160,6 @@ def expected_step(
     """Estimates a step.
 
     Args:
-      recipe, config: of the run.
       program: of the recipe, on one device.
       leaves: its parameters, as they lie on the mesh.
       mesh: size of every axis.
@@ -188,12 +186,7 @@ def expected_step(
 
 
 class _Step:
-    """A step of a run on a mesh of chips, with the parameters as they lie there.
-
-    Attributes:
-      number: bytes of a number in the dtype of the products.
-      tokens: number of tokens of a microbatch on one device.
-    """
+    """A step of a run on a mesh: `tokens` of a microbatch on a device, and `number` bytes for each of their numbers."""
 
     def __init__(
         self,

@@ -102,11 +102,7 @@ def has_tpu_compiler() -> bool:
 
 
 def gpu_hosts(topology: str) -> tuple[int, int]:
-    """Returns the number of hosts of a topology of GPUs, and of GPUs on each.
-
-    Raises:
-      InputError: there is no such topology.
-    """
+    """Returns the number of hosts of a topology of GPUs, and of GPUs on each; raises `InputError` for others."""
     name, _, shape = topology.partition(":")
     if name not in GPUS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?", shape):
         raise InputError(f"unknown topology {shown(topology)}, expected for example h100:8 or h100:2x8")
@@ -117,8 +113,7 @@ def gpu_hosts(topology: str) -> tuple[int, int]:
 def described_devices(topology: str) -> list[Any]:
     """Returns the devices of a topology such as `v5e:4x4` or `h100:8`, for a mesh.
 
-    Raises:
-      InputError: no compiler for the topology, or an unknown one.
+    Raises `InputError` if there is no compiler for the topology, or it is unknown.
     """
     if is_gpu(topology):
         return _described_gpus(topology)

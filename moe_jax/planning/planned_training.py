@@ -50,13 +50,7 @@ _USUAL_PROGRAM = 100 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryItem:
-    """Bytes on every device, or on a CPU of the process.
-
-    Attributes:
-      name: what they are.
-      bytes: their number.
-      note: how the number is known.
-    """
+    """Bytes on every device, or on a CPU of the process: what they are, and in `note` how the number is known."""
 
     name: str
     bytes: int
@@ -65,12 +59,7 @@ class MemoryItem:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sent:
-    """Collectives of one kind in a step.
-
-    Attributes:
-      runs: number of runs.
-      bytes: of the whole arrays in all runs, see `planning.hlo.Collectives`.
-    """
+    """Runs of the collectives of one kind in a step, and bytes of the whole arrays in all (`hlo.Collectives`)."""
 
     runs: int
     bytes: int
@@ -152,14 +141,8 @@ def assumed_recipe(
 ) -> Recipe:
     """Returns a recipe for training a model on a mesh, if there is none yet: in bfloat16, with full rematerialisation.
 
-    Args:
-      config: of the model.
-      mesh: without -1.
-      optimizer: its kind.
-      tokens: of a batch on every device, in rows of the model's context length or shorter; None: 8192.
-
-    Raises:
-      InputError: for fewer tokens than 1.
+    `mesh` is without -1. A batch has so many `tokens` on every device, by default 8192, in rows of the model's context
+    length or shorter; raises `InputError` for fewer than 1.
     """
     tokens = TOKENS if tokens is None else tokens
     if tokens < 1:
@@ -345,10 +328,10 @@ def _temporary_items(held: HeldBytes, temporaries: int, note: str = "") -> list[
 
 
 def _checkpoint_items(held: HeldBytes, recipe: Recipe) -> list[MemoryItem]:
-    """Returns the additional memory of a step on a CPU while a checkpoint is written.
+    """Returns the additional memory of a step on a CPU while a checkpoint is written; elsewhere it is the host's.
 
     Buffers that are read cannot be donated to the step, whose results then lie in new ones; and the writer makes a copy
-    of its own. For accelerators this is memory of their host.
+    of its own.
     """
     if recipe.train.steps <= recipe.checkpoint.every:
         return []

@@ -44,6 +44,8 @@ def train_on_batches(
 ) -> tuple[Decoder, Record]:
     """Trains until `recipe.train.steps` steps are done or there are no batches left.
 
+    Returns the trained model, and the record of the last step, empty if there was none.
+
     Args:
       recipe: optimizer, schedule, partition, dtypes, mesh, seed. Its run directory, data, checkpoints, log and
         evaluation are ignored.
@@ -52,9 +54,6 @@ def train_on_batches(
       devices: of the mesh; default all.
       on_step: called with the record of every step.
       teacher: the model that the recipe's `distill` names.
-
-    Returns:
-      The trained model, and the record of the last step, empty if there was none.
 
     Raises:
       InputError: for a batch that cannot be read, and as `make_program`; `Diverged` if the loss is no longer finite.

@@ -211,10 +211,9 @@ def make_loss(
 ) -> Callable[..., tuple]:
     """Makes the loss of a microbatch, which a step differentiates by its first argument; arguments as in `make_step`.
 
-    Returns:
-      `(params, frozen, batch, scored, key, taught) -> (loss, (cross-entropy of the tokens, auxiliary losses, router
-      statistics, divergence from the teacher))`, where `scored` is the weight of all tokens of the batch, and `taught`
-      has a teacher's parameters; without one, it and the divergence are None.
+    It is `(params, frozen, batch, scored, key, taught) -> (loss, (cross-entropy of the tokens, auxiliary losses, router
+    statistics, divergence from the teacher))`, where `scored` is the weight of all tokens of the batch, and `taught`
+    has a teacher's parameters; without one, it and the divergence are None.
     """
 
     def microbatch_loss(

@@ -126,12 +126,9 @@ def train(
 
 
 class _EarlierRun(NamedTuple):
-    """A run that is to be continued, or restarted.
+    """A run that is to be continued, or restarted from the checkpoint `origin`.
 
-    Attributes:
-      recipe: of the run.
-      record: the inputs of the run; None if it was interrupted before they were recorded.
-      origin: the checkpoint of it to restart from; None: the run is continued.
+    Its record of inputs is None if it was interrupted before they were recorded.
     """
 
     recipe: Recipe
