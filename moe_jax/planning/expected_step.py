@@ -189,12 +189,7 @@ class _Step:
     """A step of a run on a mesh: `tokens` of a microbatch on a device, and `number` bytes for each of their numbers."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        config: ModelConfig,
-        leaves: Sequence[PlacedLeaf],
-        mesh: Mapping[str, int],
-        chip: Chip,
+        self, recipe: Recipe, config: ModelConfig, leaves: Sequence[PlacedLeaf], mesh: Mapping[str, int], chip: Chip
     ):
         self._recipe, self._config, self._leaves, self._mesh, self._chip = recipe, config, leaves, mesh, chip
         self._microbatches = recipe.train.accumulation

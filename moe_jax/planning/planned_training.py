@@ -25,24 +25,10 @@ from moe_jax.planning.expected_step import expected_step, placed_leaves
 from moe_jax.planning.hlo import sums_by_kind
 from moe_jax.planning.model_costs import TOKENS
 from moe_jax.planning.planned_devices import PlannedDevices, planned_devices
-from moe_jax.planning.step_time import (
-    HeldBytes,
-    StepRoofline,
-    StepTime,
-    optimizer_operations,
-    rates_of_chip,
-    step_time,
-)
+from moe_jax.planning.step_time import HeldBytes, StepRoofline, StepTime, optimizer_operations, rates_of_chip, step_time
 from moe_jax.planning.timed_step import measured_rates, timed_step
 from moe_jax.training.program import Program, abstract_batch, make_program
-from moe_jax.training.recipe import (
-    CheckpointSection,
-    MeshSection,
-    ModelSection,
-    OptimizerSection,
-    Recipe,
-    TrainSection,
-)
+from moe_jax.training.recipe import CheckpointSection, MeshSection, ModelSection, OptimizerSection, Recipe, TrainSection
 
 # In the steps of `benchmarks/pods.py` it is 50 to 110 MiB.
 _USUAL_PROGRAM = 100 << 20
@@ -305,9 +291,7 @@ def _held_items(held: HeldBytes, recipe: Recipe) -> list[MemoryItem]:
     items = (
         MemoryItem(name="parameters, trained", bytes=held.params, note=recipe.model.param_dtype),
         MemoryItem(
-            name="parameters, frozen",
-            bytes=held.frozen,
-            note=recipe.model.frozen_dtype or "as the model's config says",
+            name="parameters, frozen", bytes=held.frozen, note=recipe.model.frozen_dtype or "as the model's config says"
         ),
         MemoryItem(name=TEACHER_ITEM, bytes=held.teacher, note="as its config says"),
         MemoryItem(name="optimizer", bytes=held.optimizer, note=f"{section.kind}, {moments}"),

@@ -185,12 +185,7 @@ class MetricsWriter:
     """
 
     def __init__(
-        self,
-        run_dir: Path,
-        *,
-        last_step: int,
-        tensorboard: bool,
-        wandb: Callable[[], WandbWriter] | None = None,
+        self, run_dir: Path, *, last_step: int, tensorboard: bool, wandb: Callable[[], WandbWriter] | None = None
     ):
         self._file = self._events = self._wandb = None
         if not is_first_process():

@@ -211,11 +211,7 @@ class RunRecord:
 
 
 def make_record(
-    recipe: Recipe,
-    config: ModelConfig,
-    source: ModelSource | None,
-    tokenizer: Path,
-    teacher: ModelSource | None = None,
+    recipe: Recipe, config: ModelConfig, source: ModelSource | None, tokenizer: Path, teacher: ModelSource | None = None
 ) -> RunRecord:
     """Makes the record of a run that begins now. Reads samples of all files."""
     run_dir = as_path(recipe.run_dir)

@@ -40,13 +40,7 @@ from moe_jax.training.program import (
     mesh_for,
 )
 from moe_jax.training.recipe import Recipe
-from moe_jax.training.restart import (
-    Origin,
-    check_restarted,
-    find_origin,
-    restart_record,
-    write_restart,
-)
+from moe_jax.training.restart import Origin, check_restarted, find_origin, restart_record, write_restart
 from moe_jax.training.run_directory import (
     CHECKPOINTS,
     RECIPE,
