@@ -206,7 +206,9 @@ def run_quick_demo(folder: Path, *, dense_steps: int, more_steps: int, shell: Sh
     console.rule("merge the deltas, export, reload")
     shell.type("export", runs["ders-lm"] / "model", folder / "hf-ders-lm")
     merged = shell.json("eval", folder / "hf-ders-lm", *text)
-    _check_equal(merged["nll"], scores["ders-lm"]["nll"])
+    if abs(merged["nll"] - scores["ders-lm"]["nll"]) > 1e-4:
+        losses = f"{merged['nll']} nats per byte, the trained one {scores['ders-lm']['nll']}"
+        raise InputError(f"the exported model scores {losses}: a fault of moe_jax")
     console.print("the exported model (Mixtral's format) gives the same held-out loss as the one that was trained")
     shell.type("generate", folder / "hf-ders-lm", "--prompt", "def read(self, ", "--max-new-tokens", "80")
 
@@ -220,10 +222,3 @@ def run_quick_demo(folder: Path, *, dense_steps: int, more_steps: int, shell: Sh
     console.print()
     console.print(table(results, held_out))
     console.print(f"curves: {folder / 'curves.png'}   everything: {folder}/   {time.monotonic() - began:.0f} s")
-
-
-def _check_equal(merged: float, trained: float) -> None:
-    if abs(merged - trained) > 1e-4:
-        raise InputError(
-            f"the exported model scores {merged} nats per byte, the trained one {trained}: a fault of moe_jax"
-        )

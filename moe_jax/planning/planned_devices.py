@@ -137,26 +137,19 @@ def _described_gpus(topology: str) -> list[Any]:
         raise InputError("--compile-only for GPUs needs XLA:GPU: pip install 'moe-jax[gpu]' (Linux; no GPU is needed)")
     from jax.experimental import topologies
 
+    gpu, chip = GPUS[name], chip_of_kind(GPUS[name].name)
+    assert chip is not None, f"{gpu.name} is not in the table of chips"
+    shared, l2, bandwidth = gpu.shared_kib * 1024, round(gpu.l2_mib * 2**20), round(chip.bandwidth)
+    target = _TARGET.format(
+        gpu=gpu, chip=chip, bandwidth=bandwidth, shared=shared, shared_by_request=shared - 1024, l2=l2
+    )
     try:
         described = topologies.get_topology_desc(
-            platform="cuda", topology_name=name, target_config=_target(GPUS[name]), topology=f"1x{hosts}x{on_each}"
+            platform="cuda", topology_name=name, target_config=target, topology=f"1x{hosts}x{on_each}"
         )
     except Exception as error:  # the plugin's own errors have no common class
         raise InputError(f"XLA:GPU has no devices {shown(topology)}: {first_line(error)}") from None
     return list(described.devices)
-
-
-def _target(gpu: GPU) -> str:
-    shared, chip = gpu.shared_kib * 1024, chip_of_kind(gpu.name)
-    assert chip is not None, f"{gpu.name} is not in the table of chips"
-    return _TARGET.format(
-        gpu=gpu,
-        chip=chip,
-        bandwidth=round(chip.bandwidth),
-        shared=shared,
-        shared_by_request=shared - 1024,
-        l2=round(gpu.l2_mib * 2**20),
-    )
 
 
 # The smallest slices that the TPU compiler knows; a step for fewer chips uses some of them.

@@ -174,10 +174,17 @@ def _planned_by_compiling(
         items += _temporary_items(held, temporaries, note)
     activations = next(item.bytes for item in items if item.name == _ACTIVATIONS)
     if target.is_cpu:
-        items += _checkpoint_items(held, recipe)
+        if recipe.train.steps > recipe.checkpoint.every:
+            # Buffers that are read cannot be donated to the step, whose results then lie in new ones; and the writer
+            # makes a copy of its own. For accelerators this is memory of their host.
+            note = "the state before, which is written while the next step runs, and the writer's copy of it"
+            items.append(MemoryItem(name="checkpoint", bytes=2 * held.changed, note=note))
         # All devices of a CPU are in one process.
         items = [dataclasses.replace(item, bytes=item.bytes * target.count) for item in items]
-        items += _process_items()
+        # With the step compiled; the process that trains will have as much.
+        if (resident := resident_memory()) is not None:
+            note = "Python, its libraries and the compiled step, as measured here"
+            items.append(MemoryItem(name="process", bytes=resident, note=note))
     return _planned(recipe, config, target, teacher, program, held, items, activations, fits=fits)
 
 
@@ -233,7 +240,9 @@ def _planned(
         source = rates.source
         timed = timed_step(recipe, config, target.devices, teacher) if target.is_cpu and target.devices else None
         if timed is not None:
-            time, source = time.timed(timed.seconds), timed.source(config.num_layers)
+            tokens = time.tokens_per_second * time.seconds / timed.seconds
+            measured = {"seconds": timed.seconds, "products": None, "bytes": None, "tokens_per_second": tokens}
+            time, source = dataclasses.replace(time, **measured), timed.source(config.num_layers)
     memory = total_memory() if target.is_cpu else None if target.chip is None else target.chip.memory
     return PlannedTraining(
         platform=target.name,
@@ -309,22 +318,3 @@ def _temporary_items(held: HeldBytes, temporaries: int, note: str = "") -> list[
         MemoryItem(name="gradients", bytes=gradients, note="float32"),
         MemoryItem(name=_ACTIVATIONS, bytes=temporaries - gradients, note=note),
     ]
-
-
-def _checkpoint_items(held: HeldBytes, recipe: Recipe) -> list[MemoryItem]:
-    """Returns the additional memory of a step on a CPU while a checkpoint is written; elsewhere it is the host's.
-
-    Buffers that are read cannot be donated to the step, whose results then lie in new ones; and the writer makes a copy
-    of its own.
-    """
-    if recipe.train.steps <= recipe.checkpoint.every:
-        return []
-    note = "the state before, which is written while the next step runs, and the writer's copy of it"
-    return [MemoryItem(name="checkpoint", bytes=2 * held.changed, note=note)]
-
-
-def _process_items() -> list[MemoryItem]:
-    """Returns this process's own memory with the step compiled; the process that trains will have as much."""
-    resident = resident_memory()
-    note = "Python, its libraries and the compiled step, as measured here"
-    return [] if resident is None else [MemoryItem(name="process", bytes=resident, note=note)]

@@ -201,11 +201,6 @@ class StepTime:
     operations: float
     tokens_per_second: float
 
-    def timed(self, seconds: float) -> "StepTime":
-        """Returns the same step with the seconds that were measured by running it."""
-        tokens = self.tokens_per_second * self.seconds / seconds
-        return dataclasses.replace(self, seconds=seconds, products=None, bytes=None, tokens_per_second=tokens)
-
 
 def step_time(
     recipe: Recipe,

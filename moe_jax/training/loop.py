@@ -272,19 +272,16 @@ class Loop:
             record["mfu"] = record["flops_per_second"] / self._peak
         if evaluate is not None:
             assert self._evaluator is not None
-            record["eval_loss"] = self._evaluator(self._evaluated(evaluate), self._frozen).nll
+            params, ema = evaluate.params, self._recipe.ema
+            if ema is not None and ema.evaluate:
+                assert evaluate.ema is not None
+                params = in_dtypes_of(params, evaluate.ema)
+            record["eval_loss"] = self._evaluator(params, self._frozen).nll
             if not is_finite(record):
                 raise Diverged(self._divergence(record))
         self._clock = time.monotonic()
         self._last = record
         return record
-
-    def _evaluated(self, state: TrainState) -> nnx.State:
-        """Returns the parameters whose held-out loss is reported: the trained ones, or their average."""
-        if self._recipe.ema is None or not self._recipe.ema.evaluate:
-            return state.params
-        assert state.ema is not None
-        return in_dtypes_of(state.params, state.ema)
 
     def _save(self, step: int, state: TrainState) -> None:
         self._checkpoints.save(step, state, {"data": self._batches.position()})
