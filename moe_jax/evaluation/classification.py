@@ -18,7 +18,7 @@ from moe_jax.core.errors import InputError, clipped, shown
 from moe_jax.data.data_files import read_through
 from moe_jax.data.examples import Example
 from moe_jax.data.tokenizer import Pair, Tokenizer
-from moe_jax.evaluation.held_out import Batch, RowScore, run_model, target_losses
+from moe_jax.evaluation.held_out import Batch, RowScore, model_inputs, target_losses
 from moe_jax.files.json_toml import ANYTHING, is_unicode, parse_json
 from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig
@@ -155,7 +155,7 @@ def names_of_labels(
 def _class_scores(graphdef: nnx.GraphDef, states: tuple[nnx.State, ...], batch: Batch) -> Float[Array, "B C"]:
     # Rows without a text are padding, whose scores are ignored.
     last = jnp.maximum(jnp.sum(batch["segment_ids"], axis=1) - 1, 0)
-    return run_model(nnx.merge(graphdef, *states), batch, last_only=last).logits[:, 0]
+    return nnx.merge(graphdef, *states)(**model_inputs(batch), last_only=last).logits[:, 0]
 
 
 ScoreRows = Callable[[RowScore, Sequence[Pair]], np.ndarray]

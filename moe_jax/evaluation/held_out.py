@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from moe_jax.core.errors import InputError
 from moe_jax.data.examples import Document, Example
@@ -24,7 +24,6 @@ from moe_jax.distributed.sharding import batch_shards, local_rows, make_mesh, pl
 from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
-from moe_jax.nn.decoder import DecoderOutput
 from moe_jax.nn.moe import RouterStatistics, RouterSums, StackedStats, stats_per_layer
 from moe_jax.nn.stack import StackOutput
 
@@ -34,23 +33,17 @@ an encoder also the arrays that `PairBatches` adds.
 """
 
 
-def run_model(
-    model: Decoder, batch: Batch, key: jax.Array | None = None, *, last_only: Int[Array, " B"] | None = None
-) -> DecoderOutput:
-    """Returns the model's output for a batch; without `positions`, a row is one document. Arguments as in the model."""
-    return model(**_arguments(batch), key=key, last_only=last_only)
-
-
 def run_to_head(model: Decoder, batch: Batch, key: jax.Array | None = None) -> StackOutput:
     """Returns the activations that the head takes, for a batch.
 
     `Decoder.token_losses` and `Decoder.weighted_loss` compute losses from them without the logits of all tokens at
     once.
     """
-    return model.activations(**_arguments(batch), key=key)
+    return model.activations(**model_inputs(batch), key=key)
 
 
-def _arguments(batch: Batch) -> dict[str, Any]:
+def model_inputs(batch: Batch) -> dict[str, Any]:
+    """Returns the arguments of a model for a batch; without `positions`, a row is one document."""
     given: dict[str, Any] = {"tokens": batch["tokens"]}
     if "inputs" not in batch:
         return given | {"positions": batch.get("positions"), "segment_ids": batch["segment_ids"]}

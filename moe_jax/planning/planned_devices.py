@@ -44,13 +44,11 @@ class GPU(NamedTuple):
     """A GPU as XLA has to know it, from CUDA's device properties; its memory is in `moe_jax.core.data_sheets`.
 
     Attributes:
-      name: as the driver reports it.
       capability: compute capability.
       cores: number of streaming multiprocessors.
       fpus: float32 units of each.
       shared_kib: shared memory of each; a program may have 1 KiB less.
       l2_mib: second-level cache.
-      clock_ghz: highest clock rate.
     """
 
     name: str

@@ -155,15 +155,14 @@ def to_record(config: ModelConfig, step: int, metrics: StepMetrics) -> Record:
         record["cut_inputs"], record["cut_targets"] = (int(count) for count in metrics.cut)
     layers = stats_per_layer(config, metrics.router)
     if layers:
-        record["balance_loss"] = float(np.mean([stats.balance for stats in layers.values()]))
-        record["z_loss"] = float(np.mean([stats.z for stats in layers.values()]))
-        record["cv_loss"] = float(np.mean([stats.cv for stats in layers.values()]))
+        for name in ("balance", "z", "cv"):
+            record[f"{name}_loss"] = float(np.mean([getattr(stats, name) for stats in layers.values()]))
         record["expert_load"] = {str(i): [round(float(x), 6) for x in stats.load] for i, stats in layers.items()}
         record["dropped"] = {str(i): float(stats.dropped) for i, stats in layers.items()}
     beside = stats_per_layer(config, metrics.router, of_perft=True)
     if beside:
-        record["perft_balance_loss"] = float(np.mean([stats.balance for stats in beside.values()]))
-        record["perft_z_loss"] = float(np.mean([stats.z for stats in beside.values()]))
+        for name in ("balance", "z"):
+            record[f"perft_{name}_loss"] = float(np.mean([getattr(stats, name) for stats in beside.values()]))
         record["perft_load"] = {str(i): [round(float(x), 6) for x in stats.load] for i, stats in beside.items()}
     return record
 
