@@ -206,13 +206,10 @@ every = 4
 
 
 def run_real_demo(folder: Path, model: Path, *, steps: int, shell: Shell) -> None:
-    """Runs the demo.
+    """Runs the demo with a dense language model with a chat template: a GGUF file, a directory, or a name on the Hub.
 
-    Args:
-      folder: everything goes there; a folder made by an earlier demo is replaced.
-      model: a dense language model with a chat template: a GGUF file, a directory, or a name on the Hugging Face Hub.
-      steps: of the tuning, each on 384 tokens.
-      shell: runs the commands; its console also gets the demo's own output.
+    Everything goes into the folder; one made by an earlier demo is replaced. The steps are of the tuning, on 384 tokens
+    each. The shell's console also gets the demo's own output.
 
     Raises:
       InputError: if the folder holds something else, the model has no chat template, or a command fails.

@@ -294,13 +294,8 @@ def read_held_out(source: SourceSection, data: DataSection, config: ModelConfig,
     A file of text is one text, without special tokens, unless the source has a separator or names several files.
     Everything else is rows. A pair or conversation is a row, of which the response, or the assistant's messages, are
     scored (for those that are too long, see `Tokenizer.pair`). Other documents are rows of up to `seq_len` tokens, with
-    the special tokens that documents have in training, of which every token but the document's first is scored.
-
-    Args:
-      source: the files.
-      data: lengths of rows, special tokens, and the chat template; its own sources are ignored.
-      config: of the model.
-      tokenizer_path: a `tokenizer.json`.
+    the special tokens that documents have in training, of which every token but the document's first is scored. `data`
+    has lengths of rows, special tokens, and the chat template; its own sources are ignored.
 
     Raises:
       FileNotFoundError: if there is no such file.

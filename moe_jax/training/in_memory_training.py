@@ -94,20 +94,10 @@ def train_on_batches(
 
 
 def read_batch(batch: Batch, config: ModelConfig) -> dict[str, np.ndarray]:
-    """Converts a batch to the arrays of a training step.
+    """Converts a batch, given as `moe_jax.train` takes it, to the arrays of a training step.
 
-    Args:
-      batch: token ids [B, T + 1], rows of one document each, of which every token but the first is a target. Or a
-        mapping: `tokens` and `targets` [B, T], and perhaps `weights` [B, T], 0 where a target is not scored,
-        `segment_ids` [B, T], numbers from 1 of the documents in a row, 0 for padding, and `positions` [B, T] in them.
-        For a model with an encoder a mapping: `inputs` [B, S] and `targets` [B, T], and perhaps `inputs_valid` [B, S],
-        false for padding, `segment_ids`, 1 for targets and 0 for padding after them, and `weights`; `tokens` are the
-        targets, shifted, by default.
-      config: of the model.
-
-    Returns:
-      `tokens`, `targets`, `segment_ids`, `positions` Int32[B, T] and `weights` Float32[B, T]; for a model with an
-      encoder also `inputs` Int32[B, S] and `inputs_valid` Bool[B, S].
+    Returns `tokens`, `targets`, `segment_ids`, `positions` Int32[B, T] and `weights` Float32[B, T]; for a model with an
+    encoder also `inputs` Int32[B, S] and `inputs_valid` Bool[B, S], and `tokens` are by default the targets, shifted.
 
     Raises:
       InputError: for other names, shapes, or ids outside the vocabulary.

@@ -39,14 +39,12 @@ def has_tensorboard() -> bool:
 
 
 class EventWriter:
-    """Appends scalars to a new event file in a directory; needs tensorboardX.
+    """Appends scalars to a new event file in a directory, which is created if necessary; needs tensorboardX.
 
     Its `EventsWriter` is used, and not its `SummaryWriter`: that queues every scalar as an event of its own, which
-    takes longer than a step where layers have many experts, and its `flush` does not wait for the queue.
-
-    Args:
-      directory: created if necessary. In a bucket the file appears when it is flushed or closed.
-      first_step: TensorBoard no longer shows steps from here on that are in older files of the directory.
+    takes longer than a step where layers have many experts, and its `flush` does not wait for the queue. In a bucket
+    the file appears when it is flushed or closed. TensorBoard no longer shows steps from `first_step` on that are in
+    older files.
     """
 
     def __init__(self, directory: Path, *, first_step: int):

@@ -87,10 +87,8 @@ def make_program(
 ) -> Program:
     """Makes the program of a recipe for a model.
 
-    Args:
-      recipe, config: of the run.
-      devices: for the mesh; default all. May be those of a topology description.
-      teacher: config of the model that the recipe's `distill` names, if it does.
+    The mesh has all devices by default; they may be those of a topology description. `teacher` is the config of the
+    model that the recipe's `distill` names, if it does.
 
     Raises:
       InputError: a mesh, batch size, partition, teacher or parameter shape that does not fit.

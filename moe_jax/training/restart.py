@@ -175,9 +175,8 @@ class Origin(NamedTuple):
 def find_origin(saved: Path, run_dir: Path) -> Origin:
     """Finds the checkpoint `RUN@STEP`, for a run that is to be written at `run_dir`.
 
-    Raises:
-      FileNotFoundError: if there is no run.
-      InputError: if it has no such checkpoint, `saved` has another form, or there is something at `run_dir`.
+    Raises `FileNotFoundError` if there is no run, `InputError` if it has no such checkpoint, `saved` has another form,
+    or there is something at `run_dir`.
     """
     parts = split_step(saved)
     if parts is None:

@@ -141,15 +141,13 @@ def make_step(
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
     """Makes the step `(state, frozen, batch) -> (state, metrics)`; jit it with the state donated.
 
-    The loss is the mean over all scored tokens of the batch, whatever the number of microbatches it is computed
-    in, plus the auxiliary losses (their mean over the microbatches). Gradients are added up in float32.
-
-    Everything random depends only on the seed and the numbers of the step and the microbatch: it is the same after an
-    interruption and on every mesh.
+    The loss is the mean over all scored tokens of the batch, whatever the number of microbatches it is computed in,
+    plus the auxiliary losses (their mean over the microbatches). Gradients are added up in float32. Everything random
+    depends only on the seed and the numbers of the step and the microbatch: it is the same after an interruption and on
+    every mesh.
 
     Args:
       graphdef: from `peft.split_model`.
-      config: of the model.
       optimizer: over the trained parameters.
       schedule: learning rate by steps done, as the optimizer uses it (reported only).
       seed: of everything random in a step (the noise of routers).

@@ -79,21 +79,16 @@ def train(
     console: rich.console.Console | None = None,
     teacher: ModelSource | None = None,
 ) -> Path:
-    """Runs a recipe; all outputs go to its run directory.
+    """Runs a recipe; all outputs go to its run directory. Returns the model directory that was written.
 
     Args:
-      recipe, config: of the run.
       source: the model that the recipe names; None if it names only a config, for new weights.
       resume: continue the run in the run directory; without one, a new run starts.
-      restart: begin with this checkpoint of another run, `RUN@STEP`; optimizer and schedule may differ from that run's.
-        With `resume`, continue a run that was begun so.
+      restart: begin with this checkpoint of another run, `RUN@STEP`; with `resume`, continue a run that was begun so.
       skip_batches: with `restart`: leave out this many batches after the checkpoint.
       continue_command: the command that continues the run, printed when a signal stops it.
       console: for everything that is printed.
       teacher: the model that the recipe's `distill` names.
-
-    Returns:
-      The model directory that was written.
 
     Raises:
       InputError: bad input of any kind, found before anything is written; `loop.Diverged` during training.
