@@ -7,6 +7,8 @@ import abc
 import math
 import os
 import re
+import tempfile
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -26,21 +28,13 @@ from moe_jax.models import ModelConfig
 
 
 class Weights(NamedTuple):
-    """A checkpoint in which every tensor has a known use.
+    """A checkpoint in which every tensor has a known use."""
 
-    Attributes:
-      tensors: positions of all tensors that fill a leaf.
-      pieces: leaf path -> the pieces that fill it.
-      layout: expert layout of the checkpoint.
-      duplicates: tensors that must equal another one: name -> name of the other.
-      ignored: tensors that are not converted: name -> reason.
-    """
-
-    tensors: dict[str, TensorEntry]
-    pieces: dict[str, list[Piece]]
-    layout: str
-    duplicates: dict[str, str]
-    ignored: dict[str, str]
+    tensors: dict[str, TensorEntry]  # positions of all tensors that fill a leaf
+    pieces: dict[str, list[Piece]]  # leaf path -> the pieces that fill it
+    layout: str  # expert layout of the checkpoint
+    duplicates: dict[str, str]  # tensors that must equal another one: name -> name of the other
+    ignored: dict[str, str]  # tensors that are not converted: name -> reason
 
 
 def match_weights(
@@ -140,28 +134,22 @@ class CheckpointSource(abc.ABC):
         self._files = TensorFiles()
         self._pool = ThreadPoolExecutor(WORKERS)
 
-    @property
-    @abc.abstractmethod
-    def tokenizer_files(self) -> tuple[Path, ...]:
-        """Files that are copied with the model: tokenizer, generation settings, chat templates."""
-
-    @property
-    @abc.abstractmethod
-    def lineage(self) -> list[dict[str, Any]]:
-        """The history of the model, one entry per command."""
-
     @cached_property
     @abc.abstractmethod
     def weights(self) -> Weights:
         """The tensors that make up each leaf; raises `InputError` unless all fit the config."""
 
     @abc.abstractmethod
-    def fingerprint(self) -> str:
-        """A hash that identifies config and weights."""
-
-    @abc.abstractmethod
     def _check_in_place(self) -> None:
         """Raises `InputError` if something else took the checkpoint's place since it was opened."""
+
+    def _made_files(self, contents: Mapping[str, str]) -> tuple[Path, ...]:
+        """Writes texts to files of these names, which vanish with the object."""
+        folder = tempfile.TemporaryDirectory(prefix="moe-jax-")
+        weakref.finalize(self, folder.cleanup)
+        for name, content in contents.items():
+            (Path(folder.name) / name).write_text(content, encoding="utf-8")
+        return tuple(Path(folder.name) / name for name in contents)
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns shape and dtype, as stored, of every leaf, by path.

@@ -1,6 +1,5 @@
 """Converts a checkpoint, a Hugging Face directory or a GGUF file, to a model directory."""
 
-import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +20,7 @@ from moe_jax.conversion.hugging_face_dir import HuggingFaceDirectory, has_weight
 from moe_jax.conversion.spec import ConvertSpec
 from moe_jax.conversion.table import PER_EXPERT, apply_table, print_mapping
 from moe_jax.core.errors import InputError, check_member
+from moe_jax.core.formatting import count_bytes
 from moe_jax.core.terminal import ByteProgress, console_for_tables
 from moe_jax.distributed.processes import first_decides, gathered, is_first_process
 from moe_jax.files.json_toml import read_json_object
@@ -73,7 +73,7 @@ def convert(
     if not src.exists():
         expected = "expected a Hugging Face directory or a GGUF file"
         raise FileNotFoundError(f"there is nothing at {src}; {expected}{why_a_path(src)}")
-    source: CheckpointSource
+    source: HuggingFaceDirectory | GGUFModel
     if is_gguf(src):
         source = GGUFModel(src)
         if source.quantized:
@@ -102,7 +102,7 @@ def convert(
     options = {"dtype": dtype, "ignore_keys": sorted(spec.ignored_keys), "allow_nonfinite": spec.allow_nonfinite}
     # An exported directory brings its own history.
     lineage = [*source.lineage, new_lineage_entry("convert", options, [source])]
-    total = _bytes_of(specs)
+    total = count_bytes(specs.values())
     if isinstance(dst, Path):
         require_space(dst, total)
     zero = ZeroExperts()
@@ -119,7 +119,7 @@ def convert(
                 for path in filter(ZeroExperts.concerns, writer.done):
                     zero.add(path, source.read(path))
             missing = {path: spec for path, spec in specs.items() if path not in writer.done and writer.mine(path)}
-            progress.skip(total - _bytes_of(missing))
+            progress.skip(total - count_bytes(missing.values()))
             for path, leaf in _read_ahead(source, missing):
                 writer.write({path: leaf})
                 zero.add(path, leaf)
@@ -155,10 +155,6 @@ def _print_expected(path: Path, dtype: str | None, ignored_keys: Collection[str]
     print_mapping(mapped.pieces, mapped.tensors, leaves, stored, console)
 
 
-def _bytes_of(specs: Mapping[str, jax.ShapeDtypeStruct]) -> int:
-    return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs.values())
-
-
 def _read_ahead(
     source: CheckpointSource, specs: Mapping[str, jax.ShapeDtypeStruct]
 ) -> Iterator[tuple[str, np.ndarray]]:
@@ -168,7 +164,7 @@ def _read_ahead(
     """
     if not specs:
         return
-    largest = max(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs.values())
+    largest = max(count_bytes([spec]) for spec in specs.values())
     buffers = [np.empty(largest, np.uint8) for _ in range(2)]
     paths = list(specs)
     with ThreadPoolExecutor(1) as pool:

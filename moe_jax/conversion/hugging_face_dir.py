@@ -1,7 +1,5 @@
 """`HuggingFaceDirectory`: a Hugging Face checkpoint, read leaf by leaf as if it were a model directory."""
 
-import tempfile
-import weakref
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -160,12 +158,7 @@ class HuggingFaceDirectory(CheckpointSource):
         vocabulary = family_named(self.config.family).vocabulary
         assert vocabulary is not None
         name, make = vocabulary
-        content = make(self.path / name)
-        folder = tempfile.TemporaryDirectory(prefix="moe-jax-")
-        weakref.finalize(self, folder.cleanup)
-        made = Path(folder.name) / TOKENIZER
-        made.write_text(content, encoding="utf-8")
-        return made
+        return self._made_files({TOKENIZER: make(self.path / name)})[0]
 
     @property
     def lineage(self) -> list[dict[str, Any]]:

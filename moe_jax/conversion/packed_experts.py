@@ -41,17 +41,11 @@ Quantise = Callable[[np.ndarray, int, int], Codes]
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """How the experts of a model are written in codes.
+    """How the experts of a model are written in codes."""
 
-    Attributes:
-      bits: of a code.
-      group_size: number of inputs that share a scale.
-      quantise: makes codes of kernels that have none.
-    """
-
-    bits: int
-    group_size: int
-    quantise: Quantise
+    bits: int  # of a code
+    group_size: int  # number of inputs that share a scale
+    quantise: Quantise  # makes codes of kernels that have none
 
     @classmethod
     def of(

@@ -26,7 +26,7 @@ import rich.table
 from rich.console import Console
 
 from moe_jax.core.errors import InputError, raise_if_any, shown
-from moe_jax.core.formatting import GB
+from moe_jax.core.formatting import GB, count_bytes
 
 PER_EXPERT = "per-expert"
 FUSED = "fused"
@@ -90,25 +90,15 @@ def norm(tensor: str, leaf: str) -> tuple[Row, ...]:
 
 
 class Piece(NamedTuple):
-    """A run of elements in a tensor that fills one leaf, or one expert of a leaf.
+    """A run of elements in a tensor that fills one leaf, or one expert of a leaf."""
 
-    Attributes:
-      tensor: name of the tensor.
-      offset: number of elements of the tensor before the piece.
-      shape: of the piece in the tensor.
-      leaf: path of the leaf.
-      expert: index on the leaf's first axis, of an expert or a head; None: the piece is the whole leaf.
-      transpose: the leaf holds the piece transposed.
-      template: the tensor of its row, with `{i}` and `{e}`.
-    """
-
-    tensor: str
-    offset: int
-    shape: tuple[int, ...]
-    leaf: str
-    expert: int | None
-    transpose: bool
-    template: str
+    tensor: str  # name of the tensor
+    offset: int  # number of elements of the tensor before the piece
+    shape: tuple[int, ...]  # of the piece in the tensor
+    leaf: str  # path of the leaf
+    expert: int | None  # index on the leaf's first axis, of an expert or a head; None: the piece is the whole leaf
+    transpose: bool  # the leaf holds the piece transposed
+    template: str  # the tensor of its row, with `{i}` and `{e}`
 
 
 class Mapped(NamedTuple):
@@ -263,13 +253,13 @@ def print_mapping(
         is_name = title in ("tensors", "leaves")
         table.add_column(title, overflow="fold", no_wrap=not is_name, justify="right" if title == "GB" else "left")
     for line, (tensors, paths) in counts.items():
-        size = sum(_nbytes(leaves[path]) for path in paths)
+        size = count_bytes(leaves[path] for path in paths)
         table.add_row(
             line.tensor, f"x{len(tensors)}", _times(line.tensor_shape), line.operations,
             line.leaf, f"x{len(paths)}", _times(line.leaf_shape), line.dtypes, f"{size / GB:.3f}",
         )  # fmt: skip
     console.print(table)
-    total = sum(_nbytes(leaf) for leaf in leaves.values())
+    total = count_bytes(leaves.values())
     parameters = sum(map(math.prod, tensor_shapes.values()))
     console.print(f"{len(tensor_shapes)} tensors, {len(leaves)} leaves, {parameters:,} parameters, {total / GB:.3f} GB")
 
@@ -290,7 +280,3 @@ def _times(shape: tuple[int, ...]) -> str:
 
 def _dtypes(before: Any, after: Any) -> str:
     return str(before) if before == after else f"{before} -> {after}"
-
-
-def _nbytes(leaf: Any) -> int:
-    return math.prod(leaf.shape) * leaf.dtype.itemsize

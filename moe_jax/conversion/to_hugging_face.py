@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from moe_jax.conversion.spec import ExportSpec
 from moe_jax.conversion.table import LAYOUTS, Mapped, Piece, apply_table, print_mapping
 from moe_jax.core.errors import InputError, check_member
 from moe_jax.core.finite import REMEDY, check_finite, check_fits
-from moe_jax.core.formatting import parse_bytes
+from moe_jax.core.formatting import count_bytes, parse_bytes
 from moe_jax.core.terminal import ByteProgress, console_for_tables
 from moe_jax.files.remote_work import RemoteWork
 from moe_jax.files.resume import Workplace, open_work, require_space
@@ -270,8 +271,7 @@ def _tensor_dtypes(mapped: Mapped, specs: Mapping[str, jax.ShapeDtypeStruct]) ->
 
 def _main_dtype(specs: Mapping[str, jax.ShapeDtypeStruct]) -> str:
     """Returns the dtype of most bytes: Transformers loads a checkpoint in the single dtype that its config names."""
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for spec in specs.values():
-        name = str(spec.dtype)
-        sizes[name] = sizes.get(name, 0) + math.prod(spec.shape) * spec.dtype.itemsize
-    return max(sizes, key=sizes.__getitem__)
+        sizes[str(spec.dtype)] += count_bytes([spec])
+    return sizes.most_common(1)[0][0]

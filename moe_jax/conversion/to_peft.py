@@ -37,38 +37,23 @@ WEIGHT = ".weight"
 
 
 class Part(NamedTuple):
-    """A kernel with LoRA inside a tensor.
+    """A kernel with LoRA inside a tensor."""
 
-    Attributes:
-      path: of the kernel's module, such as `layers/0/mlp/experts/gate`.
-      lora: its LoRA.
-      first, last: range of the tensor's outputs that belong to it.
-    """
-
-    path: str
-    lora: LoRAConfig
-    first: int
-    last: int
+    path: str  # of the kernel's module, such as `layers/0/mlp/experts/gate`
+    lora: LoRAConfig  # its LoRA
+    first: int  # of the tensor's outputs that belong to it
+    last: int  # of them, exclusive
 
 
 class Target(NamedTuple):
-    """A tensor of Transformers with LoRA.
+    """A tensor of Transformers with LoRA."""
 
-    Attributes:
-      tensor: its name, such as `model.layers.0.mlp.experts.gate_up_proj`.
-      template: the same with `{i}` for the layer.
-      outputs: rows of the tensor, or of one expert of it.
-      experts: E of a tensor that holds the experts of a layer; None: it holds one matrix.
-      is_parameter: whether PEFT must be given a parameter, and not a linear module.
-      parts: its kernels that have LoRA.
-    """
-
-    tensor: str
-    template: str
-    outputs: int
-    experts: int | None
-    is_parameter: bool
-    parts: tuple[Part, ...]
+    tensor: str  # its name, such as `model.layers.0.mlp.experts.gate_up_proj`
+    template: str  # the same with `{i}` for the layer
+    outputs: int  # rows of the tensor, or of one expert of it
+    experts: int | None  # E of a tensor that holds the experts of a layer; None: it holds one matrix
+    is_parameter: bool  # whether PEFT must be given a parameter, and not a linear module
+    parts: tuple[Part, ...]  # its kernels that have LoRA
 
     @property
     def name(self) -> str:

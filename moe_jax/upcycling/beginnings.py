@@ -164,15 +164,10 @@ MOST_TOKENS = 512
 
 
 class Prompt(NamedTuple):
-    """A text for an expert.
+    """A text for an expert."""
 
-    Attributes:
-      ids: ids of its tokens.
-      first: index of the first token that is counted; BOS may be before it.
-    """
-
-    ids: Int[np.ndarray, " n"]
-    first: int = 0
+    ids: Int[np.ndarray, " n"]  # ids of its tokens
+    first: int = 0  # index of the first token that is counted; BOS may be before it
 
     def fingerprint(self) -> str:
         """Returns a text that is the same for the same tokens only."""

@@ -43,17 +43,11 @@ class Checksum(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """A type of quantised blocks. They are read as float32.
+    """A type of quantised blocks. They are read as float32."""
 
-    Attributes:
-      name: as in the `gguf` package, such as `Q4_K`.
-      elements: number of elements in a block, all of one row.
-      nbytes: bytes of a block.
-    """
-
-    name: str
-    elements: int
-    nbytes: int
+    name: str  # as in the `gguf` package, such as `Q4_K`
+    elements: int  # number of elements in a block, all of one row
+    nbytes: int  # bytes of a block
 
 
 class TensorEntry(NamedTuple):

@@ -8,6 +8,7 @@ here: an unknown one could change what the model computes, and is an error.
 import dataclasses
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -338,10 +339,10 @@ def _special_tokens(metadata: Metadata) -> dict[str, Any]:
 
 def _main_dtype(tensors: Mapping[str, TensorEntry]) -> str:
     """Returns the dtype in which most elements are read."""
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for entry in tensors.values():
-        sizes[entry.dtype] = sizes.get(entry.dtype, 0) + math.prod(entry.shape)
-    return str(DTYPES[max(sizes, key=sizes.__getitem__)])
+        sizes[entry.dtype] += math.prod(entry.shape)
+    return str(DTYPES[sizes.most_common(1)[0][0]])
 
 
 # --- rotary embeddings ----------------------------------------------------------------------------

@@ -80,17 +80,11 @@ _FLOAT32, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
 
 
 class GGUFHeader(NamedTuple):
-    """The content of a GGUF file's header.
+    """The content of a GGUF file's header."""
 
-    Attributes:
-      metadata: key -> int, float, bool, str, array of numbers, or list of strings.
-      tensors: by name. Those in blocks are read as float32.
-      identity: of the file.
-    """
-
-    metadata: dict[str, Any]
-    tensors: dict[str, TensorEntry]
-    identity: Hashable
+    metadata: dict[str, Any]  # key -> int, float, bool, str, array of numbers, or list of strings
+    tensors: dict[str, TensorEntry]  # by name; those in blocks are read as float32
+    identity: Hashable  # of the file
 
 
 def is_gguf(path: Path | str) -> bool:
