@@ -67,9 +67,7 @@ class Packing:
         if not written.moe_layers:
             raise InputError("the model is dense: it has no experts to be written in codes")
         stored = {stored_codes(config.moe(i)) for i in config.moe_layers}
-        known = next(iter(stored)) if len(stored) == 1 else None
-        if known is None:
-            known = BITS[0], DEFAULT_GROUP_SIZE
+        known = (stored.pop() if len(stored) == 1 else None) or (BITS[0], DEFAULT_GROUP_SIZE)
         bits = known[0] if bits is None else bits
         group_size = known[1] if group_size is None else group_size
         if bits not in BITS:
@@ -134,14 +132,8 @@ class Packing:
 
     def describe(self, mapped: Mapped) -> dict[str, Any]:
         """Returns the `quantization_config` of config.json."""
-        ends = sorted(
-            {
-                piece.template.removesuffix(_SUFFIX).rpartition(".")[2]
-                for path, pieces in mapped.pieces.items()
-                if self.is_packed(path)
-                for piece in pieces
-            }
-        )
+        packed = (piece for path, pieces in mapped.pieces.items() if self.is_packed(path) for piece in pieces)
+        ends = sorted({piece.template.removesuffix(_SUFFIX).rpartition(".")[2] for piece in packed})
         weights = {
             "num_bits": self.bits,
             "type": "int",

@@ -88,20 +88,6 @@ def granular_scale(spec: UpcycleSpec) -> float:
     return output_scale(gate, experts, top_k, pieces)
 
 
-def _granular_problems(spec: UpcycleSpec, expert: FFNConfig) -> list[str]:
-    """Returns the problems why an FFN cannot be cut into pieces that are experts."""
-    pieces, problems = spec.granularity, []
-    if pieces == 1:
-        return problems
-    if expert.dim % pieces:
-        problems.append(f"granularity={pieces} does not divide the {expert.dim} neurons of the FFN")
-    if spec.universal != "none":
-        problems.append(f"granularity={pieces} does not go with a universal FFN, which weights whole experts")
-    if spec.weighting not in ("topk_softmax", "softmax_topk"):
-        problems.append(f"granularity={pieces} goes with gate 'topk_softmax' or 'softmax_topk', not {spec.weighting!r}")
-    return problems
-
-
 def _chosen_layers(dense: ModelConfig, spec: UpcycleSpec, problems: list[str]) -> set[int]:
     num_layers = dense.num_layers
     if spec.layers is not None:
@@ -123,7 +109,16 @@ def _chosen_layers(dense: ModelConfig, spec: UpcycleSpec, problems: list[str]) -
 
 def _moe(dense: ModelConfig, layer: int, spec: UpcycleSpec) -> MoEConfig:
     expert, pieces = dense.ffn(layer), spec.granularity
-    raise_if_any(_granular_problems(spec, expert), f"layer {layer}")
+    if pieces > 1:
+        problems = []
+        if expert.dim % pieces:
+            problems.append(f"granularity={pieces} does not divide the {expert.dim} neurons of the FFN")
+        if spec.universal != "none":
+            problems.append(f"granularity={pieces} does not go with a universal FFN, which weights whole experts")
+        if spec.weighting not in ("topk_softmax", "softmax_topk"):
+            gates = "'topk_softmax' or 'softmax_topk'"
+            problems.append(f"granularity={pieces} goes with gate {gates}, not {spec.weighting!r}")
+        raise_if_any(problems, f"layer {layer}")
     expert = dataclasses.replace(expert, dim=expert.dim // pieces)
     moe = MoEConfig(
         expert=expert,
