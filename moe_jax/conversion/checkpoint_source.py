@@ -48,13 +48,8 @@ def match_weights(
 ) -> Weights:
     """Matches a checkpoint's tensors with a model's leaves.
 
-    Args:
-      tensors: of the checkpoint.
-      config: of the model.
-      leaves: leaf path -> anything with a `shape`, for every leaf of the model.
-      where: for messages.
-      table: of the tensors; None: that of the model's family.
-      described_by: the file that the config was read from, for messages.
+    The `table` is that of the model's family if none is given; `where` and `described_by`, the file that the config was
+    read from, are for messages.
 
     Raises:
       InputError: listing every tensor that is missing, unexpected, misshapen or of a dtype we cannot read.
@@ -152,11 +147,7 @@ class CheckpointSource(abc.ABC):
         return tuple(Path(folder.name) / name for name in contents)
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns shape and dtype, as stored, of every leaf, by path.
-
-        Raises:
-          InputError: if the weights are damaged or do not fit the config; all problems are listed.
-        """
+        """Returns shape and dtype, as stored, of every leaf, by path."""
         specs = {}
         for leaf, pieces in self.weights.pieces.items():
             first = pieces[0]
@@ -165,12 +156,9 @@ class CheckpointSource(abc.ABC):
         return specs
 
     def read(self, path: str, dtype: np.dtype | None = None, buffer: np.ndarray | None = None) -> np.ndarray:
-        """Reads one leaf, and no bytes but its own.
+        """Reads one leaf, and no bytes but its own; casts to `dtype` while reading.
 
-        Args:
-          path: of the leaf.
-          dtype: to cast to while reading; default as stored.
-          buffer: uint8 array, at least as large as the leaf, that may be used as the memory of the returned array.
+        The memory of the result is that of `buffer`, a uint8 array, at least as large as the leaf, if one is given.
 
         Raises:
           InputError: if there is no such leaf, a tied tensor differs from its twin, a cast overflows, or the checkpoint

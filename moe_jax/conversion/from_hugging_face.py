@@ -43,15 +43,8 @@ def convert(
 ) -> None:
     """Writes a checkpoint as a model directory, leaf by leaf, in memory that does not grow with its size.
 
-    With several processes, each reads and writes its own leaves.
-
-    Args:
-      src: Hugging Face directory, GGUF file, or name on the Hugging Face Hub; for a dry run a config.json alone is
-        enough, and for a model on the Hub only that is fetched.
-      dst: where the model directory appears, which must not exist; or memory.
-      spec: dtype of the parameters, and what to do with unknown keys and weights that are not finite.
-      dry_run: only print the mapping and sizes.
-      console: where to print; default standard error, and standard output for a dry run.
+    With several processes, each reads and writes its own leaves. For a dry run, which prints the mapping and sizes, a
+    config.json alone is enough, and for a model on the Hub only that is fetched.
 
     Raises:
       FileNotFoundError: if there is nothing at `src`.

@@ -55,13 +55,7 @@ def export(
 ) -> None:
     """Writes a model as a Hugging Face directory that Transformers loads, in memory that does not grow with its size.
 
-    Args:
-      source: model directory, or Hugging Face directory.
-      dst: where the directory appears; must not exist.
-      spec: how the tensors are laid out, cast and spread over files.
-      packed: how experts are written in codes; None: as they are.
-      dry_run: only print the mapping and sizes.
-      console: where to print; default standard error, and standard output for a dry run.
+    If `packed` is given, experts are written in codes; a dry run only prints the mapping and sizes.
 
     Raises:
       InputError: if no format can hold the model, weights are not finite or too large for the dtype, or `dst` exists.

@@ -82,12 +82,6 @@ def export_peft(
 ) -> None:
     """Writes `adapter_config.json` and `adapter_model.safetensors`, which `peft.PeftModel.from_pretrained` loads.
 
-    Args:
-      source: an adapter directory with LoRA and nothing else.
-      dst: where the directory appears; must not exist.
-      allow_nonfinite: go on where the adapters are not finite.
-      console: where to print; default standard error.
-
     Raises:
       InputError: if `source` is no adapter directory, PEFT cannot express its adapters, these are not finite, or `dst`
         exists.

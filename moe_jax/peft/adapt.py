@@ -257,13 +257,8 @@ def adapt(
 ) -> Adapted:
     """Writes adapters that do not change the model yet, with a reference to it. One layer at a time is in memory.
 
-    Args:
-      source: the model.
-      dst: the directory to write, or memory.
-      spec: the adapters. With `step0_check` the logits of the written model are compared with the source's before it
-        appears at `dst`; without it no weights of the source are read.
-      text: for a model with an NF4 base, a text on which the change of its predictions is measured.
-      progress: called after every leaf and layer.
+    With `step0_check` the logits of the written model are compared with the source's before it appears at `dst`;
+    without it no weights of the source are read. The text shows how an NF4 base changes the predictions.
 
     Raises:
       InputError: if the options do not fit the model, it has adapters already, `dst` exists,

@@ -177,7 +177,7 @@ class Prompt(NamedTuple):
 def router_kernels(
     source: ModelSource, prompts: Sequence[Prompt], layers: Sequence[int], progress: Progress = no_progress
 ) -> dict[int, Float[np.ndarray, "d C"]]:
-    """Returns routers for a dense model's layers, made from the hidden states of texts.
+    """Returns routers for a dense model's layers, made from the hidden states of texts, one for each copy of the FFN.
 
     The column of a text is the mean, over its tokens, of the inputs of the layer's FFN (after the norm before it,
     where there is one), divided by its Euclidean norm. So the logit of a token is the length of its own hidden state
@@ -185,12 +185,6 @@ def router_kernels(
     there, as far as we know, states are those between layers, and negative prompts can be subtracted.
 
     The model runs once for all texts, in float32, with one layer in memory at a time.
-
-    Args:
-      source: the dense model.
-      prompts: one text for each copy of the FFN.
-      layers: indices of the layers that become MoEs.
-      progress: called after every layer.
 
     Raises:
       InputError: if the model sees tokens after the present one, a text has no tokens or equals another one, the mean

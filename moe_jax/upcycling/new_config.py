@@ -73,19 +73,13 @@ def why_different(spec: UpcycleSpec, dtypes: Collection[np.dtype] = ()) -> str |
     if spec.drop:
         reasons.append(f"share {spec.drop:g} of the experts' neurons drawn anew")
     if spec.granularity > 1:
-        scale = granular_scale(spec)
+        pieces = spec.granularity
+        scale = output_scale(spec.weighting, spec.copies * pieces, spec.top_k * pieces, pieces)
         if not keeps_the_function(spec):
             reasons.append(f"outputs scaled by {scale:g}, as if the router found all experts alike")
         if math.frexp(scale)[0] != 0.5 and any(dtype != np.float32 for dtype in dtypes):
             reasons.append(f"down kernels times {scale:g} are rounded")
     return " and ".join(reasons) or None
-
-
-def granular_scale(spec: UpcycleSpec) -> float:
-    """Returns the `output_scale` of the MoE that these options make."""
-    pieces = spec.granularity
-    gate, experts, top_k = spec.weighting, spec.copies * pieces, spec.top_k * pieces
-    return output_scale(gate, experts, top_k, pieces)
 
 
 def _chosen_layers(dense: ModelConfig, spec: UpcycleSpec, problems: list[str]) -> set[int]:
