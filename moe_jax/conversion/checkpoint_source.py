@@ -19,8 +19,8 @@ import jax
 import numpy as np
 
 from moe_jax.conversion.families import family_named
-from moe_jax.conversion.formats.tensors import DTYPES, TensorEntry, TensorFiles, as_bits, copy_transposed
 from moe_jax.conversion.table import Ignored, Mapped, Piece, Table, Tied, apply_table, detect_layout
+from moe_jax.conversion.tensors import DTYPES, TensorEntry, TensorFiles, as_bits, copy_transposed
 from moe_jax.core.errors import InputError, clipped, raise_if_any, shown
 from moe_jax.core.finite import DoesNotFit, cast, check_fits
 from moe_jax.model_io.model_source import ModelSource

@@ -12,13 +12,13 @@ from rich.console import Console
 
 from moe_jax.conversion.checkpoint_source import CheckpointSource
 from moe_jax.conversion.families import family_named
-from moe_jax.conversion.formats.tensors import DTYPES_BY_NAME
 from moe_jax.conversion.gguf.gguf_header import is_gguf
 from moe_jax.conversion.gguf.gguf_model import GGUFModel
 from moe_jax.conversion.hf_config import read_hf_config
 from moe_jax.conversion.hugging_face_dir import HuggingFaceDirectory, has_weights
 from moe_jax.conversion.spec import ConvertSpec
 from moe_jax.conversion.table import PER_EXPERT, apply_table, print_mapping
+from moe_jax.conversion.tensors import DTYPES_BY_NAME
 from moe_jax.core.errors import InputError, check_member
 from moe_jax.core.formatting import count_bytes
 from moe_jax.core.terminal import ByteProgress, console_for_tables

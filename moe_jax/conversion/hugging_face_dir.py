@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from moe_jax.conversion.checkpoint_source import CheckpointSource, Weights, match_weights
 from moe_jax.conversion.families import family_named
-from moe_jax.conversion.formats.safetensors_file import SAFETENSORS_INDEX, SINGLE_SAFETENSORS, read_header
-from moe_jax.conversion.formats.tensors import TensorEntry
-from moe_jax.conversion.formats.torch_file import read_torch_file
 from moe_jax.conversion.hf_config import read_hf_config
+from moe_jax.conversion.safetensors_file import SAFETENSORS_INDEX, SINGLE_SAFETENSORS, read_header
+from moe_jax.conversion.tensors import TensorEntry
+from moe_jax.conversion.torch_file import read_torch_file
 from moe_jax.core.errors import InputError, raise_if_any, shown
 from moe_jax.files.byte_files import fingerprint_files
 from moe_jax.files.json_toml import read_json_object

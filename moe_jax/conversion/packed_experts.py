@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_jax.conversion.formats.safetensors_file import PlannedTensor
-from moe_jax.conversion.formats.tensors import DTYPE_NAMES
+from moe_jax.conversion.safetensors_file import PlannedTensor
 from moe_jax.conversion.table import Mapped, Piece
+from moe_jax.conversion.tensors import DTYPE_NAMES
 from moe_jax.core.errors import InputError
 from moe_jax.experts.forms.coding import Storable
 from moe_jax.model_io.model_source import ModelSource

@@ -14,14 +14,14 @@ from rich.console import Console
 
 from moe_jax.conversion.checkpoint_source import WORKERS, match_weights, row_chunks
 from moe_jax.conversion.families import family_named
-from moe_jax.conversion.formats.safetensors_file import PlannedTensor, ShardWriter, shard_writer
-from moe_jax.conversion.formats.tensors import DTYPE_NAMES, DTYPES_BY_NAME, TensorEntry, copy_transposed
 from moe_jax.conversion.hf_config import kept_keys, read_hf_config, write_hf_config
 from moe_jax.conversion.hf_format import MergedModel, exported_config, print_changes
 from moe_jax.conversion.hugging_face_dir import open_checkpoint
 from moe_jax.conversion.packed_experts import Packing
+from moe_jax.conversion.safetensors_file import PlannedTensor, ShardWriter, shard_writer
 from moe_jax.conversion.spec import ExportSpec
 from moe_jax.conversion.table import LAYOUTS, Mapped, Piece, apply_table, print_mapping
+from moe_jax.conversion.tensors import DTYPE_NAMES, DTYPES_BY_NAME, TensorEntry, copy_transposed
 from moe_jax.core.errors import InputError, check_member
 from moe_jax.core.finite import REMEDY, check_finite, check_fits
 from moe_jax.core.formatting import count_bytes, parse_bytes

@@ -16,11 +16,11 @@ import numpy as np
 from rich.console import Console
 
 from moe_jax.conversion.families import family_named
-from moe_jax.conversion.formats.safetensors_file import Layout, PlannedTensor, read_header
-from moe_jax.conversion.formats.tensors import DTYPE_NAMES
 from moe_jax.conversion.hf_format import exported_config
 from moe_jax.conversion.hugging_face_dir import HuggingFaceDirectory
+from moe_jax.conversion.safetensors_file import Layout, PlannedTensor, read_header
 from moe_jax.conversion.table import FUSED, apply_table
+from moe_jax.conversion.tensors import DTYPE_NAMES
 from moe_jax.core.errors import InputError, raise_if_any
 from moe_jax.core.finite import REMEDY, check_finite
 from moe_jax.core.terminal import console_for_tables

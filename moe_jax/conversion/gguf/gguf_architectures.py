@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from moe_jax.conversion.formats.tensors import DTYPES, TensorEntry
 from moe_jax.conversion.table import FUSED, PER_EXPERT, Ignored, Row, Table, linear, norm
+from moe_jax.conversion.tensors import DTYPES, TensorEntry
 from moe_jax.core.errors import InputError, is_finite, nearest, raise_if_any, shown
 
 ROPE_FACTORS = "rope_freqs.weight"

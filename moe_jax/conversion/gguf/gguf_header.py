@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_jax.conversion.formats.tensors import Blocks, TensorEntry, check_cover, check_tensor_name
+from moe_jax.conversion.tensors import Blocks, TensorEntry, check_cover, check_tensor_name
 from moe_jax.core.errors import InputError, shown
 from moe_jax.files.byte_files import ByteFile, open_bytes
 from moe_jax.files.storage_path import as_path

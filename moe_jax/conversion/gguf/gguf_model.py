@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from moe_jax.conversion.checkpoint_source import CheckpointSource, Weights, match_weights
-from moe_jax.conversion.formats.tensors import DTYPES, TensorEntry
 from moe_jax.conversion.gguf.gguf_architectures import ROPE_FACTORS, architecture_of, hugging_face_config
 from moe_jax.conversion.gguf.gguf_header import GGUFHeader, read_gguf_header, require_gguf
 from moe_jax.conversion.gguf.gguf_vocabulary import tokenizer_of
 from moe_jax.conversion.hf_config import read_hf_config
+from moe_jax.conversion.tensors import DTYPES, TensorEntry
 from moe_jax.core.errors import InputError, raise_if_any, shown
 from moe_jax.files.byte_files import fingerprint_files, open_bytes
 from moe_jax.files.storage_path import as_path

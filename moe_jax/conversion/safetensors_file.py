@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from moe_jax.conversion.formats.tensors import DTYPE_BITS, DTYPES, MAX_RANK, TensorEntry, check_cover, check_tensor_name
+from moe_jax.conversion.tensors import DTYPE_BITS, DTYPES, MAX_RANK, TensorEntry, check_cover, check_tensor_name
 from moe_jax.core.errors import InputError, nearest, shown
 from moe_jax.files.byte_files import open_bytes
 from moe_jax.files.json_toml import MAX_BYTES, parse_json
