@@ -306,15 +306,9 @@ def _writing(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _disk_errors(path: Path) -> Iterator[None]:
-    """Raises an error whose text says "No space left on device" or the like as an `OSError`.
+    """Raises an error whose text says "No space left on device" or the like as an `OSError` that names the path.
 
     TensorStore reports a full disk as `ValueError`, and Orbax may wrap it.
-
-    Args:
-      path: the file or folder that was being written; named in the message.
-
-    Raises:
-      OSError: with the error's number and `path`.
     """
     try:
         yield

@@ -53,7 +53,7 @@ class ZarrArray(NamedTuple):
 
     @property
     def is_raw(self) -> bool:
-        """Whether `read` can read it: its chunks are files of plain bytes."""
+        """Whether `read` can read it."""
         return self.chunks is not None
 
     @property

@@ -30,12 +30,7 @@ MOST_TOKENS = 512
 
 
 class ProbeText(NamedTuple):
-    """A text that models are compared on.
-
-    Attributes:
-      name: name of the text where results are shown: the path of its file.
-      ids: of its tokens; the first `MOST_TOKENS` are used.
-    """
+    """A text that models are compared on, named by the path of its file; the first `MOST_TOKENS` ids are used."""
 
     name: str
     ids: Int[np.ndarray, " n"]

@@ -49,13 +49,7 @@ def mlp_inputs(block: Any) -> list[Any]:
 
 
 class BankCall(NamedTuple):
-    """A call of an MoE's bank, and the statistics of its router.
-
-    Attributes:
-      tokens: [T, d].
-      routing: experts of the bank, and weights.
-      stats: of the router.
-    """
+    """A call of an MoE's bank: tokens [T, d], their experts and weights, and the statistics of the router."""
 
     tokens: Float[Array, "T d"]
     routing: Routing
@@ -143,11 +137,7 @@ def text_loss(
 ) -> Float[Array, ""]:
     """Returns the negative log-likelihood, nats, of all tokens but the first of every row; float32.
 
-    Args:
-      config: of the model.
-      leaves: of the norm after the last layer, and of the head.
-      x: activations after the last layer.
-      tokens: that the rows consist of.
+    The leaves are those of the norm after the last layer, and of the head; `x` are the activations after that layer.
     """
     norm: Any = module_with_leaves(lambda _: make_final_norm(config), leaves, "final_norm/")
     head: Any = module_with_leaves(lambda rngs: Head(config, rngs=rngs), leaves, "lm_head/")
@@ -167,13 +157,11 @@ def module_with_leaves(
 
 
 class _Stack(NamedTuple):
-    """An encoder, or a decoder, which without an encoder is the whole model.
+    """An encoder, or a decoder, which without an encoder is the whole model, and the tokens that it is run on.
 
     Attributes:
-      config: of this part.
       start: index in the model of its first layer.
       prefix: of its leaves that belong to no layer.
-      tokens: that it is run on.
     """
 
     config: ModelConfig
@@ -260,12 +248,7 @@ class StreamedModel:
         return self._programs[key]
 
     def logits(self, read: Read, on_layer: Callable[[], None] = lambda: None) -> Float[np.ndarray, "B T V"]:
-        """Runs the model.
-
-        Args:
-          read: reads a leaf.
-          on_layer: called after every layer.
-        """
+        """Runs the model; `read` reads a leaf, and `on_layer` is called after every layer."""
         with _on_cpu():
             x = self._run(read, lambda *_: on_layer())
             return np.asarray(self._finish({name: read(name) for name in self._last_leaves}, x))
@@ -273,13 +256,7 @@ class StreamedModel:
     def mlp_inputs(
         self, read: Read, see: Callable[[int, Float[Array, "B T d"]], None], *, stop: int | None = None
     ) -> None:
-        """Runs the layers, or those before `stop`, and calls `see` with each index and the input of the layer's FFN.
-
-        Args:
-          read: reads a leaf.
-          see: called after every layer.
-          stop: None: all layers are run.
-        """
+        """Runs the layers, or those before `stop`, and calls `see` with each index and the input of the layer's FFN."""
         with _on_cpu():
             self._run(read, see, stop)
 

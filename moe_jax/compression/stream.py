@@ -26,8 +26,8 @@ from moe_jax.model_io.in_memory import Destination, InMemory, ModelWriter, open_
 from moe_jax.model_io.leaves_to_write import dealt
 from moe_jax.model_io.lineage import new_lineage_entry
 from moe_jax.model_io.loading import check_leaves, leaf_specs
-from moe_jax.model_io.model_source import ModelSource
-from moe_jax.model_io.tuned_base import StoredLeaves, is_tuned
+from moe_jax.model_io.model_source import ModelSource, StoredLeaves
+from moe_jax.model_io.tuned_base import is_tuned
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig, config_to_json
 
 T = TypeVar("T")

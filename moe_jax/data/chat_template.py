@@ -174,7 +174,6 @@ def _plain(value: Any) -> Any:
 
 
 def _common(one: str, other: str) -> int:
-    """Returns the number of characters that two texts share at their beginning."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 

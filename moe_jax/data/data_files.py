@@ -54,7 +54,6 @@ class _Windows:
         return None
 
     def add(self, window: _Window) -> None:
-        """Keeps a window, and drops the one that was used least recently if there are too many."""
         with self._guard:
             self._kept.append(window)
 
@@ -138,11 +137,7 @@ _BUFFER_BYTES = 32 << 20
 
 
 def import_pyarrow(what: str) -> Any:
-    """Imports the package pyarrow, which `what` needs.
-
-    Raises:
-      InputError: if it is not installed.
-    """
+    """Imports the package pyarrow, which `what` needs; raises `InputError` if it is not installed."""
     try:
         import pyarrow
         import pyarrow.ipc

@@ -26,13 +26,9 @@ _AT_ONCE = 8  # files that are opened at the same time
 
 
 def open_sources(section: DataSection, config: ModelConfig, batch_size: int, tokenizer_path: Path) -> list[Files]:
-    """Opens the records of every source. Most mistakes in them are found here.
+    """Opens the records of every source of a recipe's `[data]`. Most mistakes in them are found here.
 
-    Args:
-      section: the recipe's `[data]`.
-      config: of the model.
-      batch_size: rows of a batch; long texts are cut into enough pieces for them.
-      tokenizer_path: a `tokenizer.json`.
+    Long texts are cut into enough pieces for the `batch_size` rows of a batch.
 
     Raises:
       FileNotFoundError: a path or pattern that matches no file.
@@ -55,11 +51,7 @@ def open_sources(section: DataSection, config: ModelConfig, batch_size: int, tok
 
 
 def named_files(pattern: str) -> list[tuple[Path, DataFile]]:
-    """Returns the files that match a pattern: the name of each, and its uncompressed content.
-
-    Raises:
-      FileNotFoundError: if there are none.
-    """
+    """Returns the files that match a pattern, at least one: the name of each, and its uncompressed content."""
     names = find_files(pattern)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         return list(zip(names, pool.map(lambda name: DataFile(uncompressed(name)), names), strict=True))
@@ -174,14 +166,7 @@ class SourcePreview:
 def preview(
     section: DataSection, config: ModelConfig, tokenizer_path: Path, *, batch_size: int, count: int
 ) -> list[SourcePreview]:
-    """Looks at every source of a recipe.
-
-    Args:
-      section: its `[data]`.
-      config: of the model.
-      tokenizer_path: a `tokenizer.json`.
-      batch_size: rows of a batch, on which the length of pieces of long texts depends.
-      count: documents to show of every source.
+    """Looks at every source of a recipe's `[data]`, and shows its first `count` documents.
 
     Raises:
       FileNotFoundError, InputError: see `open_sources`; also for text that the tokenizer cannot encode.

@@ -77,12 +77,7 @@ class Row(Protocol):
 
 
 class RowsIterator(grain.DatasetIterator):
-    """An iterator over batches whose rows are filled one by one; its position consists of the positions of the rows.
-
-    Args:
-      rows: of this process.
-      identity, at_once: see `PackedBatches`.
-    """
+    """An iterator over batches whose rows are filled one by one; its position consists of the positions of the rows."""
 
     def __init__(self, rows: Sequence[Row], identity: dict[str, int], at_once: int = 1):
         super().__init__()
@@ -109,8 +104,6 @@ class RowsIterator(grain.DatasetIterator):
 
 
 class _Row:
-    """One row of the batch, and its position in the records."""
-
     def __init__(self, records: grain.MapDataset, number: int, stride: int, seq_len: int, whole: bool):
         self.number = number
         self.record = number
@@ -122,7 +115,6 @@ class _Row:
         self._pairs: Pairs | None = None
 
     def seek(self, record: int, offset: int) -> None:
-        """Moves to a position: a record, and an offset in its pairs."""
         self.record, self.offset, self._pairs = record, offset, None
 
     def fill(self) -> Batch:
@@ -222,7 +214,6 @@ class _PairRow:
         self._lengths = input_len, seq_len
 
     def seek(self, record: int, offset: int) -> None:
-        """Moves to a record; `offset` must be 0."""
         self.record, self.offset = record, offset
 
     def fill(self) -> Batch:

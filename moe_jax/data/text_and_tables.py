@@ -105,11 +105,8 @@ class TextFile:
 class JsonLines:
     """A JSONL file; blank lines are skipped. Keeps one offset per line in memory (8 bytes).
 
-    Args:
-      file: the file.
-      reader: makes examples from the objects on the lines; None: from texts, pairs and conversations with the usual
-        keys.
-      name: name of the file in messages.
+    The reader makes examples from the objects on the lines; None: from texts, pairs and conversations with the usual
+    keys. The name is that of the file in messages, which may be an uncompressed copy.
     """
 
     def __init__(self, file: Path | DataFile, reader: RowReader | None = None, *, name: Path | None = None):
@@ -226,12 +223,7 @@ _ROWS = 1024  # rows of a batch in a copy
 
 
 class TableRows:
-    """The rows of a parquet or arrow file.
-
-    Args:
-      path: the file.
-      form: `parquet` or `arrow`.
-      reader: makes examples from rows.
+    """The rows of a parquet or arrow file, of which the reader makes examples.
 
     Raises:
       InputError: if it is no such file, or has none of the columns that the reader knows.

@@ -35,8 +35,7 @@ QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>
 def qwen_tokenizer(file: Path) -> str:
     """Returns the content of a tokenizer.json that cuts texts as the first Qwen does with its `qwen.tiktoken`.
 
-    Args:
-      file: with ranks 0, 1, ...; the special tokens have the ids after them.
+    The file has ranks 0, 1, ...; the special tokens have the ids after them.
 
     Raises:
       InputError: if it is too large, a line is not a token and its rank, tokens or ranks are missing or occur twice, or

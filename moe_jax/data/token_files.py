@@ -212,11 +212,7 @@ class TokenIndex:
 
 
 def read_index(folder: Path) -> TokenIndex:
-    """Reads tokens.json.
-
-    Raises:
-      InputError: if there is none, or it cannot be read.
-    """
+    """Reads the tokens.json in a folder; raises `InputError` if there is none, or it cannot be read."""
     file = folder / INDEX
     if not file.is_file():
         raise InputError(f"{folder} has no {INDEX}: files of tokens are made by moe-jax data tokenize")
@@ -227,7 +223,7 @@ def read_index(folder: Path) -> TokenIndex:
 
 
 class TokenRecords:
-    """The records of one file.
+    """The records of one file of tokens.
 
     Args:
       file: the file, beside its tokens.json.

@@ -263,9 +263,7 @@ def _within(spans: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]
 def tokenizer_identity(tokenizer: Path, chat_template: str | None = None) -> str:
     """Returns a SHA-256 of everything that token ids depend on, in conversations too.
 
-    Args:
-      tokenizer: a tokenizer.json; the files beside it count too.
-      chat_template: a file with a template that replaces the tokenizer's own.
+    The files beside the tokenizer.json count too; a file with a template may replace the tokenizer's own.
     """
     files = tokenizer_files(tokenizer)
     if chat_template is not None:
@@ -279,11 +277,7 @@ def tokenizer_identity(tokenizer: Path, chat_template: str | None = None) -> str
 
 
 def find_tokenizer(files: Sequence[Path], where: object) -> Path:
-    """Returns the `tokenizer.json` among a model's files.
-
-    Raises:
-      InputError: if there is none.
-    """
+    """Returns the `tokenizer.json` among a model's files; raises `InputError` if there is none."""
     for file in files:
         if Path(file).name == "tokenizer.json":
             return as_path(file)

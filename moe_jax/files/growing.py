@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 class LocalFolder:
-    """A folder on this machine's disk whose files belong to a place: either it is that place, or they are copied there.
-
-    Attributes:
-      path: path of the folder.
-    """
+    """A folder on this machine's disk whose files belong to a place: it is that place, or they are copied there."""
 
     def __init__(self, place: "StoragePath", path: Path):
         self._place, self.path = place, path

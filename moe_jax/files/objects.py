@@ -28,13 +28,7 @@ _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 
 
 class Address(NamedTuple):
-    """A place in a bucket.
-
-    Attributes:
-      scheme: such as `gs`.
-      bucket: its name.
-      key: names joined by "/"; empty: the bucket itself.
-    """
+    """A place in a bucket; the key is names joined by "/", empty for the bucket itself."""
 
     scheme: str
     bucket: str
@@ -58,11 +52,7 @@ def is_in_bucket(path: str | os.PathLike[str]) -> bool:
 
 
 def parse_address(path: str | os.PathLike[str]) -> Address:
-    """Returns the parts of an address of a supported scheme.
-
-    Raises:
-      InputError: if the bucket cannot be called so, or a name in it is `.` or `..`.
-    """
+    """Returns the parts of an address; raises `InputError` for a wrong name of a bucket, or `.` or `..` in the key."""
     text = written_out(path)
     assert text is not None and is_in_bucket(path), f"{path} is no address"
     scheme, _, rest = text.partition("://")
@@ -91,12 +81,7 @@ ABSENT = b"\2"
 
 
 class Found(NamedTuple):
-    """The bytes read from an object, and its generation.
-
-    Attributes:
-      content: all bytes, or those of the range.
-      generation: changes with every write.
-    """
+    """The bytes read from an object, all or those of a range, and its generation, which changes with every write."""
 
     content: bytes
     generation: bytes
@@ -154,14 +139,10 @@ class Objects:
             return False
 
     def size(self, name: str, *, at_least: int = 0) -> Sized | None:
-        """Returns the number of bytes of an object; None if there is no object.
+        """Returns the number of bytes of an object, which are known to be `at_least` so many; None if there is none.
 
         TensorStore does not tell it, so requests for single bytes, several at the same time, search for the end: first
         for a power of 16 above it, then for the part of that range, until the rest is small enough to be read.
-
-        Args:
-          name: name of the object.
-          at_least: a number of bytes that it is known to have.
 
         Raises:
           InputError: as in `read`, or if the object is written meanwhile.
@@ -267,13 +248,7 @@ def _seconds() -> float:
 
 
 def explained(what: str, bucket: str, text: str) -> Exception:
-    """Returns the error that users see for an error of TensorStore.
-
-    Args:
-      what: the name of what was read or written.
-      bucket: the bucket that it is in.
-      text: the text of the error.
-    """
+    """Returns the error that users see for the text of an error of TensorStore, about an object `what` of a bucket."""
     status = re.search(r"http_response_code='(\d+)'", text)
     if "PERMISSION_DENIED" in text or "UNAUTHENTICATED" in text:
         code = f" (status {status[1]})" if status else ""

@@ -38,9 +38,6 @@ class Workplace:
 
     At the end of the block the folder is the target, or is gone if `complete` was not called. After an error it is gone
     too, unless the same job can go on with what is there; then the error has a note that says so.
-
-    Attributes:
-      folder: where to write.
     """
 
     def __init__(self, target: Path, job: Any = None, *, suffix: str = PARTIAL):
@@ -97,11 +94,7 @@ class Workplace:
         """Does nothing: as long as the folder is locked, no other command is at it."""
 
     def complete(self) -> None:
-        """Makes the folder the target.
-
-        Raises:
-          InputError: if something has appeared at the target.
-        """
+        """Makes the folder the target; raises `InputError` if something has appeared there."""
         (self.folder / _JOB).unlink()
         if (self.folder / _NOTES).exists():
             (self.folder / _NOTES).remove_tree()
@@ -195,11 +188,7 @@ def staged_directory(target: Path) -> Iterator[StoragePath]:
 
 
 def leftovers(directory: Path) -> list[StoragePath]:
-    """Returns the folders that interrupted commands left of a target, or of targets in a directory.
-
-    Args:
-      directory: the target of the command, or a folder in which commands made their targets.
-    """
+    """Returns the folders that interrupted commands left of a target, or of the targets in a directory."""
     directory = as_path(directory).absolute()
     if isinstance(directory, BucketPath):
         matches = (re.fullmatch(rf"\.(.+)\.{PARTIAL}", child.name) for child in directory.iterdir())
@@ -237,11 +226,7 @@ def _is_workplace(folder: StoragePath) -> bool:
 
 
 def _make_and_lock(folder: StoragePath, target: StoragePath) -> int:
-    """Makes a folder and locks it against other processes, for as long as the returned descriptor is open.
-
-    Raises:
-      InputError: if another process has locked it; the message names `target`.
-    """
+    """Makes a folder and locks it, as `lock_directory` does."""
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         try:

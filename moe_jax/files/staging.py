@@ -63,11 +63,9 @@ def check_beside(target: Path, sources: Iterable[Path]) -> None:
 
 
 def refuse_existing(target: Path, *, buckets: bool = False) -> None:
-    """Raises `InputError` if there is anything at `target` already, or it is no place to write to.
+    """Raises `InputError` if there is anything at `target` already, or it is no place to write to, such as a bucket.
 
-    Args:
-      target: where a directory or file is to be made.
-      buckets: whether it can be made in a bucket.
+    With `buckets`, it can be in one.
     """
     target = as_path(target)
     if buckets and isinstance(target, BucketPath):
@@ -119,11 +117,7 @@ def check_writable(target: Path) -> None:
 
 
 def rename_durably(directory: StoragePath, target: StoragePath) -> None:
-    """Renames a complete directory, and waits until this is on disk.
-
-    Raises:
-      InputError: if something has appeared at `target`.
-    """
+    """Renames a complete directory, and waits until this is on disk; raises `InputError` if `target` has appeared."""
     directory.sync()
     refuse_existing(target)
     directory.rename(target)

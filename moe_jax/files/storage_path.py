@@ -45,7 +45,7 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACC
 
 
 class StoragePath(PosixPath):
-    """A path with more methods than those of `pathlib`. `as_path` makes one of a text, or of another path.
+    """A place on a disk, with more methods than `pathlib` has. `as_path` makes one of a text, or of another path.
 
     Attributes:
       renames: whether finished files can be renamed at once, and files can grow. If not, a file is written as a whole,
@@ -174,11 +174,7 @@ class StoragePath(PosixPath):
         return LocalFolder(self, self)
 
     def growing(self, kept: Sequence[str]) -> GrowingFile:
-        """Opens a file of lines that grows; `read_grown` reads it.
-
-        Args:
-          kept: the lines that the file begins with, each with its end; other lines in it are removed.
-        """
+        """Opens a file of lines that grows, which `read_grown` reads; it begins with the lines `kept` and no others."""
         if self.exists():  # if the process is killed here, the lines so far are not lost
             self.replace_content("".join(kept).encode())
         return GrowingFile(self)
@@ -191,10 +187,6 @@ class StoragePath(PosixPath):
         """Writes a file of lines as a whole."""
         if content:
             self.write_durably(content)
-
-
-class DiskPath(StoragePath):
-    """A place on a disk."""
 
 
 class BucketPath(StoragePath):
@@ -377,16 +369,13 @@ class BucketPath(StoragePath):
 
 
 def as_path(path: str | os.PathLike[str]) -> StoragePath:
-    """Returns a text or another path as a `StoragePath`.
+    """Returns a text or another path as a `StoragePath`; raises `InputError` for an address without a bucket.
 
     An address is recognised even if `Path` has turned its two slashes into one.
-
-    Raises:
-      InputError: if it is an address in which no bucket is named.
     """
     if isinstance(path, StoragePath):
         return path
-    return BucketPath(str(parse_address(path))) if is_in_bucket(path) else DiskPath(path)
+    return BucketPath(str(parse_address(path))) if is_in_bucket(path) else StoragePath(path)
 
 
 def read_generation(path: StoragePath) -> Found | None:

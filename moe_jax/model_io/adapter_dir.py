@@ -32,7 +32,7 @@ from moe_jax.models import ModelConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelReference:
-    """A reference to a model: its path and its fingerprint.
+    """A reference to a model.
 
     Attributes:
       path: path of the model; relative to the directory that refers to it, unless absolute.
@@ -92,11 +92,7 @@ def is_adapter_directory(path: Path) -> bool:
 
 
 class AdapterDirectory(ModelDirectory, OverBase):
-    """An adapter directory to read from; a `ModelSource` of the whole tuned model.
-
-    Attributes:
-      base: the model whose parameters the adapter directory does not repeat.
-    """
+    """An adapter directory to read from; a `ModelSource` of the whole tuned model, over its base."""
 
     base: ModelSource
     _folder = _ADAPTER
@@ -105,10 +101,6 @@ class AdapterDirectory(ModelDirectory, OverBase):
         """Makes sure that `base` is the one that the adapter was made for; the weights stay on disk.
 
         `moe_jax.api.open_source` finds the base and opens both.
-
-        Args:
-          path: path of the adapter directory.
-          base: the model that it was made for.
 
         Raises:
           FileNotFoundError: if there is no adapter directory.
@@ -131,11 +123,6 @@ class AdapterDirectory(ModelDirectory, OverBase):
             )
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns leaf path -> shape and dtype: as stored, or for NF4 codes made from kernels of the base, as made.
-
-        Raises:
-          InputError: if metadata is damaged, or the leaves are not those of the config; all problems are listed.
-        """
         check_leaves(leaf_specs(self.config), {**self._reader.specs, **self._leaves.specs}, str(self.path))
         return self._leaves.specs
 
@@ -143,15 +130,12 @@ class AdapterDirectory(ModelDirectory, OverBase):
         return self._reader.specs
 
     def read(self, path: str) -> np.ndarray:
-        """Reads one leaf, here or in the base, in the dtype it is stored in; quantises where the config says NF4."""
         return self._leaves.read(path)
 
     def read_part(self, path: str, part: Part) -> np.ndarray:
-        """Reads a box of a leaf; if the leaf has to be quantised, all of it is made."""
         return self._leaves.read_part(path, part)
 
     def stored_bytes(self, path: str) -> int:
-        """Returns the number of bytes of a leaf on disk, here or in the base."""
         return self._leaves.stored_bytes(path)
 
     def fingerprint(self) -> str:

@@ -109,7 +109,6 @@ def _quiet() -> Iterator[None]:
 
 
 def _fetch(repository: str, revision: str | None, weights: bool) -> Path:
-    """Downloads the needed files that are not in the cache; returns their folder."""
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -128,7 +127,6 @@ def _fetch(repository: str, revision: str | None, weights: bool) -> Path:
 
 
 def _cached(repository: str, revision: str | None) -> Path:
-    """Returns the folder in the cache of a model that was downloaded before."""
     import huggingface_hub
 
     config = huggingface_hub.hf_hub_download(repository, CONFIG, revision=revision, local_files_only=True)
@@ -180,16 +178,13 @@ def new_lineage_entry(
     sources: Iterable[ModelSource | Path],
     measured: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Describes one command.
+    """Describes one command, with the versions of the packages and the date.
 
     Args:
       command: name of the command.
       options: JSON-able, or paths.
       sources: models and files that it read; for a model from the Hugging Face Hub, name and commit are recorded.
       measured: JSON-able measurements (errors, bytes, perplexity).
-
-    Returns:
-      An entry with `command`, `options`, `sources`, `versions`, `date` and `measured`.
     """
     return {
         "command": command,
@@ -209,9 +204,7 @@ def job_of(lineage: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def read_lineage(path: Path, *, inside: Directory | None = None) -> list[dict[str, Any]]:
     """Returns the lineage of a model directory; no entries for a directory without one, such as Hugging Face's.
 
-    Args:
-      path: path of the directory.
-      inside: the directory itself, if it is open already.
+    `inside` is the directory itself, if it is open already.
 
     Raises:
       InputError: if lineage.json is not a list of entries.

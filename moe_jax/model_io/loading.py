@@ -48,9 +48,7 @@ def _abstract_parts(
 def leaf_specs(config: ModelConfig, dtype: str | None = None) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the leaves of a model on disk: leaf path -> shape and dtype. No weights are needed or made.
 
-    Args:
-      config: config of the model.
-      dtype: dtype of floating-point leaves; default the config's.
+    Floating-point leaves have the dtype `dtype`, by default the config's.
     """
     return dict(_leaf_specs(config, dtype))
 
