@@ -19,6 +19,7 @@ from moe_jax.distributed.sharding import path_name
 from moe_jax.experts.shapes import shapes_of
 from moe_jax.functional.position_embeddings import bias_by_distance
 from moe_jax.functional.routing import RouterStats, Routing
+from moe_jax.model_io.tuned_base import host_cpu
 from moe_jax.models import LayerConfig, ModelConfig
 from moe_jax.nn.context import make_context
 from moe_jax.nn.layers import Embed, Head
@@ -288,9 +289,5 @@ def _memory(program: jax.stages.Compiled) -> int:
 @contextlib.contextmanager
 def _on_cpu() -> Iterator[None]:
     """Runs on the CPU: an accelerator would round its products, and the weights come from the host anyway."""
-    try:
-        device = jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  #  JAX_PLATFORMS names an accelerator only
-        device = jax.local_devices()[0]
-    with jax.default_device(device), jax.default_matmul_precision("highest"):
+    with jax.default_device(host_cpu()), jax.default_matmul_precision("highest"):
         yield

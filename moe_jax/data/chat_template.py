@@ -204,7 +204,9 @@ def read_chat_template(file: Path, tokenizer: Path) -> ChatTemplate:
         source = read_regular(file, max_bytes=4 * MAX_TEMPLATE).decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"{file} is not UTF-8 text: {error}") from None
-    settings = (_settings(tokenizer.with_name(name)) for name in ("tokenizer_config.json", "special_tokens_map.json"))
+    settings = (
+        read_settings(tokenizer.with_name(name)) for name in ("tokenizer_config.json", "special_tokens_map.json")
+    )
     return ChatTemplate(source, special_tokens=_special_tokens(*settings), where=str(file))
 
 
@@ -219,7 +221,7 @@ def find_chat_template(tokenizer: Path) -> ChatTemplate | None:
     if tokenizer.with_name(FILE).exists():
         return read_chat_template(tokenizer.with_name(FILE), tokenizer)
     file = tokenizer.with_name("tokenizer_config.json")
-    settings = _settings(file)
+    settings = read_settings(file)
     source: Any = settings.get("chat_template")
     where = f"chat_template in {file}"
     if isinstance(source, list):
@@ -235,11 +237,12 @@ def find_chat_template(tokenizer: Path) -> ChatTemplate | None:
         return None
     if not isinstance(source, str):
         raise InputError(f"{where} is {shown(source)}, expected a text")
-    special = _special_tokens(settings, _settings(tokenizer.with_name("special_tokens_map.json")))
+    special = _special_tokens(settings, read_settings(tokenizer.with_name("special_tokens_map.json")))
     return ChatTemplate(source, special_tokens=special, where=where)
 
 
-def _settings(file: Path) -> dict[str, Any]:
+def read_settings(file: Path) -> dict[str, Any]:
+    """Returns the settings in a file beside a tokenizer; none if there is no file."""
     return read_json_object(file, allow=ANYTHING) if file.exists() else {}
 
 

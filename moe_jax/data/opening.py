@@ -84,7 +84,13 @@ def open_files(
         return Files([TokenRecords(file, expected, config.vocab_size) for _, file in files])
     kinds = ("pair",) if config.has_encoder else ("text", "pair", "chat")
     reader = RowReader(source.fields, template=template, chat=source.chat, kinds=kinds)
-    opened = _open_files(source, files, reader, piece)
+    opened: list[TextFile] | list[JsonLines] | list[TableRows]
+    if source.form == "jsonl":
+        opened = [JsonLines(file, reader, name=name) for name, file in files]
+    elif source.form == "text":
+        opened = [TextFile(file, piece=piece, separator=source.separator, name=name) for name, file in files]
+    else:
+        opened = [TableRows(file.path, source.form, reader) for _, file in files]
     check_beginning(opened)
     return Files(opened)
 
@@ -99,17 +105,6 @@ def template_loader(section: DataSection, tokenizer_path: Path) -> Callable[[], 
         return load_chat_template(tokenizer_path)
 
     return load
-
-
-def _open_files(
-    source: SourceSection, files: Sequence[tuple[Path, DataFile]], reader: RowReader, piece: int
-) -> list[TextFile] | list[JsonLines] | list[TableRows]:
-    """Opens files, each given by its name and its content."""
-    if source.form == "jsonl":
-        return [JsonLines(file, reader, name=name) for name, file in files]
-    if source.form == "text":
-        return [TextFile(file, piece=piece, separator=source.separator, name=name) for name, file in files]
-    return [TableRows(file.path, source.form, reader) for _, file in files]
 
 
 def check_form(source: SourceSection, verb: str) -> None:

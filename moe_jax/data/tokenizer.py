@@ -4,15 +4,15 @@ import contextlib
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import tokenizers
 
 from moe_jax.core.errors import InputError, first_sentence, shown
 from moe_jax.data.chat_template import FILE as CHAT_TEMPLATE
+from moe_jax.data.chat_template import read_settings
 from moe_jax.data.examples import Document, Example
-from moe_jax.files.json_toml import ANYTHING, read_json_object
 from moe_jax.files.regular_files import read_regular
 from moe_jax.files.storage_path import as_path
 from moe_jax.files.tokenizer_files import TOKENIZER, read_tokenizer_file, tokenizer_files
@@ -231,12 +231,9 @@ class Tokenizer:
         plain, special = self._encoded("a").ids, self._encoded("a", add_special_tokens=True).ids
         if len(special) > len(plain) and special[0] != plain[0]:
             return special[0]
-        return config.bos_id if self._settings().get("add_bos_token") is True else None
-
-    def _settings(self) -> dict[str, Any]:
-        """Returns tokenizer_config.json beside the file: some (DeepSeek-Coder's) name their BOS only there."""
-        file = self.path.with_name("tokenizer_config.json")
-        return read_json_object(file, allow=ANYTHING) if file.exists() else {}
+        # Some (DeepSeek-Coder's) name their BOS only beside the file.
+        settings = read_settings(self.path.with_name("tokenizer_config.json"))
+        return config.bos_id if settings.get("add_bos_token") is True else None
 
     def _checked(self, ids: Sequence[int]) -> np.ndarray:
         array = np.asarray(ids, np.int64)  # some are too large for the type that is returned

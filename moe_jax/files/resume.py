@@ -66,7 +66,8 @@ class Workplace:
         self._lock = _make_and_lock(self.folder, self._target)
         try:
             refuse_existing(self._target)
-            if not (self._goes_on and self._is_same_job()):
+            job = self.folder / _JOB
+            if not (self._goes_on and job.is_file() and job.read_text() == self._job):
                 self.begin_anew()
         except BaseException:
             _remove_empty([self.folder, *self._made])
@@ -84,11 +85,10 @@ class Workplace:
         (self.folder / _NOTES).mkdir(exist_ok=True)
         (self.folder / _NOTES / f"{name}.json").replace_content(json.dumps(data).encode())
 
-    def notes(self, names: Iterable[str] | None = None) -> dict[str, Any]:
-        """Returns the data stored by `note` under some names, or under all, including data from before a kill."""
+    def notes(self, names: Iterable[str]) -> dict[str, Any]:
+        """Returns the data stored by `note` under some names, including data from before a kill."""
         found = {file.stem: file for file in (self.folder / _NOTES).glob("*.json")}
-        wanted = found if names is None else [name for name in names if name in found]
-        return {name: json.loads(found[name].read_bytes()) for name in wanted}
+        return {name: json.loads(found[name].read_bytes()) for name in names if name in found}
 
     def check_alone(self) -> None:
         """Does nothing: as long as the folder is locked, no other command is at it."""
@@ -111,16 +111,12 @@ class Workplace:
                 if note not in getattr(error, "__notes__", ()):
                     error.add_note(note)
             elif not self._completed:
-                if error is not None:
-                    _take_back_notes(error, self.folder)
+                if hasattr(error, "__notes__"):  # which may speak of work inside the folder
+                    error.__notes__ = [note for note in error.__notes__ if str(self.folder) not in note]
                 self.folder.remove_tree()
                 _remove_empty(self._made)
         finally:
             os.close(self._lock)
-
-    def _is_same_job(self) -> bool:
-        job = self.folder / _JOB
-        return job.is_file() and job.read_text() == self._job
 
 
 def open_work(target: Path, job: Any = None) -> Workplace | RemoteWork:
@@ -163,12 +159,6 @@ def _remove_empty(folders: Iterable[Path]) -> None:
     with contextlib.suppress(OSError):
         for folder in folders:
             folder.rmdir()
-
-
-def _take_back_notes(error: BaseException, folder: Path) -> None:
-    """Removes the notes of an error that speak of work inside a folder which is removed."""
-    if hasattr(error, "__notes__"):
-        error.__notes__ = [note for note in error.__notes__ if str(folder) not in note]
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ class ExpectedLeaves:
 
     def share(self, paths: Iterable[str]) -> frozenset[str]:
         """Returns the leaves that this process writes; every process gets about the same number of bytes."""
-        owners = dealt({path: _nbytes(self._specs[path]) for path in paths})
+        owners = dealt({path: self._specs[path].size * self._specs[path].dtype.itemsize for path in paths})
         return frozenset(path for path, process in owners.items() if process == jax.process_index())
 
     def check(self, leaves: Mapping[str, np.ndarray | jax.Array | jax.ShapeDtypeStruct]) -> None:
@@ -67,10 +67,6 @@ def dealt(sizes: Mapping[Any, int]) -> dict[Any, int]:
         owners[name] = loads.index(min(loads))
         loads[owners[name]] += sizes[name]
     return owners
-
-
-def _nbytes(spec: jax.ShapeDtypeStruct) -> int:
-    return spec.size * spec.dtype.itemsize
 
 
 _KERNEL = re.compile(r"layers/(\d+)/mlp/experts/(?:gate|up|down)/kernel")

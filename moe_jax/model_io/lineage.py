@@ -186,11 +186,12 @@ def new_lineage_entry(
       sources: models and files that it read; for a model from the Hugging Face Hub, name and commit are recorded.
       measured: JSON-able measurements (errors, bytes, perplexity).
     """
+    versions = {"moe_jax": moe_jax.__version__, "python": platform.python_version()}
     return {
         "command": command,
         "options": {name: str(value) if isinstance(value, Path) else value for name, value in options.items()},
         "sources": [_describe(source) for source in sources],
-        "versions": _versions(),
+        "versions": versions | {package: importlib.metadata.version(package) for package in _PACKAGES},
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "measured": dict(measured or {}),
     }
@@ -238,8 +239,3 @@ def _describe(source: ModelSource | Path) -> dict[str, str]:
     origin = hub_origin(source.path)
     described = {"path": str(source.path), "fingerprint": source.fingerprint()}
     return described if origin is None else described | {"hub": origin}
-
-
-def _versions() -> dict[str, str]:
-    versions = {"moe_jax": moe_jax.__version__, "python": platform.python_version()}
-    return versions | {package: importlib.metadata.version(package) for package in _PACKAGES}

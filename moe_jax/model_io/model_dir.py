@@ -122,7 +122,8 @@ class ModelDirectory:
 
 def fingerprint_model(config: ModelConfig, leaves: str) -> str:
     """Returns a SHA-256 of a config and the fingerprint of the weights."""
-    return hashlib.sha256(_identity(config_to_json(config)) + leaves.encode()).hexdigest()
+    described = json.dumps(config_to_json(config), sort_keys=True)
+    return hashlib.sha256(f"{described}{leaves}".encode()).hexdigest()
 
 
 class ModelWriter(abc.ABC):
@@ -243,7 +244,7 @@ class ModelDirectoryWriter(ModelWriter):
         self._dst = as_path(dst).absolute()
         self._config = config
         self._files = tuple(as_path(file) for file in tokenizer_files)
-        self._work = open_work(self._dst, self._job() if resume else None)
+        self._work = open_work(self._dst, [config_to_json(config), job_of(self.lineage)] if resume else None)
         first_decides(self._check_files)
         self._documents = dict(documents or {})
 
@@ -388,11 +389,3 @@ class ModelDirectoryWriter(ModelWriter):
     def _leave(self, error: BaseException | None) -> None:
         if is_first_process():
             self._work.__exit__(type(error) if error else None, error, None)
-
-    def _job(self) -> list[Any]:
-        """Returns the identity of the job."""
-        return [config_to_json(self._config), job_of(self.lineage)]
-
-
-def _identity(data: Any) -> bytes:
-    return json.dumps(data, sort_keys=True).encode()

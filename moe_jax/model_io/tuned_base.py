@@ -205,7 +205,7 @@ class LeavesOverBase:
         """
         values = self._base.read(kernel)
         check_finite(kernel, values, "NF4 has no code for them; mend the base, or leave it as it is stored")
-        with jax.default_device(_host()):
+        with jax.default_device(host_cpu()):
             leaves = quantize_nf4(values)
         for name, leaf in leaves.items():
             check_finite(f"{folder}/{name}", np.asarray(leaf), f"the numbers of {kernel} are too large for NF4")
@@ -214,8 +214,8 @@ class LeavesOverBase:
         self._waiting = waiting | {f"{folder}/{name}": np.asarray(leaf) for name, leaf in leaves.items()}
 
 
-def _host() -> Any:
-    """Returns the host's CPU, on which quantisation gives the same codes with every accelerator."""
+def host_cpu() -> Any:
+    """Returns the host's CPU, which computes the same with every accelerator."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS names an accelerator only
