@@ -10,8 +10,10 @@ fails when it is told to, and never against Google's own.
 
 import errno
 import functools
+import itertools
 import os
 import re
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePath
@@ -264,3 +266,54 @@ def explained(what: str, bucket: str, text: str) -> Exception:
     if "CURL error" in reason:
         reason = f"{reason.split(': ')[0].removeprefix('CURL error ')}; is there a network?"
     return OSError(errno.EIO, f"{clipped(reason)}{f' (status {status[1]})' if status else ''}", what)
+
+
+class GrowingObjects:
+    """Lines that grow in a bucket, where nothing can be appended to an object.
+
+    They are written in parts, `metrics.jsonl`, `metrics.jsonl.1`, ... The last part is rewritten when it is flushed, or
+    some time after lines came; when it has become large, another one begins. A reader asks for the parts by name until
+    one does not exist.
+    """
+
+    PART_BYTES = 1 << 20
+    SECONDS = 30.0
+
+    def __init__(self, objects: Objects, name: str, lines: Iterable[str]):
+        self._objects, self._name = objects, name
+        self._part, self._text, self._changed = 0, "", False
+        for line in lines:
+            self._add(line)
+        self.flush()
+        later = (part_name(name, number) for number in itertools.count(self._part + 1))
+        for part in itertools.takewhile(lambda part: objects.generation(part) is not None, later):
+            objects.remove(part)
+        self._written = time.monotonic()
+
+    def write(self, line: str) -> None:
+        """Appends a line, which is given with its end."""
+        self._add(line)
+        if time.monotonic() - self._written > self.SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Returns when all lines are stored."""
+        if self._changed:
+            self._objects.write(part_name(self._name, self._part), self._text.encode())
+        self._changed, self._written = False, time.monotonic()
+
+    def close(self) -> None:
+        """Stores all lines."""
+        self.flush()
+
+    def _add(self, line: str) -> None:
+        if len(self._text) >= self.PART_BYTES:
+            self.flush()
+            self._part, self._text = self._part + 1, ""
+        self._text += line
+        self._changed = True
+
+
+def part_name(name: str, number: int) -> str:
+    """Returns the name of the object that holds a part of lines that grow."""
+    return name if number == 0 else f"{name}.{number}"

@@ -111,7 +111,7 @@ class Workplace:
                 if note not in getattr(error, "__notes__", ()):
                     error.add_note(note)
             elif not self._completed:
-                if hasattr(error, "__notes__"):  # which may speak of work inside the folder
+                if error is not None and hasattr(error, "__notes__"):  # which may speak of work inside the folder
                     error.__notes__ = [note for note in error.__notes__ if str(self.folder) not in note]
                 self.folder.remove_tree()
                 _remove_empty(self._made)
