@@ -41,11 +41,7 @@ ocp: Any = _Orbax()
 
 
 def read_specs(directory: Path) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns leaf path -> shape and dtype; no weights are read.
-
-    Raises:
-      InputError: if it is not a complete Orbax checkpoint.
-    """
+    """Returns leaf path -> shape and dtype; raises `InputError` if it is not a complete Orbax checkpoint."""
     try:
         with _context():
             tree = ocp.metadata(directory).metadata
@@ -58,11 +54,7 @@ def read_specs(directory: Path) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def read_leaf(directory: Path, path: str) -> np.ndarray:
-    """Reads one leaf of a checkpoint, however it was written.
-
-    Raises:
-      InputError: if it cannot be read.
-    """
+    """Reads one leaf of a checkpoint, however it was written; raises `InputError` if it cannot be read."""
     tree: Any = np.ndarray
     for name in reversed(path.split("/")):
         tree = {name: tree}
@@ -165,11 +157,7 @@ class TrainingCheckpoints:
             raise
 
     def wait(self) -> None:
-        """Returns when the last checkpoint is on disk.
-
-        Raises:
-          OSError: if it could not be written.
-        """
+        """Returns when the last checkpoint is on disk; raises `OSError` if it could not be written."""
         if self._in_bucket is not None:
             with _writing(self._directory):
                 self._in_bucket.finish()
@@ -225,11 +213,7 @@ class TrainingCheckpoints:
         return jax.tree.unflatten(jax.tree.structure(like), leaves), dict(extra)
 
     def close(self) -> None:
-        """Waits for the last checkpoint and ends the background threads.
-
-        Raises:
-          OSError: if a checkpoint could not be written, even if that was raised before.
-        """
+        """Waits for the last checkpoint and ends the background threads; raises `OSError` as `wait` does or did."""
         self.wait()
         if self._in_bucket is None:
             with _writing(self._directory):

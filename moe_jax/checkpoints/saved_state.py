@@ -30,11 +30,7 @@ _INDEX = "steps.json"
 
 
 def read_steps(directory: StoragePath) -> dict[int, StoragePath]:
-    """Returns the complete checkpoints of a run: step -> folder, ascending.
-
-    Raises:
-      InputError: if steps.json is damaged.
-    """
+    """Returns the complete checkpoints of a run, step -> folder, ascending; `InputError` if steps.json is damaged."""
     if not directory.renames:
         return _read(directory)[0]
     folders = (child for child in directory.glob("*") if child.is_dir() and child.name.isdecimal())

@@ -40,12 +40,9 @@ class ChatTemplate:
     """Writes conversations as text.
 
     Args:
-      source: the template's text.
+      source: the template's text; `InputError` is raised if it is no template.
       special_tokens: the tokens that it may name: `bos_token` and others.
       where: where the template comes from; named in errors.
-
-    Raises:
-      InputError: if it is no template.
     """
 
     def __init__(
@@ -179,11 +176,7 @@ def _common(one: str, other: str) -> int:
 
 
 def load_chat_template(tokenizer: Path) -> ChatTemplate:
-    """Loads the chat template of a tokenizer.
-
-    Raises:
-      InputError: if it has none, or it is no template.
-    """
+    """Loads the chat template of a tokenizer; raises `InputError` if it has none, or it is no template."""
     found = find_chat_template(tokenizer)
     if found is None:
         raise InputError(

@@ -258,8 +258,6 @@ def stack_pairs(pairs: Sequence[Pair], rows: int, *, input_len: int | None, seq_
     return batch
 
 
-PairMaker = Callable[[list[Example]], list[Pair]]
-
 # Number of pairs of every source that are read before training, to count those that are too long.
 _PAIRS_LOOKED_AT = 1000
 
@@ -303,7 +301,11 @@ def open_data(
     )
     records = _ordered(section, sources, sizes, seed)
     if config.has_encoder:
-        make_pairs = _pair_maker(section, tokenizer)
+        lengths = {"input_len": input_length(section), "seq_len": section.seq_len}
+
+        def make_pairs(examples: list[Example]) -> list[Pair]:
+            return [tokenizer.pair(example, **lengths) for example in examples]
+
         cuts = _describe_cuts(section, sources, make_pairs)
         if cuts is not None:
             note(cuts)
@@ -324,11 +326,7 @@ def open_data(
 def _describe_cuts(
     section: DataSection, sources: Sequence[Files], make_pairs: Callable[[Any], list[Pair]]
 ) -> str | None:
-    """Returns a sentence on how many of the first pairs of every source are too long for the recipe; None if none is.
-
-    Raises:
-      InputError: for a source without pairs.
-    """
+    """Returns a sentence on how many of the first pairs of every source are too long; None if none is."""
     pairs = []
     for settings, source in zip(section.sources, sources, strict=True):
         first = (pair for index in range(len(source)) for pair in make_pairs(source[index]))
@@ -344,15 +342,6 @@ def _describe_cuts(
         f"{input_length(section)} and {targets:,} targets than data.seq_len = {section.seq_len}: their ends are left "
         "out (metrics.jsonl: cut_inputs, cut_targets)"
     )
-
-
-def _pair_maker(section: DataSection, tokenizer: Tokenizer) -> PairMaker:
-    lengths = {"input_len": input_length(section), "seq_len": section.seq_len}
-
-    def make(examples: list[Example]) -> list[Pair]:
-        return [tokenizer.pair(example, **lengths) for example in examples]
-
-    return make
 
 
 def _ordered(section: DataSection, sources: Sequence[Files], sizes: Sequence[int], seed: int) -> grain.MapDataset:

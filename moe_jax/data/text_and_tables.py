@@ -202,12 +202,9 @@ def find_files(pattern: str) -> list[Path]:
 
 
 def check_beginning(files: Sequence[Records]) -> None:
-    """Reads the first `CHECKED_BYTES` of every file of texts, to find most mistakes before anything starts.
+    """Reads the first `CHECKED_BYTES` of every file of texts, to raise most mistakes in them before anything starts.
 
     Files in buckets are read up to this many bytes in total.
-
-    Raises:
-      InputError: for the first mistake found.
     """
     remote = sum(as_path(file.path).at_once > 1 for file in files)
     for file in files:
@@ -268,11 +265,7 @@ class TableRows:
         self._ends = list(itertools.accumulate(sizes))
 
     def _needed(self, schema: Any) -> list[str]:
-        """Returns the columns that the reader reads.
-
-        Raises:
-          InputError: if there are none.
-        """
+        """Returns the columns that the reader reads; raises `InputError` if there are none."""
         needed = [name for name in schema.names if name in self._reader.keys]
         if not needed:
             has = clipped(", ".join(map(shown, schema.names)))

@@ -45,11 +45,7 @@ class _Chunk(NamedTuple):
 
 
 class ArrayRecords:
-    """The records of a file, one in each chunk, as `moe-jax data tokenize` writes them.
-
-    Raises:
-      ValueError: if it is no such file.
-    """
+    """The records of a file, one in each chunk, as `moe-jax data tokenize` writes them, or `ValueError`."""
 
     def __init__(self, file: DataFile):
         self._file = file
@@ -293,11 +289,7 @@ def pack(documents: Sequence[Document]) -> bytes:
 
 
 def unpack(record: bytes) -> list[Document]:
-    """Decodes the documents of a record.
-
-    Raises:
-      ValueError, struct.error: if the bytes are no record.
-    """
+    """Decodes the documents of a record; raises `ValueError` or `struct.error` if the bytes are none."""
     size, all_scored, count = _HEADER.unpack_from(record)
     if size not in (2, 4) or all_scored > 1:
         raise ValueError("it does not begin as records of tokens do")

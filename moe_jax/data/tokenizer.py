@@ -127,21 +127,13 @@ class Tokenizer:
             return self._tokenizer.id_to_token(token_id) or str(token_id)
 
     def documents(self, examples: Sequence[Example | Document]) -> list[Document]:
-        """Tokenises the examples of a record, each a document of its own; tokenised documents stay as they are.
-
-        Raises:
-          InputError: if an id lies outside the model's vocabulary.
-        """
+        """Tokenises the examples of a record, each a document of its own; tokenised documents stay as they are."""
         return [
             example if isinstance(example, Document) else Document(*self._document(example)) for example in examples
         ]
 
     def pairs(self, examples: Sequence[Example | Document]) -> Pairs:
-        """Returns the `documents` of a record as pairs; a document of a single token has none.
-
-        Raises:
-          InputError: if an id lies outside the model's vocabulary.
-        """
+        """Returns the `documents` of a record as pairs; a document of a single token has none."""
         parts = [document for document in self.documents(examples) if len(document.ids) > 1]
         if not parts:
             return Pairs(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, bool))

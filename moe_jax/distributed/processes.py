@@ -240,14 +240,7 @@ def _hear() -> Any:
 
 
 def check_equal(values: Mapping[str, Any]) -> None:
-    """Checks that values are equal in all processes. Every process makes this call, and gets the same error.
-
-    Args:
-      values: JSON-able, by name.
-
-    Raises:
-      InputError: in all processes, if a value differs from that of the first one; names it.
-    """
+    """Raises `InputError` in all processes if a value, JSON-able and by name, differs from that of the first."""
     if jax.process_count() == 1:
         return
     mine = {name: json.dumps(value, sort_keys=True) for name, value in values.items()}

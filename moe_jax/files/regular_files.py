@@ -124,16 +124,10 @@ class BucketDirectory:
         """Does nothing: objects are not replaced together, and of each that is read, the size is checked."""
 
     def is_file(self, name: str) -> bool:
-        """Whether the folder has an object of this name."""
         return self._objects.generation(self._key(name)) is not None
 
     def read(self, name: str, *, max_bytes: int) -> bytes:
-        """Returns the content of an object, which must not have more than `max_bytes` bytes.
-
-        Raises:
-          FileNotFoundError: if there is none.
-          InputError: if it has more.
-        """
+        """Returns the content of an object; raises `InputError` if it is larger, `FileNotFoundError` if there is none."""
         if self._objects.has(self._key(name), max_bytes):
             raise InputError(f"{self.path / name} has more than {max_bytes:,} bytes, which is more than it can need")
         found = self._objects.read(self._key(name))

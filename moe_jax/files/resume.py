@@ -120,7 +120,7 @@ class Workplace:
 
 
 def open_work(target: Path, job: Any = None) -> Workplace | RemoteWork:
-    """Returns a `Workplace` for a target, on a disk or in a bucket."""
+    """Returns the place to work on a target, on a disk or in a bucket."""
     target = as_path(target)
     return RemoteWork(target, job, suffix=PARTIAL) if isinstance(target, BucketPath) else Workplace(target, job)
 

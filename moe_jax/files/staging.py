@@ -78,10 +78,7 @@ def refuse_existing(target: Path, *, buckets: bool = False) -> None:
 
 
 def check_target(target: Path, *, buckets: bool = False) -> None:
-    """Raises `InputError` if nothing can be made at `target`, as `refuse_existing` and `check_writable` do.
-
-    Commands call this before work that takes long.
-    """
+    """Raises `InputError` if nothing can be made at `target`; to be called before work that takes long."""
     refuse_existing(target, buckets=buckets)
     check_writable(target)
 

@@ -16,14 +16,11 @@ from pathlib import Path
 from typing import Any, Self
 
 import jax
-import numpy as np
 
-from moe_jax.checkpoints.zarr_arrays import Part
 from moe_jax.core.errors import InputError
 from moe_jax.files.json_toml import parse, read_json_object, without_format
 from moe_jax.files.staging import check_model_path
 from moe_jax.files.storage_path import as_path
-from moe_jax.model_io.loading import check_leaves, leaf_specs
 from moe_jax.model_io.model_dir import BASE_FILE, ModelDirectory, ModelDirectoryWriter
 from moe_jax.model_io.model_source import ModelSource, OverBase
 from moe_jax.model_io.tuned_base import LeavesOverBase, base_config, own_leaves
@@ -73,12 +70,7 @@ _ADAPTER = "adapter"
 
 
 def read_base_reference(path: Path) -> ModelReference:
-    """Reads the base.json of an adapter directory.
-
-    Raises:
-      FileNotFoundError: if there is none.
-      InputError: if it does not have the form that `AdapterDirectoryWriter` writes.
-    """
+    """Reads the base.json of an adapter directory; raises `FileNotFoundError` if it has none."""
     file = as_path(path) / BASE_FILE
     if not file.is_file():
         raise FileNotFoundError(f"no adapter directory at {path}: there is no {BASE_FILE}")
@@ -122,21 +114,8 @@ class AdapterDirectory(ModelDirectory, OverBase):
                 "model; put the file back that was written with the adapter"
             )
 
-    def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        check_leaves(leaf_specs(self.config), {**self._reader.specs, **self._leaves.specs}, str(self.path))
-        return self._leaves.specs
-
     def own_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        return self._reader.specs
-
-    def read(self, path: str) -> np.ndarray:
-        return self._leaves.read(path)
-
-    def read_part(self, path: str, part: Part) -> np.ndarray:
-        return self._leaves.read_part(path, part)
-
-    def stored_bytes(self, path: str) -> int:
-        return self._leaves.stored_bytes(path)
+        return self._own.specs
 
     def fingerprint(self) -> str:
         """Returns a SHA-256 of config, base and own weights."""
@@ -144,7 +123,7 @@ class AdapterDirectory(ModelDirectory, OverBase):
 
     @cached_property
     def _leaves(self) -> LeavesOverBase:
-        return LeavesOverBase(self.config, self.base, self._reader)
+        return LeavesOverBase(self.config, self.base, self._own)
 
 
 class AdapterDirectoryWriter(ModelDirectoryWriter):
@@ -164,13 +143,11 @@ class AdapterDirectoryWriter(ModelDirectoryWriter):
         resume: bool = False,
         allow_nonfinite: bool = False,
     ):
-        """Checks base and target; nothing is written yet.
+        """Checks base and target; nothing is written yet. See `ModelDirectoryWriter` for the other arguments.
 
         Args:
-          dst: where the directory appears.
           config: config of the tuned model.
           base: its base, which the directory refers to.
-          tokenizer_files, lineage, resume, allow_nonfinite: as in `ModelDirectoryWriter`.
           trained: leaves of the base that were trained, and are stored here with their new values. All leaves that the
             base does not have must be written too.
 

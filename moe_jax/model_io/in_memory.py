@@ -85,7 +85,7 @@ class ModelInMemory:
         self.path = path
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Leaf path -> shape and dtype."""
+        """Returns leaf path -> shape and dtype."""
         return self.leaves.specs
 
     def read(self, path: str) -> np.ndarray:

@@ -38,7 +38,7 @@ from moe_jax.model_io.lineage import LINEAGE_FILE, job_of
 from moe_jax.model_io.lineage import new_lineage_entry as new_lineage_entry
 from moe_jax.model_io.lineage import read_lineage as read_lineage
 from moe_jax.model_io.loading import check_leaves, leaf_specs
-from moe_jax.model_io.model_source import ModelSource, StoredLeaves
+from moe_jax.model_io.model_source import ModelSource, StoredLeaves, read_part
 from moe_jax.models import ModelConfig, config_from_json, config_to_json
 from moe_jax.models.serialize import FORMAT
 
@@ -91,8 +91,13 @@ class ModelDirectory:
         return read_lineage(self.path, inside=self._held)
 
     @cached_property
-    def _reader(self) -> LeafReader:
+    def _own(self) -> LeafReader:
         return LeafReader(Path(self._folder), inside=self._held)
+
+    @cached_property
+    def _leaves(self) -> StoredLeaves:
+        """Returns all leaves of the model, from wherever they are read."""
+        return self._own
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns leaf path -> shape and dtype: as stored, or for NF4 codes made from kernels of a base, as made.
@@ -100,24 +105,24 @@ class ModelDirectory:
         Raises:
           InputError: if metadata is damaged, or the leaves are not those of the config; all problems are listed.
         """
-        check_leaves(leaf_specs(self.config), self._reader.specs, str(self.path))
-        return self._reader.specs
+        check_leaves(leaf_specs(self.config), self._own.specs | self._leaves.specs, str(self.path))
+        return self._leaves.specs
 
     def read(self, path: str) -> np.ndarray:
-        """Reads one leaf, in the dtype it is stored in."""
-        return self._reader.read(path)
+        """Reads one leaf, in the dtype it is stored in, or quantised where the config says NF4."""
+        return self._leaves.read(path)
 
     def read_part(self, path: str, part: Part) -> np.ndarray:
-        """Reads a box of a leaf, and no bytes but those of the box."""
-        return self._reader.read_part(path, part)
+        """Reads a box of a leaf, and no bytes but those of the box; all of the leaf if it has to be quantised."""
+        return read_part(self._leaves, path, part)
 
     def stored_bytes(self, path: str) -> int:
         """Returns the number of bytes of a leaf on disk."""
-        return self._reader.stored_bytes(path)
+        return self._leaves.stored_bytes(path)
 
     def fingerprint(self) -> str:
         """Returns a SHA-256 of config and weights."""
-        return fingerprint_model(self.config, self._reader.fingerprint())
+        return fingerprint_model(self.config, self._own.fingerprint())
 
 
 def fingerprint_model(config: ModelConfig, leaves: str) -> str:
