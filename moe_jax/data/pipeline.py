@@ -172,15 +172,11 @@ class PairBatches(grain.IterDataset):
       inputs Int32[R, S], inputs_valid Bool[R, S] (false: padding),
       cut Int32[R, 2]: whether input and target were cut.
 
-    Rows, processes and positions are as in `sequence_packing`.
-
     Args:
       records: the records in training order, each a list of pairs, one or none.
-      rows: the rows of the global batch that this process prepares.
-      num_rows: B, rows of the global batch.
       input_len: S; no input is longer.
       seq_len: T; no target is longer.
-      identity, at_once: see `PackedBatches`.
+      rows, num_rows, identity, at_once: see `PackedBatches`.
     """
 
     def __init__(

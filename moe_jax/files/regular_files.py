@@ -127,7 +127,7 @@ class BucketDirectory:
         return self._objects.generation(self._key(name)) is not None
 
     def read(self, name: str, *, max_bytes: int) -> bytes:
-        """Returns the content of an object; raises `InputError` if it is larger, `FileNotFoundError` if there is none."""
+        """Returns the content of an object, of at most `max_bytes`; raises errors as `read_regular` does."""
         if self._objects.has(self._key(name), max_bytes):
             raise InputError(f"{self.path / name} has more than {max_bytes:,} bytes, which is more than it can need")
         found = self._objects.read(self._key(name))
