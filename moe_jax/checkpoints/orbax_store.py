@@ -22,7 +22,7 @@ from etils.epath.gpath import PosixGPath
 from moe_jax.checkpoints.saved_state import StepsInBucket
 from moe_jax.core.errors import InputError, first_line
 from moe_jax.distributed.processes import first_decides, is_first_process
-from moe_jax.files.storage_path import as_path
+from moe_jax.files.storage_path import StoragePath, as_path
 
 
 class _Orbax:
@@ -83,6 +83,45 @@ class _LiteralPath(PosixGPath):
             yield self / found
 
 
+class _StepsOnDisk:
+    """The checkpoints of a run on a disk, where Orbax manages them, with the methods of `StepsInBucket`."""
+
+    def __init__(self, directory: StoragePath, *, keep: int, context: Any):
+        self._directory = directory
+        policy = ocp.training.preservation_policies.LatestN(keep)
+        self._checkpointer = ocp.training.Checkpointer(
+            _LiteralPath(directory), context=context, preservation_policy=policy
+        )
+        self._saving: Any = None
+        self.remove_unfinished()
+
+    def save(self, step: int, leaves: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
+        self._saving = self._checkpointer.save_async(step, leaves, force=True, custom_metadata=dict(extra))
+
+    def finish(self) -> None:
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
+
+    def steps(self) -> list[int]:
+        return first_decides(lambda: [checkpoint.step for checkpoint in self._checkpointer.checkpoints])
+
+    def metadata(self, step: int) -> Any:
+        return self._checkpointer.metadata(step)
+
+    def load(self, step: int, wanted: Mapping[str, Any]) -> Any:
+        return self._checkpointer.load(step, wanted)
+
+    def close(self) -> None:
+        self._checkpointer.close()
+
+    def remove_unfinished(self) -> None:
+        # Orbax renames a complete checkpoint; one that still has the temporary name was interrupted.
+        if is_first_process():
+            for path in self._directory.glob("*.orbax-checkpoint-tmp*"):
+                path.remove_tree()
+
+
 class TrainingCheckpoints:
     """Checkpoints of one training run: written in the background, the last `keep` are kept.
 
@@ -117,19 +156,11 @@ class TrainingCheckpoints:
             return ocp.options.ArrayOptions.Saving.StorageOptions(shard_axes=(0,))
 
         context.array.saving.scoped_storage_options_creator = pieces
-        self._in_bucket: StepsInBucket | None = None
-        if not self._directory.renames:
-            with _writing(self._directory):
-                self._in_bucket = StepsInBucket(self._directory, keep=keep, orbax=ocp, context=context)
-            return
         with _writing(self._directory):
-            self._checkpointer = ocp.training.Checkpointer(
-                _LiteralPath(self._directory),
-                context=context,
-                preservation_policy=ocp.training.preservation_policies.LatestN(keep),
-            )
-        self._saving: Any = None
-        self._remove_unfinished()
+            if self._directory.renames:
+                self._kept = _StepsOnDisk(self._directory, keep=keep, context=context)
+            else:
+                self._kept = StepsInBucket(self._directory, keep=keep, orbax=ocp, context=context)
 
     def save(self, step: int, state: Any, extra: Mapping[str, Any]) -> None:
         """Starts writing a checkpoint and returns before it is written. Waits for the previous one first.
@@ -145,39 +176,18 @@ class TrainingCheckpoints:
         json.dumps(extra)  # fails here rather than in the background
         self.wait()
         leaves = {name: _plain(leaf) for name, leaf in _named_leaves(state).items()}
-        if self._in_bucket is not None:
-            with _writing(self._directory):
-                self._in_bucket.save(step, leaves, extra)
-            return
-        try:
-            with _writing(self._directory):
-                self._saving = self._checkpointer.save_async(step, leaves, force=True, custom_metadata=dict(extra))
-        except OSError:
-            self._remove_unfinished()
-            raise
+        with self._storing():
+            self._kept.save(step, leaves, extra)
 
     def wait(self) -> None:
         """Returns when the last checkpoint is on disk; raises `OSError` if it could not be written."""
-        if self._in_bucket is not None:
-            with _writing(self._directory):
-                self._in_bucket.finish()
-            return
-        saving, self._saving = self._saving, None
-        if saving is None:
-            return
-        try:
-            with _writing(self._directory):
-                saving.result()
-        except OSError:
-            self._remove_unfinished()
-            raise
+        with self._storing():
+            self._kept.finish()
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, ascending."""
         self.wait()
-        if self._in_bucket is not None:
-            return self._in_bucket.steps()
-        return first_decides(lambda: [checkpoint.step for checkpoint in self._checkpointer.checkpoints])
+        return self._kept.steps()
 
     def latest_step(self) -> int | None:
         """Step of the last complete checkpoint; None if there is none."""
@@ -200,11 +210,10 @@ class TrainingCheckpoints:
         if step not in self.steps():
             raise InputError(f"{self._directory} has no complete checkpoint of step {step}; it has {self.steps()}")
         wanted = {name: _plain_spec(leaf) for name, leaf in _named_leaves(like).items()}
-        checkpointer = self._in_bucket or self._checkpointer
-        metadata = checkpointer.metadata(step)
+        metadata = self._kept.metadata(step)
         stored = metadata.metadata
         self._check_same(step, {name: stored[name] for name in stored if name in wanted or not part}, wanted)
-        restored = checkpointer.load(step, wanted)
+        restored = self._kept.load(step, wanted)
         leaves = [
             jax.random.wrap_key_data(restored[name], impl=_key_impl(leaf)) if _is_key(leaf) else restored[name]
             for name, leaf in _named_leaves(like).items()
@@ -215,15 +224,17 @@ class TrainingCheckpoints:
     def close(self) -> None:
         """Waits for the last checkpoint and ends the background threads; raises `OSError` as `wait` does or did."""
         self.wait()
-        if self._in_bucket is None:
-            with _writing(self._directory):
-                self._checkpointer.close()
+        with _writing(self._directory):
+            self._kept.close()
 
-    def _remove_unfinished(self) -> None:
-        # Orbax renames a complete checkpoint; one that still has the temporary name was interrupted.
-        if is_first_process():
-            for path in self._directory.glob("*.orbax-checkpoint-tmp*"):
-                path.remove_tree()
+    @contextlib.contextmanager
+    def _storing(self) -> Iterator[None]:
+        try:
+            with _writing(self._directory):
+                yield
+        except OSError:
+            self._kept.remove_unfinished()
+            raise
 
     def _check_same(self, step: int, stored: Mapping[str, Any], wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None:
         problems = [f"{name} is not in the checkpoint" for name in sorted(wanted.keys() - stored.keys())]

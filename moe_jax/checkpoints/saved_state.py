@@ -98,8 +98,10 @@ class StepsInBucket:
             return self._orbax.load(self._folder(step), dict(wanted), checkpointable_name=STATE)
 
     def close(self) -> None:
-        """Waits until the checkpoint that was begun is saved."""
-        self.finish()
+        """Does nothing: no threads are left when all is saved."""
+
+    def remove_unfinished(self) -> None:
+        """Does nothing: the next run removes what does not count."""
 
     def _token(self) -> str:
         # A folder that cannot be made would be waited for by threads of Orbax, for minutes.
