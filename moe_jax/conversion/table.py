@@ -127,7 +127,7 @@ def apply_table(
     *,
     num_encoder_layers: int,
 ) -> Mapped:
-    """Determines the tensors of a model, and the pieces of its leaves.
+    """Determines the tensors of a model, and the pieces of its leaves, each covered exactly once.
 
     Args:
       table: the family's table.
@@ -136,9 +136,6 @@ def apply_table(
       layout: one of `LAYOUTS`.
       family: its name, for messages.
       num_encoder_layers: number of layers of the encoder.
-
-    Returns:
-      Every tensor and every leaf of the model, each covered exactly once.
 
     Raises:
       InputError: if the table has no row for a leaf.
@@ -238,7 +235,7 @@ def print_mapping(
     stored: Mapping[str, Any],
     console: Console,
 ) -> None:
-    """Prints which tensors and leaves correspond, by which operations, and their sizes.
+    """Prints which tensors and leaves correspond, by which operations, and their sizes; a line for all of a kind.
 
     Args:
       pieces: leaf path -> its pieces.

@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from moe_jax.conversion.config_keys import HFConfig
+from moe_jax.conversion.families import usual_keys as usual
 from moe_jax.conversion.families.family import (
     EMBEDDING,
     GATED_FFN,
@@ -19,25 +20,10 @@ from moe_jax.conversion.families.family import (
     gated_ffn,
 )
 from moe_jax.conversion.families.rope_keys import read_rope
-from moe_jax.conversion.families.usual_keys import (
-    check_heads_fill_width,
-    num_layers,
-    read_attention,
-    read_biases,
-    read_decoder,
-    read_gated_ffn,
-    same_in_all_layers,
-    uniform_moe,
-    write_activation,
-    write_biases,
-    write_decoder,
-    write_ffn,
-)
 from moe_jax.conversion.table import Ignored, Row, Table, linear, norm
 from moe_jax.core.errors import InputError, nearest, shown
 from moe_jax.models import (
     AttentionConfig,
-    FFNConfig,
     LatentConfig,
     LayerConfig,
     ModelConfig,
@@ -67,6 +53,18 @@ _LATENT_ATTENTION: Table = (
     *norm("model.layers.{i}.post_attention_layernorm", "layers/{i}/mlp_norm"),
 )
 
+_LATENT_DEFAULTS = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "attention_bias": False,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+
 # Transformers derives them and ignores the values in a file.
 _DERIVED_WIDTHS = ("head_dim", "qk_head_dim")
 
@@ -75,10 +73,11 @@ _DERIVED_WIDTHS = ("head_dim", "qk_head_dim")
 _TRAINING_KEYS = ("seq_aux", "ep_size")
 
 
-def _read_layers(
-    config: HFConfig, attention: AttentionConfig, *, gate: str, scale: float = 1.0, selection: SelectionConfig
-) -> list[LayerConfig]:
-    """Reads dense layers and MoEs: from `first_k_dense_replace` on, every `moe_layer_freq`-th layer is an MoE."""
+def _read_layers(config: HFConfig, attention: AttentionConfig, **moe_fields: Any) -> list[LayerConfig]:
+    """Reads dense layers and MoEs: from `first_k_dense_replace` on, every `moe_layer_freq`-th layer is an MoE.
+
+    Further keywords, on the gate and its selection, go to `MoEConfig`.
+    """
     first, step = config.required_integer("first_k_dense_replace"), config.integer("moe_layer_freq")
     step = 1 if step is None else step
     if first < 0 or step < 1:
@@ -87,65 +86,42 @@ def _read_layers(
         )
     # Without experts all layers are dense.
     num_experts = config.integer("n_routed_experts")
-    moes = {i for i in range(num_layers(config)) if num_experts is not None and i >= first and i % step == 0}
-    # Widths that no layer has stay unread, and are written back.
-    moe = _read_moe(config, num_experts or 0, gate, scale, selection) if moes else None
-    ffn = read_gated_ffn(config) if len(moes) < num_layers(config) else None
-    layers = []
-    for i in range(num_layers(config)):
-        mlp = moe if i in moes else ffn
-        assert mlp is not None
-        layers.append(LayerConfig(attention=attention, mlp=mlp))
-    return layers
+    moes = {i for i in range(usual.num_layers(config)) if num_experts is not None and i >= first and i % step == 0}
 
+    def read_moe() -> MoEConfig:
+        expert = usual.read_gated_ffn(config, dim="moe_intermediate_size")
+        shared = config.integer("n_shared_experts") or 0
+        if shared < 0:
+            raise InputError(f"config.json: n_shared_experts={shared} must not be negative")
+        return MoEConfig(
+            expert=expert,
+            num_experts=num_experts or 0,
+            top_k=config.required_integer("num_experts_per_tok"),
+            balance_coef=config.number("aux_loss_alpha") or 0.0,
+            universal="one" if shared else "none",
+            universal_dim=shared * expert.dim if shared else None,
+            **moe_fields,
+        )
 
-def _read_moe(config: HFConfig, num_experts: int, gate: str, scale: float, selection: SelectionConfig) -> MoEConfig:
-    expert = read_gated_ffn(config, dim="moe_intermediate_size")
-    shared = config.integer("n_shared_experts") or 0
-    if shared < 0:
-        raise InputError(f"config.json: n_shared_experts={shared} must not be negative")
-    return MoEConfig(
-        expert=expert,
-        num_experts=num_experts,
-        top_k=config.required_integer("num_experts_per_tok"),
-        gate=gate,
-        gate_scale=scale,
-        selection=selection,
-        balance_coef=config.number("aux_loss_alpha") or 0.0,
-        universal="one" if shared else "none",
-        universal_dim=shared * expert.dim if shared else None,
-    )
+    return usual.mixed_layers(config, [attention] * usual.num_layers(config), moes, read_moe)
 
 
 def _write_layers(config: ModelConfig) -> dict[str, Any]:
-    """Returns the keys that `_read_layers` reads, except for the gate and its selection.
-
-    Raises:
-      InputError: if dense layers, or MoEs, differ; or shared experts are no multiple of an expert.
-    """
+    """Returns the keys that `_read_layers` reads."""
     moes = config.moe_layers
     first = moes[0] if moes else config.num_layers
     follow = moes == tuple(range(first, config.num_layers))
-    keys: dict[str, Any] = {
-        "first_k_dense_replace": first,
-        "moe_layer_freq": 1 if follow else math.gcd(*moes),
-    }
-    dense = [i for i in range(config.num_layers) if i not in moes]
-    if dense:
-        ffn = same_in_all_layers(config, "FFN of dense layers", lambda layer: layer.mlp, among=dense)
-        assert isinstance(ffn, FFNConfig)
-        keys |= write_ffn(ffn)
-    if moes:
-        moe = uniform_moe(config, among=moes)
-        keys |= {
-            "moe_intermediate_size": moe.expert.dim,
-            "hidden_act": write_activation(moe.expert),
+
+    def moe_keys(moe: MoEConfig) -> dict[str, Any]:
+        return {
             "n_routed_experts": moe.num_experts,
             "n_shared_experts": _num_shared(config, moe),
             "num_experts_per_tok": moe.top_k,
             "aux_loss_alpha": moe.balance_coef,
         }
-    return keys
+
+    which = {"first_k_dense_replace": first, "moe_layer_freq": 1 if follow else math.gcd(*moes)}
+    return {**which, **usual.write_mixed(config, moe_keys)}
 
 
 def _num_shared(config: ModelConfig, moe: MoEConfig) -> int | None:
@@ -161,11 +137,7 @@ def _num_shared(config: ModelConfig, moe: MoEConfig) -> int | None:
 
 
 def _read_latent_attention(config: HFConfig, *, interleaved: bool) -> AttentionConfig:
-    """Reads multi-head latent attention; its scale depends on the rotary embedding.
-
-    Raises:
-      InputError: if there are fewer key-value heads than heads, or rotations that latent attention does not have.
-    """
+    """Reads multi-head latent attention; its scale depends on the rotary embedding."""
     heads, kv_heads = config.required_integer("num_attention_heads"), config.integer("num_key_value_heads")
     if kv_heads is not None and kv_heads != heads:
         raise InputError(
@@ -209,16 +181,12 @@ def _scale(config: HFConfig, attention: AttentionConfig, rope: RopeConfig) -> fl
 
 
 def _write_latent_decoder(config: ModelConfig) -> dict[str, Any]:
-    """Returns the keys that `read_decoder` and `_read_latent_attention` read.
-
-    Raises:
-      InputError: if a layer has other attention, or layers differ.
-    """
-    attention = same_in_all_layers(config, "attention", lambda layer: layer.attention)
+    """Returns the keys that `read_decoder` and `_read_latent_attention` read."""
+    attention = usual.same_in_all_layers(config, "attention", lambda layer: layer.attention)
     latent = attention.latent
     if latent is None:
         raise InputError(f"the format of {config.family!r} has latent attention only")
-    keys = write_decoder(config) | {
+    keys = usual.write_decoder(config) | {
         "kv_lora_rank": latent.kv_rank,
         "q_lora_rank": latent.q_rank,
         "qk_nope_head_dim": attention.head_dim - latent.rope_dim,
@@ -240,16 +208,16 @@ def _write_latent_decoder(config: ModelConfig) -> dict[str, Any]:
 
 def _read_v1(config: HFConfig) -> ModelConfig:
     config.must_be("scoring_func", "softmax")
-    attention = read_attention(config, biases=read_biases(config))
-    check_heads_fill_width(config, attention, "deepseek")
+    attention = usual.read_attention(config, biases=usual.read_biases(config))
+    usual.check_heads_fill_width(config, attention, "deepseek")
     # The weight of a single expert is not renormalised.
     renormalised = config.flag("norm_topk_prob") and config.integer("num_experts_per_tok") != 1
     gate = "topk_softmax" if renormalised else "softmax_topk"
-    return read_decoder(config, "deepseek", _read_layers(config, attention, gate=gate, selection=SelectionConfig()))
+    return usual.read_decoder(config, "deepseek", _read_layers(config, attention, gate=gate))
 
 
 def _write_v1(config: ModelConfig) -> dict[str, Any]:
-    keys = write_decoder(config) | _write_layers(config) | write_biases(config)
+    keys = usual.write_decoder(config) | _write_layers(config) | usual.write_biases(config)
     if config.moe_layers:
         keys["norm_topk_prob"] = config.moe(config.moe_layers[0]).gate == "topk_softmax"
     return keys
@@ -300,10 +268,10 @@ def _read_v2(config: HFConfig) -> ModelConfig:
         config,
         attention,
         gate="softmax_topk",
-        scale=config.required_number("routed_scaling_factor"),
+        gate_scale=config.required_number("routed_scaling_factor"),
         selection=_read_selection(config),
     )
-    return read_decoder(config, "deepseek_v2", layers)
+    return usual.read_decoder(config, "deepseek_v2", layers)
 
 
 def _read_selection(config: HFConfig) -> SelectionConfig:
@@ -331,19 +299,11 @@ DEEPSEEK_V2 = Family(
     name="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
     defaults={
-        "hidden_act": "silu",
+        **_LATENT_DEFAULTS,
         "intermediate_size": 11008,
         "moe_intermediate_size": 1407,
         "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "attention_bias": False,
         "mlp_bias": False,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
         "first_k_dense_replace": 0,
         "n_routed_experts": 64,
         "n_shared_experts": 2,
@@ -375,7 +335,7 @@ def _read_v3(config: HFConfig) -> ModelConfig:
         config,
         attention,
         gate="topk_sigmoid" if config.flag("norm_topk_prob") else "sigmoid_topk",
-        scale=config.required_number("routed_scaling_factor"),
+        gate_scale=config.required_number("routed_scaling_factor"),
         selection=SelectionConfig(
             bias=True,
             groups=config.required_integer("n_group"),
@@ -383,7 +343,7 @@ def _read_v3(config: HFConfig) -> ModelConfig:
             group_score="best_two",
         ),
     )
-    return read_decoder(config, "deepseek_v3", layers)
+    return usual.read_decoder(config, "deepseek_v3", layers)
 
 
 def _write_v3(config: ModelConfig) -> dict[str, Any]:
@@ -407,19 +367,11 @@ DEEPSEEK_V3 = Family(
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     defaults={
-        "hidden_act": "silu",
+        **_LATENT_DEFAULTS,
         "intermediate_size": 18432,
         "moe_intermediate_size": 2048,
         "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
         "rope_interleave": True,
-        "attention_bias": False,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
         "first_k_dense_replace": 3,
         "n_routed_experts": 256,
         "n_shared_experts": 1,

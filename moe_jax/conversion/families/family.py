@@ -102,20 +102,24 @@ class Family:
 
 EMBEDDING: Table = (Row("model.embed_tokens.weight", "embed/embedding"),)
 
-PLAIN_ATTENTION: Table = (
-    *norm("model.layers.{i}.input_layernorm", "layers/{i}/attention_norm"),
-    *linear("model.layers.{i}.self_attn.q_proj", "layers/{i}/attention/q"),
-    *linear("model.layers.{i}.self_attn.k_proj", "layers/{i}/attention/k"),
-    *linear("model.layers.{i}.self_attn.v_proj", "layers/{i}/attention/v"),
-    *linear("model.layers.{i}.self_attn.o_proj", "layers/{i}/attention/o"),
-    *norm("model.layers.{i}.post_attention_layernorm", "layers/{i}/mlp_norm"),
+PROJECTIONS: Table = tuple(
+    row
+    for name in "qkvo"
+    for row in linear(f"model.layers.{{i}}.self_attn.{name}_proj", f"layers/{{i}}/attention/{name}")
 )
 
-ATTENTION: Table = (
-    *PLAIN_ATTENTION,
+QK_NORMS: Table = (
     *norm("model.layers.{i}.self_attn.q_norm", "layers/{i}/attention/q_norm"),
     *norm("model.layers.{i}.self_attn.k_norm", "layers/{i}/attention/k_norm"),
 )
+
+PLAIN_ATTENTION: Table = (
+    *norm("model.layers.{i}.input_layernorm", "layers/{i}/attention_norm"),
+    *PROJECTIONS,
+    *norm("model.layers.{i}.post_attention_layernorm", "layers/{i}/mlp_norm"),
+)
+
+ATTENTION: Table = (*PLAIN_ATTENTION, *QK_NORMS)
 
 
 def gated_ffn(theirs: str, ours: str) -> Table:
@@ -137,9 +141,7 @@ HEAD: Table = (*norm("model.norm", "final_norm"), *LM_HEAD)
 def gated_experts(block: str, gate: str, up: str, down: str) -> Table:
     """Returns the rows of the experts of an MoE layer, in both layouts in use.
 
-    Args:
-      block: the module that holds router and experts in the per-expert layout, such as `mlp`.
-      gate, up, down: names of an expert's linear maps there, such as `gate_proj`.
+    In the per-expert layout, they are in the module `block`, and their linear maps are called `gate`, `up` and `down`.
     """
     theirs, ours = f"model.layers.{{i}}.{block}.experts.{{e}}", "layers/{i}/mlp/experts"
     fused = "model.layers.{i}.mlp.experts"

@@ -4,28 +4,20 @@ import math
 from typing import Any
 
 from moe_jax.conversion.config_keys import HFConfig
-from moe_jax.conversion.families.family import EMBEDDING, GATED_FFN, HEAD, PLAIN_ATTENTION, SCORE, Family
-from moe_jax.conversion.families.rope_keys import read_rope
-from moe_jax.conversion.families.usual_keys import (
-    FULL,
-    SLIDING,
-    dense_ffn,
-    num_layers,
-    read_activation,
-    read_attention,
-    read_biases,
-    read_decoder,
-    read_gated_ffn,
-    read_layer_types,
-    repeat_layers,
-    same_in_all_layers,
-    write_activation,
-    write_biases,
-    write_decoder,
-    write_ffn,
-    write_layer_types,
+from moe_jax.conversion.families import usual_keys as usual
+from moe_jax.conversion.families.family import (
+    EMBEDDING,
+    GATED_FFN,
+    HEAD,
+    PLAIN_ATTENTION,
+    PROJECTIONS,
+    QK_NORMS,
+    SCORE,
+    Family,
 )
-from moe_jax.conversion.table import Table, linear, norm
+from moe_jax.conversion.families.rope_keys import read_rope
+from moe_jax.conversion.families.usual_keys import FULL, SLIDING
+from moe_jax.conversion.table import Table, norm
 from moe_jax.core.errors import InputError, shown
 from moe_jax.models import FFNConfig, LayerConfig, ModelConfig, RopeConfig
 
@@ -46,7 +38,7 @@ def _read(config: HFConfig, family: str, layers: list[LayerConfig], **kwargs: An
     if d_model < 1:
         raise InputError(f"config.json: hidden_size={d_model} must be at least 1")
     # Rounded to the dtype of the activations, as in Transformers.
-    return read_decoder(config, family, layers, norm="rms_plus_one", embed_scale=math.sqrt(d_model), **kwargs)
+    return usual.read_decoder(config, family, layers, norm="rms_plus_one", embed_scale=math.sqrt(d_model), **kwargs)
 
 
 def _refuse_bidirectional(config: HFConfig) -> None:
@@ -61,17 +53,17 @@ def _refuse_bidirectional(config: HFConfig) -> None:
 def _read_gemma(config: HFConfig) -> ModelConfig:
     _refuse_bidirectional(config)
     config.require("head_dim", "intermediate_size")
-    attention = read_attention(config, biases=read_biases(config))
+    attention = usual.read_attention(config, biases=usual.read_biases(config))
     dim = config.required_integer("intermediate_size")
     ffn = FFNConfig(dim=dim, gated=True, activation=_read_activation(config))
-    return _read(config, "gemma", repeat_layers(config, attention, ffn))
+    return _read(config, "gemma", usual.repeat_layers(config, attention, ffn))
 
 
 def _read_activation(config: HFConfig) -> Any:
     """Reads `hidden_act`, in which the first configs said "gelu" and meant the approximate one."""
-    found = "gelu_tanh" if config.text("hidden_act") == "gelu" else read_activation(config)
+    found = "gelu_tanh" if config.text("hidden_act") == "gelu" else usual.read_activation(config)
     # Transformers 4 reads this key if it is given, Transformers 5 does not.
-    if config.given("hidden_activation") and read_activation(config, "hidden_activation") != found:
+    if config.given("hidden_activation") and usual.read_activation(config, "hidden_activation") != found:
         raise InputError(
             f"config.json: hidden_act is {shown(config.text('hidden_act'))}, but hidden_activation is "
             f"{shown(config.text('hidden_activation'))}; keep one"
@@ -81,9 +73,8 @@ def _read_activation(config: HFConfig) -> Any:
 
 
 def _write_gemma(config: ModelConfig) -> dict[str, Any]:
-    ffn = dense_ffn(config)
-    activation = {"hidden_activation": write_activation(ffn)}
-    return {**write_decoder(config), **write_ffn(ffn), **activation, **write_biases(config)}
+    keys = usual.write_dense(config)
+    return {**keys, "hidden_activation": keys["hidden_act"], **usual.write_biases(config)}
 
 
 GEMMA = Family(
@@ -100,12 +91,8 @@ GEMMA = Family(
 
 _FOUR_NORMS: Table = (
     *norm("model.layers.{i}.input_layernorm", "layers/{i}/attention_norm"),
-    *linear("model.layers.{i}.self_attn.q_proj", "layers/{i}/attention/q"),
-    *linear("model.layers.{i}.self_attn.k_proj", "layers/{i}/attention/k"),
-    *linear("model.layers.{i}.self_attn.v_proj", "layers/{i}/attention/v"),
-    *linear("model.layers.{i}.self_attn.o_proj", "layers/{i}/attention/o"),
-    *norm("model.layers.{i}.self_attn.q_norm", "layers/{i}/attention/q_norm"),
-    *norm("model.layers.{i}.self_attn.k_norm", "layers/{i}/attention/k_norm"),
+    *PROJECTIONS,
+    *QK_NORMS,
     *norm("model.layers.{i}.post_attention_layernorm", "layers/{i}/attention_output_norm"),
     *norm("model.layers.{i}.pre_feedforward_layernorm", "layers/{i}/mlp_norm"),
     *norm("model.layers.{i}.post_feedforward_layernorm", "layers/{i}/mlp_output_norm"),
@@ -115,17 +102,15 @@ _FOUR_NORMS: Table = (
 def _read_types(config: HFConfig, full_every: int | None) -> tuple[tuple[str, ...], int | None]:
     """Reads the type of every layer, and the window of those that have one.
 
-    Args:
-      config: the Hugging Face config.
-      full_every: if the types are left out, every layer with an index that this divides, counted from 1, has no window.
+    If the types are left out, every layer with an index that `full_every` divides, counted from 1, has no window.
     """
-    types = read_layer_types(config)
+    types = usual.read_layer_types(config)
     if types is None:
         if full_every is None or full_every < 1:
             raise InputError(
                 f"config.json: without layer_types, sliding_window_pattern={full_every} must be at least 1"
             )
-        types = tuple(SLIDING if (i + 1) % full_every else FULL for i in range(num_layers(config)))
+        types = tuple(SLIDING if (i + 1) % full_every else FULL for i in range(usual.num_layers(config)))
     return types, config.required_integer("sliding_window") if SLIDING in types else None
 
 
@@ -139,7 +124,7 @@ def _read_scale(config: HFConfig) -> float:
 
 def _write_scale(config: ModelConfig) -> dict[str, Any]:
     """Returns the key that `_read_scale` reads: an integer, as in all checkpoints, if one gives exactly this scale."""
-    scale, head_dim = same_in_all_layers(
+    scale, head_dim = usual.same_in_all_layers(
         config, "scale of scores", lambda layer: (layer.attention.scale, layer.attention.head_dim)
     )
     scalar = head_dim if scale is None else scale**-2
@@ -148,8 +133,8 @@ def _write_scale(config: ModelConfig) -> dict[str, Any]:
 
 
 def _write_four_norms(config: ModelConfig) -> dict[str, Any]:
-    ffn = write_ffn(dense_ffn(config), activation="hidden_activation")
-    return {**write_decoder(config), **ffn, **write_biases(config), **_write_scale(config)}
+    keys = usual.write_dense(config, activation="hidden_activation")
+    return {**keys, **usual.write_biases(config), **_write_scale(config)}
 
 
 # --- Gemma 2: soft caps on scores and logits, a window on every second layer ----------------------
@@ -160,14 +145,14 @@ def _read_gemma2(config: HFConfig) -> ModelConfig:
     config.require("head_dim")
     types, window = _read_types(config, full_every=2)
     same: dict[str, Any] = {
-        "biases": read_biases(config),
+        "biases": usual.read_biases(config),
         "scale": _read_scale(config),
         "score_soft_cap": config.number("attn_logit_softcapping"),
     }
-    ffn = read_gated_ffn(config, activation="hidden_activation")
+    ffn = usual.read_gated_ffn(config, activation="hidden_activation")
     layers = [
         LayerConfig(
-            attention=read_attention(config, **same, sliding_window=window if kind == SLIDING else None),
+            attention=usual.read_attention(config, **same, sliding_window=window if kind == SLIDING else None),
             mlp=ffn,
             norm_position="both",
         )
@@ -180,9 +165,9 @@ def _write_gemma2(config: ModelConfig) -> dict[str, Any]:
     caps = "soft cap on scores"
     return {
         **_write_four_norms(config),
-        "attn_logit_softcapping": same_in_all_layers(config, caps, lambda layer: layer.attention.score_soft_cap),
+        "attn_logit_softcapping": usual.same_in_all_layers(config, caps, lambda layer: layer.attention.score_soft_cap),
         "final_logit_softcapping": config.logit_soft_cap,
-        **write_layer_types(config),
+        **usual.write_layer_types(config),
     }
 
 
@@ -216,11 +201,11 @@ def _read_gemma3(config: HFConfig) -> ModelConfig:
     config.require("head_dim")
     types, window = _read_types(config, full_every=config.integer("sliding_window_pattern"))
     ropes = _read_ropes(config)
-    same: dict[str, Any] = {"biases": read_biases(config), "scale": _read_scale(config), "qk_norm": "head"}
-    ffn = read_gated_ffn(config, activation="hidden_activation")
+    same: dict[str, Any] = {"biases": usual.read_biases(config), "scale": _read_scale(config), "qk_norm": "head"}
+    ffn = usual.read_gated_ffn(config, activation="hidden_activation")
     layers = [
         LayerConfig(
-            attention=read_attention(
+            attention=usual.read_attention(
                 config,
                 **same,
                 sliding_window=window if kind == SLIDING else None,
@@ -264,14 +249,14 @@ def _read_ropes(config: HFConfig) -> dict[str, RopeConfig]:
 
 def _write_gemma3(config: ModelConfig) -> dict[str, Any]:
     final = {"final_logit_softcapping": config.logit_soft_cap}
-    keys = {**_write_four_norms(config), **final, **write_layer_types(config)}
+    keys = {**_write_four_norms(config), **final, **usual.write_layer_types(config)}
     types = keys["layer_types"]
     if "type" in (keys["rope_scaling"] or {}):
         # All releases that read the family know the newer name, and the newest ignores the older one.
         keys["rope_scaling"] = {"rope_type": keys["rope_scaling"].pop("type"), **keys["rope_scaling"]}
     if SLIDING in types:
         sliding = [i for i, kind in enumerate(types) if kind == SLIDING]
-        local = same_in_all_layers(config, "rotary embedding of windows", config.rope_of, among=sliding)
+        local = usual.same_in_all_layers(config, "rotary embedding of windows", config.rope_of, among=sliding)
         keys["rope_local_base_freq"] = local.theta
     # Releases before 4.53 know no types of layers; in them every n-th layer is without a window.
     every = types.index(FULL) + 1 if FULL in types else len(types) + 1

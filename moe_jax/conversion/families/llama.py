@@ -3,47 +3,37 @@
 from typing import Any
 
 from moe_jax.conversion.config_keys import HFConfig
+from moe_jax.conversion.families import usual_keys as usual
 from moe_jax.conversion.families.family import ATTENTION, EMBEDDING, GATED_FFN, HEAD, SCORE, Family, gated_experts
-from moe_jax.conversion.families.usual_keys import (
-    dense_ffn,
-    read_attention,
-    read_biases,
-    read_decoder,
-    read_gated_ffn,
-    repeat_layers,
-    uniform_moe,
-    write_biases,
-    write_decoder,
-    write_ffn,
-    write_window,
-)
 from moe_jax.conversion.table import FUSED, PER_EXPERT, linear
 from moe_jax.models import ModelConfig, MoEConfig
 
+_DEFAULTS = {
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MISTRAL_DEFAULTS = {**_DEFAULTS, "num_key_value_heads": 8, "max_position_embeddings": 4096 * 32}
+
 
 def _read_llama(config: HFConfig) -> ModelConfig:
-    attention = read_attention(config, biases=read_biases(config))
-    ffn = read_gated_ffn(config, bias=config.flag("mlp_bias"))
-    return read_decoder(config, "llama", repeat_layers(config, attention, ffn))
+    attention = usual.read_attention(config, biases=usual.read_biases(config))
+    ffn = usual.read_gated_ffn(config, bias=config.flag("mlp_bias"))
+    return usual.read_decoder(config, "llama", usual.repeat_layers(config, attention, ffn))
 
 
 def _write_llama(config: ModelConfig) -> dict[str, Any]:
-    ffn = dense_ffn(config)
-    return {**write_decoder(config), **write_ffn(ffn), **write_biases(config), "mlp_bias": ffn.bias}
+    return {**usual.write_dense(config), **usual.write_biases(config), "mlp_bias": config.ffn(0).bias}
 
 
 LLAMA = Family(
     name="llama",
     architecture="LlamaForCausalLM",
     classifier=SCORE,
-    defaults={
-        "hidden_act": "silu",
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
+    defaults=_DEFAULTS,
     read=_read_llama,
     write=_write_llama,
     table=(*EMBEDDING, *ATTENTION, *GATED_FFN, *HEAD),
@@ -54,29 +44,19 @@ LLAMA = Family(
 
 
 def _read_mistral(config: HFConfig) -> ModelConfig:
-    attention = read_attention(config, sliding_window=config.integer("sliding_window"))
-    return read_decoder(config, "mistral", repeat_layers(config, attention, read_gated_ffn(config)))
+    attention = usual.read_attention(config, sliding_window=config.integer("sliding_window"))
+    return usual.read_decoder(config, "mistral", usual.repeat_layers(config, attention, usual.read_gated_ffn(config)))
 
 
 def _write_mistral(config: ModelConfig) -> dict[str, Any]:
-    ffn = dense_ffn(config)
-    return {**write_decoder(config), **write_ffn(ffn), **write_window(config)}
+    return {**usual.write_dense(config), **usual.write_window(config)}
 
 
 MISTRAL = Family(
     name="mistral",
     architecture="MistralForCausalLM",
     classifier=SCORE,
-    defaults={
-        "num_key_value_heads": 8,
-        "hidden_act": "silu",
-        "max_position_embeddings": 4096 * 32,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "sliding_window": 4096,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
+    defaults={**_MISTRAL_DEFAULTS, "sliding_window": 4096},
     read=_read_mistral,
     write=_write_mistral,
     table=LLAMA.table,
@@ -88,26 +68,26 @@ MISTRAL = Family(
 
 def _read_mixtral(config: HFConfig) -> ModelConfig:
     config.require("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef")
-    attention = read_attention(config, sliding_window=config.integer("sliding_window"))
+    attention = usual.read_attention(config, sliding_window=config.integer("sliding_window"))
     moe = MoEConfig(
-        expert=read_gated_ffn(config),
+        expert=usual.read_gated_ffn(config),
         num_experts=config.required_integer("num_local_experts"),
         top_k=config.required_integer("num_experts_per_tok"),
         gate="topk_softmax",
         balance_coef=config.required_number("router_aux_loss_coef"),
     )
-    return read_decoder(config, "mixtral", repeat_layers(config, attention, moe))
+    return usual.read_decoder(config, "mixtral", usual.repeat_layers(config, attention, moe))
 
 
 def _write_mixtral(config: ModelConfig) -> dict[str, Any]:
-    moe = uniform_moe(config)
+    moe = usual.uniform_moe(config)
     return {
-        **write_decoder(config),
-        **write_ffn(moe.expert),
+        **usual.write_decoder(config),
+        **usual.write_ffn(moe.expert),
         "num_local_experts": moe.num_experts,
         "num_experts_per_tok": moe.top_k,
         "router_aux_loss_coef": moe.balance_coef,
-        **write_window(config),
+        **usual.write_window(config),
     }
 
 
@@ -116,16 +96,12 @@ MIXTRAL = Family(
     architecture="MixtralForCausalLM",
     classifier=SCORE,
     defaults={
-        "num_key_value_heads": 8,
-        "hidden_act": "silu",
-        "max_position_embeddings": 4096 * 32,
+        **_MISTRAL_DEFAULTS,
         "rms_norm_eps": 1e-5,
         "rope_theta": 1e6,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
         "router_aux_loss_coef": 0.001,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
     },
     read=_read_mixtral,
     write=_write_mixtral,

@@ -6,14 +6,8 @@ Transformers does not have it: the model's definition, `modeling_qwen.py`, is pu
 from typing import Any
 
 from moe_jax.conversion.config_keys import HFConfig
+from moe_jax.conversion.families import usual_keys as usual
 from moe_jax.conversion.families.family import Family
-from moe_jax.conversion.families.usual_keys import (
-    dense_ffn,
-    read_decoder,
-    repeat_layers,
-    same_in_all_layers,
-    write_tokens,
-)
 from moe_jax.conversion.table import Ignored, Row, Tied, linear, norm
 from moe_jax.core.errors import InputError
 from moe_jax.data.tiktoken_file import qwen_tokenizer
@@ -36,10 +30,10 @@ def _read(config: HFConfig) -> ModelConfig:
         theta=config.required_number("rotary_emb_base"),
         fraction=config.required_number("rotary_pct"),
     )
-    return read_decoder(
+    return usual.read_decoder(
         config,
         "qwen",
-        repeat_layers(config, attention, ffn),
+        usual.repeat_layers(config, attention, ffn),
         eps="layer_norm_epsilon",
         positions="seq_length",
         rope=rope,
@@ -70,8 +64,8 @@ def _read_ffn(config: HFConfig, *, bias: bool) -> FFNConfig:
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    ffn = dense_ffn(config)
-    heads, width = same_in_all_layers(
+    ffn = usual.dense_ffn(config)
+    heads, width = usual.same_in_all_layers(
         config, "choice of heads (query, width)", lambda layer: (layer.attention.num_heads, layer.attention.head_dim)
     )
     return {
@@ -88,7 +82,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "no_bias": not ffn.bias,
         "scale_attn_weights": True,
         "tie_word_embeddings": config.tie_embeddings,
-        **write_tokens(config),
+        **usual.write_tokens(config),
         "torch_dtype": config.dtype,
         **({} if config.bounded_positions else dict.fromkeys(_BEYOND_TRAINING, False)),
     }

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from moe_jax.conversion.config_keys import HFConfig
+from moe_jax.conversion.families import usual_keys as usual
 from moe_jax.conversion.families.family import (
     ATTENTION,
     EMBEDDING,
@@ -15,29 +16,25 @@ from moe_jax.conversion.families.family import (
     gated_experts,
     gated_ffn,
 )
-from moe_jax.conversion.families.usual_keys import (
-    FULL,
-    SLIDING,
-    dense_ffn,
-    num_layers,
-    read_attention,
-    read_biases,
-    read_decoder,
-    read_gated_ffn,
-    read_layer_types,
-    same_in_all_layers,
-    uniform_moe,
-    write_activation,
-    write_biases,
-    write_decoder,
-    write_ffn,
-    write_layer_types,
-    write_window,
-)
+from moe_jax.conversion.families.usual_keys import FULL, SLIDING
 from moe_jax.conversion.table import linear
 from moe_jax.core.errors import InputError
 from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig, MoEConfig
 
+_DEFAULTS = {
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+}
+_MOE_DEFAULTS = {
+    **_DEFAULTS,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": False,
+    "router_aux_loss_coef": 0.001,
+}
 _ROUTER = linear("model.layers.{i}.mlp.gate", "layers/{i}/mlp/router")
 _EXPERTS = gated_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj")
 
@@ -49,11 +46,9 @@ def _read_windows(
 ) -> list[int | None]:
     """Reads the window of every layer. If windows are switched off, the keys about them stay unread.
 
-    Args:
-      config: the Hugging Face config.
-      slides: whether a layer has the window, if there are no `layer_types`: from its index and `max_window_layers`.
+    Without `layer_types`, a layer has the window if `slides(its index, max_window_layers)`.
     """
-    count, types = num_layers(config), read_layer_types(config)
+    count, types = usual.num_layers(config), usual.read_layer_types(config)
     if not config.flag("use_sliding_window"):
         if types is not None and SLIDING in types:
             raise InputError(f"config.json: layer_types has {SLIDING!r}, but use_sliding_window is not true")
@@ -68,7 +63,7 @@ def _read_windows(
 
 
 def _write_windows(config: ModelConfig) -> dict[str, Any]:
-    keys = write_layer_types(config)
+    keys = usual.write_layer_types(config)
     if "sliding_window" not in keys:
         return {"use_sliding_window": False}
     # Transformers 5 reads the types; older releases read the index of the first layer with a window.
@@ -81,32 +76,18 @@ def _write_windows(config: ModelConfig) -> dict[str, Any]:
 def _read_layers(
     config: HFConfig, attention: Sequence[AttentionConfig], *, shared_expert: str | None = None
 ) -> list[LayerConfig]:
-    """Reads layers with the given attention, each with an MoE or an FFN.
-
-    Args:
-      config: the Hugging Face config.
-      attention: of every layer.
-      shared_expert: the key of the width of a shared expert with a sigmoid gate; None: there is none.
-    """
+    """Reads layers with an MoE or an FFN; `shared_expert` is the key of the width of an expert that all tokens see."""
     step, dense = config.required_integer("decoder_sparse_step"), config.integers("mlp_only_layers", lists_only=True)
     if step < 1:
         raise InputError(f"config.json: decoder_sparse_step={step} must be at least 1")
-    moe_layers = set(range(step - 1, num_layers(config), step)) - set(dense)
-    moe = _read_moe(config, shared_expert) if moe_layers else None
-    # A width of dense layers that no layer has stays unread, and is written back.
-    ffn = read_gated_ffn(config) if len(moe_layers) < num_layers(config) else None
-    layers = []
-    for i, one in enumerate(attention):
-        mlp = moe if i in moe_layers else ffn
-        assert mlp is not None
-        layers.append(LayerConfig(attention=one, mlp=mlp))
-    return layers
+    moes = set(range(step - 1, usual.num_layers(config), step)) - set(dense)
+    return usual.mixed_layers(config, attention, moes, lambda: _read_moe(config, shared_expert))
 
 
 def _read_moe(config: HFConfig, shared_expert: str | None) -> MoEConfig:
     config.require("num_experts_per_tok", "router_aux_loss_coef")
     return MoEConfig(
-        expert=read_gated_ffn(config, dim="moe_intermediate_size"),
+        expert=usual.read_gated_ffn(config, dim="moe_intermediate_size"),
         num_experts=_read_num_experts(config),
         top_k=config.required_integer("num_experts_per_tok"),
         gate="topk_softmax" if config.flag("norm_topk_prob") else "softmax_topk",
@@ -129,62 +110,42 @@ def _read_num_experts(config: HFConfig) -> int:
 
 
 def _write_layers(config: ModelConfig, *, shared_expert: str | None = None) -> dict[str, Any]:
-    dense = [i for i in range(config.num_layers) if i not in config.moe_layers]
-    # The largest step that passes every MoE; without any, all layers are listed as dense.
-    step = math.gcd(*(i + 1 for i in config.moe_layers)) or 1
-    keys: dict[str, Any] = {
-        "decoder_sparse_step": step,
-        "mlp_only_layers": [i for i in dense if (i + 1) % step == 0],
-    }
-    if dense:
-        same_in_all_layers(config, "FFN of dense layers", lambda layer: layer.mlp, among=dense)
-        keys |= write_ffn(config.ffn(dense[0]))
-    if config.moe_layers:
-        moe = uniform_moe(config, among=config.moe_layers)
-        keys |= {
-            "moe_intermediate_size": moe.expert.dim,
-            "hidden_act": write_activation(moe.expert),
+    def moe_keys(moe: MoEConfig) -> dict[str, Any]:
+        return {
             "num_experts": moe.num_experts,
             "num_experts_per_tok": moe.top_k,
             "norm_topk_prob": moe.gate == "topk_softmax",
             "router_aux_loss_coef": moe.balance_coef,
+            **({} if shared_expert is None else {shared_expert: moe.universal_ffn.dim}),
         }
-        if shared_expert is not None:
-            keys[shared_expert] = moe.universal_ffn.dim
-    return keys
+
+    # The largest step that passes every MoE; without any, all layers are listed as dense.
+    step = math.gcd(*(i + 1 for i in config.moe_layers)) or 1
+    dense = [i for i in range(step - 1, config.num_layers, step) if i not in config.moe_layers]
+    return {"decoder_sparse_step": step, "mlp_only_layers": dense, **usual.write_mixed(config, moe_keys)}
 
 
 # --- Qwen2: biases on queries, keys and values; optionally a window on some layers ----------------
 
 
 def _read_qwen2(config: HFConfig) -> ModelConfig:
-    ffn = read_gated_ffn(config)
+    ffn = usual.read_gated_ffn(config)
     layers = [
-        LayerConfig(attention=read_attention(config, biases=("q", "k", "v"), sliding_window=window), mlp=ffn)
+        LayerConfig(attention=usual.read_attention(config, biases=("q", "k", "v"), sliding_window=window), mlp=ffn)
         for window in _read_windows(config)
     ]
-    return read_decoder(config, "qwen2", layers)
+    return usual.read_decoder(config, "qwen2", layers)
 
 
 def _write_qwen2(config: ModelConfig) -> dict[str, Any]:
-    ffn = dense_ffn(config)
-    return {**write_decoder(config), **write_ffn(ffn), **_write_windows(config)}
+    return {**usual.write_dense(config), **_write_windows(config)}
 
 
 QWEN2 = Family(
     name="qwen2",
     architecture="Qwen2ForCausalLM",
     classifier=SCORE,
-    defaults={
-        "num_key_value_heads": 32,
-        "hidden_act": "silu",
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "use_sliding_window": False,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-    },
+    defaults={**_DEFAULTS, "num_key_value_heads": 32, "max_window_layers": 28},
     read=_read_qwen2,
     write=_write_qwen2,
     table=(*EMBEDDING, *ATTENTION, *GATED_FFN, *HEAD),
@@ -196,38 +157,26 @@ QWEN2 = Family(
 
 def _read_qwen3(config: HFConfig) -> ModelConfig:
     config.require("head_dim")
-    biases, ffn = read_biases(config), read_gated_ffn(config)
+    biases, ffn = usual.read_biases(config), usual.read_gated_ffn(config)
     layers = [
         LayerConfig(
-            attention=read_attention(config, biases=biases, qk_norm="head", sliding_window=window),
+            attention=usual.read_attention(config, biases=biases, qk_norm="head", sliding_window=window),
             mlp=ffn,
         )
         for window in _read_windows(config)
     ]
-    return read_decoder(config, "qwen3", layers)
+    return usual.read_decoder(config, "qwen3", layers)
 
 
 def _write_qwen3(config: ModelConfig) -> dict[str, Any]:
-    ffn = dense_ffn(config)
-    return {**write_decoder(config), **write_ffn(ffn), **write_biases(config), **_write_windows(config)}
+    return {**usual.write_dense(config), **usual.write_biases(config), **_write_windows(config)}
 
 
 QWEN3 = Family(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
     classifier=SCORE,
-    defaults={
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "attention_bias": False,
-        "use_sliding_window": False,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-    },
+    defaults={**QWEN2.defaults, "head_dim": 128, "attention_bias": False},
     read=_read_qwen3,
     write=_write_qwen3,
     table=QWEN2.table,
@@ -240,17 +189,17 @@ _SHARED_EXPERT = "shared_expert_intermediate_size"
 
 
 def _read_qwen2_moe(config: HFConfig) -> ModelConfig:
-    biases = read_biases(config, "qkv_bias", ("q", "k", "v"))
+    biases = usual.read_biases(config, "qkv_bias", ("q", "k", "v"))
     # Unlike in Qwen2, windows are in every second layer, and below `max_window_layers`.
     windows = _read_windows(config, slides=lambda i, limit: i % 2 == 0 and i < limit)
-    attention = [read_attention(config, biases=biases, sliding_window=window) for window in windows]
-    return read_decoder(config, "qwen2_moe", _read_layers(config, attention, shared_expert=_SHARED_EXPERT))
+    attention = [usual.read_attention(config, biases=biases, sliding_window=window) for window in windows]
+    return usual.read_decoder(config, "qwen2_moe", _read_layers(config, attention, shared_expert=_SHARED_EXPERT))
 
 
 def _write_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
     return {
-        **write_decoder(config),
-        **write_biases(config, "qkv_bias", "q/k/v bias"),
+        **usual.write_decoder(config),
+        **usual.write_biases(config, "qkv_bias", "q/k/v bias"),
         **_write_windows(config),
         **_write_layers(config, shared_expert=_SHARED_EXPERT),
     }
@@ -261,23 +210,15 @@ QWEN2_MOE = Family(
     architecture="Qwen2MoeForCausalLM",
     classifier=SCORE,
     defaults={
+        **_MOE_DEFAULTS,
         "num_key_value_heads": 16,
-        "hidden_act": "silu",
         "intermediate_size": 5632,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
         "qkv_bias": True,
-        "use_sliding_window": False,
-        "sliding_window": 4096,
         "max_window_layers": 28,
-        "decoder_sparse_step": 1,
         "moe_intermediate_size": 1408,
         _SHARED_EXPERT: 5632,
         "num_experts": 60,
         "num_experts_per_tok": 4,
-        "norm_topk_prob": False,
-        "router_aux_loss_coef": 0.001,
     },
     read=_read_qwen2_moe,
     write=_write_qwen2_moe,
@@ -300,15 +241,15 @@ QWEN2_MOE = Family(
 def _read_qwen3_moe(config: HFConfig) -> ModelConfig:
     # Unlike in Qwen3, all layers have the window: `max_window_layers` and `layer_types` have no effect.
     window = config.integer("sliding_window") if config.flag("use_sliding_window") else None
-    attention = read_attention(config, biases=read_biases(config), qk_norm="head", sliding_window=window)
-    return read_decoder(config, "qwen3_moe", _read_layers(config, [attention] * num_layers(config)))
+    attention = usual.read_attention(config, biases=usual.read_biases(config), qk_norm="head", sliding_window=window)
+    return usual.read_decoder(config, "qwen3_moe", _read_layers(config, [attention] * usual.num_layers(config)))
 
 
 def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
-    window = write_window(config)["sliding_window"]
+    window = usual.write_window(config)["sliding_window"]
     return {
-        **write_decoder(config),
-        **write_biases(config),
+        **usual.write_decoder(config),
+        **usual.write_biases(config),
         "use_sliding_window": window is not None,
         **({} if window is None else {"sliding_window": window}),
         **_write_layers(config),
@@ -320,21 +261,13 @@ QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
     classifier=SCORE,
     defaults={
+        **_MOE_DEFAULTS,
         "num_key_value_heads": 4,
-        "hidden_act": "silu",
         "intermediate_size": 6144,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
         "attention_bias": False,
-        "use_sliding_window": False,
-        "sliding_window": 4096,
-        "decoder_sparse_step": 1,
         "moe_intermediate_size": 768,
         "num_experts": 128,
         "num_experts_per_tok": 8,
-        "norm_topk_prob": False,
-        "router_aux_loss_coef": 0.001,
     },
     harmless=("max_window_layers", "layer_types"),  # see `_read_qwen3_moe`
     read=_read_qwen3_moe,

@@ -6,46 +6,36 @@ In StableLM-2 12B, attention and FFN stand in parallel after one norm, and every
 from typing import Any
 
 from moe_jax.conversion.config_keys import HFConfig
+from moe_jax.conversion.families import usual_keys as usual
 from moe_jax.conversion.families.family import EMBEDDING, GATED_FFN, HEAD, PLAIN_ATTENTION, SCORE, Family
-from moe_jax.conversion.families.usual_keys import (
-    check_heads_fill_width,
-    dense_ffn,
-    num_layers,
-    read_attention,
-    read_biases,
-    read_decoder,
-    read_gated_ffn,
-    same_in_all_layers,
-    write_biases,
-    write_decoder,
-    write_ffn,
-)
 from moe_jax.conversion.table import norm
 from moe_jax.models import LayerConfig, ModelConfig
 
 
 def _read(config: HFConfig) -> ModelConfig:
-    attention = read_attention(
+    attention = usual.read_attention(
         config,
-        biases=read_biases(config, "use_qkv_bias", ("q", "k", "v")),
+        biases=usual.read_biases(config, "use_qkv_bias", ("q", "k", "v")),
         qk_norm="head_layer" if config.flag("qk_layernorm") else "none",
     )
-    check_heads_fill_width(config, attention, "stablelm")
+    usual.check_heads_fill_width(config, attention, "stablelm")
     parallel = config.flag("use_parallel_residual")
-    layer = LayerConfig(attention=attention, mlp=read_gated_ffn(config), parallel=parallel, shared_norm=parallel)
-    return read_decoder(config, "stablelm", [layer] * num_layers(config), norm="layer", eps="layer_norm_eps")
+    layer = LayerConfig(attention=attention, mlp=usual.read_gated_ffn(config), parallel=parallel, shared_norm=parallel)
+    return usual.read_decoder(
+        config, "stablelm", [layer] * usual.num_layers(config), norm="layer", eps="layer_norm_eps"
+    )
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    ffn = dense_ffn(config)
     return {
-        **write_decoder(config, eps="layer_norm_eps"),
-        **write_ffn(ffn),
+        **usual.write_dense(config, eps="layer_norm_eps"),
         # Written even if the whole head is rotated: the default is a quarter.
         "partial_rotary_factor": config.rope.fraction,
-        **write_biases(config, "use_qkv_bias"),
-        "qk_layernorm": same_in_all_layers(config, "q/k norm", lambda layer: layer.attention.qk_norm) != "none",
-        "use_parallel_residual": same_in_all_layers(config, "order of attention and FFN", lambda layer: layer.parallel),
+        **usual.write_biases(config, "use_qkv_bias"),
+        "qk_layernorm": usual.same_in_all_layers(config, "q/k norm", lambda layer: layer.attention.qk_norm) != "none",
+        "use_parallel_residual": usual.same_in_all_layers(
+            config, "order of attention and FFN", lambda layer: layer.parallel
+        ),
     }
 
 

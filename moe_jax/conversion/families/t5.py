@@ -5,18 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from moe_jax.conversion.config_keys import HFConfig
+from moe_jax.conversion.families import usual_keys as usual
 from moe_jax.conversion.families.family import Classifier, Family
-from moe_jax.conversion.families.usual_keys import (
-    ACTIVATIONS,
-    dense_ffn,
-    read_activation,
-    read_dtype,
-    read_eos,
-    same_in_all_layers,
-    uniform_moe,
-    write_activation,
-    write_tokens,
-)
 from moe_jax.conversion.table import Ignored, Row, Table, Tied, linear, norm
 from moe_jax.core.errors import InputError, shown
 from moe_jax.models import (
@@ -106,13 +96,9 @@ def _read_encoder_decoder(
     *,
     scaled_head: bool,
 ) -> ModelConfig:
-    """Reads everything but the FFNs and MoEs, one for each layer.
+    """Reads everything but the FFNs and MoEs of the layers of `encoder` and `decoder`.
 
-    Args:
-      config: the Hugging Face config.
-      family: becomes `ModelConfig.family`.
-      encoder, decoder: FFN or MoE of each of their layers.
-      scaled_head: logits are multiplied by `1 / sqrt(d_model)`.
+    If the head is scaled, logits are multiplied by `1 / sqrt(d_model)`.
     """
     config.must_be("is_encoder_decoder", True)
     vocab_size, d_model = config.required_integer("vocab_size"), config.required_integer("d_model")
@@ -132,7 +118,7 @@ def _read_encoder_decoder(
     if start is None:
         start = config.required_integer("pad_token_id")
         config.keep("pad_token_id", start)
-    eos = read_eos(config, vocab_size)
+    eos = usual.read_eos(config, vocab_size)
     return ModelConfig(
         family=family,
         vocab_size=vocab_size,
@@ -151,7 +137,7 @@ def _read_encoder_decoder(
         logit_scale=d_model**-0.5 if scaled_head and d_model > 0 else 1.0,
         bos_id=config.integer("bos_token_id"),
         eos_ids=eos,
-        dtype=read_dtype(config),
+        dtype=usual.read_dtype(config),
         foreign=config.unread_keys(),
     )
 
@@ -160,7 +146,7 @@ def _write_encoder_decoder(config: ModelConfig) -> dict[str, Any]:
     """Writes the keys that `_read_encoder_decoder` and `_read_lengths` read."""
     if not config.has_encoder:
         raise InputError(f"the format of {config.family!r} holds models with an encoder and a decoder, and no others")
-    heads, width, bias = same_in_all_layers(
+    heads, width, bias = usual.same_in_all_layers(
         config,
         "choice of heads (number, width) and relative biases",
         lambda layer: (layer.attention.num_heads, layer.attention.head_dim, layer.attention.relative_bias),
@@ -181,7 +167,7 @@ def _write_encoder_decoder(config: ModelConfig) -> dict[str, Any]:
         "layer_norm_epsilon": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
         "decoder_start_token_id": config.decoder_start_id,
-        **write_tokens(config),
+        **usual.write_tokens(config),
         "torch_dtype": config.dtype,
     }
 
@@ -209,19 +195,19 @@ def _read_ffn(config: HFConfig) -> FFNConfig:
     kind, _, name = given.rpartition("-")
     if given == "gated-gelu":
         name = "gelu_new"
-    if kind not in ("", "gated") or name not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
+    if kind not in ("", "gated") or name not in usual.ACTIVATIONS:
+        known = ", ".join(usual.ACTIVATIONS)
         raise InputError(
             f"config.json: unknown feed_forward_proj {shown(given)}; known: {known}, each also after 'gated-'"
         )
     is_gated = kind == "gated"
     config.must_be("dense_act_fn", name)
     config.must_be("is_gated_act", is_gated)
-    return FFNConfig(dim=config.required_integer("d_ff"), gated=is_gated, activation=ACTIVATIONS[name])
+    return FFNConfig(dim=config.required_integer("d_ff"), gated=is_gated, activation=usual.ACTIVATIONS[name])
 
 
 def _write_t5(config: ModelConfig) -> dict[str, Any]:
-    keys, ffn = _write_encoder_decoder(config), dense_ffn(config)
+    keys, ffn = _write_encoder_decoder(config), usual.dense_ffn(config)
     projection = f"gated-{_NAMES[ffn.activation]}" if ffn.gated else _NAMES[ffn.activation]
     keys |= {"d_ff": ffn.dim, "feed_forward_proj": projection.replace("gated-gelu_new", "gated-gelu")}
     is_scaled = config.logit_scale != 1.0
@@ -270,7 +256,7 @@ T5 = Family(
 def _read_switch(config: HFConfig) -> ModelConfig:
     for key, value in _FIXED.items():
         config.must_be(key, value)
-    activation = read_activation(config, "dense_act_fn")
+    activation = usual.read_activation(config, "dense_act_fn")
     ffn = FFNConfig(dim=config.required_integer("d_ff"), gated=False, activation=activation)
     stacks = []
     for stack, count in zip(("encoder", "decoder"), _read_lengths(config), strict=True):
@@ -302,10 +288,9 @@ def _sparse_step(sparse: int, count: int) -> int:
 
 
 def _is_sparse(sparse: int, count: int) -> list[bool]:
-    """Returns for each of `count` layers whether it is an MoE, if `sparse` of them shall be.
+    """Returns for each of `count` layers whether it is an MoE, if `sparse` shall be, as Transformers computes it.
 
-    As Transformers computes it: if `sparse` is 0, the second layer is one all the same, and if it is above `count` none
-    is.
+    If `sparse` is 0, the second layer is one all the same, and if it is above `count` none is.
     """
     step = _sparse_step(sparse, count)
     return [step > 0 and (i % step == 1 or step == 1) for i in range(count)]
@@ -315,8 +300,8 @@ def _write_switch(config: ModelConfig) -> dict[str, Any]:
     if not config.tie_embeddings:
         raise InputError(f"in the format of {config.family!r} the head is the embedding, and this model has its own")
     keys = _write_encoder_decoder(config)
-    ffn = same_in_all_layers(config, "shape of FFNs and experts", _ffn)
-    keys |= {"d_ff": ffn.dim, "dense_act_fn": write_activation(ffn)}
+    ffn = usual.same_in_all_layers(config, "shape of FFNs and experts", _ffn)
+    keys |= {"d_ff": ffn.dim, "dense_act_fn": usual.write_activation(ffn)}
     first = config.num_encoder_layers
     for stack, layers in (("encoder", config.layers[:first]), ("decoder", config.layers[first:])):
         is_moe = [isinstance(layer.mlp, MoEConfig) for layer in layers]
@@ -329,7 +314,7 @@ def _write_switch(config: ModelConfig) -> dict[str, Any]:
         # If several numbers give these layers, the true one is taken if it is among them.
         keys[f"num_sparse_{stack}_layers"] = min(fitting, key=lambda n: abs(n - sum(is_moe)))
     if config.moe_layers:
-        moe = uniform_moe(config, among=config.moe_layers)
+        moe = usual.uniform_moe(config, among=config.moe_layers)
         keys |= {
             "num_experts": moe.num_experts,
             "router_aux_loss_coef": moe.balance_coef,

@@ -1,6 +1,6 @@
 """Keys of config.json that most families have, read and written."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, TypeVar
 
 from moe_jax.conversion.config_keys import HFConfig
@@ -27,11 +27,7 @@ ACTIVATIONS: dict[str, Any] = {
 
 
 def read_attention(config: HFConfig, *, biases: Projections = (), **kwargs: Any) -> AttentionConfig:
-    """Reads numbers of heads and head widths; further keywords go to `AttentionConfig`.
-
-    Raises:
-      InputError: if the width is not a multiple of the heads and no head_dim is given.
-    """
+    """Reads numbers of heads and head widths; further keywords go to `AttentionConfig`."""
     config.require("hidden_size", "num_attention_heads")
     d_model, num_heads = config.required_integer("hidden_size"), config.required_integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads")
@@ -82,11 +78,7 @@ def read_gated_ffn(
 
 
 def read_activation(config: HFConfig, key: str = "hidden_act") -> Any:
-    """Returns our name of the activation that `key` names.
-
-    Raises:
-      InputError: if there is none, or it is unknown.
-    """
+    """Returns our name of the activation that `key` names; raises `InputError` if it is unknown."""
     config.require(key)
     name = config.text(key) or ""
     if name not in ACTIVATIONS:
@@ -160,6 +152,23 @@ def repeat_layers(config: HFConfig, attention: AttentionConfig, mlp: FFNConfig |
     return [LayerConfig(attention=attention, mlp=mlp)] * num_layers(config)
 
 
+def mixed_layers(
+    config: HFConfig, attention: Sequence[AttentionConfig], moes: Collection[int], read_moe: Callable[[], MoEConfig]
+) -> list[LayerConfig]:
+    """Returns layers with the given attention, of which those with the indices `moes` have an MoE, and others an FFN.
+
+    What no layer has is not read, and so is written back.
+    """
+    moe = read_moe() if moes else None
+    ffn = read_gated_ffn(config) if len(moes) < num_layers(config) else None
+    layers = []
+    for i, one in enumerate(attention):
+        mlp = moe if i in moes else ffn
+        assert mlp is not None
+        layers.append(LayerConfig(attention=one, mlp=mlp))
+    return layers
+
+
 def num_layers(config: HFConfig) -> int:
     """Reads the number of layers, at least 1 and at most the largest possible number."""
     count = config.required_integer("num_hidden_layers")
@@ -170,11 +179,7 @@ def num_layers(config: HFConfig) -> int:
 
 
 def read_layer_types(config: HFConfig) -> tuple[str, ...] | None:
-    """Reads `FULL` or `SLIDING` for every layer; None: the config does not say.
-
-    Raises:
-      InputError: if the types of layers are not one per layer, or are unknown.
-    """
+    """Reads `FULL` or `SLIDING` for every layer; None: the config does not say."""
     count, types = num_layers(config), config.texts("layer_types")
     if types is not None and (len(types) != count or not set(types) <= {FULL, SLIDING}):
         raise InputError(
@@ -206,6 +211,12 @@ def write_decoder(config: ModelConfig, *, eps: str = "rms_norm_eps") -> dict[str
     }
 
 
+def write_dense(config: ModelConfig, *, eps: str = "rms_norm_eps", activation: str = "hidden_act") -> dict[str, Any]:
+    """Writes what `write_decoder` and `write_ffn` write of a model whose layers all have the same FFN."""
+    ffn = dense_ffn(config)
+    return {**write_decoder(config, eps=eps), **write_ffn(ffn, activation=activation)}
+
+
 def write_tokens(config: ModelConfig) -> dict[str, Any]:
     """Writes the tokens that begin and end a text."""
     eos = config.eos_ids[0] if len(config.eos_ids) == 1 else list(config.eos_ids) or None
@@ -215,6 +226,19 @@ def write_tokens(config: ModelConfig) -> dict[str, Any]:
 def write_ffn(ffn: FFNConfig, *, activation: str = "hidden_act") -> dict[str, Any]:
     """Writes the keys that `read_gated_ffn` reads."""
     return {"intermediate_size": ffn.dim, activation: write_activation(ffn)}
+
+
+def write_mixed(config: ModelConfig, moe_keys: Callable[[MoEConfig], dict[str, Any]]) -> dict[str, Any]:
+    """Writes the FFN that all dense layers share, and the experts and further keys of the MoE that all others share."""
+    keys: dict[str, Any] = {}
+    dense = [i for i in range(config.num_layers) if i not in config.moe_layers]
+    if dense:
+        same_in_all_layers(config, "FFN of dense layers", lambda layer: layer.mlp, among=dense)
+        keys |= write_ffn(config.ffn(dense[0]))
+    if config.moe_layers:
+        moe = uniform_moe(config, among=config.moe_layers)
+        keys |= {"moe_intermediate_size": moe.expert.dim, "hidden_act": write_activation(moe.expert), **moe_keys(moe)}
+    return keys
 
 
 def write_activation(ffn: FFNConfig) -> str:
@@ -234,11 +258,7 @@ def write_window(config: ModelConfig) -> dict[str, Any]:
 
 
 def write_layer_types(config: ModelConfig) -> dict[str, Any]:
-    """Writes the type of every layer, and the window of those that have one.
-
-    Raises:
-      InputError: if there are windows of several widths.
-    """
+    """Writes the type of every layer, and the window of those that have one, which must be of one width."""
     windows = [layer.attention.sliding_window for layer in config.layers]
     used = {window for window in windows if window is not None}
     if len(used) > 1:
@@ -252,8 +272,7 @@ def same_in_all_layers(
 ) -> T:
     """Returns the one value of `get(layer)` over all layers, or over those whose indices are `among`.
 
-    Raises:
-      InputError: if layers differ, naming two that do.
+    Raises `InputError` if layers differ, naming two that do.
     """
     indices = range(config.num_layers) if among is None else among
     first = get(config.layers[indices[0]])
@@ -268,11 +287,7 @@ def same_in_all_layers(
 
 
 def dense_ffn(config: ModelConfig) -> FFNConfig:
-    """Returns the FFN that all layers share.
-
-    Raises:
-      InputError: if a layer is an MoE, or layers differ.
-    """
+    """Returns the FFN that all layers share; raises `InputError` if a layer is an MoE, or layers differ."""
     if config.moe_layers:
         raise InputError(f"layer {config.moe_layers[0]} is an MoE, which the format of {config.family!r} cannot hold")
     same_in_all_layers(config, "FFN", lambda layer: layer.mlp)
@@ -282,12 +297,8 @@ def dense_ffn(config: ModelConfig) -> FFNConfig:
 def uniform_moe(config: ModelConfig, *, among: Sequence[int] | None = None) -> MoEConfig:
     """Returns the MoE that all layers share, in the fields that formats with one kind of MoE layer store.
 
-    Args:
-      config: of the model.
-      among: indices of the layers that are MoEs in the format; None: all.
-
-    Raises:
-      InputError: if one of them is dense, or they differ in number, size or routing of their experts.
+    Raises `InputError` if one of the layers, or of those whose indices are `among`, is dense, or they differ in number,
+    size or routing of their experts.
     """
     indices = range(config.num_layers) if among is None else among
     for i in indices:
