@@ -124,6 +124,7 @@ class BucketDirectory:
         """Does nothing: objects are not replaced together, and of each that is read, the size is checked."""
 
     def is_file(self, name: str) -> bool:
+        """Whether the folder has an object of this name."""
         return self._objects.generation(self._key(name)) is not None
 
     def read(self, name: str, *, max_bytes: int) -> bytes:
