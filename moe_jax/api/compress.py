@@ -15,8 +15,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 from moe_jax.api.measure import default_seq_len, read_ids, score
-from moe_jax.api.model import Loading, Model, ModelOrPath, OutPath, destination, open_model, result
-from moe_jax.api.verb import model_verb, work_bars
+from moe_jax.api.model import (
+    Loading,
+    Model,
+    ModelOrPath,
+    OutPath,
+    destination,
+    model_verb,
+    open_model,
+    result,
+    work_bars,
+)
 from moe_jax.compression import Method, Score, Sweep
 from moe_jax.compression import compress as _compress
 from moe_jax.compression import sweep as _sweep

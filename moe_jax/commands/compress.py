@@ -19,6 +19,7 @@ from rich.table import Table
 
 from moe_jax.commands.options import (
     Field,
+    by_name,
     choices_of,
     command_options,
     field_name,
@@ -70,12 +71,8 @@ class _Command:
 
 def command_fields() -> list[Field]:
     """Returns one field for every option of any method, None or False if it is not given."""
-    options: dict[str, dict[str, Option]] = {}
-    for method in METHODS:
-        for option in _options(method):
-            options.setdefault(option.name, {})[method] = option
     fields = []
-    for name, same in options.items():
+    for name, same in by_name({method: _options(method) for method in METHODS}).items():
         texts: dict[str, list[str]] = {}
         for method, option in same.items():
             texts.setdefault(option.text, []).append(method)

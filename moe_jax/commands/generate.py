@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
-from moe_jax.commands import BaseFlag
-from moe_jax.commands.options import parse_mesh
+from moe_jax.commands.options import OneModel, parse_mesh
 from moe_jax.core.errors import InputError, shown
 from moe_jax.data.chat_template import Message, load_chat_template
 
@@ -142,7 +141,7 @@ def _lines() -> Iterator[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(BaseFlag):
+class Options(OneModel):
     """Continues prompts, or answers them: with a model that has an encoder, which is given the prompt.
 
     Greedy unless a temperature is given; a prompt's result does not depend on the others. Why every text ended, and how
@@ -151,9 +150,6 @@ class Options(BaseFlag):
 
     in_buckets: ClassVar[tuple[str, ...]] = ("model", "base", "prompts_file")
 
-    model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
-    """The model: a model directory, an adapter directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint
-    of a training run), or org/name on the Hugging Face Hub."""
     prompt: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = ()
     """A prompt; may be given several times. BOS is put before it where the tokenizer does so, and for an encoder EOS
     after it."""
@@ -246,7 +242,7 @@ def run(options: Options) -> None:
     elif not let_first_work():
         return
     mesh = None if options.mesh is None else make_mesh(parse_mesh(options.mesh))
-    source = options.open(options.model)
+    source = options.open()
     loading = Loading.for_generation(source, compute_dtype=options.compute_dtype, mesh=mesh)
     model = Model.of_source(source, loading)
     wanted = Wanted(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Wanted)})

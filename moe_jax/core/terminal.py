@@ -14,8 +14,8 @@ from rich.progress import BarColumn, ProgressColumn, Task, TaskProgressColumn, T
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
+from moe_jax.core.data_sheets import peak_memory_bytes
 from moe_jax.core.formatting import GB, show_duration
-from moe_jax.core.memory import peak_memory_bytes
 
 # The time left is estimated from the last steps: those that a resumed job skips take no time, and layers differ.
 _STEPS = 6

@@ -120,7 +120,7 @@ def test_a_full_disk(tmp_path: pathlib.Path, command: str):
 PEAK = """
 import sys
 from moe_jax.commands.line.cli import main
-from moe_jax.core.memory import peak_memory_bytes
+from moe_jax.core.data_sheets import peak_memory_bytes
 assert main(sys.argv[1:]) == 0
 print(peak_memory_bytes())
 """
