@@ -151,11 +151,7 @@ def given_options(options: Any) -> dict[str, Any]:
 
 
 def one_method(name: str, given: Mapping[str, Any]) -> Method:
-    """Makes the method that the user asks for.
-
-    Raises:
-      InputError: for an unknown method, options that do not go with it, and values that cannot be read or are several.
-    """
+    """Makes the method that the user asks for."""
     options = {}
     for key, value in _read(name, given).items():
         values = value if isinstance(value, tuple) else (value,)
@@ -170,13 +166,8 @@ def swept_methods(
 ) -> list[tuple[str, Method]]:
     """Makes all methods that a sweep tries, by name: every method gets the options that it can read.
 
-    Args:
-      names: names of methods; none: the methods whose swept option is given, or else all.
-      given: the options, as `given_options` returns them.
-      calibrated: whether there is a text; without one, methods that need it are tried only if they are named.
-
-    Raises:
-      InputError: if no method can read an option, and as in `one_method`.
+    Without names, these are the methods whose swept option is given, or else all; not `calibrated`, for there is no
+    text, only those that need none.
     """
     for name in names:
         if name not in METHODS:

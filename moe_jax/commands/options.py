@@ -61,23 +61,15 @@ def command_options(command: type[C], *specs: type[Spec], more: Collection[Field
 
 
 def given_to(spec: type[S], options: Any, **more: Any) -> S:
-    """Makes the spec of a verb from the options of its command and `more` values of fields.
-
-    Raises:
-      InputError: for options that are missing, cannot be read or contradict each other.
-    """
+    """Makes the spec of a verb from the options of its command and `more` values of fields."""
     return spec.of({option.name: field_value(option, options) for option in spec.list_options()} | more)
 
 
 def either_options(specs: Mapping[type[Spec], Collection[str]]) -> list[Field]:
-    """Returns the options of several specs, of which one will be chosen, as fields.
+    """Returns the options of several specs, of which one will be chosen, but for those that each leaves out.
 
-    Args:
-      specs: each spec with the names of its options that are left out.
-
-    Returns:
-      Fields whose default, None or False, stands for an option that was not given. The help says what an option means
-      to each verb that has it.
+    The default of a field, None or False, stands for an option that was not given. The help says what an option means
+    to each verb that has it.
     """
     listed = {spec: [one for one in spec.list_options() if one.name not in without] for spec, without in specs.items()}
     fields = []
@@ -193,11 +185,7 @@ def _default(value: Any) -> dataclasses.Field:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Reads `fsdp=8,tensor=2`: returns the sizes of the axes by name.
-
-    Raises:
-      InputError: for a text of another form.
-    """
+    """Reads `fsdp=8,tensor=2`: returns the sizes of the axes by name."""
     mesh = {}
     for part in text.split(","):
         axis, _, size = part.partition("=")
@@ -208,11 +196,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def mesh_section(mesh: Mapping[str, int]) -> "MeshSection":
-    """Returns a mesh as a section of a recipe; axes that are not named have size 1.
-
-    Raises:
-      InputError: for unknown axes, or sizes below 1.
-    """
+    """Returns a mesh as a section of a recipe; axes that are not named have size 1."""
     from moe_jax.distributed.sharding import AXES, unknown_axes
     from moe_jax.training.recipe import MeshSection
 

@@ -128,12 +128,7 @@ moe-jax plan mixtral-dir --compress resmoe --keep 0.25
 
 
 def run(options: _Command) -> None:
-    """Prints the plan.
-
-    Raises:
-      FileNotFoundError: if there is no config.
-      InputError: if it cannot be read, or the options do not go with it.
-    """
+    """Prints the plan."""
     if options.train is not None and options.mesh is None and options.platform not in (None, "cpu"):
         from moe_jax.planning.planned_devices import prepare_environment
 

@@ -48,13 +48,7 @@ curl http://127.0.0.1:8123/v1/completions -d '{"model": "smol", "prompt": "Once"
 
 
 def run(options: Options) -> None:
-    """Serves until it is interrupted; requests that are being answered then have ten seconds to end.
-
-    Raises:
-      FileNotFoundError: if there is no model.
-      InputError: for a model without tokenizer or that does not continue texts, or bad sizes.
-      OSError: if the address cannot be listened at.
-    """
+    """Serves until it is interrupted; requests that are being answered then have ten seconds to end."""
     try:
         import starlette as starlette
         import uvicorn

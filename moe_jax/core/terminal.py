@@ -61,21 +61,14 @@ def shown_work() -> Iterator[None]:
 
 
 def shows_work() -> bool:
-    """Returns whether verbs show what they do: see `shown_work`."""
+    """Whether verbs show what they do: see `shown_work`."""
     return _SHOWN.get()
 
 
 class Pace:
-    """Elapsed time of a task, and an estimate of the time left."""
+    """Elapsed time of a task of `total` steps, of which some are done already, and an estimate of the time left."""
 
     def __init__(self, done: float, total: float, clock: Callable[[], float] = time.monotonic):
-        """Starts the clock.
-
-        Args:
-          done: steps that are done already.
-          total: all of them.
-          clock: seconds.
-        """
         self.done = done
         self._total = total
         self._clock = clock

@@ -34,7 +34,9 @@ Answer = tuple[float, bool] | float | str
 
 
 class AnswerCache:
-    """Answers by request.
+    """Answers to requests, in a file, so that an interrupted or repeated evaluation does not ask again.
+
+    The file is an SQLite database of JSON. lm-eval's own cache consists of pickles, which execute their content.
 
     Args:
       path: of the file, which is created if there is none.
@@ -59,11 +61,7 @@ class AnswerCache:
         self._database.close()
 
     def find(self, kind: str, request: Sequence[Any]) -> Answer | None:
-        """Returns the stored answer to a request; None if there is none.
-
-        Raises:
-          InputError: if the stored answer is not of this kind.
-        """
+        """Returns the stored answer to a request; None if there is none."""
         with self._errors():
             row = self._database.execute(
                 "SELECT answer FROM answers WHERE request = ?", (self._key(kind, request),)
@@ -85,16 +83,12 @@ class AnswerCache:
     def _key(self, kind: str, request: Sequence[Any]) -> str:
         return hash_args(kind, [self._model, *request])
 
-    def _errors(self) -> contextlib.AbstractContextManager:
-        return _as_input_errors(self._path)
-
-
-@contextlib.contextmanager
-def _as_input_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except sqlite3.Error as error:
-        raise InputError(f"{path} cannot be used as a cache of answers: {first_sentence(error)}") from None
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise InputError(f"{self._path} cannot be used as a cache of answers: {first_sentence(error)}") from None
 
 
 def _likelihood(value: Any) -> Answer:
@@ -142,7 +136,6 @@ class HarnessModel(TemplateLM):
         length.
       batch_size: rows computed at once. Does not change a result.
       mesh: the mesh that the model is on, with devices of this process alone or of all; None: its first device.
-      seed: of tasks that sample.
       cache: stores answers and finds stored ones, in the first of several processes; None: there is none.
       progress: is told of the progress.
 
@@ -158,7 +151,6 @@ class HarnessModel(TemplateLM):
         max_length: int | None = None,
         batch_size: int = 32,
         mesh: Mesh | None = None,
-        seed: int = 0,
         cache: AnswerCache | None = None,
         progress: Progress = no_progress,
     ):
@@ -172,7 +164,7 @@ class HarnessModel(TemplateLM):
         self._has_cache = first_decides(lambda: cache is not None)
         self._likelihoods = Likelihoods(model, max_length=self.max_length, batch_size=batch_size, mesh=mesh)
         self._unstacked: Decoder | None = None
-        self._key = jax.random.key(seed)
+        self._key = jax.random.key(0)
         self._template: ChatTemplate | None = None
         bos, eos = _special_ids(tokenizer, model.config.bos_id, model.config.eos_ids)
         if bos is None and eos is None:
