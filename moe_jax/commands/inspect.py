@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -12,7 +12,7 @@ import tyro
 
 from moe_jax.commands.options import OneModel
 from moe_jax.core.errors import InputError
-from moe_jax.core.formatting import index_set, is_parameter, show_bytes
+from moe_jax.core.formatting import count_bytes, index_set, is_parameter, show_bytes
 
 if TYPE_CHECKING:
     import jax
@@ -75,7 +75,7 @@ def run(options: Options) -> None:
             "own": {
                 "leaves": list(own),
                 "parameters": sum(sizes[path] for path in own),
-                "bytes": sum(map(nbytes, own.values())),
+                "bytes": count_bytes(own.values()),
             },
         }
     examined = _examine(source) if options.weights else None
@@ -83,9 +83,9 @@ def run(options: Options) -> None:
         described = {
             "path": str(source.path),
             "parameters": sum(sizes.values()),
-            "bytes": sum(map(nbytes, specs.values())),
+            "bytes": count_bytes(specs.values()),
             "leaves": [
-                {"path": path, "shape": list(spec.shape), "dtype": str(spec.dtype), "bytes": nbytes(spec)}
+                {"path": path, "shape": list(spec.shape), "dtype": str(spec.dtype), "bytes": count_bytes([spec])}
                 for path, spec in specs.items()
             ],
             "experts": _describe_experts(source.config, specs, sizes),
@@ -136,11 +136,6 @@ def _weight_lines(examined: Mapping[str, Any]) -> list[str]:
     return lines + ([zero_experts_line(examined["zero_experts"])] if examined["zero_experts"] else [])
 
 
-def nbytes(spec: "jax.ShapeDtypeStruct") -> int:
-    """Returns the number of bytes of a leaf."""
-    return spec.size * spec.dtype.itemsize
-
-
 def collapse(specs: "Mapping[str, jax.ShapeDtypeStruct]") -> "dict[str, tuple[jax.ShapeDtypeStruct, int]]":
     """Joins leaves that several layers have in the same shape and dtype.
 
@@ -180,7 +175,7 @@ def _describe_experts(
                 "extended": moe.extended,
                 "bank": moe.bank.given(),
                 "parameters": sum(size for path, size in sizes.items() if path.startswith(prefix)),
-                "bytes": sum(nbytes(spec) for path, spec in specs.items() if path.startswith(prefix)),
+                "bytes": count_bytes(spec for path, spec in specs.items() if path.startswith(prefix)),
             }
         )
     return experts
@@ -220,15 +215,19 @@ def _print(
         table.add_column(name, justify="right" if name in ("layers", "bytes") else "left", no_wrap=True)
     for name, (spec, count) in collapse(specs).items():
         layers = str(count) if name.startswith("layers/") else ""
-        table.add_row(name, escape(str(list(spec.shape))), str(spec.dtype), layers, show_bytes(count * nbytes(spec)))
+        table.add_row(
+            name, escape(str(list(spec.shape))), str(spec.dtype), layers, show_bytes(count * count_bytes([spec]))
+        )
     console.print(table)
     total = sum(sizes.values())
-    console.print(f"total: {total:,} parameters, {show_bytes(sum(map(nbytes, specs.values())))}")
+    console.print(f"total: {total:,} parameters, {show_bytes(count_bytes(specs.values()))}")
     if base:
         own, below = base["own"], base["base"]
         console.print(f"stored here: {own['parameters']:,} parameters, {show_bytes(own['bytes'])}", markup=False)
         console.print(f"base: {below['path']} ({below['fingerprint'][:12]})", markup=False, soft_wrap=True)
-    for line in [*_expert_lines(_describe_experts(config, specs, sizes)), *_adapter_lines(config)]:
+    experts = _joined((entry["layer"], _expert_line(entry)) for entry in _describe_experts(config, specs, sizes))
+    adapters = _joined((index, line) for index, layer in enumerate(config.layers) for line in _adapter_lines(layer))
+    for line in (*experts, *adapters):
         console.print(line, markup=False)
     for entry in source.lineage:
         console.print(_lineage_line(entry), markup=False)
@@ -254,18 +253,21 @@ def _heads(attention: "AttentionConfig") -> str:
     )
 
 
-def _expert_lines(experts: list[dict[str, Any]]) -> list[str]:
-    """Returns one line for all MoE layers that are alike."""
-    kinds: dict[str, list[int]] = {}
-    for entry in experts:
-        bank = ", ".join(f"{name} {_in_words(value)}" for name, value in entry["bank"].items())
-        merged = "" if entry["merged_experts"] is None else f" merged into {entry['merged_experts']}"
-        line = (
-            f"{entry['num_experts']} experts{merged}, top {entry['top_k']}, {_weighting(entry)}; {bank}; "
-            f"{entry['parameters']:,} parameters, {show_bytes(entry['bytes'])} per layer"
-        )
-        kinds.setdefault(line, []).append(entry["layer"])
-    return [f"experts of layers/{index_set(layers)}: {line}" for line, layers in kinds.items()]
+def _joined(lines: Iterable[tuple[int, str]]) -> list[str]:
+    """Returns the lines of layers, each once; `{layers}` in them stands for the layers that have it."""
+    layers_of: dict[str, list[int]] = {}
+    for layer, line in lines:
+        layers_of.setdefault(line, []).append(layer)
+    return [line.replace("{layers}", f"layers/{index_set(layers)}") for line, layers in layers_of.items()]
+
+
+def _expert_line(entry: Mapping[str, Any]) -> str:
+    bank = ", ".join(f"{name} {_in_words(value)}" for name, value in entry["bank"].items())
+    merged = "" if entry["merged_experts"] is None else f" merged into {entry['merged_experts']}"
+    return (
+        f"experts of {{layers}}: {entry['num_experts']} experts{merged}, top {entry['top_k']}, {_weighting(entry)}; "
+        f"{bank}; {entry['parameters']:,} parameters, {show_bytes(entry['bytes'])} per layer"
+    )
 
 
 def _weighting(entry: Mapping[str, Any]) -> str:
@@ -289,15 +291,6 @@ def _short(value: Any) -> str:
     return f"[{len(value)}]" if isinstance(value, list | dict) else str(value)
 
 
-def _adapter_lines(config: "ModelConfig") -> list[str]:
-    """Returns one line for each kind of adapter, LoRA or NF4 kernel, with the layers that have it."""
-    layers_of: dict[str, list[int]] = {}
-    for index, layer in enumerate(config.layers):
-        for line in _of_layer(layer):
-            layers_of.setdefault(line, []).append(index)
-    return [line.format(layers=f"layers/{index_set(layers)}") for line, layers in layers_of.items()]
-
-
 def _in_words(value: Any) -> str:
     """Returns a config as `(name value, ...)`; anything else as a string."""
     if not isinstance(value, dict):
@@ -305,7 +298,8 @@ def _in_words(value: Any) -> str:
     return "(" + ", ".join(f"{name} {one}" for name, one in value.items()) + ")"
 
 
-def _of_layer(layer: "LayerConfig") -> Iterator[str]:
+def _adapter_lines(layer: "LayerConfig") -> Iterator[str]:
+    """Yields a line for each kind of adapter, LoRA or NF4 kernel."""
     from moe_jax.models import MoEConfig
 
     mlp = layer.mlp
