@@ -1,156 +1,212 @@
 """The parameters of a model directory: named leaves, written and read one after another in flat memory.
 
-They form an Orbax checkpoint, which `orbax_store` writes; each leaf is a file of its own that is read without Orbax.
+They form an Orbax checkpoint that is read and written without Orbax: a folder for every leaf, in the format Zarr 2,
+with files that hold the bytes of the leaf and nothing else. Compression would make writing 3-10 times slower and gain
+little on trained weights. A leaf is one file, or, if all processes write it, a file for each shard, so that no process
+writes into another's and none holds more of a leaf than its own part. In a bucket a large leaf that is written as a
+whole is cut along its last axis: a process that needs some columns can ask for these alone.
 """
 
+import itertools
+import json
 import math
-import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
-from moe_jax.checkpoints.orbax_store import PARTIAL, finalize_groups, read_leaf, read_specs, save_group
-from moe_jax.checkpoints.zarr_arrays import STATE, Part, ZarrArray, read_zarr_arrays
+from moe_jax.checkpoints.orbax_store import read_leaf, read_specs
+from moe_jax.checkpoints.zarr_arrays import STATE, Part, array_folder, chunk_name, is_whole, read_zarr_arrays
 from moe_jax.core.errors import InputError
-from moe_jax.distributed.processes import first_decides
+from moe_jax.distributed.processes import first_decides, is_first_process, wait_for_all
 from moe_jax.files.byte_files import fingerprint_leaves
-from moe_jax.files.regular_files import Directory, HeldDirectory, hold
-from moe_jax.files.storage_path import as_path
+from moe_jax.files.regular_files import Directory, HeldDirectory, count_traffic, hold
+from moe_jax.files.storage_path import StoragePath, as_path
 
-# Leaves are gathered until a group is this large: each group costs some 50 ms and a directory, whatever its size,
-# and memory grows by no more than this. A larger leaf is a group of its own and is not copied.
-GROUP_BYTES = 128 << 20
+_LEAST = 1 << 20  # bytes of a column of chunks in a bucket
+_COLUMNS = 8
+
+
+class Marks(Protocol):
+    """Records which leaves are written; the record survives a kill."""
+
+    def mark(self, name: str) -> None: ...
+
+    def marked(self, names: Iterable[str]) -> list[str]: ...
 
 
 class LeafWriter:
-    """Writes named leaves one after another. They can be read once the writer is closed.
-
-    Each leaf becomes an uncompressed Zarr array of one chunk, whose file holds nothing but the leaf's bytes.
-    Compression makes writing 3-10 times slower and gains little on trained weights; with one chunk Orbax writes from
-    our memory instead of copying it.
-
-    With several processes every process makes the same calls, and the first one writes.
+    """Writes named leaves one after another, from one process or many. They can be read once the writer is closed.
 
     Attributes:
-      done: paths of the leaves that are on disk.
+      done: paths of the leaves that this process has written; at first, of all leaves that were written before an
+        interruption.
     """
 
-    def __init__(self, directory: Path, *, resume: bool = False):
-        """Starts a checkpoint at `directory`.
+    def __init__(self, directory: Path, expected: Iterable[str], *, marks: Marks | None = None):
+        """Starts or resumes a checkpoint. Every process makes this call.
 
         Args:
-          directory: where the checkpoint appears on `close`. Nothing may be there yet.
-          resume: keep the leaves that an interrupted writer left, and list them in `done`; otherwise remove them.
-
-        Raises:
-          FileExistsError: if there is something at `directory` already.
+          directory: where the checkpoint will be; empty, or left by an interrupted writer of the same leaves.
+          expected: paths of all leaves ("layers/0/mlp/up/kernel").
+          marks: for the first process, the record of the leaves that an interrupted writer has written; None: a leaf
+            counts as written if its files are whole.
         """
-        self._directory = Path(directory).absolute()
-        if self._directory.exists():
-            raise FileExistsError(f"{self._directory} already exists")
-        self._partial = self._directory.with_name(self._directory.name + PARTIAL)
-        self._pending: dict[str, np.ndarray] = {}
-        self._names: set[str] = set()
-        self._inner: set[str] = set()
-        self.done = set(first_decides(lambda: self._take_up(resume)))
-        for path in self.done:
-            self._register(path)
+        self._directory = as_path(directory).absolute()
+        self._expected = sorted(expected)
+        self._marks = marks
+        self.done = set(first_decides(self._written_before))
 
     def write(self, leaves: Mapping[str, np.ndarray | jax.Array]) -> None:
-        """Writes leaves. Small ones are collected in memory and written together; a large one is on disk on return.
-
-        Args:
-          leaves: by path ("layers/0/mlp/up/kernel"). The arrays may be changed by the caller afterwards.
+        """Writes whole leaves, which are stored on return. If there are several processes, one makes the call for each.
 
         Raises:
-          OSError: if the disk is full or cannot be written.
-          ValueError: for a leaf written twice, an empty leaf, or a leaf whose path leads through another leaf.
+          OSError: if the disk is full or cannot be written, or the bucket does not answer.
         """
         for path, leaf in leaves.items():
-            self._register(path)
             array = np.asarray(leaf)
-            if array.size == 0:
-                raise ValueError(f"leaf {path} has shape {array.shape}: there is nothing to write")
-            if array.nbytes >= GROUP_BYTES:
-                self._save({path: array})
-                continue
-            if self._pending_bytes() + array.nbytes > GROUP_BYTES:
-                self._flush()
-            self._pending[path] = array.copy()
+            grid = array.shape if self._directory.at_once == 1 else _columns(array)
+            chunks = []
+            for position in itertools.product(*(range(n // size) for n, size in zip(array.shape, grid, strict=True))):
+                box = [slice(i * size, (i + 1) * size) for i, size in zip(position, grid, strict=True)]
+                chunks.append((position, array[(*box, ...)]))
+            self._write_chunks(path, chunks)
+            self._write_metadata(path, array.shape, array.dtype, grid)
+            if self._marks is not None:
+                self._marks.mark(path)
+            self.done.add(path)
 
-    def close(self) -> None:
-        """Writes the leaves still in memory and completes the checkpoint.
+    def write_shards(
+        self,
+        path: str,
+        spec: jax.ShapeDtypeStruct,
+        grid: tuple[int, ...],
+        shards: Iterable[tuple[tuple[int, ...], np.ndarray]],
+    ) -> None:
+        """Writes the shards of a leaf that this process has. All processes make the call.
+
+        Args:
+          path: path of the leaf.
+          spec: its shape and dtype.
+          grid: the shape of every shard.
+          shards: the shards with their positions in the grid; every shard is given by one process only.
 
         Raises:
-          OSError: if the disk is full or cannot be written.
+          OSError: if the disk is full or cannot be written, or the bucket does not answer.
         """
-        self._flush()
-        finalize_groups(self._directory)
+        for shard in shards:
+            self._write_chunks(path, [shard])
+        self.done.add(path)
+        if is_first_process():
+            self._write_metadata(path, spec.shape, np.dtype(spec.dtype), grid)
 
-    def _take_up(self, resume: bool) -> list[str]:
-        """Removes the files of an interrupted writer, but for its complete groups when resuming; returns their leaves.
+    def close(self) -> None:
+        """Completes the checkpoint, when all processes have come here."""
+        wait_for_all("leaves written")
+        first_decides(self._complete)
 
-        Only the first process calls this.
-        """
-        # An incomplete group has this name. Orbax moves a group into `_partial` when all of it is on disk.
-        for stale in self._directory.parent.glob(f"{self._partial.name}.*"):
-            shutil.rmtree(stale)
-        if not self._partial.exists():
+    def _written_before(self) -> list[str]:
+        if self._marks is not None:
+            return self._marks.marked(self._expected)
+        if not self._directory.exists():
             return []
-        # It was interrupted while Orbax merged the groups, which cannot be resumed.
-        merging = any(not group.name.startswith(f"{self._partial.name}.pending") for group in self._partial.iterdir())
-        if merging or not resume:
-            shutil.rmtree(self._partial)
-            return []
-        return [path for group in self._partial.iterdir() for path in LeafReader(group).specs]
+        held = hold(self._directory)
+        return [path for path in self._expected if is_whole(held, path)]
 
-    def _register(self, path: str) -> None:
-        parts = path.split("/")
-        inner = {"/".join(parts[:n]) for n in range(1, len(parts))}
-        if path in self._names or path in self._inner or inner & self._names:
-            raise ValueError(f"leaf {path} was written already, or it and another leaf lie on one path")
-        if not all(parts) or "." in path:
-            raise ValueError(f"leaf path {path!r} must be names joined by '/', without dots")
-        self._names.add(path)
-        self._inner |= inner
+    def _write_chunks(self, path: str, chunks: Collection[tuple[tuple[int, ...], np.ndarray]]) -> None:
+        folder = self._directory / array_folder(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        count_traffic(written=sum(chunk.nbytes for _, chunk in chunks))
+        folder.map(lambda chunk: self._store(folder / chunk_name(chunk[0]), _bytes_of(chunk[1])), chunks)
 
-    def _pending_bytes(self) -> int:
-        return sum(array.nbytes for array in self._pending.values())
+    def _write_metadata(self, path: str, shape: tuple[int, ...], dtype: np.dtype, grid: tuple[int, ...]) -> None:
+        metadata = {
+            "chunks": list(grid),
+            "compressor": None,
+            "dimension_separator": ".",
+            "dtype": dtype.str if dtype.kind in "biuf" else dtype.name,
+            "fill_value": None,
+            "filters": None,
+            "order": "C",
+            "shape": list(shape),
+            "zarr_format": 2,
+        }
+        # Byte for byte the same file as Orbax writes.
+        content = json.dumps(metadata, separators=(",", ":")).encode()
+        self._store(self._directory / array_folder(path) / ".zarray", content)
 
-    def _flush(self) -> None:
-        if self._pending:
-            self._save(self._pending)
-            self._pending = {}
+    def _complete(self) -> None:
+        """Writes the files that Orbax needs to read the checkpoint."""
+        tree = {}
+        for path in self._expected:
+            names = path.split("/")
+            tree[str(tuple(names))] = {
+                "key_metadata": [{"key": name, "key_type": 2} for name in names],
+                "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
+            }
+        metadata = {
+            "tree_metadata": tree,
+            "use_ocdbt": False,
+            "use_zarr3": False,
+            "store_array_data_equal_to_fill_value": True,
+            "custom_metadata": None,
+        }
+        handler = "orbax.checkpoint.experimental.v1._src.handlers.stateful_checkpointable_handler"
+        about = {
+            "item_handlers": {STATE: f"{handler}.StatefulCheckpointableHandler"},
+            "metrics": {},
+            "performance_metrics": {},
+            "init_timestamp_nsecs": None,
+            "commit_timestamp_nsecs": None,
+            "custom_metadata": {},
+        }
+        self._store(self._directory / STATE / "_METADATA", json.dumps(metadata).encode())
+        self._store(self._directory / "orbax.checkpoint", b"")
+        self._store(self._directory / "commit_success.txt", b"written by moe_jax")
+        self._store(self._directory / "_CHECKPOINT_METADATA", json.dumps(about).encode())
 
-    def _save(self, leaves: Mapping[str, np.ndarray]) -> None:
-        save_group(self._directory, leaves)
-        self.done |= leaves.keys()
+    def _store(self, file: StoragePath, content: bytes | memoryview) -> None:
+        try:
+            file.write_durably(content)
+        except OSError as error:
+            if error.filename is None and file.on_disk is not None:  # it says which disk is full
+                error.filename = str(self._directory)
+            raise
 
 
-def remove_partial(directory: Path) -> None:
-    """Removes the part of a checkpoint that an interrupted `LeafWriter` left."""
-    for partial in directory.parent.glob(f"{directory.name}{PARTIAL}*"):
-        shutil.rmtree(partial)
+def _columns(array: np.ndarray) -> tuple[int, ...]:
+    """Returns the shape of the chunks of a leaf that is written to a bucket as a whole."""
+    if array.ndim < 2:
+        return array.shape
+    parts = _COLUMNS
+    while parts > 1 and (array.shape[-1] % parts or array.nbytes // parts < _LEAST):
+        parts //= 2
+    return (*array.shape[:-1], array.shape[-1] // parts)
 
 
-def adopt_groups(directory: Path) -> None:
-    """Moves the leaves of an interrupted `LeafWriter` to where a `ShardWriter`, which goes on, looks for them."""
-    partial = directory.with_name(directory.name + PARTIAL)
-    groups = list(partial.iterdir()) if partial.exists() else []
-    if all(group.name.startswith(f"{partial.name}.pending") for group in groups):  # Orbax has not begun to merge them
-        for leaf in (leaf for group in groups for leaf in (group / STATE).iterdir() if leaf.is_dir()):
-            (directory / STATE).mkdir(parents=True, exist_ok=True)
-            leaf.rename(directory / STATE / leaf.name)
-    remove_partial(directory)
+def _bytes_of(array: np.ndarray) -> memoryview:
+    flat: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return memoryview(flat)
+
+
+def shard_positions(array: jax.Array) -> dict[tuple[int, ...], jax.Array]:
+    """Returns the shards that this process writes, by position in the grid; each is written by one process only."""
+    shape = array.sharding.shard_shape(array.shape)
+    return {
+        tuple((axis.start or 0) // size for axis, size in zip(shard.index, shape, strict=True)): shard.data
+        for shard in array.addressable_shards
+        if shard.replica_id == 0
+    }
 
 
 class LeafReader:
     """Reads leaves of a checkpoint by path, each on its own.
 
     All is read through one open directory, so that if another checkpoint takes this one's place meanwhile, no leaf
-    that `LeafWriter` wrote is read from that one.
+    that `LeafWriter` wrote is read from that one. Such leaves are read without Orbax, which reads the metadata of all
+    leaves in every call (0.2 s for 1,500 leaves) and holds a large leaf twice in memory.
 
     Attributes:
       specs: shape and dtype of every leaf, by path; layers/2 comes before layers/10.
@@ -173,19 +229,15 @@ class LeafReader:
             held = hold(directory, inside=inside)
         except (FileNotFoundError, NotADirectoryError):
             raise FileNotFoundError(f"no checkpoint at {inside.path / directory if inside else directory}") from None
-        self._held = held
         self._directory = held.path.absolute()
-        self._arrays = read_zarr_arrays(held)
-        raw = self._arrays is not None and all(array.is_raw for array in self._arrays.values())
-        if not isinstance(held, HeldDirectory) and not raw:
+        arrays = read_zarr_arrays(held)
+        self._raw = {path: array for path, array in (arrays or {}).items() if array.is_raw}
+        if not isinstance(held, HeldDirectory) and (arrays is None or len(self._raw) < len(arrays)):
             raise InputError(
                 f"{self._directory} is stored in a way that is only read on local disks (a database, or compressed); "
                 "copy it to one first"
             )
-        if self._arrays is None:
-            specs = read_specs(self._directory)
-        else:
-            specs = {path: array.spec for path, array in self._arrays.items()}
+        specs = read_specs(self._directory) if arrays is None else {path: one.spec for path, one in arrays.items()}
         self.specs = dict(sorted(specs.items(), key=lambda item: _natural(item[0])))
 
     def read(self, path: str) -> np.ndarray:
@@ -194,37 +246,31 @@ class LeafReader:
         Raises:
           InputError: if there is no such leaf, or its file does not hold what the metadata says.
         """
-        if path not in self.specs:
-            raise InputError(f"{self._directory} has no leaf {path!r}")
-        array = self._array(path)
-        return array.read() if array else read_leaf(self._directory, path)
+        return self.read_part(path, None)
 
-    def read_part(self, path: str, part: Part) -> np.ndarray:
-        """Reads a box of a leaf; if `LeafWriter` or `ShardWriter` wrote the leaf, reads no bytes but those of the box.
+    def read_part(self, path: str, part: Part | None) -> np.ndarray:
+        """Reads a box of a leaf; if `LeafWriter` wrote the leaf, reads no bytes but those of the box.
 
         Raises:
           InputError: as in `read`.
         """
         if path not in self.specs:
             raise InputError(f"{self._directory} has no leaf {path!r}")
-        array = self._array(path)
-        return array.read(part) if array else read_leaf(self._directory, path)[part]
-
-    def read_many(self, paths: Iterable[str]) -> dict[str, np.ndarray]:
-        """Reads several leaves, all into memory."""
-        return {path: self.read(path) for path in paths}
+        if path in self._raw:
+            return self._raw[path].read(part)
+        leaf = read_leaf(self._directory, path)
+        return leaf if part is None else leaf[part]
 
     def check_sizes(self) -> None:
         """Raises `InputError` for a leaf whose file is missing, or does not have the size that its shape says."""
-        arrays = [array for array in map(self._array, self.specs) if array is not None]
+        arrays = [self._raw[path] for path in self.specs if path in self._raw]
         as_path(self._directory).map(lambda array: array.check_size(), arrays)
 
     def stored_bytes(self, path: str) -> int:
         """Bytes of a leaf on disk: its file and a few hundred bytes of Zarr metadata."""
-        array = self._array(path)
-        if array is not None:
-            return array.stored_bytes()
-        folder = self._directory / STATE / path.replace("/", ".")
+        if path in self._raw:
+            return self._raw[path].stored_bytes()
+        folder = self._directory / array_folder(path)
         files = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
         # Orbax's database keeps many leaves in one file.
         return sum(files) if files else math.prod(self.specs[path].shape) * self.specs[path].dtype.itemsize
@@ -233,20 +279,10 @@ class LeafReader:
         """Returns the identity of the weights: a SHA-256 of names, shapes, dtypes, and samples of the content."""
 
         def sample(path: str) -> bytes:
-            array = self._array(path)
-            return array.sample() if array else self.read(path).tobytes()
+            return self._raw[path].sample() if path in self._raw else self.read(path).tobytes()
 
         samples = dict(zip(self.specs, as_path(self._directory).map(sample, self.specs), strict=True))
         return fingerprint_leaves(self.specs, samples.__getitem__)
-
-    def _array(self, path: str) -> ZarrArray | None:
-        """Returns the file that holds the bytes of a leaf and nothing else, if the leaf was written by `LeafWriter`.
-
-        Orbax reads the metadata of all leaves in every call (0.2 s for 1,500 leaves) and holds a large leaf twice in
-        memory; reading the file itself, as `zarr_arrays` does, avoids both.
-        """
-        array = None if self._arrays is None else self._arrays[path]
-        return array if array is not None and array.is_raw else None
 
 
 def _natural(path: str) -> list[tuple[bool, int, str]]:

@@ -1,7 +1,7 @@
 """Everything that goes through Orbax; the only file that imports it.
 
-The functions write and read the leaves of a model directory, for `leaf_files`. `TrainingCheckpoints` stores the state
-that a training run needs to go on.
+The functions read parameters that were not written by `leaf_files`. `TrainingCheckpoints` stores the state that a
+training run needs to go on.
 """
 
 import contextlib
@@ -39,39 +39,6 @@ class _Orbax:
 
 ocp: Any = _Orbax()
 
-PARTIAL = ".partial_save"  # Orbax's suffix for a checkpoint that is not finalized
-
-
-def save_group(directory: Path, leaves: Mapping[str, np.ndarray]) -> None:
-    """Adds leaves to a checkpoint that `finalize_groups` will complete. They are on disk on return.
-
-    Args:
-      directory: directory of the checkpoint; until it is complete, its name has the suffix `PARTIAL`.
-      leaves: by path ("layers/0/mlp/up/kernel"), none of which was saved before.
-
-    Raises:
-      OSError: if the disk is full or cannot be written.
-    """
-    tree: dict[str, Any] = {}
-    for path, array in leaves.items():
-        *parents, name = path.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[name] = np.ascontiguousarray(array).reshape(array.shape).view(_Lent)
-    with _writing(directory), _raw_files():
-        ocp.partial.save(directory, tree)
-
-
-def finalize_groups(directory: Path) -> None:
-    """Completes the checkpoint of the groups that were saved.
-
-    Raises:
-      OSError: if the disk is full or cannot be written.
-    """
-    with _writing(directory), _raw_files():
-        ocp.partial.finalize(directory)
-
 
 def read_specs(directory: Path) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns leaf path -> shape and dtype; no weights are read.
@@ -108,16 +75,6 @@ def read_leaf(directory: Path, path: str) -> np.ndarray:
         raise InputError(f"cannot read {path} of {directory}: {first_line(error)}") from error
 
 
-def _raw_files() -> Any:
-    """Returns settings with which a leaf becomes a file that holds nothing but its bytes."""
-    context = _context()
-    # Plain Zarr v2 files instead of Orbax's database: written without a copy, and a leaf is one file that can be
-    # read without going through the metadata of all the others.
-    context.array.saving.use_ocdbt = False
-    context.array.saving.use_zarr3 = False
-    return context
-
-
 def _context() -> Any:
     """Returns the settings of everything that goes through Orbax."""
     context = ocp.Context()
@@ -132,17 +89,6 @@ class _LiteralPath(PosixGPath):
     def glob(self, pattern: str) -> Iterator["_LiteralPath"]:
         for found in glob.glob(pattern, root_dir=self):
             yield self / found
-
-
-class _Lent(np.ndarray):
-    """An array that Orbax need not copy.
-
-    Orbax deep-copies host arrays in case they change while a background thread writes them. `save_group` waits for
-    the thread, so the copy would only double the memory of the largest leaf.
-    """
-
-    def __deepcopy__(self, memo: dict) -> "_Lent":
-        return self
 
 
 class TrainingCheckpoints:

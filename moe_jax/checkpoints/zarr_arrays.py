@@ -84,9 +84,7 @@ class ZarrArray(NamedTuple):
         Raises:
           InputError: as in `check_size`.
         """
-        return self._read(part or tuple(slice(0, size) for size in self.spec.shape))
-
-    def _read(self, part: Part) -> np.ndarray:
+        part = part or tuple(slice(0, size) for size in self.spec.shape)
         dtype, chunk = np.dtype(self.spec.dtype), self._chunk_shape
         whole = fresh([axis.stop - axis.start for axis in part], dtype)
         lengths = [range(axis.start // size, -(-axis.stop // size)) for axis, size in zip(part, chunk, strict=True)]
@@ -126,7 +124,7 @@ class ZarrArray(NamedTuple):
             if high - low > 1:
                 part += [slice(0, size) for size in shape[axis + 1 :]]
                 break
-        content = self._read(tuple(part)).reshape(-1).view(np.uint8)
+        content = self.read(tuple(part)).reshape(-1).view(np.uint8)
         skipped = start - begin * itemsize + first * itemsize
         return content[skipped : skipped + length].tobytes()
 
@@ -168,9 +166,23 @@ def read_zarr_arrays(checkpoint: Directory) -> dict[str, ZarrArray] | None:
     names = _read(checkpoint, _NAMES, _MAX_NAMES, _leaf_names)
     if names is None:
         return None
-    folders = [f"{STATE}/{path.replace('/', '.')}" for path in names]
-    arrays = as_path(checkpoint.path).map(lambda folder: _read_array(checkpoint, folder), folders)
+    arrays = as_path(checkpoint.path).map(lambda path: _read_array(checkpoint, array_folder(path)), names)
     return dict(zip(names, arrays, strict=True))
+
+
+def is_whole(checkpoint: Directory, path: str) -> bool:
+    """Whether an array, in a checkpoint that need not be complete, has all its files, whole."""
+    try:
+        array = _read_array(checkpoint, array_folder(path))
+        array.check_size()
+    except InputError:
+        return False
+    return True
+
+
+def array_folder(path: str) -> str:
+    """Returns the folder of an array, relative to the directory of its checkpoint."""
+    return f"{STATE}/{path.replace('/', '.')}"
 
 
 def chunk_name(position: Iterable[int]) -> str:

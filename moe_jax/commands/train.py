@@ -85,10 +85,11 @@ def run(options: Options) -> None:
         join_processes()  # before anything is read: an error in one process is heard of in all
     recipe = load_recipe(recipe_file(options.recipe), overrides)
     if options.compile_only:
-        from moe_jax.planning.compile_only import check_fits, compile_only, print_report
         from moe_jax.planning.planned_devices import prepare_environment
 
         prepare_environment()
+        from moe_jax.planning.compile_only import check_fits, compile_only, print_report
+
         file = options.config or recipe.model.config or recipe.model.path
         assert file is not None and options.topology is not None
         config = read_config(file)

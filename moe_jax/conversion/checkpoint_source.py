@@ -130,12 +130,7 @@ WORKERS = min(4, os.cpu_count() or 1)
 
 
 class CheckpointSource(abc.ABC):
-    """A checkpoint whose tensors are in files. A `ModelSource`; a subclass knows which tensors make up which leaf.
-
-    Attributes:
-      path: of the checkpoint.
-      config: of the model.
-    """
+    """A checkpoint whose tensors are in files. A `ModelSource`; a subclass knows which tensors make up which leaf."""
 
     base: ModelSource | None = None
     path: Path

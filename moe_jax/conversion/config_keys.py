@@ -164,9 +164,7 @@ class HFConfig:
     def check_all_known(self, harmless: Collection[str], ignored: Collection[str]) -> None:
         """Raises `InputError` for keys that were neither read nor are known to change nothing. To be called last.
 
-        Args:
-          harmless: keys that change nothing in this family.
-          ignored: keys that the caller allows; one inside an object is written `object.key`.
+        Keys in `harmless` change nothing in this family; the caller allows those in `ignored`, such as `object.key`.
         """
         read = self._taken | self._checked | self._defaults.keys() | set(harmless)
         unknown = [key for key, value in self._data.items() if key not in read and not is_harmless(key, value)]

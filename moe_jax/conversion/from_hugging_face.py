@@ -134,18 +134,7 @@ def convert(
 
 
 def _print_expected(path: Path, dtype: str | None, ignored_keys: Collection[str], console: Console) -> None:
-    """Prints the mapping of an absent checkpoint, in the per-expert layout.
-
-    Args:
-      path: its config.json, or the directory with that file.
-      dtype: of all parameters after conversion; None: they keep that of the config.
-      ignored_keys: unknown keys of config.json that are assumed to change nothing.
-      console: where to print.
-
-    Raises:
-      FileNotFoundError: if there is no such file.
-      InputError: if the config cannot be read.
-    """
+    """Prints the mapping of an absent checkpoint, whose config.json, or directory with it, is at a path."""
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(f"no config at {file}")
@@ -173,10 +162,9 @@ def _bytes_of(specs: Mapping[str, jax.ShapeDtypeStruct]) -> int:
 def _read_ahead(
     source: CheckpointSource, specs: Mapping[str, jax.ShapeDtypeStruct]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields leaves in order, and reads each while the caller works on the previous one.
+    """Yields leaves in order, and reads each while the caller works on the previous one, with two buffers in turn.
 
-    Two buffers are used in turn. New memory for every leaf would cost as much as reading it, because the system has to
-    clear it.
+    New memory for every leaf would cost as much as reading it, because the system has to clear it.
     """
     if not specs:
         return

@@ -92,11 +92,7 @@ def _nearest(refusals: Sequence[_Refusal]) -> str:
 
 
 def _in_form_of(config: ModelConfig, family: Family, *, replicate_dense: bool) -> ModelConfig:
-    """Converts the model to the form of a format, if possible.
-
-    Raises:
-      InputError: if dense layers would have to become MoEs and cannot, or must not.
-    """
+    """Converts the model to the form of a format; raises `InputError` if dense layers cannot, or must not, be MoEs."""
     moes = [config.moe(i) for i in config.moe_layers]
     dense = [] if family.holds_dense_layers else [i for i in range(config.num_layers) if i not in config.moe_layers]
     if dense and not replicate_dense:
@@ -162,11 +158,7 @@ def print_changes(
 ) -> None:
     """Prints how the format changes the model: its family, and experts that are added, padded, repeated or replicated.
 
-    Args:
-      before: of the model.
-      after: from `exported_config`.
-      specs: shape and dtype of the leaves of the latter, by path.
-      console: where to print.
+    The config `after` is from `exported_config`, and `specs` describe its leaves.
     """
     if before.family != after.family:
         console.print(f"an upcycled {before.family!r} model: exporting in the format of {after.family!r}")
@@ -223,11 +215,7 @@ class MergedModel:
     """The leaves of a source as `exported_config` describes them."""
 
     def __init__(self, source: ModelSource, config: ModelConfig):
-        """Checks the leaves of the source; no weights are read.
-
-        Args:
-          source: to read from.
-          config: from `exported_config`, for the config of the source.
+        """Checks the leaves of the source; no weights are read. The config is from `exported_config`.
 
         Raises:
           InputError: if the source does not hold the leaves that its own config describes.
@@ -260,10 +248,6 @@ class MergedModel:
 
     def codes(self, path: str, packing: Packing) -> Iterator[tuple[int, Codes]]:
         """Yields (e, codes of leaf[e]) for every e, in the order of the bank: stored codes, or else new ones.
-
-        Args:
-          path: of the kernels of experts.
-          packing: how they are written.
 
         Raises:
           InputError: if stored codes cannot be written so, or are not finite.

@@ -122,11 +122,7 @@ class HuggingFaceDirectory(CheckpointSource):
     """
 
     def __init__(self, path: Path | str, *, ignored_keys: Collection[str] = ()):
-        """Reads the config.
-
-        Args:
-          path: of the directory.
-          ignored_keys: unknown keys of config.json that are assumed to change nothing.
+        """Reads the config; unknown keys of config.json that are `ignored_keys` are assumed to change nothing.
 
         Raises:
           FileNotFoundError: if there is no such directory.
@@ -151,9 +147,6 @@ class HuggingFaceDirectory(CheckpointSource):
 
         If a family has a vocabulary in a format of its own, a tokenizer.json is made from it when these files are first
         needed. It vanishes with the object.
-
-        Raises:
-          InputError: if the vocabulary is damaged, or a file is a link out of the directory.
         """
         self._held.check_in_place()
         files = tokenizer_files_in(self.path)
@@ -176,7 +169,6 @@ class HuggingFaceDirectory(CheckpointSource):
 
     @property
     def lineage(self) -> list[dict[str, Any]]:
-        """The history of the model: in a directory that `export` wrote, one entry per command; in others empty."""
         return read_lineage(self.path, inside=self._held)
 
     @cached_property
@@ -188,13 +180,11 @@ class HuggingFaceDirectory(CheckpointSource):
 
     @cached_property
     def weights(self) -> Weights:
-        """The tensors that make up each leaf; raises `InputError` unless all fit the config."""
         from moe_jax.model_io.loading import leaf_specs
 
         return match_weights(self.checkpoint.tensors, self.config, leaf_specs(self.config), str(self.path))
 
     def fingerprint(self) -> str:
-        """Returns a SHA-256 of config.json and the weight files: their names, sizes and samples of their contents."""
         return fingerprint_files([self.path / "config.json", *self.checkpoint.files])
 
     def _check_in_place(self) -> None:

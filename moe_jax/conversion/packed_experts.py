@@ -65,10 +65,7 @@ class Packing:
     ) -> "Packing":
         """Returns the packing asked for, else that of the experts' codes if all are alike, else 4 bits, groups of 128.
 
-        Args:
-          config: of the model as it is.
-          written: as it will be written: experts may be wider, and dense layers may be MoEs.
-          quantise, bits, group_size: see above; None: not requested.
+        Experts may be wider in the config `written` than they are in `config`, and dense layers may be MoEs there.
 
         Raises:
           InputError: if there is no such format, or it does not fit the experts.
@@ -108,10 +105,7 @@ class Packing:
     ) -> dict[str, PlannedTensor]:
         """Returns the tensors to write, in their order, with those in codes in place of their kernels.
 
-        Args:
-          mapped: the model without codes.
-          tensors: those of `mapped`.
-          dtypes: of the leaves.
+        The `tensors` are those of `mapped`, the model without codes, and the `dtypes` those of its leaves.
 
         Raises:
           InputError: if experts are fused, or their tensors are no weights.
@@ -136,13 +130,7 @@ class Packing:
         return planned
 
     def tensors(self, piece: Piece, codes: Codes, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
-        """Yields the tensors of one kernel, with their names.
-
-        Args:
-          piece: of the kernel.
-          codes: of the kernel.
-          dtype: of scales.
-        """
+        """Yields the tensors of one kernel, with their names; `dtype` is that of the scales."""
         missing = -len(codes.packed) % 4
         packed = np.pad(codes.packed, ((0, missing), (0, 0)))
         yield f"{piece.tensor}_packed", np.ascontiguousarray(packed.T).view("<i4")
@@ -193,11 +181,7 @@ def stored_codes(moe: MoEConfig) -> tuple[int, int] | None:
 def codes_of(source: ModelSource, path: str, shape: tuple[int, int], packing: Packing) -> Iterator[Codes] | None:
     """Returns the stored codes of all experts, if they can be written as they are; None: they cannot.
 
-    Args:
-      source: the model.
-      path: of the leaf that is written, such as `layers/3/mlp/experts/up/kernel`.
-      shape: [in, out] of a kernel that is written; with narrower experts it has more neurons, and needs new codes.
-      packing: how it is written.
+    A kernel that is written has the `shape` [in, out]: with narrower experts it has more neurons, and needs new codes.
 
     Raises:
       InputError: if groups are on the odd grid, which compressed-tensors does not have.

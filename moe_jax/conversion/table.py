@@ -118,11 +118,6 @@ class Mapped(NamedTuple):
     pieces: dict[str, list[Piece]]
 
 
-def in_stack(stack: Literal["encoder", "decoder"], rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Returns the rows as rows of one of two stacks."""
-    return tuple(dataclasses.replace(row, stack=stack) for row in rows)
-
-
 def apply_table(
     table: Table,
     leaves: Mapping[str, Any],
@@ -132,7 +127,7 @@ def apply_table(
     *,
     num_encoder_layers: int,
 ) -> Mapped:
-    """Determines the tensors of a model, and the pieces of its leaves.
+    """Determines the tensors of a model, and the pieces of its leaves, each covered exactly once.
 
     Args:
       table: the family's table.
@@ -141,9 +136,6 @@ def apply_table(
       layout: one of `LAYOUTS`.
       family: its name, for messages.
       num_encoder_layers: number of layers of the encoder.
-
-    Returns:
-      Every tensor and every leaf of the model, each covered exactly once.
 
     Raises:
       InputError: if the table has no row for a leaf.
@@ -243,7 +235,7 @@ def print_mapping(
     stored: Mapping[str, Any],
     console: Console,
 ) -> None:
-    """Prints which tensors and leaves correspond, by which operations, and their sizes.
+    """Prints which tensors and leaves correspond, by which operations, and their sizes; a line for all of a kind.
 
     Args:
       pieces: leaf path -> its pieces.

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -134,9 +134,7 @@ def export(
                 (folder / file.name).write_durably(read_tokenizer_file(file))
             list_tokenizer_files(folder, [file.name for file in files])
             with shard_writer(work, tensors, max_bytes) as writer:
-                _write_layers(
-                    model, mapped, specs, writer, work, progress, packing, allow_nonfinite=spec.allow_nonfinite
-                )
+                _Writing(model, mapped, specs, writer, progress, packing, spec.allow_nonfinite).write_layers(work)
             keys = write_hf_config(replace(config, dtype=_main_dtype(specs)))
             lineage[-1]["measured"] = progress.measured()
             (folder / LINEAGE_FILE).write_durably((json.dumps(lineage, indent=2) + "\n").encode())
@@ -154,107 +152,94 @@ def export(
     console.print(f"wrote {dst}: {progress.summary()}", markup=False)
 
 
-def _write_layers(
-    model: MergedModel,
-    mapped: Mapped,
-    specs: Mapping[str, jax.ShapeDtypeStruct],
-    writer: ShardWriter,
-    work: Workplace | RemoteWork,
-    progress: ByteProgress,
-    packing: Packing | None,
-    *,
-    allow_nonfinite: bool,
-) -> None:
-    """Writes the layers that no interrupted command has written, and notes each when it is on disk."""
-    by_layer: dict[str, list[str]] = {}
-    for path in mapped.pieces:
-        by_layer.setdefault(path.split("/")[1] if path.startswith("layers/") else "rest", []).append(path)
-    written = work.notes(by_layer)
-    for layer, paths in by_layer.items():
-        names = {name for path in paths for name in _tensors_of(path, mapped.pieces[path], packing)}
-        size = sum(writer.nbytes(name) for name in names)
-        if layer in written or writer.are_kept(names):
-            progress.skip(size)
-            continue
-        for path in paths:
-            pieces, dtype = mapped.pieces[path], specs[path].dtype
-            if packing is not None and packing.is_packed(path):
-                _write_packed(model, path, pieces, dtype, writer, progress, packing)
+@dataclass(frozen=True)
+class _Writing:
+    """The writing of a model's tensors, leaf by leaf."""
+
+    model: MergedModel
+    mapped: Mapped
+    specs: Mapping[str, jax.ShapeDtypeStruct]
+    writer: ShardWriter
+    progress: ByteProgress
+    packing: Packing | None
+    allow_nonfinite: bool
+
+    def write_layers(self, work: Workplace | RemoteWork) -> None:
+        """Writes the layers that no interrupted command has written, and notes each when it is on disk."""
+        by_layer: dict[str, list[str]] = {}
+        for path in self.mapped.pieces:
+            by_layer.setdefault(path.split("/")[1] if path.startswith("layers/") else "rest", []).append(path)
+        written = work.notes(by_layer)
+        for layer, paths in by_layer.items():
+            names = {name for path in paths for name in self._tensors_of(path)}
+            size = sum(self.writer.nbytes(name) for name in names)
+            if layer in written or self.writer.are_kept(names):
+                self.progress.skip(size)
                 continue
-            _write_leaf(model, path, pieces, dtype, writer, progress, allow_nonfinite=allow_nonfinite)
-        if writer.sync():
-            work.note(layer, {"bytes": size})
+            for path in paths:
+                if self.packing is not None and self.packing.is_packed(path):
+                    self._write_packed(path, self.packing)
+                else:
+                    self._write_leaf(path)
+            if self.writer.sync():
+                work.note(layer, {"bytes": size})
 
+    def _tensors_of(self, path: str) -> Iterator[str]:
+        for piece in self.mapped.pieces[path]:
+            if self.packing is not None and self.packing.is_packed(path):
+                yield from (f"{piece.tensor}_{part}" for part in ("packed", "scale", "shape"))
+            else:
+                yield piece.tensor
 
-def _tensors_of(path: str, pieces: Iterable[Piece], packing: Packing | None) -> Iterator[str]:
-    for piece in pieces:
-        if packing is not None and packing.is_packed(path):
-            yield from (f"{piece.tensor}_{part}" for part in ("packed", "scale", "shape"))
-        else:
-            yield piece.tensor
+    def _write_packed(self, path: str, packing: Packing) -> None:
+        """Writes the expert kernels of one matrix in codes: in stored codes, or else in new ones."""
+        by_expert = {piece.expert: piece for piece in self.mapped.pieces[path]}
+        for expert, codes in self.model.codes(path, packing):
+            for name, values in packing.tensors(by_expert.pop(expert), codes, self.specs[path].dtype):
+                self.writer.write(name, 0, values)
+                self.progress.advance(values.nbytes)
+        assert not by_expert, (path, by_expert)
 
-
-def _write_packed(
-    model: MergedModel,
-    path: str,
-    pieces: list[Piece],
-    dtype: np.dtype,
-    writer: ShardWriter,
-    progress: ByteProgress,
-    packing: Packing,
-) -> None:
-    """Writes the expert kernels of one matrix in codes: in stored codes, or else in new ones."""
-    by_expert = {piece.expert: piece for piece in pieces}
-    for expert, codes in model.codes(path, packing):
-        for name, values in packing.tensors(by_expert.pop(expert), codes, dtype):
-            writer.write(name, 0, values)
-            progress.advance(values.nbytes)
-    assert not by_expert, (path, by_expert)
-
-
-def _check_planned(found: Mapping[str, TensorEntry], tensors: Mapping[str, PlannedTensor]) -> None:
-    """Raises `InputError` unless files hold the tensors that were planned: somebody else has written into them."""
-    wrong = {name for name, entry in found.items() if tensors.get(name) != (entry.dtype, entry.shape)}
-    if wrong or found.keys() != tensors.keys():
-        raise InputError(f"{', '.join(sorted(wrong)[:3]) or 'a tensor'} is not what was written; export again")
-
-
-def _write_leaf(
-    model: MergedModel,
-    path: str,
-    pieces: list[Piece],
-    dtype: np.dtype,
-    writer: ShardWriter,
-    progress: ByteProgress,
-    *,
-    allow_nonfinite: bool,
-) -> None:
-    """Writes the pieces of one leaf. The next expert is made while the previous one is written; two are in memory."""
-    with ThreadPoolExecutor(WORKERS) as pool:
-        before: list[Future[None]] = []
-        waiting = {piece.expert: piece for piece in pieces}
-        for expert, part in _parts_of(model, path, pieces):
-            piece, name = waiting.pop(expert), path if expert is None else f"{path}[{expert}]"
-            if not allow_nonfinite:
-                check_finite(name, part, REMEDY)
-            check_fits(name, part, dtype)
-            writing = [
-                pool.submit(_write_rows, part, piece, rows, dtype, writer, progress)
-                for rows in row_chunks(piece.shape, dtype.itemsize)
-            ]
+    def _write_leaf(self, path: str) -> None:
+        """Writes one leaf. The next expert is made while the previous one is written; two are in memory."""
+        pieces, dtype = self.mapped.pieces[path], self.specs[path].dtype
+        with ThreadPoolExecutor(WORKERS) as pool:
+            before: list[Future[None]] = []
+            waiting = {piece.expert: piece for piece in pieces}
+            for expert, part in self._parts_of(path, pieces):
+                piece, name = waiting.pop(expert), path if expert is None else f"{path}[{expert}]"
+                if not self.allow_nonfinite:
+                    check_finite(name, part, REMEDY)
+                check_fits(name, part, dtype)
+                writing = [
+                    pool.submit(self._write_rows, part, piece, rows, dtype)
+                    for rows in row_chunks(piece.shape, dtype.itemsize)
+                ]
+                _finish(before)
+                before = writing
             _finish(before)
-            before = writing
-        _finish(before)
-        assert not waiting, (path, waiting)
+            assert not waiting, (path, waiting)
 
+    def _parts_of(self, path: str, pieces: list[Piece]) -> Iterator[tuple[int | None, np.ndarray]]:
+        """Yields the parts of a leaf, cut as its pieces are: heads that have a tensor each are stacked in one part."""
+        for expert, part in self.model.parts(path):
+            if expert is None and pieces[0].expert is not None:
+                yield from enumerate(part)
+            else:
+                yield expert, part
 
-def _parts_of(model: MergedModel, path: str, pieces: list[Piece]) -> Iterator[tuple[int | None, np.ndarray]]:
-    """Yields the parts of a leaf, cut as its pieces are: heads that have a tensor each are stacked in one part."""
-    for expert, part in model.parts(path):
-        if expert is None and pieces[0].expert is not None:
-            yield from enumerate(part)
+    def _write_rows(self, part: np.ndarray, piece: Piece, rows: tuple[int, int], dtype: np.dtype) -> None:
+        """Writes some rows of a tensor from the leaf, or the expert of a leaf, that holds them."""
+        start, stop = rows
+        with np.errstate(all="ignore"):  # numbers that are not finite were found before, or are allowed
+            cut = (part[:, start:stop] if piece.transpose else part[start:stop]).astype(dtype, copy=False)
+        if piece.transpose:
+            values = np.empty(cut.shape[::-1], dtype)
+            copy_transposed(cut, values)
         else:
-            yield expert, part
+            values = np.ascontiguousarray(cut)
+        self.writer.write(piece.tensor, piece.offset + start * math.prod(piece.shape[1:]), values)
+        self.progress.advance(values.nbytes)
 
 
 def _finish(writing: Iterable[Future[None]]) -> None:
@@ -262,25 +247,11 @@ def _finish(writing: Iterable[Future[None]]) -> None:
         future.result()
 
 
-def _write_rows(
-    part: np.ndarray,
-    piece: Piece,
-    rows: tuple[int, int],
-    dtype: np.dtype,
-    writer: ShardWriter,
-    progress: ByteProgress,
-) -> None:
-    """Writes some rows of a tensor from the leaf, or the expert of a leaf, that holds them."""
-    start, stop = rows
-    with np.errstate(all="ignore"):  # numbers that are not finite were found before, or are allowed
-        cut = (part[:, start:stop] if piece.transpose else part[start:stop]).astype(dtype, copy=False)
-    if piece.transpose:
-        values = np.empty(cut.shape[::-1], dtype)
-        copy_transposed(cut, values)
-    else:
-        values = np.ascontiguousarray(cut)
-    writer.write(piece.tensor, piece.offset + start * math.prod(piece.shape[1:]), values)
-    progress.advance(values.nbytes)
+def _check_planned(found: Mapping[str, TensorEntry], tensors: Mapping[str, PlannedTensor]) -> None:
+    """Raises `InputError` unless files hold the tensors that were planned: somebody else has written into them."""
+    wrong = {name for name, entry in found.items() if tensors.get(name) != (entry.dtype, entry.shape)}
+    if wrong or found.keys() != tensors.keys():
+        raise InputError(f"{', '.join(sorted(wrong)[:3]) or 'a tensor'} is not what was written; export again")
 
 
 def _tensor_dtypes(mapped: Mapped, specs: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, np.dtype]:

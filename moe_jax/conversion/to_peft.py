@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 
 from moe_jax.conversion.families import family_named
-from moe_jax.conversion.formats.safetensors_file import encode_header, read_header
+from moe_jax.conversion.formats.safetensors_file import Layout, PlannedTensor, read_header
 from moe_jax.conversion.formats.tensors import DTYPE_NAMES
 from moe_jax.conversion.hf_format import exported_config
 from moe_jax.conversion.hugging_face_dir import HuggingFaceDirectory
@@ -151,13 +151,8 @@ def factors(target: Target, read: Callable[[str], np.ndarray], *, rank: int, sca
     """Returns `lora_A.weight` [rank (E), in] and `lora_B.weight` [out, rank (E)] as PEFT packs them.
 
     Each part has columns and outputs of its own; a rank that is larger than theirs is filled up with zeros. For
-    experts, rows of A are ordered by expert first, and columns of B by column first.
-
-    Args:
-      target: the tensor with LoRA.
-      read: leaf path -> leaf.
-      rank: of the result, at least that of the target.
-      scale: by which PEFT will multiply the product; a part with another scale gets the quotient into its B.
+    experts, rows of A are ordered by expert first, and columns of B by column first. PEFT will multiply the product by
+    `scale`; a part with another scale gets the quotient into its B.
     """
     one = [_with_experts(read(f"{part.path}/lora/a")) for part in target.parts]
     count, inputs, dtype = one[0].shape[0], one[0].shape[1], one[0].dtype
@@ -276,15 +271,10 @@ def export_peft(
 
 
 def peft_config(targets: Sequence[Target], *, model: ModelConfig, base: str | None) -> dict[str, Any]:
-    """Returns the adapter_config.json, with the tensors that have LoRA, and their ranks and scales.
+    """Returns the adapter_config.json of a model, with its tensors that have LoRA, and their ranks and scales.
 
     PEFT has one dropout for all linear modules, and none for parameters. It does not affect inference; that of the
-    first target is written if all are linear modules.
-
-    Args:
-      targets: all tensors with LoRA.
-      model: that has them.
-      base: the Hugging Face checkpoint of the base; None: unknown.
+    first target is written if all are linear modules. `base` is the Hugging Face checkpoint of the base, if known.
     """
     rank, scale = _common(targets)
     modules = [target for target in targets if not target.is_parameter]
@@ -382,13 +372,8 @@ def _tensors(
 
 def _safetensors(tensors: Mapping[str, np.ndarray]) -> bytes:
     """Returns the content of a safetensors file, in memory because adapters are small."""
-    # Widest dtypes first, as the reference implementation does: every tensor then begins aligned.
-    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
-    spans, end = {}, 0
-    for name, tensor in tensors.items():
-        spans[name] = (DTYPE_NAMES[tensor.dtype], tensor.shape, end, end + tensor.nbytes)
-        end += tensor.nbytes
-    return encode_header(spans) + b"".join(tensor.tobytes() for tensor in tensors.values())
+    layout = Layout.of({name: PlannedTensor(DTYPE_NAMES[one.dtype], one.shape) for name, one in tensors.items()})
+    return layout.header + b"".join(tensors[name].tobytes() for name in layout.starts)
 
 
 def _json(content: Any) -> bytes:

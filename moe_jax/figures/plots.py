@@ -1,19 +1,21 @@
-"""Draws the plots. Matplotlib is imported only then, so that `--help` does not wait for it."""
+"""Draws plots, and writes a folder of them. Matplotlib is imported only then, so that `--help` does not wait for it."""
 
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
 from moe_jax.figures.similarity import MEAN, LayerSimilarity
+from moe_jax.files.resume import staged_directory
+from moe_jax.files.storage_path import as_path
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
-    from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
 
 DrawnTo = Path | IO[bytes]
@@ -39,7 +41,10 @@ def ink() -> str:
 
 
 _DPI = 130
-# The largest number of heat maps side by side, and of experts for which a heat map shows numbers.
+
+# ---- experts ----------------------------------------------------------------------------------------------------
+
+# The largest number of heat maps of layers, and of experts for which a heat map shows numbers.
 _MOST_MAPS = 12
 _MOST_NUMBERED = 8
 # If no cosine is farther from 1, distances from 1 are drawn; nearer than float64 can tell, they are zero.
@@ -48,13 +53,9 @@ _LEAST = 1e-15
 
 
 def plot_to_base(layers: Sequence[LayerSimilarity], file: DrawnTo, *, title: str) -> None:
-    """Draws the cosine to the base over the layers, or its distance from 1: per matrix, mean and range over experts.
+    """Draws the cosine to the base over the layers, or its distance from 1: per matrix, mean and range over experts."""
+    from matplotlib.ticker import MaxNLocator
 
-    Args:
-      layers: the measurements.
-      file: where to write it.
-      title: names the model.
-    """
     figure = new_figure(7.5, 4.5)
     axes = figure.add_subplot()
     index = [layer.layer for layer in layers]
@@ -64,13 +65,19 @@ def plot_to_base(layers: Sequence[LayerSimilarity], file: DrawnTo, *, title: str
         cosines = [scale.shown(layer.to_base[name]) for layer in layers]
         color = f"C{number}"
         axes.plot(index, [values.mean() for values in cosines], marker="osD"[number], color=color, label=name)
-        axes.fill_between(
-            index, [values.min() for values in cosines], [values.max() for values in cosines], color=color, alpha=0.15
-        )
+        least, greatest = [values.min() for values in cosines], [values.max() for values in cosines]
+        axes.fill_between(index, least, greatest, color=color, alpha=0.15)
     whole = [scale.shown(layer.whole_to_base).mean() for layer in layers]
     axes.plot(index, whole, color=ink(), linestyle="--", linewidth=1, label="whole expert")
-    _limits(axes, scale.low, scale.high)
-    _layer_ticks(axes, index)
+    margin = 0.06 * (scale.high - scale.low)
+    axes.set_ylim(scale.low - margin, scale.high + margin)
+    axes.ticklabel_format(axis="y", useOffset=False, style="plain")
+    axes.grid(alpha=0.3)
+    axes.set_xlabel("layer")
+    if len(index) <= 16:
+        axes.set_xticks(index)
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     bases = list(dict.fromkeys(layer.base for layer in layers))
     axes.set_ylabel(f"{scale.label} to the base")
     axes.set_title(f"{title}: experts and their base ({', '.join(bases)})", fontsize=10)
@@ -88,21 +95,10 @@ def plot_between(layers: Sequence[LayerSimilarity], file: DrawnTo, *, title: str
     """Draws the cosine between whole experts, one heat map per layer; if there are many, of evenly spaced layers.
 
     U is the universal FFN.
-
-    Args:
-      layers: the measurements.
-      file: where to write it.
-      title: names the model.
     """
-    shown = [layers[i] for i in np.unique(np.linspace(0, len(layers) - 1, min(len(layers), _MOST_MAPS)).round())
-             .astype(int)]  # fmt: skip
-    columns = math.ceil(math.sqrt(len(shown)))
-    rows = -(-len(shown) // columns)
-    figure = new_figure(2.4 * columns + 1.2, 2.4 * rows + 0.7)
-    grid = figure.subplots(rows, columns, squeeze=False).reshape(-1)
-    for axes in grid[len(shown) :]:
-        axes.set_axis_off()
-    scale = scale_of(np.concatenate([_off_diagonal(layer.between) for layer in layers]))
+    shown = [layers[i] for i in _spread(len(layers), _MOST_MAPS)]
+    figure, grid = _maps(len(shown), math.ceil(math.sqrt(len(shown))), (2.4, 2.4), (1.2, 0.7))
+    scale = scale_of(np.concatenate([layer.between_others() for layer in layers]))
     for axes, layer in zip(grid, shown, strict=False):
         masked = np.ma.masked_where(np.eye(len(layer.between), dtype=bool), scale.shown(layer.between))
         image = axes.imshow(masked, vmin=scale.low, vmax=scale.high, cmap=scale.colours)
@@ -111,8 +107,12 @@ def plot_between(layers: Sequence[LayerSimilarity], file: DrawnTo, *, title: str
         _expert_ticks(axes.xaxis, names, most=8)
         _expert_ticks(axes.yaxis, names, most=8)
         if len(layer.between) <= _MOST_NUMBERED:
-            _numbers(axes, masked, lambda value: f"{value:.2f}", image.norm, scale.colours)
-    figure.colorbar(image, ax=grid.tolist(), label=f"{scale.label}, between experts", shrink=0.8, format="%.6g")
+            for (row, column), value in np.ndenumerate(masked):
+                if row != column:
+                    is_dark = (image.norm(value) < 0.5) != scale.colours.endswith("_r")
+                    color = "white" if is_dark else "black"
+                    axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=6, color=color)
+    figure.colorbar(image, ax=grid, label=f"{scale.label}, between experts", shrink=0.8, format="%.6g")
     some = "" if len(shown) == len(layers) else f" ({len(shown)} of {len(layers)} layers)"
     figure.suptitle(f"{title}: experts and each other{some}", fontsize=10)
     figure.savefig(file, dpi=_DPI)
@@ -158,10 +158,7 @@ def scale_of(cosines: Float[np.ndarray, " n"]) -> Scale:
 def plot_load(shares: Mapping[int, Float[np.ndarray, " E"]], file: DrawnTo, *, title: str) -> None:
     """Draws how often experts were chosen, relative to an even share: a heat map over layers and experts.
 
-    Args:
-      shares: by layer index, the share of the assignments per expert.
-      file: where to write it.
-      title: names the model and the text.
+    `shares` are by layer index, of the assignments per expert.
     """
     from matplotlib.colors import TwoSlopeNorm
 
@@ -192,40 +189,178 @@ def plot_load(shares: Mapping[int, Float[np.ndarray, " E"]], file: DrawnTo, *, t
     figure.savefig(file, dpi=_DPI)
 
 
-def _limits(axes: "Axes", low: float, high: float) -> None:
-    """Axis limits around the values, with some room."""
-    margin = 0.06 * (high - low)
-    axes.set_ylim(low - margin, high + margin)
-    axes.ticklabel_format(axis="y", useOffset=False, style="plain")
-    axes.grid(alpha=0.3)
-
-
-def _layer_ticks(axes: "Axes", index: Sequence[int]) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.set_xlabel("layer")
-    if len(index) <= 16:
-        axes.set_xticks(index)
-    else:
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
 def _expert_ticks(axis: "Axis", names: Sequence[str], most: int) -> None:
     """Labels the experts; if there are more than `most`, only some of them."""
     step = -(-len(names) // most)
     axis.set_ticks(range(0, len(names), step), names[::step], fontsize=7)
 
 
-def _numbers(
-    axes: "Axes", values: np.ma.MaskedArray, text: Callable[[float], str], norm: "Normalize", colours: str
-) -> None:
-    """Writes the values into their cells, in white on what is dark."""
-    for (row, column), value in np.ndenumerate(values):
-        if row != column:
-            is_dark = (norm(value) < 0.5) != colours.endswith("_r")
-            color = "white" if is_dark else "black"
-            axes.text(column, row, text(value), ha="center", va="center", fontsize=6, color=color)
+def _maps(
+    count: int, columns: int, size: tuple[float, float], margins: tuple[float, float]
+) -> tuple["Figure", Sequence["Axes"]]:
+    """Returns a figure with axes for so many heat maps, each of a size in inches."""
+    rows = -(-count // columns)
+    figure = new_figure(size[0] * columns + margins[0], size[1] * rows + margins[1])
+    grid = figure.subplots(rows, columns, squeeze=False).reshape(-1).tolist()
+    for axes in grid[count:]:
+        axes.set_axis_off()
+    return figure, grid
 
 
-def _off_diagonal(matrix: Float[np.ndarray, "E E"]) -> Float[np.ndarray, " n"]:
-    return matrix[~np.eye(len(matrix), dtype=bool)]
+def _spread(count: int, most: int) -> list[int]:
+    """At most so many of the numbers below `count`, evenly spaced."""
+    return sorted(set(np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()))
+
+
+# ---- curves over the steps of a run -----------------------------------------------------------------------------
+
+# More points than a picture has dots are drawn as means of neighbours, and how far these range.
+_MOST_POINTS = 300
+# So few are seen better with a mark at each.
+_FEW_POINTS = 40
+
+
+class Curve(NamedTuple):
+    """One curve; values that are not finite leave a gap.
+
+    Attributes:
+      name: stands in the legend.
+      steps, values: as many of each.
+    """
+
+    name: str
+    steps: Sequence[float]
+    values: Sequence[float]
+
+
+def plot_curves(curves: Sequence[Curve], file: DrawnTo, *, label: str) -> None:
+    """Draws curves in one picture, with a legend if there are several; `label` says what the values are."""
+    figure = new_figure(6.4, 3.3)
+    axes = figure.add_subplot()
+    for index, curve in enumerate(curves):
+        color = f"C{index}"
+        steps, means, least, greatest = condensed(curve)
+        marker = "o" if len(steps) <= _FEW_POINTS else None
+        axes.plot(steps, means, color=color, linewidth=1.6, marker=marker, markersize=3, label=curve.name)
+        if len(steps) < len(curve.steps):
+            axes.fill_between(steps, least, greatest, color=color, alpha=0.2, linewidth=0)
+    axes.set(xlabel="step", ylabel=label)
+    axes.grid(alpha=0.6, linewidth=0.6)
+    axes.tick_params(length=0)
+    axes.margins(x=0.01)
+    if len(curves) > 1:
+        axes.legend(fontsize=8, framealpha=0.8)
+    figure.savefig(file, dpi=_DPI)
+
+
+def condensed(curve: Curve) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The curve in at most so many points as can be seen: steps, and of every point the mean, least and greatest."""
+    steps, values = np.asarray(curve.steps, np.float64), np.asarray(curve.values, np.float64)
+    values = np.where(np.isfinite(values), values, np.nan)
+    if len(steps) <= _MOST_POINTS:
+        return steps, values, values, values
+    groups = np.array_split(np.arange(len(steps)), _MOST_POINTS)
+    # NaN if one of a group is, so that a gap is not drawn over.
+    means, least, greatest = (np.array([one(values[group]) for group in groups]) for one in (np.mean, np.min, np.max))
+    return np.array([steps[group].mean() for group in groups]), means, least, greatest
+
+
+# The largest number of layers that are drawn, evenly spaced, and of columns of each: more steps are averaged.
+_MOST_LAYERS = 6
+_MOST_COLUMNS = 120
+
+
+def plot_use_over_time(steps: Sequence[float], shares: Mapping[int, Float[np.ndarray, "n E"]], file: DrawnTo) -> None:
+    """Draws one heat map per layer: experts over steps, relative to an even share; if there are many, of some layers.
+
+    `shares` are by layer index, at least one, of the assignments per expert at every step.
+    """
+    from matplotlib.colors import TwoSlopeNorm
+    from matplotlib.ticker import MaxNLocator
+
+    layers = [list(shares)[i] for i in _spread(len(shares), _MOST_LAYERS)]
+    groups = np.array_split(np.arange(len(steps)), min(len(steps), _MOST_COLUMNS))
+    columns = min(len(layers), 2)
+    figure, grid = _maps(len(layers), columns, (5.2, 1.7), (0.8, 0.7))
+    relative = {layer: np.array([shares[layer][group].mean(axis=0) for group in groups]).T for layer in layers}
+    relative = {layer: found * len(found) for layer, found in relative.items()}
+    norm = TwoSlopeNorm(1.0, vmin=0.0, vmax=max(2.0, *(float(found.max()) for found in relative.values())))
+    for number, (axes, layer) in enumerate(zip(grid, layers, strict=False)):
+        found = relative[layer]
+        ends = (steps[0] - 0.5, steps[-1] + 0.5, len(found) - 0.5, -0.5)
+        image = axes.imshow(found, norm=norm, cmap="RdBu_r", aspect="auto", extent=ends, interpolation="nearest")
+        axes.set_title(f"layer {layer}", fontsize=9)
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+        axes.tick_params(labelbottom=number + columns >= len(layers))
+        axes.set_ylabel("expert")
+    figure.supxlabel("step", fontsize=10)
+    figure.colorbar(image, ax=grid, label="× an even share")
+    figure.savefig(file, dpi=_DPI)
+
+
+# ---- a folder of plots ------------------------------------------------------------------------------------------
+
+TO_BASE, BETWEEN, LOAD, NUMBERS = "cosine_to_base.png", "cosine_between_experts.png", "expert_load.png", "figures.json"
+
+
+def write_figures(
+    dst: Path,
+    layers: Sequence[LayerSimilarity],
+    *,
+    name: str,
+    shares: Mapping[int, Float[np.ndarray, " E"]] | None = None,
+    text: Mapping[str, Any] | None = None,
+) -> list[Path]:
+    """Writes the plots and `figures.json`, all or nothing.
+
+    Args:
+      dst: the folder to make.
+      layers: similarities of experts; empty if they cannot be compared, and then there are no plots of them.
+      name: of the model, for the titles.
+      shares: by layer index, the share of the assignments per expert; None: no plot of it.
+      text: the text on which they were measured: `path`, `tokens` and `seq_len`.
+
+    Returns:
+      The files.
+
+    Raises:
+      InputError: if there is anything at `dst`.
+    """
+    dst = Path(dst)
+    with staged_directory(dst) as folder:
+        files = []
+        if layers:
+            plot_to_base(layers, folder / TO_BASE, title=name)
+            plot_between(layers, folder / BETWEEN, title=name)
+            files += [TO_BASE, BETWEEN]
+        if shares is not None and text is not None:
+            title = f"{name}: load of the experts, {text['tokens']:,} tokens of {Path(text['path']).name}"
+            plot_load(shares, folder / LOAD, title=title)
+            files.append(LOAD)
+        numbers = {
+            "model": name,
+            "text": None if text is None else dict(text),
+            "layers": [_layer_numbers(layer, None if shares is None else shares[layer.layer]) for layer in layers]
+            or [{"layer": layer, "load": share.tolist()} for layer, share in (shares or {}).items()],
+        }
+        as_path(folder / NUMBERS).write_durably(json.dumps(numbers, indent=1).encode())
+    return [dst / file for file in (*files, NUMBERS)]
+
+
+def _layer_numbers(layer: LayerSimilarity, share: Float[np.ndarray, " E"] | None) -> dict[str, Any]:
+    every = layer.all_to_base()
+    return {
+        "layer": layer.layer,
+        "base": layer.base,
+        "last_expert_is_universal": layer.universal,
+        "cosine_to_base": {
+            "mean": float(every.mean()),
+            "least": float(every.min()),
+            "greatest": float(every.max()),
+            "whole_expert": layer.whole_to_base.tolist(),
+            **{name: values.tolist() for name, values in layer.to_base.items()},
+        },
+        "cosine_between_experts": layer.between.tolist(),
+        "load": None if share is None else share.tolist(),
+    }

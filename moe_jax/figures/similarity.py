@@ -4,17 +4,17 @@ Dot products are summed block by block in float64, because cosines of upcycled e
 float32 can show.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
 from moe_jax.core.errors import InputError
-from moe_jax.experts.forms import Matrix, ffn_matrices
+from moe_jax.experts.forms import ffn_matrices
 from moe_jax.experts.on_host import base_kernel, expert_kernels
 from moe_jax.model_io.model_source import ModelSource
-from moe_jax.models import BankConfig, ModelConfig, MoEConfig
+from moe_jax.models import ModelConfig, MoEConfig
 
 SHARED = "shared base"
 MEAN = "mean of the experts"
@@ -46,6 +46,10 @@ class LayerSimilarity(NamedTuple):
         """The cosines of all experts and matrices."""
         return np.concatenate(list(self.to_base.values()))
 
+    def between_others(self) -> Float[np.ndarray, " n"]:
+        """The cosines of every two different experts."""
+        return self.between[~np.eye(len(self.between), dtype=bool)]
+
 
 def comparable_layers(config: ModelConfig) -> list[int]:
     """The MoE layers whose experts can be compared: they are kernels, and the model stores them itself."""
@@ -72,7 +76,7 @@ def measure_similarity(source: ModelSource, layer: int) -> LayerSimilarity:
     has_base = moe.bank.has_base
     grams = {}
     for name in moe.expert.matrices:
-        grams[name] = gram_matrix(_vectors(source, layer, name, has_base))
+        grams[name] = gram_matrix(_vectors(source, layer, name))
         if not np.isfinite(grams[name]).all():
             raise InputError(f"the {name} kernels of the experts in layer {layer} have entries that are not finite")
     to_base = {name: _cosines_to_base(gram, has_base) for name, gram in grams.items()}
@@ -100,23 +104,13 @@ def gram_matrix(vectors: Sequence[np.ndarray]) -> Float[np.ndarray, "n n"]:
     return gram
 
 
-def _vectors(source: ModelSource, layer: int, name: str, has_base: bool) -> list[np.ndarray]:
+def _vectors(source: ModelSource, layer: int, name: str) -> list[np.ndarray]:
     """One matrix of the base, if there is one, and then of every expert."""
-    experts = list(_experts(source, layer, name))
-    if not has_base:
-        return experts
-    return [base_kernel(source.read, *_place(source, layer, name)), *experts]
-
-
-def _experts(source: ModelSource, layer: int, name: str) -> Iterator[np.ndarray]:
-    # In float32, because rounding to the bfloat16 of a base would lose most of a small delta.
-    return expert_kernels(source.read, *_place(source, layer, name), dtype=np.dtype(np.float32))
-
-
-def _place(source: ModelSource, layer: int, name: str) -> tuple[BankConfig, str, Matrix]:
-    """The bank of a layer, its path, and one of its matrices."""
     moe = source.config.moe(layer)
-    return moe.bank, f"layers/{layer}/mlp/experts", ffn_matrices(moe.expert, source.config.d_model)[name]
+    place = moe.bank, f"layers/{layer}/mlp/experts", ffn_matrices(moe.expert, source.config.d_model)[name]
+    # In float32, because rounding to the bfloat16 of a base would lose most of a small delta.
+    experts = expert_kernels(source.read, *place, dtype=np.dtype(np.float32))
+    return [*([base_kernel(source.read, *place)] if moe.bank.has_base else ()), *experts]
 
 
 def _cosines_to_base(gram: Float[np.ndarray, "n n"], has_base: bool) -> Float[np.ndarray, " E"]:

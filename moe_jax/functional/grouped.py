@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.by_platform import PRODUCT, Bound, deferred, one_device
-from moe_jax.kernels.hardware import compute_capability, current_core
+from moe_jax.kernels.hardware import Core, compute_capability, current_core
 from moe_jax.kernels.plain import ragged_outer, ragged_product, zero_rows_beyond
 
 # Rows of a tile on CPU: long tiles make fast matrix products, short ones at the end of a group waste little.
@@ -118,32 +118,60 @@ def longest_tile(rows: int) -> int:
     return min(max(TILES), max(8, 1 << (rows - 1).bit_length()))
 
 
-def _blocked_product(lhs: Array, rhs: Array, group_sizes: Array, *, contract_out: bool = False) -> Array:
-    """A tile may reach beyond its group; what it writes there is overwritten by the next group."""
+def looped_product(
+    lhs: Float[Array, "M k"],
+    group_sizes: Int[Array, " E"],
+    width: int,
+    kernel_of: Callable[[Array], Callable[[Array, int], Array]],
+    *,
+    contract_out: bool = False,
+) -> Float[Array, "M n"]:
+    """Returns the product of rows sorted by group with their kernels, of which one tile of columns exists at a time.
+
+    Args:
+      lhs: rows.
+      group_sizes: rows per group. Rows beyond their sum give zeros.
+      width: n.
+      kernel_of: given a group, returns a function of the first column of a tile and its width to the tile.
+      contract_out: tiles are rows [w, k] of the kernels, which are multiplied transposed.
+    """
     rows, slack = lhs.shape[0], longest_tile(lhs.shape[0])
-    width = rhs.shape[1] if contract_out else rhs.shape[2]
-    starts = jnp.cumsum(group_sizes) - group_sizes
+    starts, columns = jnp.cumsum(group_sizes) - group_sizes, tile_width((lhs.shape[1], width), rows)
     padded = jnp.pad(lhs, ((0, slack), (0, 0)))
-
-    def column_tile(e: Array, start: Array, columns: int, out: Array) -> Array:
-        zero = jnp.zeros((), starts.dtype)
-        at, size = (e, start, zero) if contract_out else (e, zero, start), list(rhs.shape)
-        size[0], size[1 if contract_out else 2] = 1, columns
-        kernel = lax.dynamic_slice(rhs, at, size)[0]
-
-        def multiply(tile: int, offset: Array, out: Array) -> Array:
-            block = lax.dynamic_slice_in_dim(padded, starts[e] + offset, tile, 0)
-            product = lax.dot_general(block, kernel, (((1,), (1 if contract_out else 0,)), ((), ())))
-            return lax.dynamic_update_slice(out, product, (starts[e] + offset, start))
-
-        return over_tiles(group_sizes[e], rows, multiply, out)
+    contract = (((1,), (1 if contract_out else 0,)), ((), ()))
 
     def group(e: Array, out: Array) -> Array:
-        columns = tile_width((lhs.shape[1], width), rows)
-        return when(group_sizes[e] > 0, partial(over_columns, columns, width, partial(column_tile, e)), out)
+        tile_of = kernel_of(e)
 
-    out = lax.fori_loop(0, rhs.shape[0], group, jnp.zeros((rows + slack, width), lhs.dtype))
+        def column_tile(start: Array, columns: int, out: Array) -> Array:
+            kernel = tile_of(start, columns)
+
+            def multiply(tile: int, offset: Array, out: Array) -> Array:
+                block = lax.dynamic_slice_in_dim(padded, starts[e] + offset, tile, 0)
+                # Rows beyond the group are overwritten by the groups that they belong to, which come later.
+                return lax.dynamic_update_slice(
+                    out, lax.dot_general(block, kernel, contract), (starts[e] + offset, start)
+                )
+
+            return over_tiles(group_sizes[e], rows, multiply, out)
+
+        return when(group_sizes[e] > 0, partial(over_columns, columns, width, column_tile), out)
+
+    out = lax.fori_loop(0, group_sizes.shape[0], group, jnp.zeros((rows + slack, width), lhs.dtype))
     return zero_rows_beyond(out[:rows], jnp.sum(group_sizes))
+
+
+def _blocked_product(lhs: Array, rhs: Array, group_sizes: Array, *, contract_out: bool = False) -> Array:
+    def kernel_of(e: Array) -> Callable[[Array, int], Array]:
+        def tile(start: Array, columns: int) -> Array:
+            zero, size = jnp.zeros((), jnp.int32), list(rhs.shape)
+            size[0], size[1 if contract_out else 2] = 1, columns
+            return lax.dynamic_slice(rhs, (e, start, zero) if contract_out else (e, zero, start), size)[0]
+
+        return tile
+
+    width = rhs.shape[1 if contract_out else 2]
+    return looped_product(lhs, group_sizes, width, kernel_of, contract_out=contract_out)
 
 
 def _blocked_outer(lhs: Array, dout: Array, group_sizes: Array) -> Array:
@@ -171,86 +199,61 @@ def _blocked_outer(lhs: Array, dout: Array, group_sizes: Array) -> Array:
     return lax.fori_loop(0, group_sizes.shape[0], group, grads)
 
 
-# ---- NVIDIA GPUs ------------------------------------------------------------------------------------------------
+# ---- kernels ----------------------------------------------------------------------------------------------------
 
 
-def _gpu_deferred(function: Callable[..., Array], *arrays: Array, out: jax.ShapeDtypeStruct, **options: Any) -> Array:
-    options["capability"] = compute_capability()
-    divided = Bound(function, one_device=False, **options)
-    return deferred(function, *arrays, out=out, divided=divided, one_device=one_device(), **options)
+def _out(operation: str, lhs: Array, rhs: Array, group_sizes: Array) -> jax.ShapeDtypeStruct:
+    if operation == "outer":
+        return jax.ShapeDtypeStruct((group_sizes.shape[0], lhs.shape[1], rhs.shape[1]), lhs.dtype)
+    return jax.ShapeDtypeStruct((lhs.shape[0], rhs.shape[2 if operation == "product" else 1]), lhs.dtype)
 
 
-def _gpu_product(lhs: Array, rhs: Array, group_sizes: Array, *, transposed: bool = False) -> Array:
-    out = jax.ShapeDtypeStruct((lhs.shape[0], rhs.shape[1 if transposed else 2]), lhs.dtype)
-    return _gpu_deferred(_traced_gpu_product, lhs, rhs, group_sizes, out=out, transposed=transposed)
+def _on_gpu(operation: str, *arrays: Array) -> Array:
+    options = {"operation": operation, "capability": compute_capability()}
+    divided = Bound(_traced_gpu, one_device=False, **options)
+    return deferred(
+        _traced_gpu, *arrays, out=_out(operation, *arrays), divided=divided, one_device=one_device(), **options
+    )
 
 
-def _traced_gpu_product(*arrays: Array, **options: Any) -> Array:
+def _traced_gpu(*arrays: Array, operation: str, **options: Any) -> Array:
     from moe_jax.kernels.gpu import grouped as gpu_grouped
 
-    return gpu_grouped.grouped_product(*arrays, **options)
+    if operation == "outer":
+        return gpu_grouped.grouped_outer(*arrays, **options)
+    return gpu_grouped.grouped_product(*arrays, transposed=operation == "transposed", **options)
 
 
-def _gpu_outer(lhs: Array, dout: Array, group_sizes: Array) -> Array:
-    out = jax.ShapeDtypeStruct((group_sizes.shape[0], lhs.shape[1], dout.shape[1]), lhs.dtype)
-    return _gpu_deferred(_traced_gpu_outer, lhs, dout, group_sizes, out=out)
+def _on_tpu(operation: str, *arrays: Array) -> Array:
+    options: Any = {"operation": operation, "core": current_core()}
+    divided = BACKENDS["ragged_dot"][operation]
+    return deferred(_traced_tpu, *arrays, out=_out(operation, *arrays), divided=divided, **options)
 
 
-def _traced_gpu_outer(*arrays: Array, **options: Any) -> Array:
-    from moe_jax.kernels.gpu import grouped as gpu_grouped
-
-    return gpu_grouped.grouped_outer(*arrays, **options)
-
-
-# ---- TPU --------------------------------------------------------------------------------------------------------
-
-
-def _tpu_product(lhs: Array, rhs: Array, group_sizes: Array, *, transposed: bool = False) -> Array:
-    out = jax.ShapeDtypeStruct((lhs.shape[0], rhs.shape[1 if transposed else 2]), lhs.dtype)
-    divided = BACKENDS["ragged_dot"]["transposed" if transposed else "product"]
-    options: Any = dict(out=out, divided=divided, transposed=transposed, core=current_core())
-    return deferred(_traced_tpu_product, lhs, rhs, group_sizes, **options)
-
-
-def _traced_tpu_product(lhs: Array, rhs: Array, group_sizes: Array, **options: Any) -> Array:
+def _traced_tpu(lhs: Array, rhs: Array, group_sizes: Array, *, operation: str, core: Core) -> Array:
     from moe_jax.kernels.tpu.grouped_product import grouped_product
+    from moe_jax.kernels.tpu.kernel_gradients import grouped_outer
     from moe_jax.kernels.tpu.tiles import StoredTile
 
-    _, fan_in, fan_out = rhs.shape
-    return grouped_product(lhs, None, {"kernel": rhs}, group_sizes, StoredTile(), (fan_in, fan_out), **options)
-
-
-def _tpu_outer(lhs: Array, dout: Array, group_sizes: Array) -> Array:
-    out = jax.ShapeDtypeStruct((group_sizes.shape[0], lhs.shape[1], dout.shape[1]), lhs.dtype)
-    options: Any = dict(out=out, divided=BACKENDS["ragged_dot"]["outer"], core=current_core())
-    return deferred(_traced_tpu_outer, lhs, dout, group_sizes, **options)
-
-
-def _traced_tpu_outer(lhs: Array, dout: Array, group_sizes: Array, **options: Any) -> Array:
-    from moe_jax.kernels.tpu.kernel_gradients import grouped_outer
-
-    return grouped_outer(lhs, dout, group_sizes, lhs.dtype, **options)
+    if operation == "outer":
+        return grouped_outer(lhs, rhs, group_sizes, lhs.dtype, core=core)
+    kernels, shape = {"kernel": rhs}, (rhs.shape[1], rhs.shape[2])
+    transposed = operation == "transposed"
+    return grouped_product(lhs, None, kernels, group_sizes, StoredTile(), shape, transposed=transposed, core=core)
 
 
 # ---- the seam ---------------------------------------------------------------------------------------------------
 
-# By operation: `product` and `transposed` take rows and kernels, `outer` takes rows and rows.
+# `product` and `transposed` take rows and kernels, `outer` takes rows and rows.
+OPERATIONS = ("product", "transposed", "outer")
 BACKENDS: dict[str, dict[str, Callable[..., Array]]] = {
     "blocked": {
         "product": _blocked_product,
         "transposed": partial(_blocked_product, contract_out=True),
         "outer": _blocked_outer,
     },
-    "gpu": {
-        "product": _gpu_product,
-        "transposed": partial(_gpu_product, transposed=True),
-        "outer": _gpu_outer,
-    },
-    "tpu": {
-        "product": _tpu_product,
-        "transposed": partial(_tpu_product, transposed=True),
-        "outer": _tpu_outer,
-    },
+    "gpu": {operation: partial(_on_gpu, operation) for operation in OPERATIONS},
+    "tpu": {operation: partial(_on_tpu, operation) for operation in OPERATIONS},
     "ragged_dot": {
         "product": ragged_product,
         "transposed": lambda dout, rhs, group_sizes: ragged_product(dout, jnp.swapaxes(rhs, 1, 2), group_sizes),

@@ -20,6 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt8
 
 from moe_jax.functional.grouped import longest_tile, over_tiles
+from moe_jax.functional.synthesis import block_gradients, block_product
 from moe_jax.kernels.by_platform import PRODUCT, Bound, by_platform
 from moe_jax.kernels.plain import zero_rows_beyond
 
@@ -240,20 +241,13 @@ class EntryTiles:
 def _gpu_product(
     lhs: Array, values: Array, positions: Positions, group_sizes: Array, *, width: int, capability: Any
 ) -> Array:
-    from moe_jax.functional.synthesis import block_product
-    from moe_jax.kernels.gpu.grouped import TritonProducts
-
-    tiles, products = EntryTiles((lhs.shape[1], width)), TritonProducts(capability)
-    return block_product(lhs, None, {"values": values}, positions, group_sizes, tiles=tiles, products=products)
+    tiles = EntryTiles((lhs.shape[1], width))
+    return block_product(lhs, None, {"values": values}, positions, group_sizes, tiles=tiles, capability=capability)
 
 
 def _gpu_gradients(
     lhs: Array, values: Array, positions: Positions, group_sizes: Array, dout: Array, *, width: int, capability: Any
 ) -> tuple[Array, Array]:
-    from moe_jax.functional.synthesis import block_gradients
-    from moe_jax.kernels.gpu.grouped import TritonProducts
-
-    arguments = lhs, None, {"values": values}, positions, group_sizes, dout
-    tiles, products = EntryTiles((lhs.shape[1], width)), TritonProducts(capability)
-    dlhs, _, trained = block_gradients(*arguments, tiles=tiles, products=products)
+    arguments, tiles = (lhs, None, {"values": values}, positions, group_sizes, dout), EntryTiles((lhs.shape[1], width))
+    dlhs, _, trained = block_gradients(*arguments, tiles=tiles, capability=capability)
     return dlhs, trained["values"]

@@ -25,8 +25,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moe_jax.functional.grouped import longest_tile, over_columns, over_tiles, tile_width, when
+from moe_jax.functional.grouped import longest_tile, looped_product, over_columns, over_tiles, tile_width, when
 from moe_jax.kernels.by_platform import PRODUCT, Bound, by_platform
+from moe_jax.kernels.hardware import Capability
 from moe_jax.kernels.plain import zero_rows_beyond
 from moe_jax.kernels.tpu.fused_tile import FusedTile
 
@@ -51,7 +52,7 @@ class InTriton(NamedTuple):
     """How the experts' own kernels are made in a Triton kernel.
 
     Attributes:
-      maker: a `kernels.gpu.triton_grouped.Maker`.
+      maker: a `kernels.gpu.triton_makers.Maker`.
       arrays: the arrays that it reads.
       is_cheap: making a kernel costs little beside the product, so that it may be repeated for every tile of rows.
     """
@@ -136,7 +137,7 @@ def synthesised_matmul(
       tiles: makes kernels of the base and the arrays.
     """
     out = jax.ShapeDtypeStruct((lhs.shape[0], tiles.shape[1]), lhs.dtype)
-    product = _choose(tiles, lhs.dtype, out, loops=_looped_product, tpu=_fused_product, gpu=_gpu_product)
+    product = _choose(tiles, lhs.dtype, out, loops=_looped_product, tpu=_fused_product, gpu=block_product)
     return product(lhs, base, trained, fixed, group_sizes)
 
 
@@ -148,7 +149,7 @@ def _forward(lhs: Array, base: Any, trained: Stacked, fixed: Stacked, group_size
 def _backward(tiles: Tiles, residuals: tuple, dout: Array) -> tuple:
     lhs, base, trained, _, _ = residuals
     out = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), (lhs, base, trained))
-    backends = {"loops": _looped_gradients, "tpu": _fused_gradients, "gpu": _gpu_gradients}
+    backends = {"loops": _looped_gradients, "tpu": _fused_gradients, "gpu": block_gradients}
     dlhs, dbase, dtrained = _choose(tiles, lhs.dtype, out, **backends)(*residuals, dout)
     return dlhs, dbase, dtrained, None, None
 
@@ -192,28 +193,11 @@ def _say_why_not_fused(reason: str) -> None:
 def _looped_product(
     lhs: Array, base: Array | None, trained: Stacked, fixed: Stacked, group_sizes: Array, *, tiles: Tiles
 ) -> Array:
-    rows, slack = lhs.shape[0], longest_tile(lhs.shape[0])
-    starts, columns = jnp.cumsum(group_sizes) - group_sizes, tile_width(tiles.shape, rows)
-    padded = jnp.pad(lhs, ((0, slack), (0, 0)))
-
-    def multiply(e: Array, start: Array, kernel: Array, out: Array) -> Array:
-        def rows_of_group(tile: int, offset: Array, out: Array) -> Array:
-            block = lax.dynamic_slice_in_dim(padded, starts[e] + offset, tile, 0)
-            # Rows beyond the group are overwritten by the groups they belong to, which come later.
-            return lax.dynamic_update_slice(out, block @ kernel, (starts[e] + offset, start))
-
-        return over_tiles(group_sizes[e], rows, rows_of_group, out)
-
-    def group(e: Array, out: Array) -> Array:
+    def kernel_of(e: Array) -> Callable[[Array, int], Array]:
         leaves = _expert(trained, e) | _expert(fixed, e)
+        return lambda start, width: tiles.tile(_base_tile(base, start, width), leaves, start, width).astype(lhs.dtype)
 
-        def column_tile(start: Array, width: int, out: Array) -> Array:
-            return multiply(e, start, _kernel(base, leaves, tiles, start, width, lhs.dtype), out)
-
-        return when(group_sizes[e] > 0, partial(over_columns, columns, tiles.shape[1], column_tile), out)
-
-    out = lax.fori_loop(0, group_sizes.shape[0], group, jnp.zeros((rows + slack, tiles.shape[1]), lhs.dtype))
-    return zero_rows_beyond(out[:rows], jnp.sum(group_sizes))
+    return looped_product(lhs, group_sizes, tiles.shape[1], kernel_of)
 
 
 def _looped_gradients(
@@ -273,10 +257,6 @@ def _looped_gradients(
     dlhs, dbase, dtrained = lax.fori_loop(0, group_sizes.shape[0], group, zeros)
     dtrained = jax.tree.map(lambda total, array: total.astype(array.dtype), dtrained, trained)
     return dlhs[:rows].astype(lhs.dtype), None if base is None else dbase.astype(base.dtype), dtrained
-
-
-def _kernel(base: Array | None, arrays: Stacked, tiles: Tiles, start: Any, width: int, dtype: jnp.dtype) -> Array:
-    return tiles.tile(_base_tile(base, start, width), arrays, start, width).astype(dtype)
 
 
 def _base_tile(base: Array | None, start: Any, width: int) -> Float[Array, "i w"] | None:
@@ -343,18 +323,6 @@ def _fused_gradients(
 # ---- NVIDIA GPUs ------------------------------------------------------------------------------------------------
 
 
-def _gpu_product(*arguments: Any, tiles: Tiles, capability: Any) -> Array:
-    from moe_jax.kernels.gpu.grouped import TritonProducts
-
-    return block_product(*arguments, tiles=tiles, products=TritonProducts(capability))
-
-
-def _gpu_gradients(*arguments: Any, tiles: Tiles, capability: Any) -> tuple:
-    from moe_jax.kernels.gpu.grouped import TritonProducts
-
-    return block_gradients(*arguments, tiles=tiles, products=TritonProducts(capability))
-
-
 def block_product(
     lhs: Float[Array, "M i"],
     base: Float[Array, "i o"] | None,
@@ -363,16 +331,20 @@ def block_product(
     group_sizes: Int[Array, " E"],
     *,
     tiles: Tiles,
-    products: "TritonProducts",
+    capability: Capability | None,
+    interpret: bool = False,
 ) -> Float[Array, "M o"]:
     """Returns the synthesised product; see `functional.synthesis.synthesised_matmul`.
 
     Args:
       lhs, base, trained, fixed, group_sizes: as `synthesised_matmul` takes them.
       tiles: makes kernels.
-      products: multiplies with them.
+      capability: of the GPU; None: unknown.
+      interpret: run kernels on any platform, slowly.
     """
+    from moe_jax.kernels.gpu.grouped import TritonProducts
 
+    products = TritonProducts(capability, interpret)
     fused = _in_triton(tiles, lhs.shape[0], trained | fixed, group_sizes)
     if fused is not None:
         return products.made_product(lhs, base, fused.arrays, group_sizes, fused.maker, tiles.shape)
@@ -395,15 +367,18 @@ def block_gradients(
     dout: Float[Array, "M o"],
     *,
     tiles: Tiles,
-    products: "TritonProducts",
+    capability: Capability | None,
+    interpret: bool = False,
 ) -> tuple[Float[Array, "M i"], Float[Array, "i o"] | None, Stacked]:
     """Returns the gradients of `block_product` in the rows, the base and the trained arrays, in their dtypes.
 
     Args:
-      lhs, base, trained, fixed, group_sizes, tiles, products: see `block_product`.
+      lhs, base, trained, fixed, group_sizes, tiles, capability, interpret: see `block_product`.
       dout: gradient of its result.
     """
-    dbase = None
+    from moe_jax.kernels.gpu.grouped import TritonProducts
+
+    products, dbase = TritonProducts(capability, interpret), None
     if base is not None and tiles.adds_to_base:
         # Kernels are the base plus the experts' own parts: the gradients of all kernels sum to one product.
         inside = zero_rows_beyond(dout, jnp.sum(group_sizes))

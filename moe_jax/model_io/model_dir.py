@@ -9,7 +9,6 @@ On a disk a directory is written beside its target and renamed when it is comple
 final place, config.json last: without it there is no model. `model_io/adapter_dir.py` adds adapter directories.
 """
 
-import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,12 +20,11 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from moe_jax.checkpoints.leaf_files import LeafReader, LeafWriter, adopt_groups
-from moe_jax.checkpoints.leaf_shards import COMPLETED, ShardWriter, shard_positions
+from moe_jax.checkpoints.leaf_files import LeafReader, LeafWriter, shard_positions
 from moe_jax.checkpoints.zarr_arrays import Part
 from moe_jax.core.errors import InputError, raise_if_any
 from moe_jax.core.finite import cast
-from moe_jax.distributed.processes import fail_together, first_decides, has_joined, is_first_process
+from moe_jax.distributed.processes import fail_together, first_decides, is_first_process
 from moe_jax.files.json_toml import read_json_object
 from moe_jax.files.regular_files import hold
 from moe_jax.files.remote_work import RemoteWork
@@ -207,21 +205,17 @@ class ModelDirectoryWriter:
         return first_decides(lambda: self._work.notes(names))
 
     def __enter__(self) -> Self:
-        whole, beginning = first_decides(self._begin)
-        self._leaves: LeafWriter | ShardWriter | None = None
+        beginning = first_decides(self._begin)
         try:
+            marks = None
             if isinstance(self._work, RemoteWork):
-                self._work.beginning = beginning
-                self._leaves = ShardWriter(self._params, self._expected.paths, marks=self._work)
-            elif not whole and (has_joined() or self._params.exists()):
-                # Also for a job that is now one process but was begun by several.
-                self._leaves = ShardWriter(self._params, self._expected.paths, marks=None)
-            elif not whole:
-                self._leaves = LeafWriter(self._params, resume=True)
+                self._work.beginning, marks = beginning, self._work
+            self._leaves = LeafWriter(self._params, self._expected.paths, marks=marks)
         except BaseException as error:
             self._leave(error)
             raise
-        self._done = set(self._expected.paths if self._leaves is None else self._leaves.done)
+        self._finished = False
+        self._done = set(self._leaves.done)
         self._mine = self._expected.share([path for path in self._expected.paths if path not in self._done])
         return self
 
@@ -248,8 +242,7 @@ class ModelDirectoryWriter:
         self._done |= leaves.keys()
         leaves = {path: leaf for path, leaf in leaves.items() if self.mine(path)}
         self._expected.check_numbers(leaves)
-        if self._leaves is not None:
-            self._leaves.write(leaves)
+        self._leaves.write(leaves)
 
     def write_sharded(self, path: str, leaf: jax.Array, dtype: np.dtype) -> None:
         """Writes the shards that this process has of a leaf; every process makes the call.
@@ -265,7 +258,6 @@ class ModelDirectoryWriter:
         self._expected.check({path: leaf})
         if path in self._done:
             raise ValueError(f"leaf {path} was written already")
-        assert isinstance(self._leaves, ShardWriter), "one process has all shards"
 
         def shards() -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
             for position, data in shard_positions(leaf).items():
@@ -313,39 +305,28 @@ class ModelDirectoryWriter:
         missing = [f"{file} is not there" for file in self._files if not file.is_file()]
         raise_if_any(missing, f"cannot write {self._dst}")
 
-    def _begin(self) -> tuple[bool, str]:
-        """Prepares the folder. Only the first process calls this.
+    def _begin(self) -> str:
+        """Prepares the folder; returns the name of this beginning of the work, empty on a disk.
 
-        Returns:
-          Whether all leaves are in it already, and the name of this beginning of the work in a bucket.
+        Only the first process calls this.
         """
         self._work.__enter__()
         try:
             # Copied before the weights are written, so that no copied file can replace them.
             for file in self._files:
                 (self._work.folder / file.name).write_durably(read_tokenizer_file(file))
-            if isinstance(self._work, RemoteWork):
-                list_tokenizer_files(self._work.folder, [file.name for file in self._files])
-                return False, self._work.beginning
-            if has_joined() or self._params.exists():
-                adopt_groups(self._params)  # of a writer that was alone
-            if self._params.exists() and not has_joined():
-                with contextlib.suppress(ValueError):
-                    self._check_leaves()
-                    return True, ""
-                if (self._params / COMPLETED).exists():  # and yet damaged
-                    self._params.remove_tree()
-            return False, ""
+            list_tokenizer_files(self._work.folder, [file.name for file in self._files])
+            return self._work.beginning if isinstance(self._work, RemoteWork) else ""
         except BaseException as error:
             self._leave(error)
             raise
 
     def _finish_leaves(self) -> None:
-        if self._leaves is not None:
+        if not self._finished:
             # Leaves of other processes are looked for when all have finished.
             self._expected.check_all(self._done | (set(self._expected.paths) - self._mine))
             self._leaves.close()
-            self._leaves = None
+            self._finished = True
             first_decides(self._check_leaves)
 
     def _check_leaves(self) -> None:

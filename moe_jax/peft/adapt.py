@@ -44,14 +44,7 @@ _REQUIRED = {"experts": ("perft-r", "perft-d"), "top_k": ("perft-r",), "targets"
 
 
 def adapted_config(config: ModelConfig, spec: AdaptSpec) -> ModelConfig:
-    """Returns the config of a model with new adapters over a frozen base.
-
-    Args:
-      config: config of the base.
-      spec: the adapters.
-
-    Returns:
-      `config` with adapters in every layer that can have them, and `frozen_base`.
+    """Returns `config` with new adapters in every layer that can have them, over a frozen base.
 
     Raises:
       InputError: if the options contradict each other or do not fit the model; all problems are listed.
@@ -212,17 +205,11 @@ def _targets(mlp: FFNConfig | MoEConfig) -> tuple[str, ...]:
 
 
 def initial_leaves(config: ModelConfig, seed: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the leaves that the base does not have (`own_leaves`), in the order of `leaf_specs`.
+    """Yields the leaves that the base does not have (`own_leaves`), by path, in the order of `leaf_specs`.
 
     The first factor (`lora/a`, `adapters/down`) is drawn as in LoRA (Kaiming uniform), the second (`lora/b`,
-    `adapters/up`) is zero, and routers are normal with standard deviation 0.02 (methods.md 6, 7).
-
-    Args:
-      config: config of the tuned model.
-      seed: the same seed gives the same leaves; every leaf has its own stream of random numbers.
-
-    Yields:
-      Paths and leaves, in the dtype of the config.
+    `adapters/up`) is zero, and routers are normal with standard deviation 0.02 (methods.md 6, 7). The same seed gives
+    the same leaves; every leaf has its own stream of random numbers.
 
     Raises:
       InputError: for a negative seed.

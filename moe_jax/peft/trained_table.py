@@ -27,15 +27,10 @@ def parameter_sizes(config: ModelConfig) -> dict[str, int]:
 
 
 def active_size(config: ModelConfig, path: str, size: int) -> int:
-    """Returns the number of a leaf's parameters that are active for one token.
+    """Returns the number of parameters, out of `size` of a leaf, that are active for one token.
 
     All of them, except for leaves with one part per expert or adapter: of these, the parts that the router chooses for
     a token (PERFT-S and D: all; E: k of E; R: K of M). Routers are active as a whole.
-
-    Args:
-      config: config of the model.
-      path: path of the leaf, as in `parameter_sizes`.
-      size: number of its parameters.
     """
     if "/mlp/perft/adapters/" in path:
         moe = config.moe(int(path.split("/")[1]))
@@ -62,12 +57,7 @@ class ParameterGroup(NamedTuple):
 
 
 def trained_groups(config: ModelConfig, trained: Collection[str]) -> list[ParameterGroup]:
-    """Returns the parameters that are trained, grouped over layers, in the order of the model.
-
-    Args:
-      config: config of the model.
-      trained: paths of leaves as on disk.
-    """
+    """Returns the parameters at the paths `trained`, as on disk, grouped over layers, in the order of the model."""
     sizes = parameter_sizes(config)
     folded: dict[str, list[str]] = {}
     for path in sizes:
@@ -84,12 +74,9 @@ def trained_groups(config: ModelConfig, trained: Collection[str]) -> list[Parame
 
 
 def print_trained(console: rich.console.Console, config: ModelConfig, trained: Collection[str]) -> None:
-    """Prints which parameters will be trained: patterns, counts, shares of the model, and whether routers are included.
+    """Prints which parameters will be trained, those at the paths `trained`, as on disk.
 
-    Args:
-      console: to print to.
-      config: config of the model.
-      trained: paths of leaves as on disk.
+    Patterns, counts and shares of the model are shown, and whether routers are included.
     """
     sizes, groups = parameter_sizes(config), trained_groups(config, trained)
     total, active = sum(sizes.values()), sum(group.active for group in groups)

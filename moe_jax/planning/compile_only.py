@@ -8,18 +8,20 @@ import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+from jax.stages import Compiled
 
 from moe_jax.core.data_sheets import chip_of_kind
 from moe_jax.core.errors import InputError, first_line
 from moe_jax.models import ModelConfig
+from moe_jax.planning.hlo import largest_arrays, sums_by_kind, transfers
 from moe_jax.planning.planned_devices import described_devices, gpu_hosts, is_gpu
+from moe_jax.planning.step_time import StateNumbers, step_roofline
+from moe_jax.training.flops import batch_flops
+from moe_jax.training.program import Program, abstract_batch, make_program
 from moe_jax.training.recipe import Recipe
-
-if TYPE_CHECKING:  # they import JAX, and the environment has to be described before that
-    from jax.stages import Compiled
-
-    from moe_jax.training.program import Program
 
 TIGHT = 0.9
 """A step should need no more than this share of a device's memory."""
@@ -35,8 +37,7 @@ def compile_only(
     """Compiles the step of a recipe for a topology such as `v5e:4x4` or `h100:8`.
 
     Args:
-      recipe: the run; its data is not read.
-      config: of the model.
+      recipe, config: of the run; its data is not read.
       topology: generation and shape of the slice.
       teacher: config of the model that the recipe's `distill` names, if it does. The compiled step and its bytes
         include the teacher's parameters and forward pass; `model_flops` and `estimate` do not.
@@ -52,12 +53,6 @@ def compile_only(
       InputError: no compiler for the topology, an unknown one, a step that does not fit into the chips' memory, or a
         mesh that does not fit the slice.
     """
-    from moe_jax.data.sections import input_length
-    from moe_jax.planning.hlo import collectives, largest_arrays, transfers
-    from moe_jax.planning.step_time import StateNumbers, step_roofline
-    from moe_jax.training.flops import step_flops
-    from moe_jax.training.program import make_program
-
     devices = described_devices(topology)
     program = make_program(recipe, config, devices, teacher=teacher)
     # The compiler dumps the program's text itself: `compiled.as_text()` cannot parse output of a newer compiler.
@@ -68,12 +63,11 @@ def compile_only(
             raise InputError(f"the step does not fit into {topology}: {error}{_named(error.largest)}") from None
         (text,) = Path(folder).glob(f"*.{'sm_*_gpu_' if is_gpu(topology) else ''}after_optimizations.txt")
         program_text = text.read_text()
-    found, sizes = collectives(program_text), bytes_of(compiled)
+    sent, sizes = transfers(program_text), bytes_of(compiled)
     kind = devices[0].device_kind
     chip = chip_of_kind(kind)
     memory = None if chip is None else chip.memory
-    rows, seq_len, input_len = recipe.train.batch_size, recipe.data.seq_len, input_length(recipe.data)
-    model_flops = step_flops(config, seq_len, input_len)(rows * seq_len, rows * input_len) / len(devices)
+    model_flops = batch_flops(recipe, config) / len(devices)
     roofline = None
     if chip is not None:
         per_host = gpu_hosts(topology)[1] if is_gpu(topology) else None
@@ -83,7 +77,7 @@ def compile_only(
             model_flops,
             StateNumbers.of(program),
             sizes["temporaries"],
-            transfers(program_text),
+            sent,
             len(devices),
             per_host,
         )._asdict() | {"source": chip.source}
@@ -97,7 +91,7 @@ def compile_only(
         "largest": largest_arrays(program_text),
         "model_flops": model_flops,
         "compiler_flops": (compiled.cost_analysis() or {}).get("flops"),
-        "collectives": {kind: counted._asdict() for kind, counted in found.items()},
+        "collectives": {kind: counted._asdict() for kind, counted in sums_by_kind(sent).items()},
         "estimate": roofline,
     } | ({} if teacher is None else {"without_teacher": ["model_flops", "estimate"]})
 
@@ -115,21 +109,12 @@ class DoesNotFit(Exception):
         self.used, self.largest = used, tuple(largest)
 
 
-def compiled_step(program: "Program", recipe: Recipe, options: dict[str, Any] | None = None) -> "Compiled":
-    """Compiles the step of a program for the devices of its mesh.
-
-    Args:
-      program: of the recipe.
-      recipe: the run; its data is not read.
-      options: of the compiler.
+def compiled_step(program: Program, recipe: Recipe, options: dict[str, Any] | None = None) -> Compiled:
+    """Compiles the step of a recipe's program for the devices of its mesh.
 
     Raises:
       DoesNotFit: the compiler says that a device has too little memory.
     """
-    import jax
-
-    from moe_jax.training.program import abstract_batch
-
     with jax.set_mesh(program.mesh):
         batch = abstract_batch(recipe, program.config, program.mesh)
         step: Any = program.step

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -66,17 +66,17 @@ class Transfer(NamedTuple):
     group: tuple[int, ...]
 
 
-def collectives(hlo: str) -> dict[str, Collectives]:
-    """Returns the collectives of a compiled program (`compiled.as_text()`) by kind; see `transfers`."""
+def sums_by_kind(sent: Sequence[Transfer]) -> dict[str, Collectives]:
+    """Returns the sums of collectives by kind."""
     totals: dict[str, Collectives] = {}
-    for kind, count, size, _ in transfers(hlo):
+    for kind, count, size, _ in sent:
         before = totals.get(kind, Collectives(0, 0))
         totals[kind] = Collectives(before.count + count, before.bytes + count * size)
     return {kind: totals[kind] for kind in KINDS if kind in totals}
 
 
 def transfers(hlo: str) -> list[Transfer]:
-    """Returns all collectives of a compiled program; those in a loop count once per iteration.
+    """Returns all collectives of a compiled program (`compiled.as_text()`); those in a loop count once per iteration.
 
     Rounds of an exchange after the first (`experts.exchange`) are not counted: usually there are none.
     """
@@ -201,7 +201,7 @@ def _step(counter: int | None, body: list[str]) -> int:
 
 def _shape_of(operands: str, computation: list[str]) -> str:
     """Returns the shapes of operands that are written without shapes, from their definitions."""
-    names = re.findall(r"%([\w.-]+)", operands)
+    names = _NAMES.findall(operands)
     definitions = [re.compile(rf"\s*(?:ROOT )?%{re.escape(name)} = (.*?) [\w-]+\(") for name in names]
     defined = (definition.match(line) for definition in definitions for line in computation)
     return " ".join(found[1] for found in defined if found)

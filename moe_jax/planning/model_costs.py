@@ -92,12 +92,7 @@ class TrainingMemory:
 
 
 def make_plan(config: ModelConfig, origin: ModelConfig | None = None) -> Plan:
-    """Counts a model. No weights are needed or made.
-
-    Args:
-      config: of the model.
-      origin: the dense model that it is made from, if known.
-    """
+    """Counts a model; `origin` is the dense model that it is made from, if known. No weights are needed or made."""
     params = parameter_sizes(config)
     total = sum(params.values())
     dense = sum(parameter_sizes(dense_config(origin or config)).values())
@@ -325,7 +320,7 @@ def planned_strategies(config: ModelConfig, platform: str, tokens: int | None = 
     Args:
       config: of the model.
       platform: a key of `CHIPS`.
-      tokens: number in a training batch on the device; None: `TOKENS`.
+      tokens: of a training batch on the device; None: `TOKENS`.
 
     Raises:
       InputError: for an unknown platform, or a number of tokens below 1.
@@ -344,8 +339,20 @@ def planned_strategies(config: ModelConfig, platform: str, tokens: int | None = 
         for use, n in loads:
             load = Load(moe.bank_experts, n, moe.top_k)
             costs = strategy_costs(moe.bank, moe.expert, config.d_model, load, Platform.of(chip, itemsize))
-            if costs:
-                planned.append(_strategies(experts, tuple(layers), use, load, costs))
+            if not costs:
+                continue
+            planned.append(
+                LayerStrategies(
+                    experts=experts,
+                    layers=tuple(layers),
+                    use=use,
+                    tokens=load.tokens,
+                    num_experts=load.num_experts,
+                    top_k=load.top_k,
+                    chosen=cheapest(costs),
+                    times={name: _time(cost) for name, cost in costs.items()},
+                )
+            )
         if not costs:
             left_out[experts] += len(layers)
     return PlannedStrategies(
@@ -356,19 +363,6 @@ def planned_strategies(config: ModelConfig, platform: str, tokens: int | None = 
         dtype=config.dtype,
         layers=tuple(planned),
         left_out=dict(left_out),
-    )
-
-
-def _strategies(experts: str, layers: tuple[int, ...], use: str, load: Load, costs: dict[str, Cost]) -> LayerStrategies:
-    return LayerStrategies(
-        experts=experts,
-        layers=layers,
-        use=use,
-        tokens=load.tokens,
-        num_experts=load.num_experts,
-        top_k=load.top_k,
-        chosen=cheapest(costs),
-        times={name: _time(cost) for name, cost in costs.items()},
     )
 
 

@@ -189,6 +189,11 @@ class PlannedDevices(NamedTuple):
     missing: str = ""
     per_host: int | None = None
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the devices are CPUs, which share memory and rates."""
+        return self.devices is not None and self.devices[0].platform == "cpu"
+
 
 def planned_devices(mesh: MeshSection, platform: str | None, *, compiles: bool) -> PlannedDevices:
     """Returns the devices of a platform.

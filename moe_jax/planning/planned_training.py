@@ -7,7 +7,8 @@ pass, and an estimate.
 
 import dataclasses
 import math
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -16,15 +17,16 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from moe_jax.core.data_sheets import resident_memory, total_memory
 from moe_jax.core.errors import InputError
 from moe_jax.data.sections import DataSection
-from moe_jax.distributed.sharding import AXES, check_batch_divides, mesh_sizes, path_name
+from moe_jax.distributed.sharding import check_batch_divides, mesh_sizes, path_name
 from moe_jax.experts.devices import spec_on_mesh
 from moe_jax.models import ModelConfig
 from moe_jax.planning.compile_only import DoesNotFit, bytes_of, compiled_step, is_tight
-from moe_jax.planning.expected_step import expected_step, placed_leaves, sums_by_kind
+from moe_jax.planning.expected_step import expected_step, placed_leaves
+from moe_jax.planning.hlo import sums_by_kind
 from moe_jax.planning.model_costs import TOKENS
 from moe_jax.planning.planned_devices import PlannedDevices, planned_devices
 from moe_jax.planning.step_time import (
-    StepBytes,
+    HeldBytes,
     StepRoofline,
     StepTime,
     optimizer_operations,
@@ -129,8 +131,7 @@ def planned_training(
     """Predicts what a run will take. No weights and no data are read, and nothing is written.
 
     Args:
-      recipe: the run.
-      config: of its model.
+      recipe, config: of the run.
       platform: `cpu`, the name of a chip, or a topology such as `v5e:4x4` or `h100:2x8`. None: the devices of this
         machine. For the name of a chip, the number of devices is the least that the recipe's mesh needs.
       compiles: whether the step is compiled, if there is a compiler for the platform. If not, its memory is estimated
@@ -142,40 +143,8 @@ def planned_training(
       InputError: an unknown platform, or a recipe that does not fit the model or the devices.
     """
     target = planned_devices(recipe.mesh, platform, compiles=compiles)
-    if target.devices is None:
-        return _planned_from_shapes(recipe, config, target, teacher)
-    program = make_program(recipe, config, target.devices, teacher=teacher)
-    exact = _held_bytes(program, recipe, dict(program.mesh.shape))
-    used: int | None = None
-    sizes: dict[str, int] = {}
-    try:
-        sizes = bytes_of(compiled_step(program, recipe))
-        fits = True
-    except DoesNotFit as error:
-        used, fits = error.used, False
-    is_cpu = target.devices[0].platform == "cpu"
-    items = list(exact.items())
-    held = exact.total
-    if sizes:
-        items += _temporary_items(exact, sizes["temporaries"])
-        padding = sizes["arguments"] - held
-        if padding > 0:
-            items.append(MemoryItem(name="padding", bytes=padding, note="of the above, as arrays lie in this memory"))
-        items.append(MemoryItem(name="results", bytes=sizes["outputs"] - sizes["aliased"], note="metrics of the step"))
-        if sizes["code"]:
-            items.append(MemoryItem(name="program", bytes=sizes["code"], note="the compiled step"))
-    else:
-        note = "the compiler says no more than that there is too little room"
-        items += _temporary_items(exact, max(0, used - held) if used is not None else exact.gradients, note)
-    if is_cpu:
-        items += _checkpoint_items(exact, recipe)
-        # All devices of a CPU are in one process.
-        items = [dataclasses.replace(item, bytes=item.bytes * target.count) for item in items]
-        items += _process_items()
-    activations = next(item.bytes for item in items if item.name == _ACTIVATIONS) // (target.count if is_cpu else 1)
-    memory = total_memory() if is_cpu else None if target.chip is None else target.chip.memory
-    known: dict[str, Any] = {"is_compiled": True, "fits": fits, "teacher": teacher}
-    return _planned(recipe, config, target, items, memory, exact, activations, **known)
+    plan = _planned_from_shapes if target.devices is None else _planned_by_compiling
+    return plan(recipe, config, target, teacher)
 
 
 def assumed_recipe(
@@ -214,50 +183,114 @@ TEACHER_ITEM = "parameters, teacher"
 _ACTIVATIONS = "activations"
 
 
-class _HeldBytes(NamedTuple):
-    """Bytes on every device that are known exactly.
-
-    Attributes:
-      params, frozen, teacher, optimizer, average, batch: as in the names of items.
-      gradients: part of what a step holds temporarily.
-      operations: of the optimizer's products, on all devices.
-      notes: by attribute.
-    """
-
-    params: int
-    frozen: int
-    teacher: int
-    optimizer: int
-    average: int
-    batch: int
-    gradients: int
-    operations: float
-    notes: dict[str, str]
-
-    @property
-    def total(self) -> int:
-        """Bytes that are held all the time, with the batch."""
-        return self.params + self.frozen + self.teacher + self.optimizer + self.average + self.batch
-
-    def items(self) -> list[MemoryItem]:
-        names = {
-            "params": "parameters, trained",
-            "frozen": "parameters, frozen",
-            "teacher": TEACHER_ITEM,
-            "optimizer": "optimizer",
-            "average": "moving average",
-            "batch": "batch",
-        }
-        return [
-            MemoryItem(name=name, bytes=getattr(self, key), note=self.notes.get(key, ""))
-            for key, name in names.items()
-            if getattr(self, key)
-        ]
+def _planned_by_compiling(
+    recipe: Recipe, config: ModelConfig, target: PlannedDevices, teacher: ModelConfig | None
+) -> PlannedTraining:
+    program = make_program(recipe, config, target.devices, teacher=teacher)
+    held = _held_bytes(program, recipe, dict(program.mesh.shape))
+    items, fits = _held_items(held, recipe), True
+    try:
+        sizes = bytes_of(compiled_step(program, recipe))
+        items += _temporary_items(held, sizes["temporaries"])
+        padding = sizes["arguments"] - held.total
+        if padding > 0:
+            items.append(MemoryItem(name="padding", bytes=padding, note="of the above, as arrays lie in this memory"))
+        items.append(MemoryItem(name="results", bytes=sizes["outputs"] - sizes["aliased"], note="metrics of the step"))
+        if sizes["code"]:
+            items.append(MemoryItem(name="program", bytes=sizes["code"], note="the compiled step"))
+    except DoesNotFit as error:
+        fits = False
+        note = "the compiler says no more than that there is too little room"
+        temporaries = held.gradients if error.used is None else max(0, error.used - held.total)
+        items += _temporary_items(held, temporaries, note)
+    activations = next(item.bytes for item in items if item.name == _ACTIVATIONS)
+    if target.is_cpu:
+        items += _checkpoint_items(held, recipe)
+        # All devices of a CPU are in one process.
+        items = [dataclasses.replace(item, bytes=item.bytes * target.count) for item in items]
+        items += _process_items()
+    return _planned(recipe, config, target, teacher, program, held, items, activations, fits=fits)
 
 
-def _held_bytes(program: Program, recipe: Recipe, mesh: dict[str, int]) -> _HeldBytes:
+def _planned_from_shapes(
+    recipe: Recipe, config: ModelConfig, target: PlannedDevices, teacher: ModelConfig | None
+) -> PlannedTraining:
+    assert target.chip is not None
+    mesh = mesh_sizes(dataclasses.asdict(recipe.mesh), target.count)
+    one = dataclasses.replace(recipe, mesh=MeshSection(data=1, fsdp=1, expert=1, sequence=1, tensor=1))
+    program = make_program(one, config, jax.devices("cpu")[:1], teacher=teacher)
+    check_batch_divides(_abstract_mesh(mesh), recipe.train.batch_size, recipe.train.accumulation)
+    leaves = placed_leaves(program, mesh)
+    held = _held_bytes(program, recipe, mesh)
+    expected = expected_step(recipe, config, program, leaves, mesh, target.chip, held.changed, target.per_host)
+    why = f", for {target.missing} is not installed" if target.missing else ""
+    without = "" if teacher is None else ", without what the teacher's forward pass holds"
+    note = f"and what else a step holds; from shapes, not compiled{why}{without}"
+    items = [
+        *_held_items(held, recipe),
+        *_temporary_items(held, expected.temporaries, note),
+        MemoryItem(name="program", bytes=_USUAL_PROGRAM, note="the compiled step; usually as much"),
+    ]
+    planned = _planned(recipe, config, target, teacher, program, held, items, expected.kept, fits=True)
+    sent = {kind: Sent(runs=one.count, bytes=one.bytes) for kind, one in sums_by_kind(expected.sent).items()}
+    return dataclasses.replace(planned, sent=sent, model_flops=expected.model_flops, roofline=expected.roofline)
+
+
+def _planned(
+    recipe: Recipe,
+    config: ModelConfig,
+    target: PlannedDevices,
+    teacher: ModelConfig | None,
+    program: Program,
+    held: HeldBytes,
+    items: list[MemoryItem],
+    activations: int,
+    *,
+    fits: bool,
+) -> PlannedTraining:
+    total = sum(item.bytes for item in items)
+    rates, time, source = None, None, None
+    if target.is_cpu:
+        assert target.devices is not None
+        rates = measured_rates(config, recipe.model.compute_dtype, target.devices[0])
+    elif target.chip is not None:
+        rates = rates_of_chip(target.chip, recipe.model.compute_dtype)
+    if rates is not None:
+        trained = jax.tree_util.tree_leaves_with_path(program.state.params)
+        products = optimizer_operations(recipe.optimizer, {path_name(path): leaf.shape for path, leaf in trained})
+        # All devices of a CPU share its rates.
+        devices = 1 if target.is_cpu else target.count
+        time = step_time(recipe, config, held, activations, devices, rates, products, teacher)
+        source = rates.source
+        timed = timed_step(recipe, config, target.devices, teacher) if target.is_cpu and target.devices else None
+        if timed is not None:
+            time, source = time.timed(timed.seconds), timed.source(config.num_layers)
+    memory = total_memory() if target.is_cpu else None if target.chip is None else target.chip.memory
+    return PlannedTraining(
+        platform=target.name,
+        devices=target.count,
+        mesh=mesh_sizes(dataclasses.asdict(recipe.mesh), target.count),
+        items=tuple(items),
+        total=total,
+        memory=memory,
+        is_compiled=target.devices is not None,
+        fits=None if memory is None else fits and total <= memory,
+        tight=memory is not None and is_tight(total, memory),
+        time=time,
+        is_least=rates is not None and rates.overlap,
+        rates=source,
+        steps=recipe.train.steps,
+        run_seconds=None if time is None else time.seconds * recipe.train.steps,
+    )
+
+
+def _abstract_mesh(mesh: Mapping[str, int]) -> Any:
+    return AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Auto,) * len(mesh))
+
+
+def _held_bytes(program: Program, recipe: Recipe, mesh: dict[str, int]) -> HeldBytes:
     """Counts the arrays of a state, a batch and gradients on one device of a mesh with these axes."""
-    abstract = AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Auto,) * len(mesh))
+    abstract = _abstract_mesh(mesh)
 
     def shard(leaf: jax.ShapeDtypeStruct) -> int:
         assert isinstance(leaf.sharding, NamedSharding)
@@ -271,9 +304,7 @@ def _held_bytes(program: Program, recipe: Recipe, mesh: dict[str, int]) -> _Held
         return sum(shard(leaf) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
 
     state = program.state
-    section = recipe.optimizer
-    moments = "float32" if section.moments == "float32" else f"first moments {section.moments}, the rest float32"
-    return _HeldBytes(
+    return HeldBytes(
         params=count(state.params),
         frozen=count(program.frozen),
         teacher=count(program.arguments),
@@ -281,34 +312,39 @@ def _held_bytes(program: Program, recipe: Recipe, mesh: dict[str, int]) -> _Held
         average=count(state.ema),
         batch=count(abstract_batch(recipe, program.config, program.mesh)),
         gradients=sum(4 * shard(leaf) for leaf in jax.tree.leaves(state.params)),
-        operations=optimizer_operations(
-            section, {path_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)}
-        ),
-        notes={
-            "params": recipe.model.param_dtype,
-            "frozen": recipe.model.frozen_dtype or "as the model's config says",
-            "teacher": "as its config says",
-            "optimizer": f"{section.kind}, {moments}",
-            "average": "float32",
-            "batch": f"{recipe.train.batch_size} rows of {recipe.data.seq_len} tokens, over all devices",
-        },
     )
 
 
-def _temporary_items(exact: _HeldBytes, temporaries: int, note: str = "") -> list[MemoryItem]:
+def _held_items(held: HeldBytes, recipe: Recipe) -> list[MemoryItem]:
+    section = recipe.optimizer
+    moments = "float32" if section.moments == "float32" else f"first moments {section.moments}, the rest float32"
+    rows = f"{recipe.train.batch_size} rows of {recipe.data.seq_len} tokens, over all devices"
+    items = (
+        MemoryItem(name="parameters, trained", bytes=held.params, note=recipe.model.param_dtype),
+        MemoryItem(
+            name="parameters, frozen",
+            bytes=held.frozen,
+            note=recipe.model.frozen_dtype or "as the model's config says",
+        ),
+        MemoryItem(name=TEACHER_ITEM, bytes=held.teacher, note="as its config says"),
+        MemoryItem(name="optimizer", bytes=held.optimizer, note=f"{section.kind}, {moments}"),
+        MemoryItem(name="moving average", bytes=held.average, note="float32"),
+        MemoryItem(name="batch", bytes=held.batch, note=rows),
+    )
+    return [item for item in items if item.bytes]
+
+
+def _temporary_items(held: HeldBytes, temporaries: int, note: str = "") -> list[MemoryItem]:
     """Returns the temporary memory of a step. XLA may reuse memory of gradients: they take no more than all of it."""
-    gradients = min(exact.gradients, temporaries)
+    gradients = min(held.gradients, temporaries)
+    note = note or "and what else the compiled step holds meanwhile"
     return [
         MemoryItem(name="gradients", bytes=gradients, note="float32"),
-        MemoryItem(
-            name=_ACTIVATIONS,
-            bytes=temporaries - gradients,
-            note=note or "and what else the compiled step holds meanwhile",
-        ),
+        MemoryItem(name=_ACTIVATIONS, bytes=temporaries - gradients, note=note),
     ]
 
 
-def _checkpoint_items(exact: _HeldBytes, recipe: Recipe) -> list[MemoryItem]:
+def _checkpoint_items(held: HeldBytes, recipe: Recipe) -> list[MemoryItem]:
     """Returns the additional memory of a step on a CPU while a checkpoint is written.
 
     Buffers that are read cannot be donated to the step, whose results then lie in new ones; and the writer makes a copy
@@ -316,95 +352,12 @@ def _checkpoint_items(exact: _HeldBytes, recipe: Recipe) -> list[MemoryItem]:
     """
     if recipe.train.steps <= recipe.checkpoint.every:
         return []
-    size = 2 * (exact.params + exact.optimizer + exact.average)
     note = "the state before, which is written while the next step runs, and the writer's copy of it"
-    return [MemoryItem(name="checkpoint", bytes=size, note=note)]
+    return [MemoryItem(name="checkpoint", bytes=2 * held.changed, note=note)]
 
 
 def _process_items() -> list[MemoryItem]:
     """Returns this process's own memory with the step compiled; the process that trains will have as much."""
     resident = resident_memory()
-    if resident is None:
-        return []
-    return [
-        MemoryItem(name="process", bytes=resident, note="Python, its libraries and the compiled step, as measured here")
-    ]
-
-
-def _planned_from_shapes(
-    recipe: Recipe, config: ModelConfig, target: PlannedDevices, teacher: ModelConfig | None
-) -> PlannedTraining:
-    """Predicts a run from shapes, without compiling its step."""
-    assert target.chip is not None
-    mesh = mesh_sizes(dataclasses.asdict(recipe.mesh), target.count)
-    one = dataclasses.replace(recipe, mesh=MeshSection(data=1, fsdp=1, expert=1, sequence=1, tensor=1))
-    program = make_program(one, config, jax.devices("cpu")[:1], teacher=teacher)
-    abstract: Any = AbstractMesh(tuple(mesh.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-    check_batch_divides(abstract, recipe.train.batch_size, recipe.train.accumulation)
-    leaves = placed_leaves(program, mesh)
-    exact = _held_bytes(program, recipe, mesh)
-    changed = exact.params + exact.optimizer + exact.average
-    expected = expected_step(recipe, config, program, leaves, mesh, target.chip, changed, target.per_host)
-    why = f", for {target.missing} is not installed" if target.missing else ""
-    without = "" if teacher is None else ", without what the teacher's forward pass holds"
-    note = f"and what else a step holds; from shapes, not compiled{why}{without}"
-    program_size = MemoryItem(name="program", bytes=_USUAL_PROGRAM, note="the compiled step; usually as much")
-    items = [*exact.items(), *_temporary_items(exact, expected.temporaries, note), program_size]
-    known: dict[str, Any] = {"is_compiled": False, "fits": True, "teacher": teacher}
-    planned = _planned(recipe, config, target, items, target.chip.memory, exact, expected.kept, **known)
-    sent = {kind: Sent(runs=one.count, bytes=one.bytes) for kind, one in sums_by_kind(expected.sent).items()}
-    return dataclasses.replace(planned, sent=sent, model_flops=expected.model_flops, roofline=expected.roofline)
-
-
-def _planned(
-    recipe: Recipe,
-    config: ModelConfig,
-    target: PlannedDevices,
-    items: list[MemoryItem],
-    memory: int | None,
-    exact: _HeldBytes,
-    activations: int,
-    *,
-    is_compiled: bool,
-    fits: bool,
-    teacher: ModelConfig | None,
-) -> PlannedTraining:
-    total = sum(item.bytes for item in items)
-    moved = StepBytes(
-        params=exact.params,
-        frozen=exact.frozen,
-        optimizer=exact.optimizer,
-        average=exact.average,
-        gradients=exact.gradients,
-        activations=activations,
-        teacher=exact.teacher,
-    )
-    rates, time, source, is_least = None, None, None, False
-    if target.devices is not None and target.devices[0].platform == "cpu":
-        rates = measured_rates(config, recipe.model.compute_dtype, target.devices[0])
-    elif target.chip is not None:
-        rates, is_least = rates_of_chip(target.chip, recipe.model.compute_dtype), True
-    if rates is not None:
-        # All devices of a CPU share its rates.
-        cpu = rates.overlap is False
-        time = step_time(recipe, config, moved, 1 if cpu else target.count, rates, exact.operations, teacher)
-        source = rates.source
-        timed = timed_step(recipe, config, target.devices, teacher) if cpu and target.devices else None
-        if timed is not None:
-            time, source = time.timed(timed.seconds), timed.source(config.num_layers)
-    return PlannedTraining(
-        platform=target.name,
-        devices=target.count,
-        mesh=mesh_sizes(dataclasses.asdict(recipe.mesh), target.count),
-        items=tuple(items),
-        total=total,
-        memory=memory,
-        is_compiled=is_compiled,
-        fits=None if memory is None else fits and total <= memory,
-        tight=memory is not None and is_tight(total, memory),
-        time=time,
-        is_least=is_least,
-        rates=source,
-        steps=recipe.train.steps,
-        run_seconds=None if time is None else time.seconds * recipe.train.steps,
-    )
+    note = "Python, its libraries and the compiled step, as measured here"
+    return [] if resident is None else [MemoryItem(name="process", bytes=resident, note=note)]

@@ -21,7 +21,7 @@ from moe_jax.core.data_sheets import Chip
 from moe_jax.data.sections import input_length
 from moe_jax.models import ModelConfig
 from moe_jax.planning.hlo import Transfer
-from moe_jax.training.flops import step_flops, train_flops_per_token
+from moe_jax.training.flops import batch_flops, train_flops_per_token
 from moe_jax.training.optimizer import is_orthogonalised
 from moe_jax.training.program import Program
 from moe_jax.training.recipe import OptimizerSection, Recipe
@@ -88,15 +88,14 @@ def step_roofline(
     by every microbatch. What a step changes, and the gradients, are read and written once.
 
     Args:
-      recipe: of the run.
-      chip: of the mesh.
+      recipe, chip: of the run.
       model_flops: operations of a chip in a step, without those done again.
       state: parameters and optimizer state that the step reads and writes.
       temporaries: bytes that a step holds temporarily; they are written once and read once.
       sent: the collectives of the step.
       devices: number of devices of the mesh.
       per_host: devices of a host, which reach others over the network; None: all are in one slice.
-    """  # fmt: skip
+    """
     itemsize = np.dtype(recipe.model.compute_dtype).itemsize
     peak = chip.operations_per_second(itemsize)
     again = recipe.model.remat == "full"
@@ -154,17 +153,17 @@ class Rates:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StepBytes:
-    """Bytes on one device that a step moves from or to memory.
+class HeldBytes:
+    """Bytes on one device that training holds.
 
     Attributes:
       params: trained parameters.
       frozen: the other parameters.
       optimizer: its state.
       average: the moving average.
-      gradients: float32.
-      activations: that a microbatch leaves for its backward pass.
+      gradients: float32; part of what a step holds temporarily.
       teacher: parameters of a teacher.
+      batch: of a step.
     """
 
     params: int
@@ -172,8 +171,18 @@ class StepBytes:
     optimizer: int
     average: int
     gradients: int
-    activations: int
     teacher: int = 0
+    batch: int = 0
+
+    @property
+    def changed(self) -> int:
+        """Bytes that a step changes."""
+        return self.params + self.optimizer + self.average
+
+    @property
+    def total(self) -> int:
+        """Bytes that are held all the time, with the batch."""
+        return self.changed + self.frozen + self.teacher + self.batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,7 +212,8 @@ class StepTime:
 def step_time(
     recipe: Recipe,
     config: ModelConfig,
-    moved: StepBytes,
+    held: HeldBytes,
+    activations: int,
     devices: int,
     rates: Rates,
     optimizer: float = 0.0,
@@ -213,7 +223,8 @@ def step_time(
 
     Args:
       recipe, config: of the run.
-      moved: bytes on one device.
+      held: bytes on one device, all of which a step moves from or to memory.
+      activations: bytes that a microbatch leaves for its backward pass.
       devices: that share the products.
       rates: of one device.
       optimizer: operations of the optimizer's own products, see `optimizer_operations`.
@@ -223,18 +234,18 @@ def step_time(
     activations are written and read; gradients too; and the optimizer reads and writes all that it changes.
     """
     rows, seq_len, input_len = recipe.train.batch_size, recipe.data.seq_len, input_length(recipe.data)
-    model = step_flops(config, seq_len, input_len)(rows * seq_len, rows * input_len) / devices
+    model = batch_flops(recipe, config) / devices
     again = recipe.model.remat == "full"
-    held = moved.params + moved.frozen
-    trained = moved.params / held if held else 0.0
+    weights = held.params + held.frozen
+    trained = held.params / weights if weights else 0.0
     # Of six parts two are forward, two the gradient of the input, and two that of the weights, if they are trained.
     operations = model * (4 + 2 * trained + (2 if again else 0)) / 6 + optimizer / devices
     if teacher is not None:
         operations += rows * seq_len * train_flops_per_token(teacher, seq_len) / 3 / devices
     products = operations / rates.operations
     microbatches = recipe.train.accumulation
-    passes = microbatches * ((3 if again else 2) * held + moved.teacher + 2 * moved.activations) / rates.bytes
-    update = 2 * (moved.params + moved.optimizer + moved.average + moved.gradients) / rates.bytes
+    passes = microbatches * ((3 if again else 2) * weights + held.teacher + 2 * activations) / rates.bytes
+    update = 2 * (held.changed + held.gradients) / rates.bytes
     # The optimizer waits for the last gradient.
     seconds = (max(products, passes) if rates.overlap else products + passes) + update
     tokens = rows * (seq_len + (input_len if config.has_encoder else 0))

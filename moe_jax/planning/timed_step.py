@@ -83,8 +83,7 @@ def timed_step(
     """Runs some steps, with random weights and tokens; takes seconds, most of them to compile.
 
     Args:
-      recipe: of the run.
-      config: of its model.
+      recipe, config: of the run.
       devices: for the mesh.
       teacher: config of the model that the recipe's `distill` names, if it does; it has all its layers beside each of
         the models that are run, so that its time counts once.

@@ -1,4 +1,4 @@
-"""The report: a page with what is known of its subjects."""
+"""The report: a page with what is known of its subjects, and several of them side by side."""
 
 import datetime
 from collections.abc import Iterator, Sequence
@@ -7,17 +7,105 @@ from pathlib import Path
 from markupsafe import Markup
 
 import moe_jax
+from moe_jax.core.formatting import show_bytes
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.files.staging import check_beside, check_target
 from moe_jax.files.storage_path import as_path
-from moe_jax.report.bytes_and_errors import compression_tables, sweep_pictures
-from moe_jax.report.comparison import side_by_side_table
-from moe_jax.report.describe_model import Sizes, lineage_steps, model_facts, sizes_of
-from moe_jax.report.elements import html_page, joined, note, section
-from moe_jax.report.evaluation_files import score_tables
-from moe_jax.report.expert_pictures import measure_layers, measured_pictures, similarity_pictures
-from moe_jax.report.run_curves import recipe_text, training_curves, training_facts, use_of_experts
+from moe_jax.report.elements import Cell, html_page, joined, lines, note, section, table, with_spread
+from moe_jax.report.evaluation_files import score_tables, spread_of, value_of
+from moe_jax.report.model_sections import (
+    Sizes,
+    compression_tables,
+    experts_in_words,
+    last_compression,
+    lineage_steps,
+    measure_layers,
+    measured_pictures,
+    model_facts,
+    similarity_pictures,
+    sizes_of,
+    sweep_pictures,
+)
+from moe_jax.report.run_curves import (
+    median_speed,
+    numbers,
+    overlaid_losses,
+    recipe_text,
+    training_curves,
+    training_facts,
+    use_of_experts,
+)
 from moe_jax.report.subjects import Subject, named, open_subject, with_evaluations
+
+_ORDER = (
+    "what it is",
+    "parameters",
+    "active per token",
+    "of its own",
+    "on the disk",
+    "experts",
+    "compressed by",
+    "bytes of experts that stay",
+    "steps",
+    "training loss, last",
+    "held-out loss, last",
+    "training tokens/s, median",
+)
+
+
+def side_by_side_table(subjects: Sequence[Subject], sizes: Sequence[Sizes | None]) -> list[Markup]:
+    """A column for everything that has a model, a run or an evaluation; nothing for fewer than two.
+
+    Args:
+      subjects: all of them.
+      sizes: of their models.
+    """
+    found = [
+        (subject, _figures(subject, size))
+        for subject, size in zip(subjects, sizes, strict=True)
+        if subject.model is not None or subject.run is not None or subject.evaluations
+    ]
+    if len(found) < 2:
+        return []
+    given = dict.fromkeys(title for _, figures in found for title in figures)
+    # What is measured of each comes last, whichever of them has it.
+    titles = sorted(given, key=lambda title: _ORDER.index(title) if title in _ORDER else len(_ORDER))
+    rows = [(title, *(figures.get(title, "") for _, figures in found)) for title in titles]
+    columns = ["", *(subject.name for subject, _ in found)]
+    runs = {subject.name: subject.run for subject in subjects if subject.run is not None}
+    return [table("What each of them is and does", columns, rows, class_="compared"), overlaid_losses(runs)]
+
+
+def _figures(subject: Subject, sizes: Sizes | None) -> dict[str, Cell]:
+    figures: dict[str, Cell] = {"what it is": subject.kind}
+    if subject.model is not None and sizes is not None:
+        figures["parameters"] = f"{sizes.parameters:,}"
+        figures["active per token"] = f"{sizes.active:,}"
+        if sizes.own is not None:
+            figures["of its own"] = f"{sizes.own:,}"
+        figures["on the disk"] = show_bytes(sizes.stored)
+        figures["experts"] = lines(experts_in_words(subject.model.config)) or "none"
+        entry = last_compression(subject.model)
+        if entry is not None:
+            measured, options = entry.get("measured", {}), entry.get("options", {})
+            figures["compressed by"] = str(options.get("method", ""))
+            before, after = measured.get("expert_bytes_before"), measured.get("expert_bytes_after")
+            if type(before) is int and type(after) is int and before > 0:
+                figures["bytes of experts that stay"] = f"{after / before:.1%}"
+    if subject.run is not None and subject.run.records:
+        records = subject.run.records
+        figures["steps"] = f"{records[-1]['step']:,}"
+        for title, key in (("training loss, last", "loss"), ("held-out loss, last", "eval_loss")):
+            if values := numbers(records, key).values:
+                figures[title] = f"{values[-1]:.4f}"
+        speed = median_speed(subject.run)
+        if speed is not None:
+            figures["training tokens/s, median"] = f"{speed:,.0f}"
+    for evaluation in subject.evaluations:
+        for score in evaluation.scores:
+            figures[f"{score.task}: {score.metric}"] = with_spread(value_of(score), spread_of(score))
+    return figures
+
 
 _COMPARED = "compared"
 
@@ -64,7 +152,7 @@ def build_report(subjects: Sequence[Subject], *, weights: bool = True, progress:
     contents = [(_COMPARED, "Side by side")] if compared else []
     sections = []
     for number, (subject, size) in enumerate(zip(subjects, sizes, strict=True), start=1):
-        of_subject = list(_parts(subject, size, weights, progress))
+        of_subject = list(_sections(subject, size, weights, progress))
         sections.append(section(subject.name, note(_kind_and_place(subject)), *of_subject, id_=f"subject-{number}"))
         contents.append((f"subject-{number}", subject.name))
     names = ", ".join(subject.name for subject in subjects) if len(subjects) < 4 else f"{len(subjects)} subjects"
@@ -73,7 +161,7 @@ def build_report(subjects: Sequence[Subject], *, weights: bool = True, progress:
     return html_page(f"Report: {names}", compared, joined(*sections), subtitle=subtitle, contents=contents)
 
 
-def _parts(subject: Subject, sizes: Sizes | None, weights: bool, progress: Progress) -> Iterator[Markup]:
+def _sections(subject: Subject, sizes: Sizes | None, weights: bool, progress: Progress) -> Iterator[Markup]:
     """Yields the sections about one subject; empty is what there is nothing to say of."""
     title = subject.name
     if subject.model is not None and sizes is not None:

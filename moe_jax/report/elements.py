@@ -1,17 +1,19 @@
-"""The parts of pages: sections, tables, lists of facts, pictures, written by the macros of `elements.html`.
+"""The parts of pages: sections, tables, lists of facts, written by the macros of `elements.html`, and pictures.
 
 Jinja escapes what is given as text, so that whatever a file holds is shown, and is never HTML. What a function here
-returns is HTML, and empty where there is nothing to show.
+returns is HTML, and empty where there is nothing to show. Pictures are drawn twice, in the colours of a light page and
+of a dark one, as SVG inside a data address.
 """
 
+import base64
 import functools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import io
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jinja2
 from markupsafe import Markup
-
-from moe_jax.report.pictures import Picture
 
 Cell = str | Markup
 
@@ -51,15 +53,16 @@ def facts(pairs: Mapping[str, Cell | None]) -> Markup:
     return _macros().facts({name: value for name, value in pairs.items() if value is not None})
 
 
-def picture(drawn: Picture, caption: str, *, wide: bool = False) -> Markup:
-    """Returns a picture for a light and a dark page, with what it shows in words for those who do not see it.
+def picture(draw: Callable[[Any], None], alt: str, caption: str, *, wide: bool = False) -> Markup:
+    """Returns a picture, drawn for a light page and for a dark one.
 
     Args:
-      drawn: the picture.
+      draw: draws it with matplotlib and saves it to the file that it is given.
+      alt: what it shows, in words, for those who do not see it.
       caption: stands below it.
       wide: whether it needs the whole width of the page.
     """
-    return _macros().picture(drawn, caption, wide)
+    return _macros().picture(_as_address(draw, _LIGHT), _as_address(draw, _DARK), alt, caption, wide)
 
 
 def joined(*parts: Markup) -> Markup:
@@ -151,3 +154,61 @@ def _macros() -> Any:
 
 def _showable(value: Any) -> Any:
     return value.translate(_FORBIDDEN) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+class _Ink(NamedTuple):
+    """Colours of a page, as `style.css` has them."""
+
+    paper: str
+    text: str
+    soft: str
+    line: str
+    cycle: tuple[str, ...]
+
+
+# Eight colours that people with any kind of sight tell apart (Okabe and Ito), the dark ones lighter on a dark page.
+_LIGHT = _Ink("#ffffff", "#1c2430", "#5a6675", "#d5dbe3",
+              ("#1f5fa8", "#c4541a", "#0b7d5f", "#a3457f", "#8a6d00", "#2a8fbd", "#6b5bb5", "#5a6675"))  # fmt: skip
+_DARK = _Ink("#171c23", "#e4e8ee", "#9aa6b4", "#38424e",
+             ("#6fb1f0", "#f08c55", "#3fc79f", "#e08fc0", "#dcbf4a", "#7fd0ef", "#a99bee", "#9aa6b4"))  # fmt: skip
+
+
+def _as_address(draw: Callable[[Any], None], ink: _Ink) -> str:
+    import matplotlib
+
+    file = io.BytesIO()
+    with matplotlib.rc_context(_style(ink)):
+        draw(file)
+    # It says when the picture was drawn, and by what.
+    content = re.sub(rb"<metadata>.*?</metadata>\s*", b"", file.getvalue(), flags=re.DOTALL)
+    return f"data:image/svg+xml;base64,{base64.b64encode(content).decode()}"
+
+
+@functools.cache
+def _style(ink: _Ink) -> dict[Any, Any]:
+    from cycler import cycler
+
+    return {
+        "savefig.format": "svg",
+        "savefig.facecolor": ink.paper,
+        "figure.facecolor": ink.paper,
+        "axes.facecolor": ink.paper,
+        "axes.edgecolor": ink.line,
+        "axes.labelcolor": ink.soft,
+        "axes.titlecolor": ink.text,
+        "axes.prop_cycle": cycler(color=ink.cycle),
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "grid.color": ink.line,
+        "legend.facecolor": ink.paper,
+        "legend.edgecolor": ink.line,
+        "legend.labelcolor": ink.text,
+        "text.color": ink.text,
+        "xtick.color": ink.line,
+        "ytick.color": ink.line,
+        "xtick.labelcolor": ink.soft,
+        "ytick.labelcolor": ink.soft,
+        # The same numbers give the same bytes. Letters are shapes: another machine has other fonts.
+        "svg.hashsalt": "moe_jax",
+        "svg.fonttype": "path",
+    }

@@ -92,11 +92,11 @@ def _of_tasks(data: Mapping[str, Any], path: Path) -> Evaluation:
         count = _count(counted.get("effective")) if isinstance(counted, dict) else None
         for key, value in found.items():
             metric, comma, how = key.partition(",")
-            if not comma or metric.endswith("_stderr") or not _is_number(value):
+            if not comma or metric.endswith("_stderr") or not is_number(value):
                 continue
             error = found.get(f"{metric}_stderr,{how}")
             named = metric if how == "none" else f"{metric} ({how})"
-            scores.append(Score(task, named, float(value), float(error) if _is_number(error) else None, count))
+            scores.append(Score(task, named, float(value), float(error) if is_number(error) else None, count))
     config = data.get("config")
     arguments = config.get("model_args") if isinstance(config, dict) else None
     if isinstance(arguments, dict):
@@ -109,13 +109,13 @@ def _of_tasks(data: Mapping[str, Any], path: Path) -> Evaluation:
 
 def _interval(data: Mapping[str, Any], path: Path) -> tuple[float, float]:
     ends = data.get("interval")
-    if not isinstance(ends, list) or len(ends) != 2 or not all(map(_is_number, ends)):
+    if not isinstance(ends, list) or len(ends) != 2 or not all(map(is_number, ends)):
         raise InputError(f"{path}: interval is {shown(ends)}, expected two numbers")
     return float(ends[0]), float(ends[1])
 
 
 def _number(data: Mapping[str, Any], key: str, path: Path) -> float:
-    if not _is_number(data.get(key)):
+    if not is_number(data.get(key)):
         raise InputError(f"{path}: {key} is {shown(data.get(key))}, expected a number")
     return float(data[key])
 
@@ -130,7 +130,8 @@ def _count(value: Any) -> int | None:
     return value if type(value) is int else None
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a JSON value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

@@ -4,47 +4,30 @@ import math
 import statistics
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 from markupsafe import Markup
 
-from moe_jax.figures.curves import Curve, plot_curves, plot_use_over_time
-from moe_jax.figures.plots import DrawnTo, plot_load
+from moe_jax.figures.plots import Curve, plot_curves, plot_load, plot_use_over_time
 from moe_jax.report.elements import code, facts, folded, picture, side_by_side, table
-from moe_jax.report.pictures import drawn
+from moe_jax.report.evaluation_files import is_number
 from moe_jax.report.subjects import Run
 from moe_jax.training.metrics import Record
 
 # Of the steps, the share at the end over which the use of experts is averaged.
 _END = 0.1
 
-
-class _Kind(NamedTuple):
-    """A curve that is drawn.
-
-    Attributes:
-      title: what it is.
-      label: of the axis.
-      keys: of the records, by what they are called.
-    """
-
-    title: str
-    label: str
-    keys: dict[str, str]
-
-
+# Curves that are drawn: title, label of the axis, and keys of the records by what they are called.
 _KINDS = (
-    _Kind("Loss", "nats per token", {"training": "loss", "held out": "eval_loss", "from the teacher": "distill_loss"}),
-    _Kind("Learning rate", "learning rate", {"learning rate": "learning_rate"}),
-    _Kind("Norm of the gradient", "norm", {"norm of the gradient": "grad_norm"}),
-    _Kind("Speed", "tokens per second", {"tokens per second": "tokens_per_second"}),
-    _Kind("Model FLOP utilisation", "share of the peak", {"MFU": "mfu"}),
-    _Kind("Losses of the routers", "mean over layers", {"balance": "balance_loss", "z": "z_loss", "cv": "cv_loss"}),
-    _Kind("Losses of the adapters' routers", "mean over layers",
-          {"balance": "perft_balance_loss", "z": "perft_z_loss"}),
-)  # fmt: skip
+    ("Loss", "nats per token", {"training": "loss", "held out": "eval_loss", "from the teacher": "distill_loss"}),
+    ("Learning rate", "learning rate", {"learning rate": "learning_rate"}),
+    ("Norm of the gradient", "norm", {"norm of the gradient": "grad_norm"}),
+    ("Speed", "tokens per second", {"tokens per second": "tokens_per_second"}),
+    ("Model FLOP utilisation", "share of the peak", {"MFU": "mfu"}),
+    ("Losses of the routers", "mean over layers", {"balance": "balance_loss", "z": "z_loss", "cv": "cv_loss"}),
+    ("Losses of the adapters' routers", "mean over layers", {"balance": "perft_balance_loss", "z": "perft_z_loss"}),
+)
 
 
 def training_facts(run: Run) -> Markup:
@@ -72,15 +55,14 @@ def training_facts(run: Run) -> Markup:
 def training_curves(run: Run) -> list[Markup]:
     """The curves side by side, and what they begin and end with as a table."""
     pictures, rows = [], []
-    for kind in _KINDS:
-        curves = {name: numbers(run.records, key) for name, key in kind.keys.items()}
-        curves = {name: found for name, found in curves.items() if found.steps}
-        if not curves:
+    for title, label, keys in _KINDS:
+        named = [numbers(run.records, key)._replace(name=name) for name, key in keys.items()]
+        named = [found for found in named if found.steps]
+        if not named:
             continue
-        named = [found._replace(name=name) for name, found in curves.items()]
-        pictures.append(picture(drawn(partial(_draw, named, kind.label), _in_words(kind.title, named)), kind.title))
+        pictures.append(picture(partial(plot_curves, named, label=label), _in_words(title, named), title))
         for found in named:
-            name = kind.title if len(named) == 1 else f"{kind.title}: {found.name}"
+            name = title if len(named) == 1 else f"{title}: {found.name}"
             least, greatest = min(found.values), max(found.values)
             rows.append((name, *(f"{value:,.4g}" for value in (found.values[0], found.values[-1], least, greatest))))
     columns = ("curve", "first", "last", "least", "greatest")
@@ -93,7 +75,8 @@ def overlaid_losses(runs: dict[str, Run]) -> Markup:
     curves = [curve for curve in curves if curve.steps]
     if len(curves) < 2:
         return Markup()
-    return picture(drawn(partial(_draw, curves, "nats per token"), _in_words("Training loss", curves)), "Training loss")
+    draw = partial(plot_curves, curves, label="nats per token")
+    return picture(draw, _in_words("Training loss", curves), "Training loss")
 
 
 def use_of_experts(run: Run, title: str) -> list[Markup]:
@@ -109,13 +92,13 @@ def use_of_experts(run: Run, title: str) -> list[Markup]:
                 + _spread({layer: share[-1] for layer, share in shares.items()})
             )
             caption = f"Use of the {whose} over the steps: red is more than an even share, blue is less"
-            found.append(picture(drawn(partial(plot_use_over_time, steps, shares), alt), caption, wide=True))
+            found.append(picture(partial(plot_use_over_time, steps, shares), alt, caption, wide=True))
         last = max(1, math.ceil(_END * len(steps)))
         ends = {layer: share[-last:].mean(axis=0) for layer, share in shares.items()}
         over = "the last step" if last == 1 else f"the last {last} steps"
-        draw = partial(_draw_load, ends, f"{title}: load of the {whose}, {over}")
+        draw = partial(plot_load, ends, title=f"{title}: load of the {whose}, {over}")
         caption = f"Use of the {whose} by layer, {over}"
-        found.append(picture(drawn(draw, f"heat map of the use of the {whose}; {_spread(ends)}"), caption, wide=True))
+        found.append(picture(draw, f"heat map of the use of the {whose}; {_spread(ends)}", caption, wide=True))
     return found
 
 
@@ -132,7 +115,7 @@ def median_speed(run: Run) -> float | None:
 
 def numbers(records: Sequence[Record], key: str) -> Curve:
     """The finite numbers of a key over the steps; there may be none."""
-    found = [(record["step"], float(record[key])) for record in records if _is_finite(record.get(key))]
+    found = [(record["step"], float(record[key])) for record in records if is_number(record.get(key))]
     return Curve(key, [step for step, _ in found], [value for _, value in found])
 
 
@@ -152,21 +135,9 @@ def _fits(loads: object, shape: dict[str, int]) -> bool:
         return False
     for layer, length in shape.items():
         shares = loads.get(layer)
-        if not isinstance(shares, list) or len(shares) != length or not all(map(_is_finite, shares)):
+        if not isinstance(shares, list) or len(shares) != length or not all(map(is_number, shares)):
             return False
     return True
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _draw(curves: Sequence[Curve], label: str, file: DrawnTo) -> None:
-    plot_curves(curves, file, label=label)
-
-
-def _draw_load(shares: dict[int, np.ndarray], title: str, file: DrawnTo) -> None:
-    plot_load(shares, file, title=title)
 
 
 def _in_words(title: str, curves: Sequence[Curve]) -> str:

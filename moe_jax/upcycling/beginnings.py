@@ -33,7 +33,6 @@ class LazyLeaves(Mapping[str, np.ndarray]):
     """Leaves that are read each time they are asked for, so that none stays in memory."""
 
     def __init__(self, paths: Iterable[str], read: Callable[[str], np.ndarray]):
-        """Takes the `paths` of the leaves and a function `read` that returns the leaf at a path."""
         self._paths, self._read = dict.fromkeys(paths), read
 
     def __getitem__(self, path: str) -> np.ndarray:
@@ -55,12 +54,9 @@ class Branches:
     """Separately trained models of one architecture, read as the parts of an MoE. Leaves get the base's dtypes."""
 
     def __init__(self, base: ModelSource, models: Sequence[ModelSource], rest_from: Literal["mean", "base"]):
-        """Checks the models; reads no weights.
+        """Checks the models, one for every copy of the FFN of the model `base` that is upcycled; reads no weights.
 
-        Args:
-          base: the model that is upcycled.
-          models: one for every copy of the FFN.
-          rest_from: the source of the leaves that are not of experts: the mean over the models, or the base.
+        Leaves that are not of experts are from the mean over the models, or from the base.
 
         Raises:
           InputError: if a model has another architecture or tokenizer than the base.

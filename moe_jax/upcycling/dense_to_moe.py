@@ -170,10 +170,8 @@ def _why_not_equal(spec: UpcycleSpec) -> str:
 def upcycled_specs(config: ModelConfig, dense: Mapping[str, jax.ShapeDtypeStruct]) -> Specs:
     """Returns the shapes and dtypes of the leaves that are written.
 
-    Args:
-      config: config of the upcycled model.
-      dense: leaf path -> shape and dtype of the dense model as stored. Its dtypes are kept; new leaves have those of
-        the FFN, except that adapters and LoRA have that of the config.
+    Leaves of the dense model, whose specs are given as stored, keep their dtypes; new leaves have those of the FFN,
+    except that adapters and LoRA have that of the config.
     """
 
     tuned = is_tuned(config)

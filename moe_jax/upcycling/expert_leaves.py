@@ -98,14 +98,13 @@ def changed_leaves(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields kernels [E, in, out] and biases [E, out] of experts that are not plain copies of an FFN.
 
+    With granularity G, the experts of one copy are G consecutive ones. The result has the dtypes of the first FFN.
+
     Args:
       ffns: leaves of dense FFNs by path below `mlp`, `up/kernel` and so on: one for every copy, or one for all of them.
-      moe: the layer to make, of full experts; with granularity G, those of one copy are G consecutive ones.
+      moe: the layer to make, of full experts.
       spec: the changes of the copies, and the seed of all draws.
       layer: index of the layer; different layers draw differently.
-
-    Yields:
-      Paths below `experts` and leaves, in the dtypes of the first FFN.
 
     Raises:
       InputError: if the spread of a kernel is not finite, so that nothing can be drawn like it.

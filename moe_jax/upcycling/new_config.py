@@ -10,10 +10,9 @@ from moe_jax.core.errors import InputError, raise_if_any
 from moe_jax.experts.shapes import FFNConfig
 from moe_jax.functional.routing import GATES
 from moe_jax.model_io.tuned_base import is_tuned
-from moe_jax.models import ModelConfig, MoEConfig
-from moe_jax.upcycling.dense_parameters import with_rest
+from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.upcycling.expert_leaves import output_scale
-from moe_jax.upcycling.spec import UpcycleSpec
+from moe_jax.upcycling.spec import DenseParameters, UpcycleSpec
 
 
 def upcycled_config(dense: ModelConfig, spec: UpcycleSpec) -> ModelConfig:
@@ -64,9 +63,7 @@ def keeps_the_function(spec: UpcycleSpec) -> bool:
 def why_different(spec: UpcycleSpec, dtypes: Collection[np.dtype] = ()) -> str | None:
     """Returns why the MoE is not meant to begin with the dense model's logits; None: it is, if it `keeps_the_function`.
 
-    Args:
-      spec: the options of the MoE.
-      dtypes: the dtypes in which the FFN's down kernels are stored.
+    The `dtypes` are those in which the FFN's down kernels are stored.
     """
     reasons = []
     if len(spec.experts_from):
@@ -149,6 +146,26 @@ def _moe(dense: ModelConfig, layer: int, spec: UpcycleSpec) -> MoEConfig:
             f"nothing from the task; use top_k=2{others}"
         )
     return moe
+
+
+def with_rest(config: ModelConfig, rest: DenseParameters) -> ModelConfig:
+    """Returns the config with `rest` applied to attention and FFN (in an MoE, the experts' FFN) of every layer."""
+    if rest.kind == "full":
+        return config
+    layers = tuple(_treated(layer, rest) for layer in config.layers)
+    return dataclasses.replace(config, layers=layers, frozen_base=True)
+
+
+def _treated(layer: LayerConfig, rest: DenseParameters) -> LayerConfig:
+    nf4 = rest.kind == "qlora"
+    attention = dataclasses.replace(layer.attention, nf4=nf4, lora=rest.lora(layer.attention.projections))
+
+    def ffn(config: FFNConfig) -> FFNConfig:
+        return dataclasses.replace(config, nf4=nf4, lora=rest.lora(config.matrices))
+
+    mlp = layer.mlp
+    changed = dataclasses.replace(mlp, expert=ffn(mlp.expert)) if isinstance(mlp, MoEConfig) else ffn(mlp)
+    return dataclasses.replace(layer, attention=attention, mlp=changed)
 
 
 def _some(layers: Sequence[int]) -> str:

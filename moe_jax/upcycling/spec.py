@@ -8,14 +8,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from moe_jax.core.errors import InputError, check_member, check_number, check_positive, flag_of, raise_if_any, shown
+from moe_jax.core.errors import (
+    InputError,
+    check_member,
+    check_number,
+    check_positive,
+    flag_of,
+    nearest,
+    raise_if_any,
+    shown,
+)
 from moe_jax.core.verb_spec import NOT_GIVEN, Shown, TakesMovedBase, TakesNonfinite, name_of
 
 if TYPE_CHECKING:  # they import JAX, and the command line should read options without it
     from moe_jax.experts import BankConfig
     from moe_jax.experts.forms.protocol import ExpertForm
+    from moe_jax.experts.shapes import LoRAConfig
     from moe_jax.model_io.model_source import ModelLike
-    from moe_jax.upcycling.dense_parameters import DenseParameters
 
 _NOT_OF_PESC = (
     *("delta", "freeze_base", "universal", "extended", "gate", "noise", "drop", "experts_from", "rest_from"),
@@ -27,6 +36,67 @@ _WHY_FULL = {
     "granularity": "experts that are different pieces of the FFN have no base in common",
     "experts_from": "what different models have learnt is no delta of low rank, nor of few entries",
 }
+
+
+_RESTS = ("qlora", "lora", "frozen", "full")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DenseParameters:
+    """The treatment of the dense model's attention and FFNs (PESC; methods.md 6); nothing else has LoRA or NF4.
+
+    Attributes:
+      kind: `full`: trained like everything else. `frozen`: not trained. `lora`: frozen, with LoRA on every kernel.
+        `qlora`: the same with NF4 kernels (Dettmers et al. 2023).
+      rank: r of LoRA.
+      alpha: LoRA is scaled by alpha/r.
+      dropout: on the inputs of LoRA in training.
+    """
+
+    kind: Literal["qlora", "lora", "frozen", "full"] = "full"
+    rank: int | None = None
+    alpha: float = 16.0
+    dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_member("rest", self.kind, _RESTS)
+        if (self.rank is not None) != self.has_lora:
+            raise InputError(f"rest {self.kind!r} with rank {self.rank}: qlora and lora have a rank, the others none")
+        if self.rank is not None and self.rank < 1:
+            raise InputError(f"rest: rank {self.rank} must be at least 1")
+
+    @property
+    def has_lora(self) -> bool:
+        """Whether LoRA is added to every kernel of attention and FFNs."""
+        return self.kind in ("qlora", "lora")
+
+    def lora(self, targets: tuple[str, ...]) -> "LoRAConfig | None":
+        """Returns the LoRA on these kernels of a module; None without LoRA."""
+        from moe_jax.experts.shapes import LoRAConfig
+
+        if not self.has_lora:
+            return None
+        assert self.rank is not None
+        return LoRAConfig(rank=self.rank, targets=targets, scale=self.alpha / self.rank, dropout=self.dropout)
+
+
+def parse_rest(text: str) -> DenseParameters:
+    """Reads `qlora:R`, `lora:R`, `frozen` or `full`.
+
+    Raises:
+      InputError: for anything else, or a rank out of range.
+    """
+    kind, colon, number = text.partition(":")
+    hint = "" if kind in _RESTS else nearest(kind, _RESTS)
+    if kind not in _RESTS or bool(colon) != (kind in ("qlora", "lora")):
+        raise InputError(f"unknown --rest {shown(text)}{hint}; it is one of qlora:R, lora:R, frozen, full")
+    if not colon:
+        return DenseParameters(kind=kind)
+    try:
+        rank = int(number)
+    except ValueError:
+        raise InputError(f"--rest {shown(text)}: expected a whole number after the colon") from None
+    return DenseParameters(kind=kind, rank=rank)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +135,7 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
     """pesc: the width of an adapter."""
     scale: Annotated[float | None, Shown("FLOAT", "0.25")] = None
     """pesc: the factor by which the adapters' outputs are multiplied."""
-    rest: Annotated["str | DenseParameters | None", Shown("qlora:R|lora:R|frozen|full", "qlora:64", str | None)] = None
+    rest: Annotated[str | DenseParameters | None, Shown("qlora:R|lora:R|frozen|full", "qlora:64", str | None)] = None
     """pesc: how the parameters of the dense model are treated. lora: frozen, with LoRA of rank R on every kernel of
     attention and FFNs; qlora: the same over NF4 kernels; frozen: frozen without LoRA; full: trained."""
     freeze_base: bool = False
@@ -190,10 +260,8 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
         return parse_delta(str(self.delta or "full"), freeze_base=self.freeze_base)
 
     @cached_property
-    def dense_parameters(self) -> "DenseParameters":
+    def dense_parameters(self) -> DenseParameters:
         """How the parameters of the dense model are treated."""
-        from moe_jax.upcycling.dense_parameters import DenseParameters, parse_rest
-
         if self.rest is None:
             return DenseParameters(kind="qlora", rank=64) if self.method == "pesc" else DenseParameters()
         return parse_rest(self.rest) if isinstance(self.rest, str) else self.rest

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-GROUP_BYTES = 40_000
 SECONDS = 300  # after which a command hangs
 
 
@@ -94,10 +93,8 @@ def _command(arguments: Sequence[str], *, hide_full_disk: bool, cache: str | Non
 
     import jax
 
-    from moe_jax.checkpoints import leaf_files
     from moe_jax.commands import cli
 
-    leaf_files.GROUP_BYTES = GROUP_BYTES
     if hide_full_disk:
         usage = shutil.disk_usage("/")
         shutil.disk_usage = lambda path: usage._replace(free=1 << 60)

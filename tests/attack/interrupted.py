@@ -1,8 +1,7 @@
 """Commands that are killed, that find a full disk, or that are given twice at a time; and what became of their results.
 
 Every command runs in a process of its own, forked from one that has imported the library but done nothing yet: a kill
-then falls into the command's work and not into seconds of imports. Leaves are written in small groups, so that a model
-of 260,000 parameters is written in as many steps as a large one.
+then falls into the command's work and not into seconds of imports.
 """
 
 import contextlib

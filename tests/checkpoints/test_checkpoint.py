@@ -23,7 +23,7 @@ from moe_jax.checkpoints import leaf_files
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 try:
-    writer = leaf_files.LeafWriter(sys.argv[1] + "/params")
+    writer = leaf_files.LeafWriter(sys.argv[1] + "/params", [f"a{i}" for i in range(8)])
     writer.write({f"a{i}": np.ones(1 << 18) for i in range(8)})
     writer.close()
 except OSError as error:
@@ -42,7 +42,7 @@ print(checkpoints.steps())
 def test_a_write_that_fails_is_an_os_error_and_leaves_the_last_checkpoint(tmp_path):
     ran = run_python(LIMITED, tmp_path)
     assert ran.stdout.splitlines() == ["File too large", "File too large", "[1]"], ran.stderr
-    assert not (tmp_path / "params").exists()
+    assert not (tmp_path / "params" / "_CHECKPOINT_METADATA").exists()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["1"]
     # The threads of Orbax print a traceback each; the user sees the error that is raised, once.
     assert "Traceback" not in ran.stderr

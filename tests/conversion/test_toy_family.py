@@ -8,15 +8,15 @@ import pytest
 from moe_jax.api.open_source import open_source
 from moe_jax.commands import cli
 from moe_jax.conversion.families import FAMILIES
-from moe_jax.conversion.families.parts.family import (
-    Family,
+from moe_jax.conversion.families.family import Family
+from moe_jax.conversion.families.usual_keys import (
     dense_ffn,
     read_attention,
     read_decoder,
     read_gated_ffn,
     repeat_layers,
-    write_activation,
     write_decoder,
+    write_ffn,
 )
 from moe_jax.conversion.table import Row, linear, norm
 from moe_jax.model_io.loading import load_model
@@ -31,8 +31,7 @@ def read(config):
 
 
 def write(config):
-    ffn = dense_ffn(config)
-    return {**write_decoder(config), "intermediate_size": ffn.dim, "hidden_act": write_activation(ffn)}
+    return {**write_decoder(config), **write_ffn(dense_ffn(config))}
 
 
 # It computes what Llama does; its tensors have other names, and its embedding lies on its side.

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from moe_jax.distributed.sharding import make_mesh, state_shardings
 from moe_jax.experts import BankConfig, FFNConfig, make_bank, set_exchange
 from moe_jax.functional.routing import Routing
-from moe_jax.planning.hlo import Collectives, collectives, transfers
+from moe_jax.planning.hlo import Collectives, sums_by_kind, transfers
 from tests.support.tiers import long
 from tests.support.uncached import uncached
 
@@ -64,7 +64,7 @@ ROWS = 2 * TOKENS * D_MODEL  # bytes of the tokens of a chip, bfloat16
 
 def test_what_a_chip_sends_does_not_grow_with_the_slice():
     """Rows travel there and back, forward and backward: as many as one chip has, whatever the number of chips."""
-    sixteen = collectives(program(BankConfig(), "v5e:4x4", {"expert": 16}))
+    sixteen = sums_by_kind(transfers(program(BankConfig(), "v5e:4x4", {"expert": 16})))
     assert sixteen["ragged-all-to-all"] == Collectives(4, 4 * TOP_K * ROWS)
     # What all devices get is how many rows go where.
     assert sum(found.bytes for kind, found in sixteen.items() if kind != "ragged-all-to-all") < ROWS / 50
@@ -72,7 +72,7 @@ def test_what_a_chip_sends_does_not_grow_with_the_slice():
 
 @long
 def test_by_all_gather_it_does():
-    gathered = collectives(program(BankConfig(), "v5e:4x4", {"expert": 16}, "all-gather"))
+    gathered = sums_by_kind(transfers(program(BankConfig(), "v5e:4x4", {"expert": 16}, "all-gather")))
     assert "ragged-all-to-all" not in gathered and gathered["all-gather"].bytes > 16 * ROWS
 
 

@@ -7,7 +7,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from moe_jax.figures.curves import Curve, condensed, plot_curves, plot_use_over_time
+from moe_jax.figures.plots import Curve, condensed, plot_curves, plot_use_over_time
 
 
 def test_short_curves_stay_as_they_are_with_gaps():

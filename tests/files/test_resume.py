@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from moe_jax.checkpoints import leaf_files
+from moe_jax.checkpoints.leaf_files import LeafWriter
 from moe_jax.conversion import HuggingFaceDirectory, convert, export, to_hugging_face
 from moe_jax.conversion.spec import ExportSpec
 from moe_jax.core.errors import InputError
@@ -74,23 +74,22 @@ def merging(folder: Path, read: list[str], monkeypatch) -> Callable[[Path], obje
 @one_in(2)
 @pytest.mark.parametrize("begin", [converting, upcycling, merging])
 def test_a_model_directory_goes_on_at_the_leaf(begin, tmp_path, monkeypatch):
-    monkeypatch.setattr(leaf_files, "GROUP_BYTES", 1)
     read: list[str] = []
     (tmp_path / "given").mkdir()
     command = begin(tmp_path / "given", read, monkeypatch)
     command(tmp_path / "undisturbed")
     leaves = set(read)
     read.clear()
-    saved, save = [], leaf_files.save_group
+    saved, save = [], LeafWriter.write
 
-    def full(directory, group):
+    def full(writer, leaves):
         if len(saved) == 12:
-            raise OSError(28, "No space left on device", str(directory))
-        saved.extend(group)
-        save(directory, group)
+            raise OSError(28, "No space left on device", str(writer._directory))
+        saved.extend(leaves)
+        save(writer, leaves)
 
     with monkeypatch.context() as patch:
-        patch.setattr(leaf_files, "save_group", full)
+        patch.setattr(LeafWriter, "write", full)
         with pytest.raises(OSError, match="No space left") as stopped:
             command(tmp_path / "out")
     assert "moe-jax clean" in stopped.value.__notes__[0]

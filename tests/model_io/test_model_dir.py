@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from moe_jax.checkpoints import leaf_files
+from moe_jax.checkpoints.leaf_files import LeafWriter
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.model_io import loading
@@ -140,7 +140,7 @@ def test_a_model_without_all_its_leaves_never_appears(tmp_path, leaves):
 
 def test_what_a_killed_command_left_is_replaced(tmp_path, leaves):
     stale = tmp_path / ".model.partial"
-    (stale / "params.partial_save").mkdir(parents=True)
+    (stale / "params").mkdir(parents=True)
     (stale / "config.json").write_text("half")
     write(tmp_path / "model", leaves)
     assert os.listdir(tmp_path) == ["model"] and ModelDirectory(tmp_path / "model").config == CONFIG
@@ -157,11 +157,9 @@ def test_two_commands_cannot_write_one_target(tmp_path, leaves):
 KILLED = """
 import os, pickle, signal, sys
 from pathlib import Path
-from moe_jax.checkpoints import leaf_files
 from moe_jax.model_io.model_dir import ModelDirectoryWriter
 
 config, lineage, leaves = pickle.loads(Path(sys.argv[2]).read_bytes())
-leaf_files.GROUP_BYTES = 1
 with ModelDirectoryWriter(Path(sys.argv[1]), config, tokenizer_files=[], lineage=lineage, resume=True) as writer:
     for number, (path, leaf) in enumerate(leaves.items()):
         if number == 5:
@@ -199,11 +197,9 @@ def test_the_same_job_goes_on_where_it_was_killed(killed, leaves):
     assert read_lineage(killed) == again
 
 
-def test_several_processes_go_on_where_one_was_killed_and_one_where_several_were(killed, leaves, monkeypatch):
+def test_a_job_that_is_interrupted_twice_goes_on_twice(killed, leaves):
     again = [ENTRY | {"date": "2026-01-02T00:00:00+00:00"}]
-    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
-        # One process that writes as one of several does.
-        patch.setattr("moe_jax.model_io.model_dir.has_joined", lambda: True)
+    with pytest.raises(KeyboardInterrupt):
         with ModelDirectoryWriter(killed, CONFIG, tokenizer_files=[], lineage=again, resume=True) as writer:
             assert writer.done == frozenset(list(leaves)[:5])
             for path in list(leaves)[5:8]:
@@ -287,7 +283,6 @@ def test_broken_directories_are_named(tmp_path, leaves):
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path, leaves, monkeypatch):
-    monkeypatch.setattr(leaf_files, "GROUP_BYTES", 1 << 16)
     config = ModelConfig(family="llama", vocab_size=1 << 15, d_model=32, max_positions=64, layers=CONFIG.layers)
     large = {path: np.ones(spec.shape, spec.dtype) for path, spec in leaf_specs(config).items()}
     with small_disk(tmp_path / "disk", 3) as disk:
@@ -298,7 +293,6 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, leaves, monkeypatch):
 
 @pytest.mark.parametrize("name", ["run[1]", "a*b", "[!x]?"])
 def test_paths_are_no_patterns(tmp_path, leaves, name, monkeypatch):
-    """Etils takes the path before a pattern for a part of it; groups of leaves were then never merged."""
     (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / name)
     write("model", leaves)
@@ -310,14 +304,14 @@ def test_paths_are_no_patterns(tmp_path, leaves, name, monkeypatch):
 
 
 def test_what_was_written_is_opened_before_it_appears(tmp_path, leaves, monkeypatch):
-    finalize = leaf_files.finalize_groups
+    close = LeafWriter.close
 
-    def lose_a_leaf(directory):
-        finalize(directory)
-        file = directory / "state" / "layers.0.mlp.up.kernel" / "0.0"
+    def lose_a_leaf(writer):
+        close(writer)
+        file = writer._directory / "state" / "layers.0.mlp.up.kernel" / "0.0"
         file.write_bytes(file.read_bytes()[:-1])
 
-    monkeypatch.setattr(leaf_files, "finalize_groups", lose_a_leaf)
+    monkeypatch.setattr(LeafWriter, "close", lose_a_leaf)
     with pytest.raises(InputError, match=r"layers.0.mlp.up.kernel/0.0 has .* bytes, .* expected"):
         write(tmp_path / "model", leaves)
     assert not os.listdir(tmp_path)
@@ -331,7 +325,7 @@ def test_when_all_leaves_are_there_none_is_written_again(tmp_path, leaves, monke
     assert failed.value.__notes__ == [
         f"what is done of it is kept: the same command goes on, moe-jax clean {tmp_path / 'model'} removes it"
     ]
-    monkeypatch.setattr(leaf_files, "save_group", lambda *_: pytest.fail("written again"))
+    monkeypatch.setattr(LeafWriter, "_write_chunks", lambda *_: pytest.fail("written again"))
     write(tmp_path / "model", leaves, resume=True)
     model = ModelDirectory(tmp_path / "model")
     assert all(model.read(path).tobytes() == leaf.tobytes() for path, leaf in leaves.items())

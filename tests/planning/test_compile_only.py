@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, config_from_json
 from moe_jax.planning.compile_only import print_report
-from moe_jax.planning.hlo import Collectives, collectives
+from moe_jax.planning.hlo import Collectives, sums_by_kind, transfers
 from moe_jax.planning.model_costs import training_memory
 from moe_jax.training.flops import train_flops_per_token
 from tests.support.environment import ROOT
@@ -121,12 +121,12 @@ def test_collectives_in_a_loop_count_as_often_as_it_runs():
     kernels = jax.ShapeDtypeStruct((5, 16, 16), jnp.float32, sharding=NamedSharding(mesh, P(None, "fsdp", None)))
     with jax.set_mesh(mesh):
         text = jax.jit(scanned).lower(x, kernels).compile().as_text()
-    assert collectives(text) == {"all-gather": Collectives(5, 5 * 16 * 16 * 4)}
+    assert sums_by_kind(transfers(text)) == {"all-gather": Collectives(5, 5 * 16 * 16 * 4)}
 
     rows = jax.ShapeDtypeStruct((16, 3), jnp.bfloat16, sharding=split)
     with jax.set_mesh(mesh):
         text = jax.jit(lambda x: x.sum(axis=0, dtype=jnp.float32)).lower(rows).compile().as_text()
-    assert collectives(text) == {"all-reduce": Collectives(1, 3 * 4)}
+    assert sums_by_kind(transfers(text)) == {"all-reduce": Collectives(1, 3 * 4)}
 
 
 def test_the_tpu_compilers_way_of_writing_collectives_is_understood():
@@ -165,7 +165,7 @@ ENTRY %main (x: bf16[4,8]) -> bf16[4,8] {
   %done = f32[10]{0} collective-permute-done(%start)
 }
 """
-    assert collectives(text) == {
+    assert sums_by_kind(transfers(text)) == {
         "all-gather": Collectives(6, 6 * 16 * 8 * 2),
         "reduce-scatter": Collectives(12, 6 * (512 * 256 * 2 + 64 * 2 * 4)),
         "collective-permute": Collectives(1, 40),
@@ -201,4 +201,4 @@ ENTRY %main (x: bf16[4,8]) -> bf16[4,8] {
 }
 """
     # Four iterations of two steps.
-    assert collectives(text) == {"collective-permute": Collectives(8, 8 * 4 * 8 * 2)}
+    assert sums_by_kind(transfers(text)) == {"collective-permute": Collectives(8, 8 * 4 * 8 * 2)}

@@ -17,7 +17,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig
 from moe_jax.planning import compile_only, planned_devices, planned_training
 from moe_jax.planning.compile_only import DoesNotFit
-from moe_jax.planning.step_time import Rates, StepBytes, optimizer_operations, step_time
+from moe_jax.planning.step_time import HeldBytes, Rates, optimizer_operations, step_time
 from moe_jax.training.program import abstract_batch, first_state, initial_states, make_program
 from moe_jax.training.recipe import (
     EmaSection,
@@ -162,19 +162,19 @@ def test_remat_keeps_less_for_the_backward_pass(monkeypatch):
 
 def test_time_follows_operations_and_bytes():
     config = config_of(FFN)
-    sizes = dict(params=1000, frozen=0, optimizer=2000, average=0, gradients=1000, activations=500)
-    moved = StepBytes(**sizes)
+    sizes = dict(params=1000, frozen=0, optimizer=2000, average=0, gradients=1000)
+    held = HeldBytes(**sizes)
     rates = Rates(operations=1e9, bytes=1e6, source="", overlap=False)
-    time = step_time(recipe_of(), config, moved, 1, rates)
+    time = step_time(recipe_of(), config, held, 500, 1, rates)
     assert time.seconds == pytest.approx(time.products + time.bytes)
     assert time.bytes == pytest.approx((2 * 1000 + 2 * 500 + 2 * 4000) / 1e6)
     assert time.tokens_per_second == pytest.approx(8 * 16 / time.seconds)
     full = ModelSection(config="c", init="random", remat="full")
-    again = step_time(recipe_of(model=full), config, moved, 1, rates)
+    again = step_time(recipe_of(model=full), config, held, 500, 1, rates)
     assert again.operations == pytest.approx(time.operations * 8 / 6)
-    frozen = step_time(recipe_of(), config, StepBytes(**sizes | {"params": 0, "frozen": 1000}), 1, rates)
+    frozen = step_time(recipe_of(), config, HeldBytes(**sizes | {"params": 0, "frozen": 1000}), 500, 1, rates)
     assert frozen.operations == pytest.approx(time.operations * 4 / 6)
-    at_once = step_time(recipe_of(), config, moved, 1, dataclasses.replace(rates, overlap=True))
+    at_once = step_time(recipe_of(), config, held, 500, 1, dataclasses.replace(rates, overlap=True))
     assert max(time.products, time.bytes) <= at_once.seconds < time.seconds
 
 

@@ -7,7 +7,7 @@ from moe_jax.core.data_sheets import CHIPS
 from moe_jax.core.errors import InputError
 from moe_jax.experts.over_mesh import FURTHER_ROUNDS
 from moe_jax.planning.compile_only import allocations, check_fits
-from moe_jax.planning.hlo import Transfer, collectives, largest_arrays, transfers
+from moe_jax.planning.hlo import Transfer, largest_arrays, sums_by_kind, transfers
 from moe_jax.planning.step_time import StateNumbers, sending_seconds, step_roofline
 from moe_jax.training.program import make_program
 from moe_jax.training.recipe import MeshSection, ModelSection
@@ -39,7 +39,7 @@ ENTRY %main (x: bf16[4,8]) -> bf16[4,8] {{
         Transfer("all-reduce", 1, 256, (0, 4)),
         Transfer("ragged-all-to-all", 1, 640, (0, 1)),  # what travels, and not the room that there is for it
     ]
-    assert collectives(text)["all-reduce"].bytes == 512
+    assert sums_by_kind(transfers(text))["all-reduce"].bytes == 512
 
 
 def test_what_is_sent_takes_the_links_of_a_slice_or_the_network_between_hosts():

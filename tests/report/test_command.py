@@ -10,7 +10,7 @@ import pytest
 
 from moe_jax.commands import cli
 from moe_jax.model_io.model_dir import ModelDirectory
-from moe_jax.report.comparison import side_by_side_table
+from moe_jax.report.build import side_by_side_table
 from moe_jax.report.subjects import named, open_subject, with_evaluations
 from tests.report.subjects_on_disk import EVIL, STEPS, write_run, write_subjects
 from tests.report.test_elements import Reader, read

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from moe_jax.checkpoints import leaf_files
+from moe_jax.checkpoints.leaf_files import LeafWriter
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.upcycling import UpcycleSpec, upcycle
 from moe_jax.upcycling.beginnings import Prompt
@@ -17,7 +17,6 @@ PROMPTS = [Prompt(np.array([1, 5, 7])), Prompt(np.array([2, 4, 30])), Prompt(np.
 
 @pytest.mark.parametrize("models", [pytest.param(0, marks=long), 3])
 def test_it_goes_on_at_the_leaf(models, tmp_path, monkeypatch):
-    monkeypatch.setattr(leaf_files, "GROUP_BYTES", 1)
     config = dense_config()
     (tmp_path / "given").mkdir()
     leaves = random_leaves(config)
@@ -37,23 +36,21 @@ def test_it_goes_on_at_the_leaf(models, tmp_path, monkeypatch):
         return {path: written.read(path).tobytes() for path in written.specs()}
 
     run(tmp_path / "undisturbed")
-    saved, save = [], leaf_files.save_group
+    saved, save = [], LeafWriter.write
 
-    def full(directory, group):
+    def full(writer, leaves):
         if len(saved) >= 12:
-            raise OSError(28, "No space left on device", str(directory))
-        saved.extend(group)
-        save(directory, group)
+            raise OSError(28, "No space left on device", str(writer._directory))
+        saved.extend(leaves)
+        save(writer, leaves)
 
     with monkeypatch.context() as patch:
-        patch.setattr(leaf_files, "save_group", full)
+        patch.setattr(LeafWriter, "write", full)
         with pytest.raises(OSError, match="No space left"):
             run(tmp_path / "out")
     assert sorted(os.listdir(tmp_path)) == [".out.partial", "given", "undisturbed"]
     again: list[str] = []
-    monkeypatch.setattr(
-        leaf_files, "save_group", lambda directory, group: (again.extend(group), save(directory, group))[1]
-    )
+    monkeypatch.setattr(LeafWriter, "write", lambda writer, leaves: (again.extend(leaves), save(writer, leaves))[1])
     run(tmp_path / "out")
     assert content("out") == content("undisturbed")
     assert again and not set(again) & set(saved)

@@ -1,20 +1,16 @@
-"""One small file per family, by kind of model. Every module defines a `FAMILY`; none has to be registered."""
+"""Families of models. Every `Family` that a module of this folder defines is found by itself."""
 
 import importlib
 import pkgutil
 
-from moe_jax.conversion.families.parts.family import Family
+from moe_jax.conversion.families.family import Family
 from moe_jax.core.errors import InputError, nearest
-
-KINDS = ("dense", "moe", "encoder_decoder")
 
 
 def _discover() -> dict[str, Family]:
-    """Returns the families of all kinds, in the order of their modules' names."""
-    kinds = [importlib.import_module(f"{__name__}.{kind}") for kind in KINDS]
-    modules = [(info.name, kind.__name__) for kind in kinds for info in pkgutil.iter_modules(kind.__path__)]
-    families = [importlib.import_module(f"{kind}.{module}").FAMILY for module, kind in sorted(modules)]
-    return {family.name: family for family in families}
+    modules = [importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)]
+    found = {value.name: value for module in modules for value in vars(module).values() if isinstance(value, Family)}
+    return dict(sorted(found.items()))
 
 
 FAMILIES = _discover()

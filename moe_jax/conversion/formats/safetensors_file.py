@@ -54,20 +54,6 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     return entries
 
 
-def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...], int, int]]) -> bytes:
-    """Returns the first bytes of a file, up to the tensors.
-
-    Args:
-      tensors: name -> (dtype, shape, first byte, end (exclusive)), bytes counted from the end of the header.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for name, (dtype, shape, start, stop) in tensors.items():
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that tensors begin aligned
-    return len(text).to_bytes(8, "little") + text
-
-
 def _parse(path: Path, text: bytes) -> dict[str, Any]:
     try:
         header = parse_json(text, where="its header")
@@ -146,11 +132,7 @@ class PlannedTensor(NamedTuple):
 
 
 def plan_shards(tensors: Mapping[str, PlannedTensor], max_bytes: int) -> dict[str, list[str]]:
-    """Fills shards in order, each up to `max_bytes`; a larger tensor has a shard of its own.
-
-    Returns:
-      File name -> names of its tensors, in the order of `tensors`.
-    """
+    """Fills shards, by file name, in order, each up to `max_bytes`; a larger tensor has a shard of its own."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, tensor in tensors.items():
@@ -164,12 +146,27 @@ def plan_shards(tensors: Mapping[str, PlannedTensor], max_bytes: int) -> dict[st
     return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, 1)}
 
 
-class _Shard(NamedTuple):
+class Layout(NamedTuple):
     """A file that is to be written: its first bytes, its size, and where its tensors begin."""
 
     header: bytes
     size: int
     starts: dict[str, int]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, PlannedTensor]) -> "Layout":
+        """Returns the layout of a file with these tensors."""
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        starts, end = {}, 0
+        # Widest dtypes first, as the reference implementation does: every tensor then begins aligned.
+        for name, tensor in sorted(tensors.items(), key=lambda item: -_WRITTEN[item[1].dtype].itemsize):
+            starts[name], end = end, end + tensor.nbytes
+            offsets = [starts[name], end]
+            header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": offsets}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # so that tensors begin aligned
+        first = len(text).to_bytes(8, "little") + text
+        return cls(first, len(first) + end, {name: len(first) + start for name, start in starts.items()})
 
 
 class ShardWriter(abc.ABC):
@@ -188,12 +185,9 @@ class ShardWriter(abc.ABC):
         return self
 
     def write(self, name: str, offset: int, values: np.ndarray) -> None:
-        """Writes a contiguous run of a tensor. Safe to call from several threads for different runs.
+        """Writes a contiguous run of a tensor, from element `offset` on, with values in the tensor's dtype.
 
-        Args:
-          name: of the tensor.
-          offset: elements of the tensor before the run.
-          values: in the tensor's dtype.
+        Safe to call from several threads for different runs.
         """
         assert values.dtype == _WRITTEN[self._tensors[name].dtype] and values.flags.c_contiguous
         self._write(name, offset * values.itemsize, values.reshape(-1).view(np.uint8))
@@ -214,17 +208,8 @@ class ShardWriter(abc.ABC):
     def are_kept(self, names: Iterable[str]) -> bool:
         """Whether an interrupted command is known to have written all of these tensors."""
 
-    def _shard(self, file: str) -> _Shard:
-        # Widest dtypes first, as the reference implementation does: every tensor then begins aligned.
-        names = sorted(self._plan[file], key=lambda name: -_WRITTEN[self._tensors[name].dtype].itemsize)
-        spans: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
-        end = 0
-        for name in names:
-            tensor = self._tensors[name]
-            spans[name] = (tensor.dtype, tensor.shape, end, end + tensor.nbytes)
-            end += tensor.nbytes
-        header = encode_header(spans)
-        return _Shard(header, len(header) + end, {name: len(header) + span[2] for name, span in spans.items()})
+    def _layout(self, file: str) -> Layout:
+        return Layout.of({name: self._tensors[name] for name in self._plan[file]})
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
@@ -234,9 +219,8 @@ class ShardWriter(abc.ABC):
     def _write_index(self) -> None:
         if len(self._plan) == 1:
             return
-        weight_map = {name: file for file, names in self._plan.items() for name in names}
         total = sum(tensor.nbytes for tensor in self._tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(self._file_of.items()))}
         as_path(self._directory / SAFETENSORS_INDEX).write_durably((json.dumps(index, indent=2) + "\n").encode())
 
 
@@ -247,7 +231,7 @@ class DiskShards(ShardWriter):
         self._starts: dict[str, tuple[int, int]] = {}  # tensor -> descriptor, first byte
         self._descriptors: list[int] = []
         for file in self._plan:
-            shard = self._shard(file)
+            shard = self._layout(file)
             descriptor = os.open(self._directory / file, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             self._descriptors.append(descriptor)
             _write_all(descriptor, shard.header, 0)
@@ -281,7 +265,7 @@ class BucketShards(ShardWriter):
         super().__init__(work.folder, tensors, max_bytes)
         self._work = work
         self._kept = set(work.marked(self._plan))
-        self._begun: dict[str, tuple[_Shard, np.ndarray]] = {}
+        self._begun: dict[str, tuple[Layout, np.ndarray]] = {}
         self._missing: dict[str, int] = {}  # for every shard that is begun, bytes of tensors that are not written yet
         self._guard = threading.Lock()
 
@@ -291,7 +275,7 @@ class BucketShards(ShardWriter):
             return
         with self._guard:
             if file not in self._begun:
-                shard = self._shard(file)
+                shard = self._layout(file)
                 whole = np.empty(shard.size, np.uint8)
                 whole[: len(shard.header)] = np.frombuffer(shard.header, np.uint8)
                 self._begun[file] = shard, whole
@@ -318,7 +302,7 @@ class BucketShards(ShardWriter):
         if kind is None:
             # A shard without bytes is never written by `write`.
             for file in self._plan:
-                shard = self._shard(file)
+                shard = self._layout(file)
                 if file not in self._kept and shard.size == len(shard.header):
                     as_path(self._directory / file).write_durably(shard.header)
         super().__exit__(kind, *error)

@@ -157,15 +157,7 @@ class TensorFiles:
 
 
 def dequantized(stored: np.ndarray, blocks: Blocks) -> np.ndarray:
-    """Decodes blocks.
-
-    Args:
-      stored: UInt8[n, blocks.nbytes].
-      blocks: their type.
-
-    Returns:
-      Float32[n, blocks.elements].
-    """
+    """Decodes blocks, UInt8[n, blocks.nbytes], to Float32[n, blocks.elements]."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 

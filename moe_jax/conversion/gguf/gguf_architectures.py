@@ -265,12 +265,7 @@ def architecture_of(data: Mapping[str, Any]) -> tuple[str, Architecture]:
 def hugging_face_config(
     data: Mapping[str, Any], tensors: Mapping[str, TensorEntry], factors: np.ndarray | None
 ) -> dict[str, Any]:
-    """Returns the config.json that metadata stand for.
-
-    Args:
-      data: metadata of a file.
-      tensors: the tensors in it.
-      factors: the tensor `ROPE_FACTORS`; None: there is none.
+    """Returns the config.json that metadata stand for; `factors` is the tensor `ROPE_FACTORS`, if there is one.
 
     Raises:
       InputError: if a key is missing, of another type, or unknown.
@@ -364,13 +359,7 @@ _YARN = {
 def _read_rope_scaling(
     metadata: Metadata, factors: np.ndarray | None, config: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Returns the `rope_scaling` of a config.json.
-
-    Args:
-      metadata: of the file.
-      factors: divisors of the frequencies, one for each rotated pair; None: there are none.
-      config: the known keys: rope_theta, max_position_embeddings.
-    """
+    """Returns the `rope_scaling` of a config.json; `factors` are divisors of the frequencies of rotated pairs."""
     linear = metadata.get("rope.scale_linear", 1.0)
     kind = metadata.get("rope.scaling.type", "linear" if linear != 1.0 else "none")
     if kind not in ("none", "linear", "yarn"):

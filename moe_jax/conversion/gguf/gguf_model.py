@@ -53,7 +53,6 @@ class GGUFModel(CheckpointSource):
 
     @cached_property
     def weights(self) -> Weights:
-        """The tensors that make up each leaf; raises `InputError` unless all fit the config."""
         from moe_jax.model_io.loading import leaf_specs
 
         if self.quantized:
@@ -69,11 +68,7 @@ class GGUFModel(CheckpointSource):
 
     @property
     def tokenizer_files(self) -> tuple[Path, ...]:
-        """The files tokenizer.json and tokenizer_config.json, made from the metadata; none if there is no tokenizer.
-
-        Raises:
-          InputError: if its tokenizer is of an unknown kind, or damaged.
-        """
+        """The files tokenizer.json and tokenizer_config.json, made from the metadata; none if there is no tokenizer."""
         return self._tokenizer_files
 
     @cached_property
@@ -106,7 +101,6 @@ class GGUFModel(CheckpointSource):
         return counts
 
     def fingerprint(self) -> str:
-        """Returns a SHA-256 of the files: their names, sizes and samples of their contents."""
         return fingerprint_files(self._headers)
 
     def _check_in_place(self) -> None:
@@ -131,11 +125,7 @@ class GGUFModel(CheckpointSource):
 
 
 def _read_all(path: Path) -> dict[Path, GGUFHeader]:
-    """Reads the headers of all files of a model, by path.
-
-    Raises:
-      InputError: if the path is not that of the first, one is missing, or they do not belong together.
-    """
+    """Reads the headers of all files of a model, of which `path` is the first, and checks that they belong together."""
     first = read_gguf_header(path)
     count = first.metadata.get("split.count", 1)
     if count in (0, 1):

@@ -1,14 +1,62 @@
-"""Makers of expert kernels for Triton's grouped product: each makes the kernels of one form, a tile at a time."""
+"""How tiles of kernels are made inside Triton kernels: makers of the forms of experts, and what they consist of."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.gpu.triton_grouped import MIN_TILE, Maker, Range, load, masked_range
+# Triton's products need at least 16 rows, columns and terms.
+MIN_TILE = 16
+
+
+class Range(NamedTuple):
+    """Consecutive rows or columns of a kernel, inside a Pallas kernel.
+
+    Attributes:
+      start: the first of them.
+      size: their number.
+      inside: mask of those that exist; None: all do.
+    """
+
+    start: Any
+    size: int
+    inside: Array | None
+
+    @property
+    def slice(self) -> Any:
+        """Returns the range as an index of a reference."""
+        return pl.ds(self.start, self.size)
+
+    @property
+    def indices(self) -> Int[Array, " n"]:
+        """Returns every index of the range."""
+        return self.start + jnp.arange(self.size, dtype=jnp.int32)
+
+
+class Maker(Protocol):
+    """How entries of a kernel [i, o] are made inside a Pallas kernel. Static and hashable."""
+
+    def __call__(self, refs: Sequence[Any], expert: Any, rows: Range, columns: Range) -> Float[Array, "r c"]:
+        """Returns some rows and columns of the kernel of an expert; entries that do not exist may be anything finite.
+
+        Args:
+          refs: references of the arrays that it is made from.
+          expert: index of the expert.
+          rows, columns: of its kernel.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """Kernels that are stored whole, as an array [E, i, o]."""
+
+    def __call__(self, refs: Sequence[Any], expert: Any, rows: Range, columns: Range) -> Array:
+        return load(refs[0].at[expert, rows.slice, columns.slice], rows.inside, columns.inside)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +69,6 @@ class OverBase:
     own: Maker
 
     def __call__(self, refs: Sequence[Any], expert: Any, rows: Range, columns: Range) -> Float[Array, "r c"]:
-        """Returns the base's entries plus those that `own` makes, float32; arguments as for `Maker`."""
         base = load(refs[0].at[rows.slice, columns.slice], rows.inside, columns.inside)
         return base.astype(jnp.float32) + self.own(refs[1:], expert, rows, columns)
 
@@ -39,7 +86,6 @@ class LowRankFactors:
     rank: int
 
     def __call__(self, refs: Sequence[Any], expert: Any, rows: Range, columns: Range) -> Float[Array, "r c"]:
-        """Multiplies rows of `a` with columns of `b`, float32; arguments as for `Maker`."""
         padded = max(MIN_TILE, 1 << (self.rank - 1).bit_length())
         # The start is traced, so that the range may reach beyond the array.
         along = masked_range(jnp.zeros((), jnp.int32), padded, self.rank)
@@ -64,7 +110,6 @@ class ScaledCodes:
     group_size: int | None
 
     def __call__(self, refs: Sequence[Any], expert: Any, rows: Range, columns: Range) -> Float[Array, "r c"]:
-        """Unpacks and scales codes, float32; arguments as for `Maker`."""
         codes_ref, scales_ref, origin_ref = refs
         fields = unpacked(codes_ref, expert, rows, columns, self.bits).astype(jnp.float32)
         if self.group_size is None:
@@ -90,11 +135,30 @@ class CodesOfLevels:
     block: int
 
     def __call__(self, refs: Sequence[Any], expert: Any, rows: Range, columns: Range) -> Float[Array, "r c"]:
-        """Looks up and scales levels, float32; arguments as for `Maker`."""
         codes_ref, scales_ref, levels_ref, origin_ref = refs
         codes = unpacked(codes_ref, expert, rows, columns, 4)
         group = jnp.minimum((origin_ref[0] + rows.indices) // self.block, scales_ref.shape[1] - 1)
         return plgpu.load(levels_ref.at[codes]) * gathered(scales_ref, expert, group, columns)
+
+
+def masked_range(start: Any, size: int, whole: int) -> Range:
+    """Returns the range from `start` on; it gets a mask of the `whole` indices that exist, unless tiles always fit."""
+    inside = None if whole % size == 0 else start + jnp.arange(size, dtype=jnp.int32) < whole
+    return Range(start, size, inside)
+
+
+def load(ref: Any, rows: Array | None, columns: Array | None) -> Array:
+    """Loads a tile; zeros outside of the masks of its rows and columns. None: all entries are inside."""
+    mask = tile_mask(ref.shape, rows, columns)
+    return plgpu.load(ref, mask=mask, other=None if mask is None else jnp.zeros((), ref.dtype))
+
+
+def tile_mask(shape: tuple[int, ...], rows: Array | None, columns: Array | None) -> Array | None:
+    """Combines the masks of rows and columns into the mask of a tile; None: all entries are inside."""
+    if rows is None and columns is None:
+        return None
+    mask = jnp.ones(shape, bool) if rows is None else jnp.broadcast_to(rows[:, None], shape)
+    return mask if columns is None else mask & jnp.broadcast_to(columns[None, :], shape)
 
 
 def unpacked(codes_ref: Any, expert: Any, rows: Range, columns: Range, bits: int) -> Array:

@@ -11,7 +11,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from moe_jax.checkpoints import leaf_files
 from moe_jax.commands import cli
 from moe_jax.compression import compress, make_method
 from moe_jax.compression.coding.coder import LeastError
@@ -238,11 +237,9 @@ def test_weights_that_are_not_finite_leave_nothing_behind(tmp_path):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from moe_jax.checkpoints import leaf_files
 from moe_jax.compression import compress, make_method
 from moe_jax.model_io.model_dir import ModelDirectory
 
-leaf_files.GROUP_BYTES = int(sys.argv[4])
 method = make_method(sys.argv[3], {"drop": 0.5} if sys.argv[3] == "ders-sparsify" else {"keep": 0.5})
 compressed = []
 compress_layer = type(method).compress
@@ -262,16 +259,9 @@ compress(ModelDirectory(Path(sys.argv[1])), Path(sys.argv[2]), method, described
 
 
 @one_in(2, first=1)
-@pytest.mark.parametrize(
-    ("name", "options", "group_bytes"),
-    [
-        ("resmoe", {"keep": 0.5}, 1),
-        # Leaves go to the disk in groups: those of a layer may be there in part, or only its figures.
-        ("ders-sparsify", {"drop": 0.5}, 3000),
-    ],
-)
-def test_a_killed_job_goes_on_and_gives_the_same_bits(name, options, group_bytes, models, tmp_path, monkeypatch):
-    ran = run_python(KILLED, models["moe"], tmp_path / "killed", name, group_bytes)
+@pytest.mark.parametrize(("name", "options"), [("resmoe", {"keep": 0.5}), ("ders-sparsify", {"drop": 0.5})])
+def test_a_killed_job_goes_on_and_gives_the_same_bits(name, options, models, tmp_path, monkeypatch):
+    ran = run_python(KILLED, models["moe"], tmp_path / "killed", name)
     assert ran.returncode == -signal.SIGKILL, ran.stderr
     assert sorted(os.listdir(tmp_path)) == [".killed.analysis", ".killed.partial"]
     for left in ("partial", "analysis"):
@@ -326,7 +316,6 @@ class CountingSource(MemorySource):
 @one_in(2)
 @pytest.mark.parametrize("method", [SPARSIFY, QUANTIZE], ids=["sparsify", "quantize"])
 def test_no_layer_is_held_whole(method, tmp_path, monkeypatch):
-    monkeypatch.setattr(leaf_files, "GROUP_BYTES", 1)
     memory = memory_moe(*[BankConfig()] * 3, num_experts=6)
     source = CountingSource(memory.config, memory.leaves)
     compress(source, tmp_path / "out", method, described={})

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from moe_jax.conversion.formats.safetensors_file import encode_header, read_header
+from moe_jax.conversion.formats.safetensors_file import Layout, PlannedTensor, read_header
 from moe_jax.conversion.formats.tensors import DTYPES, TensorFiles
 from moe_jax.core.errors import InputError
 
@@ -131,7 +131,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_noticed(tmp_path: pathlib.Path)
 
 
 def test_tensors_begin_aligned():
-    header = encode_header({"x": ("BF16", (3,), 0, 6)})
+    header = Layout.of({"x": PlannedTensor("BF16", (3,))}).header
     assert len(header) % 8 == 0
     assert json.loads(header[8:])["x"] == {"dtype": "BF16", "shape": [3], "data_offsets": [0, 6]}
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 
 import pytest
 
@@ -55,10 +56,20 @@ def test_an_encoder_s_keys_are_harmless_only_where_they_say_nothing():
     assert "'is_encoder_decoder' may change" in complaint({**LLAMA, "is_encoder_decoder": True})
 
 
-def test_all_families_are_found_and_have_unique_files():
-    folder = pathlib.Path(families.__file__).parent
-    files = {file.stem for kind in families.KINDS for file in (folder / kind).glob("[!_]*.py")}
-    assert {"llama", "mixtral", "qwen3_moe"} <= files and set(FAMILIES) == files
+def test_all_families_are_found_in_order():
+    sources = "".join(file.read_text() for file in pathlib.Path(families.__file__).parent.glob("[!_]*.py"))
+    defined = re.findall(r"^[A-Z0-9_]+ = Family\(\n +name=\"(\w+)\"", sources, re.M)
+    assert {"llama", "mixtral", "qwen3_moe"} <= set(defined) and list(FAMILIES) == sorted(defined)
+
+
+def test_a_family_in_a_file_of_its_own_is_found(tmp_path, monkeypatch):
+    (tmp_path / "of_tomorrow.py").write_text(
+        "import dataclasses\nfrom moe_jax.conversion.families.llama import LLAMA\n"
+        "OF_TOMORROW = dataclasses.replace(LLAMA, name='of_tomorrow')\n"
+    )
+    monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
+    found = families._discover()
+    assert found.keys() - FAMILIES.keys() == {"of_tomorrow"} and FAMILIES.items() <= found.items()
 
 
 def test_what_a_left_out_key_means_is_the_family_s_default():

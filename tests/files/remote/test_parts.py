@@ -4,8 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from moe_jax.checkpoints.leaf_files import LeafReader
-from moe_jax.checkpoints.leaf_shards import ShardWriter
+from moe_jax.checkpoints.leaf_files import LeafReader, LeafWriter
 from moe_jax.checkpoints.orbax_store import read_leaf
 from moe_jax.core.errors import InputError
 from moe_jax.files import regular_files
@@ -56,7 +55,7 @@ def test_a_leaf_in_chunks(bucket, tmp_path, place):
     """Written by shards, read whole and in part, by us and (from a disk) by Orbax; known again however it is cut."""
     array = np.random.default_rng(0).standard_normal((8, 512, 256)).astype(np.float32)
     folder = where(place, tmp_path) / "params"
-    writer = ShardWriter(folder, ["a/kernel", "b"], marks=None) if place == "disk" else _remote_writer(folder)
+    writer = LeafWriter(folder, ["a/kernel", "b"]) if place == "disk" else _remote_writer(folder)
     grid = (4, 512, 64)
     shards = [((i, 0, j), array[4 * i : 4 * i + 4, :, 64 * j : 64 * j + 64]) for i in range(2) for j in range(4)]
     writer.write_shards("a/kernel", jax.ShapeDtypeStruct(array.shape, array.dtype), grid, shards)
@@ -68,7 +67,7 @@ def test_a_leaf_in_chunks(bucket, tmp_path, place):
         np.testing.assert_array_equal(reader.read(name), array)
         for part in [(slice(1, 7), slice(3, 400), slice(60, 130)), (slice(0, 8), slice(0, 512), slice(192, 256))]:
             np.testing.assert_array_equal(reader.read_part(name, part), array[part])
-    samples = {reader._array(name).sample() for name in ("a/kernel", "b")}
+    samples = {reader._raw[name].sample() for name in ("a/kernel", "b")}
     assert len(samples) == 1
     if place == "disk":
         np.testing.assert_array_equal(read_leaf(folder, "a/kernel"), array)
@@ -79,7 +78,7 @@ def test_a_leaf_in_chunks(bucket, tmp_path, place):
 
 def test_a_chunk_that_is_missing_or_short(tmp_path):
     array = np.ones((4, 8), np.float32)
-    writer = ShardWriter(tmp_path / "params", ["a"], marks=None)
+    writer = LeafWriter(tmp_path / "params", ["a"])
     shards = [((0, j), array[:, 4 * j : 4 * j + 4]) for j in range(2)]
     writer.write_shards("a", jax.ShapeDtypeStruct(array.shape, array.dtype), (4, 4), shards)
     writer.close()
@@ -101,4 +100,4 @@ def _remote_writer(folder):
         def marked(self, names):
             return []
 
-    return ShardWriter(folder, ["a/kernel", "b"], marks=Marks())
+    return LeafWriter(folder, ["a/kernel", "b"], marks=Marks())

@@ -9,16 +9,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from moe_jax.kernels.gpu import triton_grouped
-from moe_jax.kernels.gpu.grouped import outer_tile, product_tile
-from moe_jax.kernels.gpu.triton_grouped import Tile, row_tiles
+from moe_jax.kernels.gpu.grouped import Tile, TritonProducts, outer_tile, product_tile, row_tiles
 from tests.support.tiers import long
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
 # Tiles divide neither rows, nor kernels: [M, i], [E, i, o], [M, o].
 ROWS, GROUPS, FAN_IN, FAN_OUT = 40, 3, 20, 37
-TILE = Tile(rows=16, terms=16, columns=32, warps=4, stages=2)
+PRODUCTS = TritonProducts(None, interpret=True, tile=Tile(rows=16, terms=16, columns=32, warps=4, stages=2))
 
 
 def of_group(lhs, rhs, dout, sizes):
@@ -38,11 +36,8 @@ def of_group(lhs, rhs, dout, sizes):
 def interpreted(dtype):
     @jax.jit
     def products(lhs, rhs, dout, sizes):
-        options = {"tile": TILE, "interpret": True}
-        y = triton_grouped.product(lhs, rhs, sizes, **options)
-        dlhs = triton_grouped.product(dout, rhs, sizes, transposed=True, **options)
-        drhs = triton_grouped.outer(lhs, dout, sizes, **options)
-        return y, dlhs, drhs
+        y = PRODUCTS.product(lhs, rhs, sizes)
+        return y, PRODUCTS.product(dout, rhs, sizes, transposed=True), PRODUCTS.outer(lhs, dout, sizes)
 
     def call(sizes, seed):
         rng = np.random.default_rng(seed)
@@ -76,7 +71,7 @@ def test_products_of_bfloat16_round_once():
 
 def test_groups_that_begin_later():
     """Groups 1 and 2 alone: other rows stay as they are."""
-    sizes, options = [5, 20, 3], {"tile": TILE, "interpret": True}
+    sizes = [5, 20, 3]
     arrays, _ = interpreted(jnp.float32)(sizes, 1)
     lhs, rhs, dout = arrays
     origin, later = jnp.asarray(sizes[0], jnp.int32), jnp.asarray(sizes[1:], jnp.int32)
@@ -84,8 +79,8 @@ def test_groups_that_begin_later():
 
     @jax.jit
     def products(into):
-        y = triton_grouped.product(lhs, rhs[1:], later, origin=origin, into=into, **options)
-        return y, triton_grouped.outer(lhs, dout, later, origin=origin, dtype=jnp.float32, **options)
+        y = PRODUCTS.product(lhs, rhs[1:], later, origin=origin, into=into)
+        return y, PRODUCTS.outer(lhs, dout, later, origin=origin, dtype=jnp.float32)
 
     y, drhs = products(jnp.full((ROWS, FAN_OUT), 7.0))
     np.testing.assert_allclose(y[5:28], expected_y[5:28], rtol=1e-5, atol=1e-5)

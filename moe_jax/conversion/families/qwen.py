@@ -6,11 +6,12 @@ Transformers does not have it: the model's definition, `modeling_qwen.py`, is pu
 from typing import Any
 
 from moe_jax.conversion.config_keys import HFConfig
-from moe_jax.conversion.families.parts.family import Family, dense_ffn, num_layers, read_decoder, same_in_all_layers
+from moe_jax.conversion.families import usual_keys as usual
+from moe_jax.conversion.families.family import Family
 from moe_jax.conversion.table import Ignored, Row, Tied, linear, norm
 from moe_jax.core.errors import InputError
 from moe_jax.data.tiktoken_file import qwen_tokenizer
-from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, RopeConfig
+from moe_jax.models import AttentionConfig, FFNConfig, ModelConfig, RopeConfig
 
 # They act only beyond `seq_length`: there scores grow with the logarithm of the position, and the rotation depends on
 # the length of the prompt.
@@ -24,15 +25,15 @@ def _read(config: HFConfig) -> ModelConfig:
     for key, value in beyond.items():
         config.keep(key, value)
     bias = not config.flag("no_bias")
-    layer = LayerConfig(attention=_read_attention(config, bias=bias), mlp=_read_ffn(config, bias=bias))
+    attention, ffn = _read_attention(config, bias=bias), _read_ffn(config, bias=bias)
     rope = RopeConfig(
         theta=config.required_number("rotary_emb_base"),
         fraction=config.required_number("rotary_pct"),
     )
-    return read_decoder(
+    return usual.read_decoder(
         config,
         "qwen",
-        [layer] * num_layers(config),
+        usual.repeat_layers(config, attention, ffn),
         eps="layer_norm_epsilon",
         positions="seq_length",
         rope=rope,
@@ -63,8 +64,8 @@ def _read_ffn(config: HFConfig, *, bias: bool) -> FFNConfig:
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    ffn = dense_ffn(config)
-    heads, width = same_in_all_layers(
+    ffn = usual.dense_ffn(config)
+    heads, width = usual.same_in_all_layers(
         config, "choice of heads (query, width)", lambda layer: (layer.attention.num_heads, layer.attention.head_dim)
     )
     return {
@@ -81,14 +82,13 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "no_bias": not ffn.bias,
         "scale_attn_weights": True,
         "tie_word_embeddings": config.tie_embeddings,
-        "bos_token_id": config.bos_id,
-        "eos_token_id": config.eos_ids[0] if len(config.eos_ids) == 1 else list(config.eos_ids) or None,
+        **usual.write_tokens(config),
         "torch_dtype": config.dtype,
         **({} if config.bounded_positions else dict.fromkeys(_BEYOND_TRAINING, False)),
     }
 
 
-FAMILY = Family(
+QWEN = Family(
     name="qwen",
     own_code=True,
     architecture="QWenLMHeadModel",

@@ -3,19 +3,8 @@
 from typing import Any
 
 from moe_jax.conversion.config_keys import HFConfig
-from moe_jax.conversion.families.parts.family import (
-    EMBEDDING,
-    LM_HEAD,
-    SCORE,
-    Family,
-    dense_ffn,
-    num_layers,
-    read_activation,
-    read_attention,
-    read_decoder,
-    write_activation,
-    write_decoder,
-)
+from moe_jax.conversion.families import usual_keys as usual
+from moe_jax.conversion.families.family import EMBEDDING, LM_HEAD, SCORE, Family
 from moe_jax.conversion.table import linear, norm
 from moe_jax.models import FFNConfig, LayerConfig, ModelConfig
 
@@ -23,32 +12,32 @@ from moe_jax.models import FFNConfig, LayerConfig, ModelConfig
 def _read(config: HFConfig) -> ModelConfig:
     config.must_be("qk_layernorm", False)
     layer = LayerConfig(
-        attention=read_attention(config, biases=("q", "k", "v", "o")),
+        attention=usual.read_attention(config, biases=("q", "k", "v", "o")),
         mlp=FFNConfig(
             dim=config.required_integer("intermediate_size"),
             gated=False,
-            activation=read_activation(config),
+            activation=usual.read_activation(config),
             bias=True,
         ),
         parallel=True,
         shared_norm=True,
     )
-    return read_decoder(config, "phi", [layer] * num_layers(config), norm="layer", eps="layer_norm_eps", head_bias=True)
+    return usual.read_decoder(
+        config, "phi", [layer] * usual.num_layers(config), norm="layer", eps="layer_norm_eps", head_bias=True
+    )
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    ffn = dense_ffn(config)
     return {
-        **write_decoder(config, eps="layer_norm_eps"),
-        "intermediate_size": ffn.dim,
+        **usual.write_dense(config, eps="layer_norm_eps"),
         # Of the names of this activation, the one that all checkpoints of the family have.
-        "hidden_act": "gelu_new" if ffn.activation == "gelu_tanh" else write_activation(ffn),
+        **({"hidden_act": "gelu_new"} if config.ffn(0).activation == "gelu_tanh" else {}),
         # Left out, it would mean one half, and not the whole head as in other families.
         "partial_rotary_factor": config.rope.fraction,
     }
 
 
-FAMILY = Family(
+PHI = Family(
     name="phi",
     architecture="PhiForCausalLM",
     classifier=SCORE,

@@ -22,49 +22,34 @@ SCALINGS = {
     "su": "longrope",
     "llama3": "llama3",
 }
-_REQUIRED = {
-    "none": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": (),
-    "longrope": ("short_factor", "long_factor"),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-}
-# Key in config.json -> field of RopeConfig, for the keys that a scaling may have.
-_FIELDS = {
-    "factor": "factor",
-    "original_max_position_embeddings": "original_max_positions",
-    "attention_factor": "attention_factor",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-    "mscale": "mscale",
-    "mscale_all_dim": "mscale_all_dim",
-    "truncate": "truncate",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "short_factor": "short_factor",
-    "long_factor": "long_factor",
-}
+# The keys that a scaling may have, and those that it must have. `RopeConfig` has a shorter name for one.
+_ORIGINAL = "original_max_position_embeddings"
 _KEYS = {
     "none": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
     "yarn": (
-        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
-        "mscale_all_dim", "truncate",
+        "factor", _ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
     ),
-    "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
-    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("factor", _ORIGINAL, "attention_factor", "short_factor", "long_factor"),
+    "llama3": ("factor", _ORIGINAL, "low_freq_factor", "high_freq_factor"),
 }  # fmt: skip
+_REQUIRED = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+_FIELDS = {key: key for keys in _KEYS.values() for key in keys} | {_ORIGINAL: "original_max_positions"}
 _LISTS = ("short_factor", "long_factor")
 _WITH_ORIGINAL_LENGTH = ("yarn", "longrope", "llama3")
 
 
 def read_rope(config: HFConfig, *, max_positions: int, head_dim: int) -> RopeConfig:
-    """Reads the rotary embedding of a config in either style.
+    """Reads the rotary embedding of a config, which has a default for `rope_theta`, in either style.
 
     Args:
-      config: the Hugging Face config; `rope_theta` needs a default there.
+      config: the Hugging Face config.
       max_positions: its context length, which a scaling without an original length or factor refers to.
       head_dim: width of a head, against which the lengths of LongRoPE's factors are checked.
 
@@ -88,7 +73,7 @@ def read_rope(config: HFConfig, *, max_positions: int, head_dim: int) -> RopeCon
     fields: dict[str, Any] = {}
     for key in _KEYS[scaling]:
         value = values.pop(key, None)
-        if value is None and key in _REQUIRED[scaling]:
+        if value is None and key in _REQUIRED.get(scaling, ()):
             raise InputError(f"config.json: rope type {scaling!r} needs {key!r}")
         if value is not None:
             fields[_FIELDS[key]] = _checked(key, value)
@@ -99,9 +84,9 @@ def read_rope(config: HFConfig, *, max_positions: int, head_dim: int) -> RopeCon
 
     if scaling in _WITH_ORIGINAL_LENGTH:
         # Phi-3 style configs hold the original length beside the rope parameters, and it takes precedence.
-        top = config.integer("original_max_position_embeddings")
+        top = config.integer(_ORIGINAL)
         original = fields.get("original_max_positions", max_positions)
-        original = original if top is None else _checked("original_max_position_embeddings", top)
+        original = original if top is None else _checked(_ORIGINAL, top)
         fields["original_max_positions"] = original
         fields.setdefault("factor", max_positions / original)
     rotated_pairs = int(head_dim * fraction) // 2
@@ -135,7 +120,7 @@ def write_rope(rope: RopeConfig) -> dict[str, Any]:
         keys["rope_scaling"] = scaling
         if rope.scaling == "longrope":
             # Transformers 4 takes LongRoPE's original length only from here.
-            keys["original_max_position_embeddings"] = rope.original_max_positions
+            keys[_ORIGINAL] = rope.original_max_positions
     return keys
 
 
@@ -192,9 +177,7 @@ _KINDS = {
     "truncate": _Kind("true or false", lambda value: isinstance(value, bool), bool),
     "partial_rotary_factor": _Kind("a number", is_finite, float),
     # Some configs write it as 8192.0.
-    "original_max_position_embeddings": _Kind(
-        "a number of positions", lambda value: _is_positive(value) and value == int(value), int
-    ),
+    _ORIGINAL: _Kind("a number of positions", lambda value: _is_positive(value) and value == int(value), int),
     **dict.fromkeys(_LISTS, _NUMBERS),
 }
 

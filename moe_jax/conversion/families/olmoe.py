@@ -3,57 +3,41 @@
 from typing import Any
 
 from moe_jax.conversion.config_keys import HFConfig
-from moe_jax.conversion.families.parts.family import (
-    ATTENTION,
-    EMBEDDING,
-    HEAD,
-    Family,
-    gated_experts,
-    read_attention,
-    read_decoder,
-    read_gated_ffn,
-    repeat_layers,
-    same_in_all_layers,
-    uniform_moe,
-    write_activation,
-    write_decoder,
-)
+from moe_jax.conversion.families import usual_keys as usual
+from moe_jax.conversion.families.family import ATTENTION, EMBEDDING, HEAD, Family, gated_experts
 from moe_jax.conversion.table import linear
 from moe_jax.models import ModelConfig, MoEConfig
 
 
 def _read(config: HFConfig) -> ModelConfig:
     config.require("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
-    bias = config.flag("attention_bias")
-    attention = read_attention(
-        config, biases=("q", "k", "v", "o") if bias else (), qk_norm="projection", clip_qkv=config.number("clip_qkv")
-    )
+    biases, clip_qkv = usual.read_biases(config), config.number("clip_qkv")
+    attention = usual.read_attention(config, biases=biases, qk_norm="projection", clip_qkv=clip_qkv)
     moe = MoEConfig(
-        expert=read_gated_ffn(config),
+        expert=usual.read_gated_ffn(config),
         num_experts=config.required_integer("num_experts"),
         top_k=config.required_integer("num_experts_per_tok"),
         gate="topk_softmax" if config.flag("norm_topk_prob") else "softmax_topk",
         balance_coef=config.required_number("router_aux_loss_coef"),
     )
-    return read_decoder(config, "olmoe", repeat_layers(config, attention, moe))
+    return usual.read_decoder(config, "olmoe", usual.repeat_layers(config, attention, moe))
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    moe = uniform_moe(config)
+    moe = usual.uniform_moe(config)
     return {
-        **write_decoder(config),
-        "intermediate_size": moe.expert.dim,
-        "hidden_act": write_activation(moe.expert),
+        **usual.write_decoder(config),
+        **usual.write_ffn(moe.expert),
         "num_experts": moe.num_experts,
         "num_experts_per_tok": moe.top_k,
         "norm_topk_prob": moe.gate == "topk_softmax",
         "router_aux_loss_coef": moe.balance_coef,
-        "attention_bias": same_in_all_layers(config, "attention bias", lambda layer: bool(layer.attention.biases)),
-        "clip_qkv": same_in_all_layers(config, "clip_qkv", lambda layer: layer.attention.clip_qkv),
+        **usual.write_biases(config),
+        "clip_qkv": usual.same_in_all_layers(config, "clip_qkv", lambda layer: layer.attention.clip_qkv),
     }
 
 
-FAMILY = Family(
+OLMOE = Family(
     name="olmoe",
     architecture="OlmoeForCausalLM",
     defaults={

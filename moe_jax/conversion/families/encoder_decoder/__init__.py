@@ -1,1 +1,0 @@
-"""Families of models with an encoder and a decoder."""

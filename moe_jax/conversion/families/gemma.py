@@ -1,0 +1,290 @@
+"""Gemma 1, 2, and the text model of 3: a scaled embedding, norms with factors of one plus their weight."""
+
+import math
+from typing import Any
+
+from moe_jax.conversion.config_keys import HFConfig
+from moe_jax.conversion.families import usual_keys as usual
+from moe_jax.conversion.families.family import (
+    EMBEDDING,
+    GATED_FFN,
+    HEAD,
+    PLAIN_ATTENTION,
+    PROJECTIONS,
+    QK_NORMS,
+    SCORE,
+    Family,
+)
+from moe_jax.conversion.families.rope_keys import read_rope
+from moe_jax.conversion.families.usual_keys import FULL, SLIDING
+from moe_jax.conversion.table import Table, norm
+from moe_jax.core.errors import InputError, shown
+from moe_jax.models import FFNConfig, LayerConfig, ModelConfig, RopeConfig
+
+_DEFAULTS = {
+    "max_position_embeddings": 8192,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+
+
+def _read(config: HFConfig, family: str, layers: list[LayerConfig], **kwargs: Any) -> ModelConfig:
+    d_model = config.required_integer("hidden_size")
+    if d_model < 1:
+        raise InputError(f"config.json: hidden_size={d_model} must be at least 1")
+    # Rounded to the dtype of the activations, as in Transformers.
+    return usual.read_decoder(config, family, layers, norm="rms_plus_one", embed_scale=math.sqrt(d_model), **kwargs)
+
+
+def _refuse_bidirectional(config: HFConfig) -> None:
+    """Raises `InputError` for encoders (EmbeddingGemma), whose tokens see those after them."""
+    if config.flag("use_bidirectional_attention"):
+        config.must_be("use_bidirectional_attention", False)
+
+
+# --- Gemma 1: an FFN gated by the approximate GELU ------------------------------------------------
+
+
+def _read_gemma(config: HFConfig) -> ModelConfig:
+    _refuse_bidirectional(config)
+    config.require("head_dim", "intermediate_size")
+    attention = usual.read_attention(config, biases=usual.read_biases(config))
+    dim = config.required_integer("intermediate_size")
+    ffn = FFNConfig(dim=dim, gated=True, activation=_read_activation(config))
+    return _read(config, "gemma", usual.repeat_layers(config, attention, ffn))
+
+
+def _read_activation(config: HFConfig) -> Any:
+    """Reads `hidden_act`, in which the first configs said "gelu" and meant the approximate one."""
+    found = "gelu_tanh" if config.text("hidden_act") == "gelu" else usual.read_activation(config)
+    # Transformers 4 reads this key if it is given, Transformers 5 does not.
+    if config.given("hidden_activation") and usual.read_activation(config, "hidden_activation") != found:
+        raise InputError(
+            f"config.json: hidden_act is {shown(config.text('hidden_act'))}, but hidden_activation is "
+            f"{shown(config.text('hidden_activation'))}; keep one"
+        )
+    config.text("hidden_activation")
+    return found
+
+
+def _write_gemma(config: ModelConfig) -> dict[str, Any]:
+    keys = usual.write_dense(config)
+    return {**keys, "hidden_activation": keys["hidden_act"], **usual.write_biases(config)}
+
+
+GEMMA = Family(
+    name="gemma",
+    architecture="GemmaForCausalLM",
+    classifier=SCORE,
+    defaults={**_DEFAULTS, "num_key_value_heads": 16, "hidden_act": "gelu_pytorch_tanh"},
+    read=_read_gemma,
+    write=_write_gemma,
+    table=(*EMBEDDING, *PLAIN_ATTENTION, *GATED_FFN, *HEAD),
+)
+
+# --- Gemma 2 and 3: four norms in a layer, a scale of scores, windows on some layers --------------
+
+_FOUR_NORMS: Table = (
+    *norm("model.layers.{i}.input_layernorm", "layers/{i}/attention_norm"),
+    *PROJECTIONS,
+    *QK_NORMS,
+    *norm("model.layers.{i}.post_attention_layernorm", "layers/{i}/attention_output_norm"),
+    *norm("model.layers.{i}.pre_feedforward_layernorm", "layers/{i}/mlp_norm"),
+    *norm("model.layers.{i}.post_feedforward_layernorm", "layers/{i}/mlp_output_norm"),
+)
+
+
+def _read_types(config: HFConfig, full_every: int | None) -> tuple[tuple[str, ...], int | None]:
+    """Reads the type of every layer, and the window of those that have one.
+
+    If the types are left out, every layer with an index that `full_every` divides, counted from 1, has no window.
+    """
+    types = usual.read_layer_types(config)
+    if types is None:
+        if full_every is None or full_every < 1:
+            raise InputError(
+                f"config.json: without layer_types, sliding_window_pattern={full_every} must be at least 1"
+            )
+        types = tuple(SLIDING if (i + 1) % full_every else FULL for i in range(usual.num_layers(config)))
+    return types, config.required_integer("sliding_window") if SLIDING in types else None
+
+
+def _read_scale(config: HFConfig) -> float:
+    """Reads the scale of attention scores: `query_pre_attn_scalar` to the power of -1/2."""
+    scalar = config.required_number("query_pre_attn_scalar")
+    if scalar <= 0:
+        raise InputError(f"config.json: query_pre_attn_scalar={scalar} must be above 0")
+    return scalar**-0.5
+
+
+def _write_scale(config: ModelConfig) -> dict[str, Any]:
+    """Returns the key that `_read_scale` reads: an integer, as in all checkpoints, if one gives exactly this scale."""
+    scale, head_dim = usual.same_in_all_layers(
+        config, "scale of scores", lambda layer: (layer.attention.scale, layer.attention.head_dim)
+    )
+    scalar = head_dim if scale is None else scale**-2
+    nearest = round(scalar)
+    return {"query_pre_attn_scalar": nearest if nearest and nearest**-0.5 == scale else scalar}
+
+
+def _write_four_norms(config: ModelConfig) -> dict[str, Any]:
+    keys = usual.write_dense(config, activation="hidden_activation")
+    return {**keys, **usual.write_biases(config), **_write_scale(config)}
+
+
+# --- Gemma 2: soft caps on scores and logits, a window on every second layer ----------------------
+
+
+def _read_gemma2(config: HFConfig) -> ModelConfig:
+    _refuse_bidirectional(config)
+    config.require("head_dim")
+    types, window = _read_types(config, full_every=2)
+    same: dict[str, Any] = {
+        "biases": usual.read_biases(config),
+        "scale": _read_scale(config),
+        "score_soft_cap": config.number("attn_logit_softcapping"),
+    }
+    ffn = usual.read_gated_ffn(config, activation="hidden_activation")
+    layers = [
+        LayerConfig(
+            attention=usual.read_attention(config, **same, sliding_window=window if kind == SLIDING else None),
+            mlp=ffn,
+            norm_position="both",
+        )
+        for kind in types
+    ]
+    return _read(config, "gemma2", layers, logit_soft_cap=config.number("final_logit_softcapping"))
+
+
+def _write_gemma2(config: ModelConfig) -> dict[str, Any]:
+    caps = "soft cap on scores"
+    return {
+        **_write_four_norms(config),
+        "attn_logit_softcapping": usual.same_in_all_layers(config, caps, lambda layer: layer.attention.score_soft_cap),
+        "final_logit_softcapping": config.logit_soft_cap,
+        **usual.write_layer_types(config),
+    }
+
+
+GEMMA2 = Family(
+    name="gemma2",
+    architecture="Gemma2ForCausalLM",
+    classifier=SCORE,
+    defaults={
+        **_DEFAULTS,
+        "num_key_value_heads": 4,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    # Transformers reads the activation and the window from other keys.
+    harmless=("cache_implementation", "hidden_act", "sliding_window_size"),
+    read=_read_gemma2,
+    write=_write_gemma2,
+    table=(*EMBEDDING, *_FOUR_NORMS, *GATED_FFN, *HEAD),
+)
+
+# --- Gemma 3: q/k norm per head; most layers have a window and a rotary embedding of their own ----
+
+
+def _read_gemma3(config: HFConfig) -> ModelConfig:
+    _refuse_bidirectional(config)
+    # Transformers reads it, and does not apply it.
+    config.must_be("attn_logit_softcapping", None)
+    config.require("head_dim")
+    types, window = _read_types(config, full_every=config.integer("sliding_window_pattern"))
+    ropes = _read_ropes(config)
+    same: dict[str, Any] = {"biases": usual.read_biases(config), "scale": _read_scale(config), "qk_norm": "head"}
+    ffn = usual.read_gated_ffn(config, activation="hidden_activation")
+    layers = [
+        LayerConfig(
+            attention=usual.read_attention(
+                config,
+                **same,
+                sliding_window=window if kind == SLIDING else None,
+                rope=ropes[SLIDING] if kind == SLIDING else None,
+            ),
+            mlp=ffn,
+            norm_position="both",
+        )
+        for kind in types
+    ]
+    soft_cap = config.number("final_logit_softcapping")
+    return _read(config, "gemma3_text", layers, rope=ropes[FULL], logit_soft_cap=soft_cap)
+
+
+def _read_ropes(config: HFConfig) -> dict[str, RopeConfig]:
+    """Reads the rotary embedding of either type of layers.
+
+    Transformers 5 writes `rope_parameters` with an object for each type; Transformers 4 writes `rope_theta` and
+    `rope_scaling` for layers without a window, and `rope_local_base_freq` for those with one.
+    """
+    by_type = config.mapping("rope_parameters") or {}
+    if not by_type.keys() <= {FULL, SLIDING} or not all(isinstance(one, dict | None) for one in by_type.values()):
+        raise InputError(
+            f"config.json: rope_parameters has {shown(sorted(by_type))}, expected objects for {FULL!r} and {SLIDING!r}"
+        )
+    thetas = {FULL: ("rope_theta", config.mapping("rope_scaling")), SLIDING: ("rope_local_base_freq", None)}
+    ropes = {}
+    for kind, (key, scaling) in thetas.items():
+        parts: dict[str, Any] = {"rope_scaling": scaling, "rope_parameters": by_type.get(kind)}
+        if config.given(key):
+            parts["rope_theta"] = config.number(key)
+        one = HFConfig(parts, {"rope_theta": config.number(key)})
+        ropes[kind] = read_rope(
+            one,
+            max_positions=config.required_integer("max_position_embeddings"),
+            head_dim=config.required_integer("head_dim"),
+        )
+        config.unknown_inside(f"rope_parameters.{kind}", one.unread_keys().get("rope_scaling", ()))
+    return ropes
+
+
+def _write_gemma3(config: ModelConfig) -> dict[str, Any]:
+    final = {"final_logit_softcapping": config.logit_soft_cap}
+    keys = {**_write_four_norms(config), **final, **usual.write_layer_types(config)}
+    types = keys["layer_types"]
+    if "type" in (keys["rope_scaling"] or {}):
+        # All releases that read the family know the newer name, and the newest ignores the older one.
+        keys["rope_scaling"] = {"rope_type": keys["rope_scaling"].pop("type"), **keys["rope_scaling"]}
+    if SLIDING in types:
+        sliding = [i for i, kind in enumerate(types) if kind == SLIDING]
+        local = usual.same_in_all_layers(config, "rotary embedding of windows", config.rope_of, among=sliding)
+        keys["rope_local_base_freq"] = local.theta
+    # Releases before 4.53 know no types of layers; in them every n-th layer is without a window.
+    every = types.index(FULL) + 1 if FULL in types else len(types) + 1
+    if types == [SLIDING if (i + 1) % every else FULL for i in range(len(types))]:
+        keys["sliding_window_pattern"] = every
+    return keys
+
+
+GEMMA3_TEXT = Family(
+    name="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    classifier=SCORE,
+    defaults={
+        **_DEFAULTS,
+        "num_key_value_heads": 4,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131072,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    },
+    # Transformers reads the activation from another key.
+    harmless=("cache_implementation", "hidden_act"),
+    read=_read_gemma3,
+    write=_write_gemma3,
+    table=GEMMA2.table,
+)

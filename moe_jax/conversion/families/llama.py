@@ -1,0 +1,116 @@
+"""Llama and models in its format (Yi, DeepSeek-Coder and many others), Mistral, and Mixtral."""
+
+from typing import Any
+
+from moe_jax.conversion.config_keys import HFConfig
+from moe_jax.conversion.families import usual_keys as usual
+from moe_jax.conversion.families.family import ATTENTION, EMBEDDING, GATED_FFN, HEAD, SCORE, Family, gated_experts
+from moe_jax.conversion.table import FUSED, PER_EXPERT, linear
+from moe_jax.models import ModelConfig, MoEConfig
+
+_DEFAULTS = {
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MISTRAL_DEFAULTS = {**_DEFAULTS, "num_key_value_heads": 8, "max_position_embeddings": 4096 * 32}
+
+
+def _read_llama(config: HFConfig) -> ModelConfig:
+    attention = usual.read_attention(config, biases=usual.read_biases(config))
+    ffn = usual.read_gated_ffn(config, bias=config.flag("mlp_bias"))
+    return usual.read_decoder(config, "llama", usual.repeat_layers(config, attention, ffn))
+
+
+def _write_llama(config: ModelConfig) -> dict[str, Any]:
+    return {**usual.write_dense(config), **usual.write_biases(config), "mlp_bias": config.ffn(0).bias}
+
+
+LLAMA = Family(
+    name="llama",
+    architecture="LlamaForCausalLM",
+    classifier=SCORE,
+    defaults=_DEFAULTS,
+    read=_read_llama,
+    write=_write_llama,
+    table=(*EMBEDDING, *ATTENTION, *GATED_FFN, *HEAD),
+    moe_formats=("mixtral", "qwen2_moe", "deepseek"),
+)
+
+# --- Mistral: Llama without biases, with one sliding window for all layers ------------------------
+
+
+def _read_mistral(config: HFConfig) -> ModelConfig:
+    attention = usual.read_attention(config, sliding_window=config.integer("sliding_window"))
+    return usual.read_decoder(config, "mistral", usual.repeat_layers(config, attention, usual.read_gated_ffn(config)))
+
+
+def _write_mistral(config: ModelConfig) -> dict[str, Any]:
+    return {**usual.write_dense(config), **usual.write_window(config)}
+
+
+MISTRAL = Family(
+    name="mistral",
+    architecture="MistralForCausalLM",
+    classifier=SCORE,
+    defaults={**_MISTRAL_DEFAULTS, "sliding_window": 4096},
+    read=_read_mistral,
+    write=_write_mistral,
+    table=LLAMA.table,
+    moe_formats=LLAMA.moe_formats,
+)
+
+# --- Mixtral: Mistral with an MoE in every layer; the softmax is over the chosen experts ----------
+
+
+def _read_mixtral(config: HFConfig) -> ModelConfig:
+    config.require("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef")
+    attention = usual.read_attention(config, sliding_window=config.integer("sliding_window"))
+    moe = MoEConfig(
+        expert=usual.read_gated_ffn(config),
+        num_experts=config.required_integer("num_local_experts"),
+        top_k=config.required_integer("num_experts_per_tok"),
+        gate="topk_softmax",
+        balance_coef=config.required_number("router_aux_loss_coef"),
+    )
+    return usual.read_decoder(config, "mixtral", usual.repeat_layers(config, attention, moe))
+
+
+def _write_mixtral(config: ModelConfig) -> dict[str, Any]:
+    moe = usual.uniform_moe(config)
+    return {
+        **usual.write_decoder(config),
+        **usual.write_ffn(moe.expert),
+        "num_local_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "router_aux_loss_coef": moe.balance_coef,
+        **usual.write_window(config),
+    }
+
+
+MIXTRAL = Family(
+    name="mixtral",
+    architecture="MixtralForCausalLM",
+    classifier=SCORE,
+    defaults={
+        **_MISTRAL_DEFAULTS,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.001,
+    },
+    read=_read_mixtral,
+    write=_write_mixtral,
+    table=(
+        *EMBEDDING,
+        *ATTENTION,
+        *linear("model.layers.{i}.block_sparse_moe.gate", "layers/{i}/mlp/router", PER_EXPERT),
+        *linear("model.layers.{i}.mlp.gate", "layers/{i}/mlp/router", FUSED),
+        *gated_experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
+        *HEAD,
+    ),
+)

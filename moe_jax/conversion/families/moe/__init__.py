@@ -1,1 +1,0 @@
-"""Families of decoders with MoE layers."""
