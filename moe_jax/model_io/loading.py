@@ -11,9 +11,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
 
+from moe_jax.core.data_sheets import available_memory
 from moe_jax.core.errors import raise_if_any
 from moe_jax.core.finite import cast, check_finite
-from moe_jax.core.memory import available_memory
 from moe_jax.distributed.sharding import path_name, state_shardings
 from moe_jax.experts.exchange import Exchange, exchange_from_environment
 from moe_jax.experts.shapes import shapes_of
