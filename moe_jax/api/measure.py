@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,10 +31,10 @@ from moe_jax.evaluation.classification import (
 from moe_jax.evaluation.held_out import (
     Evaluation,
     Evaluator,
-    PairEvaluator,
     check_seq_len,
     read_held_out,
     read_text,
+    score_rows,
     with_lengths,
 )
 from moe_jax.files.storage_path import as_path
@@ -133,12 +134,9 @@ def score(
     given: Any = text
     model.config.check_scores_tokens("a perplexity")
     pairs = read_pairs_for(model, given, input_len=input_len, seq_len=seq_len)
-    if pairs is not None:
-        graphdef, state = nnx.split(model.decoder)
-        return PairEvaluator(graphdef, pairs, batch_size=batch_size, mesh=model.mesh)(state)
-    ids = read_ids(model, given)
+    held_out = read_ids(model, given) if pairs is None else pairs
     graphdef, state = nnx.split(model.decoder)
-    return Evaluator(graphdef, ids, seq_len=seq_len, batch_size=batch_size, mesh=model.mesh)(state)
+    return Evaluator(graphdef, held_out, seq_len=seq_len, batch_size=batch_size, mesh=model.mesh)(state)
 
 
 def read_pairs_for(model: Model, text: Any, *, input_len: int, seq_len: int) -> list[Pair] | None:
@@ -336,12 +334,13 @@ def classify(
     # A decoder that only continues texts need not have learned to end them after a label.
     eos = "auto" if config.has_encoder else "never"
     tokenizer = Tokenizer(tokenizer_of(model, "classifying texts", "put one there").path, config, eos=eos)
-    texts, given = [one.text for one in found], {"input_len": input_len, "batch_size": batch_size, "mesh": model.mesh}
+    texts = [one.text for one in found]
     graphdef, state = nnx.split(model.decoder)
+    rows = partial(score_rows, graphdef=graphdef, states=(state,), batch_size=batch_size, mesh=model.mesh)
     if config.num_classes is not None:
-        scores, cut = scores_by_head(graphdef, (state,), config, tokenizer, texts, **given)
+        scores, cut = scores_by_head(rows, config, tokenizer, texts, input_len=input_len)
         return count_labels(found, scores, names, "head", cut)
-    scores, cut = scores_by_likelihood(graphdef, (state,), config, tokenizer, texts, names, **given)
+    scores, cut = scores_by_likelihood(rows, config, tokenizer, texts, names, input_len=input_len)
     return count_labels(found, scores, names, "likelihood", cut)
 
 

@@ -11,7 +11,7 @@ import rich.table
 import tokenizers
 
 from moe_jax.core.errors import InputError
-from moe_jax.demo.shell import Shell, make_folder
+from moe_jax.demo.shell import Shell, comparison, make_folder
 from moe_jax.training.metrics import Record, read_metrics
 
 
@@ -32,30 +32,16 @@ def median_speed(records: list[Record]) -> float:
 
 def table(results: list[Result], held_out_bytes: int) -> rich.table.Table:
     """A table of the results, with one row per model."""
-    table = rich.table.Table(
-        title=f"held-out text: {held_out_bytes:,} bytes; perplexity is per byte", title_justify="left"
-    )
-    for column in ("model", "parameters", "added", "held-out perplexity", "training tokens/s"):
-        table.add_column(column, justify="left" if column == "model" else "right")
-    for result in results:
-        numbers = (
-            f"{result.params:,}",
-            f"{result.added:,}",
-            f"{result.perplexity:.3f}",
-            f"{result.tokens_per_second:,.0f}",
-        )
-        table.add_row(result.name, *numbers)
-    return table
+    columns = ("model", "parameters", "added", "held-out perplexity", "training tokens/s")
+    rows = [
+        (one.name, f"{one.params:,}", f"{one.added:,}", f"{one.perplexity:.3f}", f"{one.tokens_per_second:,.0f}")
+        for one in results
+    ]
+    return comparison(columns, rows, f"held-out text: {held_out_bytes:,} bytes; perplexity is per byte")
 
 
 def plot(path: Path, dense: Path, others: dict[str, Path]) -> None:
-    """Draws the loss over steps: of the dense model, and then of the models that continue from it.
-
-    Args:
-      path: the PNG to write.
-      dense: run directory of the dense model.
-      others: run directories by name, each begun from the trained dense model.
-    """
+    """Draws the loss over steps as a PNG: of the dense model's run, and of those by name that began with its result."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -90,14 +76,9 @@ HELD_OUT_EVERY = 10
 
 
 def write_text(folder: Path, held_out_bytes: int) -> tuple[int, int]:
-    """Copies the library's top-level modules: `train/*.txt`, and `held-out.txt` made of other files.
+    """Copies the standard library's top-level modules: `train/*.txt`, and `held-out.txt` made of other files.
 
-    Args:
-      folder: created.
-      held_out_bytes: the approximate amount of held-out text.
-
-    Returns:
-      Bytes of training and of held-out text.
+    Returns the bytes of training and of held-out text, of which there are about `held_out_bytes`.
     """
     modules = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     (folder / "train").mkdir(parents=True)
@@ -194,21 +175,11 @@ def run_quick_demo(folder: Path, *, dense_steps: int, more_steps: int, shell: Sh
     console.print(f"text: the standard library's source, {trained:,} bytes to train on, {held_out:,} held out")
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "config.json").write_text(json.dumps(CONFIG, indent=2))
-    dense_model = f'config = "{folder}/config.json"\ninit = "random"'
-    common = {"folder": folder}
-    (folder / "dense.toml").write_text(
-        RECIPE.format(**common, name="dense", model=dense_model, learning_rate=3e-3, steps=dense_steps, eval_every=40)
-    )
-    (folder / "continue.toml").write_text(
-        RECIPE.format(
-            **common,
-            name="dense-longer",
-            model=f'path = "{folder}/dense"',
-            learning_rate=1e-3,
-            steps=more_steps,
-            eval_every=10,
-        )
-    )
+    new, trained_model = f'config = "{folder}/config.json"\ninit = "random"', f'path = "{folder}/dense"'
+    dense = dict(name="dense", model=new, learning_rate=3e-3, steps=dense_steps, eval_every=40)
+    longer = dict(name="dense-longer", model=trained_model, learning_rate=1e-3, steps=more_steps, eval_every=10)
+    (folder / "dense.toml").write_text(RECIPE.format(folder=folder, **dense))
+    (folder / "continue.toml").write_text(RECIPE.format(folder=folder, **longer))
 
     console.rule("a small dense model, as a Hugging Face directory")
     shell.train(folder / "dense.toml")

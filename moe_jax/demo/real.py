@@ -15,7 +15,7 @@ import moe_jax
 from moe_jax.api.open_source import open_source
 from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import show_bytes
-from moe_jax.demo.shell import Shell, make_folder
+from moe_jax.demo.shell import Shell, comparison, make_folder
 from moe_jax.figures.plots import Curve, DrawnTo, plot_curves
 from moe_jax.peft.trained_table import parameter_sizes
 from moe_jax.report.elements import html_page, picture, said, section, table
@@ -58,26 +58,14 @@ def print_page(console: rich.console.Console, answers: Sequence[Answers], rows: 
         console.print(f"\n[bold]{escape(answer.question)}[/bold]", highlight=False)
         for when, text in (("before", answer.before), ("now", answer.after)):
             console.print(f"  {when:>6}: {escape(' '.join(text.split()))}", highlight=False)
-    table = rich.table.Table()
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column == "model" else "right")
-    for row in rows:
-        table.add_row(*_cells(row))
     console.print()
-    console.print(table)
+    console.print(comparison(COLUMNS, map(_cells, rows)))
 
 
 def write_page(
     path: Path, answers: Sequence[Answers], rows: Sequence[Row], records: Sequence[Record], model: str
 ) -> None:
-    """Writes the same as one HTML file, with the loss of the tuning.
-
-    Args:
-      path: of the file.
-      answers, rows: what it shows.
-      records: of the steps of the tuning.
-      model: name of the model.
-    """
+    """Writes the same as one HTML file, with the loss of the tuning of `model`."""
     compared = table("What was made of the model, and how well it does", COLUMNS, map(_cells, rows))
     first, last = records[0], records[-1]
     alt = f"training loss from {first['loss']:.3f} at step {first['step']} to {last['loss']:.3f} at step {last['step']}"
@@ -107,13 +95,7 @@ THINGS = ("apples", "marbles", "stickers", "books", "shells", "pencils", "coins"
 
 
 def write_problems(folder: Path, *, train: int, held_out: int, seed: int = 0) -> None:
-    """Writes `train.jsonl` and `held-out.jsonl`, lines of `{"messages": [...]}`. No problem is in both.
-
-    Args:
-      folder: exists.
-      train, held_out: how many problems.
-      seed: of the numbers, names and things in them.
-    """
+    """Writes `train.jsonl` and `held-out.jsonl`, so many lines of `{"messages": [...]}`; no problem is in both."""
     draw, seen = random.Random(seed), dict[str, str]()
     while len(seen) < train + held_out:
         question, answer = draw.choice(KINDS)(draw)

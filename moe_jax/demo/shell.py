@@ -5,11 +5,12 @@ import io
 import json
 import shlex
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import rich.console
+import rich.table
 from rich.markup import escape
 
 from moe_jax.api.train import run_recipe
@@ -34,15 +35,25 @@ def make_folder(folder: Path) -> None:
     (folder / MARKER).touch()
 
 
+def comparison(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> rich.table.Table:
+    """A table with one row per model, whose name is in the first column."""
+    table = rich.table.Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 class Shell:
-    """Runs commands: prints each as a user would type it, and stops at the first that fails."""
+    """Runs commands: prints each as a user would type it, and stops at the first that fails.
+
+    Args:
+      console: where commands are shown.
+      main: runs the command with these arguments, and returns its exit code.
+    """
 
     def __init__(self, console: rich.console.Console, main: Callable[[list[str]], int]):
-        """
-        Args:
-          console: where commands are shown.
-          main: runs the command with these arguments, and returns its exit code.
-        """
         self.console, self._main = console, main
 
     def type(self, *words: object) -> None:

@@ -5,21 +5,20 @@ The second way is how models that were trained on tasks as texts (T5, Switch) so
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from moe_jax.core.errors import InputError, clipped, shown
 from moe_jax.data.data_files import read_through
 from moe_jax.data.examples import Example
 from moe_jax.data.tokenizer import Pair, Tokenizer
-from moe_jax.evaluation.held_out import Batch, PairEvaluator, RowScores, run_model
+from moe_jax.evaluation.held_out import Batch, RowScore, run_model, target_losses
 from moe_jax.files.json_toml import ANYTHING, is_unicode, parse_json
 from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig
@@ -155,42 +154,25 @@ def names_of_labels(
     return names
 
 
-class ClassScorer:
-    """Computes the scores of a head for classes, at the last token of every text.
-
-    Args:
-      graphdef: of the model.
-      config: of the model.
-      texts: ids of texts, at least one of each. With an encoder, the encoder and the decoder both get the text.
-      batch_size: see `RowScores`.
-      mesh: see `RowScores`.
-    """
-
-    def __init__(
-        self,
-        graphdef: nnx.GraphDef,
-        config: ModelConfig,
-        texts: Sequence[np.ndarray],
-        *,
-        batch_size: int,
-        mesh: Mesh | None = None,
-    ):
-        rows = [_text_row(np.asarray(ids, np.int32), config.decoder_start_id) for ids in texts]
-        self._scores = RowScores(_class_scores, graphdef, rows, batch_size=batch_size, mesh=mesh)
-
-    def __call__(self, *states: nnx.State) -> Float[np.ndarray, "n C"]:
-        """Returns logits of the classes, given parameters as the states of `nnx.merge(graphdef, *states)`."""
-        return self._scores(*states)
-
-
 def _class_scores(graphdef: nnx.GraphDef, states: tuple[nnx.State, ...], batch: Batch) -> Float[Array, "B C"]:
     # Rows without a text are padding, whose scores are ignored.
     last = jnp.maximum(jnp.sum(batch["segment_ids"], axis=1) - 1, 0)
     return run_model(nnx.merge(graphdef, *states), batch, last_only=last).logits[:, 0]
 
 
+ScoreRows = Callable[[RowScore, Sequence[Pair]], np.ndarray]
+"""`score_rows` with a model, the size of batches, and a mesh."""
+
+
+def class_scores(score_rows: ScoreRows, config: ModelConfig, texts: Iterable[np.ndarray]) -> Float[np.ndarray, "n C"]:
+    """Returns logits of the classes at the last token of every text, given its ids, at least one.
+
+    With an encoder, the encoder and the decoder both get the text.
+    """
+    return score_rows(_class_scores, [_text_row(np.asarray(ids, np.int32), config.decoder_start_id) for ids in texts])
+
+
 def _text_row(ids: np.ndarray, start: int | None) -> Pair:
-    """Makes a row of a whole text."""
     nothing = np.zeros(len(ids), np.float32)
     if start is None:
         return Pair(ids, ids, nothing)
@@ -198,15 +180,7 @@ def _text_row(ids: np.ndarray, start: int | None) -> Pair:
 
 
 def scores_by_head(
-    graphdef: nnx.GraphDef,
-    states: tuple[nnx.State, ...],
-    config: ModelConfig,
-    tokenizer: Tokenizer,
-    texts: Sequence[str],
-    *,
-    input_len: int,
-    batch_size: int,
-    mesh: Mesh | None,
+    score_rows: ScoreRows, config: ModelConfig, tokenizer: Tokenizer, texts: Sequence[str], *, input_len: int
 ) -> tuple[Float[np.ndarray, "n C"], int]:
     """Returns the head's logits for every text, and the number of texts whose end was cut to `input_len` tokens."""
     to_ids = tokenizer.inputs if config.has_encoder else tokenizer.prompt
@@ -217,21 +191,17 @@ def scores_by_head(
     ends = int(config.has_encoder)
     cut = [np.concatenate([one[: input_len - ends], one[len(one) - ends :]]) if len(one) > input_len else one
            for one in ids]  # fmt: skip
-    scorer = ClassScorer(graphdef, config, cut, batch_size=batch_size, mesh=mesh)
-    return scorer(*states), sum(len(one) > input_len for one in ids)
+    return class_scores(score_rows, config, cut), sum(len(one) > input_len for one in ids)
 
 
 def scores_by_likelihood(
-    graphdef: nnx.GraphDef,
-    states: tuple[nnx.State, ...],
+    score_rows: ScoreRows,
     config: ModelConfig,
     tokenizer: Tokenizer,
     texts: Sequence[str],
     labels: Sequence[str],
     *,
     input_len: int,
-    batch_size: int,
-    mesh: Mesh | None,
 ) -> tuple[Float[np.ndarray, "n C"], int]:
     """Returns the log-likelihood of every label after every text, and how many texts were cut to `input_len` tokens.
 
@@ -244,7 +214,7 @@ def scores_by_likelihood(
             example = Example(before + label, len(before), is_response=True)
             lengths = {"input_len": input_len} if config.has_encoder else {"seq_len": input_len}
             pairs.append(tokenizer.pair(example, **lengths))
-    losses = PairEvaluator(graphdef, pairs, batch_size=batch_size, mesh=mesh).losses(*states)
+    losses = score_rows(target_losses, pairs)
     cut = sum(pair.input_was_cut or pair.target_was_cut for pair in pairs[:: len(labels)])
     return -losses.reshape(len(texts), len(labels)), cut
 

@@ -81,75 +81,77 @@ class Evaluation(NamedTuple):
     cut: int = 0
 
 
-def read_text(path: str | Path, tokenizer: Tokenizer, *, name: str | None = None) -> np.ndarray:
-    """Returns the ids, Int32[n], of a whole text file, without special tokens.
-
-    Args:
-      path: the file.
-      tokenizer: of the model.
-      name: name of the file in messages; by default its path.
-
-    Raises:
-      FileNotFoundError: no such file.
-      InputError: not UTF-8, or fewer than two tokens: nothing could be scored.
-    """
-    path = as_path(path)
-    name = str(path) if name is None else name
-    if not path.is_file():
-        raise FileNotFoundError(f"no text at {name}")
-    try:
-        # Decoded from bytes, because reading as text would change line ends.
-        ids = tokenizer.encode(path.read_bytes().decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise InputError(f"{name} is not UTF-8 text at byte {error.start}") from None
-    if len(ids) < 2:
-        raise InputError(f"{name} holds {len(ids)} tokens; scoring takes at least 2, for the first is never scored")
-    return ids
+HeldOut = np.ndarray | list[Pair]
+"""A text as Int32[n] token ids; or rows that are scored one by one."""
 
 
 class Evaluator:
-    """Scores a text in consecutive windows of N tokens: every token of a window but the first.
+    """Scores a text in consecutive windows of N tokens, every token but the first; or the targets of pairs.
 
-    The last window may be shorter. Windows are independent of each other.
+    The last window may be shorter. Windows are independent of each other. In pairs each token of a target is predicted
+    from the input and the tokens before it.
 
     Args:
       graphdef: of the model.
-      ids: Int32[n], the text, from `read_text`.
-      seq_len: N, at least 2.
-      batch_size: windows computed at once, rounded up to a multiple of the mesh's batch shards. Affects only the last
-        bits of the result.
+      held_out: Int32[n], the text, from `read_text`; or at least one pair, as `Tokenizer.pair` makes them.
+      seq_len: N, at least 2; of a text.
+      batch_size: windows or pairs computed at once, rounded up to a multiple of the mesh's batch shards. Affects only
+        the last bits of the result.
       mesh: the mesh that the model is on; None: the first device.
     """
 
     def __init__(
-        self, graphdef: nnx.GraphDef, ids: np.ndarray, *, seq_len: int, batch_size: int, mesh: Mesh | None = None
+        self, graphdef: nnx.GraphDef, held_out: HeldOut, *, seq_len: int = 0, batch_size: int, mesh: Mesh | None = None
     ):
-        check_seq_len(seq_len)
-        self._ids = ids
-        self._seq_len = min(seq_len, len(ids))
-        self._mesh = make_mesh({}, jax.devices()[:1]) if mesh is None else mesh
-        shards = batch_shards(self._mesh)
-        windows = -(-len(ids) // seq_len)
-        self._batch_size = -(-min(batch_size, windows) // shards) * shards
-        self._windows = windows
+        mesh = make_mesh({}, jax.devices()[:1]) if mesh is None else mesh
+        self._cut = 0
+        if isinstance(held_out, list):
+            on_mesh = {"graphdef": graphdef, "batch_size": batch_size, "mesh": mesh}
+            self._tokens, self._windows = int(sum(pair.weights.sum() for pair in held_out)), len(held_out)
+            self._cut = sum(pair.input_was_cut or pair.target_was_cut for pair in held_out)
+            self._sums = lambda states: [score_rows(target_losses, held_out, states=states, **on_mesh).sum()]
+            return
 
-        def row_losses(states: tuple[nnx.State, ...], batch: dict[str, jax.Array]) -> jax.Array:
-            model = nnx.merge(graphdef, *states)
-            return next_token_row_losses(model, batch)
+        def row_losses(states: tuple[nnx.State, ...], batch: Batch) -> jax.Array:
+            return next_token_row_losses(nnx.merge(graphdef, *states), batch)
 
-        self._row_losses = jax.jit(row_losses, out_shardings=NamedSharding(self._mesh, P()))
+        windows = _Windows(row_losses, held_out, seq_len=seq_len, batch_size=batch_size, mesh=mesh)
+        self._tokens, self._windows = len(held_out) - windows.count, windows.count
+        self._sums = lambda states: (np.asarray(losses, np.float64).sum() for _, losses in windows(states))
 
     def __call__(self, *states: nnx.State) -> Evaluation:
-        """Scores the text, given parameters as the states of `nnx.merge(graphdef, *states)`."""
-        rows = local_rows(self._mesh, self._batch_size)
-        total = 0.0
+        """Scores the data, given parameters as the states of `nnx.merge(graphdef, *states)`."""
+        total = sum(map(float, self._sums(states)), 0.0)
+        nll = total / self._tokens
+        try:
+            perplexity = math.exp(nll)
+        except OverflowError:
+            perplexity = math.inf
+        return Evaluation(self._tokens, nll, perplexity, total, self._windows, self._cut)
+
+
+class _Windows:
+    """Runs a function on the windows of a text, `batch_size` at once.
+
+    Attributes:
+      count: number of windows.
+    """
+
+    def __init__(
+        self, compute: Callable[[Any, Batch], Any], ids: np.ndarray, *, seq_len: int, batch_size: int, mesh: Mesh
+    ):
+        check_seq_len(seq_len)
+        self.count = -(-len(ids) // seq_len)
+        self._ids, self._seq_len, self._mesh = ids, min(seq_len, len(ids)), mesh
+        self._size = _rounded_up(min(batch_size, self.count), mesh)
+        self._compute = jax.jit(compute, out_shardings=NamedSharding(mesh, P()))
+
+    def __call__(self, state: Any) -> Iterator[tuple[int, Any]]:
+        """Yields for every batch the number of its tokens, and the result of the function of `state` and the batch."""
         with jax.set_mesh(self._mesh):
-            for batch in text_windows(self._ids, seq_len=self._seq_len, batch_size=self._batch_size):
-                placed = place({key: array[rows] for key, array in batch.items()}, rows, self._mesh, self._batch_size)
-                total += float(np.asarray(self._row_losses(states, placed), np.float64).sum())
-        tokens = len(self._ids) - self._windows
-        nll = total / tokens
-        return Evaluation(tokens, nll, exp_or_inf(nll), total, self._windows)
+            for batch in text_windows(self._ids, seq_len=self._seq_len, batch_size=self._size):
+                tokens = int(batch["segment_ids"].sum())
+                yield tokens, self._compute(state, _placed(batch, self._mesh, self._size))
 
 
 def next_token_row_losses(model: Decoder, batch: Batch) -> Float[Array, " B"]:
@@ -179,16 +181,156 @@ def text_windows(ids: np.ndarray, *, seq_len: int, batch_size: int) -> Iterator[
         yield {"tokens": tokens.reshape(shape), "segment_ids": inside.reshape(shape)}
 
 
-def exp_or_inf(value: float) -> float:
-    """Returns the exponential, or inf if it is too large for a float."""
+def _rounded_up(rows: int, mesh: Mesh) -> int:
+    """Returns the next multiple of the mesh's batch shards."""
+    shards = batch_shards(mesh)
+    return -(-rows // shards) * shards
+
+
+def _placed(batch: dict[str, np.ndarray], mesh: Mesh, size: int) -> dict[str, jax.Array]:
+    rows = local_rows(mesh, size)
+    return place({name: array[rows] for name, array in batch.items()}, rows, mesh, size)
+
+
+RowScore = Callable[[nnx.GraphDef, tuple[nnx.State, ...], Batch], jax.Array]
+# Pairs are padded to a power of two of tokens, at least this: few programs for pairs of all lengths.
+_SHORTEST = 16
+
+
+def score_rows(
+    score: RowScore,
+    pairs: Sequence[Pair],
+    *,
+    graphdef: nnx.GraphDef,
+    states: tuple[nnx.State, ...],
+    batch_size: int,
+    mesh: Mesh | None = None,
+) -> Float[np.ndarray, "n ..."]:
+    """Returns the score of each of many rows, float64; they are padded and batched with others of similar length.
+
+    Args:
+      score: a function of this library, `score(graphdef, states, batch) -> [B, ...]`.
+      graphdef, states: of the model, `nnx.merge(graphdef, *states)`.
+      pairs, batch_size, mesh: see `Evaluator`.
+    """
+    # Imported here because it imports Grain, which commands that evaluate nothing should not load.
+    from moe_jax.data.pipeline import stack_pairs
+
+    mesh = make_mesh({}, jax.devices()[:1]) if mesh is None else mesh
+    size = _rounded_up(min(batch_size, len(pairs)), mesh)
+    compute = _compiled(score, graphdef, mesh)
+    groups: dict[tuple[int, int | None], list[int]] = {}
+    for index, pair in enumerate(pairs):
+        input_len = None if pair.inputs is None else _padded(len(pair.inputs))
+        groups.setdefault((_padded(len(pair.tokens)), input_len), []).append(index)
+    found: dict[int, np.ndarray] = {}
+    with jax.set_mesh(mesh):
+        for (seq_len, input_len), indices in groups.items():
+            for start in range(0, len(indices), size):
+                chunk = indices[start : start + size]
+                batch = stack_pairs([pairs[index] for index in chunk], size, input_len=input_len, seq_len=seq_len)
+                scores = np.asarray(compute(states, _placed(batch, mesh, size)), np.float64)
+                found |= {index: scores[row] for row, index in enumerate(chunk)}
+    return np.stack([found[index] for index in range(len(pairs))])
+
+
+def target_losses(graphdef: nnx.GraphDef, states: tuple[nnx.State, ...], batch: Batch) -> Float[Array, " B"]:
+    """Returns the negative log-likelihood of every pair's target for `score_rows`."""
+    model = nnx.merge(graphdef, *states)
+    losses = model.token_losses(run_to_head(model, batch).x, batch["targets"])
+    return jnp.sum(losses * batch["weights"], axis=1)
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(score: RowScore, graphdef: nnx.GraphDef, mesh: Mesh) -> Callable[..., jax.Array]:
+    """Compiled once for all files that a model is evaluated on."""
+    return jax.jit(functools.partial(score, graphdef), out_shardings=NamedSharding(mesh, P()))
+
+
+def _padded(length: int) -> int:
+    return max(_SHORTEST, 1 << (length - 1).bit_length())
+
+
+class ExpertLoad(NamedTuple):
+    """How often each expert is chosen.
+
+    Attributes:
+      tokens: number of tokens in the text.
+      shares: by layer index, the share of the assignments that each routed expert got; float64[E], sums to 1.
+    """
+
+    tokens: int
+    shares: dict[int, Float[np.ndarray, " E"]]
+
+
+def measure_load(model: Decoder, ids: np.ndarray, *, seq_len: int, batch_size: int, mesh: Mesh) -> ExpertLoad:
+    """Runs the model on a text, cut into windows as in `Evaluator`, and counts how often its tokens choose each expert.
+
+    Args:
+      model: with MoE layers, on the mesh.
+      ids: Int32[n], the text.
+      seq_len: tokens in a window.
+      batch_size: windows computed at once, rounded up to a multiple of the mesh's batch shards. Does not affect the
+        result.
+      mesh: the mesh that the model is on.
+
+    Raises:
+      InputError: if `seq_len` is too small.
+    """
+    statistics = measure_router_statistics(model, ids, seq_len=seq_len, batch_size=batch_size, mesh=mesh)
+    return ExpertLoad(len(ids), {layer: found.usage for layer, found in statistics.items()})
+
+
+def measure_router_statistics(
+    model: Decoder, ids: np.ndarray, *, seq_len: int, batch_size: int, mesh: Mesh
+) -> dict[int, RouterStatistics]:
+    """Returns router statistics on a text by layer index: shares, mean probabilities and similarities of logits.
+
+    Args:
+      model, ids, seq_len, batch_size, mesh: see `measure_load`.
+
+    Raises:
+      InputError: if `seq_len` is too small.
+    """
+    check_seq_len(seq_len)
+    model.config.check_no_encoder("counting how experts are used on a text")
+    graphdef, state = nnx.split(model)
+
+    def router(state: nnx.State, batch: Batch) -> StackedStats:
+        return nnx.merge(graphdef, state)(batch["tokens"], segment_ids=batch["segment_ids"]).router
+
+    windows = _Windows(router, ids, seq_len=seq_len, batch_size=batch_size, mesh=mesh)
+    sums: dict[int, RouterSums] = {}
+    for tokens, stats in windows(state):
+        for layer, found in stats_per_layer(model.config, stats).items():
+            sums.setdefault(layer, RouterSums()).add(found, tokens)
+    return {layer: total.statistics() for layer, total in sums.items()}
+
+
+def read_text(path: str | Path, tokenizer: Tokenizer, *, name: str | None = None) -> np.ndarray:
+    """Returns the ids, Int32[n], of a whole text file, without special tokens.
+
+    Args:
+      path: the file.
+      tokenizer: of the model.
+      name: name of the file in messages; by default its path.
+
+    Raises:
+      FileNotFoundError: no such file.
+      InputError: not UTF-8, or fewer than two tokens: nothing could be scored.
+    """
+    path = as_path(path)
+    name = str(path) if name is None else name
+    if not path.is_file():
+        raise FileNotFoundError(f"no text at {name}")
     try:
-        return math.exp(value)
-    except OverflowError:
-        return math.inf
-
-
-HeldOut = np.ndarray | list[Pair]
-"""A text as Int32[n] token ids; or rows that are scored one by one."""
+        # Decoded from bytes, because reading as text would change line ends.
+        ids = tokenizer.encode(path.read_bytes().decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name} is not UTF-8 text at byte {error.start}") from None
+    if len(ids) < 2:
+        raise InputError(f"{name} holds {len(ids)} tokens; scoring takes at least 2, for the first is never scored")
+    return ids
 
 
 def read_held_out(source: SourceSection, data: DataSection, config: ModelConfig, tokenizer_path: Path) -> HeldOut:
@@ -250,167 +392,3 @@ def with_lengths(data: DataSection, *, seq_len: int, input_len: int | None = Non
     """Returns the section with other lengths of rows, and without sources."""
     input_len = input_length(data) if input_len is None else input_len
     return dataclasses.replace(data, sources=(), seq_len=seq_len, input_len=input_len)
-
-
-# Pairs are padded to a power of two of tokens, at least this: few programs for pairs of all lengths.
-_SHORTEST = 16
-
-
-RowScore = Callable[[nnx.GraphDef, tuple[nnx.State, ...], Batch], jax.Array]
-
-
-class RowScores:
-    """Computes a score for each of many rows, which are padded and batched with others of similar length.
-
-    Args:
-      score: a function of this library, `score(graphdef, states, batch) -> [B, ...]`.
-      graphdef: of the model.
-      pairs: at least one, as `Tokenizer.pair` makes them for the model.
-      batch_size: rows computed at once, rounded up to a multiple of the mesh's batch shards. Affects only the last bits
-        of the result.
-      mesh: the mesh that the model is on; None: the first device.
-    """
-
-    def __init__(
-        self,
-        score: RowScore,
-        graphdef: nnx.GraphDef,
-        pairs: Sequence[Pair],
-        *,
-        batch_size: int,
-        mesh: Mesh | None = None,
-    ):
-        self._pairs = pairs
-        self._mesh = make_mesh({}, jax.devices()[:1]) if mesh is None else mesh
-        shards = batch_shards(self._mesh)
-        self._batch_size = -(-min(batch_size, len(pairs)) // shards) * shards
-        self._score = _compiled(score, graphdef, self._mesh)
-
-    def __call__(self, *states: nnx.State) -> Float[np.ndarray, "n ..."]:
-        """Returns the score of every pair, float64, given parameters as states."""
-        rows = local_rows(self._mesh, self._batch_size)
-        found: dict[int, np.ndarray] = {}
-        with jax.set_mesh(self._mesh):
-            for indices, batch in self._batches():
-                placed = place({name: array[rows] for name, array in batch.items()}, rows, self._mesh, self._batch_size)
-                scores = np.asarray(self._score(states, placed), np.float64)
-                found |= {index: scores[row] for row, index in enumerate(indices)}
-        return np.stack([found[index] for index in range(len(self._pairs))])
-
-    def _batches(self) -> Iterator[tuple[list[int], dict[str, np.ndarray]]]:
-        """Yields batches of pairs of similar length, and the indices of the pairs in their first rows."""
-        # Imported here because it imports Grain, which commands that evaluate nothing should not load.
-        from moe_jax.data.pipeline import stack_pairs
-
-        groups: dict[tuple[int, int | None], list[int]] = {}
-        for index, pair in enumerate(self._pairs):
-            input_len = None if pair.inputs is None else _padded(len(pair.inputs))
-            groups.setdefault((_padded(len(pair.tokens)), input_len), []).append(index)
-        for (seq_len, input_len), indices in groups.items():
-            for start in range(0, len(indices), self._batch_size):
-                chunk = indices[start : start + self._batch_size]
-                pairs = [self._pairs[index] for index in chunk]
-                yield chunk, stack_pairs(pairs, self._batch_size, input_len=input_len, seq_len=seq_len)
-
-
-class PairEvaluator:
-    """Scores the targets of pairs, teacher-forced: each token is predicted from the input and the tokens before it.
-
-    Args:
-      graphdef: of the model.
-      pairs, batch_size, mesh: see `RowScores`.
-    """
-
-    def __init__(self, graphdef: nnx.GraphDef, pairs: Sequence[Pair], *, batch_size: int, mesh: Mesh | None = None):
-        self._pairs = pairs
-        self._losses = RowScores(_row_losses, graphdef, pairs, batch_size=batch_size, mesh=mesh)
-
-    def __call__(self, *states: nnx.State) -> Evaluation:
-        """Scores the pairs, given parameters as the states of `nnx.merge(graphdef, *states)`."""
-        total = float(self.losses(*states).sum())
-        tokens = int(sum(pair.weights.sum() for pair in self._pairs))
-        cut = sum(pair.input_was_cut or pair.target_was_cut for pair in self._pairs)
-        nll = total / tokens
-        return Evaluation(tokens, nll, exp_or_inf(nll), total, len(self._pairs), cut)
-
-    def losses(self, *states: nnx.State) -> Float[np.ndarray, " n"]:
-        """Returns the negative log-likelihood of every pair's target, float64; parameters as in the call."""
-        return self._losses(*states)
-
-
-def _row_losses(graphdef: nnx.GraphDef, states: tuple[nnx.State, ...], batch: Batch) -> Float[Array, " B"]:
-    model = nnx.merge(graphdef, *states)
-    losses = model.token_losses(run_to_head(model, batch).x, batch["targets"])
-    return jnp.sum(losses * batch["weights"], axis=1)
-
-
-@functools.lru_cache(maxsize=16)
-def _compiled(score: RowScore, graphdef: nnx.GraphDef, mesh: Mesh) -> Callable[..., jax.Array]:
-    """Compiled once for all files that a model is evaluated on."""
-    return jax.jit(functools.partial(score, graphdef), out_shardings=NamedSharding(mesh, P()))
-
-
-def _padded(length: int) -> int:
-    return max(_SHORTEST, 1 << (length - 1).bit_length())
-
-
-class ExpertLoad(NamedTuple):
-    """How often each expert is chosen.
-
-    Attributes:
-      tokens: number of tokens in the text.
-      shares: by layer index, the share of the assignments that each routed expert got; float64[E], sums to 1.
-    """
-
-    tokens: int
-    shares: dict[int, Float[np.ndarray, " E"]]
-
-
-def measure_load(model: Decoder, ids: np.ndarray, *, seq_len: int, batch_size: int, mesh: Mesh) -> ExpertLoad:
-    """Runs the model on a text, cut into windows as in `Evaluator`, and counts how often its tokens choose each expert.
-
-    Args:
-      model: with MoE layers, on the mesh.
-      ids: Int32[n], the text.
-      seq_len: tokens in a window.
-      batch_size: windows computed at once, rounded up to a multiple of the mesh's batch shards. Does not affect the
-        result.
-      mesh: the mesh that the model is on.
-
-    Raises:
-      InputError: if `seq_len` is too small.
-    """
-    statistics = measure_router_statistics(model, ids, seq_len=seq_len, batch_size=batch_size, mesh=mesh)
-    return ExpertLoad(len(ids), {layer: found.usage for layer, found in statistics.items()})
-
-
-def measure_router_statistics(
-    model: Decoder, ids: np.ndarray, *, seq_len: int, batch_size: int, mesh: Mesh
-) -> dict[int, RouterStatistics]:
-    """Returns router statistics on a text by layer index: shares, mean probabilities and similarities of logits.
-
-    Args:
-      model, ids, seq_len, batch_size, mesh: see `measure_load`.
-
-    Raises:
-      InputError: if `seq_len` is too small.
-    """
-    check_seq_len(seq_len)
-    model.config.check_no_encoder("counting how experts are used on a text")
-    graphdef, state = nnx.split(model)
-    shards = batch_shards(mesh)
-    size = -(-min(batch_size, -(-len(ids) // seq_len)) // shards) * shards
-    rows = local_rows(mesh, size)
-
-    def router(state: nnx.State, batch: dict[str, jax.Array]) -> StackedStats:
-        return nnx.merge(graphdef, state)(batch["tokens"], segment_ids=batch["segment_ids"]).router
-
-    compiled = jax.jit(router, out_shardings=NamedSharding(mesh, P()))
-    sums: dict[int, RouterSums] = {}
-    with jax.set_mesh(mesh):
-        for batch in text_windows(ids, seq_len=min(seq_len, len(ids)), batch_size=size):
-            tokens = int(batch["segment_ids"].sum())
-            stats = compiled(state, place({key: array[rows] for key, array in batch.items()}, rows, mesh, size))
-            for layer, found in stats_per_layer(model.config, stats).items():
-                sums.setdefault(layer, RouterSums()).add(found, tokens)
-    return {layer: total.statistics() for layer, total in sums.items()}

@@ -171,7 +171,7 @@ def _of_run(path: Path, base: Path | None) -> Subject:
     if wrong:
         raise InputError(f"{path / METRICS}: expected an object with the number of a step, got {shown(wrong[0])}")
     model = _of_model(path / MODEL, base).model if (path / MODEL).is_dir() else None
-    run = Run(recipe=recipe, records=records, checkpoints=saved_steps(path))
+    run = Run(recipe=recipe, records=records, checkpoints=list(saved_steps(path)))
     return Subject(path=path, kind="training run", model=model, run=run)
 
 

@@ -36,23 +36,19 @@ def train_flops_per_token(config: ModelConfig, seq_len: int) -> float:
     count like trained ones. For cross-attention the projections count, as if the source were as long, but not the
     scores.
     """
-    attention = sum(
-        6 * one.num_heads * (one.head_dim + one.value_dim) * _mean_context(layer, seq_len)
-        for layer in config.layers
-        for one in (layer.attention,)
-    )
+    attention: float = 0
+    for layer in config.layers:
+        widths = layer.attention.head_dim + layer.attention.value_dim
+        attention += 6 * layer.attention.num_heads * widths * _mean_context(layer, seq_len)
     return 6 * active_matmul_params(config) + attention
 
 
 def peak_flops(kind: str, platform: str, dtype: str, given: float | None) -> float | None:
-    """Returns the operations per second that a device can do in products; None if unknown.
+    """Returns the operations per second that a device can do in products of a dtype; None if unknown.
 
-    Args:
-      kind: JAX's `device_kind`.
-      platform: of the device; all CPUs have one kind, however fast they are.
-      dtype: of the products.
-      given: the recipe's number; counts before any table.
+    `kind` is JAX's `device_kind`; the number `given` in the recipe counts before any table.
     """
+    # All CPUs have one kind, however fast they are.
     chip = None if platform == "cpu" else chip_of_kind(kind)
     if given is not None or chip is None:
         return given
@@ -119,15 +115,12 @@ def _perft_params(mlp: MoEConfig, d_model: int) -> int:
 
 
 def _ffn_params(ffn: FFNConfig, d_model: int) -> int:
-    return _kernels(ffn, d_model) + _lora_params(ffn.lora, ffn.shapes(d_model))
+    shapes = ffn.shapes(d_model)
+    return sum(map(math.prod, shapes.values())) + _lora_params(ffn.lora, shapes)
 
 
 def _lora_params(lora: LoRAConfig | None, shapes: Mapping[str, tuple[int, int]]) -> int:
     return 0 if lora is None else sum(lora.rank * sum(shapes[name]) for name in lora.targets)
-
-
-def _kernels(ffn: FFNConfig, d_model: int) -> int:
-    return sum(math.prod(shape) for shape in ffn.shapes(d_model).values())
 
 
 def _mean_context(layer: LayerConfig, seq_len: int) -> float:

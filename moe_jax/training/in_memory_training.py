@@ -1,7 +1,8 @@
 """Training on batches in memory: the steps of a run, without its files."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -73,7 +74,8 @@ def train_on_batches(
         params, frozen = initial_states(program, recipe, source)
         state, pending = first_state(program, params), None
         taught = () if teacher is None else (load_teacher(program, teacher),)
-        for step, batch in enumerate(_first(batches, recipe.train.steps), start=1):
+        # No batch is taken from the iterator that is not used.
+        for step, batch in enumerate(itertools.islice(batches, recipe.train.steps), start=1):
             arrays = read_batch(batch, source.config)
             if len(arrays["tokens"]) != recipe.train.batch_size:
                 expected = f"train.batch_size = {recipe.train.batch_size}"
@@ -180,12 +182,3 @@ def _positions(segment_ids: Tokens) -> Tokens:
     index = np.arange(segment_ids.shape[1])
     starts = np.diff(segment_ids, axis=1, prepend=segment_ids[:, :1] - 1) != 0
     return index - np.maximum.accumulate(index * starts, axis=1)
-
-
-def _first(batches: Iterable[Batch], count: int) -> Iterator[Batch]:
-    """Yields at most `count` batches, and takes no batch from the iterator that it does not yield."""
-    if count:
-        for taken, batch in enumerate(batches, start=1):
-            yield batch
-            if taken == count:
-                return

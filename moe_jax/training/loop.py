@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -24,29 +24,26 @@ from moe_jax.core.errors import InputError
 from moe_jax.data.sections import input_length
 from moe_jax.distributed import processes
 from moe_jax.distributed.sharding import local_rows, merge_positions, place
-from moe_jax.evaluation.held_out import Evaluator, PairEvaluator
+from moe_jax.evaluation.held_out import Evaluator
 from moe_jax.experts import ExpertBank, set_exchange
 from moe_jax.files.storage_path import as_path
 from moe_jax.training import recipe_toml
 from moe_jax.training.flops import peak_flops, step_flops
 from moe_jax.training.metrics import MetricsWriter, Record, StepLine, StepTrace, WandbWriter, is_finite, to_record
-from moe_jax.training.optimizer import in_dtypes_of
 from moe_jax.training.program import Program, metrics_of
 from moe_jax.training.recipe import Recipe
 from moe_jax.training.run_directory import CHECKPOINTS
-from moe_jax.training.step import StepMetrics, TrainState
+from moe_jax.training.step import StepMetrics, TrainState, in_dtypes_of
 
 
 class BatchesOnDevices:
-    """The batches of the data as global arrays, up to the end of the data.
+    """The batches of the data as global arrays on a mesh, up to the end of the data.
 
     With several processes, only all of them together know whether any has data left. They find out one batch ahead, by
     a program of its own that the devices run before the step, so that no process waits for the answer before a step.
 
     Args:
       data: local rows of endless batches, padding after the last record.
-      mesh: the batches are put on its devices.
-      batch_size: B.
       ends: whether the batches end with the data; False: it is repeated for ever.
     """
 
@@ -135,51 +132,6 @@ class StopSignals:
         threading.Thread(target=self._notice, args=(signal.Signals(number).name,), daemon=True).start()
 
 
-# Relative tolerance of the loss and of the gradient's norm: the order of sums differs.
-_TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}
-
-
-def exchange_check(recipe: Recipe, program: Program) -> Callable[..., Callable[[StepMetrics], None]] | None:
-    """Makes the check of a run's first step; None: there is nothing to check.
-
-    By default there is a check on GPUs if tokens come to experts by all-to-all; `model.check_exchange` overrides this.
-
-    Returns:
-      A function of the step's arguments. It computes the step by all-gather, without an update, and returns another
-      function, which compares the metrics of the real step, and raises `InputError` where they differ.
-    """
-    asked = recipe.model.check_exchange
-    platform = program.mesh.devices.flat[0].platform
-    if asked is False or asked is None and platform not in ("gpu", "cuda"):
-        return None
-    experts = program.mesh.shape["expert"]
-    banks = [module for _, module in nnx.iter_modules(program.model) if isinstance(module, ExpertBank)]
-    # Whatever the number of experts per token, `chosen` says all-gather where there are few devices.
-    if experts == 1 or all(bank.exchange.way == "all-gather" for bank in banks):
-        return None
-    by_gather = metrics_of(recipe, program, lambda model: set_exchange(model, "all-gather"))
-
-    def before(
-        state: TrainState, frozen: nnx.State, batch: dict[str, jax.Array], *teacher: nnx.State
-    ) -> Callable[[StepMetrics], None]:
-        expected = jax.device_get(by_gather(state, frozen, batch, *teacher))
-
-        def after(metrics: StepMetrics) -> None:
-            tolerance = _TOLERANCE[recipe.model.compute_dtype]
-            for name in ("loss", "grad_norm"):
-                found, right = float(getattr(metrics, name)), float(getattr(expected, name))
-                # A loss that is not finite either way is no fault of the exchange, and the loop reports it.
-                if math.isfinite(right) and not abs(found - right) <= tolerance * abs(right):
-                    raise InputError(
-                        f"the first step's {name} is {found:.6g} with tokens exchanged by all-to-all, and {right:.6g} "
-                        "by all-gather: the exchange does not work on these devices; set model.exchange = 'all-gather'"
-                    )
-
-        return after
-
-    return before
-
-
 class Diverged(InputError):
     """The loss, on the batch or held out, or the gradient is not finite."""
 
@@ -196,12 +148,10 @@ class Loop:
     """Runs the steps of a recipe.
 
     Args:
-      recipe: the run.
-      program: the model, its step and its state, without weights.
+      recipe, program, checkpoints: of the run.
       frozen: the parameters that are not trained.
       data: batches, positioned where training continues.
-      checkpoints: of the run.
-      evaluator: scores held-out text, or pairs; None: no evaluation.
+      evaluator: scores held-out data; None: no evaluation.
       console: for progress.
       continue_command: the command that continues the run.
       teacher: parameters of the program's teacher, if it has one.
@@ -215,7 +165,7 @@ class Loop:
         frozen: nnx.State,
         data: grain.DatasetIterator,
         checkpoints: TrainingCheckpoints,
-        evaluator: Evaluator | PairEvaluator | None,
+        evaluator: Evaluator | None,
         console: rich.console.Console,
         continue_command: str,
         teacher: nnx.State | None = None,
@@ -253,12 +203,14 @@ class Loop:
         recipe, run_dir = self._recipe, as_path(self._recipe.run_dir)
         # Signals are heard before the writers are made, whose imports take a second.
         with jax.set_mesh(self._program.mesh), StopSignals(self._say_stopping) as signals:
-            writer = MetricsWriter(
-                run_dir, last_step=first, tensorboard=recipe.log.tensorboard, wandb=_wandb_writer(recipe)
-            )
+            log, wandb = recipe.log, None
+            if log.wandb != "off":
+                config = recipe_toml.flatten(recipe)
+                wandb = partial(WandbWriter, run_dir, mode=log.wandb, project=log.wandb_project, config=config)
+            writer = MetricsWriter(run_dir, last_step=first, tensorboard=log.tensorboard, wandb=wandb)
             try:
-                progress = StepLine(self._console, first=first, steps=recipe.train.steps, every=recipe.log.every)
-                with progress, StepTrace(run_dir / "profile", recipe.log.profile_steps) as trace:
+                progress = StepLine(self._console, first=first, steps=recipe.train.steps, every=log.every)
+                with progress, StepTrace(run_dir / "profile", log.profile_steps) as trace:
                     return self._steps(state, signals, writer, progress, trace), self._last
             finally:
                 writer.close()
@@ -365,24 +317,61 @@ class Loop:
         raise Stopped(signals.received)
 
     def _divergence(self, record: Record) -> str:
-        last = self._checkpoints.latest_step()
+        run_dir, last = as_path(self._recipe.run_dir), self._checkpoints.latest_step()
+        go_on = "no checkpoint had been saved yet"
+        if last is not None:
+            go_on = (
+                f"the last good checkpoint is {run_dir / CHECKPOINTS / str(last)}; go on from it, or from an earlier "
+                f"one, with --restart {run_dir}@{last}, another run_dir, and a lower optimizer.learning_rate or "
+                "--skip-batches"
+            )
         held_out = f", the held-out loss {record['eval_loss']}" if "eval_loss" in record else ""
         return (
             f"step {record['step']}: loss is {record['loss']} and the gradient norm {record['grad_norm']}{held_out}; "
-            + (_go_on(as_path(self._recipe.run_dir), last) if last is not None else "no checkpoint had been saved yet")
+            f"{go_on}"
         )
 
 
-def _wandb_writer(recipe: Recipe) -> Callable[[], WandbWriter] | None:
-    mode = recipe.log.wandb
-    if mode == "off":
+# Relative tolerance of the loss and of the gradient's norm: the order of sums differs.
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}
+
+
+def exchange_check(recipe: Recipe, program: Program) -> Callable[..., Callable[[StepMetrics], None]] | None:
+    """Makes the check of a run's first step; None: there is nothing to check.
+
+    By default there is a check on GPUs if tokens come to experts by all-to-all; `model.check_exchange` overrides this.
+
+    Returns:
+      A function of the step's arguments. It computes the step by all-gather, without an update, and returns another
+      function, which compares the metrics of the real step, and raises `InputError` where they differ.
+    """
+    asked = recipe.model.check_exchange
+    platform = program.mesh.devices.flat[0].platform
+    if asked is False or asked is None and platform not in ("gpu", "cuda"):
         return None
-    config = {key: recipe_toml.plain(value) for key, value in recipe_toml.flatten(recipe).items()}
-    return lambda: WandbWriter(as_path(recipe.run_dir), mode=mode, project=recipe.log.wandb_project, config=config)
+    experts = program.mesh.shape["expert"]
+    banks = [module for _, module in nnx.iter_modules(program.model) if isinstance(module, ExpertBank)]
+    # Whatever the number of experts per token, `chosen` says all-gather where there are few devices.
+    if experts == 1 or all(bank.exchange.way == "all-gather" for bank in banks):
+        return None
+    by_gather = metrics_of(recipe, program, lambda model: set_exchange(model, "all-gather"))
 
+    def before(
+        state: TrainState, frozen: nnx.State, batch: dict[str, jax.Array], *teacher: nnx.State
+    ) -> Callable[[StepMetrics], None]:
+        expected = jax.device_get(by_gather(state, frozen, batch, *teacher))
 
-def _go_on(run_dir: Path, step: int) -> str:
-    return (
-        f"the last good checkpoint is {run_dir / CHECKPOINTS / str(step)}; go on from it, or from an earlier one, with "
-        f"--restart {run_dir}@{step}, another run_dir, and a lower optimizer.learning_rate or --skip-batches"
-    )
+        def after(metrics: StepMetrics) -> None:
+            tolerance = _TOLERANCE[recipe.model.compute_dtype]
+            for name in ("loss", "grad_norm"):
+                found, right = float(getattr(metrics, name)), float(getattr(expected, name))
+                # A loss that is not finite either way is no fault of the exchange, and the loop reports it.
+                if math.isfinite(right) and not abs(found - right) <= tolerance * abs(right):
+                    raise InputError(
+                        f"the first step's {name} is {found:.6g} with tokens exchanged by all-to-all, and {right:.6g} "
+                        "by all-gather: the exchange does not work on these devices; set model.exchange = 'all-gather'"
+                    )
+
+        return after
+
+    return before

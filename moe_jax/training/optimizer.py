@@ -2,21 +2,50 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
-from flax import nnx
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int
 
 from moe_jax.core.errors import clipped, nearest, raise_if_any, shown
 from moe_jax.distributed.sharding import path_name
 from moe_jax.peft.partition import full_matches
 from moe_jax.training.recipe import OptimizerSection, ScheduleSection
+
+# If its updates have this root mean square, as AdamW's have on average, Muon can share AdamW's learning rate and weight
+# decay (Liu et al. 2025, arXiv:2502.16982, section 2.2).
+_MUON_RMS = 0.2
+
+
+def learning_rate(section: OptimizerSection, schedule: ScheduleSection, steps: int) -> optax.Schedule:
+    """Returns the learning rate by number of steps done: linear warm-up from 0, then decay to `final_ratio` at `steps`.
+
+    The first step uses the first value of the warm-up above 0, and the last step uses the final value.
+    """
+    peak = section.learning_rate
+    after_warmup = max(1, steps - schedule.warmup_steps)
+    if schedule.kind == "cosine":
+        decay = optax.cosine_decay_schedule(peak, after_warmup, alpha=schedule.final_ratio)
+    elif schedule.kind == "linear":
+        decay = optax.linear_schedule(peak, peak * schedule.final_ratio, after_warmup)
+    elif schedule.kind == "wsd":
+        wanted = schedule.decay_steps if schedule.decay_steps is not None else max(1, steps // 10)
+        last = max(1, min(wanted, steps - schedule.warmup_steps))
+        decay = optax.linear_schedule(
+            peak, peak * schedule.final_ratio, last, transition_begin=max(0, after_warmup - last)
+        )
+    else:
+        decay = optax.constant_schedule(peak)
+    if schedule.warmup_steps:
+        warmup = optax.linear_schedule(0.0, peak, schedule.warmup_steps)
+        decay = optax.join_schedules([warmup, decay], [schedule.warmup_steps])
+    # With a decay to 0, rounding would make the last rate slightly negative.
+    return lambda done: jnp.maximum(decay(done + 1), 0.0)
+
 
 PerLayer = float | tuple[float, ...]
 
@@ -33,15 +62,84 @@ class Rates(NamedTuple):
     decay: PerLayer
 
 
+def make_optimizer(
+    section: OptimizerSection, schedule: optax.Schedule, rates: Mapping[str, Rates] | None = None
+) -> optax.GradientTransformation:
+    """Makes the optimizer of a recipe, with clipping by global norm before it.
+
+    Gradients are float32 whatever the parameters are, and so are moments unless the recipe says otherwise. `init` and
+    `update` take states of trained parameters only (see `peft.split_model`).
+
+    Args:
+      section: of the recipe.
+      schedule: learning rate by steps done.
+      rates: of every parameter, by its path in memory, if the recipe has groups (`group_rates`).
+    """
+    clip = optax.clip_by_global_norm(section.clip_norm) if section.clip_norm else optax.identity()
+    decayed = optax.chain(_direction(section), _apply_rates(section, rates), optax.scale_by_learning_rate(schedule))
+    return _in_float32(optax.chain(clip, decayed))
+
+
+def _direction(section: OptimizerSection) -> optax.GradientTransformation:
+    """Makes the transformation from gradients to updates, before decay and learning rate."""
+    first = jnp.dtype(section.moments)
+    if section.kind == "lion":
+        return optax.scale_by_lion(section.b1, section.b2, mu_dtype=first)
+    if section.kind == "adafactor":
+        # As `optax.adafactor` without momentum, except that weight decay is multiplied by the learning rate here.
+        factored = [optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)]
+        scale = [optax.scale_by_param_block_rms()] if section.parameter_scale else []
+        return _per_matrix(optax.chain(*factored, *scale))
+    adam = optax.scale_by_adam(section.b1, section.b2, section.eps, mu_dtype=first)
+    if section.kind == "adamw":
+        return adam
+
+    def labels(params: Any) -> Any:
+        def label(path: tuple, _: Any) -> str:
+            return "muon" if is_orthogonalised(path_name(path)) else "adamw"
+
+        return jax.tree_util.tree_map_with_path(label, params)
+
+    def with_rms_of_adam(update: Any, _: Any) -> Any:
+        # The root mean square of an orthogonal [i, o] is `1 / sqrt(max(i, o))`.
+        return update * (_MUON_RMS * max(update.shape) ** 0.5)
+
+    orthogonal = optax.contrib.scale_by_muon(
+        beta=section.momentum, mu_dtype=first, weight_dimension_numbers=optax.contrib.MuonDimensionNumbers()
+    )
+    muon = _per_matrix(optax.chain(orthogonal, optax.stateless_with_tree_map(with_rms_of_adam)))
+    return optax.partition({"muon": muon, "adamw": adam}, labels)
+
+
+def is_orthogonalised(path: str) -> bool:
+    """Whether Muon updates the parameter at a path in memory: kernels of layers, and their low-rank factors.
+
+    Embeddings, head, routers, norms, biases and values of sparse deltas get AdamW's updates.
+    """
+    return "segments/" in path and "/router/" not in path and _is_matrix(path)
+
+
+def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Runs a transformation on float32 copies, so that bfloat16 parameters do not get bfloat16 moments."""
+
+    def cast(tree):
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
+
+    def init(params):
+        return inner.init(cast(params))
+
+    def update(updates, state, params=None):
+        return inner.update(cast(updates), state, cast(params))
+
+    return optax.GradientTransformation(init, update)
+
+
 def group_rates(section: OptimizerSection, leaves: Mapping[str, Sequence[str]]) -> dict[str, Rates]:
-    """Returns the rates of trained parameters.
+    """Returns the rates of trained parameters, by path in memory.
 
     Args:
       section: of the recipe; if several groups name a parameter, the first one counts.
       leaves: path of a parameter in memory -> its leaf paths, one for each layer stacked in it.
-
-    Returns:
-      Path in memory -> rates.
 
     Raises:
       InputError: for a pattern that is not a regular expression, takes too long, or matches no trained parameter.
@@ -66,57 +164,46 @@ def group_rates(section: OptimizerSection, leaves: Mapping[str, Sequence[str]]) 
 
     def decay(path: str, leaf: str) -> float:
         own = found[leaf].weight_decay if leaf in found else None
-        if own is None or is_never_decayed(path):
-            return section.weight_decay if is_decayed(path, section) else 0.0
-        return own
+        return _decay_of_optimizer(path, section) if own is None or _is_never_decayed(path) else own
+
+    def merged(numbers: Sequence[float]) -> PerLayer:
+        return numbers[0] if len(set(numbers)) == 1 else tuple(numbers)
 
     return {
-        path: Rates(_merged([factor(leaf) for leaf in names]), _merged([decay(path, leaf) for leaf in names]))
+        path: Rates(merged([factor(leaf) for leaf in names]), merged([decay(path, leaf) for leaf in names]))
         for path, names in leaves.items()
     }
 
 
-def ungrouped(section: OptimizerSection, path: str) -> Rates:
-    """Returns the rates of the parameter at a path in memory if the recipe has no groups."""
-    return Rates(1.0, section.weight_decay if is_decayed(path, section) else 0.0)
-
-
 def is_decayed(path: str, section: OptimizerSection) -> bool:
     """Whether weight decay applies to the parameter at `path`: not to norms and biases."""
-    if is_never_decayed(path):
+    if _is_never_decayed(path):
         return False
     if re.search(r"(^|/)embed/", path):
         return section.decay_embeddings
-    if "/router/" in path:
-        return section.decay_router
-    return True
+    return section.decay_router if "/router/" in path else True
 
 
-def is_never_decayed(path: str) -> bool:
+def _is_never_decayed(path: str) -> bool:
     """Whether the parameter at `path` belongs to a norm, or is a bias."""
     return re.search(r"/(scale|bias)$", path) is not None
 
 
-def apply_rates(section: OptimizerSection, rates: Mapping[str, Rates] | None) -> optax.GradientTransformation:
-    """Adds its decay to the update of every parameter, and multiplies both by the factor of its learning rate.
+def _decay_of_optimizer(path: str, section: OptimizerSection) -> float:
+    return section.weight_decay if is_decayed(path, section) else 0.0
 
-    Args:
-      section: of the recipe.
-      rates: from `group_rates`; None: the recipe has no groups.
-    """
+
+def _apply_rates(section: OptimizerSection, rates: Mapping[str, Rates] | None) -> optax.GradientTransformation:
+    """Adds its decay to the update of every parameter, and multiplies both by the factor of its learning rate."""
 
     def one(path: tuple, update: jax.Array, value: jax.Array) -> jax.Array:
         name = path_name(path)
-        factor, decay = ungrouped(section, name) if rates is None else rates[name]
+        factor, decay = (1.0, _decay_of_optimizer(name, section)) if rates is None else rates[name]
         if decay:
             update = update + _shaped(decay, value) * value
         return update if factor == 1.0 else _shaped(factor, value) * update
 
     return optax.stateless(lambda updates, params: jax.tree_util.tree_map_with_path(one, updates, params))
-
-
-def _merged(numbers: Sequence[float]) -> PerLayer:
-    return numbers[0] if len(set(numbers)) == 1 else tuple(numbers)
 
 
 def _shaped(number: PerLayer, like: jax.Array) -> float | jax.Array:
@@ -131,214 +218,76 @@ def _shaped(number: PerLayer, like: jax.Array) -> float | jax.Array:
 _MATRIX = re.compile(r"(^|/)(kernel|a|b|factor|neurons|embedding|positions|table)$|/adapters/(down|up)$")
 
 
-def is_matrix(path: str) -> bool:
-    """Whether the last two axes of the parameter at a path are a matrix."""
+def _is_matrix(path: str) -> bool:
     return _MATRIX.search(path) is not None
 
 
-def leading_axes(path: str, ndim: int) -> int:
-    """Number of axes of a parameter before those of a matrix or vector: of layers, and of experts."""
-    return max(0, ndim - (2 if is_matrix(path) else 1))
+def _per_matrix(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Applies a transformation of one array to every matrix, or vector, alone.
 
+    Optax computes a root mean square, largest axes or singular vectors of whole arrays, but they are meant for one
+    matrix. A kernel of experts [L, E, i, o] is L * E matrices, each of which must be updated as if it were a parameter.
 
-def per_matrix(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Applies a transformation to every matrix, or vector, alone.
-
-    Its state is a dict, path of the parameter (with dots) -> state of `inner`, whose arrays have the leading axes of
+    The state is a dict, path of the parameter (with dots) -> state of `inner`, whose arrays have the leading axes of
     the parameter; counters are shared. Layers are updated one after another, so that temporary arrays of `inner` exist
     for one layer and not for all.
-
-    Args:
-      inner: over a tree that is one array of one or two axes.
     """
 
+    def leaves(tree: Any) -> list[tuple[str, int, Any]]:
+        """Returns key in the state, number of axes of layers and experts, and array of every parameter."""
+        found = []
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            name = path_name(path)
+            found.append((name.replace("/", "."), max(0, leaf.ndim - (2 if _is_matrix(name) else 1)), leaf))
+        return found
+
     def init(params: Any) -> dict[str, Any]:
-        return {
-            _key(path): _init(inner, leading_axes(path_name(path), leaf.ndim))(leaf) for path, leaf in _leaves(params)
-        }
+        return {key: _init_each(inner, axes, leaf) for key, axes, leaf in leaves(params)}
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         new_updates, new_state = [], {}
-        values = [leaf for _, leaf in _leaves(params)]
-        for (path, grad), value in zip(_leaves(updates), values, strict=True):
-            axes = leading_axes(path_name(path), grad.ndim)
-            made, new_state[_key(path)] = _update(inner.update, axes)(grad, state[_key(path)], value)
+        for (key, axes, grad), value in zip(leaves(updates), jax.tree.leaves(params), strict=True):
+            made, new_state[key] = _update_each(inner.update, axes, grad, state[key], value)
             new_updates.append(made)
         return jax.tree.unflatten(jax.tree.structure(updates), new_updates), new_state
 
     return optax.GradientTransformation(init, update)
 
 
-def _leaves(tree: Any) -> list[tuple[tuple, Any]]:
-    return jax.tree_util.tree_leaves_with_path(tree)
-
-
-def _key(path: tuple) -> str:
-    return path_name(path).replace("/", ".")
-
-
-def _init(inner: optax.GradientTransformation, axes: int) -> Callable[[jax.Array], Any]:
+def _init_each(inner: optax.GradientTransformation, axes: int, value: jax.Array) -> Any:
     """Maps `inner.init` over this many leading axes."""
-
-    def init(value: jax.Array) -> Any:
-        matrix = jax.ShapeDtypeStruct(value.shape[axes:], value.dtype)
-        state, make = jax.eval_shape(inner.init, matrix), inner.init
-        for _ in range(axes):
-            make = jax.vmap(make, out_axes=_batched(state))
-        return make(value)
-
-    return init
+    state, make = jax.eval_shape(inner.init, jax.ShapeDtypeStruct(value.shape[axes:], value.dtype)), inner.init
+    for _ in range(axes):
+        make = jax.vmap(make, out_axes=_batched(state))
+    return make(value)
 
 
-def _update(inner: Callable, axes: int) -> Callable:
+def _update_each(inner: Callable, axes: int, grad: jax.Array, state: Any, value: jax.Array) -> tuple[jax.Array, Any]:
     """Maps `inner.update` over this many leading axes: the first one in a loop, the others at once."""
+    if axes == 0:
+        return inner(grad, state, value)
+    where, call = _batched(state), inner
+    for _ in range(axes - 1):
+        call = jax.vmap(call, in_axes=(0, where, 0), out_axes=(0, where))
+    leaves, structure = jax.tree.flatten(state)
+    mapped = [leaf for leaf in leaves if leaf.ndim]
 
-    def update(grad: jax.Array, state: Any, value: jax.Array) -> tuple[jax.Array, Any]:
-        if axes == 0:
-            return inner(grad, state, value)
-        where, call = _batched(state), inner
-        for _ in range(axes - 1):
-            call = jax.vmap(call, in_axes=(0, where, 0), out_axes=(0, where))
-        leaves, structure = jax.tree.flatten(state)
-        mapped = [leaf for leaf in leaves if leaf.ndim]
+    def one(layer: tuple) -> tuple[jax.Array, list[jax.Array]]:
+        grad, arrays, value = layer
+        rest = iter(arrays)
+        own = jax.tree.unflatten(structure, [next(rest) if leaf.ndim else leaf for leaf in leaves])
+        made, new = call(grad, own, value)
+        return made, jax.tree.leaves(new)
 
-        def one(layer: tuple) -> tuple[jax.Array, list[jax.Array]]:
-            grad, arrays, value = layer
-            rest = iter(arrays)
-            own = jax.tree.unflatten(structure, [next(rest) if leaf.ndim else leaf for leaf in leaves])
-            made, new = call(grad, own, value)
-            return made, jax.tree.leaves(new)
-
-        made, new = jax.lax.map(one, (grad, mapped, value))
-        # Counters are equal for all layers: one is kept.
-        shared = [one if old.ndim else one[0] for one, old in zip(new, leaves, strict=True)]
-        return made, jax.tree.unflatten(structure, shared)
-
-    return update
+    made, new = jax.lax.map(one, (grad, mapped, value))
+    # Counters are equal for all layers: one is kept.
+    shared = [one if old.ndim else one[0] for one, old in zip(new, leaves, strict=True)]
+    return made, jax.tree.unflatten(structure, shared)
 
 
 def _batched(state: Any) -> Any:
     """Returns the axes for `vmap`: arrays are mapped over, counters are not."""
     return jax.tree.map(lambda leaf: 0 if jnp.ndim(leaf) else None, state)
-
-
-# If its updates have this root mean square, as AdamW's have on average, Muon can share AdamW's learning rate and weight
-# decay (Liu et al. 2025, arXiv:2502.16982, section 2.2).
-_MUON_RMS = 0.2
-
-
-def learning_rate(section: OptimizerSection, schedule: ScheduleSection, steps: int) -> optax.Schedule:
-    """Returns the learning rate by number of steps done: linear warm-up from 0, then decay to `final_ratio` at `steps`.
-
-    The first step uses the first value of the warm-up above 0, and the last step uses the final value.
-    """
-    peak = section.learning_rate
-    after_warmup = max(1, steps - schedule.warmup_steps)
-    if schedule.kind == "cosine":
-        decay = optax.cosine_decay_schedule(peak, after_warmup, alpha=schedule.final_ratio)
-    elif schedule.kind == "linear":
-        decay = optax.linear_schedule(peak, peak * schedule.final_ratio, after_warmup)
-    elif schedule.kind == "wsd":
-        last = decay_steps(schedule, steps)
-        decay = optax.linear_schedule(
-            peak, peak * schedule.final_ratio, last, transition_begin=max(0, after_warmup - last)
-        )
-    else:
-        decay = optax.constant_schedule(peak)
-    if schedule.warmup_steps:
-        warmup = optax.linear_schedule(0.0, peak, schedule.warmup_steps)
-        decay = optax.join_schedules([warmup, decay], [schedule.warmup_steps])
-    # With a decay to 0, rounding would make the last rate slightly negative.
-    return lambda done: jnp.maximum(decay(done + 1), 0.0)
-
-
-def decay_steps(schedule: ScheduleSection, steps: int) -> int:
-    """Number of steps over which the rate of `wsd` decays, at the end of `steps`; at most those after the warm-up."""
-    wanted = schedule.decay_steps if schedule.decay_steps is not None else max(1, steps // 10)
-    return max(1, min(wanted, steps - schedule.warmup_steps))
-
-
-def make_optimizer(
-    section: OptimizerSection, schedule: optax.Schedule, rates: Mapping[str, Rates] | None = None
-) -> optax.GradientTransformation:
-    """Makes the optimizer of a recipe, with clipping by global norm before it.
-
-    Gradients are float32 whatever the parameters are, and so are moments unless the recipe says otherwise. `init` and
-    `update` take states of trained parameters only (see `peft.split_model`).
-
-    Args:
-      section: of the recipe.
-      schedule: learning rate by steps done.
-      rates: of every parameter, by its path in memory, if the recipe has groups (`group_rates`).
-    """
-    clip = optax.clip_by_global_norm(section.clip_norm) if section.clip_norm else optax.identity()
-    decayed = optax.chain(_direction(section), apply_rates(section, rates), optax.scale_by_learning_rate(schedule))
-    return in_float32(optax.chain(clip, decayed))
-
-
-def _direction(section: OptimizerSection) -> optax.GradientTransformation:
-    """Makes the transformation from gradients to updates, before decay and learning rate."""
-    first = jnp.dtype(section.moments)
-    if section.kind == "lion":
-        return optax.scale_by_lion(section.b1, section.b2, mu_dtype=first)
-    if section.kind == "adafactor":
-        return per_matrix(_adafactor(section))
-    adam = optax.scale_by_adam(section.b1, section.b2, section.eps, mu_dtype=first)
-    if section.kind == "adamw":
-        return adam
-
-    def label(path: tuple, _: Any) -> str:
-        return "muon" if is_orthogonalised(path_name(path)) else "adamw"
-
-    matrices = optax.chain(
-        optax.contrib.scale_by_muon(
-            beta=section.momentum, mu_dtype=first, weight_dimension_numbers=optax.contrib.MuonDimensionNumbers()
-        ),
-        _rms_of_adam(),
-    )
-    return optax.partition(
-        {"muon": per_matrix(matrices), "adamw": adam}, lambda params: jax.tree_util.tree_map_with_path(label, params)
-    )
-
-
-def is_orthogonalised(path: str) -> bool:
-    """Whether Muon updates the parameter at a path in memory: kernels of layers, and their low-rank factors.
-
-    Embeddings, head, routers, norms, biases and values of sparse deltas get AdamW's updates.
-    """
-    return "segments/" in path and "/router/" not in path and is_matrix(path)
-
-
-def _rms_of_adam() -> optax.GradientTransformation:
-    """Scales orthogonal `[i, o]`, whose root mean square is `1 / sqrt(max(i, o))`, to that of `_MUON_RMS`."""
-
-    def scaled(update: Any, _: Any) -> Any:
-        return update * (_MUON_RMS * max(update.shape) ** 0.5)
-
-    return optax.stateless_with_tree_map(scaled)
-
-
-def _adafactor(section: OptimizerSection) -> optax.GradientTransformation:
-    """As `optax.adafactor` without momentum, except that weight decay is multiplied by the learning rate here."""
-    parts = [optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)]
-    if section.parameter_scale:
-        parts.append(optax.scale_by_param_block_rms())
-    return optax.chain(*parts)
-
-
-def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Runs a transformation on float32 copies, so that bfloat16 parameters do not get bfloat16 moments."""
-
-    def cast(tree):
-        return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
-
-    def init(params):
-        return inner.init(cast(params))
-
-    def update(updates, state, params=None):
-        return inner.update(cast(updates), state, cast(params))
-
-    return optax.GradientTransformation(init, update)
 
 
 def at_step(opt_state: optax.OptState, step: jax.Array) -> optax.OptState:
@@ -399,30 +348,3 @@ def _spec_like(shape: tuple[int, ...], param: Placed, *, is_column: bool) -> P:
 
 def _without(items: tuple, index: int) -> tuple:
     return items[:index] + items[index + 1 :]
-
-
-def first_average(params: nnx.State) -> nnx.State:
-    """Returns the average before the first step: the parameters, as float32."""
-    # A copy, even where a parameter is float32 already: both are donated to the step.
-    return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), params)
-
-
-def next_average(average: nnx.State, params: nnx.State, step: Int[Array, ""], decay: float) -> nnx.State:
-    """Returns the average after a step.
-
-    Args:
-      average: before the step, float32.
-      params: after the step.
-      step: number of steps done, including this one.
-      decay: share of itself that the average keeps; early steps keep less, (1 + step) / (10 + step), so that it does
-        not stay near the first parameters for long.
-    """
-    done = jnp.asarray(step, jnp.float32)
-    new = 1.0 - jnp.minimum(decay, (1.0 + done) / (10.0 + done))
-    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
-    return cast(nnx.State, optax.incremental_update(cast(Any, params), cast(Any, average), new))
-
-
-def in_dtypes_of(params: nnx.State, average: nnx.State) -> nnx.State:
-    """Returns the average as parameters: in the dtypes of `params`."""
-    return jax.tree.map(lambda like, leaf: leaf.astype(like.dtype), params, average)

@@ -25,20 +25,7 @@ from moe_jax.nn import Decoder
 from moe_jax.peft import split_model, trainable_paths
 from moe_jax.training.optimizer import Placed, at_step, group_rates, learning_rate, make_optimizer, state_specs
 from moe_jax.training.recipe import Recipe
-from moe_jax.training.step import StepMetrics, Teaching, TrainState, init_state, make_step
-
-
-@dataclasses.dataclass(frozen=True)
-class Teacher:
-    """A frozen model whose logits are distilled.
-
-    Attributes:
-      graphdef: of the teacher.
-      state: its abstract parameters, with shardings. Its dtypes are the config's; a checkpoint's may differ.
-    """
-
-    graphdef: nnx.GraphDef
-    state: nnx.State
+from moe_jax.training.step import StepMetrics, Teacher, TrainState, init_state, make_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,12 +65,7 @@ class Program:
 
 
 def mesh_for(recipe: Recipe, config: ModelConfig, devices: list[Any] | None = None) -> Mesh:
-    """Makes the mesh of a recipe for a model, without building the model.
-
-    Args:
-      recipe: the run.
-      config: of the model.
-      devices: for the mesh; default all.
+    """Makes the mesh of a recipe for a model, without building the model; of all devices by default.
 
     Raises:
       InputError: if the model cannot be trained, or the mesh or the batch size do not fit.
@@ -107,8 +89,7 @@ def make_program(
     """Makes the program of a recipe for a model.
 
     Args:
-      recipe: the run.
-      config: of the model.
+      recipe, config: of the run.
       devices: for the mesh; default all. May be those of a topology description.
       teacher: config of the model that the recipe's `distill` names, if it does.
 
@@ -161,7 +142,10 @@ def _teacher(recipe: Recipe, config: ModelConfig, mesh: Mesh) -> Teacher:
     if recipe.model.exchange is not None:
         set_exchange(model, recipe.model.exchange)
     graphdef, state = nnx.split(model)
-    return Teacher(graphdef, _with_shardings(state, state_shardings(state, mesh)))
+    section = recipe.distill
+    assert section is not None
+    shardings = state_shardings(state, mesh)
+    return Teacher(graphdef, _with_shardings(state, shardings), section.weight, section.temperature)
 
 
 def load_teacher(program: Program, source: ModelSource) -> nnx.State:
@@ -170,17 +154,14 @@ def load_teacher(program: Program, source: ModelSource) -> nnx.State:
     Raises:
       InputError: if the source is incomplete, or its weights are not finite.
     """
-    assert program.teacher is not None
-    return nnx.state(load_model(source, mesh=program.mesh, finite=True))
+    with jax.set_mesh(program.mesh):
+        return nnx.state(load_model(source, mesh=program.mesh, finite=True))
 
 
 def metrics_of(recipe: Recipe, program: Program, change: Callable[[Decoder], None]) -> Callable[..., StepMetrics]:
     """Returns a jitted function: the metrics of a program's step with a changed model; no update, no donation.
 
-    Args:
-      recipe: of the program.
-      program: is not modified.
-      change: changes the model that it is given, but no parameter. A teacher stays as it is.
+    `change` changes the model that it is given, but no parameter. A teacher stays as it is.
     """
     model = nnx.clone(program.model)
     change(model)
@@ -196,9 +177,6 @@ def _make_step(
     optimizer: optax.GradientTransformation,
     teacher: Teacher | None,
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
-    teaching, section = None, recipe.distill
-    if section is not None and teacher is not None:
-        teaching = Teaching(teacher.graphdef, section.weight, section.temperature)
     return make_step(
         graphdef,
         config,
@@ -207,7 +185,7 @@ def _make_step(
         seed=recipe.seed,
         accumulation=recipe.train.accumulation,
         ema_decay=None if recipe.ema is None else recipe.ema.decay,
-        teaching=teaching,
+        teacher=teacher,
     )
 
 

@@ -48,22 +48,17 @@ def to_table(config: Any) -> dict[str, Any]:
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Maps every key path of a dataclass (`train.steps`) to its value; arrays are values."""
+    """Maps every key path of a dataclass (`train.steps`) to its value, as JSON has it: arrays of tables are lists."""
     flat = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
             flat |= flatten(value, f"{prefix}{field.name}.")
+        elif isinstance(value, tuple):
+            flat[prefix + field.name] = [flatten(item) if dataclasses.is_dataclass(item) else item for item in value]
         else:
             flat[prefix + field.name] = value
     return flat
-
-
-def plain(value: Any) -> Any:
-    """Returns a value of `flatten` without dataclasses, as JSON has it: arrays of tables become lists of dicts."""
-    if isinstance(value, tuple):
-        return [flatten(item) if dataclasses.is_dataclass(item) else item for item in value]
-    return value
 
 
 def _value(text: str) -> Any:

@@ -36,10 +36,10 @@ from moe_jax.training.run_directory import (
     changed_keys,
     check_saved,
     files_of_run,
-    folder_of,
+    saved_steps,
     split_step,
     with_horizon,
-    write_beginning,
+    write_run,
 )
 
 _STATE = "state"
@@ -52,11 +52,7 @@ _METADATA_OF_ARRAYS = f"{_STATE}/array_metadatas"
 
 
 def copy_checkpoint(source: Path, target: Path) -> None:
-    """Copies the folder of a checkpoint.
-
-    Args:
-      source: the folder of a complete checkpoint.
-      target: where the copy is made; nothing exists there.
+    """Copies the folder of a complete checkpoint to a place where nothing is.
 
     Raises:
       InputError: if something of the checkpoint is missing.
@@ -169,10 +165,6 @@ def _itemsize(array: dict[str, Any]) -> int:
     return max(1, int(bits or 8) // 8)
 
 
-# If one of these differs, the optimizer's state in the checkpoint is useless.
-_KINDS_OF_MOMENTS = ("optimizer.kind", "optimizer.moments")
-
-
 class Origin(NamedTuple):
     """The checkpoint that a run begins with.
 
@@ -221,29 +213,11 @@ def check_restarted(run_dir: Path, record: RunRecord | None, saved: Path, *, ski
 
 
 def restart_record(origin: Origin, recipe: Recipe, record: RunRecord, *, skip_batches: int) -> RunRecord:
-    """Returns the record of a run that begins with a checkpoint.
-
-    Args:
-      origin: the checkpoint.
-      recipe: as resolved.
-      record: the inputs of the run.
-      skip_batches: number of batches that will be left out.
-    """
+    """Returns the record of a run with these inputs that begins with a checkpoint, without so many batches after it."""
     changed = {key: list(pair) for key, pair in changed_keys(origin.recipe, recipe).items()}
     place = str(origin.run_dir.resolve())
     restart = Restart(run=place, step=origin.step, skipped_batches=skip_batches, changed=changed)
     return dataclasses.replace(record, restarts=(*origin.record.restarts, restart))
-
-
-def keeps_moments(restart: Restart) -> bool:
-    """Whether the optimizer goes on from the state in the checkpoint, and does not begin anew."""
-    return not any(key in restart.changed for key in _KINDS_OF_MOMENTS)
-
-
-def keeps_average(restart: Restart) -> bool:
-    """Whether the average of the parameters goes on from that in the checkpoint, if the recipe asks for one."""
-    before, _ = restart.changed.get("ema.decay", (0.0, 0.0))
-    return before is not None
 
 
 def write_restart(origin: Origin, run_dir: Path, recipe: Recipe, record: RunRecord) -> None:
@@ -251,19 +225,13 @@ def write_restart(origin: Origin, run_dir: Path, recipe: Recipe, record: RunReco
 
     In a bucket it counts once its record is there, which is written last.
 
-    Args:
-      origin: the checkpoint.
-      run_dir: where the directory appears.
-      recipe: as resolved.
-      record: what `restart_record` returned.
-
     Raises:
       InputError: if something has appeared at `run_dir`, or the disk has not enough space.
     """
-    saved = folder_of(origin.run_dir, origin.step)
+    saved = saved_steps(origin.run_dir)[origin.step]
     require_space(run_dir, bytes_of_checkpoint(saved))
     with staged_directory(run_dir) as folder:
         # The loop removes the records of later steps.
         (folder / METRICS).write_grown(as_path(origin.run_dir / METRICS).read_grown())
         begin_with(folder / CHECKPOINTS, origin.step, lambda target: copy_checkpoint(saved, target))
-        write_beginning(folder, recipe, record, {file.name: file for file in files_of_run(origin.run_dir)})
+        write_run(folder, recipe, record, {file.name: file for file in files_of_run(origin.run_dir)})

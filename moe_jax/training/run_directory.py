@@ -19,7 +19,7 @@ A run is continued or restarted where certain keys of its recipe, and the conten
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -40,203 +40,15 @@ from moe_jax.models import ModelConfig, config_to_json
 from moe_jax.training import recipe_toml
 from moe_jax.training.recipe import Recipe, load_recipe
 
-# Keys that may differ between a run and its continuation, because they do not change what a step computes. (Another
-# mesh sums in another order, so the last bits may differ; restoring onto it is a feature.)
-CHANGEABLE = (
-    "train.steps", "checkpoint.", "log.", "eval", "mesh.", "data.prefetch", "ema.evaluate", "ema.export",
-)  # fmt: skip
-# Paths may differ too: `RunRecord` compares the contents of the files.
-_PLACES = (
-    "run_dir", "model.path", "model.base", "model.config", "data.tokenizer", "data.chat_template", "distill.teacher",
-)  # fmt: skip
-
-# Keys that a restart may also change.
-_RESTARTABLE = ("optimizer.", "schedule.", "ema.")
-
-RECORD = "run.json"
-_FORMAT = "moe_jax.run"
-_VERSION = 1
-
-
-def with_horizon(recipe: Recipe, before: Recipe | None = None) -> Recipe:
-    """Returns the recipe with `schedule.steps` filled in: as given, from the continued run, or from `train.steps`."""
-    steps = recipe.schedule.steps
-    if steps is None:
-        begun = before or recipe
-        steps = begun.schedule.steps or begun.train.steps
-    return dataclasses.replace(recipe, schedule=dataclasses.replace(recipe.schedule, steps=steps))
-
-
-def changed_keys(before: Recipe, now: Recipe) -> dict[str, tuple[Any, Any]]:
-    """Returns the keys that change what a step computes and differ, with their values before and now."""
-    old, new = _comparable(before), _comparable(now)
-    return {
-        key: (old.get(key), new.get(key))
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and not key.startswith(CHANGEABLE)
-    }
-
-
-def check_continues(before: Recipe, now: Recipe) -> None:
-    """Raises `InputError` if `now` differs from the run it continues in keys that must not change; names them."""
-    changed = changed_keys(before, now)
-    if changed:
-        restartable = all(key.startswith(_RESTARTABLE) for key in changed)
-        instead = "begin a new run with --restart" if restartable else "choose another run_dir"
-        raise InputError(
-            f"cannot continue {now.run_dir} with a changed recipe: {_in_words(changed)}; undo the change, or {instead}"
-        )
-
-
-def check_restarts(before: Recipe, now: Recipe) -> None:
-    """Raises `InputError` if `now` differs from the run it restarts in keys other than the optimizer's."""
-    changed = {key: pair for key, pair in changed_keys(before, now).items() if not key.startswith(_RESTARTABLE)}
-    if changed:
-        raise InputError(
-            f"cannot restart with a changed recipe: {_in_words(changed)}; a restart may change optimizer, schedule and "
-            "ema"
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Restart:
-    """The record that a run began with a checkpoint of another run.
-
-    Attributes:
-      run: path of the other run.
-      step: of the checkpoint.
-      skipped_batches: number of batches that were left out after it.
-      changed: key of the recipe -> value before and after.
-    """
-
-    run: str
-    step: int
-    skipped_batches: int
-    changed: Mapping[str, Any]
-
-    def __post_init__(self) -> None:
-        at_least(self, 0, "step", "skipped_batches")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunRecord:
-    """The inputs of a run, identified by content.
-
-    Attributes:
-      source: the model that the recipe names; None if it names only a config.
-      config: of the model, from `config_to_json`.
-      tokenizer: a SHA-256 of the tokenizer.
-      data: SHA-256s of the files of every source, sampled as in `fingerprint`.
-      restarts: the last one is this run's, the others are those of the run that it began with.
-      teacher: the model whose logits are distilled; None: there is none.
-    """
-
-    source: ModelReference | None
-    config: Mapping[str, Any]
-    tokenizer: str
-    data: tuple[str, ...]
-    restarts: tuple[Restart, ...] = ()
-    teacher: ModelReference | None = None
-
-
-def make_record(
-    recipe: Recipe,
-    config: ModelConfig,
-    source: ModelSource | None,
-    tokenizer: Path,
-    teacher: ModelSource | None = None,
-) -> RunRecord:
-    """Makes the record of a run that begins now. Reads samples of all files."""
-    run_dir = as_path(recipe.run_dir)
-    return RunRecord(
-        source=None if source is None else ModelReference.to(source, run_dir),
-        config=json.loads(json.dumps(config_to_json(config))),
-        tokenizer=tokenizer_identity(tokenizer, recipe.data.chat_template),
-        data=tuple(fingerprint_contents(find_files(section.path)) for section in recipe.data.sources),
-        teacher=None if teacher is None else ModelReference.to(teacher, run_dir),
-    )
-
-
-def described_recipe(recipe: Recipe) -> dict[str, Any]:
-    """Returns the keys and values that all processes of a run must share: not where each finds its files."""
-    return _comparable(recipe)
-
-
-def described_record(record: RunRecord) -> dict[str, Any]:
-    """Returns the identities of a run's inputs, which all processes of a run must share."""
-    described: dict[str, Any] = {f"the content of data.sources[{i}]": sha for i, sha in enumerate(record.data)}
-    described |= {"the tokenizer": record.tokenizer, "the model's config": record.config}
-    return described | {"the model": _identity(record.source), "the teacher": _identity(record.teacher)}
-
-
-def check_same(before: RunRecord, now: RunRecord, recipe: Recipe) -> None:
-    """Raises `InputError` unless a run continues with the same model, tokenizer and data; names what changed."""
-    problems = []
-    if _identity(before.source) != _identity(now.source):
-        problems.append(f"{recipe.model.path or recipe.model.config} is not the model that it was begun with")
-    elif before.config != now.config:
-        problems.append(f"{recipe.model.path or recipe.model.config} describes another model than at its beginning")
-    if recipe.distill is not None and _identity(before.teacher) != _identity(now.teacher):
-        problems.append(f"{recipe.distill.teacher} is not the teacher that it was begun with")
-    if before.tokenizer != now.tokenizer:
-        problems.append(f"{recipe.data.tokenizer or 'the tokenizer of the model'} is not the tokenizer that it had")
-    problems += [
-        f"{section.path} holds other data than at its beginning"
-        for section, old, new in zip(recipe.data.sources, before.data, now.data, strict=False)
-        if old != new
-    ]
-    raise_if_any(problems, f"cannot continue {recipe.run_dir}: put back what was there, or choose another run_dir")
-
-
-def read_record(run_dir: Path) -> RunRecord | None:
-    """Reads the record in a run directory; None if the run was not begun.
-
-    Raises:
-      InputError: if it cannot be read.
-    """
-    file = as_path(run_dir) / RECORD
-    if not file.is_file():
-        return None
-    fields = without_format(read_json_object(file, allow=("nonfinite",)), _FORMAT, _VERSION, where=str(file))
-    return parse(RunRecord, fields, where=str(file), language="JSON")
-
-
-def write_record(run_dir: Path, record: RunRecord) -> None:
-    """Writes the record into a run directory."""
-    content = {"format": _FORMAT, "version": _VERSION, **dataclasses.asdict(record)}
-    as_path(as_path(run_dir) / RECORD).replace_content(json.dumps(content, indent=2).encode())
-
-
-def _in_words(changed: Mapping[str, tuple[Any, Any]]) -> str:
-    return ", ".join(f"{key} (was {shown(old)}, is {shown(new)})" for key, (old, new) in changed.items())
-
-
-def _comparable(recipe: Recipe) -> dict[str, Any]:
-    """Returns keys and values without paths, but with the formats of sources, which follow from the paths."""
-    flat = {key: recipe_toml.plain(value) for key, value in recipe_toml.flatten(recipe).items() if key not in _PLACES}
-    return flat | {"data.sources": _described(recipe)}
-
-
-def _described(recipe: Recipe) -> Sequence[dict[str, Any]]:
-    sources = recipe.data.sources
-    return [
-        {"format": source.form, "weight": source.weight, "separator": source.separator}
-        | ({"fields": dataclasses.asdict(source.fields)} if source.fields else {})
-        | ({"chat": True} if source.chat else {})
-        for source in sources
-    ]
-
-
-def _identity(reference: ModelReference | None) -> str | None:
-    return None if reference is None else reference.fingerprint
-
-
 RECIPE = "recipe.toml"
+RECORD = "run.json"
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
 _TOKENIZER = "tokenizer"
 _HOLDER = ".lock"
+_FORMAT = "moe_jax.run"
+_VERSION = 1
 
 
 class RunLock:
@@ -295,14 +107,9 @@ def split_step(path: Path) -> tuple[Path, int] | None:
     return as_path(path).with_name(match[1]), int(match[2])
 
 
-def saved_steps(run_dir: Path) -> list[int]:
-    """Returns the steps of the checkpoints of a run, ascending."""
-    return list(read_steps(as_path(run_dir) / CHECKPOINTS))
-
-
-def folder_of(run_dir: Path, step: int) -> Path:
-    """Returns the folder of a checkpoint of a run."""
-    return read_steps(as_path(run_dir) / CHECKPOINTS)[step]
+def saved_steps(run_dir: Path) -> dict[int, Path]:
+    """Returns the folders of the checkpoints of a run by step, ascending."""
+    return read_steps(as_path(run_dir) / CHECKPOINTS)
 
 
 def describe_run(path: Path) -> str | None:
@@ -315,12 +122,12 @@ def describe_run(path: Path) -> str | None:
     return f"{path} is a training run and not a model; give {', or '.join(places)}"
 
 
-def check_saved(run_dir: Path, step: int) -> RunRecord:
-    """Returns the record of a run.
+def check_saved(run_dir: Path, step: int) -> "RunRecord":
+    """Returns the record of a run that has a checkpoint of this step.
 
     Raises:
       FileNotFoundError: if there is no run.
-      InputError: if it has no checkpoint of the step, or its record cannot be read.
+      InputError: if it has no such checkpoint, or its record cannot be read.
     """
     record = read_record(run_dir)
     if record is None:
@@ -332,31 +139,215 @@ def check_saved(run_dir: Path, step: int) -> RunRecord:
     return record
 
 
-def update_run(run_dir: Path, recipe: Recipe, record: RunRecord) -> None:
-    """Writes the resolved recipe of a continued run, and the present path of its model."""
-    as_path(run_dir / RECIPE).replace_content(recipe_toml.to_toml(recipe).encode())
-    write_record(run_dir, record)
-
-
-def write_beginning(run_dir: Path, recipe: Recipe, record: RunRecord, files: Mapping[str, Path]) -> None:
-    """Writes everything that a run directory holds before the first step, the record last.
+def write_run(run_dir: Path, recipe: Recipe, record: "RunRecord", files: Mapping[str, Path] | None = None) -> None:
+    """Writes the recipe of a run as resolved, its files, and last its record.
 
     Args:
       run_dir: the directory; files of a beginning that was interrupted are replaced.
-      recipe: as resolved.
-      record: the inputs of the run.
-      files: files that go with the model, by name.
+      recipe, record: of the run.
+      files: files that go with the model, by name; None: the run is continued, and has them.
     """
     as_path(run_dir / RECIPE).replace_content(recipe_toml.to_toml(recipe).encode())
-    folder = as_path(run_dir / _TOKENIZER)
-    folder.remove_tree()
-    folder.mkdir()
-    list_tokenizer_files(folder, files)
-    for name, file in files.items():
-        (folder / name).write_durably(read_tokenizer_file(file))
+    if files is not None:
+        folder = as_path(run_dir / _TOKENIZER)
+        folder.remove_tree()
+        folder.mkdir()
+        list_tokenizer_files(folder, files)
+        for name, file in files.items():
+            (folder / name).write_durably(read_tokenizer_file(file))
     write_record(run_dir, record)
 
 
 def files_of_run(run_dir: Path) -> tuple[Path, ...]:
     """Returns the files that go with the model of a run: its tokenizer's, and others."""
     return tokenizer_files_in(run_dir / _TOKENIZER)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Restart:
+    """The record that a run began with a checkpoint of another run.
+
+    Attributes:
+      run: path of the other run.
+      step: of the checkpoint.
+      skipped_batches: number of batches that were left out after it.
+      changed: key of the recipe -> value before and after.
+    """
+
+    run: str
+    step: int
+    skipped_batches: int
+    changed: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        at_least(self, 0, "step", "skipped_batches")
+
+    @property
+    def keeps_moments(self) -> bool:
+        """Whether the optimizer goes on from the state in the checkpoint, and does not begin anew."""
+        return not any(key in self.changed for key in _KINDS_OF_MOMENTS)
+
+    @property
+    def keeps_average(self) -> bool:
+        """Whether the average of the parameters goes on from that in the checkpoint, if the recipe asks for one."""
+        before, _ = self.changed.get("ema.decay", (0.0, 0.0))
+        return before is not None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """The inputs of a run, identified by content.
+
+    Attributes:
+      source: the model that the recipe names; None if it names only a config.
+      config: of the model, from `config_to_json`.
+      tokenizer: a SHA-256 of the tokenizer.
+      data: SHA-256s of the files of every source, sampled as in `fingerprint`.
+      restarts: the last one is this run's, the others are those of the run that it began with.
+      teacher: the model whose logits are distilled; None: there is none.
+    """
+
+    source: ModelReference | None
+    config: Mapping[str, Any]
+    tokenizer: str
+    data: tuple[str, ...]
+    restarts: tuple[Restart, ...] = ()
+    teacher: ModelReference | None = None
+
+
+def make_record(
+    recipe: Recipe,
+    config: ModelConfig,
+    source: ModelSource | None,
+    tokenizer: Path,
+    teacher: ModelSource | None = None,
+) -> RunRecord:
+    """Makes the record of a run that begins now. Reads samples of all files."""
+    run_dir = as_path(recipe.run_dir)
+    return RunRecord(
+        source=None if source is None else ModelReference.to(source, run_dir),
+        config=json.loads(json.dumps(config_to_json(config))),
+        tokenizer=tokenizer_identity(tokenizer, recipe.data.chat_template),
+        data=tuple(fingerprint_contents(find_files(section.path)) for section in recipe.data.sources),
+        teacher=None if teacher is None else ModelReference.to(teacher, run_dir),
+    )
+
+
+def read_record(run_dir: Path) -> RunRecord | None:
+    """Reads the record in a run directory; None if the run was not begun. Raises `InputError` if it is damaged."""
+    file = as_path(run_dir) / RECORD
+    if not file.is_file():
+        return None
+    fields = without_format(read_json_object(file, allow=("nonfinite",)), _FORMAT, _VERSION, where=str(file))
+    return parse(RunRecord, fields, where=str(file), language="JSON")
+
+
+def write_record(run_dir: Path, record: RunRecord) -> None:
+    """Writes the record into a run directory."""
+    content = {"format": _FORMAT, "version": _VERSION, **dataclasses.asdict(record)}
+    as_path(as_path(run_dir) / RECORD).replace_content(json.dumps(content, indent=2).encode())
+
+
+# Keys that may differ between a run and its continuation, because they do not change what a step computes. (Another
+# mesh sums in another order, so the last bits may differ; restoring onto it is a feature.)
+CHANGEABLE = (
+    "train.steps", "checkpoint.", "log.", "eval", "mesh.", "data.prefetch", "ema.evaluate", "ema.export",
+)  # fmt: skip
+# Paths may differ too: `RunRecord` compares the contents of the files.
+_PLACES = (
+    "run_dir", "model.path", "model.base", "model.config", "data.tokenizer", "data.chat_template", "distill.teacher",
+)  # fmt: skip
+
+# Keys that a restart may also change.
+_RESTARTABLE = ("optimizer.", "schedule.", "ema.")
+# If one of these differs, the optimizer's state in a checkpoint is useless.
+_KINDS_OF_MOMENTS = ("optimizer.kind", "optimizer.moments")
+
+
+def with_horizon(recipe: Recipe, before: Recipe | None = None) -> Recipe:
+    """Returns the recipe with `schedule.steps` filled in: as given, from the continued run, or from `train.steps`."""
+    steps = recipe.schedule.steps
+    if steps is None:
+        begun = before or recipe
+        steps = begun.schedule.steps or begun.train.steps
+    return dataclasses.replace(recipe, schedule=dataclasses.replace(recipe.schedule, steps=steps))
+
+
+def changed_keys(before: Recipe, now: Recipe) -> dict[str, tuple[Any, Any]]:
+    """Returns the keys that change what a step computes and differ, with their values before and now."""
+    old, new = comparable(before), comparable(now)
+    return {
+        key: (old.get(key), new.get(key))
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and not key.startswith(CHANGEABLE)
+    }
+
+
+def check_continues(before: Recipe, now: Recipe) -> None:
+    """Raises `InputError` if `now` differs from the run it continues in keys that must not change; names them."""
+    changed = changed_keys(before, now)
+    if changed:
+        restartable = all(key.startswith(_RESTARTABLE) for key in changed)
+        instead = "begin a new run with --restart" if restartable else "choose another run_dir"
+        raise InputError(
+            f"cannot continue {now.run_dir} with a changed recipe: {_in_words(changed)}; undo the change, or {instead}"
+        )
+
+
+def check_restarts(before: Recipe, now: Recipe) -> None:
+    """Raises `InputError` if `now` differs from the run it restarts in keys other than the optimizer's."""
+    changed = {key: pair for key, pair in changed_keys(before, now).items() if not key.startswith(_RESTARTABLE)}
+    if changed:
+        raise InputError(
+            f"cannot restart with a changed recipe: {_in_words(changed)}; a restart may change optimizer, schedule and "
+            "ema"
+        )
+
+
+def comparable(recipe: Recipe) -> dict[str, Any]:
+    """Returns keys and values without paths, but with the formats of sources, which follow from the paths.
+
+    All processes of a run must share them.
+    """
+    sources = [
+        {"format": source.form, "weight": source.weight, "separator": source.separator}
+        | ({"fields": dataclasses.asdict(source.fields)} if source.fields else {})
+        | ({"chat": True} if source.chat else {})
+        for source in recipe.data.sources
+    ]
+    flat = {key: value for key, value in recipe_toml.flatten(recipe).items() if key not in _PLACES}
+    return flat | {"data.sources": sources}
+
+
+def _in_words(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    return ", ".join(f"{key} (was {shown(old)}, is {shown(new)})" for key, (old, new) in changed.items())
+
+
+def described_record(record: RunRecord) -> dict[str, Any]:
+    """Returns the identities of a run's inputs, which all processes of a run must share."""
+    described: dict[str, Any] = {f"the content of data.sources[{i}]": sha for i, sha in enumerate(record.data)}
+    described |= {"the tokenizer": record.tokenizer, "the model's config": record.config}
+    return described | {"the model": _identity(record.source), "the teacher": _identity(record.teacher)}
+
+
+def check_same(before: RunRecord, now: RunRecord, recipe: Recipe) -> None:
+    """Raises `InputError` unless a run continues with the same model, tokenizer and data; names what changed."""
+    problems = []
+    if _identity(before.source) != _identity(now.source):
+        problems.append(f"{recipe.model.path or recipe.model.config} is not the model that it was begun with")
+    elif before.config != now.config:
+        problems.append(f"{recipe.model.path or recipe.model.config} describes another model than at its beginning")
+    if recipe.distill is not None and _identity(before.teacher) != _identity(now.teacher):
+        problems.append(f"{recipe.distill.teacher} is not the teacher that it was begun with")
+    if before.tokenizer != now.tokenizer:
+        problems.append(f"{recipe.data.tokenizer or 'the tokenizer of the model'} is not the tokenizer that it had")
+    problems += [
+        f"{section.path} holds other data than at its beginning"
+        for section, old, new in zip(recipe.data.sources, before.data, now.data, strict=False)
+        if old != new
+    ]
+    raise_if_any(problems, f"cannot continue {recipe.run_dir}: put back what was there, or choose another run_dir")
+
+
+def _identity(reference: ModelReference | None) -> str | None:
+    return None if reference is None else reference.fingerprint

@@ -39,16 +39,12 @@ from moe_jax.training.run_directory import (
     RunRecord,
     check_saved,
     files_of_run,
-    folder_of,
+    saved_steps,
 )
 
 
 def saved_config(run_dir: Path, step: int) -> ModelConfig:
-    """Returns the config of the model of a checkpoint.
-
-    Raises:
-      FileNotFoundError, InputError: see `check_saved`.
-    """
+    """Returns the config of the model of a checkpoint; raises as `check_saved`."""
     record, recipe = check_saved(run_dir, step), load_recipe(run_dir / RECIPE)
     return trained_config(_config_of(record, run_dir), recipe)
 
@@ -57,12 +53,7 @@ class SavedModel:
     """The model of a checkpoint, a `ModelSource`: the model that the run would leave if it ended at that step."""
 
     def __init__(self, run_dir: Path, step: int, source: ModelSource | None):
-        """Opens the checkpoint; the weights stay on disk.
-
-        Args:
-          run_dir: of the run.
-          step: of the checkpoint.
-          source: the model that the run was begun with; None if it was begun with a config alone.
+        """Opens the checkpoint; `source` is the model that the run was begun with, None if it was a config alone.
 
         Raises:
           FileNotFoundError: if there is no run.
@@ -77,7 +68,7 @@ class SavedModel:
         self._restarts = record.restarts
         self.path = run_dir.with_name(f"{run_dir.name}@{step}")
         self._run_dir, self._step, self._source = run_dir, step, source
-        self._state = SavedState(folder_of(run_dir, step))
+        self._state = SavedState(saved_steps(run_dir)[step])
 
     @property
     def tokenizer_files(self) -> tuple[Path, ...]:
@@ -106,7 +97,9 @@ class SavedModel:
         """
         if path in self._trained:
             name, index = self._trained[path]
-            leaf = self._state.read(self._exported_name(name), index)
+            ema = self._recipe.ema
+            exported = name if ema is None or not ema.export else f"ema.{name.removeprefix('params.')}"
+            leaf = self._state.read(exported, index)
         else:
             leaf = self._frozen.read(path)
         return cast(path, cast(path, leaf, self._training_dtypes[path]), self._specs[path].dtype)
@@ -117,7 +110,7 @@ class SavedModel:
         return spec.size * spec.dtype.itemsize
 
     def fingerprint(self) -> str:
-        """Returns a SHA-256 of config and weights, equal to that of a model directory with the same content."""
+        """Returns a SHA-256 of config and weights, as of a model directory with the same content."""
         leaves = fingerprint_leaves(self._specs, lambda path: sample_array(self.read(path)))
         return fingerprint_model(self.config, leaves)
 
@@ -136,7 +129,7 @@ class SavedModel:
         for path, leaf in _parameters(model).items():
             if path not in trainable:
                 continue
-            leaves, name = disk_paths(self.config, path), saved_name(path)
+            leaves, name = disk_paths(self.config, path), _saved_name(path)
             if self._state.spec(name).shape != leaf.shape:
                 raise InputError(
                     f"{name} of {self.path} has shape {self._state.spec(name).shape}, its config says {leaf.shape}"
@@ -144,11 +137,6 @@ class SavedModel:
             stacked = len(leaf.shape) > len(specs[leaves[0]].shape)
             found |= {disk: (name, index if stacked else None) for index, disk in enumerate(leaves)}
         return found
-
-    def _exported_name(self, name: str) -> str:
-        """Returns the name in the checkpoint of the array that the run would write: the parameter, or its average."""
-        ema = self._recipe.ema
-        return name if ema is None or not ema.export else f"ema.{name.removeprefix('params.')}"
 
     @cached_property
     def _frozen(self) -> ModelSource | DecoderLeaves:
@@ -162,32 +150,27 @@ class SavedModel:
     def _training_dtypes(self) -> dict[str, jnp.dtype]:
         """Dtype in training of every leaf, by path."""
         frozen_dtype, dtypes = self._recipe.model.frozen_dtype, {}
+        before = leaf_specs(self._config_at_first) if self._begun_with is None else self._begun_with.specs()
         for path in _parameters(abstract_model(self.config)):
             leaves = disk_paths(self.config, path)
             if leaves[0] in self._trained:
-                dtype = self._state.spec(saved_name(path)).dtype
+                dtype = self._state.spec(_saved_name(path)).dtype
             else:
                 # Layers that are stacked in memory have the widest of their dtypes.
-                dtype = jnp.result_type(*(self._frozen_specs[leaf].dtype for leaf in leaves))
+                dtype = jnp.result_type(*(before[leaf].dtype for leaf in leaves))
                 if frozen_dtype and may_be_cast(leaves[0], dtype):
                     dtype = jnp.dtype(frozen_dtype)
             dtypes |= dict.fromkeys(leaves, dtype)
         return dtypes
 
-    @property
-    def _frozen_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The leaves before training, as stored or drawn."""
-        return leaf_specs(self._config_at_first) if self._begun_with is None else self._begun_with.specs()
-
     @cached_property
     def _specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         stored = None if self._begun_with is None else self._begun_with.specs()
-        return {
-            path: jax.ShapeDtypeStruct(
-                spec.shape, output_dtype(path, self._training_dtypes[path], self._recipe, stored)
-            )
-            for path, spec in leaf_specs(self.config).items()
+        dtypes = {
+            path: output_dtype(path, dtype, self._recipe, stored) for path, dtype in self._training_dtypes.items()
         }
+        specs = leaf_specs(self.config)
+        return {path: jax.ShapeDtypeStruct(spec.shape, dtypes[path]) for path, spec in specs.items()}
 
 
 class SavedAdapters(SavedModel, OverBase):
@@ -201,21 +184,18 @@ class SavedAdapters(SavedModel, OverBase):
 
 
 def open_saved(run_dir: Path, step: int, source: ModelSource | None) -> SavedModel:
-    """Opens a checkpoint; see `SavedModel`."""
+    """Opens a checkpoint as a `SavedModel`, or as `SavedAdapters`."""
     saved = SavedModel(run_dir, step, source)
     return saved if saved.base is None else SavedAdapters(run_dir, step, source)
 
 
-def saved_name(path: str) -> str:
+def _saved_name(path: str) -> str:
     """Returns the name in checkpoints of the parameter at a path in memory."""
     return f"params.{path.replace('/', '.')}.value"
 
 
 def is_saved_by_layer(name: str) -> bool:
-    """Whether a leaf of a checkpoint is a parameter of several stacked layers, or its average.
-
-    The layers of such a leaf are saved separately.
-    """
+    """Whether a leaf of a checkpoint is a parameter of stacked layers, or its average: these are saved separately."""
     return name.startswith(
         tuple(f"{what}.{stack}.segments." for what in ("params", "ema") for stack in ("stack", "encoder"))
     )
@@ -246,13 +226,11 @@ def write_model(
     leaves that the first one held, and all others that were trained.
 
     Args:
-      model: with the trained parameters.
+      model: with the trained parameters, whose paths in memory are `trainable`.
       recipe: of the run.
       source: the model that training started from; its lineage is continued.
       files: files that go with the model, copied.
-      measured: measurements for the lineage.
-      trainable: paths in memory of the trained parameters.
-      restarts: of the run, for the lineage.
+      measured, restarts: of the run, for the lineage.
 
     Raises:
       InputError: if parameters are not finite, or too large for the recipe's `output_dtype`.
@@ -287,7 +265,7 @@ def lineage_of(
     recipe: Recipe, source: ModelSource | None, measured: Mapping[str, Any], restarts: Sequence[Restart]
 ) -> list[dict[str, Any]]:
     """Returns the lineage of a trained model; see `write_model`."""
-    options = {key: recipe_toml.plain(value) for key, value in recipe_toml.flatten(recipe).items() if value is not None}
+    options = {key: value for key, value in recipe_toml.flatten(recipe).items() if value is not None}
     if restarts:
         options["restarts"] = [dataclasses.asdict(restart) for restart in restarts]
     if source is None or recipe.model.init != "checkpoint":
@@ -304,13 +282,9 @@ def trained_config(config: ModelConfig, recipe: Recipe) -> ModelConfig:
 def output_dtype(
     path: str, held: jnp.dtype, recipe: Recipe, stored: Mapping[str, jax.ShapeDtypeStruct] | None
 ) -> jnp.dtype:
-    """Returns the dtype in which the trained model has a leaf.
+    """Returns the dtype in which the trained model has a leaf, whose dtype in training is `held`.
 
-    Args:
-      path: of the leaf.
-      held: its dtype in training.
-      recipe: of the run.
-      stored: the leaves of the model that training started from; None: it started from new weights.
+    `stored` are the leaves of the model that training started from; None: it started from new weights.
     """
     if not may_be_cast(path, held):
         return held

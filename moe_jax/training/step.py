@@ -1,7 +1,7 @@
 """One training step as a pure function of (state, frozen parameters, batch)."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,6 @@ from moe_jax.functional.keys import round_stochastically
 from moe_jax.models import ModelConfig
 from moe_jax.nn import auxiliary_loss
 from moe_jax.nn.moe import StackedStats
-from moe_jax.training.optimizer import first_average, next_average
 
 
 def sum_of_gradients(
@@ -30,12 +29,8 @@ def sum_of_gradients(
     instead. Where all are, the gradients of a microbatch exist as a whole, in half as many bytes.
 
     Args:
-      loss: `(params, microbatch) -> (loss, anything else)`.
-      params: the loss is differentiated with respect to them.
-      microbatches: a tree of arrays [number, ...].
-
-    Returns:
-      The sum, like `params`, and the second results, with a leading axis [number].
+      loss: `(params, microbatch) -> (loss, anything else)`, differentiated with respect to `params`.
+      microbatches: a tree of arrays [number, ...], as the second results are.
     """
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
     if any(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params)):
@@ -109,23 +104,27 @@ class StepMetrics(NamedTuple):
     distillation: Float[Array, ""] | None = None
 
 
-class Teaching(NamedTuple):
-    """A teacher whose logits are distilled, without its parameters.
+class Teacher(NamedTuple):
+    """A frozen model whose logits are distilled.
 
     Attributes:
-      graphdef: of the teacher; its parameters are an argument of the step.
+      graphdef: of the teacher.
+      state: its abstract parameters, with shardings; the real ones are an argument of the step. Dtypes are the
+        config's; a checkpoint's may differ.
       weight: of the divergence from it in the loss, in (0, 1].
       temperature: of the logits.
     """
 
     graphdef: nnx.GraphDef
+    state: nnx.State
     weight: float
     temperature: float
 
 
 def init_state(params: nnx.State, optimizer: optax.GradientTransformation, *, ema: bool = False) -> TrainState:
     """Returns the state before the first step; with `ema`, an average is kept."""
-    average = first_average(params) if ema else None
+    # A copy, even where a parameter is float32 already: both are donated to the step.
+    average = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), params) if ema else None
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), average)
 
 
@@ -138,9 +137,9 @@ def make_step(
     seed: int = 0,
     accumulation: int = 1,
     ema_decay: float | None = None,
-    teaching: Teaching | None = None,
+    teacher: Teacher | None = None,
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
-    """Makes the step; jit it with the state donated.
+    """Makes the step `(state, frozen, batch) -> (state, metrics)`; jit it with the state donated.
 
     The loss is the mean over all scored tokens of the batch, whatever the number of microbatches it is computed
     in, plus the auxiliary losses (their mean over the microbatches). Gradients are added up in float32.
@@ -156,13 +155,12 @@ def make_step(
       seed: of everything random in a step (the noise of routers).
       accumulation: number of microbatches, a divisor of B.
       ema_decay: of the average, if the state has one.
-      teaching: a teacher; its parameters are then a fourth argument of the step, which leaves them as they are.
+      teacher: its parameters are then a fourth argument of the step, which leaves them as they are.
     """
-
-    loss_of = make_loss(graphdef, config, accumulation=accumulation, teaching=teaching)
+    loss_of = make_loss(graphdef, config, accumulation=accumulation, teacher=teacher)
 
     def step(
-        state: TrainState, frozen: nnx.State, batch: Batch, teacher: nnx.State | None = None
+        state: TrainState, frozen: nnx.State, batch: Batch, taught: nnx.State | None = None
     ) -> tuple[TrainState, StepMetrics]:
         scored = jnp.sum(batch["weights"])
         # A batch that consists only of prompts has loss 0 and gradient 0 instead of 0/0.
@@ -171,7 +169,7 @@ def make_step(
 
         def loss_of_micro(params: nnx.State, scanned: tuple[Batch, Array | int]) -> tuple:
             micro, index = scanned
-            return loss_of(params, frozen, micro, divisor, jax.random.fold_in(key, index), teacher)
+            return loss_of(params, frozen, micro, divisor, jax.random.fold_in(key, index), taught)
 
         if accumulation == 1:
             found = jax.grad(loss_of_micro, has_aux=True)(state.params, (batch, 0))
@@ -202,62 +200,56 @@ def make_step(
         average = state.ema
         if average is not None:
             assert ema_decay is not None
-            average = next_average(average, params, state.step + 1, ema_decay)
+            average = _next_average(average, params, state.step + 1, ema_decay)
         return TrainState(state.step + 1, params, opt_state, average), metrics
 
     return step
 
 
 def make_loss(
-    graphdef: nnx.GraphDef, config: ModelConfig, *, accumulation: int = 1, teaching: Teaching | None = None
+    graphdef: nnx.GraphDef, config: ModelConfig, *, accumulation: int = 1, teacher: Teacher | None = None
 ) -> Callable[..., tuple]:
-    """Makes the loss of a microbatch, which a step differentiates by its first argument.
-
-    Args:
-      graphdef, config, accumulation, teaching: see `make_step`.
+    """Makes the loss of a microbatch, which a step differentiates by its first argument; arguments as in `make_step`.
 
     Returns:
-      `(params, frozen, batch, scored, key, teacher) -> (loss, (cross-entropy of the tokens, auxiliary losses, router
-      statistics, divergence from the teacher))`, where `scored` is the weight of all tokens of the batch, and `teacher`
+      `(params, frozen, batch, scored, key, taught) -> (loss, (cross-entropy of the tokens, auxiliary losses, router
+      statistics, divergence from the teacher))`, where `scored` is the weight of all tokens of the batch, and `taught`
       has a teacher's parameters; without one, it and the divergence are None.
     """
 
     def microbatch_loss(
-        params: nnx.State, frozen: nnx.State, batch: Batch, scored: Array, key: Array, teacher: nnx.State | None = None
+        params: nnx.State, frozen: nnx.State, batch: Batch, scored: Array, key: Array, taught: nnx.State | None = None
     ) -> tuple[Array, tuple]:
         model = nnx.merge(graphdef, params, frozen)
         out = run_to_head(model, batch, key)
         # The divisor is part of the weights, so that the gradient is not rounded before it is divided.
-        if teaching is None:
-            loss = model.weighted_loss(out.x, batch["targets"], batch["weights"] / scored)
-            auxiliary = auxiliary_loss(config, out.router) / accumulation
-            return loss + auxiliary, (loss, auxiliary, out.router, None)
-        right = nnx.merge(teaching.graphdef, teacher)
-        losses = model.distilled_loss(
-            out.x,
-            batch["targets"],
-            batch["weights"] / scored,
-            teacher=right,
+        targets, weights = batch["targets"], batch["weights"] / scored
+        if teacher is None:
+            loss = cross_entropy = model.weighted_loss(out.x, targets, weights)
+            divergence = None
+        else:
+            right = nnx.merge(teacher.graphdef, taught)
             # Without a key, as at evaluation, nothing in the teacher is random.
-            teacher_x=run_to_head(right, batch).x,
-            weight=teaching.weight,
-            temperature=teaching.temperature,
-        )
+            right_x = run_to_head(right, batch).x
+            loss, cross_entropy, divergence = model.distilled_loss(
+                out.x,
+                targets,
+                weights,
+                teacher=right,
+                teacher_x=right_x,
+                weight=teacher.weight,
+                temperature=teacher.temperature,
+            )
         auxiliary = auxiliary_loss(config, out.router) / accumulation
-        return losses.total + auxiliary, (losses.cross_entropy, auxiliary, out.router, losses.divergence)
+        return loss + auxiliary, (cross_entropy, auxiliary, out.router, divergence)
 
     return microbatch_loss
 
 
 def updated_params(params: nnx.State, updates: optax.Updates, key: Array) -> nnx.State:
-    """Returns the parameters after an update.
+    """Returns the parameters after an update, float32.
 
     Parameters in bfloat16 are rounded stochastically, as most of their updates are smaller than a step of bfloat16.
-
-    Args:
-      params: of the model.
-      updates: float32.
-      key: of the rounding.
     """
 
     def one(number: int, param: Array, update: Array) -> Array:
@@ -269,6 +261,22 @@ def updated_params(params: nnx.State, updates: optax.Updates, key: Array) -> nnx
     leaves, structure = jax.tree.flatten(params)
     moved = [one(number, *pair) for number, pair in enumerate(zip(leaves, jax.tree.leaves(updates), strict=True))]
     return jax.tree.unflatten(structure, moved)
+
+
+def _next_average(average: nnx.State, params: nnx.State, step: Int[Array, ""], decay: float) -> nnx.State:
+    """Returns the average after `step` steps, of which it keeps the share `decay` of itself in the last.
+
+    Early steps keep less, (1 + step) / (10 + step), so that it does not stay near the first parameters for long.
+    """
+    done = jnp.asarray(step, jnp.float32)
+    new = 1.0 - jnp.minimum(decay, (1.0 + done) / (10.0 + done))
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
+    return cast(nnx.State, optax.incremental_update(cast(Any, params), cast(Any, average), new))
+
+
+def in_dtypes_of(params: nnx.State, average: nnx.State) -> nnx.State:
+    """Returns the average as parameters: in the dtypes of `params`."""
+    return jax.tree.map(lambda like, leaf: leaf.astype(like.dtype), params, average)
 
 
 def step_key(seed: int, step: int | Int[Array, ""]) -> Array:

@@ -18,7 +18,7 @@ from moe_jax.data.pipeline import open_data
 from moe_jax.data.tokenizer import Tokenizer, find_tokenizer
 from moe_jax.distributed.processes import check_equal, describe_devices, first_decides, is_first_process, wait_for_all
 from moe_jax.distributed.sharding import local_rows
-from moe_jax.evaluation.held_out import Evaluator, HeldOut, PairEvaluator, read_held_out, with_lengths
+from moe_jax.evaluation.held_out import Evaluator, read_held_out, with_lengths
 from moe_jax.files.json_toml import parse
 from moe_jax.files.staging import check_writable
 from moe_jax.files.storage_path import as_path
@@ -30,7 +30,6 @@ from moe_jax.peft.trained_table import print_trained
 from moe_jax.training import recipe_toml
 from moe_jax.training.loop import Loop
 from moe_jax.training.metrics import NO_TENSORBOARD, has_tensorboard, import_wandb
-from moe_jax.training.optimizer import in_dtypes_of
 from moe_jax.training.program import (
     Program,
     completed_state,
@@ -45,8 +44,6 @@ from moe_jax.training.restart import (
     Origin,
     check_restarted,
     find_origin,
-    keeps_average,
-    keeps_moments,
     restart_record,
     write_restart,
 )
@@ -60,18 +57,17 @@ from moe_jax.training.run_directory import (
     check_continues,
     check_restarts,
     check_same,
-    described_recipe,
+    comparable,
     described_record,
     files_of_run,
     make_record,
     read_record,
     read_run,
-    update_run,
     with_horizon,
-    write_beginning,
+    write_run,
 )
 from moe_jax.training.saved_model import is_saved_by_layer, trained_config, write_model
-from moe_jax.training.step import TrainState
+from moe_jax.training.step import TrainState, in_dtypes_of
 
 # Published models pad their vocabulary by less; a larger difference means another model's tokenizer.
 _USED_OF_VOCABULARY = 0.5
@@ -92,8 +88,7 @@ def train(
     """Runs a recipe; all outputs go to its run directory.
 
     Args:
-      recipe: the run.
-      config: of the model.
+      recipe, config: of the run.
       source: the model that the recipe names; None if it names only a config, for new weights.
       resume: continue the run in the run directory; without one, a new run starts.
       restart: begin with this checkpoint of another run, `RUN@STEP`; optimizer and schedule may differ from that run's.
@@ -115,7 +110,7 @@ def train(
     if not is_first_process():
         console = rich.console.Console(quiet=True)
     given = {"--resume": resume, "--restart": restart and str(restart), "--skip-batches": skip_batches}
-    check_equal(described_recipe(recipe) | given)
+    check_equal(comparable(recipe) | given)
     devices = describe_devices()
     if devices is not None:
         console.print(devices, highlight=False)
@@ -202,7 +197,11 @@ def _train(
     # Data first: mistakes in it are the most likely, and are found before the model is built and tables are printed.
     mesh = mesh_for(recipe, config)
     tokenizer = path_of_tokenizer(recipe, source)
-    notes = _notes_on_tokenizer(tokenizer, config)
+    notes = []
+    known = Tokenizer(tokenizer, config).num_tokens
+    if known < _USED_OF_VOCABULARY * config.vocab_size:
+        counts = f"{tokenizer} knows {known:,} tokens, the model's vocabulary has {config.vocab_size:,}"
+        notes.append(f"{counts}: is it this model's?")
     if recipe.log.tensorboard and not has_tensorboard():
         notes.append(NO_TENSORBOARD)
     data = open_data(
@@ -214,13 +213,24 @@ def _train(
         rows=local_rows(mesh, recipe.train.batch_size),
         note=notes.append,
     )
-    held_out = _held_out(recipe, config, tokenizer)
+    held_out, evaluator, eval_len = None, None, recipe.data.seq_len
+    if recipe.eval is not None:
+        eval_len = recipe.eval.seq_len or eval_len
+        held_out = read_held_out(recipe.eval.source, with_lengths(recipe.data, seq_len=eval_len), config, tokenizer)
     program = make_program(recipe, config, teacher=None if teacher is None else teacher.config)
-    _print_trained_parameters(console, program)
-    _print_horizon(console, recipe)
+    print_trained(
+        console, program.config, {leaf for path in program.trainable for leaf in disk_paths(program.config, path)}
+    )
+    schedule = recipe.schedule
+    if schedule.kind != "constant" and schedule.steps is not None and schedule.steps < recipe.train.steps:
+        console.print(
+            f"the learning rate does not change after step {schedule.steps} (schedule.steps)", highlight=False
+        )
     for note in notes:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
-    evaluator = _evaluator(recipe, program, held_out)
+    if recipe.eval is not None and held_out is not None:
+        on_mesh = {"batch_size": recipe.eval.batch_size, "mesh": program.mesh}
+        evaluator = Evaluator(program.graphdef, held_out, seq_len=eval_len, **on_mesh)
     record = make_record(recipe, config, source, tokenizer, teacher)
     check_equal(described_record(record))
     if begun is not None and begun.record is not None:
@@ -236,9 +246,9 @@ def _train(
         if begun is None:
             read_run(run_dir, resume=False)  # another process may have begun and ended a run there by now
         if begun is None or begun.record is None:
-            write_beginning(run_dir, recipe, record, _files(recipe, source, tokenizer))
+            write_run(run_dir, recipe, record, _files(recipe, source, tokenizer))
         elif begun.origin is None:
-            update_run(run_dir, recipe, record)
+            write_run(run_dir, recipe, record)
 
     # All processes have checked everything before the first one writes.
     wait_for_all("run directory checked")
@@ -258,12 +268,7 @@ def _train(
             # The first checkpoint of a restarted run belongs to the run before.
             restarted_here = record.restarts[-1] if record.restarts and record.restarts[-1].step == step else None
             state, frozen = _restore(recipe, program, source, data, checkpoints, step, restarted_here, console)
-            if restarted_here is not None:
-                _skip(data, restarted_here, console)
-        taught = None
-        if teacher is not None:
-            with jax.set_mesh(program.mesh):
-                taught = load_teacher(program, teacher)
+        taught = None if teacher is None else load_teacher(program, teacher)
         loop = Loop(
             recipe,
             program,
@@ -291,21 +296,6 @@ def _train(
     return path
 
 
-def _print_trained_parameters(console: rich.console.Console, program: Program) -> None:
-    """Prints the parameters that the program trains; see `print_trained`."""
-    trained = {leaf for path in program.trainable for leaf in disk_paths(program.config, path)}
-    print_trained(console, program.config, trained)
-
-
-def _print_horizon(console: rich.console.Console, recipe: Recipe) -> None:
-    """Prints that the learning rate will stay constant, if a run goes on after its decay."""
-    schedule = recipe.schedule
-    if schedule.kind != "constant" and schedule.steps is not None and schedule.steps < recipe.train.steps:
-        console.print(
-            f"the learning rate does not change after step {schedule.steps} (schedule.steps)", highlight=False
-        )
-
-
 def _restore(
     recipe: Recipe,
     program: Program,
@@ -318,8 +308,8 @@ def _restore(
 ) -> tuple[TrainState, nnx.State]:
     """Restores the state of a checkpoint, and the frozen parameters; sets `data` to the checkpoint's position.
 
-    `restart` is the restart with which the run began, if the checkpoint belongs to the run before; state that the run
-    before did not have begins anew.
+    `restart` is the restart with which the run began, if the checkpoint belongs to the run before: state that the run
+    before did not have begins anew, and the batches that it leaves out are skipped.
     """
     with jax.set_mesh(program.mesh):
         frozen = program.frozen
@@ -327,10 +317,10 @@ def _restore(
             state, extra = checkpoints.restore(step, program.state)
         else:
             wanted = program.state
-            if not keeps_moments(restart):
+            if not restart.keeps_moments:
                 wanted = wanted._replace(opt_state=())
                 console.print("the moments of the optimizer begin anew, at zero", highlight=False)
-            if not keeps_average(restart):
+            if not restart.keeps_average:
                 wanted = wanted._replace(ema=None)
                 if recipe.ema is not None:
                     console.print("the average begins with the parameters of the checkpoint", highlight=False)
@@ -340,15 +330,11 @@ def _restore(
             # Frozen parameters are not in the checkpoints: they are those of the source.
             _, frozen = initial_states(program, recipe, source)
     data.set_state(extra["data"])
-    return state, frozen
-
-
-def _skip(data: grain.DatasetIterator, restart: Restart, console: rich.console.Console) -> None:
-    """Skips the batches that the restart leaves out; called where it begins, also when it begins again."""
-    if restart.skipped_batches:
+    if restart is not None and restart.skipped_batches:
         console.print(f"skipping {restart.skipped_batches} batches", highlight=False)
-    for _ in range(restart.skipped_batches):
-        next(data)
+        for _ in range(restart.skipped_batches):
+            next(data)
+    return state, frozen
 
 
 def path_of_tokenizer(recipe: Recipe, source: ModelSource | None) -> Path:
@@ -365,28 +351,3 @@ def _files(recipe: Recipe, source: ModelSource | None, tokenizer: Path) -> dict[
     own = () if source is None else source.tokenizer_files
     files = {file.name: file for file in own} if recipe.data.tokenizer is None else with_tokenizer(own, tokenizer)
     return files if recipe.data.chat_template is None else files | {CHAT_TEMPLATE: as_path(recipe.data.chat_template)}
-
-
-def _notes_on_tokenizer(path: Path, config: ModelConfig) -> list[str]:
-    """Notes that a tokenizer is probably another model's: vocabularies are padded by little."""
-    known = Tokenizer(path, config).num_tokens
-    if known >= _USED_OF_VOCABULARY * config.vocab_size:
-        return []
-    return [f"{path} knows {known:,} tokens, the model's vocabulary has {config.vocab_size:,}: is it this model's?"]
-
-
-def _held_out(recipe: Recipe, config: ModelConfig, path: Path) -> HeldOut | None:
-    """Returns the data that the model is evaluated on; None: there is none."""
-    if recipe.eval is None:
-        return None
-    data = with_lengths(recipe.data, seq_len=recipe.eval.seq_len or recipe.data.seq_len)
-    return read_held_out(recipe.eval.source, data, config, path)
-
-
-def _evaluator(recipe: Recipe, program: Program, held_out: HeldOut | None) -> Evaluator | PairEvaluator | None:
-    if recipe.eval is None or held_out is None:
-        return None
-    on_devices = {"batch_size": recipe.eval.batch_size, "mesh": program.mesh}
-    if isinstance(held_out, list):
-        return PairEvaluator(program.graphdef, held_out, **on_devices)
-    return Evaluator(program.graphdef, held_out, seq_len=recipe.eval.seq_len or recipe.data.seq_len, **on_devices)

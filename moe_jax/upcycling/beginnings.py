@@ -14,9 +14,9 @@ import tokenizers
 from jaxtyping import Array, Float, Int
 
 from moe_jax.checks.streamed_layers import StreamedModel
+from moe_jax.core.data_sheets import available_memory
 from moe_jax.core.errors import InputError, first_sentence, shown
 from moe_jax.core.formatting import show_bytes
-from moe_jax.core.memory import available_memory
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.files.regular_files import read_regular
 from moe_jax.files.storage_path import as_path

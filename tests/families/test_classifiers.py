@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from rich.console import Console
 from moe_jax.conversion import HuggingFaceDirectory, convert, export  # noqa: E402
 from moe_jax.conversion.hf_config import class_names, read_hf_config, write_hf_config  # noqa: E402
 from moe_jax.core.errors import InputError  # noqa: E402
-from moe_jax.evaluation.classification import ClassScorer  # noqa: E402
+from moe_jax.evaluation.classification import class_scores  # noqa: E402
+from moe_jax.evaluation.held_out import score_rows  # noqa: E402
 from moe_jax.model_io.loading import load_model  # noqa: E402
 from moe_jax.model_io.model_dir import ModelDirectory  # noqa: E402
 from tests.support.tiers import one_in  # noqa: E402
@@ -65,7 +67,8 @@ def test_logits_equal_transformers(model):
     decoder = load_model(source)
     assert source.config.num_classes == expected.shape[1]
     graphdef, state = nnx.split(decoder)
-    found = ClassScorer(graphdef, source.config, TEXTS, batch_size=2)(state)
+    rows = partial(score_rows, graphdef=graphdef, states=(state,), batch_size=2)
+    found = class_scores(rows, source.config, TEXTS)
     np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max(), rtol=0)
 
 

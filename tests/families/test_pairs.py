@@ -7,7 +7,7 @@ import torch
 from flax import nnx
 
 from moe_jax.data.tokenizer import Pair  # noqa: E402
-from moe_jax.evaluation.held_out import PairEvaluator  # noqa: E402
+from moe_jax.evaluation.held_out import Evaluator, score_rows, target_losses  # noqa: E402
 from moe_jax.generation.texts import generate, stream  # noqa: E402
 from moe_jax.model_io.loading import load_model  # noqa: E402
 from tests.families.test_encoder_decoder import NEW_TOKENS, random_model  # noqa: E402
@@ -38,8 +38,9 @@ def test_pairs_are_scored_as_by_transformers(name, tmp_path):
         loss = torch.nn.functional.cross_entropy(logits, torch.tensor(targets), reduction="sum")
         expected.append(loss.item())
     graphdef, state = nnx.split(load_model(source))
-    evaluator = PairEvaluator(graphdef, pairs, batch_size=4)
-    np.testing.assert_allclose(evaluator.losses(state), expected, rtol=1e-4)
+    evaluator = Evaluator(graphdef, pairs, batch_size=4)
+    losses = score_rows(target_losses, pairs, graphdef=graphdef, states=(state,), batch_size=4)
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
     tokens = sum(map(len, TARGETS))
     assert evaluator(state).tokens == tokens
     np.testing.assert_allclose(evaluator(state).nll, sum(expected) / tokens, rtol=1e-4)

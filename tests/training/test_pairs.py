@@ -17,7 +17,7 @@ from moe_jax.data.pipeline import open_data
 from moe_jax.data.sections import DataSection, SourceSection
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.distributed.sharding import make_mesh
-from moe_jax.evaluation.held_out import PairEvaluator, read_held_out
+from moe_jax.evaluation.held_out import Evaluator, read_held_out, score_rows, target_losses
 from moe_jax.models import MoEConfig
 from moe_jax.training.flops import step_flops, train_flops_per_token
 from moe_jax.training.in_memory_training import read_batch
@@ -253,12 +253,13 @@ def test_targets_are_scored_whatever_the_batch_and_the_mesh(tmp_path, tokenizer_
     graphdef, state = nnx.split(draw_model(config, 3))
     state = jax.tree.map(lambda leaf: leaf * 4, state)
     expected = by_definition(nnx.merge(graphdef, state), pairs)
-    found = PairEvaluator(graphdef, pairs, batch_size=2)
-    np.testing.assert_allclose(found.losses(state), expected, rtol=1e-5)
+    found = Evaluator(graphdef, pairs, batch_size=2)
+    given = {"graphdef": graphdef, "states": (state,), "batch_size": 2}
+    np.testing.assert_allclose(score_rows(target_losses, pairs, **given), expected, rtol=1e-5)
     assert found(state).tokens == sum(pair.weights.sum() for pair in pairs)
     assert found(state).nll == pytest.approx(expected.sum() / found(state).tokens, rel=1e-5)
-    spread = PairEvaluator(graphdef, pairs, batch_size=2, mesh=make_mesh({"data": 2, "fsdp": 4}))
-    np.testing.assert_allclose(spread.losses(state), expected, rtol=1e-5)
+    spread = score_rows(target_losses, pairs, **given, mesh=make_mesh({"data": 2, "fsdp": 4}))
+    np.testing.assert_allclose(spread, expected, rtol=1e-5)
 
 
 @long

@@ -11,11 +11,11 @@ import pytest
 from moe_jax.api.open_source import open_source
 from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
-from moe_jax.files import growing
+from moe_jax.files.objects import GrowingObjects
 from moe_jax.files.storage_path import as_path
 from moe_jax.training.metrics import read_metrics
 from moe_jax.training.restart import copy_checkpoint, find_origin, write_restart
-from moe_jax.training.run_directory import folder_of
+from moe_jax.training.run_directory import saved_steps
 from tests.files.remote.kills import killed_at, no_waiting  # noqa: F401
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.environment import COMPILER_FLAGS, ROOT
@@ -204,11 +204,11 @@ def test_a_checkpoint_that_is_not_whole_is_not_copied(bucket, place):
     chunk = next(name for name in bucket.names() if name.startswith("run/checkpoints/2-") and "/c/" in name)
     bucket.store(chunk, None)
     with pytest.raises(InputError, match="is not complete: state/.*/c/.* is missing"):
-        copy_checkpoint(folder_of(RUN, 2), place / "copy")
+        copy_checkpoint(saved_steps(RUN)[2], place / "copy")
 
 
 def test_lines_that_grow(bucket, monkeypatch):
-    monkeypatch.setattr(growing.GrowingObjects, "PART_BYTES", 20)
+    monkeypatch.setattr(GrowingObjects, "PART_BYTES", 20)
     path = as_path("gs://bucket/run/metrics.jsonl")
     lines = [f"{{{i:03}}}\n" for i in range(20)]
     writer = path.growing(lines[:3])
