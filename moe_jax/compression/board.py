@@ -63,12 +63,7 @@ class Board:
         self._progress(self._what, min(len(self._found) + share, len(self._layers)), len(self._layers))
 
     def done(self, layer: int, found: Any) -> None:
-        """Reports that a layer is done: by this process, or before.
-
-        Args:
-          layer: its index.
-          found: its result; JSON-able if the work is shared.
-        """
+        """Reports that a layer is done: by this process, or before. Its result is JSON-able if the work is shared."""
         if self._shows:
             self._hear()
             self._put(layer, found)
@@ -110,23 +105,18 @@ class AnalysisStore:
     """
 
     def __init__(self, dst: Path, job: Mapping[str, Any]):
-        """Changes nothing on the disk yet.
-
-        Args:
-          dst: the target of the job.
-          job: JSON-able, equal only for the same job.
-        """
+        """Changes nothing on the disk yet. The job is JSON-able, equal only for the same job."""
         self._work = Workplace(dst, job, suffix=ANALYSIS)
 
     def __enter__(self) -> Self:
-        first_decides(self._begin)
+        def begin() -> None:  # what it gives cannot be sent to other processes
+            self._work.__enter__()
+
+        first_decides(begin)
         return self
 
-    def _begin(self) -> None:
-        self._work.__enter__()
-
     def known(self, layers: Iterable[int]) -> dict[int, Analysis]:
-        """Returns the stored analyses of some layers, from an earlier process of the same job.
+        """The stored analyses of some layers, from an earlier process of the same job.
 
         Only the first process returns them, and then sends them to the others.
         """
@@ -134,7 +124,7 @@ class AnalysisStore:
         return {i: analysis for i, analysis in found.items() if analysis is not None}
 
     def get(self, layer: int) -> Analysis | None:
-        """Returns the analysis of a layer stored by this process, or an earlier one of the same job; else None."""
+        """The analysis of a layer stored by this process, or an earlier one of the same job; else None."""
         file = self._file(layer)
         if not file.is_file():
             return None

@@ -5,13 +5,13 @@ layer only a sample of the neurons is used, in whole groups of 128: where groups
 sample then has the same ones. Factorisations use all neurons.
 """
 
-import abc
 import dataclasses
 import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
@@ -20,7 +20,6 @@ from moe_jax.compression.coding.factorization import truncated_svd
 from moe_jax.compression.coding.pruning import concat_counts, prune, squared
 from moe_jax.compression.coding.quantizer import quantize
 from moe_jax.compression.coding.storage import disk_bytes
-from moe_jax.compression.coding.write_experts import base_bytes
 from moe_jax.compression.source_layer import SourceLayer, aligned_experts, aligned_kernels, mean_kernel, neuron_rows
 from moe_jax.compression.threads import ahead
 from moe_jax.core.errors import InputError
@@ -46,17 +45,10 @@ class Candidate(NamedTuple):
 
 
 def allocate(candidates: Mapping[int, Sequence[Candidate]], budget_bytes: int) -> dict[int, Candidate]:
-    """Chooses one candidate per layer.
+    """Chooses one candidate per layer, so that their bytes are at most the budget; in the order of `candidates`.
 
     The sum of errors exceeds the least possible one by at most the gain of the first step that did not fit, which is
     next to nothing for many layers. A larger budget never gives a larger sum.
-
-    Args:
-      candidates: by layer, in any order.
-      budget_bytes: for all layers together.
-
-    Returns:
-      By layer, in the order of `candidates`; their bytes are at most the budget.
 
     Raises:
       InputError: if even the smallest candidates of all layers are too large.
@@ -100,7 +92,7 @@ def all_alike(
     base: Literal["shared", "none"],
     codes: BaseCodes | None = None,
 ) -> dict[int, MoEConfig]:
-    """Returns the new config of every layer, by index, if all get the same. Layers of equal shape stay equal.
+    """The new config of every layer, by index, if all get the same. Layers of equal shape stay equal.
 
     Args:
       layers: as they are.
@@ -122,25 +114,42 @@ def all_alike(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Budget(abc.ABC):
+class Budget:
     """Room for the experts of all compressed layers, everything included.
 
     Attributes:
+      target_bytes: of all layers together; or
+      budget_bits: for every weight that the experts have before the compression, on average.
       sizes: forms and sizes that a layer can get.
       codes: of the centres; None: they have the dtype of the model.
+
+    Raises:
+      InputError: unless the one that is given is above 0.
     """
 
-    sizes: tuple[Wanted, ...]
+    target_bytes: int | None = None
+    budget_bits: float | None = None
+    sizes: tuple[Wanted, ...] = ()
     codes: BaseCodes | None = None
 
-    @abc.abstractmethod
+    def __post_init__(self) -> None:
+        assert (self.target_bytes is None) != (self.budget_bits is None)
+        for name in ("target_bytes", "budget_bits"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise InputError(f"{name}={value:g} must be above 0")
+
     def nbytes(self, layers: Sequence[SourceLayer]) -> int:
         """The budget, in bytes."""
+        if self.target_bytes is not None:
+            return self.target_bytes
+        assert self.budget_bits is not None
+        return int(self.budget_bits * _weights(layers) / 8)
 
     def check(self, layers: Sequence[SourceLayer]) -> None:
         """Raises `InputError` if the budget is below what the centres of the layers alone take."""
         centres = sum(
-            base_bytes(self.codes, matrix, layer.dtype(name).itemsize)
+            _centre_bytes(self.codes, matrix, layer.dtype(name).itemsize)
             for layer in layers
             for name, matrix in layer.matrices.items()
         )
@@ -154,7 +163,7 @@ class Budget(abc.ABC):
     def divide(
         self, layers: Sequence[SourceLayer], analyses: Mapping[int, Mapping[str, np.ndarray]]
     ) -> dict[int, MoEConfig]:
-        """Returns the new config of every layer, by index, so that the relative squared errors of all add up to little.
+        """The new config of every layer, by index, so that the relative squared errors of all add up to little.
 
         Args:
           layers: as they are.
@@ -175,43 +184,10 @@ class Budget(abc.ABC):
         return {index: chosen.choice for index, chosen in allocate(candidates, self.nbytes(layers)).items()}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TargetBytes(Budget):
-    """So many bytes.
-
-    Attributes:
-      target: of all layers together.
-    """
-
-    target: int
-
-    def __post_init__(self) -> None:
-        _check_positive("target_bytes", self.target)
-
-    def nbytes(self, layers: Sequence[SourceLayer]) -> int:
-        return self.target
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BudgetBits(Budget):
-    """So many bits per weight of the experts, on average.
-
-    Attributes:
-      bits: for every weight that there is before the compression.
-    """
-
-    bits: float
-
-    def __post_init__(self) -> None:
-        _check_positive("budget_bits", self.bits)
-
-    def nbytes(self, layers: Sequence[SourceLayer]) -> int:
-        return int(self.bits * _weights(layers) / 8)
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise InputError(f"{name}={value:g} must be above 0")
+def _centre_bytes(codes: BaseCodes | None, matrix: Matrix, itemsize: int) -> int:
+    if codes is None:
+        return matrix.size * itemsize
+    return codes.form.of_matrix(matrix).bytes(matrix, (), jnp.dtype(jnp.float32))
 
 
 def _weights(layers: Sequence[SourceLayer]) -> int:
@@ -247,7 +223,7 @@ def trials(
     refit: bool,
     codes: BaseCodes | None = None,
 ) -> list[Trial]:
-    """Tries forms and sizes on a layer, around the mean of its aligned experts.
+    """Tries forms and sizes on a layer, around the mean of its aligned experts: a trial for each, in their order.
 
     Args:
       layer: its experts.
@@ -255,27 +231,20 @@ def trials(
       tried: the forms and sizes.
       refit: the centre is refitted to what is pruned; to codes, it is not for a trial.
       codes: of the centre; None: it has the dtype of the model.
-
-    Returns:
-      One trial for each of `tried`, in that order.
-
-    Raises:
-      InputError: if a weight is not finite.
     """
     sampled = _sampled(layer, permutations)
     centres = {name: mean_kernel(kernels) for name, kernels in sampled.items()}
     norm = sum(squared(kernels) for kernels in sampled.values()) or 1.0  # experts of zeros have no errors either
-    factored = _Factored(
-        layer, permutations, [wanted for wanted in tried if issubclass(wanted.form, SideBySide)], codes
-    )
+    side_by_side = [wanted for wanted in tried if issubclass(wanted.form, SideBySide)]
+    factored = _factored_errors(layer, permutations, side_by_side, codes)
     stored = {name: _stored(centre, codes) for name, centre in centres.items()}
     nothing = np.zeros(len(sampled))
     found: list[Trial] = []
     pruned: dict[Wanted, _Remainder] = {}
     for wanted in tried:
         # Two forms have a shorter way: pruning is the same for all bits, and one decomposition serves all ranks.
-        if issubclass(wanted.form, SideBySide):
-            found.append(Trial(wanted, factored.error(wanted), nothing))
+        if wanted in factored:
+            found.append(Trial(wanted, factored[wanted], nothing))
         elif wanted.form.counts_largest:
             of_floats = dataclasses.replace(wanted, bits=None)
             if of_floats not in pruned:
@@ -356,7 +325,7 @@ def mean_shares(
 
 
 def _magnitudes(kernels: Mapping[str, np.ndarray], centres: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-    """Returns the magnitudes of residuals, in the place of the kernels: two experts in memory are enough."""
+    """The magnitudes of residuals, in the place of the kernels: two experts in memory are enough."""
     for name, kernel in kernels.items():
         np.abs(np.subtract(kernel, centres[name], out=kernel), out=kernel)
     return kernels
@@ -374,48 +343,30 @@ def _encoded_error(layer: SourceLayer, sampled: Matrices, centres: Mapping[str, 
     return total
 
 
-class _Factored:
-    """Singular values of the residuals of all neurons, once for all ranks of a design."""
-
-    def __init__(
-        self,
-        layer: SourceLayer,
-        permutations: Int[np.ndarray, "E f"],
-        tried: Sequence[Wanted],
-        codes: BaseCodes | None,
-    ):
-        self._layer, self._permutations, self._tried, self._codes = layer, permutations, tried, codes
-        self._spectra: dict[str, tuple[list[np.ndarray], float]] = {}
-        self._norm = 0.0
-
-    def error(self, wanted: Wanted) -> float:
-        """||W^ - W||^2 / ||W||^2."""
-        if wanted.design not in self._spectra:
-            self._spectra[wanted.design] = self._compute(wanted.design)
-        spectra, norm = self._spectra[wanted.design]
-        rank = self._rank(wanted)
-        kept = sum(float(np.sum(spectrum[:rank].astype(np.float64) ** 2)) for spectrum in spectra)
-        return max(0.0, norm - kept) / self._norm
-
-    def _rank(self, wanted: Wanted) -> int:
-        form = self._layer.wanted(wanted)
+def _factored_errors(
+    layer: SourceLayer, permutations: Int[np.ndarray, "E f"], tried: Sequence[Wanted], codes: BaseCodes | None
+) -> dict[Wanted, float]:
+    """||W^ - W||^2 / ||W||^2 of low-rank forms, from one decomposition of the residuals for all ranks of a design."""
+    ranks: dict[str, dict[Wanted, int]] = {}
+    for wanted in tried:
+        form = layer.wanted(wanted)
         assert isinstance(form, LowRank | JointLowRank)
-        return form.rank
-
-    def _compute(self, design: str) -> tuple[list[np.ndarray], float]:
-        """The largest singular values of all residuals, and the squared norm of these."""
-        layer, permutations = self._layer, self._permutations
+        ranks.setdefault(wanted.design, {})[wanted] = form.rank
+    errors = {}
+    for design, of_design in ranks.items():
         means = {name: mean_kernel(aligned_kernels(layer, name, permutations)) for name in layer.shapes}
-        centres = {name: _stored(mean, self._codes) for name, mean in means.items()}
-        rank = max(self._rank(wanted) for wanted in self._tried if wanted.design == design)
-        spectra, norm, self._norm = [], 0.0, 0.0
+        centres = {name: _stored(mean, codes) for name, mean in means.items()}
+        spectra, of_residuals, of_kernels = [], 0.0, 0.0
         for expert in aligned_experts(layer, permutations):
-            self._norm += sum(map(squared, expert.values()))
+            of_kernels += sum(map(squared, expert.values()))
             residuals = [neuron_rows(name, kernel - centres[name]) for name, kernel in expert.items()]
             for part in [np.concatenate(residuals, axis=1)] if design == "concat" else residuals:
-                norm += squared(part)
-                spectra.append(truncated_svd(part, rank)[1])
-        return spectra, norm
+                of_residuals += squared(part)
+                spectra.append(truncated_svd(part, max(of_design.values())).s)
+        for wanted, rank in of_design.items():
+            kept = sum(float(np.sum(spectrum[:rank].astype(np.float64) ** 2)) for spectrum in spectra)
+            errors[wanted] = max(0.0, of_residuals - kept) / of_kernels
+    return errors
 
 
 def _sampled(layer: SourceLayer, permutations: Int[np.ndarray, "E f"]) -> dict[str, np.ndarray]:

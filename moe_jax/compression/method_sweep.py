@@ -25,24 +25,17 @@ from moe_jax.model_io.model_source import ModelSource
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from moe_jax.compression.report import Point, Sweep
-
 _MARKERS = "osD^vPX*<>"
 _COLORS = 10
 # From this ratio of perplexities on, a linear axis shows nothing but the worst point.
 _LOG_FROM = 3.0
 
 
-def plot_sweep(sweep: "Sweep", file: DrawnTo, *, title: str) -> None:
+def plot_sweep(sweep: Sweep, file: DrawnTo, *, title: str) -> None:
     """Draws perplexity and error over the bytes of the experts: a line per method, and the original model.
 
     The values of the varied option are in the legend, in the order of the points: labels at the points would cover each
-    other.
-
-    Args:
-      sweep: the measurements.
-      file: where to write it.
-      title: names the model.
+    other. The title names the model.
     """
     unit, name = _unit(sweep.expert_bytes)
     methods: dict[str, list[Point]] = {}

@@ -61,12 +61,7 @@ class Measure:
     """Adds up the figures of a layer, one kernel after another, in any order."""
 
     def __init__(self, num_experts: int, num_neurons: int):
-        """Starts with no matrix added.
-
-        Args:
-          num_experts: E.
-          num_neurons: f, the hidden width of an expert as it was.
-        """
+        """Starts with no matrix added; E experts, whose hidden width was `num_neurons`."""
         # Per expert: |W|^2, |base|^2, W.base, |W - base|^2, |W^ - W|^2.
         self._sums = np.zeros((num_experts, 5))
         # Of all of them: tr(W^T H W), tr(E^T H E).
@@ -307,9 +302,9 @@ WORDS = ("base", "choice")
 
 
 def layer_columns(layers: Sequence[LayerReport]) -> dict[str, list[str]]:
-    """Returns a text for every layer, by title. Columns without any figure are left out; `-` means no figure.
+    """The figures of compressed layers as columns of a table: a text for every layer, by title.
 
-    A line break in a title is where it may be divided.
+    Columns without any figure are left out; `-` means no figure. A line break in a title is where it may be divided.
     """
     columns = {title: [show(layer) for layer in layers] for title, show in _COLUMNS.items()}
     return {
@@ -320,7 +315,6 @@ def layer_columns(layers: Sequence[LayerReport]) -> dict[str, list[str]]:
 
 
 def _number(name: str, form: str) -> Callable[[LayerReport], str | None]:
-    """Returns a function that formats a figure; None if it has no meaning."""
     return lambda layer: None if getattr(layer, name) is None else format(getattr(layer, name), form)
 
 

@@ -138,11 +138,7 @@ class SourceLayer:
         return check_weights(self._path(below), self._read(self._path(below)))
 
     def stored(self, name: str, array: np.ndarray) -> np.ndarray:
-        """A kernel, or part of one, in the dtype in which those of a matrix are stored.
-
-        Raises:
-          InputError: if a number is too large for it.
-        """
+        """A kernel, or part of one, in the dtype of those of a matrix; `InputError` if a number is too large for it."""
         return cast(f"the {name} kernels of layer {self.index}", array, self.dtype(name))
 
     def forget(self) -> None:
@@ -167,11 +163,7 @@ class SourceLayer:
 
 
 def check_weights(what: str, weights: np.ndarray) -> np.ndarray:
-    """The weights that it was given.
-
-    Raises:
-      InputError: if one is not finite, or larger than `LARGEST_WEIGHT`.
-    """
+    """The weights that it was given; `InputError` if one is not finite, or larger than `LARGEST_WEIGHT`."""
     check_finite(what, weights, "they cannot be compressed; mend the model")
     largest = largest_magnitude(weights)
     if largest > LARGEST_WEIGHT:
@@ -186,11 +178,7 @@ _SQUARE = 256
 
 
 def design_matrices(layer: SourceLayer) -> list[Float[np.ndarray, "f D"]]:
-    """Returns the design matrices of all experts, in the dtype in which the kernels are read.
-
-    Raises:
-      InputError: if a weight is not finite.
-    """
+    """The design matrices of all experts, in the dtype in which the kernels are read."""
     designs: list[np.ndarray] = []
     width = sum(_width(layer, name) for name in layer.shapes)
     start = 0
@@ -210,21 +198,17 @@ def design_matrices(layer: SourceLayer) -> list[Float[np.ndarray, "f D"]]:
 def aligned_kernels(
     layer: SourceLayer, name: str, permutations: Int[np.ndarray, "E f"]
 ) -> Iterator[Float[np.ndarray, "i o"]]:
-    """One matrix of all experts with the neurons in the given order; float32.
-
-    Raises:
-      InputError: if a weight is not finite.
-    """
-    for expert, kernel in enumerate(layer.kernels(name)):
+    """One matrix of all experts with the neurons in the given order; float32."""
+    for kernel, order in zip(layer.kernels(name), permutations, strict=True):
         # Orders are in bounds; NumPy checking each index of each row takes three times as long, indexing nine times.
-        ordered = np.take(kernel, permutations[expert], axis=0 if name == "down" else 1, mode="clip")
+        ordered = np.take(kernel, order, axis=0 if name == "down" else 1, mode="clip")
         yield ordered.astype(np.float32, copy=False)
 
 
 def aligned_experts(
     layer: SourceLayer, permutations: Int[np.ndarray, "E f"]
 ) -> Iterator[dict[str, Float[np.ndarray, "i o"]]]:
-    """Yields all matrices of one expert after another, aligned; float32. Memory holds their stored leaves."""
+    """All matrices of one expert after another, aligned; float32. Memory holds their stored leaves."""
     every = [aligned_kernels(layer, name, permutations) for name in layer.shapes]
     for kernels in zip(*every, strict=True):
         yield dict(zip(layer.shapes, kernels, strict=True))
@@ -233,7 +217,7 @@ def aligned_experts(
 def aligned_biases(
     layer: SourceLayer, name: str, permutations: Int[np.ndarray, "E f"]
 ) -> Float[np.ndarray, "E o"] | None:
-    """Returns the biases that belong to `aligned_kernels`; None if the FFN has none."""
+    """The biases that belong to `aligned_kernels`; None if the FFN has none."""
     biases = layer.biases(name)
     if biases is None or name == "down":  # an output bias belongs to no neuron
         return biases
@@ -241,12 +225,12 @@ def aligned_biases(
 
 
 def unaligned(layer: SourceLayer) -> Int[np.ndarray, "E f"]:
-    """Returns the orders that leave neurons where they are."""
+    """The orders that leave neurons where they are."""
     return np.tile(np.arange(layer.moe.expert.dim, dtype=np.int32), (layer.num_experts, 1))
 
 
 def mean_kernel(kernels: Iterable[np.ndarray]) -> np.ndarray:
-    """Returns the mean of kernels, added up in float32 one after another; float32[in, out]."""
+    """The mean of kernels, added up in float32 one after another; float32[in, out]."""
     kernels = iter(ahead(kernels))
     total, count = next(kernels).astype(np.float32), 1
     for kernel in kernels:
@@ -256,7 +240,7 @@ def mean_kernel(kernels: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def neuron_rows(name: str, kernel: Float[np.ndarray, "i o"]) -> Float[np.ndarray, "f d"]:
-    """Returns a kernel with a row for every neuron; applied twice it returns the kernel."""
+    """A kernel with a row for every neuron; applied twice it returns the kernel."""
     return kernel if name == "down" else kernel.T
 
 

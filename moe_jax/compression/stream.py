@@ -27,8 +27,8 @@ from moe_jax.model_io.leaves_to_write import dealt
 from moe_jax.model_io.lineage import new_lineage_entry
 from moe_jax.model_io.loading import check_leaves, leaf_specs
 from moe_jax.model_io.model_source import ModelSource
-from moe_jax.model_io.tuned_base import StoredLeaves, is_tuned
-from moe_jax.models import LayerConfig, ModelConfig, MoEConfig, config_to_json
+from moe_jax.model_io.tuned_base import is_tuned
+from moe_jax.models import ModelConfig, config_to_json
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ def compress(
       OSError: if the disk is full. Finished work stays beside `dst`, to be continued.
     """
     shared = isinstance(dst, Path)
-    decided = first_decides if shared else _decide_alone
+    decided = first_decides if shared else lambda action: action()
     if isinstance(dst, Path):
         first_decides(lambda: check_target(dst, buckets=True))
     indices = choose_layers(source.config, layers)
@@ -102,21 +102,19 @@ def compress(
     if shared:
         given = {name: str(value) for name, value in described.items()}
         check_equal({"the options": given, "the model": config_to_json(source.config)})
-    # Not in a bucket: there they are made again.
+    # Analyses are not kept in a bucket: there they are made again.
     on_disk = None if isinstance(dst, InMemory) else as_path(dst).on_disk
     with contextlib.nullcontext() if on_disk is None else AnalysisStore(on_disk, job) as store:
         analyses = _analyse(method, open_layer, _expert_sizes(source, indices), store, progress, shared=shared)
         planned = method.plan([open_layer(i) for i in indices], analyses)
-        config = dataclasses.replace(source.config, layers=_replaced(source.config.layers, planned))
+        every = list(source.config.layers)
+        for i, moe in planned.items():
+            every[i] = dataclasses.replace(every[i], mlp=moe)
+        config = dataclasses.replace(source.config, layers=tuple(every))
         if shared:
             check_equal({"what layers are to become": config_to_json(config)})
-        writer = open_writer(
-            dst,
-            config,
-            tokenizer_files=source.tokenizer_files,
-            lineage=[*source.lineage, entry],
-            resume=True,
-        )
+        lineage = [*source.lineage, entry]
+        writer = open_writer(dst, config, tokenizer_files=source.tokenizer_files, lineage=lineage, resume=True)
 
         def compress_layer(i: int, write: Write) -> LayerFigures:
             layer = open_layer(i)
@@ -128,8 +126,19 @@ def compress(
         with writer:
             figures = _write(source, config, indices, compress_layer, writer, progress, on_layer, shared=shared)
             written = writer.read_back()
-            origins = {i: method.origin or Base(open_layer(i), base).origin for i in indices}
-            report = _report(decided(lambda: _sizes(source, written, indices)), origins, figures)
+            stored = (source.specs(), source.stored_bytes), (written.specs, written.stored_bytes)
+            before, after = decided(lambda: [_sizes(*one, indices) for one in stored])
+            reports = [
+                LayerReport(
+                    layer=i,
+                    base=method.origin or Base(open_layer(i), base).origin,
+                    bytes_before=old,
+                    bytes_after=new,
+                    **dataclasses.asdict(figures[i]),
+                )
+                for i, old, new in zip(indices, before, after, strict=False)
+            ]
+            report = Report(layers=tuple(reports), bytes_before=before[-1], bytes_after=after[-1])
             writer.lineage[-1]["measured"] = report.to_json()
     return report
 
@@ -147,7 +156,7 @@ def _analyse(
     if type(method).analyse is Method.analyse:
         return {i: {} for i in sizes}
     analyses: dict[int, Analysis] = {} if store is None else store.known(sizes)
-    before = (first_decides if shared else _decide_alone)(lambda: sorted(analyses))
+    before = first_decides(lambda: sorted(analyses)) if shared else sorted(analyses)
     owners = dealt({i: size for i, size in sizes.items() if i not in before})
     board = Board("analysing", tuple(sizes), progress, shared=shared)
     for i in sizes:
@@ -163,12 +172,11 @@ def _analyse(
         return analyses
     board.wait()
     arrays = gathered_arrays({f"{i}/{name}": array for i, one in analyses.items() for name, array in one.items()})
-    return {i: dict(_below(arrays, i)) for i in sizes}
-
-
-def _below(arrays: Mapping[str, np.ndarray], layer: int) -> Iterable[tuple[str, np.ndarray]]:
-    prefix = f"{layer}/"
-    return ((name.removeprefix(prefix), array) for name, array in arrays.items() if name.startswith(prefix))
+    everywhere: dict[int, dict[str, np.ndarray]] = {i: {} for i in sizes}
+    for path, array in arrays.items():
+        layer, _, name = path.partition("/")
+        everywhere[int(layer)][name] = array
+    return {**everywhere}
 
 
 def choose_layers(config: ModelConfig, layers: Iterable[int] | None) -> tuple[int, ...]:
@@ -221,12 +229,6 @@ def _check_universal(config: ModelConfig, layers: Iterable[int]) -> None:
                 f"--extended: the universal FFN of layer {i} is {moe.universal_ffn.dim} wide and its experts "
                 f"{moe.expert.dim}, so that they cannot share a base; leave it out, or choose --layers"
             )
-
-
-def _replaced(layers: tuple[LayerConfig, ...], planned: Mapping[int, MoEConfig]) -> tuple[LayerConfig, ...]:
-    return tuple(
-        dataclasses.replace(layer, mlp=planned[i]) if i in planned else layer for i, layer in enumerate(layers)
-    )
 
 
 def _write(
@@ -318,33 +320,9 @@ def _nbytes(spec: jax.ShapeDtypeStruct) -> int:
     return spec.size * np.dtype(spec.dtype).itemsize
 
 
-def _decide_alone(action: Callable[[], T]) -> T:
-    """Does for one process what `first_decides` does for several."""
-    return action()
-
-
-def _sizes(source: ModelSource, written: StoredLeaves, layers: Sequence[int]) -> dict[str, list[int]]:
-    """Returns the bytes before and after: of the experts of every layer, and of everything."""
-    return {
-        "experts before": [_expert_bytes(source.specs(), source.stored_bytes, i) for i in layers],
-        "experts after": [_expert_bytes(written.specs, written.stored_bytes, i) for i in layers],
-        "all": [sum(map(source.stored_bytes, source.specs())), sum(map(written.stored_bytes, written.specs))],
-    }
-
-
-def _report(
-    sizes: Mapping[str, Sequence[int]], origins: Mapping[int, str], figures: Mapping[int, LayerFigures]
-) -> Report:
-    layers = tuple(
-        LayerReport(layer=i, base=origin, bytes_before=before, bytes_after=after, **dataclasses.asdict(figures[i]))
-        for (i, origin), before, after in zip(
-            origins.items(), sizes["experts before"], sizes["experts after"], strict=True
-        )
-    )
-    return Report(layers=layers, bytes_before=sizes["all"][0], bytes_after=sizes["all"][1])
-
-
-def _expert_bytes(paths: Iterable[str], stored_bytes: Callable[[str], int], layer: int) -> int:
-    """Returns the bytes of a layer's experts and universal FFN, wherever that FFN is."""
-    prefixes = (f"layers/{layer}/mlp/experts/", f"layers/{layer}/mlp/universal/")
-    return sum(stored_bytes(path) for path in paths if path.startswith(prefixes))
+def _sizes(paths: Iterable[str], stored_bytes: Callable[[str], int], layers: Sequence[int]) -> list[int]:
+    """Returns the bytes of the experts and the universal FFN of each layer, wherever that is; and at last, of all."""
+    sizes = {path: stored_bytes(path) for path in paths}
+    prefixes = [(f"layers/{i}/mlp/experts/", f"layers/{i}/mlp/universal/") for i in layers]
+    of_layers = [sum(size for path, size in sizes.items() if path.startswith(some)) for some in prefixes]
+    return [*of_layers, sum(sizes.values())]

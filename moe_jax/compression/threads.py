@@ -16,12 +16,9 @@ _MOST = 8
 
 
 def in_threads(work: Callable[[T], R], items: Iterable[T], *, most: int = _MOST) -> list[R]:
-    """Returns the results of `work` for all items, in their order, with a thread for every core.
+    """Returns the results of `work` for all items, in their order, with a thread for every core, but `most` at most.
 
-    Args:
-      work: writes nothing that it reads for another item; its errors are raised here.
-      items: all of them are taken at once.
-      most: most threads, however many cores there are.
+    `work` writes nothing that it reads for another item; its errors are raised here. All items are taken at once.
     """
     with ThreadPoolExecutor(min(most, os.cpu_count() or 1)) as threads:
         return list(threads.map(work, items))
@@ -30,10 +27,7 @@ def in_threads(work: Callable[[T], R], items: Iterable[T], *, most: int = _MOST)
 def ahead(items: Iterable[T]) -> Iterator[T]:
     """Yields the same items; each is made in a thread while the caller works on the one before.
 
-    Memory holds one item more.
-
-    Args:
-      items: errors in it are raised here.
+    Memory holds one item more. Errors in making them are raised here.
     """
     iterator = iter(items)
 

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
+from moe_jax.core.data_sheets import resident_memory, total_memory
 from moe_jax.core.errors import InputError
-from moe_jax.core.memory import resident_memory, total_memory
 from moe_jax.data.sections import DataSection
 from moe_jax.distributed.sharding import check_batch_divides, mesh_sizes, path_name
 from moe_jax.experts.devices import spec_on_mesh

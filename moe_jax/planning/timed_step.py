@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moe_jax.core.data_sheets import available_memory
 from moe_jax.core.errors import InputError
-from moe_jax.core.memory import available_memory
 from moe_jax.distributed.sharding import path_name
 from moe_jax.models import ModelConfig
 from moe_jax.models.config import segments_of

@@ -20,9 +20,8 @@ from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import show_duration
 from moe_jax.core.terminal import Pace, progress_bars
 from moe_jax.distributed.processes import is_first_process
-from moe_jax.files.growing import LocalFolder
 from moe_jax.files.json_toml import ANYTHING, parse_json
-from moe_jax.files.storage_path import as_path
+from moe_jax.files.storage_path import LocalFolder, as_path
 from moe_jax.models import ModelConfig
 from moe_jax.nn.moe import stats_per_layer
 from moe_jax.training.step import StepMetrics

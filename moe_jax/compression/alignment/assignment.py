@@ -46,20 +46,20 @@ def align(points: Float[np.ndarray, "n D"], target: Float[np.ndarray, "n D"]) ->
     """
     if points.ndim != 2 or points.shape != target.shape:
         raise InputError(f"clouds of shapes {points.shape} and {target.shape}; expected two equal ones, [n, D]")
-    for name, cloud in (("points", points), ("target", target)):
-        if not all(np.isfinite(block).all() for block in _row_blocks(cloud, working_dtype(*cloud.shape))):
-            raise InputError(f"the {name} hold values that are not finite")
     dtype = working_dtype(*points.shape)
+    for name, cloud in (("points", points), ("target", target)):
+        if not all(np.isfinite(cloud[rows].astype(dtype)).all() for rows in row_blocks(*cloud.shape)):
+            raise InputError(f"the {name} hold values that are not finite")
     return assign(transport_costs(target.astype(dtype, copy=False), points.astype(dtype, copy=False)))
 
 
 def assign(costs: Float[np.ndarray, "n n"]) -> Int[np.ndarray, " n"]:
-    """Returns a column for every row, all different, with the least sum of costs (SciPy: shortest augmenting paths)."""
+    """A column for every row, all different, with the least sum of costs (SciPy: shortest augmenting paths)."""
     return linear_sum_assignment(costs)[1].astype(np.int32)
 
 
 def reduce_costs(costs: Float[np.ndarray, "n n"]) -> Float[np.ndarray, "n n"]:
-    """Returns the same assignment problem with minima of 0 in every row, then in every column; overwrites `costs`.
+    """The same assignment problem with minima of 0 in every row, then in every column; overwrites `costs`.
 
     SciPy's search starts from dual prices of zero. If points lie far from their targets, better prices save a third of
     its time; if nearly all are in place already, computing them takes longer than the search.
@@ -72,14 +72,10 @@ def reduce_costs(costs: Float[np.ndarray, "n n"]) -> Float[np.ndarray, "n n"]:
 def distinct_nearest(
     costs: Float[np.ndarray, "n n"], target: Float[np.ndarray, "n D"], points: Float[np.ndarray, "n D"]
 ) -> Int[np.ndarray, " n"] | None:
-    """Returns the optimal assignment if it can be read off: every target has a nearest point, each another one.
+    """The optimal assignment if it can be read off: every target has a nearest point, each another one.
 
     No assignment costs less than the sum of the least distances. Clouds of a common origin are nearly always of this
-    kind, and need no search.
-
-    Args:
-      costs: float32, from `transport_costs`.
-      target, points: float32.
+    kind, and need no search. All arguments are float32, the costs those of `transport_costs`.
 
     Returns:
       int32; None if two targets have the same nearest point, or one has two that float32 cannot tell apart.
@@ -106,10 +102,9 @@ def working_dtype(n: int, dim: int) -> np.dtype:
 
 
 def transport_costs(target: Float[np.ndarray, "n D"], points: Float[np.ndarray, "n D"]) -> Float[np.ndarray, "n n"]:
-    """Returns -<target_i, points_j>: the part of |target_i - points_j|^2 / 2 on which the assignment depends.
+    """-<target_i, points_j>: the part of |target_i - points_j|^2 / 2 on which the assignment depends.
 
-    Args:
-      target, points: both float64, or both float32. Large ones are multiplied on the default device.
+    Both are float64, or both float32. Large ones are multiplied on the default device.
     """
     if working_dtype(*target.shape) == np.float64:
         return -target @ points.T
@@ -127,15 +122,10 @@ def _negative_product(target: Float[Array, "b D"], points: Float[Array, "n D"]) 
 
 
 def row_blocks(n: int, dim: int) -> Iterator[slice]:
-    """Yields slices of rows that are small enough to be copied."""
+    """Slices of rows that are small enough to be copied."""
     size = max(1, _BLOCK_VALUES // max(dim, 1))
     for begin in range(0, n, size):
         yield slice(begin, min(begin + size, n))
-
-
-def _row_blocks(cloud: Float[np.ndarray, "n D"], dtype: np.dtype) -> Iterator[np.ndarray]:
-    for rows in row_blocks(*cloud.shape):
-        yield cloud[rows].astype(dtype, copy=False)
 
 
 # Candidates of every row, and about as many of every column. On Gaussian costs of 3584 points 16 leave 1e-5 of the gain
@@ -224,7 +214,7 @@ def assign_proven(
 
 
 def _nearest_pairs(costs: Float[np.ndarray, "m n"]) -> Int[np.ndarray, " c"]:
-    """Returns about the nearest `_NEAREST` pairs of every row and every column, as places in the flat matrix."""
+    """About the nearest `_NEAREST` pairs of every row and every column, as places in the flat matrix."""
     m, n = costs.shape
 
     def of_rows(part: slice) -> Int[np.ndarray, " c"]:
@@ -240,7 +230,7 @@ def _nearest_pairs(costs: Float[np.ndarray, "m n"]) -> Int[np.ndarray, " c"]:
 
 
 def _near(sampled: Float[np.ndarray, "r s"], of: int) -> Float[np.ndarray, " r"]:
-    """Returns a threshold of each row that about `_NEAREST` of its `of` costs do not exceed, from a sample of them."""
+    """A threshold of each row that about `_NEAREST` of its `of` costs do not exceed, from a sample of them."""
     size = sampled.shape[1]
     nearest = max(1, round(_NEAREST * size / of))
     if nearest >= size:
@@ -249,7 +239,7 @@ def _near(sampled: Float[np.ndarray, "r s"], of: int) -> Float[np.ndarray, " r"]
 
 
 def _solve(costs: np.ndarray, pairs: Int[np.ndarray, " c"], free: np.ndarray, place: np.ndarray) -> np.ndarray:
-    """Returns the best assignment that uses only candidate pairs: the column of every row."""
+    """The best assignment that uses only candidate pairs: the column of every row."""
     (m, n), values = costs.shape, costs.reshape(-1)
     inside = pairs[place[pairs % n] >= 0]
     weights = values[inside].astype(np.float64)
@@ -263,7 +253,7 @@ def _solve(costs: np.ndarray, pairs: Int[np.ndarray, " c"], free: np.ndarray, pl
 
 
 def _prices(costs: np.ndarray, pairs: Int[np.ndarray, " c"], found: np.ndarray) -> Float[np.ndarray, " n"]:
-    """Returns prices at which, among the candidates, no row would rather have another column than its own.
+    """Prices at which, among the candidates, no row would rather have another column than its own.
 
     They are shortest distances (Bellman and Ford) in the graph in which a row leads from its own column to its other
     candidates, at the difference of costs; for an optimal assignment it has no negative cycle.
@@ -291,7 +281,7 @@ def _prices(costs: np.ndarray, pairs: Int[np.ndarray, " c"], found: np.ndarray) 
 def _check(
     costs: np.ndarray, found: np.ndarray, prices: Float[np.ndarray, " n"]
 ) -> tuple[float, Int[np.ndarray, " c"]]:
-    """Returns how much all pairs leave unproven of an assignment, and the missing pairs.
+    """How much all pairs leave unproven of an assignment, and the missing pairs.
 
     Prices v and u_i = min_j (c_ij - v_j) are a feasible dual: any assignment costs at least sum u + sum v.
     """

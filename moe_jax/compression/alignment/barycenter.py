@@ -3,12 +3,7 @@
     min over W and permutations T_k of (1/E) sum_k ||T_k W_k - W||_F^2
 
 With equal sizes and uniform weights optimal plans are permutations, so the search is over orders of the clouds, and the
-barycenter is the mean of the clouds in these orders. Besides `free_support_barycenter` there are, for methods that need
-only a part of it:
-
-- `align(points, target)`: the order of one cloud that is nearest to another one, exactly;
-- `weight_matching(clouds)`: orders of several clouds, each aligned to the sum of the others in turn until none changes
-  (Git Re-Basin, arXiv 2209.04836, algorithm 1 and its many-model form).
+barycenter is the mean of the clouds in these orders.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,13 +13,11 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from moe_jax.compression.alignment.assignment import align as align
 from moe_jax.compression.alignment.matching import (
     AlignmentProgress,
     Matching,
     canonical_order,
     is_small,
-    squared_row_norms,
 )
 from moe_jax.core.errors import InputError, check_member
 
@@ -141,38 +134,6 @@ def free_support_barycenter(
         converged=matching.converged,
         duality_gap=gap,
     )
-
-
-def weight_matching(
-    clouds: Sequence[Float[np.ndarray, "n D"]],
-    permutations: Int[np.ndarray, "E n"] | None = None,
-    *,
-    max_rounds: int | None = None,
-    progress: AlignmentProgress | None = None,
-) -> Int[np.ndarray, "E n"]:
-    """Aligns each cloud to the sum of the others, in turn, until no order changes.
-
-    Args:
-      clouds: see `free_support_barycenter`.
-      permutations: where to begin, by default the orders in which the clouds are.
-      max_rounds: most rounds of the search; see `free_support_barycenter`.
-      progress: see `free_support_barycenter`.
-
-    Returns:
-      int32[E, n]: `clouds[k][permutations[k]]` are in one order. The sum of squared distances between all pairs is not
-      greater than it was.
-
-    Raises:
-      InputError: for clouds of different shapes, or values that are not finite.
-    """
-    max_rounds = _check(clouds, None, 1, max_rounds)
-    for k, cloud in enumerate(clouds):
-        squared_row_norms(cloud, k)
-    if permutations is None:
-        permutations = np.tile(np.arange(len(clouds[0]), dtype=np.int32), (len(clouds), 1))
-    matching = Matching(clouds, permutations)
-    matching.descend(max_rounds, progress)
-    return matching.permutations
 
 
 class _Found(NamedTuple):

@@ -42,13 +42,9 @@ class Annealed(NamedTuple):
 
 
 def anneal(matching: Matching, progress: AlignmentProgress | None = None) -> Annealed:
-    """Melts the orders of a matching, and lets them set again.
+    """Melts the orders of a matching of at least two clouds, and lets them set again; the matching is not changed.
 
     Computes one plan at a time. The blurred clouds are kept, large ones in bfloat16: they only guide the search.
-
-    Args:
-      matching: of at least two clouds; it is not changed.
-      progress: called after every transport; the round is the next one of the matching.
     """
     count, n = matching.permutations.shape
     dtype = jnp.float32 if matching.is_small else jnp.bfloat16
@@ -107,7 +103,7 @@ def transport(
     potentials: Potentials,
     temperature: Float[Array, ""],
 ) -> tuple[Float[Array, "n D"], Potentials]:
-    """Returns the barycentric projection of an entropic plan: the points, blurred, in the places of the target."""
+    """The barycentric projection of an entropic plan, blurred points in the places of the target; and potentials."""
     # OTT accepts a traced temperature, although its type says float.
     geometry = Geometry(cost_matrix=_costs(points, target).matrix, epsilon=temperature)  # pyright: ignore[reportArgumentType]
     solver = Sinkhorn(
@@ -141,7 +137,7 @@ def _round(points: Float[Array, "n D"], target: Float[Array, "n D"], potentials:
 def _reduced_costs(
     points: Float[Array, "n D"], target: Float[Array, "n D"], potentials: Potentials
 ) -> tuple[Float[Array, "n n"], Float[Array, ""], Float[Array, ""]]:
-    """Returns c_ij - f_i - g_j, the dual objective as a squared distance, and a cost of 1 as a squared distance.
+    """c_ij - f_i - g_j, the dual objective as a squared distance, and a cost of 1 as a squared distance.
 
     An assignment is the same for these as for the costs themselves, and SciPy finds it several times faster.
     """

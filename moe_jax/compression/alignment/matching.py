@@ -74,7 +74,7 @@ class Matching:
 
     @property
     def gap(self) -> float | None:
-        """See the attribute `gap` of the class."""
+        """How much the last assignments may be above the least, see the attribute."""
         if self.is_small:
             return None
         unproven = sum(self._unproven.values())
@@ -95,10 +95,7 @@ class Matching:
     ) -> None:
         """Runs the first round: every cloud gets the order nearest to the target, whatever its order was.
 
-        Args:
-          target: [n, D].
-          progress: see `AlignmentProgress`.
-          source: the cloud that is the target, in its present order.
+        `source` is the cloud that the target is, in its present order, if it is one.
         """
         for k in range(len(self.clouds)):
             if k != source:
@@ -178,7 +175,7 @@ class Matching:
                 break
 
     def _better_order(self, k: int, target: Float[np.ndarray, "n D"]) -> tuple[np.ndarray, np.ndarray, float]:
-        """Returns places at which cloud k should have another point, these points, and the gain in <target, cloud k>.
+        """Places at which cloud k should have another point, these points, and the gain in <target, cloud k>.
 
         There are no places if the cloud is in the best order.
         """
@@ -195,7 +192,7 @@ class Matching:
         return places, order, gain
 
     def _nearest_order(self, k: int, target: Float[np.ndarray, "n D"], *, far: bool = False) -> Int[np.ndarray, " n"]:
-        """Returns the best order of cloud k, relative to its present one: between equal ones nothing moves.
+        """The best order of cloud k, relative to its present one: between equal ones nothing moves.
 
         `far` says that the order is not yet near the target; it makes the search faster, and changes nothing else.
         """
@@ -305,9 +302,6 @@ def canonical_order(clouds: Sequence[Float[np.ndarray, "n D"]]) -> tuple[list[in
 
     Returns:
       The order of the clouds, and int32[E, n], the order of the points of each, in that order.
-
-    Raises:
-      InputError: for values that are not finite.
     """
     orders, norms = [], []
     for k, cloud in enumerate(clouds):
@@ -328,11 +322,7 @@ def canonical_order(clouds: Sequence[Float[np.ndarray, "n D"]]) -> tuple[list[in
 
 
 def squared_row_norms(cloud: Float[np.ndarray, "n D"], index: int) -> Float[np.ndarray, " n"]:
-    """Returns the squared norms of the points, float64.
-
-    Raises:
-      InputError: for values that are not finite; names the cloud by its index.
-    """
+    """The squared norms of the points, float64; raises `InputError`, with the cloud's index, if one is not finite."""
     squares = np.empty(len(cloud))
     for rows in row_blocks(*cloud.shape):
         block = cloud[rows].astype(np.float64, copy=False)

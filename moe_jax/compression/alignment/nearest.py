@@ -119,8 +119,7 @@ class _Search:
     def prove(self) -> bool:
         """Computes products, part by part, until the nearest point of every row is proven or everything is known.
 
-        Returns:
-          False if, after the first part, the clouds turn out to have no common order; else True.
+        Returns False if, after the first part, the clouds turn out to have no common order.
         """
         eps = float(np.finfo(np.float32).eps)
         # Remaining squared norms, rounded up.
@@ -153,8 +152,7 @@ class _Search:
     def _look(self, columns: slice, chunk: np.ndarray, left_target: np.ndarray, left_points: np.ndarray) -> bool:
         """Adds products of some columns and keeps the rows for which they prove nothing.
 
-        Returns:
-          Whether bounds are of use: False if hardly any row has its guess nearest.
+        Returns whether bounds are of use: False if hardly any row has its guess nearest.
         """
         n, first = len(self._target), columns.start == 0
         known = [
@@ -236,7 +234,7 @@ class _Search:
         self.made += len(rows) * len(self._target) * self._dim
 
     def costs(self) -> Float[np.ndarray, "r n"]:
-        """Returns half the squared distances of the known rows, without the target's norm; overwrites the products."""
+        """Half the squared distances of the known rows, without the target's norm; overwrites the products."""
         halves = (self._squares / 2).astype(np.float32)
         costs = self._products[: len(self.rows)]
         new = costs[self._are_costs :]
@@ -253,7 +251,7 @@ class _Search:
         return own.astype(np.float64) - self._squares[columns] / 2
 
     def _blocks(self, rows: Int[np.ndarray, " r"], first: bool) -> Iterator[tuple[int, np.ndarray, Array]]:
-        """Yields the position of a block of rows, its rows (the last is repeated to fill it), and their products."""
+        """The position of a block of rows, its rows (the last is repeated to fill it), and their products."""
         n = len(self._target)
         size = min(n, max(1, _BLOCK_PRODUCTS // n))
         for begin in range(0, len(rows), size):
@@ -280,7 +278,7 @@ def _look_on_device(
     halves: Float[Array, " n"],
     halves_so_far: Float[Array, " n"],
 ) -> tuple[Int[Array, " b"], Float[Array, " b"]]:
-    """Returns the nearest point by some columns, and the greatest score that a point other than the guess can have.
+    """The nearest point by some columns, and the greatest score that a point other than the guess can have.
 
     Without a guess, which is then -1, the nearest point takes its place.
     """

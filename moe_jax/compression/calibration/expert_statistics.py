@@ -12,9 +12,8 @@ a moment is shrunk towards that of the layer, the more the rarer the expert is u
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,17 +58,8 @@ _BACKGROUND_ROWS = 512
 # Tokens of a part: one program serves all experts, and what a long text gives is never all in memory.
 _CHUNK = 1024
 
-
-class _Rows(NamedTuple):
-    """Tokens that count for an expert.
-
-    Attributes:
-      index: of each among the tokens of the layer.
-      weights: float32: squares of router weights, times the dependence of the loss on the token.
-    """
-
-    index: np.ndarray
-    weights: np.ndarray
+Outputs = Callable[[Int[np.ndarray, " n"]], Iterator[tuple[slice, Float[np.ndarray, "c d"]]]]
+"""For one expert and tokens given by their indices: yields slices of these, and their float32 outputs."""
 
 
 def moments(layer: SourceLayer, name: str) -> Iterator[Float[np.ndarray, "i i"]]:
@@ -78,29 +68,39 @@ def moments(layer: SourceLayer, name: str) -> Iterator[Float[np.ndarray, "i i"]]
     Args:
       layer: a calibrated layer. Its experts' neurons are in the order in which they are stored.
       name: of the matrix.
-
-    Raises:
-      InputError: if a weight is not finite.
     """
     rows = layer.rows
     assert rows is not None
-    in_bank = layer.moe.bank_experts
-    counted = (_rows_of(rows, expert if expert < in_bank else None) for expert in range(layer.num_experts))
-    if name != "down":
-        for own in counted:
-            yield _sum(rows, own, lambda x: x, rows.inputs.shape[1])
-        return
-    names = [name for name in layer.shapes if name != "down"]
-    biases = {name: stacked for name in names if (stacked := layer.biases(name)) is not None}
-    kernels = zip(*map(layer.kernels, names), strict=True)
-    for expert, (own, of_expert) in enumerate(zip(counted, kernels, strict=True)):
-        apply = partial(
-            _hidden,
-            dict(zip(names, of_expert, strict=True)),
-            {name: stacked[expert] for name, stacked in biases.items()},
-            activation=layer.moe.expert.activation,
-        )
-        yield _sum(rows, own, apply, layer.moe.expert.dim)
+    given: Iterator[Callable[[Array], Array]] = itertools.repeat(lambda x: x, layer.num_experts)
+    size = rows.inputs.shape[1]
+    if name == "down":
+        given = _functions(layer, ffn_hidden, [name for name in layer.shapes if name != "down"])
+        size = layer.moe.expert.dim
+    for expert, function in enumerate(given):
+        index, weights = _counted(rows, expert if expert < layer.moe.bank_experts else None)
+        total = jnp.zeros((size, size), jnp.float32)
+        for part, x in _parts(rows, index):
+            some = np.pad(weights[part], (0, _CHUNK - (part.stop - part.start)))
+            total = _add(total, function(x), jnp.asarray(some))
+        yield np.asarray(total)
+
+
+def expert_outputs(layer: SourceLayer) -> Iterator[Outputs]:
+    """Yields the outputs of one expert after another, of those that the router chooses from, before they are weighted.
+
+    Memory holds the kernels of a layer.
+    """
+    rows = layer.rows
+    assert rows is not None
+
+    def outputs(
+        function: Callable[[Array], Array], tokens: Int[np.ndarray, " n"]
+    ) -> Iterator[tuple[slice, np.ndarray]]:
+        for part, x in _parts(rows, tokens):
+            yield part, np.asarray(function(x))[: part.stop - part.start]
+
+    for function in itertools.islice(_functions(layer, ffn, list(layer.shapes)), layer.moe.routed_experts):
+        yield partial(outputs, function)
 
 
 def tokens_per_expert(layer: SourceLayer) -> np.ndarray:
@@ -110,8 +110,35 @@ def tokens_per_expert(layer: SourceLayer) -> np.ndarray:
     return np.bincount(experts[experts >= 0], minlength=layer.num_experts)
 
 
-def _rows_of(rows: LayerRows, expert: int | None) -> _Rows:
-    """Returns the tokens of an expert of the bank; None: of an expert that all tokens go to."""
+def _functions(
+    layer: SourceLayer, function: Callable[..., Array], names: Sequence[str]
+) -> Iterator[Callable[[Array], Array]]:
+    """Yields a function of inputs with the matrices of one expert after another."""
+    biases = {name: stacked for name in names if (stacked := layer.biases(name)) is not None}
+    for expert, kernels in enumerate(zip(*map(layer.kernels, names), strict=True)):
+        own = {name: stacked[expert] for name, stacked in biases.items()}
+        activation = layer.moe.expert.activation
+        yield partial(_applied, dict(zip(names, kernels, strict=True)), own, function=function, activation=activation)
+
+
+@partial(jax.jit, static_argnames=("function", "activation"))
+def _applied(
+    kernels: Mapping[str, Array],
+    biases: Mapping[str, Array],
+    x: Float[Array, "n d"],
+    *,
+    function: Callable[..., Array],
+    activation: str,
+) -> Float[Array, "n _"]:
+    with jax.default_matmul_precision("highest"):
+        return function(x, kernels, biases, activation)
+
+
+def _counted(rows: LayerRows, expert: int | None) -> tuple[Int[np.ndarray, " n"], Float[np.ndarray, " n"]]:
+    """The tokens that count for an expert of the bank, and their weights; None: for one that all tokens go to.
+
+    Weights are squares of router weights, times the dependence of the loss on the token.
+    """
     if expert is None:
         index, weights = np.arange(len(rows.experts)), np.ones(len(rows.experts), np.float32)
     else:
@@ -124,79 +151,18 @@ def _rows_of(rows: LayerRows, expert: int | None) -> _Rows:
     level = max(usual, np.finfo(np.float32).tiny) * BACKGROUND / len(background)
     index = np.concatenate([index, background])
     weights = np.concatenate([weights, np.full(len(background), level, np.float32)])
-    return _Rows(index, weights if rows.gradients is None else weights * rows.gradients[index])
+    return index, weights if rows.gradients is None else weights * rows.gradients[index]
 
 
-def _sum(rows: LayerRows, own: _Rows, apply: Callable[[Array], Array], size: int) -> Float[np.ndarray, "i i"]:
-    """Returns the sum of w a a^T over rows, where a is the result of `apply` for an input."""
-    total = jnp.zeros((size, size), jnp.float32)
-    for start in range(0, len(own.index), _CHUNK):
-        part = slice(start, start + _CHUNK)
-        x = np.asarray(rows.inputs[own.index[part]], np.float32)
-        weights = own.weights[part]
-        missing = _CHUNK - len(weights)  # rows of no weight, so that one program serves all experts
-        x, weights = np.pad(x, ((0, missing), (0, 0))), np.pad(weights, (0, missing))
-        total = _add(total, apply(jnp.asarray(x)), jnp.asarray(weights))
-    return np.asarray(total)
+def _parts(rows: LayerRows, tokens: Int[np.ndarray, " n"]) -> Iterator[tuple[slice, Float[Array, "c d"]]]:
+    """Yields slices of the tokens with their inputs, and rows of zeros after the last ones."""
+    for start in range(0, len(tokens), _CHUNK):
+        part = slice(start, min(start + _CHUNK, len(tokens)))
+        x = np.asarray(rows.inputs[tokens[part]], np.float32)
+        yield part, jnp.asarray(np.pad(x, ((0, _CHUNK - len(x)), (0, 0))))
 
 
 @partial(jax.jit, donate_argnums=0)
 def _add(total: Float[Array, "i i"], a: Float[Array, "n i"], weights: Float[Array, " n"]) -> Float[Array, "i i"]:
     scaled = a * jnp.sqrt(weights)[:, None]
     return total + jnp.matmul(scaled.T, scaled, precision="highest")
-
-
-@partial(jax.jit, static_argnames="activation")
-def _hidden(
-    kernels: Mapping[str, Float[Array, "d f"]],
-    biases: Mapping[str, Float[Array, " f"]],
-    x: Float[Array, "n d"],
-    *,
-    activation: str,
-) -> Float[Array, "n f"]:
-    with jax.default_matmul_precision("highest"):
-        return ffn_hidden(x, kernels, biases, activation)
-
-
-Outputs = Callable[[Int[np.ndarray, " n"]], Iterator[tuple[slice, Float[np.ndarray, "c d"]]]]
-"""For one expert and tokens given by their indices: yields slices of these, and their float32 outputs."""
-
-
-def expert_outputs(layer: SourceLayer) -> Iterator[Outputs]:
-    """Yields the outputs of one expert after another, of those that the router chooses from.
-
-    Memory holds the kernels of a layer.
-
-    Raises:
-      InputError: if a weight is not finite.
-    """
-    rows = layer.rows
-    assert rows is not None
-    biases = {name: stacked for name in layer.shapes if (stacked := layer.biases(name)) is not None}
-    kernels = zip(*(layer.kernels(name) for name in layer.shapes), strict=True)
-    for expert, own in enumerate(itertools.islice(kernels, layer.moe.routed_experts)):
-        apply = partial(
-            _apply,
-            {name: jnp.asarray(kernel, jnp.float32) for name, kernel in zip(layer.shapes, own, strict=True)},
-            {name: jnp.asarray(stacked[expert], jnp.float32) for name, stacked in biases.items()},
-            activation=layer.moe.expert.activation,
-        )
-        yield partial(_in_parts, rows.inputs, apply)
-
-
-def _in_parts(
-    inputs: Float[np.ndarray, "T d"], apply: Callable[[Array], Array], tokens: Int[np.ndarray, " n"]
-) -> Iterator[tuple[slice, Float[np.ndarray, "c d"]]]:
-    for start in range(0, len(tokens), _CHUNK):
-        part = slice(start, min(start + _CHUNK, len(tokens)))
-        x = np.asarray(inputs[tokens[part]], np.float32)
-        padded = np.pad(x, ((0, _CHUNK - len(x)), (0, 0)))
-        yield part, np.asarray(apply(jnp.asarray(padded)))[: len(x)]
-
-
-@partial(jax.jit, static_argnames="activation")
-def _apply(
-    kernels: Mapping[str, Array], biases: Mapping[str, Array], x: Float[Array, "n d"], *, activation: str
-) -> Float[Array, "n d"]:
-    with jax.default_matmul_precision("highest"):
-        return ffn(x, kernels, biases, activation)

@@ -36,7 +36,7 @@ DEFAULT_SAMPLES = 128
 def sample_windows(
     ids: Int[np.ndarray, " n"], *, seq_len: int, samples: int | None = None, seed: int = 0
 ) -> Int[np.ndarray, "N L"]:
-    """Draws windows, none of them twice; in the order of the text.
+    """Draws windows [N, L], none of them twice; in the order of the text.
 
     Args:
       ids: of the tokens of the text.
@@ -59,8 +59,8 @@ def sample_windows(
     return ids[: count * length].reshape(count, length)[chosen].astype(np.int32)
 
 
-# Name of the file with the index of the next layer, while a pass is not complete.
-_NEXT = "next"
+NEXT = "next"
+"""Name of the file that says where an unfinished pass continues."""
 
 
 def record(
@@ -94,18 +94,20 @@ def record(
     if not config.moe_layers:
         raise InputError("the model is dense: it has no experts to calibrate")
     folder.mkdir(parents=True, exist_ok=True)
-    _check_room(folder, windows.size, config.d_model, len(config.moe_layers))
+    # The inputs of all layers, and activations of two layers.
+    needed = windows.size * config.d_model * (2 * len(config.moe_layers) + 8)
+    check_room(folder, needed, f"a calibration on {windows.size} tokens takes")
     size, batches = batches_of(len(windows), batch_size, mesh)
     last = max(config.moe_layers)
     shape = (*windows.shape, config.d_model)
-    begin = int((folder / _NEXT).read_text()) if (folder / _NEXT).is_file() else 0
+    begin = int((folder / NEXT).read_text()) if (folder / NEXT).is_file() else 0
     if begin == 0:
         states = _states(folder, 0, shape)
         embedding = {path: source.read(path) for path in source.specs() if path.startswith("embed/")}
         for batch in batches:
             states[batch] = np.asarray(embed_tokens(config, embedding, windows[batch]))
         del embedding
-        _note_progress(folder, states, 0)
+        note_progress(folder, states, "0")
     programs: dict[Any, Any] = {}
     with jax.set_mesh(mesh):
         for i in range(begin, last + 1):
@@ -113,12 +115,12 @@ def record(
             before, after = _states(folder, i), _states(folder, i + 1, shape)
             layer = PlacedLayer(source, i, mesh, programs)
             _run(layer, before, after, batches, size, folder)
-            _note_progress(folder, after, i + 1)
+            note_progress(folder, after, str(i + 1))
     progress("calibrating", last + 1, last + 1)
     for parity in (0, 1):  # a pass that is stopped from here on has nothing left to do
-        _states_file(folder, parity).unlink(missing_ok=True)
+        (folder / f"states{parity}.npy").unlink(missing_ok=True)
     complete(folder, key)
-    (folder / _NEXT).unlink(missing_ok=True)
+    (folder / NEXT).unlink(missing_ok=True)
 
 
 class PlacedLayer:
@@ -140,7 +142,7 @@ class PlacedLayer:
         self._leaves = {name: self._placed(path, source.read(path)) for name, path in paths.items()}
 
     def with_leaves(self, leaves: Mapping[str, np.ndarray]) -> "PlacedLayer":
-        """Returns the layer with some leaves replaced, by their names below it."""
+        """The layer with some leaves replaced, by their names below it."""
         changed = copy.copy(self)
         placed = {name: self._placed(self._paths[name], leaf) for name, leaf in leaves.items()}
         changed._leaves = self._leaves | placed
@@ -154,12 +156,12 @@ class PlacedLayer:
     def gradient_before(
         self, x: Float[np.ndarray, "B L d"], after: Float[np.ndarray, "B L d"], size: int
     ) -> Float[np.ndarray, "B L d"]:
-        """Returns the gradient of a loss with respect to the layer's input, given that with respect to its output."""
+        """The gradient of a loss with respect to the layer's input, given that with respect to its output."""
         valid = self._valid(x, size)
         return np.asarray(self._pull(self._leaves, self._padded(x, size), valid, self._padded(after, size)))[: len(x)]
 
     def _padded(self, x: Float[np.ndarray, "B L d"], size: int) -> jax.Array:
-        """Returns `size` windows on the mesh, with zeros after the given ones."""
+        """Puts `size` windows on the mesh, with zeros after the given ones."""
         padded = np.concatenate([x, np.zeros((size - len(x), *x.shape[1:]), x.dtype)])
         return jax.device_put(padded, NamedSharding(self._mesh, P(batch_spec()[0])))
 
@@ -180,7 +182,7 @@ def apply_in_batches(layer: PlacedLayer, x: Float[np.ndarray, "N L d"], batch_si
 
 
 def batches_of(windows: int, batch_size: int, mesh: Mesh) -> tuple[int, list[slice]]:
-    """Returns the number of windows of a batch, a multiple of what the mesh divides them into; and the batches."""
+    """The number of windows of a batch, a multiple of what the mesh divides them into; and the batches."""
     rows, _ = batch_spec()
     shards = int(np.prod([mesh.shape[axis] for axis in rows]))
     size = -(-min(batch_size, windows) // shards) * shards
@@ -231,31 +233,30 @@ def _run(
         write_layer(folder, layer.index, np.concatenate(experts), np.concatenate(weights), sums.statistics())
 
 
-def _check_room(folder: Path, tokens: int, d_model: int, layers: int) -> None:
-    """Raises `InputError` unless inputs of all layers and activations of two layers fit on the disk."""
-    needed = tokens * d_model * (2 * layers + 8) - sum(file.stat().st_size for file in folder.iterdir())
+def _states(folder: Path, index: int, shape: tuple[int, int, int] | None = None) -> np.memmap:
+    """Opens the input of layer `index`. Two files in turn: that of the layer before is whole until the next one is."""
+    return open_states(folder / f"states{index % 2}.npy", np.float32, shape)
+
+
+def open_states(file: Path, dtype: Any, shape: tuple[int, int, int] | None) -> np.memmap:
+    """Opens a file of activations: to read, or with a shape to fill."""
+    if shape is None:
+        return np.lib.format.open_memmap(file, mode="r")
+    return np.lib.format.open_memmap(file, mode="w+", dtype=dtype, shape=shape)
+
+
+def note_progress(folder: Path, states: np.memmap, where: str) -> None:
+    """Notes that a file of activations is complete, and where the pass then continues."""
+    states.flush()
+    as_path(folder / NEXT).replace_content(where.encode())
+
+
+def check_room(folder: Path, needed: int, what: str) -> None:
+    """Raises `InputError` unless there is room on the disk for what a folder needs beside what it has."""
+    needed -= sum(file.stat().st_size for file in folder.iterdir())
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise InputError(
-            f"a calibration on {tokens} tokens takes {show_bytes(needed)} in {folder}, where {show_bytes(free)} are "
-            "free; ask for fewer samples, or make room"
+            f"{what} {show_bytes(needed)} in {folder}, where {show_bytes(free)} are free; ask for fewer samples, or "
+            "make room"
         )
-
-
-def _states_file(folder: Path, index: int) -> Path:
-    # Two files in turn: that of the layer before is whole until the next one is.
-    return folder / f"states{index % 2}.npy"
-
-
-def _states(folder: Path, index: int, shape: tuple[int, int, int] | None = None) -> np.memmap:
-    """Opens the input of layer `index`: a file to read, or with a shape to fill."""
-    file = _states_file(folder, index)
-    if shape is None:
-        return np.lib.format.open_memmap(file, mode="r")
-    return np.lib.format.open_memmap(file, mode="w+", dtype=np.float32, shape=shape)
-
-
-def _note_progress(folder: Path, states: np.memmap, index: int) -> None:
-    """Notes that everything before layer `index` is done."""
-    states.flush()
-    as_path(folder / _NEXT).replace_content(str(index).encode())

@@ -77,12 +77,12 @@ class Calibration(NamedTuple):
 
 
 def inputs_file(folder: Path, layer: int) -> Path:
-    """Returns the file of the inputs of a layer's bank."""
+    """The file of the inputs of a layer's bank."""
     return folder / f"{layer}.inputs.npy"
 
 
 def layer_file(folder: Path, layer: int) -> Path:
-    """Returns the file of a layer's other data; if it exists, the layer is complete."""
+    """The file of a layer's other data; if it exists, the layer is complete."""
     return folder / f"{layer}.npz"
 
 
@@ -104,7 +104,7 @@ def write_layer(
 
 
 def gradients_file(folder: Path, layer: int) -> Path:
-    """Returns the file of the weights of tokens, see `sensitivities`."""
+    """The file of the weights of tokens, see `sensitivities`."""
     return folder / f"{layer}.gradients.npy"
 
 
@@ -141,11 +141,7 @@ def write_sensitivities(
 
 
 def read_sensitivities(folder: Path, *, gradients: bool = False) -> dict[int, dict[str, float]] | None:
-    """Reads the results that `write_sensitivities` wrote; None: there are none.
-
-    Raises:
-      InputError: if the file is damaged.
-    """
+    """Reads the results that `write_sensitivities` wrote; None: there are none. A damaged file is an `InputError`."""
     file = folder / _SENSITIVITIES[gradients]
     if not file.is_file():
         return None
@@ -157,11 +153,7 @@ def read_sensitivities(folder: Path, *, gradients: bool = False) -> dict[int, di
 
 
 def is_complete(folder: Path, key: Mapping[str, Any]) -> bool:
-    """Whether a folder holds the whole recording that `key` describes.
-
-    Raises:
-      InputError: if it is another recording.
-    """
+    """Whether a folder holds the whole recording that `key` describes; `InputError` if it is another one."""
     file = folder / KEY_FILE
     if not file.is_file():
         return False

@@ -14,6 +14,7 @@ of these for every matrix that was tried before. So every layer is read once, an
 activations of all copies.
 """
 
+import dataclasses
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,27 +27,35 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
 from moe_jax.checks.streamed_layers import EMBEDDING, embed_tokens, output_logits, text_loss
-from moe_jax.compression.calibration.layerwise_pass import PlacedLayer, apply_in_batches, batches_of
+from moe_jax.compression.calibration.layerwise_pass import (
+    NEXT,
+    PlacedLayer,
+    apply_in_batches,
+    batches_of,
+    check_room,
+    note_progress,
+    open_states,
+)
 from moe_jax.compression.calibration.recorded import LayerCalibration, gradients_file
 from moe_jax.compression.coding.coder import expert_coders
 from moe_jax.compression.source_layer import SourceLayer
+from moe_jax.core.data_sheets import available_memory
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import cast
 from moe_jax.core.formatting import show_bytes
-from moe_jax.core.memory import available_memory
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models.config import ModelConfig
 
 # Below the folder of the recording, as long as the pass is not complete.
-_STATES, _NEXT = "gradients", "next"
+_STATES = "gradients"
 _FORWARDS, _BACKWARDS = "forwards", "backwards"
 
 
 def has_gradients(folder: Path, layers: tuple[int, ...]) -> bool:
     """Whether a recording has the gradients of all these layers."""
-    return not (folder / _STATES / _NEXT).exists() and all(gradients_file(folder, i).is_file() for i in layers)
+    return not (folder / _STATES / NEXT).exists() and all(gradients_file(folder, i).is_file() for i in layers)
 
 
 def record_gradients(
@@ -64,9 +73,7 @@ def record_gradients(
       source: the model.
       windows: of the text, those of the recording.
       folder: of the recording.
-      mesh: as for `layerwise_pass.record`.
-      batch_size: windows at a time, rounded up to a multiple of what the mesh divides.
-      progress: called after every layer, forwards and backwards.
+      mesh, batch_size, progress: see `layerwise_pass.record`; layers are passed forwards and backwards.
 
     Raises:
       InputError: if windows have a single token, gradients are not finite or all zero, or there is no room on the disk.
@@ -75,97 +82,110 @@ def record_gradients(
         raise InputError("gradients need windows of two tokens and more: nothing follows on a single one")
     states = folder / _STATES
     states.mkdir(exist_ok=True)
-    layers = source.config.num_layers
-    _check_room(states, windows.size, source.config.d_model, layers)
-    work = _Pass(source, windows, folder, states, mesh, batch_size, progress)
-    direction, begin = _begin(states)
+    # The inputs of all layers, and gradients of two layers.
+    needed = windows.size * source.config.d_model * (2 * (source.config.num_layers + 1) + 8)
+    check_room(states, needed, f"gradients of {windows.size} tokens take")
+    work = _GradientPass(source, windows, folder, states, mesh, batch_size, progress)
+    direction, begin = _FORWARDS, 0
+    if (states / NEXT).is_file():
+        direction, layer = (states / NEXT).read_text().split()
+        begin = int(layer)
     if direction == _FORWARDS:
         work.forwards(begin)
         work.begin_backwards()
-        begin = layers
+        begin = source.config.num_layers
     work.backwards(begin)
-    (states / _NEXT).unlink()  # from here on a pass that is stopped has nothing left to do
+    (states / NEXT).unlink()  # from here on a pass that is stopped has nothing left to do
     shutil.rmtree(states)
 
 
-class _Pass:
+@dataclasses.dataclass
+class _GradientPass:
     """The steps of the pass; each continues at a layer and ends with everything on the disk that the next one needs."""
 
-    def __init__(
-        self,
-        source: ModelSource,
-        windows: Int[np.ndarray, "N L"],
-        folder: Path,
-        states: Path,
-        mesh: Mesh,
-        batch_size: int,
-        progress: Progress,
-    ):
-        self._source, self._config, self._windows = source, source.config, windows
-        self._folder, self._states, self._mesh = folder, states, mesh
-        self._size, self._batches = batches_of(len(windows), batch_size, mesh)
-        self._shape = (*windows.shape, source.config.d_model)
-        self._first, self._layers = min(source.config.moe_layers), source.config.num_layers
-        self._programs: dict[Any, Any] = {}
-        self._progress = progress
+    source: ModelSource
+    windows: Int[np.ndarray, "N L"]
+    folder: Path
+    states: Path
+    mesh: Mesh
+    batch_size: int
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        config = self.config = self.source.config
+        self.size, self.batches = batches_of(len(self.windows), self.batch_size, self.mesh)
+        self.shape = (*self.windows.shape, config.d_model)
+        self.first, self.layers = min(config.moe_layers), config.num_layers
+        self.programs: dict[Any, Any] = {}
 
     def forwards(self, begin: int) -> None:
         """Stores the input of every layer from layer `begin` on, and the output of the last one."""
         if begin == 0:
-            leaves = self._leaves("embed/")
-            given = _inputs_of(self._states, 0, self._shape)
-            for batch in self._batches:
-                given[batch] = _bits(embed_tokens(self._config, leaves, self._windows[batch]))
-            _note_progress(self._states, given, _FORWARDS, 0)
-        with jax.set_mesh(self._mesh):
-            for i in range(begin, self._layers):
-                self._tell(i)
-                layer = PlacedLayer(self._source, i, self._mesh, self._programs)
-                given, after = _inputs_of(self._states, i), _inputs_of(self._states, i + 1, self._shape)
-                for batch in self._batches:
-                    after[batch] = _bits(layer.apply(_floats(given[batch]), self._size)[0])
-                _note_progress(self._states, after, _FORWARDS, i + 1)
+            leaves = self.leaves("embed/")
+            given = self.inputs_of(0, to_fill=True)
+            for batch in self.batches:
+                given[batch] = _bits(embed_tokens(self.config, leaves, self.windows[batch]))
+            note_progress(self.states, given, f"{_FORWARDS} 0")
+        with jax.set_mesh(self.mesh):
+            for i in range(begin, self.layers):
+                self.tell(i)
+                layer = PlacedLayer(self.source, i, self.mesh, self.programs)
+                given, after = self.inputs_of(i), self.inputs_of(i + 1, to_fill=True)
+                for batch in self.batches:
+                    after[batch] = _bits(layer.apply(_floats(given[batch]), self.size)[0])
+                note_progress(self.states, after, f"{_FORWARDS} {i + 1}")
 
     def begin_backwards(self) -> None:
         """Stores the gradient of the loss with respect to the output of the last layer.
 
         The logits of one window are in memory at a time.
         """
-        leaves = self._leaves("final_norm/", "lm_head/", *([EMBEDDING] if self._config.tie_embeddings else []))
+        leaves = self.leaves("final_norm/", "lm_head/", *([EMBEDDING] if self.config.tie_embeddings else []))
         placed = jax.tree.map(jnp.asarray, leaves)
 
         def loss(x: jax.Array, placed: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
-            return text_loss(self._config, placed, x[None], tokens[None])
+            return text_loss(self.config, placed, x[None], tokens[None])
 
         of_window = jax.jit(jax.grad(loss))
-        given, gradients = _inputs_of(self._states, self._layers), _gradients(self._states, self._layers, self._shape)
-        for n, tokens in enumerate(self._windows):
+        given, gradients = self.inputs_of(self.layers), self.gradients(self.layers, to_fill=True)
+        for n, tokens in enumerate(self.windows):
             gradients[n] = np.asarray(of_window(_floats(given[n]), placed, tokens))
-        _note_progress(self._states, gradients, _BACKWARDS, self._layers)
+        note_progress(self.states, gradients, f"{_BACKWARDS} {self.layers}")
 
     def backwards(self, begin: int) -> None:
         """Takes the gradient with respect to the input of layer `begin` back to the first MoE layer."""
-        with jax.set_mesh(self._mesh):
-            for i in range(begin - 1, self._first - 1, -1):
-                self._tell(2 * self._layers - 1 - i)
-                after = _gradients(self._states, i + 1)
-                if i in self._config.moe_layers:
-                    _write(self._folder, i, after)
-                if i == self._first:
+        with jax.set_mesh(self.mesh):
+            for i in range(begin - 1, self.first - 1, -1):
+                self.tell(2 * self.layers - 1 - i)
+                after = self.gradients(i + 1)
+                if i in self.config.moe_layers:
+                    _write(self.folder, i, after)
+                if i == self.first:
                     break
-                layer = PlacedLayer(self._source, i, self._mesh, self._programs)
-                given, before = _inputs_of(self._states, i), _gradients(self._states, i, self._shape)
-                for batch in self._batches:
+                layer = PlacedLayer(self.source, i, self.mesh, self.programs)
+                given, before = self.inputs_of(i), self.gradients(i, to_fill=True)
+                for batch in self.batches:
                     gradient = np.asarray(after[batch])
-                    before[batch] = layer.gradient_before(_floats(given[batch]), gradient, self._size)
-                _note_progress(self._states, before, _BACKWARDS, i)
-        self._tell(2 * self._layers - self._first)
+                    before[batch] = layer.gradient_before(_floats(given[batch]), gradient, self.size)
+                note_progress(self.states, before, f"{_BACKWARDS} {i}")
+        self.tell(2 * self.layers - self.first)
 
-    def _leaves(self, *prefixes: str) -> dict[str, np.ndarray]:
-        return {path: self._source.read(path) for path in self._source.specs() if path.startswith(prefixes)}
+    def inputs_of(self, layer: int, *, to_fill: bool = False) -> np.memmap:
+        """Opens the input of a layer, bfloat16 as 16 bits."""
+        return open_states(self.states / f"{layer}.npy", np.uint16, self.shape if to_fill else None)
 
-    def _tell(self, done: int) -> None:
-        self._progress("measuring what depends on tokens", done, 2 * self._layers - self._first)
+    def gradients(self, layer: int, *, to_fill: bool = False) -> np.memmap:
+        """Opens the gradients with respect to the input of a layer, float32.
+
+        Two files in turn: that of the layer after is whole until this one is.
+        """
+        return open_states(self.states / f"backwards{layer % 2}.npy", np.float32, self.shape if to_fill else None)
+
+    def leaves(self, *prefixes: str) -> dict[str, np.ndarray]:
+        return {path: self.source.read(path) for path in self.source.specs() if path.startswith(prefixes)}
+
+    def tell(self, done: int) -> None:
+        self.progress("measuring what depends on tokens", done, 2 * self.layers - self.first)
 
 
 def _write(folder: Path, layer: int, gradients: Float[np.ndarray, "N L d"]) -> None:
@@ -180,54 +200,12 @@ def _write(folder: Path, layer: int, gradients: Float[np.ndarray, "N L d"]) -> N
         np.save(file, (squares / mean).astype(np.float32), allow_pickle=False)
 
 
-def _begin(states: Path) -> tuple[str, int]:
-    """Returns the direction of the pass, and the layer at which it continues."""
-    if not (states / _NEXT).is_file():
-        return _FORWARDS, 0
-    direction, layer = (states / _NEXT).read_text().split()
-    return direction, int(layer)
-
-
-def _note_progress(states: Path, made: np.memmap, direction: str, layer: int) -> None:
-    """Notes that a file is complete: forwards, the layer's input; backwards, the gradients with respect to it."""
-    made.flush()
-    as_path(states / _NEXT).replace_content(f"{direction} {layer}".encode())
-
-
-def _inputs_of(states: Path, layer: int, shape: tuple[int, int, int] | None = None) -> np.memmap:
-    """Opens the input of a layer, bfloat16 as 16 bits: a file to read, or with a shape to fill."""
-    return _memmap(states / f"{layer}.npy", np.uint16, shape)
-
-
-def _gradients(states: Path, layer: int, shape: tuple[int, int, int] | None = None) -> np.memmap:
-    """Opens the gradients with respect to the input of a layer, float32: a file to read, or with a shape to fill."""
-    # Two files in turn: that of the layer after is whole until this one is.
-    return _memmap(states / f"backwards{layer % 2}.npy", np.float32, shape)
-
-
-def _memmap(file: Path, dtype: Any, shape: tuple[int, int, int] | None) -> np.memmap:
-    if shape is None:
-        return np.lib.format.open_memmap(file, mode="r")
-    return np.lib.format.open_memmap(file, mode="w+", dtype=dtype, shape=shape)
-
-
 def _bits(x: Any) -> np.ndarray:
     return np.asarray(x).astype(jnp.bfloat16).view(np.uint16)
 
 
 def _floats(bits: np.ndarray) -> Float[np.ndarray, "... d"]:
     return np.asarray(bits).view(jnp.bfloat16).astype(np.float32)
-
-
-def _check_room(states: Path, tokens: int, d_model: int, layers: int) -> None:
-    """Raises `InputError` unless the inputs of all layers and gradients of two layers fit on the disk."""
-    needed = tokens * d_model * (2 * (layers + 1) + 8) - sum(file.stat().st_size for file in states.iterdir())
-    free = shutil.disk_usage(states).free
-    if needed > free:
-        raise InputError(
-            f"gradients of {tokens} tokens take {show_bytes(needed)} in {states}, where {show_bytes(free)} are free; "
-            "ask for fewer samples, or make room"
-        )
 
 
 TRIED_BITS, TRIED_GROUP_SIZE = 3, 128
@@ -249,9 +227,7 @@ def measure_sensitivities(
       source: a model whose MoE layers have full experts.
       windows: of the calibration text; the first 2048 tokens are enough.
       calibration: of every MoE layer.
-      mesh: as for `layerwise_pass.record`.
-      batch_size: windows at a time.
-      progress: called after every layer.
+      mesh, batch_size, progress: see `layerwise_pass.record`.
 
     Raises:
       InputError: if experts are not full, a divergence is not finite, or there is no room in memory.
@@ -315,7 +291,7 @@ def output_error(error: float, norm: float) -> float:
 
 
 def _coded(layer: SourceLayer, name: str) -> tuple[Float[np.ndarray, "E i o"], float]:
-    """Returns the kernels of a matrix in codes, and the error of their outputs."""
+    """The kernels of a matrix in codes, and the error of their outputs."""
     stacked, error, norm = [], 0.0, 0.0
     for kernel, coder in zip(layer.kernels(name), expert_coders(layer, name), strict=True):
         wide = kernel.astype(np.float32)

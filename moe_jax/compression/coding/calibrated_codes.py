@@ -37,11 +37,8 @@ DAMPING = 0.01
 def triangular_factor(moment: Float[np.ndarray, "i i"]) -> Float[np.ndarray, "i i"]:
     """Upper triangular R with R R^T = H + `DAMPING` mean(diag H) I, float32; the identity for a moment of zeros.
 
-    Args:
-      moment: H, symmetric and positive semi-definite; float32.
-
     Raises:
-      InputError: if it is not.
+      InputError: if H is not symmetric and positive semi-definite.
     """
     level = float(np.mean(np.diagonal(moment), dtype=np.float64))
     if level == 0:
@@ -76,11 +73,9 @@ def quantize_with_feedback(
     Args:
       kernel: float32.
       factor: R of the inputs' second moment, as `triangular_factor` gives it.
-      bits: of a code.
       group_size: rows that share a scale; None: one scale for all entries, chosen for the kernel as it is.
-      fit, even: as of `quantize`.
       table: the kernel has a table of levels of its own, fitted to the kernel as it is.
-      scale_bits, zero_points: as of `quantize`.
+      bits, fit, even, scale_bits, zero_points: as of `quantize`.
     """
     rows, width = kernel.shape
     size = min(rows, 128) if group_size is None else group_size
@@ -168,10 +163,6 @@ def candidates(
     """Row scales to choose from: none, those of the entries' sizes, and `a^-p` for the sizes a of the inputs.
 
     The latter are AWQ's (arXiv 2306.00978, section 3.2): rows of large inputs get finer codes.
-
-    Args:
-      kernel, group_size: see `scales_of_magnitudes`.
-      moment: H, the second moment of the inputs.
     """
     diagonal = np.diagonal(moment).astype(np.float32)
     yield np.ones(len(kernel), np.float32)
@@ -190,10 +181,12 @@ def best_row_scales(
     moment: Float[np.ndarray, "i i"],
     coded: Callable[[np.ndarray, np.ndarray], np.ndarray],
 ) -> Float[np.ndarray, " i"]:
-    """Returns the `candidates` with which codes change the outputs least, tr(E^T H E), on some of the columns.
+    """The `candidates` with which codes change the outputs least, tr(E^T H E), on some of the columns.
 
     Args:
-      kernel, group_size, moment: see `candidates`.
+      kernel: W.
+      group_size: rows that share scales; None: all, of all columns.
+      moment: H, the second moment of the inputs.
       coded: of a kernel that is divided by row scales, and these, what its codes stand for.
     """
     columns = np.unique(np.linspace(0, kernel.shape[1] - 1, min(kernel.shape[1], _COLUMNS)).astype(int))

@@ -3,6 +3,7 @@
 For a calibrated layer they minimise the change of outputs, else the error of the kernels themselves.
 """
 
+import abc
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from moe_jax.compression.coding.factorization import joint_factors, truncated_sv
 from moe_jax.compression.coding.quantizer import quantize
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.core.errors import InputError, check_member
-from moe_jax.experts.forms.coding import Encoded, MoreOfCodes
+from moe_jax.experts.forms.coding import Coder, Encoded, JointCoder, MoreOfCodes
 from moe_jax.functional.codes import SCALE_DTYPE
 
 Levels = Literal["any", "even", "fitted"]
@@ -42,9 +43,35 @@ def check_levels(levels: str, bits: int, *, zero_points: bool = False) -> None:
         raise InputError(f"levels={levels} do not go with zero points, which say where levels lie")
 
 
+class _Quantizing(Coder):
+    """Quantises for the least error, whichever that is."""
+
+    fit: bool
+    even: bool
+
+    def quantize(
+        self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None, **more: Unpack[MoreOfCodes]
+    ) -> Encoded:
+        options: dict[str, Any] = {"bits": bits, "group_size": group_size, "fit": self.fit, "even": self.even, **more}
+        if not options.pop("row_scales", False):
+            return jax.tree.map(np.asarray, self._quantized(values, None, options))
+        rows = self._row_scales(values, options)
+        made = self._quantized(values / rows[:, None], rows, options)
+        leaves = {name: np.asarray(leaf) for name, leaf in made.leaves.items()}
+        leaves["row_scales"] = rows[:, None].astype(SCALE_DTYPE)
+        return Encoded(leaves, np.asarray(made.approximation) * rows[:, None])
+
+    @abc.abstractmethod
+    def _row_scales(self, values: np.ndarray, options: dict[str, Any]) -> Float[np.ndarray, " i"]: ...
+
+    @abc.abstractmethod
+    def _quantized(self, values: np.ndarray, rows: np.ndarray | None, options: dict[str, Any]) -> Encoded:
+        """Quantises what row scales leave of a kernel: errors of row i count r_i times."""
+
+
 @dataclass(frozen=True)
-class LeastError:
-    """Codes and factors of the least squared error.
+class LeastError(_Quantizing):
+    """Codes and factors of the least squared error of the entries.
 
     Attributes:
       fit: grids and scales of codes are chosen so, and not for the largest absolute value.
@@ -63,19 +90,15 @@ class LeastError:
         root = np.sqrt(s)
         return u * root, v * root
 
-    def quantize(
-        self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None, **more: Unpack[MoreOfCodes]
-    ) -> Encoded:
-        """Quantises for the least squared error of the entries."""
-        options: dict[str, Any] = {"bits": bits, "group_size": group_size, "fit": self.fit, "even": self.even, **more}
-        if not options.pop("row_scales", False):
-            return jax.tree.map(np.asarray, quantize(values, **options))
-        rows = scales_of_magnitudes(values, group_size)
-        return with_row_scales(quantize(values / rows[:, None], weights=rows**2, **options), rows)
+    def _row_scales(self, values: np.ndarray, options: dict[str, Any]) -> Float[np.ndarray, " i"]:
+        return scales_of_magnitudes(values, options["group_size"])
+
+    def _quantized(self, values: np.ndarray, rows: np.ndarray | None, options: dict[str, Any]) -> Encoded:
+        return quantize(values, weights=None if rows is None else rows**2, **options)
 
 
 @dataclass(frozen=True, eq=False)
-class LeastOutputError:
+class LeastOutputError(_Quantizing):
     """Codes and factors that change the outputs of a kernel least, for inputs of second moment H [i, i]: tr(E^T H E).
 
     Attributes:
@@ -96,38 +119,26 @@ class LeastOutputError:
         With H = R R^T, the error is the squared norm of R^T E: the best factors are those of R^T W, of which the first
         is taken back by R^-T (SVD-LLM, arXiv 2403.07378, section 3.1).
         """
-        u, s, v = truncated_svd(self._factor.T @ matrix, rank)
-        root = np.sqrt(s)
-        return scipy.linalg.solve_triangular(self._factor, u * root, trans=1, check_finite=False), v * root
+        left, right = LeastError().factors(self._factor.T @ matrix, rank)
+        return scipy.linalg.solve_triangular(self._factor, left, trans=1, check_finite=False), right
 
     def spectrum(self, matrix: Float[np.ndarray, "n w"], rank: int) -> tuple[Float[np.ndarray, " r"], float]:
         """Squares of these numbers are what each of the best `factors` takes from the error; and all that there is."""
         whitened = self._factor.T @ matrix
         return truncated_svd(whitened, rank).s, float(np.sum(np.square(whitened), dtype=np.float64))
 
-    def quantize(
-        self, values: Float[np.ndarray, "i o"], *, bits: int, group_size: int | None, **more: Unpack[MoreOfCodes]
-    ) -> Encoded:
-        """Quantises for the least change of outputs."""
-        options: dict[str, Any] = {"bits": bits, "group_size": group_size, "fit": self.fit, "even": self.even, **more}
-        if not options.pop("row_scales", False):
-            return jax.tree.map(np.asarray, self._quantized(values, 1, options, feedback=self.feedback))
-
+    def _row_scales(self, values: np.ndarray, options: dict[str, Any]) -> Float[np.ndarray, " i"]:
         def coded(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
-            return np.asarray(self._quantized(values, rows, options, feedback=self.feedback).approximation)
+            return np.asarray(self._quantized(values, rows, options).approximation)
 
-        rows = best_row_scales(values, group_size, self.moment, coded)
-        return with_row_scales(self._quantized(values / rows[:, None], rows, options, feedback=self.feedback), rows)
+        return best_row_scales(values, options["group_size"], self.moment, coded)
 
-    def _quantized(
-        self, values: np.ndarray, rows: np.ndarray | int, options: dict[str, Any], *, feedback: bool
-    ) -> Encoded:
-        """Quantises what row scales leave of a kernel: errors of row i count r_i times."""
-        if feedback:
-            factor = self._factor if isinstance(rows, int) else self._factor * rows[:, None]
+    def _quantized(self, values: np.ndarray, rows: np.ndarray | None, options: dict[str, Any]) -> Encoded:
+        if self.feedback:
+            factor = self._factor if rows is None else self._factor * rows[:, None]
             return quantize_with_feedback(values, factor, **options)
         weights = self._diagonal + DAMPING * np.mean(self._diagonal)
-        return quantize(values, weights=weights * rows**2, **options)
+        return quantize(values, weights=weights if rows is None else weights * rows**2, **options)
 
     @property
     def importances(self) -> Float[np.ndarray, " i"]:
@@ -145,7 +156,7 @@ class LeastOutputError:
 
 
 @dataclass(frozen=True, eq=False)
-class LeastJointError:
+class LeastJointError(JointCoder):
     """Factors all matrices of an expert together; see `experts.forms.coding.JointCoder`.
 
     Attributes:
@@ -161,19 +172,11 @@ class LeastJointError:
     def factors(
         self, rows: Mapping[str, Float[np.ndarray, "f d"]], rank: int
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Factorises for the least change of outputs, or without moments for the least squared error."""
         if self.moments:
             return joint_factors(rows, self.kernels, self.moments["up"], self.moments["down"], rank)
         left, right = LeastError().factors(np.concatenate(list(rows.values()), axis=1), rank)
         ends = np.cumsum([matrix.shape[1] for matrix in rows.values()])[:-1]
         return left, dict(zip(rows, np.split(right, ends), strict=True))
-
-
-def with_row_scales(made: Encoded, rows: Float[np.ndarray, " i"]) -> Encoded:
-    """Returns a kernel that was quantised without row scales, with them."""
-    leaves = {name: np.asarray(leaf) for name, leaf in made.leaves.items()}
-    leaves["row_scales"] = rows[:, None].astype(SCALE_DTYPE)
-    return Encoded(leaves, np.asarray(made.approximation) * rows[:, None])
 
 
 ExpertCoder = LeastError | LeastOutputError
@@ -188,7 +191,7 @@ def expert_coders(
     feedback: bool = True,
     even: bool = False,
 ) -> Iterator[ExpertCoder]:
-    """Yields the coder of one expert after another.
+    """The coder of one expert after another.
 
     Args:
       layer: its experts.
@@ -196,9 +199,6 @@ def expert_coders(
       permutations: the order of every expert's neurons; None: as they are stored.
       fit, even: see `LeastError`.
       feedback: see `LeastOutputError`.
-
-    Raises:
-      InputError: if a weight is not finite.
     """
     if layer.rows is None:
         yield from (LeastError(fit=fit, even=even) for _ in range(layer.num_experts))
@@ -215,19 +215,9 @@ def shared_base_coder(
     feedback: bool = True,
     even: bool = False,
 ) -> ExpertCoder:
-    """Returns the coder of a kernel that all experts share: an error of it is in the outputs of every expert.
+    """The coder of a kernel that all experts share: an error of it is in the outputs of every expert.
 
     It therefore has the sum of the experts' moments, each weighted by its tokens and their router weights.
-
-    Args:
-      layer: its experts.
-      name: of the matrix.
-      permutations: see `expert_coders`.
-      feedback: see `LeastOutputError`.
-      even: see `LeastError`.
-
-    Raises:
-      InputError: if a weight is not finite.
     """
     if layer.rows is None:
         return LeastError(even=even)
@@ -241,15 +231,7 @@ def shared_base_coder(
 def joint_moments(
     layer: SourceLayer, permutations: Int[np.ndarray, "E f"] | None = None
 ) -> Iterator[dict[str, Float[np.ndarray, "i i"]]]:
-    """Yields the second moments of all matrices of one expert after another, by name; none if it is not calibrated.
-
-    Args:
-      layer: its experts.
-      permutations: see `expert_coders`.
-
-    Raises:
-      InputError: if a weight is not finite.
-    """
+    """The second moments of all matrices of one expert after another, by name; none if it is not calibrated."""
     if layer.rows is None:
         yield from ({} for _ in range(layer.num_experts))
         return
@@ -260,7 +242,7 @@ def joint_moments(
 def _moments(
     layer: SourceLayer, name: str, permutations: Int[np.ndarray, "E f"] | None
 ) -> Iterator[Float[np.ndarray, "i i"]]:
-    """Yields the moments of `moments`, with neurons in the given order."""
+    """The moments of `moments`, with neurons in the given order."""
     for expert, moment in enumerate(moments(layer, name)):
         if name == "down" and permutations is not None:
             order = permutations[expert]

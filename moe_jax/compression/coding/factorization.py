@@ -213,8 +213,8 @@ def joint_factors(
 ) -> tuple[Float[np.ndarray, "f r"], dict[str, Float[np.ndarray, "d r"]]]:
     """The factors `left` and `right` of every matrix, with `rows[name]` near `left @ right[name].T`; float32.
 
-    Never worse than the truncated singular value decomposition of the design matrix, for moments with
-    `feedback.DAMPING` times the mean of their diagonals on these; a moment of zeros counts as the identity.
+    Never worse than the truncated singular value decomposition of the design matrix, for moments with `DAMPING` times
+    the mean of their diagonals on these; a moment of zeros counts as the identity.
 
     It takes two truncated decompositions of the design matrix, Cholesky's of H, the product S D, and in every round
     some 6 products of S with an [f, r] matrix and 4 of the size of L R: of an expert of Mixtral (f = 14336, d = 4096,

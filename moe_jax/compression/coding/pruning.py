@@ -42,12 +42,7 @@ class Refit(NamedTuple):
 
 
 def concat_counts(magnitudes: Mapping[str, Float[np.ndarray, "..."]], keep: float) -> dict[str, int]:
-    """How many of the largest entries of one expert lie in each of its matrices.
-
-    Args:
-      magnitudes: the absolute values of the matrices.
-      keep: share of all entries together that stays.
-    """
+    """How many of the largest entries of one expert lie in each of its matrices, if a share `keep` of all stays."""
     magnitudes = {name: magnitude.reshape(-1) for name, magnitude in magnitudes.items()}
     size = sum(magnitude.size for magnitude in magnitudes.values())
     left = kept_entries(size, keep)
@@ -114,9 +109,9 @@ def prune(
 
     Args:
       kernels: gives the aligned kernels of all experts, as often as it is called; float32.
-      centre: the first one.
+      centre: the first one; without `refit` the masks are those for it, and it stays.
       count: entries that stay of each kernel.
-      refit: without, the masks are those for the first centre, which stays.
+      refit: whether the centre is refitted.
       importances: of every expert, what an entry of each row counts for: errors are multiplied by it before they are
         compared, or squared. None: all entries count alike.
     """

@@ -29,14 +29,10 @@ _LINE_ROUNDS = 3
 def asymmetric_grid(
     groups: Float[Array, "g s o"], weights: Float[Array, "g s 1"], *, bits: int, scale_bits: int, fit: bool
 ) -> Grid:
-    """The grid of least squared error, as it will be read: scales and zero points [g, 1, o].
+    """The grid of least squared error with zero points, as it will be read: scales and zero points [g, 1, o].
 
-    Args:
-      groups: entries that share both; float32.
-      weights: of the squared errors of rows, not negative; rows without any do not count.
-      bits: of a code.
-      scale_bits: of a scale.
-      fit: otherwise the least and the greatest entry are the first and the last level (but for rounding).
+    Without `fit`, the least and the greatest entry are the first and the last level (but for rounding). For the other
+    arguments see `best_scales`; rows without weight do not count.
     """
 
     def read(grid: Grid) -> Grid:
@@ -80,7 +76,7 @@ def spans(
 
 
 def read_grid(grid: Grid, bits: int, scale_bits: int) -> Grid:
-    """A grid as it will be read once it is stored."""
+    """A grid with zero points as it will be read once it is stored."""
     assert grid.zeros is not None
     scales = grid.scales[:, 0, :]
     scales = scales_of(scale_leaves(scales, scale_bits))[:, None, :]
@@ -220,13 +216,7 @@ def fitted_table(
     """The levels that, times a scale for each group, come nearest to the entries; ascending, up to 1, as stored.
 
     Lloyd's algorithm (1957) on entries by their scales: codes, levels and scales in turn, each best for the others. A
-    level is the mean of the entries that have it, `sum(w s v) / sum(w s^2)`.
-
-    Args:
-      groups: entries that share scales; float32.
-      weights: of the squared errors of rows, not negative.
-      bits: of a code.
-      whole: all entries share one scale.
+    level is the mean of the entries that have it, `sum(w s v) / sum(w s^2)`. Arguments are those of `best_scales`.
     """
     number = 2**bits
 
@@ -346,7 +336,6 @@ def nearest_codes(groups: Float[Array, "g s o"], grid: Grid, bits: int) -> Float
 
 
 def _total(terms: Float[Array, "g s o"], whole: bool) -> Float[Array, "g 1 o"]:
-    """Sums over the entries that share a scale."""
     sums = jnp.sum(terms, axis=1, keepdims=True)
     return jnp.sum(sums, axis=2, keepdims=True) if whole else sums
 

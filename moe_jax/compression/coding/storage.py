@@ -29,12 +29,7 @@ LEAF_OVERHEAD = 256
 
 
 class Fewer(NamedTuple):
-    """A layout of experts that stay full kernels, and are fewer or smaller.
-
-    Attributes:
-      name: as of `Layout`.
-      layer: `layer(moe, keep)` is the layer when the share `keep` of it is left.
-    """
+    """A layout of experts that stay full kernels, and are fewer or smaller: `layer(moe, keep)` has a share of them."""
 
     name: str
     layer: Callable[[MoEConfig, float], MoEConfig]
@@ -140,8 +135,11 @@ def stored_bytes(
     specs = leaf_specs(config, dtype)
     prefixes = tuple(f"layers/{i}/mlp/experts/" for i in layers)
     before = count_bytes(spec for path, spec in specs.items() if path.startswith(prefixes))
-    whole = count_bytes(specs.values())
-    weights = sum(_weights(config.moe(i), config.d_model) for i in layers)
+    weights = 0
+    for moe in map(config.moe, layers):  # as full kernels, biases included
+        shapes = moe.expert.shapes(config.d_model).values()
+        biases = sum(shape[1] for shape in shapes) if moe.expert.bias else 0
+        weights += moe.bank_experts * (sum(map(math.prod, shapes)) + biases)
     counted = []
     for layout in layouts:
         of_shape: dict[MoEConfig, LayerBytes] = {}  # layers are mostly alike, and are counted once
@@ -153,14 +151,16 @@ def stored_bytes(
                 target = layer_in(layout, moe, config.d_model, asked, base=base, base_codes=base_codes)
                 of_shape[moe] = _compared(layout, target, config.d_model, layer_bytes(target, config.d_model, kind))
                 left[moe] = target.num_experts
-            outputs += _router_bytes(specs, i) * (moe.num_experts - left[moe]) // moe.num_experts
+            paths = (f"layers/{i}/mlp/router/{name}" for name in ("kernel", "selection_bias"))
+            of_router = count_bytes(specs[path] for path in paths if path in specs)
+            outputs += of_router * (moe.num_experts - left[moe]) // moe.num_experts
         experts = sum(of_shape[config.moe(i)].total for i in layers)
         counted.append(
             Stored(
                 form=layout.name,
                 layer=of_shape[config.moe(layers[0])],
                 expert_bytes=experts,
-                model_bytes=whole - before + experts - outputs,
+                model_bytes=count_bytes(specs.values()) - before + experts - outputs,
                 share=experts / before,
                 bits_per_weight=8 * experts / weights,
                 written=not (isinstance(layout, Layout) and layout.position_bytes),
@@ -180,14 +180,7 @@ def layer_in(
 ) -> MoEConfig:
     """A layer with its experts in a layout; of one that is never written, the one that it is compared with.
 
-    Args:
-      layout: of the experts.
-      moe: the layer as it is.
-      d_model: width of the model.
-      asked, base, base_codes: see `stored_bytes`.
-
-    Raises:
-      InputError: see `stored_bytes`.
+    Arguments and errors are those of `stored_bytes`.
     """
     if isinstance(layout, Fewer):
         return layout.layer(moe, asked["keep"])
@@ -201,7 +194,7 @@ def layer_in(
 
 
 def disk_bytes(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> int:
-    """Returns the bytes of the experts of a layer on the disk, Zarr's metadata included; see `layer_bytes`."""
+    """The bytes of the experts of a layer on the disk, Zarr's metadata included; see `layer_bytes`."""
     return layer_bytes(moe, d_model, dtype).total + LEAF_OVERHEAD * len(_bank_leaves(moe, d_model, dtype))
 
 
@@ -215,13 +208,7 @@ def disk_bytes_by_matrix(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> dict
 
 
 def layer_bytes(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> LayerBytes:
-    """Returns the bytes of the experts of a layer.
-
-    Args:
-      moe: the layer.
-      d_model: width of the model.
-      dtype: of its parameters.
-    """
+    """The bytes of the experts of a layer; d_model is the width of the model, the dtype that of its parameters."""
     sizes = dict.fromkeys((field.name for field in dataclasses.fields(LayerBytes)), 0)
     for path, leaf in _bank_leaves(moe, d_model, dtype).items():
         sizes[_part(path, moe.bank.form)] += count_bytes([leaf])
@@ -240,7 +227,7 @@ _PARTS = {
 
 
 def bytes_by_part(config: ModelConfig, layers: Iterable[int]) -> dict[str, int]:
-    """Returns the bytes of the experts of some layers, by part in words; what has no codes has the config's dtype."""
+    """The bytes of the experts of some layers, by part in words; what has no codes has the config's dtype."""
     parts = [layer_bytes(config.moe(layer), config.d_model, jnp.dtype(config.dtype)) for layer in layers]
     return {title: sum(getattr(part, name) for part in parts for name in names) for title, names in _PARTS.items()}
 
@@ -252,15 +239,8 @@ def _bank_leaves(moe: MoEConfig, d_model: int, dtype: jnp.dtype) -> dict[str, ja
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(bank))}
 
 
-def _router_bytes(specs: Mapping[str, jax.ShapeDtypeStruct], layer: int) -> int:
-    """Returns the bytes of what the router of a layer has for every expert."""
-    names = ("kernel", "selection_bias")
-    paths = (f"layers/{layer}/mlp/router/{name}" for name in names)
-    return count_bytes(specs[path] for path in paths if path in specs)
-
-
 def _compared(layout: AnyLayout, moe: MoEConfig, d_model: int, counted: LayerBytes) -> LayerBytes:
-    """Returns the bytes of the layer in a layout that is never written."""
+    """The bytes of the layer in a layout that is never written."""
     if isinstance(layout, Fewer) or layout.position_bytes is None:
         return counted
     form = moe.bank.form
@@ -282,10 +262,3 @@ def _part(path: str, form: ExpertForm) -> str:
     if not isinstance(form, Storable) or leaf not in form.places:
         return "values"
     return "row_pointers" if leaf in form.row_pointers else "places"
-
-
-def _weights(moe: MoEConfig, d_model: int) -> int:
-    """Weights of the experts of a layer, as full kernels, biases included."""
-    shapes = moe.expert.shapes(d_model).values()
-    biases = sum(shape[1] for shape in shapes) if moe.expert.bias else 0
-    return moe.bank_experts * (sum(map(math.prod, shapes)) + biases)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
@@ -28,7 +27,7 @@ from moe_jax.compression.coding.coder import (
     shared_base_coder,
 )
 from moe_jax.compression.coding.pruning import prune
-from moe_jax.compression.report import LayerFigures, Measure
+from moe_jax.compression.report import Measure
 from moe_jax.compression.source_layer import (
     SourceLayer,
     Write,
@@ -55,8 +54,8 @@ REFITS = 2
 # What one refit has to gain of the error, for another to be tried.
 _LEAST_GAIN = 0.01
 
-Encode = Callable[[int, Residual, ExpertCoder], tuple[Mapping[str, np.ndarray], np.ndarray | Array]]
-"""`encode(expert, residual, coder)`: the leaves that store a residual, and the float32 [in, out] they stand for."""
+Made = tuple[Mapping[str, np.ndarray], np.ndarray | Array]
+"""The leaves that store a residual, and the float32 [in, out] that they stand for."""
 
 
 class SharedBase(NamedTuple):
@@ -69,6 +68,11 @@ class SharedBase(NamedTuple):
 
     leaves: Mapping[str, np.ndarray]
     kernel: np.ndarray
+
+    def write(self, name: str, write: Write) -> None:
+        """Writes the leaves of the base of the matrix `name`."""
+        for leaf, array in self.leaves.items():
+            write(f"experts/base/{name}/{leaf}", array)
 
 
 class Coded(NamedTuple):
@@ -83,13 +87,6 @@ class Coded(NamedTuple):
     base: SharedBase | None
     leaves: dict[str, np.ndarray]
     measure: Measure
-
-    def write(self, name: str, write: Write) -> None:
-        """Writes all leaves of the matrix `name`."""
-        if self.base is not None:
-            write_base(name, self.base, write)
-        for leaf, array in self.leaves.items():
-            write(f"experts/delta/{name}/{leaf}", array)
 
 
 def codes_of_options(
@@ -115,36 +112,166 @@ def codes_of_options(
     return None
 
 
-def stored_base(layer: SourceLayer, bank: BankConfig, name: str, base: np.ndarray, coder: Coder) -> SharedBase:
-    """A base as a bank stores it.
+def write_experts(
+    layer: SourceLayer,
+    bank: BankConfig,
+    write: Write,
+    *,
+    permutations: Int[np.ndarray, "E f"] | None = None,
+    base: Callable[[str], np.ndarray] | None = None,
+    encode: Callable[[str, int, Residual, ExpertCoder], Made] | None = None,
+    refit: bool = False,
+    fit: bool = True,
+    feedback: bool = True,
+    even: bool = False,
+    coder: ExpertCoder | None = None,
+) -> Measure:
+    """Writes the experts of a layer in the form of a bank, around a shared base if it has one.
+
+    Memory holds one matrix of all experts; of aligned ones in float32.
 
     Args:
-      layer: of the experts.
+      layer: the experts as they are.
       bank: what they become.
-      name: of the matrix.
-      base: [in, out].
-      coder: how codes are chosen.
+      write: takes the leaves.
+      permutations: the order of every expert's neurons; None: as they are stored.
+      base: returns the base of a matrix, [in, out]; None: the mean of the kernels.
+      encode: `encode(matrix, expert, residual, coder)` codes a residual; None: as the form of the bank does.
+      refit: the base is refitted to what a sparse bank leaves out; in codes, to the codes of the residuals.
+      fit, even: see `LeastError`.
+      feedback: see `LeastOutputError`; of a layer that was calibrated.
+      coder: of all kernels; None: those of `expert_coders`. Matrices that are encoded together have another, see
+        `LeastJointError`.
 
-    Raises:
-      InputError: if a number is too large for the dtype of the experts.
+    Returns:
+      The measure, to which the errors of all matrices were added.
     """
+    form, measure = bank.form, Measure(layer.num_experts, layer.moe.expert.dim)
+    assert isinstance(form, KernelForm)
+
+    def coder_of_base(name: str) -> ExpertCoder:
+        """For the least change of outputs, or the least error where residuals make up for it, or it has no codes."""
+        if bank.base_codes is None or _codes_all_entries(form, layer.matrices[name]):
+            return LeastError(fit=fit)
+        return shared_base_coder(layer, name, permutations, feedback=feedback, even=even)
+
+    if isinstance(form, CodedJointly):
+        assert permutations is not None
+        _write_jointly(layer, bank, form, permutations, write, measure, coder_of_base)
+    else:
+        for name in layer.shapes:
+            coders = partial(expert_coders, layer, name, permutations, fit=fit, feedback=feedback, even=even)
+            if coder is not None:
+                coders = partial(itertools.repeat, coder, layer.num_experts)
+            _write_matrix(
+                layer, bank, name, permutations, base, coders, coder_of_base, encode, write, measure, refit=refit
+            )
+    for name in layer.shapes:
+        biases = aligned_biases(layer, name, permutations)
+        if biases is not None:
+            write(f"experts/{name}/bias", biases)
+    return measure
+
+
+def _write_matrix(
+    layer: SourceLayer,
+    bank: BankConfig,
+    name: str,
+    permutations: Int[np.ndarray, "E f"] | None,
+    base_of: Callable[[str], np.ndarray] | None,
+    coders: Callable[[], Iterable[ExpertCoder]],
+    coder_of_base: Callable[[str], ExpertCoder],
+    encode: Callable[[str, int, Residual, ExpertCoder], Made] | None,
+    write: Write,
+    measure: Measure,
+    *,
+    refit: bool,
+) -> None:
+    form, matrix, masks, base = bank.form, layer.matrices[name], None, None
+    assert isinstance(form, KernelForm)
+    kernels: Callable[[], Iterable[np.ndarray]] = partial(layer.kernels, name)
+    if permutations is not None:
+        kernels = list(aligned_kernels(layer, name, permutations)).__iter__  # gone through again and again
+        layer.forget()
+    if bank.has_base_of(name):
+        base = mean_kernel(kernels()) if base_of is None else base_of(name)
+    if encode is None:
+        assert isinstance(form, Encodable | ByExpert), form
+        count = form.kept_entries(matrix) if isinstance(form, Encodable) else None
+        if count is not None:
+            start = np.broadcast_to(np.zeros((1, 1), np.float32) if base is None else base, matrix.shape)
+            importances = None if layer.rows is None else [coder.importances for coder in coders()]
+            pruned = prune(kernels, start, count, refit=refit and base is not None, importances=importances)
+            masks, base = pruned.masks, None if base is None else pruned.centre
+
+    def by_form(expert: int, residual: Residual, coder: ExpertCoder) -> Made:
+        own = own_of(form, expert)
+        assert isinstance(own.form, Encodable)
+        if masks is not None:  # entries that were chosen by their inputs are coded one by one
+            return own.form.encode(residual._replace(kept=masks[expert]), matrix, LeastError())
+        leaves, made = own.form.encode(residual, matrix, coder)
+        return {own.folder + leaf: array for leaf, array in leaves.items()}, made
+
+    # A base in the model's dtype stays what it is, and one for entries that are kept or left out was refitted to these.
+    # The codes of a calibrated layer are not those of least error, for which the mean would be the best base.
+    may_refit = refit and bank.base_codes is not None and _codes_all_entries(form, matrix) and layer.rows is None
+    of_base = LeastError() if base is None else coder_of_base(name)
+    coded = code_residuals(
+        kernels,
+        base,
+        lambda base: stored_base(layer, bank, name, base, of_base),
+        coders,
+        by_form if encode is None else partial(encode, name),
+        lambda: Measure(layer.num_experts, layer.moe.expert.dim),
+        num_experts=layer.num_experts,
+        dtype=layer.dtype(name),
+        refits=REFITS if may_refit else 0,
+    )
+    if coded.base is not None:
+        coded.base.write(name, write)
+    for leaf, array in coded.leaves.items():
+        # Of a leaf that not all experts have, the rest is not filled in.
+        write(f"experts/delta/{name}/{leaf}", array[experts_with(form, leaf)])
+    measure.include(coded.measure)
+
+
+def _write_jointly(
+    layer: SourceLayer,
+    bank: BankConfig,
+    form: CodedJointly,
+    permutations: Int[np.ndarray, "E f"],
+    write: Write,
+    measure: Measure,
+    coder_of_base: Callable[[str], ExpertCoder],
+) -> None:
+    """One expert after another, all of its matrices at once."""
+    bases: dict[str, np.ndarray] = {}
+    for name in filter(bank.has_base_of, layer.shapes):
+        base = mean_kernel(aligned_kernels(layer, name, permutations))
+        stored = stored_base(layer, bank, name, base, coder_of_base(name))
+        stored.write(name, write)
+        bases[name] = stored.kernel
+    stacked: dict[str, np.ndarray] = {}
+    experts = zip(aligned_experts(layer, permutations), joint_moments(layer, permutations), strict=True)
+    for expert, (aligned, moments) in enumerate(experts):
+        kernels = {name: neuron_rows(name, kernel) for name, kernel in aligned.items()} if bases else None
+        coder = LeastJointError(moments, kernels)
+        residuals = aligned | {name: aligned[name] - base.astype(np.float32) for name, base in bases.items()}
+        leaves, approximations = form.encode_expert(residuals, layer.matrices, layer.dtype("up"), coder)
+        del residuals
+        _stack(stacked, leaves, expert, layer.num_experts)
+        for name, kernel in aligned.items():
+            measure.add(expert, kernel, bases.get(name), approximations[name], moments.get(name))
+    for path, array in stacked.items():
+        write(f"experts/delta/{path}", array)
+
+
+def stored_base(layer: SourceLayer, bank: BankConfig, name: str, base: np.ndarray, coder: Coder) -> SharedBase:
+    """The base [in, out] of a matrix as a bank stores it. Raises `InputError` if a number is too large for it."""
     if bank.base_codes is None:
         kernel = layer.stored(name, base)
         return SharedBase({"kernel": kernel}, kernel)
     return SharedBase(*bank.base_codes.form.stored(base, layer.matrices[name], coder))
-
-
-def write_base(name: str, base: SharedBase, write: Write) -> None:
-    """Writes the leaves of the base of the matrix `name`."""
-    for leaf, array in base.leaves.items():
-        write(f"experts/base/{name}/{leaf}", array)
-
-
-def base_bytes(codes: BaseCodes | None, matrix: Matrix, itemsize: int) -> int:
-    """Bytes of the base of a matrix, in codes, or of so many bytes a number."""
-    if codes is None:
-        return matrix.size * itemsize
-    return codes.form.of_matrix(matrix).bytes(matrix, (), jnp.dtype(jnp.float32))
 
 
 def code_residuals(
@@ -152,28 +279,25 @@ def code_residuals(
     base: np.ndarray | None,
     store: Callable[[np.ndarray], SharedBase],
     coders: Callable[[], Iterable[ExpertCoder]],
-    encode: Encode,
+    encode: Callable[[int, Residual, ExpertCoder], Made],
     measure: Callable[[], Measure],
     *,
     num_experts: int,
     dtype: np.dtype,
     refits: int = 0,
 ) -> Coded:
-    """Codes one matrix of all experts around a base, refitted as long as that helps.
+    """Codes one matrix of all experts around a base, refitted as long as that helps: the round of least squared error.
 
     Args:
       kernels: gives the kernels of all experts, as often as it is called; any floating-point dtype.
       base: [in, out]; None: there is none, and kernels are coded themselves.
       store: how it is stored.
       coders: gives those of all experts, likewise.
-      encode: codes a residual.
+      encode: codes the residual of an expert.
       measure: an empty measure.
       num_experts: E.
       dtype: of floating-point leaves of the residuals.
       refits: at most so many.
-
-    Returns:
-      Of all rounds the one with the least squared error.
     """
     best: Coded | None = None
     for refit in range(refits + 1):
@@ -183,7 +307,7 @@ def code_residuals(
         for expert, (kernel, coder) in enumerate(zip(kernels(), coders(), strict=True)):
             residual = Residual(kernel.astype(np.float32, copy=False) - wide, dtype, None if stored is None else wide)
             leaves, approximation = encode(expert, residual, coder)
-            stack(stacked, leaves, expert, num_experts)
+            _stack(stacked, leaves, expert, num_experts)
             figures.add(expert, kernel, None if stored is None else stored.kernel, approximation, coder.moment)
             if refit < refits:
                 total = total + (kernel.astype(np.float32, copy=False) - np.asarray(approximation))
@@ -198,7 +322,7 @@ def code_residuals(
     return best
 
 
-def stack(stacked: dict[str, np.ndarray], leaves: Mapping[str, np.ndarray], expert: int, experts: int) -> None:
+def _stack(stacked: dict[str, np.ndarray], leaves: Mapping[str, np.ndarray], expert: int, experts: int) -> None:
     """Puts the leaves of one expert where those of all of them are."""
     for name, leaf in leaves.items():
         if name not in stacked:
@@ -206,248 +330,6 @@ def stack(stacked: dict[str, np.ndarray], leaves: Mapping[str, np.ndarray], expe
         stacked[name][expert] = leaf
 
 
-CODER = LeastError()
-
-
-def write_experts(
-    layer: SourceLayer,
-    bank: BankConfig,
-    permutations: Int[np.ndarray, "E f"],
-    write: Write,
-    *,
-    refit: bool,
-    feedback: bool = True,
-    even: bool = False,
-    coder: ExpertCoder | None = None,
-) -> Measure:
-    """Writes the experts of a layer in the form of a bank, around a shared base if it has one.
-
-    Args:
-      layer: the experts as they are.
-      bank: what they become.
-      permutations: the order of every expert's neurons.
-      write: takes the leaves.
-      refit: the base is refitted to what a sparse bank leaves out; in codes, to the codes of the residuals.
-      feedback: see `LeastOutputError`; of a layer that was calibrated.
-      even: see `LeastError`.
-      coder: of all kernels; None: those of `expert_coders`. Matrices that are encoded together
-        have another, see `LeastJointError`.
-
-    Returns:
-      The measure, to which the errors of all matrices were added.
-
-    Raises:
-      InputError: if a weight is not finite.
-    """
-    measure = Measure(layer.num_experts, layer.moe.expert.dim)
-
-    form = bank.form
-    assert isinstance(form, KernelForm)
-    of_base = partial(coder_of_base, layer, bank, permutations=permutations, feedback=feedback, even=even)
-    if isinstance(form, CodedJointly):
-        _write_jointly(layer, bank, form, permutations, write, measure, of_base)
-    else:
-        for name in layer.shapes:
-            coders = partial(expert_coders, layer, name, permutations, feedback=feedback, even=even)
-            if coder is not None:
-                coders = partial(itertools.repeat, coder, layer.num_experts)
-            _write_matrix(layer, bank, form, name, permutations, write, measure, coders, of_base, refit=refit)
-    for name in layer.shapes:
-        biases = aligned_biases(layer, name, permutations)
-        if biases is not None:
-            write(f"experts/{name}/bias", biases)
-    return measure
-
-
-def _write_matrix(
-    layer: SourceLayer,
-    bank: BankConfig,
-    form: KernelForm,
-    name: str,
-    permutations: Int[np.ndarray, "E f"],
-    write: Write,
-    measure: Measure,
-    coders: Callable[[], Iterable[ExpertCoder]],
-    of_base: Callable[[str], ExpertCoder],
-    *,
-    refit: bool,
-) -> None:
-    dtype, matrix = layer.dtype(name), layer.matrices[name]
-    kernels = list(aligned_kernels(layer, name, permutations))  # gone through again and again
-    layer.forget()
-    assert isinstance(form, Encodable | ByExpert), form
-    has_base = bank.has_base_of(name)
-    base = mean_kernel(kernels) if has_base else np.zeros((1, 1), np.float32)
-    count, masks = form.kept_entries(matrix) if isinstance(form, Encodable) else None, None
-    if count is not None:
-        start = np.broadcast_to(base, matrix.shape)
-        importances = None if layer.rows is None else [coder.importances for coder in coders()]
-        pruned = prune(lambda: kernels, start, count, refit=refit and has_base, importances=importances)
-        masks = pruned.masks
-        base = pruned.centre if has_base else base
-
-    def encode(expert: int, residual: Residual, coder: ExpertCoder) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        own = own_of(form, expert)
-        assert isinstance(own.form, Encodable)
-        if masks is None:
-            leaves, made = own.form.encode(residual, matrix, coder)
-            return {own.folder + leaf: array for leaf, array in leaves.items()}, made
-        # Entries that were chosen by their inputs are coded one by one.
-        return own.form.encode(residual._replace(kept=masks[expert]), matrix, CODER)
-
-    chosen = of_base(name) if has_base else CODER
-    coded = code_residuals(
-        lambda: kernels,
-        base if has_base else None,
-        lambda base: stored_base(layer, bank, name, base, chosen),
-        coders,
-        encode,
-        lambda: Measure(layer.num_experts, layer.moe.expert.dim),
-        num_experts=layer.num_experts,
-        dtype=dtype,
-        refits=refits_for(layer, bank, matrix) if refit else 0,
-    )
-    # Of a leaf that not all experts have, the rest is not filled in.
-    coded = coded._replace(leaves={leaf: array[experts_with(form, leaf)] for leaf, array in coded.leaves.items()})
-    coded.write(name, write)
-    measure.include(coded.measure)
-
-
-def coder_of_base(
-    layer: SourceLayer,
-    bank: BankConfig,
-    name: str,
-    *,
-    permutations: Int[np.ndarray, "E f"] | None = None,
-    rounded: LeastError = CODER,
-    feedback: bool = True,
-    even: bool = False,
-) -> ExpertCoder:
-    """Returns the coder of a shared base: for the least change of outputs, or `rounded` where residuals make up for it.
-
-    Args:
-      layer: of the experts.
-      bank: what they become.
-      name: of the matrix.
-      permutations, feedback, even: see `shared_base_coder`.
-      rounded: also for a base without codes.
-
-    Raises:
-      InputError: if a weight is not finite.
-    """
-    form = bank.form
-    assert isinstance(form, KernelForm)
-    if bank.base_codes is None or codes_all_entries(form, layer.matrices[name]):
-        return rounded
-    return shared_base_coder(layer, name, permutations, feedback=feedback, even=even)
-
-
-def codes_all_entries(form: KernelForm, matrix: Matrix) -> bool:
+def _codes_all_entries(form: KernelForm, matrix: Matrix) -> bool:
     """Whether residuals in this form have a code for every entry."""
     return form.has_codes and not (isinstance(form, Encodable) and form.kept_entries(matrix) is not None)
-
-
-def refits_for(layer: SourceLayer, bank: BankConfig, matrix: Matrix) -> int:
-    """How often a base is refitted to the codes of residuals.
-
-    A base in the model's dtype stays what it is. One for entries that are kept or left out was refitted to these. The
-    codes of a calibrated layer are not those of least error, for which the mean would be the best base.
-    """
-    form = bank.form
-    has_codes = isinstance(form, KernelForm) and codes_all_entries(form, matrix)
-    return REFITS if bank.base_codes is not None and has_codes and layer.rows is None else 0
-
-
-def _write_jointly(
-    layer: SourceLayer,
-    bank: BankConfig,
-    form: CodedJointly,
-    permutations: Int[np.ndarray, "E f"],
-    write: Write,
-    measure: Measure,
-    of_base: Callable[[str], ExpertCoder],
-) -> None:
-    """One expert after another, all of its matrices at once."""
-    bases: dict[str, np.ndarray] = {}
-    for name in filter(bank.has_base_of, layer.shapes):
-        base = mean_kernel(aligned_kernels(layer, name, permutations))
-        stored = stored_base(layer, bank, name, base, of_base(name))
-        write_base(name, stored, write)
-        bases[name] = stored.kernel
-    stacked: dict[str, np.ndarray] = {}
-    experts = zip(aligned_experts(layer, permutations), joint_moments(layer, permutations), strict=True)
-    for expert, (aligned, moments) in enumerate(experts):
-        kernels = {name: neuron_rows(name, kernel) for name, kernel in aligned.items()} if bases else None
-        coder = LeastJointError(moments, kernels)
-        residuals = aligned | {name: aligned[name] - base.astype(np.float32) for name, base in bases.items()}
-        leaves, approximations = form.encode_expert(residuals, layer.matrices, layer.dtype("up"), coder)
-        del residuals
-        stack(stacked, leaves, expert, layer.num_experts)
-        for name, kernel in aligned.items():
-            measure.add(expert, kernel, bases.get(name), approximations[name], moments.get(name))
-    for path, array in stacked.items():
-        write(f"experts/delta/{path}", array)
-
-
-EncodeDelta = Callable[[str, int, Residual, ExpertCoder], tuple[Mapping[str, np.ndarray], np.ndarray | Array]]
-"""`encode(matrix, expert, delta, coder)`: the leaves that store a delta, and the float32 [in, out] they stand for."""
-
-Coders = Callable[[SourceLayer, str], Iterable[ExpertCoder]]
-"""The coders of all experts of a layer, for a matrix."""
-
-
-def compress_deltas(
-    layer: SourceLayer,
-    base_of: Callable[[str], np.ndarray],
-    bank: BankConfig,
-    write: Write,
-    coders: Coders = expert_coders,
-    *,
-    encode: EncodeDelta | None = None,
-    rounded: LeastError = CODER,
-    refit: bool = False,
-) -> LayerFigures:
-    """Writes base, deltas and biases of a layer. Memory holds one matrix of all experts, and that of one in float32.
-
-    Args:
-      layer: the experts as they are.
-      base_of: returns the base of a matrix, from which deltas are taken, [in, out].
-      bank: what they become.
-      write: takes the leaves.
-      coders: of the deltas.
-      encode: codes a delta; None: as the form of the bank does.
-      rounded: how codes of a base are chosen that those of deltas make up for; see `coder_of_base`.
-      refit: a base in codes is refitted to the codes of the deltas.
-
-    Raises:
-      InputError: if a kernel, or what it becomes, is not finite.
-    """
-    form, measure = bank.form, Measure(layer.num_experts, layer.moe.expert.dim)
-
-    def by_form(
-        name: str, expert: int, delta: Residual, coder: ExpertCoder
-    ) -> tuple[Mapping[str, np.ndarray], np.ndarray]:
-        assert isinstance(form, Encodable)
-        return form.encode(delta, layer.matrices[name], coder)
-
-    encode = encode or by_form
-    for name in layer.shapes:
-        of_base = coder_of_base(layer, bank, name, rounded=rounded)
-        coded = code_residuals(
-            lambda name=name: layer.kernels(name),
-            base_of(name),
-            lambda base, name=name, coder=of_base: stored_base(layer, bank, name, base, coder),
-            lambda name=name: coders(layer, name),
-            lambda expert, delta, coder, name=name: encode(name, expert, delta, coder),
-            lambda: Measure(layer.num_experts, layer.moe.expert.dim),
-            num_experts=layer.num_experts,
-            dtype=layer.dtype(name),
-            refits=refits_for(layer, bank, layer.matrices[name]) if refit else 0,
-        )
-        coded.write(name, write)
-        measure.include(coded.measure)
-        del coded  # nothing of one matrix is held while the next one is read
-        biases = layer.biases(name)
-        if biases is not None:
-            write(f"experts/{name}/bias", biases)
-    return measure.figures(choice=None if bank.base_codes is None else bank.describe())

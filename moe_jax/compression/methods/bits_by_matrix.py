@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Float
 
 from moe_jax.compression.alignment.barycenter import SOLVERS
-from moe_jax.compression.budget import Budget, BudgetBits, Candidate, TargetBytes, allocate
+from moe_jax.compression.budget import Budget, Candidate, allocate
 from moe_jax.compression.coding.coder import check_levels
 from moe_jax.compression.coding.storage import LEAF_OVERHEAD, disk_bytes_by_matrix
 from moe_jax.compression.coding.write_experts import write_experts
@@ -37,8 +37,8 @@ from moe_jax.compression.methods.choices import (
     together,
     without_worse,
 )
-from moe_jax.compression.methods.interface import Analysis, Base, Method, Tick, check_calibrated
-from moe_jax.compression.methods.resmoe import IDENTITY, aligned, in_order
+from moe_jax.compression.methods.interface import Analysis, Base, Method, OfCodes, Tick, check_calibrated
+from moe_jax.compression.methods.resmoe import IDENTITY, aligned
 from moe_jax.compression.report import BARYCENTER, LayerFigures
 from moe_jax.compression.source_layer import SourceLayer, Write, unaligned
 from moe_jax.core.errors import InputError, check_member, check_positive
@@ -50,20 +50,19 @@ from moe_jax.experts.forms.quantized import TABLE_BITS
 from moe_jax.models import MoEConfig
 
 
+def _error(chosen: Mapping[int, Candidate]) -> float:
+    return sum(candidate.error for candidate in chosen.values())
+
+
 def never_worse(
     candidates: Mapping[int, Sequence[Candidate]], alike: Mapping[int, Sequence[Candidate]], room: int
 ) -> dict[int, Candidate]:
-    """Returns what `allocate` gives layers, or gives them if all matrices of a layer, or all there are, must be alike.
-
-    The one with the least error.
+    """Returns the best of what `allocate` gives layers: as they are, with matrices of a layer alike, or with all alike.
 
     Args:
       candidates: by layer.
       alike: by layer, those with the same choice for all matrices, in the same order of choices.
       room: bytes of all layers.
-
-    Raises:
-      InputError: see `allocate`.
     """
     ways = [allocate(candidates, room), allocate(alike, room)]
     for same in zip(*alike.values(), strict=True):
@@ -72,21 +71,23 @@ def never_worse(
     return min(ways, key=_error)
 
 
-def best_combinations(by_matrix: Sequence[Sequence[Candidate]]) -> list[Candidate]:
-    """One candidate of every matrix, in all ways that are not both larger and worse than another way.
+def _together(some: Sequence[Candidate]) -> Candidate:
+    """Candidates of all matrices as one of their layer: sums of bytes and errors, and a tuple of choices."""
+    return Candidate(sum(c.nbytes for c in some), sum(c.error for c in some), tuple(c.choice for c in some))
 
-    Args:
-      by_matrix: candidates of every matrix. A combination has the sums of bytes and errors, and a tuple of choices.
-    """
+
+def _alike(by_matrix: Sequence[Sequence[Candidate]]) -> list[Candidate]:
+    """The candidates with the same choice for all matrices, in the order in which they are tried."""
+    return [_together(same) for same in zip(*by_matrix, strict=True)]
+
+
+def best_combinations(by_matrix: Sequence[Sequence[Candidate]]) -> list[Candidate]:
+    """One candidate of every matrix, in all ways that are not both larger and worse than another way."""
     return without_worse([_together(some) for some in itertools.product(*by_matrix)])
 
 
 def best_of_one_format(by_matrix: Sequence[Sequence[Candidate]]) -> list[Candidate]:
-    """`best_combinations` of those whose choices have the same format, and of these again the best.
-
-    Args:
-      by_matrix: candidates of every matrix, with a `Choice` each.
-    """
+    """`best_combinations` of those whose choices have the same format, and of these again the best."""
     found = []
     for format_ in dict.fromkeys(candidate.choice.format for candidate in by_matrix[0]):
         found += best_combinations([[c for c in own if c.choice.format == format_] for own in by_matrix])
@@ -94,7 +95,7 @@ def best_of_one_format(by_matrix: Sequence[Sequence[Candidate]]) -> list[Candida
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Allocate(Method):
+class Allocate(OfCodes, Method):
     """Codes around a shared centre or not, of as many bits for every matrix as --calibrate says that it is worth.
 
     Layers that are worth little have low-rank factors around a centre in codes.
@@ -106,7 +107,6 @@ class Allocate(Method):
       solver: of the alignment around a centre, see `barycenter`; `identity` takes the neurons as they are.
       levels: `any`: of every group the better of two grids; `fitted`: codes of 4, 3 or 2 bits have a table of levels,
         one for every kernel, fitted to it.
-      scale_bits: of a scale: 16, or 8, with a bfloat16 step for each row of groups.
       zero_points: codes may have a zero point of eight bits for every group, in the layers where that is worth its
         bytes; those of centres have none.
       row_scales: codes may have a bfloat16 scale for every row, likewise: by the sizes of its entries or of its inputs
@@ -118,9 +118,8 @@ class Allocate(Method):
     """
 
     swept: ClassVar[tuple[str, tuple[float, ...]]] = ("budget_bits", (2.0, 2.5, 3.0, 4.0))
-    layouts: ClassVar[tuple[Layout, ...]] = (
-        Quantized.layouts()
-    )  # factors have sizes of their own, which no option names
+    # Factors have sizes of their own, which no option names.
+    layouts: ClassVar[tuple[Layout, ...]] = Quantized.layouts()
     origin: ClassVar[str | None] = BARYCENTER
     planned_centre_bits: ClassVar[int | None] = 4  # the middle of what it chooses from
     needs_calibration: ClassVar[bool] = True
@@ -145,16 +144,12 @@ class Allocate(Method):
         check_levels(self.levels, min(TABLE_BITS), zero_points=self.zero_points)
         if (self.budget_bits is None) == (self.target_bytes is None):
             raise InputError("allocate needs --budget-bits or --target-bytes, and not both")
-        self.budget  # noqa: B018  (checks both)
+        self._budget  # noqa: B018  (checks it)
         Quantized(bits=2, group_size=self.group_size, scale_bits=self.scale_bits)  # checks both
 
     @functools.cached_property
-    def budget(self) -> Budget:
-        """Room for all layers together."""
-        if self.target_bytes is not None:
-            return TargetBytes(target=self.target_bytes, sizes=())
-        assert self.budget_bits is not None
-        return BudgetBits(bits=self.budget_bits, sizes=())
+    def _budget(self) -> Budget:
+        return Budget(target_bytes=self.target_bytes, budget_bits=self.budget_bits)
 
     @functools.cached_property
     def _formats(self) -> tuple[tuple[str, ...], ...]:
@@ -175,12 +170,12 @@ class Allocate(Method):
         for layer in layers:
             no_errors = np.zeros((len(layer.shapes), len(self._choices)))
             smallest[layer.index] = _alike(self._by_matrix(layer, no_errors, none))
-        allocate(smallest, self._room(layers))
+        allocate(smallest, self._budget.nbytes(layers))
 
     def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
         """Aligns the experts, and tries all choices on some columns of their matrices."""
         began = time.monotonic()
-        found = in_order(layer) if self.solver == IDENTITY else aligned(layer, self.solver, tick)
+        found = aligned(layer, self.solver, tick)
         orders = found["permutations"]
         adding_up = together(layer, orders)
         errors = np.stack(
@@ -201,8 +196,8 @@ class Allocate(Method):
         divergences: Mapping[int, Float[np.ndarray, "m E c"]],
         formats: Sequence[tuple[str, ...]],
     ) -> dict[int, Candidate]:
-        """Returns the choice for every layer, by index, if codes have one of some formats."""
-        candidates, alike, in_parts, room = {}, {}, {}, self._room(layers)
+        """The choice for every layer, by index, if codes have one of some formats."""
+        candidates, alike, in_parts, room = {}, {}, {}, self._budget.nbytes(layers)
         for layer in layers:
             errors = divergences[layer.index]
             by_matrix = self._by_matrix(layer, errors.sum(axis=1), formats)
@@ -218,7 +213,7 @@ class Allocate(Method):
         began = time.monotonic()
         shared = target.bank.has_base
         orders = analysis["permutations"] if shared else unaligned(layer)
-        measure = write_experts(layer, target.bank, orders, write, refit=False)
+        measure = write_experts(layer, target.bank, write, permutations=orders)
         return measure.figures(
             seconds=float(analysis["seconds"]) + time.monotonic() - began,
             choice=target.bank.describe(),
@@ -232,8 +227,7 @@ class Allocate(Method):
     def _divergences(self, layer: SourceLayer, analysis: Analysis) -> Float[np.ndarray, "m E c"]:
         """Returns what every choice for every matrix of every expert adds to the divergence of the predictions.
 
-        Raises:
-          InputError: if the calibration does not say how much depends on the layer.
+        Raises `InputError` if the calibration does not say how much depends on the layer.
         """
         assert layer.calibration is not None
         sensitivities = layer.calibration.sensitivities
@@ -241,11 +235,8 @@ class Allocate(Method):
             raise InputError(f"layer {layer.index}: the calibration does not say how much depends on it")
         return np.array([[[sensitivities[name]]] for name in layer.shapes]) * analysis["errors"]
 
-    def _room(self, layers: Sequence[SourceLayer]) -> int:
-        return self.budget.nbytes(layers)
-
     def _bank(self, layer: SourceLayer, choice: Sequence[Choice] | InParts) -> BankConfig:
-        """Returns the bank of a layer with a choice for every matrix; for experts in two parts, one for each part."""
+        """The bank of a layer with a choice for every matrix; for experts in two parts, one for each part."""
         parts = choice.parts if isinstance(choice, InParts) else (choice,)
         centres = dict(zip(layer.shapes, (one.centre for one in parts[0]), strict=True))
         if isinstance(choice, InParts):
@@ -267,7 +258,8 @@ class Allocate(Method):
 
     def _codes(self, layer: SourceLayer, choices: Sequence[Choice]) -> Quantized:
         bits = {name: choice.bits or 0 for name, choice in zip(layer.shapes, choices, strict=True)}
-        return Quantized(bits=bits["up"], **self._format(*bits.values(), added=choices[0].added), **_others(bits))
+        others = {f"{name}_bits": own for name, own in bits.items() if own != bits["up"]}
+        return Quantized(bits=bits["up"], **self._format(*bits.values(), added=choices[0].added), **others)
 
     def _in_parts(
         self,
@@ -321,22 +313,8 @@ class Allocate(Method):
         return found
 
 
-def _alike(by_matrix: Sequence[Sequence[Candidate]]) -> list[Candidate]:
-    """Returns the candidates with the same choice for all matrices, in the order in which they are tried."""
-    return [_together(same) for same in zip(*by_matrix, strict=True)]
-
-
-def _together(some: Sequence[Candidate]) -> Candidate:
-    """Candidates of all matrices as one of their layer."""
-    return Candidate(sum(c.nbytes for c in some), sum(c.error for c in some), tuple(c.choice for c in some))
-
-
-def _error(chosen: Mapping[int, Candidate]) -> float:
-    return sum(candidate.error for candidate in chosen.values())
-
-
 def _choice(layer: SourceLayer, bank: BankConfig, matrix: Matrix, expert: int) -> Choice:
-    """Returns the choice that `Allocate._bank` was given for a matrix of an expert."""
+    """The choice that `Allocate._bank` was given for a matrix of an expert."""
     assert isinstance(bank.form, KernelForm)
     form, centre = own_of(bank.form, expert).form, None
     if bank.base_codes is not None and bank.has_base_of(matrix.name):
@@ -349,8 +327,3 @@ def _choice(layer: SourceLayer, bank: BankConfig, matrix: Matrix, expert: int) -
         return Choice(centre, None, keep=keep)
     assert isinstance(form, Quantized)
     return Choice(centre, form.of_matrix(matrix).bits, tuple(name for name in ADDED if getattr(form, name)))
-
-
-def _others(by_matrix: Mapping[str, int | None]) -> dict[str, Any]:
-    """Options for the matrices that have other bits than `up`."""
-    return {f"{name}_bits": bits for name, bits in by_matrix.items() if bits != by_matrix["up"]}

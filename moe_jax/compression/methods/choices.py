@@ -17,10 +17,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from moe_jax.compression.budget import Candidate
-from moe_jax.compression.calibration.recorded import LayerRows
 from moe_jax.compression.calibration.sensitivities import output_error
 from moe_jax.compression.coding.coder import LeastError, LeastOutputError, expert_coders, shared_base_coder
-from moe_jax.compression.source_layer import SourceLayer, aligned_biases, aligned_kernels, mean_kernel
+from moe_jax.compression.source_layer import SourceLayer, aligned_biases, aligned_experts, aligned_kernels, mean_kernel
 from moe_jax.experts.forms import LowRank
 from moe_jax.experts.forms.coding import Wanted
 from moe_jax.functional.dense import ffn_hidden
@@ -47,43 +46,25 @@ def together(layer: SourceLayer, permutations: Int[np.ndarray, "E f"]) -> Togeth
     Args:
       layer: a calibrated layer.
       permutations: the order of every expert's neurons around their mean.
-
-    Raises:
-      InputError: if a weight is not finite.
     """
     rows = layer.rows
     assert rows is not None
     picked = np.linspace(0, len(rows.experts) - 1, min(TOKENS, len(rows.experts))).astype(int)
-    weights = _weights_by_expert(layer, rows, picked)
+    x, given = np.asarray(rows.inputs[picked], np.float32), np.asarray(rows.weights[picked], np.float32)
+    # Router weights of all experts; 1 of one that every token goes to, and 0 of those that a token does not.
+    weights = np.ones((len(picked), layer.num_experts), np.float32)
+    for expert in range(layer.moe.bank_experts):
+        weights[:, expert] = np.where(rows.experts[picked] == expert, given, 0).sum(axis=1)
     of_one = float(np.sum(weights**2, dtype=np.float64))
     centre = float(np.sum(weights.sum(axis=1) ** 2, dtype=np.float64)) / of_one if of_one else 1.0
-    return Together(centre, _of_residuals(layer, permutations, np.asarray(rows.inputs[picked], np.float32), weights))
 
-
-def _weights_by_expert(layer: SourceLayer, rows: LayerRows, picked: Int[np.ndarray, " n"]) -> Float[np.ndarray, "n E"]:
-    """Router weights of all experts; 1 of one that every token goes to, and 0 of those that a token does not."""
-    experts, weights = rows.experts[picked], np.asarray(rows.weights[picked], np.float32)
-    found = np.ones((len(picked), layer.num_experts), np.float32)
-    for expert in range(layer.moe.bank_experts):
-        found[:, expert] = np.where(experts == expert, weights, 0).sum(axis=1)
-    return found
-
-
-def _of_residuals(
-    layer: SourceLayer,
-    permutations: Int[np.ndarray, "E f"],
-    x: Float[np.ndarray, "n d"],
-    weights: Float[np.ndarray, "n E"],
-) -> float:
     names = tuple(layer.shapes)
     means = {name: jnp.asarray(mean_kernel(aligned_kernels(layer, name, permutations))) for name in names}
     biases = {name: own for name in names if (own := aligned_biases(layer, name, permutations)) is not None}
-    kernels = zip(*(aligned_kernels(layer, name, permutations) for name in names), strict=True)
     all_together, alone = jnp.zeros(x.shape), 0.0
-    for expert, own in enumerate(kernels):
-        of_expert = {name: jnp.asarray(kernel, jnp.float32) for name, kernel in zip(names, own, strict=True)}
+    for expert, own in enumerate(aligned_experts(layer, permutations)):
         lost, of_matrices = _lost(
-            of_expert,
+            {name: jnp.asarray(kernel) for name, kernel in own.items()},
             means,
             {name: jnp.asarray(stacked[expert], jnp.float32) for name, stacked in biases.items() if name != "down"},
             jnp.asarray(x),
@@ -91,7 +72,7 @@ def _of_residuals(
             activation=layer.moe.expert.activation,
         )
         all_together, alone = all_together + lost, alone + float(of_matrices)
-    return float(jnp.sum(all_together**2)) / alone if alone > 0 else 1.0
+    return Together(centre, float(jnp.sum(all_together**2)) / alone if alone > 0 else 1.0)
 
 
 @partial(jax.jit, static_argnames="activation")
@@ -104,7 +85,7 @@ def _lost(
     *,
     activation: str,
 ) -> tuple[Float[Array, "n d"], Float[Array, ""]]:
-    """Returns how the mean of all matrices changes weighted outputs, and the sum of squares for each mean alone."""
+    """How the mean of all matrices changes weighted outputs, and the sum of squares for each mean alone."""
 
     def change(kernels: dict[str, Array]) -> Float[Array, "n d"]:
         return weights[:, None] * (ffn_hidden(x, kernels, biases, activation) @ kernels["down"]) - outputs
@@ -154,7 +135,7 @@ class Choice(NamedTuple):
 
 
 def rank_of(layer: SourceLayer, keep: float) -> int:
-    """Returns the rank of factors with a share of the numbers; each matrix has its own, so that it is judged alone."""
+    """The rank of factors with a share of the numbers; each matrix has its own, so that it is judged alone."""
     form = layer.wanted(Wanted(form=LowRank, keep=keep, design="separate"))
     assert isinstance(form, LowRank)
     return form.rank
@@ -180,9 +161,6 @@ def errors_of_choices(
       choices: what is tried.
       format_: of codes.
       together: how errors add up that factors leave. Those of codes are independent.
-
-    Raises:
-      InputError: if a weight is not finite.
     """
     width = layer.shapes[name][1]
     columns = np.unique(np.linspace(0, width - 1, min(width, _COLUMNS)).astype(int))
@@ -217,7 +195,7 @@ def errors_of_choices(
 def _centres(
     coder: LeastError | LeastOutputError, mean: np.ndarray, every: Iterable[int | None], format_: Format
 ) -> dict[int | None, np.ndarray]:
-    """Returns the centres that codes of so many bits stand for; None: zeros."""
+    """The centres that codes of so many bits stand for; None: zeros."""
     centres: dict[int | None, np.ndarray] = {None: np.zeros((1, 1), np.float32)}
     for bits in {*every}:
         if bits is not None:
@@ -300,7 +278,7 @@ def in_two_parts(some: Sequence[Alike], *, multiple: int = 1) -> list[Candidate]
 
 
 def without_worse(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Returns the candidates that no other one equals or beats in both bytes and error."""
+    """The candidates that no other one equals or beats in both bytes and error."""
     best: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda c: (c.nbytes, c.error)):
         if not best or candidate.error < best[-1].error:

@@ -16,15 +16,15 @@ from jaxtyping import Float
 
 from moe_jax.compression.budget import all_alike
 from moe_jax.compression.calibration.expert_statistics import moments
-from moe_jax.compression.coding.coder import ExpertCoder, LeastError, Levels, check_levels, expert_coders
+from moe_jax.compression.coding.coder import ExpertCoder, Levels, check_levels
 from moe_jax.compression.coding.pruning import largest_mask
-from moe_jax.compression.coding.write_experts import codes_of_options, compress_deltas
-from moe_jax.compression.methods.interface import Analysis, Base, Method, check_calibrated
-from moe_jax.compression.report import LayerFigures
+from moe_jax.compression.coding.write_experts import write_experts
+from moe_jax.compression.methods.interface import Analysis, AroundCentre, Base, Method, OfCodes, check_calibrated
+from moe_jax.compression.report import LayerFigures, Measure
 from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.core.draws import draw_positions
 from moe_jax.core.errors import InputError, check_member
-from moe_jax.experts import BankConfig, BaseCodes, FFNConfig
+from moe_jax.experts import BankConfig, FFNConfig
 from moe_jax.experts.bank_config import Code
 from moe_jax.experts.forms import LowRank, Quantized, Sparse
 from moe_jax.experts.forms.coding import DEFAULT_GROUP_SIZE, Layout, Residual, Wanted
@@ -35,28 +35,18 @@ from moe_jax.models import MoEConfig
 SCALES = ("mse", "absmax")
 
 
+def _figures(bank: BankConfig, measure: Measure) -> LayerFigures:
+    return measure.figures(choice=None if bank.base_codes is None else bank.describe())
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Quantize(Method):
+class Quantize(AroundCentre, OfCodes, Method):
     """Quantised deltas over a shared base.
 
     Attributes:
-      bits: of a code: 8, 4, 3, 2 or 1.
-      group_size: entries along the input axis that share a scale; 0: the whole kernel.
       scale: `mse`: of every group the grid of levels and the scale that give the least squared error; `absmax`: the
         largest level stands for the largest absolute value of the group. One bit has no choice: its scale, the mean
         absolute value, already has the least error.
-      feedback: with a calibration, each row of codes makes up for the errors of those before it (GPTQ). Otherwise every
-        entry is rounded on its own, and the text says only how much each row counts.
-      levels: `any`: of every group the better of two grids, one of which has no zero; `even`: always the other one, the
-        only one that formats of other libraries have (`export --format compressed-tensors`); `fitted`: a table of
-        levels for every kernel, fitted to it, of 4, 3 or 2 bits; so has a centre of so many.
-      scale_bits: of a scale: 16, or 8, with a bfloat16 step for each row of groups; those of a centre in codes, too.
-      zero_points: every group has a zero point of eight bits beside its scale: its levels need not lie around zero.
-      row_scales: every row of a kernel has a bfloat16 scale, too: by the sizes of its entries, and with a calibration
-        by these or by those of its inputs (AWQ), whichever changes the outputs less.
-      centre_bits: of a code of the centre: 8, 4, 3 or 2, or `nf4`; residuals are taken from what these codes stand for.
-        By default it is stored in the dtype of the model.
-      centre_group_size: of the centre's codes: entries along the input axis that share a scale, by default 128.
     """
 
     swept: ClassVar[tuple[str, tuple[int, ...]]] = ("bits", BITS)
@@ -78,35 +68,18 @@ class Quantize(Method):
         check_levels(self.levels, self.bits, zero_points=self.zero_points)
         if self.scale != "mse" and self.levels != "any":
             raise InputError(f"levels={self.levels} have scales of least squared error: leave scale={self.scale} out")
-        self._wanted  # noqa: B018  (checks bits and group size)
-        self._codes  # noqa: B018  (checks those of the centre)
+        self.wanted_codes  # noqa: B018  (checks bits and group size)
+        self.codes  # noqa: B018  (checks those of the centre)
 
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
-        return all_alike(layers, self._wanted, analyses, base="shared", codes=self._codes)
+        return all_alike(layers, self.wanted_codes, analyses, base="shared", codes=self.codes)
 
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
         fit, even = self.scale == "mse", self.levels == "even"
-        coders = partial(expert_coders, fit=fit, feedback=self.feedback, even=even)
-        return compress_deltas(layer, base.kernel, target.bank, write, coders, rounded=LeastError(fit=fit), refit=True)
-
-    @property
-    def _codes(self) -> BaseCodes | None:
-        table = self.levels == "fitted"
-        return codes_of_options(self.centre_bits, self.centre_group_size, table=table, scale_bits=self.scale_bits)
-
-    @property
-    def _wanted(self) -> Wanted:
-        return Wanted(
-            form=Quantized,
-            bits=self.bits,
-            group_size=self.group_size or None,
-            table=self.levels == "fitted",
-            scale_bits=self.scale_bits,
-            zero_points=self.zero_points,
-            row_scales=self.row_scales,
-        )
+        options = {"refit": True, "fit": fit, "feedback": self.feedback, "even": even}
+        return _figures(target.bank, write_experts(layer, target.bank, write, base=base.kernel, **options))
 
 
 KEEP = ("random", "exact", "magnitude")
@@ -117,7 +90,7 @@ _MATRICES = ("gate", "up", "down")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sparsify(Method):
+class Sparsify(AroundCentre, Method):
     """Sparse deltas over a shared base.
 
     Attributes:
@@ -126,9 +99,6 @@ class Sparsify(Method):
         kernel, drawn at random and divided by their share; both are right on average. `magnitude`: the largest ones
         as they are, which is the least error; of a layer that was calibrated, those of the inputs that count most.
       seed: of everything random.
-      centre_bits: of a code of the centre: 8, 4, 3 or 2, or `nf4`; residuals are taken from what these codes stand for.
-        By default it is stored in the dtype of the model.
-      centre_group_size: of the centre's codes: entries along the input axis that share a scale, by default 128.
     """
 
     swept: ClassVar[tuple[str, tuple[float, ...]]] = ("drop", (0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.99))
@@ -146,7 +116,7 @@ class Sparsify(Method):
         check_member("keep", self.keep, KEEP)
         if self.seed < 0:
             raise InputError(f"seed={self.seed} must not be negative")
-        self._codes  # noqa: B018  (checks those of the centre)
+        self.codes  # noqa: B018  (checks those of the centre)
 
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
         """Layers of equal shape have room for the same count, the largest, in the fewest bytes."""
@@ -184,17 +154,14 @@ class Sparsify(Method):
             approximation.reshape(-1)[chosen.positions] = values.astype(np.float32)
             return {**encode_positions(chosen.positions, delta.shape, form.encoding), "values": values}, approximation
 
-        return compress_deltas(layer, base.kernel, target.bank, write, encode=encode)
-
-    @property
-    def _codes(self) -> BaseCodes | None:
-        return codes_of_options(self.centre_bits, self.centre_group_size)
+        measure = write_experts(layer, target.bank, write, base=base.kernel, encode=encode)
+        return _figures(target.bank, measure)
 
     def _bank(self, layer: SourceLayer, entries: int | None) -> BankConfig:
         form = Sparse(rate=self.drop, entries=entries)
         counts = [form.kept_entries(matrix) for matrix in layer.matrices.values()]
         encoding = smallest_encoding(layer.shapes.values(), counts)
-        return BankConfig(dataclasses.replace(form, encoding=encoding), base_codes=self._codes)
+        return BankConfig(dataclasses.replace(form, encoding=encoding), base_codes=self.codes)
 
     def _choose(
         self,
@@ -256,7 +223,7 @@ class D2MoE(Method):
     keep: float
 
     def __post_init__(self) -> None:
-        self._wanted  # noqa: B018  (checks the share)
+        self.wanted  # noqa: B018  (checks the share)
 
     def check(self, layers: Sequence[SourceLayer]) -> None:
         if any(layer.num_experts > layer.moe.bank_experts for layer in layers):
@@ -266,18 +233,18 @@ class D2MoE(Method):
         check_calibrated(layers)
 
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
-        return all_alike(layers, self._wanted, analyses, base="shared")
+        return all_alike(layers, self.wanted, analyses, base="shared")
 
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
         """The coders of a calibrated layer whiten the deltas."""
         began = time.monotonic()
-        figures = compress_deltas(layer, partial(weighted_mean, layer), target.bank, write)
-        return dataclasses.replace(figures, seconds=time.monotonic() - began, choice=target.bank.form.describe())
+        measure = write_experts(layer, target.bank, write, base=partial(weighted_mean, layer))
+        return measure.figures(seconds=time.monotonic() - began, choice=target.bank.form.describe())
 
     @property
-    def _wanted(self) -> Wanted:
+    def wanted(self) -> Wanted:
         return Wanted(form=LowRank, keep=self.keep, design="separate")
 
 
@@ -285,9 +252,6 @@ def weighted_mean(layer: SourceLayer, name: str) -> Float[np.ndarray, "i o"]:
     """The mean of a matrix, float32, each input's row weighted with its second moment in every expert.
 
     It is the matrix B of least `sum_k tr((W_k - B)^T diag(H_k) (W_k - B))`; where all moments are 0, the plain mean.
-
-    Raises:
-      InputError: if a weight is not finite.
     """
     weights = np.stack([np.diagonal(moment).astype(np.float64) for moment in moments(layer, name)])
     totals = weights.sum(axis=0)

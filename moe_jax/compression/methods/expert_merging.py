@@ -6,7 +6,6 @@ and Git Re-Basin do not group experts; here they use the same groups. The three 
 group are aligned and its experts weighted.
 """
 
-import abc
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from moe_jax.compression.alignment.assignment import align
 from moe_jax.compression.alignment.matching import Matching
 from moe_jax.compression.calibration.expert_statistics import expert_outputs, statistics_of
 from moe_jax.compression.coding.storage import MERGED, AnyLayout
-from moe_jax.compression.methods.interface import Analysis, Base, Method, Tick, check_calibrated
+from moe_jax.compression.methods.interface import Analysis, Base, Method, Tick, alignment_progress, check_calibrated
 from moe_jax.compression.methods.narrower import (
     check_full,
     full_target,
@@ -52,18 +51,6 @@ class Groups(NamedTuple):
     dominant: Int[np.ndarray, " G"]
 
 
-class Aligned(NamedTuple):
-    """Orders of the neurons, and figures of the search for them.
-
-    Attributes:
-      permutations: int32[E, f]; neuron i of the aligned expert is neuron `permutations[k, i]` of the expert.
-      figures: of `LayerFigures`, by name: numbers and truth values.
-    """
-
-    permutations: Int[np.ndarray, "E f"]
-    figures: Mapping[str, Any] = {}
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Merging(Method):
     """The router keeps its E outputs, the bank holds G = max(1, round(keep E)) experts.
@@ -83,13 +70,17 @@ class Merging(Method):
     def __post_init__(self) -> None:
         check_keep(self.keep)
 
-    @abc.abstractmethod
-    def align(self, layer: SourceLayer, groups: Groups, tick: Tick) -> Aligned:
-        """Finds the order of every expert's neurons."""
+    def align(self, layer: SourceLayer, groups: Groups, tick: Tick) -> tuple[Int[np.ndarray, "E f"], dict[str, Any]]:
+        """Finds the order of every expert's neurons, by default as they are, and figures of the search by name.
 
-    @abc.abstractmethod
+        Neuron i of the aligned expert is neuron `permutations[k, i]` of the expert.
+        """
+        del groups, tick
+        return unaligned(layer)[: layer.moe.routed_experts], {}
+
     def weights(self, statistics: RouterStatistics) -> Float[np.ndarray, " E"]:
-        """The weight of every expert in its group; only ratios matter."""
+        """The weight of every expert in its group, by default its usage; only ratios matter."""
+        return statistics.usage
 
     def group(self, layer: SourceLayer, statistics: RouterStatistics, count: int) -> Groups:
         """Divides the experts into `count` groups."""
@@ -104,14 +95,17 @@ class Merging(Method):
         began = time.monotonic()
         statistics = statistics_of(layer)
         groups = self.group(layer, statistics, count_groups(layer.moe.routed_experts, self.keep))
-        aligned = self.align(layer, groups, tick)
+        permutations, figures = self.align(layer, groups, tick)
+        weights = self.weights(statistics)
+        totals, sizes = np.bincount(groups.of, weights)[groups.of], np.bincount(groups.of)[groups.of]
         return {
             "groups": groups.of,
             "dominant": groups.dominant,
-            "weights": _normalised(self.weights(statistics), groups),
-            "permutations": aligned.permutations,
+            # They sum to 1 in every group; a group that was never used has equal ones.
+            "weights": np.divide(weights, totals, out=1 / sizes, where=totals > 0),
+            "permutations": permutations,
             "seconds": np.asarray(time.monotonic() - began),
-            **{f"figure_{name}": np.asarray(value) for name, value in aligned.figures.items()},
+            **{f"figure_{name}": np.asarray(value) for name, value in figures.items()},
         }
 
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
@@ -134,17 +128,11 @@ class Merging(Method):
         found = {name[7:]: value.item() for name, value in analysis.items() if name.startswith("figure_")}
         return measure.figures(
             seconds=float(analysis["seconds"]) + time.monotonic() - began,
-            choice=describe_groups(groups),
+            # Such as `0 2 5 | 1 3 4`.
+            choice=" | ".join(" ".join(map(str, np.flatnonzero(groups.of == g))) for g in range(len(groups.dominant))),
             uniform_usage=layer.calibration is None,
             **found,
         )
-
-
-def _normalised(weights: Float[np.ndarray, " E"], groups: Groups) -> Float[np.ndarray, " E"]:
-    """Weights that sum to 1 in every group; equal ones in a group that was never used."""
-    totals = np.bincount(groups.of, weights)[groups.of]
-    sizes = np.bincount(groups.of)[groups.of]
-    return np.divide(weights, totals, out=1 / sizes, where=totals > 0)
 
 
 def _merge_matrix(
@@ -185,10 +173,10 @@ class MSMoE(Merging):
     M-SMoE (Li et al., 2024, "Merge, Then Compress", arXiv 2310.01334).
     """
 
-    def align(self, layer: SourceLayer, groups: Groups, tick: Tick) -> Aligned:
-        permutations = unaligned(layer)[: layer.moe.routed_experts]
+    def align(self, layer: SourceLayer, groups: Groups, tick: Tick) -> tuple[Int[np.ndarray, "E f"], dict[str, Any]]:
+        permutations, figures = super().align(layer, groups, tick)
         if len(groups.dominant) == len(groups.of):
-            return Aligned(permutations)
+            return permutations, figures
         designs = design_matrices(layer)
         layer.forget()
         for expert, group in enumerate(groups.of):
@@ -196,10 +184,7 @@ class MSMoE(Merging):
             if expert != dominant:
                 permutations[expert] = align(designs[expert], designs[dominant])
             tick((expert + 1) / len(groups.of))
-        return Aligned(permutations)
-
-    def weights(self, statistics: RouterStatistics) -> Float[np.ndarray, " E"]:
-        return statistics.usage
+        return permutations, figures
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -210,9 +195,6 @@ class MEO(Merging):
     its own scores. What can be stored is the mean: experts of a group are weighted by their mean probability on the
     text.
     """
-
-    def align(self, layer: SourceLayer, groups: Groups, tick: Tick) -> Aligned:
-        return Aligned(unaligned(layer)[: layer.moe.routed_experts])
 
     def weights(self, statistics: RouterStatistics) -> Float[np.ndarray, " E"]:
         return statistics.score
@@ -226,25 +208,20 @@ class GitReBasin(Merging):
     in random order; here always in the order of the experts, so that results repeat.
     """
 
-    def align(self, layer: SourceLayer, groups: Groups, tick: Tick) -> Aligned:
-        identity = unaligned(layer)[: layer.moe.routed_experts]
+    def align(self, layer: SourceLayer, groups: Groups, tick: Tick) -> tuple[Int[np.ndarray, "E f"], dict[str, Any]]:
+        identity, figures = super().align(layer, groups, tick)
         if len(groups.dominant) == len(groups.of):
-            return Aligned(identity)
+            return identity, figures
         designs = design_matrices(layer)[: layer.moe.routed_experts]
         layer.forget()
         matching = Matching(designs, identity)
-
-        def progress(round_: int, done: int, objective: float) -> None:
-            # How many rounds there will be is not known: each takes half of what is left.
-            tick(1 - 0.5 ** (round_ - 1 + done / len(designs)))
-
-        matching.descend(MOST_ROUNDS, progress)
-        figures = {
+        matching.descend(MOST_ROUNDS, alignment_progress(tick, len(designs)))
+        rounds = len(matching.objectives)
+        return matching.permutations, {
             "objective": matching.objective,
-            "rounds": len(matching.objectives),
+            "rounds": rounds,
             "converged": matching.converged,
         }
-        return Aligned(matching.permutations, figures)
 
     def weights(self, statistics: RouterStatistics) -> Float[np.ndarray, " E"]:
         return np.ones(len(statistics.usage))
@@ -264,11 +241,6 @@ def group_experts(statistics: RouterStatistics, count: int) -> Groups:
     groups = np.argmax(statistics.similarity[:, dominant], axis=1)
     groups[dominant] = np.arange(count)
     return Groups(groups.astype(np.int32), dominant.astype(np.int32))
-
-
-def describe_groups(groups: Groups) -> str:
-    """Groups in words, such as `0 2 5 | 1 3 4`."""
-    return " | ".join(" ".join(map(str, np.flatnonzero(groups.of == g))) for g in range(len(groups.dominant)))
 
 
 MOST_TOKENS = 2048
@@ -296,19 +268,9 @@ class HCSMoE(Merging):
         order = np.argsort(dominant)
         return Groups(np.argsort(order)[clusters].astype(np.int32), np.asarray(dominant, np.int32)[order])
 
-    def align(self, layer: SourceLayer, groups: Groups, tick: Tick) -> Aligned:
-        return Aligned(unaligned(layer)[: layer.moe.routed_experts])
-
-    def weights(self, statistics: RouterStatistics) -> Float[np.ndarray, " E"]:
-        return statistics.usage
-
 
 def mean_outputs(layer: SourceLayer) -> Float[np.ndarray, "E d"]:
-    """Returns every expert's mean output, float64, for `MOST_TOKENS` of the layer's tokens, whoever they are routed to.
-
-    Raises:
-      InputError: if a weight is not finite.
-    """
+    """Every expert's mean output, float64, for `MOST_TOKENS` of the layer's tokens, whoever they are routed to."""
     rows = layer.rows
     assert rows is not None
     count = len(rows.inputs)

@@ -7,11 +7,18 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from moe_jax.compression.alignment.matching import AlignmentProgress
+from moe_jax.compression.coding.coder import Levels
 from moe_jax.compression.coding.storage import AnyLayout
+from moe_jax.compression.coding.write_experts import codes_of_options
 from moe_jax.compression.report import DENSE, MEAN, OWN, LayerFigures
 from moe_jax.compression.source_layer import SourceLayer, Write, check_weights, mean_kernel
 from moe_jax.conversion.families import FAMILIES
 from moe_jax.core.errors import InputError
+from moe_jax.experts import BaseCodes
+from moe_jax.experts.bank_config import Code
+from moe_jax.experts.forms import Quantized
+from moe_jax.experts.forms.coding import Wanted
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig, MoEConfig
 
@@ -95,14 +102,8 @@ class Method(abc.ABC):
     def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
         """Computes what `plan` and `compress` need to know about the weights of a layer, where that takes long.
 
-        The result is kept on the disk until the job is done: a resumed job does not compute it again.
-
-        Args:
-          layer: its experts.
-          tick: called with the share of the work that is done.
-
-        Raises:
-          InputError: if weights are not finite.
+        The result is kept on the disk until the job is done: a resumed job does not compute it again. `tick` is called
+        with the share of the work that is done.
         """
         del layer, tick
         return {}
@@ -123,13 +124,75 @@ class Method(abc.ABC):
           target: what `plan` said the layer becomes.
           write: takes leaves by their paths below `mlp`. Leaves that it is not given stay as they are.
           analysis: what `analyse` returned for the layer.
-
-        Raises:
-          InputError: if weights are not finite.
         """
+
+
+def alignment_progress(tick: Tick, clouds: int) -> AlignmentProgress:
+    """The progress of an alignment: how many rounds there will be is not known, so that each takes half of the rest."""
+    return lambda round_, done, objective: tick(1 - 0.5 ** (round_ - 1 + done / clouds))
 
 
 def check_calibrated(layers: Sequence[SourceLayer]) -> None:
     """Raises `InputError` if it is not known what the experts of a layer are given on a text."""
     if any(layer.rows is None for layer in layers):
         raise InputError("this method looks at what the experts do on a text: give one with --calibrate TEXT")
+
+
+class OfCodes:
+    """Options of methods that store experts in codes. A method has those of them that are among its own fields.
+
+    Attributes:
+      bits: of a code: 8, 4, 3, 2 or 1.
+      group_size: entries along the input axis that share a scale; 0: the whole kernel.
+      feedback: with a calibration, each row of codes makes up for the errors of those before it (GPTQ). Otherwise every
+        entry is rounded on its own, and the text says only how much each row counts.
+      scale_bits: of a scale: 16, or 8, with a bfloat16 step for each row of groups.
+      zero_points: every group has a zero point of eight bits beside its scale: its levels need not lie around zero.
+      row_scales: every row of a kernel has a bfloat16 scale, too: by the sizes of its entries, and with a calibration
+        by these or by those of its inputs (AWQ), whichever changes the outputs less.
+    """
+
+    bits: int
+    group_size: int
+    levels: Levels
+    scale_bits: int
+    zero_points: bool
+    row_scales: bool
+
+    @property
+    def wanted_codes(self) -> Wanted:
+        """How experts are stored, for a method that has all of these options."""
+        return Wanted(
+            form=Quantized,
+            bits=self.bits,
+            group_size=self.group_size or None,
+            table=self.levels == "fitted",
+            scale_bits=self.scale_bits,
+            zero_points=self.zero_points,
+            row_scales=self.row_scales,
+        )
+
+
+class AroundCentre:
+    """Options of methods whose centre may be in codes. A method has those of them that are among its own fields.
+
+    Attributes:
+      levels: `any`: of every group the better of two grids, one of which has no zero; `even`: always the other one, the
+        only one that formats of other libraries have (`export --format compressed-tensors`); `fitted`: a table of
+        levels for every kernel, fitted to it, of 4, 3 or 2 bits; so has a centre of so many.
+      scale_bits: of a scale: 16, or 8, with a bfloat16 step for each row of groups; those of a centre in codes, too.
+      centre_bits: of a code of the centre: 8, 4, 3 or 2, or `nf4`; residuals are taken from what these codes stand for.
+        By default it is stored in the dtype of the model.
+      centre_group_size: of the centre's codes: entries along the input axis that share a scale, by default 128.
+    """
+
+    levels: Levels = "any"
+    scale_bits: int = 16
+    centre_bits: Code | None
+    centre_group_size: int | None
+
+    @property
+    def codes(self) -> BaseCodes | None:
+        """The codes of the centre; None: it has the dtype of the model."""
+        table = self.levels == "fitted"
+        return codes_of_options(self.centre_bits, self.centre_group_size, table=table, scale_bits=self.scale_bits)

@@ -47,13 +47,7 @@ _DAMPING = 1e-6
 
 
 class MixedFactors(NamedTuple):
-    """Factors of all experts.
-
-    Attributes:
-      bases: [m, w, r].
-      logits: [E, m].
-      own: [E, r, s].
-    """
+    """Factors of all experts: `bases` [m, w, r], `logits` [E, m] and `own` [E, r, s]."""
 
     bases: Any
     logits: Any
@@ -218,7 +212,18 @@ class MoBE(Method):
             kernels = list(layer.kernels(name))
             layer.forget()
             if form.of_matrix(matrix) is form:
-                leaves, made = self._factored(layer, name, np.stack(kernels).astype(np.float32), form)
+                # Kernels in the orientation in which their mixed factor is the left one.
+                mixed, own = sides(matrix)
+                axes = (0, 1, 2) if mixed == "a" else (0, 2, 1)
+                turned = np.ascontiguousarray(np.stack(kernels).astype(np.float32).transpose(axes))
+                store = partial(layer.stored, name)
+                found = mixed_factors(
+                    turned, form.rank, form.bases, form.mix, steps=self.steps, rate=self.rate, store=store
+                )
+                mixes = np.asarray(form.mix(found.bases, found.logits), np.float32)
+                made = (mixes @ np.asarray(found.own, np.float32)).transpose(axes)
+                bases, factors = (np.ascontiguousarray(array.transpose(axes)) for array in (found.bases, found.own))
+                leaves = {f"basis/{mixed}": bases, MIXTURE: found.logits, own: factors}
             else:
                 leaves = {"kernel": np.stack([layer.stored(name, kernel) for kernel in kernels])}
                 made = leaves["kernel"]
@@ -231,25 +236,6 @@ class MoBE(Method):
             if biases is not None:
                 write(f"experts/{name}/bias", biases)
         return measure.figures(seconds=time.monotonic() - began, choice=form.describe())
-
-    def _factored(
-        self, layer: SourceLayer, name: str, kernels: np.ndarray, form: MixtureOfBases
-    ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """The leaves of gate or up, and the kernels [E, in, out] that they stand for."""
-        mixed, own = sides(layer.matrices[name])
-        turn = (lambda array: array) if mixed == "a" else (lambda array: np.ascontiguousarray(array.swapaxes(-1, -2)))
-        found = mixed_factors(
-            turn(kernels),
-            form.rank,
-            form.bases,
-            form.mix,
-            steps=self.steps,
-            rate=self.rate,
-            store=partial(layer.stored, name),
-        )
-        products = np.asarray(form.mix(found.bases, found.logits), np.float32) @ np.asarray(found.own, np.float32)
-        leaves = {f"basis/{mixed}": turn(found.bases), MIXTURE: found.logits, own: turn(found.own)}
-        return leaves, turn(products)
 
     def _target(self, layer: SourceLayer) -> MoEConfig:
         form = MixtureOfBases.of_size(

@@ -30,12 +30,7 @@ def check_full(layers: Iterable[SourceLayer]) -> None:
 
 
 def full_target(layer: SourceLayer, **changes: Any) -> MoEConfig:
-    """The layer with full experts; a universal FFN stands beside them, as wide as it is.
-
-    Args:
-      layer: as it is.
-      **changes: fields of `MoEConfig`.
-    """
+    """The layer with full experts and other changes; a universal FFN stands beside them, as wide as it is."""
     moe = layer.moe
     target = dataclasses.replace(moe, bank=BankConfig(), extended=False, universal_dim=None, **changes)
     if moe.universal == "none" or moe.universal_ffn == target.expert:
@@ -44,11 +39,7 @@ def full_target(layer: SourceLayer, **changes: Any) -> MoEConfig:
 
 
 def routed_kernels(layer: SourceLayer, name: str) -> Iterator[np.ndarray]:
-    """One matrix of all experts that the router chooses from, float32[in, out].
-
-    Raises:
-      InputError: if a weight is not finite.
-    """
+    """One matrix of all experts that the router chooses from, float32[in, out]."""
     for expert, kernel in enumerate(layer.kernels(name)):
         if expert == layer.moe.routed_experts:
             return  # the universal FFN
@@ -107,7 +98,13 @@ class StructuredPruning(Method):
 
     def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
         """`kept`: bool[E, m, f], which neurons each matrix keeps."""
-        norms = np.stack([_row_norms(layer, name) for name in layer.shapes], axis=1)
+        norms = np.empty((layer.moe.routed_experts, len(layer.shapes), layer.moe.expert.dim))
+        for index, name in enumerate(layer.shapes):
+            biases = routed_biases(layer, name) if name != "down" else None
+            for expert, kernel in enumerate(routed_kernels(layer, name)):
+                norms[expert, index] = np.abs(neuron_rows(name, kernel)).sum(axis=1, dtype=np.float64)
+                if biases is not None:
+                    norms[expert, index] += np.abs(biases[expert].astype(np.float64))
         if self.design == "concat":
             norms = np.broadcast_to(norms.sum(axis=1, keepdims=True), norms.shape)
         count = kept_entries(norms.shape[2], self.keep)
@@ -130,55 +127,31 @@ class StructuredPruning(Method):
         began = time.monotonic()
         measure = Measure(layer.moe.routed_experts, layer.moe.expert.dim)
         write_universal(layer, write)
-        neurons = [np.flatnonzero(expert) for expert in _kept_by_all(analysis)]
+        neurons, width = [np.flatnonzero(expert) for expert in _kept_by_all(analysis)], target.expert.dim
+        shapes = target.expert.shapes(layer.shapes["up"][0])
         for index, name in enumerate(layer.shapes):
-            _write_pruned(layer, name, neurons, analysis["kept"][:, index], target.expert.dim, write, measure)
-        return measure.figures(seconds=time.monotonic() - began, choice=f"{target.expert.dim} neurons")
+            kernels = np.zeros((len(neurons), *shapes[name]), layer.dtype(name))
+            for expert, kernel in enumerate(routed_kernels(layer, name)):
+                count, kept = len(neurons[expert]), analysis["kept"][expert, index]
+                places = slice(count) if name == "down" else (slice(None), slice(count))
+                rounded = layer.stored(name, kernel)
+                kernels[expert][places] = neurons_of(name, rounded, neurons[expert])
+                pruned = rounded.astype(np.float32) * (kept[:, None] if name == "down" else kept)
+                measure.add(expert, kernel, None, pruned)
+            write(f"experts/{name}/kernel", kernels)
+            biases = routed_biases(layer, name)
+            if biases is not None and name != "down":
+                whole, biases = biases, np.zeros((len(neurons), width), biases.dtype)
+                for expert, places in enumerate(neurons):
+                    biases[expert, : len(places)] = whole[expert, places]
+            if biases is not None:
+                write(f"experts/{name}/bias", biases)
+        return measure.figures(seconds=time.monotonic() - began, choice=f"{width} neurons")
 
 
 def _kept_by_all(analysis: Analysis) -> Bool[np.ndarray, "E f"]:
     """Neurons that all matrices keep."""
     return np.all(analysis["kept"], axis=1)
-
-
-def _row_norms(layer: SourceLayer, name: str) -> np.ndarray:
-    """L1 norms of a matrix's rows of the design matrix, float64[E, f]."""
-    biases = routed_biases(layer, name) if name != "down" else None
-    norms = []
-    for expert, kernel in enumerate(routed_kernels(layer, name)):
-        norm = np.abs(neuron_rows(name, kernel)).sum(axis=1, dtype=np.float64)
-        norms.append(norm if biases is None else norm + np.abs(biases[expert].astype(np.float64)))
-    return np.stack(norms)
-
-
-def _write_pruned(
-    layer: SourceLayer,
-    name: str,
-    neurons: Sequence[Int[np.ndarray, " n"]],
-    kept: Bool[np.ndarray, "E f"],
-    width: int,
-    write: Write,
-    measure: Measure,
-) -> None:
-    dtype, narrow = layer.dtype(name), dataclasses.replace(layer.moe.expert, dim=width)
-    shape = narrow.shapes(layer.shapes["up"][0])[name]
-    kernels = np.zeros((len(neurons), *shape), dtype)
-    for expert, kernel in enumerate(routed_kernels(layer, name)):
-        count = len(neurons[expert])
-        places = slice(count) if name == "down" else (slice(None), slice(count))
-        rounded = layer.stored(name, kernel)
-        kernels[expert][places] = neurons_of(name, rounded, neurons[expert])
-        pruned = rounded.astype(np.float32) * (kept[expert][:, None] if name == "down" else kept[expert])
-        measure.add(expert, kernel, None, pruned)
-    write(f"experts/{name}/kernel", kernels)
-    biases = routed_biases(layer, name)
-    if biases is None:
-        return
-    if name != "down":
-        whole, biases = biases, np.zeros((len(neurons), width), biases.dtype)
-        for expert, places in enumerate(neurons):
-            biases[expert, : len(places)] = whole[expert, places]
-    write(f"experts/{name}/bias", biases)
 
 
 MOST_ITERATIONS = 30
@@ -229,7 +202,10 @@ class MLPFusion(Method):
             name: np.zeros((experts, *shape), layer.dtype(name))
             for name, shape in target.expert.shapes(layer.shapes["up"][0]).items()
         }
-        biases = {name: _room(layer, name, count) for name in layer.shapes if layer.moe.expert.bias}
+        biases = {name: own for name in layer.shapes if (own := routed_biases(layer, name)) is not None}
+        biases = {
+            name: own if name == "down" else np.zeros((experts, count), own.dtype) for name, own in biases.items()
+        }
         measure = Measure(experts, layer.moe.expert.dim)
         designs = design_matrices(layer)[:experts]
         layer.forget()
@@ -237,38 +213,24 @@ class MLPFusion(Method):
             design = designs[expert].astype(np.float32, copy=False)
             designs[expert] = np.empty((0, 0))
             labels = cluster(design, count, seed=self.seed)
-            self._fuse(layer, design, labels, expert, stored, biases, measure)
+            sums, sizes = _sums(design, labels, count)
+            start = 0
+            for name, kernels in stored.items():
+                rows = slice(start, start + layer.shapes["up"][0])
+                centroids = sums[:, rows] / np.maximum(sizes, 1)[:, None]
+                made = sums[:, rows] if name == "down" else centroids
+                kernels[expert] = layer.stored(name, neuron_rows(name, made))
+                means = np.ascontiguousarray(neuron_rows(name, centroids[labels]))
+                measure.add(expert, np.ascontiguousarray(neuron_rows(name, design[:, rows])), None, means)
+                start = rows.stop
+                if name in biases and name != "down":
+                    biases[name][expert] = sums[:, start] / np.maximum(sizes, 1)
+                    start += 1
         for name, kernels in stored.items():
             write(f"experts/{name}/kernel", kernels)
         for name, values in biases.items():
             write(f"experts/{name}/bias", values)
         return measure.figures(seconds=time.monotonic() - began, choice=f"{count} neurons")
-
-    def _fuse(
-        self,
-        layer: SourceLayer,
-        design: Float[np.ndarray, "f D"],
-        labels: Int[np.ndarray, " f"],
-        expert: int,
-        stored: Mapping[str, np.ndarray],
-        biases: Mapping[str, np.ndarray],
-        measure: Measure,
-    ) -> None:
-        """Fills in one expert, and measures every neuron against its centroid."""
-        count = next(iter(stored.values())).shape[2]
-        sums, sizes = _sums(design, labels, count)
-        d_model, start = layer.shapes["up"][0], 0
-        for name, kernels in stored.items():
-            rows = slice(start, start + d_model)
-            centroids = sums[:, rows] / np.maximum(sizes, 1)[:, None]
-            made = sums[:, rows] if name == "down" else centroids
-            kernels[expert] = layer.stored(name, neuron_rows(name, made))
-            means = np.ascontiguousarray(neuron_rows(name, centroids[labels]))
-            measure.add(expert, np.ascontiguousarray(neuron_rows(name, design[:, rows])), None, means)
-            start = rows.stop
-            if name in biases and name != "down":
-                biases[name][expert] = sums[:, start] / np.maximum(sizes, 1)
-                start += 1
 
 
 def cluster(points: Float[np.ndarray, "n D"], count: int, *, seed: int) -> Int[np.ndarray, " n"]:
@@ -302,9 +264,3 @@ def _sums(
     ones = np.ones(len(labels), np.float32)
     member = scipy.sparse.csr_array((ones, (labels, np.arange(len(labels)))), shape=(count, len(labels)))
     return member @ design, np.bincount(labels, minlength=count)
-
-
-def _room(layer: SourceLayer, name: str, count: int) -> np.ndarray:
-    biases = routed_biases(layer, name)
-    assert biases is not None
-    return biases if name == "down" else np.zeros((len(biases), count), biases.dtype)

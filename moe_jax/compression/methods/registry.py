@@ -57,11 +57,7 @@ def option_names() -> tuple[str, ...]:
 
 
 def make_method(name: str, options: Mapping[str, Any]) -> Method:
-    """Makes a method from what the user gave.
-
-    Args:
-      name: a key of `METHODS`.
-      options: by name; only those that were given.
+    """Makes a method, by its key in `METHODS`, from the options that the user gave, by name.
 
     Raises:
       InputError: for an unknown method, an option of another one, one that is missing, or a value out of range.
@@ -75,14 +71,11 @@ def make_method(name: str, options: Mapping[str, Any]) -> Method:
 
 
 def make_swept_methods(names: Sequence[str], options: Mapping[str, Any]) -> list[tuple[str, Method]]:
-    """Makes the methods that a sweep tries.
+    """Makes the methods that a sweep tries: one for every method and value, by name.
 
     Args:
       names: keys of `METHODS`; none: those whose swept option is given, or else all.
       options: by name; of a swept option all the values to try, by default the method's own.
-
-    Returns:
-      One for every method and value, by name.
 
     Raises:
       InputError: see `make_method`.

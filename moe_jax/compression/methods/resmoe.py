@@ -14,11 +14,19 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from moe_jax.compression.alignment.barycenter import SOLVERS, free_support_barycenter
-from moe_jax.compression.budget import Budget, BudgetBits, TargetBytes, all_alike, mean_shares, trials
+from moe_jax.compression.budget import Budget, all_alike, mean_shares, trials
 from moe_jax.compression.coding.coder import LEVELS, Levels, check_levels
 from moe_jax.compression.coding.pruning import squared
-from moe_jax.compression.coding.write_experts import codes_of_options, write_experts
-from moe_jax.compression.methods.interface import Analysis, Base, Method, Tick
+from moe_jax.compression.coding.write_experts import write_experts
+from moe_jax.compression.methods.interface import (
+    Analysis,
+    AroundCentre,
+    Base,
+    Method,
+    OfCodes,
+    Tick,
+    alignment_progress,
+)
 from moe_jax.compression.report import BARYCENTER, LayerFigures
 from moe_jax.compression.source_layer import (
     SourceLayer,
@@ -30,7 +38,6 @@ from moe_jax.compression.source_layer import (
     unaligned,
 )
 from moe_jax.core.errors import InputError, check_member, shown
-from moe_jax.experts import BaseCodes
 from moe_jax.experts.bank_config import Code
 from moe_jax.experts.forms import LowRank, Quantized, Sparse
 from moe_jax.experts.forms.coding import DESIGNS, Encodable, Layout, Wanted
@@ -47,7 +54,7 @@ _OPTION = "|".join(str(form.residual_option) for form in RESIDUALS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ResMoE(Method):
+class ResMoE(AroundCentre, OfCodes, Method):
     """Residuals around a barycenter of the experts.
 
     How much is kept is said by `keep`, by the bits of a quantized residual, or by a budget, under which form, share and
@@ -65,20 +72,11 @@ class ResMoE(Method):
       refit: the centre of pruned residuals is refitted to what was pruned, and one in codes to the codes of quantized
         residuals.
       solver: of the alignment, see `barycenter`; `identity` takes the neurons as they are.
-      feedback: with a calibration, each row of codes makes up for the errors of those before it (GPTQ). Otherwise every
-        entry is rounded on its own, and the text says only how much each row counts.
-      levels: `any`: of every group the better of two grids, one of which has no zero; `even`: always the other one, the
-        only one that formats of other libraries have (`export --format compressed-tensors`); `fitted`: a table of
-        levels for every kernel, fitted to it, of 4, 3 or 2 bits; so has a centre of so many.
-      scale_bits: of a scale: 16, or 8, with a bfloat16 step for each row of groups; those of a centre in codes, too.
       zero_points: groups of a quantized residual have zero points of eight bits: levels need not lie around zero.
       row_scales: every row of a quantized residual has a bfloat16 scale, too: by the sizes of its entries, and with a
         calibration by these or by those of its inputs (AWQ), whichever changes the outputs less.
       target_bytes: instead of `keep`, a budget for the experts of all compressed layers, everything included.
       budget_bits: the same as average bits per weight of these experts; by default no budget.
-      centre_bits: of a code of the centre: 8, 4, 3 or 2, or `nf4`; residuals are taken from what these codes stand for.
-        By default it is stored in the dtype of the model.
-      centre_group_size: of the centre's codes: entries along the input axis that share a scale, by default 128.
     """
 
     swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.05, 0.1, 0.15, 0.25, 0.35, 0.5))
@@ -108,12 +106,6 @@ class ResMoE(Method):
         self.choice  # noqa: B018  (checks the rest, but for the codes of the centre)
         self.codes  # noqa: B018  (checks these)
 
-    @property
-    def codes(self) -> BaseCodes | None:
-        """The codes of the centre; None: it has the dtype of the model."""
-        table = self.levels == "fitted"
-        return codes_of_options(self.centre_bits, self.centre_group_size, table=table, scale_bits=self.scale_bits)
-
     @functools.cached_property
     def choice(self) -> Wanted | Budget:
         """The form and size of the residuals, or the budget by which these are chosen for every layer.
@@ -140,10 +132,7 @@ class ResMoE(Method):
             sizes = tuple(
                 size for one in (RESIDUALS if form is None else (form,)) for size in one.sizes_to_try(self.design)
             )
-            if self.target_bytes is not None:
-                return TargetBytes(target=self.target_bytes, sizes=sizes, codes=self.codes)
-            assert self.budget_bits is not None
-            return BudgetBits(bits=self.budget_bits, sizes=sizes, codes=self.codes)
+            return Budget(target_bytes=self.target_bytes, budget_bits=self.budget_bits, sizes=sizes, codes=self.codes)
         form = form or RESIDUALS[0]
         if self.keep is None and "keep" in form.asks_for:
             raise InputError("resmoe needs --keep, --target-bytes or --budget-bits, or --residual quantized:BITS")
@@ -185,7 +174,7 @@ class ResMoE(Method):
     def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
         """Aligns the experts; under a budget, tries all forms and sizes."""
         began = time.monotonic()
-        found = in_order(layer) if self.solver == IDENTITY else aligned(layer, self.solver, tick)
+        found = aligned(layer, self.solver, tick)
         permutations = found["permutations"]
         if isinstance(self.choice, Budget):
             tried = trials(layer, permutations, self.choice.sizes, refit=self.refit, codes=self.codes)
@@ -207,15 +196,8 @@ class ResMoE(Method):
     ) -> LayerFigures:
         began = time.monotonic()
         permutations, objective = analysis["permutations"], float(analysis["objective"])
-        measure = write_experts(
-            layer,
-            target.bank,
-            permutations,
-            write,
-            refit=self.refit,
-            feedback=self.feedback,
-            even=self.levels == "even",
-        )
+        options = {"refit": self.refit, "feedback": self.feedback, "even": self.levels == "even"}
+        measure = write_experts(layer, target.bank, write, permutations=permutations, **options)
         return measure.figures(
             objective=objective,
             rounds=int(analysis["rounds"]),
@@ -231,33 +213,22 @@ def residual_forms() -> dict[str, type[Encodable]]:
 
 
 def aligned(layer: SourceLayer, solver: str, tick: Tick) -> dict[str, np.ndarray]:
-    """Orders of the neurons around the barycenter, and how they were found."""
-    designs = design_matrices(layer)
-    layer.forget()
-
-    def progress(round_: int, done: int, objective: float) -> None:
-        # How many rounds there will be is not known: each takes half of what is left of the bar.
-        tick(1 - 0.5 ** (round_ - 1 + done / len(designs)))
-
-    found = free_support_barycenter(designs, solver=solver, progress=progress)
-    return {
-        "permutations": found.permutations,
-        "objective": np.asarray(found.objective[-1]),
-        "rounds": np.asarray(found.rounds),
-        "converged": np.asarray(found.converged),
-    }
-
-
-def in_order(layer: SourceLayer) -> dict[str, np.ndarray]:
-    """Neurons as they are, and what the objective then is."""
-    orders = unaligned(layer)
-    objective = 0.0
-    for name in layer.shapes:
-        centre = mean_kernel(aligned_kernels(layer, name, orders))
-        objective += sum(squared(kernel - centre) for kernel in aligned_kernels(layer, name, orders))
+    """Orders of the neurons around the barycenter, or with `IDENTITY` as they are, and how they were found."""
+    orders, objective, rounds, converged = unaligned(layer), 0.0, 0, True
+    if solver == IDENTITY:
+        for name in layer.shapes:
+            centre = mean_kernel(aligned_kernels(layer, name, orders))
+            objective += sum(squared(kernel - centre) for kernel in aligned_kernels(layer, name, orders))
+        objective /= layer.num_experts
+    else:
+        designs = design_matrices(layer)
+        layer.forget()
+        found = free_support_barycenter(designs, solver=solver, progress=alignment_progress(tick, len(designs)))
+        orders, rounds, converged = found.permutations, found.rounds, found.converged
+        objective = found.objective[-1]
     return {
         "permutations": orders,
-        "objective": np.asarray(objective / layer.num_experts),
-        "rounds": np.asarray(0),
-        "converged": np.asarray(True),
+        "objective": np.asarray(objective),
+        "rounds": np.asarray(rounds),
+        "converged": np.asarray(converged),
     }

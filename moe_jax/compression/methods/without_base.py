@@ -34,7 +34,7 @@ from moe_jax.compression.budget import all_alike, mean_shares
 from moe_jax.compression.coding.coder import ExpertCoder, LeastError, Levels, check_levels
 from moe_jax.compression.coding.quantizer import nearest_codes, read_grid, stored
 from moe_jax.compression.coding.write_experts import write_experts
-from moe_jax.compression.methods.interface import Analysis, Base, Method, Tick
+from moe_jax.compression.methods.interface import Analysis, Base, Method, OfCodes, Tick
 from moe_jax.compression.report import NO_BASE, LayerFigures
 from moe_jax.compression.source_layer import SourceLayer, Write, aligned_experts, unaligned
 from moe_jax.experts.forms import LowRank, Quantized, Sparse
@@ -178,9 +178,8 @@ class WithoutBase(Method):
         measure = write_experts(
             layer,
             target.bank,
-            unaligned(layer),
             write,
-            refit=False,
+            permutations=unaligned(layer),
             feedback=self.feedback,
             even=self.levels == "even",
             coder=self.coder,
@@ -234,21 +233,13 @@ class SVD(WithoutBase):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlainQuantize(WithoutBase):
+class PlainQuantize(OfCodes, WithoutBase):
     """Every weight rounded to the nearest level; the scale of a group is the one of least squared error.
 
     Attributes:
-      bits: of a code: 8, 4, 3, 2 or 1.
-      group_size: entries along the input axis that share a scale; 0: the whole kernel.
-      feedback: with a calibration, each row of codes makes up for the errors of those before it (GPTQ). Otherwise every
-        entry is rounded on its own, and the text says only how much each row counts.
       levels: `any`: of every group the better of two grids, one of which has no zero; `even`: always the other one, the
         only one that formats of other libraries have (`export --format compressed-tensors`); `fitted`: a table of
         levels for every kernel, fitted to it, of 4, 3 or 2 bits.
-      scale_bits: of a scale: 16, or 8, with a bfloat16 step for each row of groups.
-      zero_points: every group has a zero point of eight bits beside its scale: its levels need not lie around zero.
-      row_scales: every row of a kernel has a bfloat16 scale, too: by the sizes of its entries, and with a calibration
-        by these or by those of its inputs (AWQ), whichever changes the outputs less.
     """
 
     swept: ClassVar[tuple[str, tuple[int, ...]]] = ("bits", (8, 4, 3, 2))
@@ -268,23 +259,14 @@ class PlainQuantize(WithoutBase):
 
     @property
     def wanted(self) -> Wanted:
-        return Wanted(
-            form=Quantized,
-            bits=self.bits,
-            group_size=self.group_size or None,
-            table=self.levels == "fitted",
-            scale_bits=self.scale_bits,
-            zero_points=self.zero_points,
-            row_scales=self.row_scales,
-        )
+        return self.wanted_codes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HQQ(WithoutBase):
+class HQQ(OfCodes, WithoutBase):
     """Codes with zero points by half-quadratic splitting (HQQ), a baseline: --calibrate changes nothing.
 
     Attributes:
-      bits: of a code: 8, 4, 3, 2 or 1.
       group_size: entries along the input axis that share a scale and a zero point; as published 64.
       scale_bits: of a scale: 16, or 8, with a bfloat16 step for each row of groups. Zero points have 8 bits.
     """

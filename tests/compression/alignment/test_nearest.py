@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
 from moe_jax.compression.alignment import barycenter, matching, nearest
-from moe_jax.compression.alignment.barycenter import free_support_barycenter, weight_matching
+from moe_jax.compression.alignment.barycenter import free_support_barycenter
 from moe_jax.compression.alignment.nearest import nearest_order
 from tests.support.tiers import examples, long
 
@@ -152,8 +152,9 @@ def test_starts_rounds_and_a_single_cloud_of_large_clouds(monkeypatch):
     # Where such searches end depends on how distances are rounded: of ten draws, within 0.8 % of each other.
     started = free_support_barycenter(clouds, start=clouds[2])
     assert started.objective[-1] == pytest.approx(one.objective[-1], rel=0.05)
-    orders = weight_matching(clouds)
-    assert (np.sort(orders, axis=1) == np.arange(40)).all()
+    search = matching.Matching(clouds, np.tile(np.arange(40, dtype=np.int32), (5, 1)))
+    search.descend(20)
+    assert (np.sort(search.permutations, axis=1) == np.arange(40)).all()
     # What gains next to nothing is not gone on with.
     monkeypatch.setattr(barycenter, "_WORTH_LARGE", 1.0)
     assert free_support_barycenter(clouds).rounds == 2

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moe_jax.compression import compress, make_method
-from moe_jax.compression.budget import BudgetBits, TargetBytes, trials
+from moe_jax.compression.budget import Budget, trials
 from moe_jax.compression.source_layer import SourceLayer, design_matrices
 from moe_jax.core.errors import InputError
 from moe_jax.experts.forms import LowRank, Quantized, Sparse
@@ -193,8 +193,8 @@ def test_the_options_are_read_as_one_choice():
         ({"residual": "quantized:2", "levels": "fitted"}, Wanted(form=Quantized, bits=2, table=True)),
         ({"residual": "quantized:2", "zero_points": True}, Wanted(form=Quantized, bits=2, zero_points=True)),
         ({"residual": "quantized:1", "row_scales": True}, Wanted(form=Quantized, bits=1, row_scales=True)),
-        ({"target_bytes": 9, "residual": "svd", "design": "separate"}, TargetBytes(target=9, sizes=sizes)),
-        ({"budget_bits": 3.5, "residual": "svd", "design": "separate"}, BudgetBits(bits=3.5, sizes=sizes)),
+        ({"target_bytes": 9, "residual": "svd", "design": "separate"}, Budget(target_bytes=9, sizes=sizes)),
+        ({"budget_bits": 3.5, "residual": "svd", "design": "separate"}, Budget(budget_bits=3.5, sizes=sizes)),
     ):
         assert make_method("resmoe", options).choice == choice
     every = make_method("resmoe", {"budget_bits": 3.5}).choice.sizes
