@@ -28,10 +28,10 @@ from evidence.layouts import CONVERT
 from evidence.results import RESULTS, Figures
 from moe_jax.conversion import read_hf_config
 from moe_jax.conversion.families import family_named
-from moe_jax.conversion.formats.safetensors_file import DiskShards, PlannedTensor
-from moe_jax.conversion.formats.tensors import TensorEntry, TensorFiles
 from moe_jax.conversion.hugging_face_dir import open_checkpoint
+from moe_jax.conversion.safetensors_file import DiskShards, PlannedTensor
 from moe_jax.conversion.table import PER_EXPERT, apply_table
+from moe_jax.conversion.tensors import TensorEntry, TensorFiles
 from moe_jax.model_io.loading import leaf_specs
 
 GB = 1e9

@@ -155,7 +155,7 @@ SECTIONS = (
     _program(
         "plan_train",
         "python benchmarks/plan_train.py MODEL",
-        (*_TRAINING, "moe_jax/peft", "moe_jax/planning/planned_training.py", "moe_jax/core/memory.py"),
+        (*_TRAINING, "moe_jax/peft", "moe_jax/planning/planned_training.py", "moe_jax/core/data_sheets.py"),
         layouts.PLAN_TRAIN,
     ),
     _program(

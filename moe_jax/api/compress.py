@@ -5,18 +5,27 @@ import hashlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec, Protocol, cast, overload
+from typing import Any, ParamSpec, Protocol, cast, overload
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from moe_jax.api.measure import default_seq_len, read_ids, score
-from moe_jax.api.model import Loading, Model, ModelOrPath, OutPath, destination, open_model, result
-from moe_jax.api.verb import model_verb, work_bars
+from moe_jax.api.model import (
+    Loading,
+    Model,
+    ModelOrPath,
+    OutPath,
+    destination,
+    model_verb,
+    open_model,
+    result,
+    work_bars,
+)
 from moe_jax.compression import Method, Score, Sweep
 from moe_jax.compression import compress as _compress
 from moe_jax.compression import sweep as _sweep
@@ -41,116 +50,6 @@ from moe_jax.files.staging import check_target, lock_directory
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.in_memory import CastSource
 from moe_jax.model_io.model_source import ModelLike, ModelSource
-
-Place = Callable[[str], Path]
-"""Returns the folder of a recording with a given name."""
-
-
-def calibrate(
-    source: ModelSource,
-    text: str | os.PathLike[str],
-    *,
-    samples: int | None = None,
-    seq_len: int | None = None,
-    batch_size: int = 8,
-    seed: int = 0,
-    place: Place | None = None,
-    mesh: Mesh | None = None,
-    sensitivities: bool = False,
-    gradients: bool = False,
-    progress: Progress = no_progress,
-) -> Calibration:
-    """Runs a model over windows of a text, layer after layer, and keeps the inputs of its experts.
-
-    Args:
-      source: a model with MoE layers.
-      text: a text file.
-      samples: number of windows that are drawn from it; None: 128, or as many as it has.
-      seq_len: number of tokens of a window; by default as for `evaluate`.
-      batch_size: number of windows computed at once. Changes the result in the last bits only.
-      seed: seed of the draw.
-      place: returns the folder of the recording by its name, in which it is found again later; None: the recording
-        lies in a temporary folder that lives as long as the result.
-      mesh: devices that share the work; None: the first one.
-      sensitivities: whether to measure also how much the loss depends on each matrix of each layer.
-      gradients: whether to weight tokens by the squared gradients of the text's loss with respect to a layer's output.
-      progress: called after every layer.
-
-    Raises:
-      FileNotFoundError: if there is no text.
-      InputError: if the model is dense, has an encoder or no tokenizer; the text is not UTF-8 or shorter than asked
-        for; activations are not finite; another process makes the same recording; or there is no room on the disk.
-    """
-    if batch_size < 1:
-        raise InputError(f"{batch_size=} must be at least 1")
-    if seed < 0:
-        raise InputError(f"{seed=} must not be negative")
-    if not source.config.moe_layers:
-        raise InputError("the model is dense: it has no experts to calibrate")
-    source.config.check_no_encoder("a calibration")
-    length = default_seq_len(source.config) if seq_len is None else seq_len
-    check_seq_len(length)
-    windows = sample_windows(read_ids(Model.of_source(source), text), seq_len=length, samples=samples, seed=seed)
-    digest = hashlib.sha256(np.ascontiguousarray(windows).tobytes()).hexdigest()
-    key = {"format": FORMAT, "model": source.fingerprint(), "windows": list(windows.shape), "tokens": digest}
-    name = hashlib.sha256(repr(sorted(key.items())).encode()).hexdigest()[:16]
-    keep = None
-    if place is None:
-        keep = tempfile.TemporaryDirectory(prefix="moe_jax_calibration_")
-        place = Path(keep.name).joinpath
-    folder = place(name)
-    how: dict[str, Any] = {"mesh": _mesh(mesh), "batch_size": batch_size, "progress": progress}
-    _complete(folder, lambda: is_complete(folder, key), lambda: record(source, windows, folder, key, **how))
-    layers = source.config.moe_layers
-    if gradients:
-        _complete(
-            folder, lambda: has_gradients(folder, layers), lambda: record_gradients(source, windows, folder, **how)
-        )
-    if sensitivities and read_sensitivities(folder, gradients=gradients) is None:
-        recorded = partial(read_layer, folder, gradients=gradients)
-        write_sensitivities(folder, measure_sensitivities(source, windows, recorded, **how), gradients=gradients)
-    return open_calibration(folder, text, layers, gradients=gradients, keep=keep)
-
-
-def _complete(folder: Path, is_done: Callable[[], bool], do: Callable[[], None]) -> None:
-    """Does a part of a recording unless it is done; meanwhile no other command can do it."""
-    if is_done():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    # Two commands on one text would go on with each other's activations.
-    lock = lock_directory(folder, folder)
-    try:
-        if not is_done():  # another command may just have done it
-            do()
-    finally:
-        os.close(lock)
-
-
-def open_calibration(
-    folder: Path,
-    text: str | os.PathLike[str],
-    layers: tuple[int, ...],
-    *,
-    gradients: bool = False,
-    keep: Any = None,
-) -> Calibration:
-    """Opens a complete recording.
-
-    Args:
-      folder: the folder of the recording.
-      text: the text that it was made from.
-      layers: the MoE layers of the model.
-      gradients: whether the recording has gradients; as in `calibrate`.
-      keep: an object that must live as long as the recording, such as its temporary folder.
-    """
-    known = read_sensitivities(folder, gradients=gradients) or {}
-    found = {i: read_layer(folder, i, gradients=gradients)._replace(sensitivities=known.get(i)) for i in layers}
-    return Calibration(as_path(text), found, folder, keep)
-
-
-def _mesh(mesh: Mesh | None) -> Mesh:
-    return make_mesh({}, jax.local_devices()[:1]) if mesh is None else mesh
-
 
 P = ParamSpec("P")
 
@@ -189,17 +88,10 @@ def compress_model(
     """Does what `compress` does; `on_layer` is called with every layer that is done."""
     name, method = spec.named_method()
     target = destination(out)
-    job = _Job.of(model, spec, [method])
+    source, shared, described = _opened(model, spec, [method])
+    described |= {"method": name, **dataclasses.asdict(method)}
     with work_bars() as progress:
-        report = _compress(
-            job.source,
-            target,
-            method,
-            described=job.described | {"method": name, **dataclasses.asdict(method)},
-            progress=progress,
-            on_layer=on_layer,
-            **job.shared,
-        )
+        report = _compress(source, target, method, described=described, progress=progress, on_layer=on_layer, **shared)
     return result(target, model, report)
 
 
@@ -238,72 +130,47 @@ def sweep(
     methods: Sequence[tuple[str, Method]],
     spec: SweepSpec,
     *,
-    given: Mapping[str, Any],
+    given: dict[str, Any],
 ) -> Sweep:
     """Compresses a model by several methods, scores each result on a text, and deletes it.
 
-    Args:
-      model: a model with MoE layers, or the path of one.
-      out: the folder of results, which must not exist.
-      methods: the methods to try, by name.
-      spec: the other options.
-      given: the options of the methods as the user gave them, to be recorded.
-
-    Raises:
-      InputError: as `compress`.
+    `out` is the folder of results. `given` are the options of the methods as the user gave them, to be recorded.
     """
     first_decides(lambda: check_target(out))
     assert spec.text is not None
-    job = _Job.of(model, spec, [method for _, method in methods])
-    text = as_path(spec.text)
-    described = job.described | dict(given) | {"method": list(dict.fromkeys(name for name, _ in methods))}
-    described |= {"seq_len": spec.seq_len}
-    read = [job.source, *([job.shared["base"]] if job.shared["base"] is not None else []), text]
+    source, shared, described = _opened(model, spec, [method for _, method in methods])
+    described |= given | {"method": list(dict.fromkeys(name for name, _ in methods)), "seq_len": spec.seq_len}
+    read = [source, *([] if shared["base"] is None else [shared["base"]]), as_path(spec.text)]
     read += [] if spec.calibrate is None else [as_path(spec.calibrate)]
-    scored_by = _scorer(job.source, spec)
+    score_model = _scorer(source, spec)
     with work_bars() as progress:
-        return _sweep(
-            job.source,
-            out,
-            methods,
-            scored_by,
-            described=described,
-            sources=read,
-            progress=progress,
-            **job.shared,
-        )
+        return _sweep(source, out, methods, score_model, described=described, sources=read, progress=progress, **shared)
 
 
-class _Job(NamedTuple):
-    """The model and the options, checked and read before the first layer is compressed.
+def _opened(
+    model: ModelOrPath, spec: CompressSpec, methods: Sequence[Method]
+) -> tuple[ModelSource, dict[str, Any], dict[str, Any]]:
+    """Opens and checks what a compression is given, before the first layer is compressed.
 
-    Attributes:
-      source: the model, cast if that was asked for.
-      shared: arguments of `moe_jax.compression.compress` and `sweep`: base, extended, layers, calibration.
-      described: the options as the lineage records them.
+    Returns:
+      The model, cast if that was asked for; arguments that `moe_jax.compression.compress` and `sweep` have in common;
+      the options as the lineage records them.
     """
-
-    source: ModelSource
-    shared: dict[str, Any]
-    described: dict[str, Any]
-
-    @classmethod
-    def of(cls, model: ModelOrPath, spec: CompressSpec, methods: Sequence[Method]) -> "_Job":
-        source = stored = open_model(model, spec.model_base)
-        if spec.dtype is not None:
-            source = CastSource(source, spec.dtype)
-        base = None if spec.base is None else open_model(spec.base)
-        layers = parse_layers(spec.layers, source.config) if isinstance(spec.layers, str) else spec.layers
-        # This would fail anyway, but only after a long calibration.
-        indices = choose_layers(source.config, layers)
-        calibration = None
-        if spec.calibrate is not None:
-            for method in methods:
-                check_before_calibration(source, method, indices, extended=spec.extended)
-            needed = any(method.needs_sensitivities for method in methods)
-            calibration = _calibration(model, stored, spec, sensitivities=needed)
-        shared = {"base": base, "extended": spec.extended, "layers": layers, "calibration": calibration}
-        return cls(source, shared, spec.described(layers))
+    source = stored = open_model(model, spec.model_base)
+    if spec.dtype is not None:
+        source = CastSource(source, spec.dtype)
+    base = None if spec.base is None else open_model(spec.base)
+    layers = parse_layers(spec.layers, source.config) if isinstance(spec.layers, str) else spec.layers
+    # This would fail anyway, but only after a long calibration.
+    indices = choose_layers(source.config, layers)
+    calibration = None
+    if spec.calibrate is not None:
+        for method in methods:
+            check_before_calibration(source, method, indices, extended=spec.extended)
+        needed = any(method.needs_sensitivities for method in methods)
+        calibration = _calibration(model, stored, spec, sensitivities=needed)
+    shared = {"base": base, "extended": spec.extended, "layers": layers, "calibration": calibration}
+    return source, shared, spec.described(layers)
 
 
 def _calibration(model: ModelOrPath, source: ModelSource, spec: CompressSpec, *, sensitivities: bool) -> Calibration:
@@ -368,3 +235,100 @@ def _windows(source: ModelSource, spec: CompressSpec) -> dict[str, Any]:
     if spec.seq_len is not None and spec.seq_len > most and shows_work():
         print(f"warning: {source.path} was made for {most} positions, not {spec.seq_len}", file=sys.stderr)
     return {"seq_len": spec.seq_len, "batch_size": 8 if spec.batch_size is None else spec.batch_size}
+
+
+Place = Callable[[str], Path]
+"""Returns the folder of a recording with a given name."""
+
+
+def calibrate(
+    source: ModelSource,
+    text: str | os.PathLike[str],
+    *,
+    samples: int | None = None,
+    seq_len: int | None = None,
+    batch_size: int = 8,
+    seed: int = 0,
+    place: Place | None = None,
+    mesh: Mesh | None = None,
+    sensitivities: bool = False,
+    gradients: bool = False,
+    progress: Progress = no_progress,
+) -> Calibration:
+    """Runs a model over windows of a text, layer after layer, and keeps the inputs of its experts.
+
+    Args:
+      source: a model with MoE layers.
+      text: a text file.
+      samples: number of windows that are drawn from it; None: 128, or as many as it has.
+      seq_len, batch_size: tokens of a window, and windows computed at once; as for `evaluate`.
+      seed: seed of the draw.
+      place: returns the folder of the recording by its name, in which it is found again later; None: the recording
+        lies in a temporary folder that lives as long as the result.
+      mesh: devices that share the work; None: the first one.
+      sensitivities: whether to measure also how much the loss depends on each matrix of each layer.
+      gradients: whether to weight tokens by the squared gradients of the text's loss with respect to a layer's output.
+      progress: called after every layer.
+
+    Raises:
+      InputError: if the model is dense, has an encoder or no tokenizer; the text is too short; activations are not
+        finite; another process makes the same recording; or there is no room on the disk.
+    """
+    if batch_size < 1:
+        raise InputError(f"{batch_size=} must be at least 1")
+    if seed < 0:
+        raise InputError(f"{seed=} must not be negative")
+    if not source.config.moe_layers:
+        raise InputError("the model is dense: it has no experts to calibrate")
+    source.config.check_no_encoder("a calibration")
+    length = default_seq_len(source.config) if seq_len is None else seq_len
+    check_seq_len(length)
+    windows = sample_windows(read_ids(Model.of_source(source), text), seq_len=length, samples=samples, seed=seed)
+    digest = hashlib.sha256(np.ascontiguousarray(windows).tobytes()).hexdigest()
+    key = {"format": FORMAT, "model": source.fingerprint(), "windows": list(windows.shape), "tokens": digest}
+    name = hashlib.sha256(repr(sorted(key.items())).encode()).hexdigest()[:16]
+    keep = None
+    if place is None:
+        keep = tempfile.TemporaryDirectory(prefix="moe_jax_calibration_")
+        place = Path(keep.name).joinpath
+    folder = place(name)
+    mesh = make_mesh({}, jax.local_devices()[:1]) if mesh is None else mesh
+    how: dict[str, Any] = {"mesh": mesh, "batch_size": batch_size, "progress": progress}
+    _complete(folder, lambda: is_complete(folder, key), lambda: record(source, windows, folder, key, **how))
+    layers = source.config.moe_layers
+    if gradients:
+        _complete(
+            folder, lambda: has_gradients(folder, layers), lambda: record_gradients(source, windows, folder, **how)
+        )
+    if sensitivities and read_sensitivities(folder, gradients=gradients) is None:
+        recorded = partial(read_layer, folder, gradients=gradients)
+        write_sensitivities(folder, measure_sensitivities(source, windows, recorded, **how), gradients=gradients)
+    return open_calibration(folder, text, layers, gradients=gradients, keep=keep)
+
+
+def _complete(folder: Path, is_done: Callable[[], bool], do: Callable[[], None]) -> None:
+    """Does a part of a recording unless it is done; meanwhile no other command can do it."""
+    if is_done():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    # Two commands on one text would go on with each other's activations.
+    lock = lock_directory(folder, folder)
+    try:
+        if not is_done():  # another command may just have done it
+            do()
+    finally:
+        os.close(lock)
+
+
+def open_calibration(
+    folder: Path,
+    text: str | os.PathLike[str],
+    layers: tuple[int, ...],
+    *,
+    gradients: bool = False,
+    keep: Any = None,
+) -> Calibration:
+    """Opens a complete recording, made from a text; `keep` must live as long as it, such as its temporary folder."""
+    known = read_sensitivities(folder, gradients=gradients) or {}
+    found = {i: read_layer(folder, i, gradients=gradients)._replace(sensitivities=known.get(i)) for i in layers}
+    return Calibration(as_path(text), found, folder, keep)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 import jax
@@ -13,11 +13,10 @@ from moe_jax.api.model import Loading, Model, ModelOrPath, open_model
 from moe_jax.core.errors import InputError, shown
 from moe_jax.data.chat_template import Message, load_chat_template
 from moe_jax.files.json_toml import ANYTHING, read_json_object
-from moe_jax.generation.texts import FIRST_BLOCK, NonFiniteLogits, StreamedText, checked_stops, stream
+from moe_jax.generation.texts import FIRST_BLOCK, NonFiniteLogits, OnText, StreamedText, checked_stops, stream_texts
 
 Prompt = str | Sequence[int] | np.ndarray | Sequence[Message]
 Reason = Literal["eos", "stop_id", "stop", "length"]
-OnText = Callable[[int, str], object]
 
 # While somebody reads along, text is shown ten times a second.
 _SECONDS_A_BLOCK = 0.1
@@ -164,55 +163,46 @@ def generate(
 def continue_prompts(
     model: Model, prompts: Sequence[Sequence[int]], wanted: Wanted, on_text: OnText | None = None
 ) -> tuple[list[Continuation], Speed]:
-    """Continues prompts given as tokens, as `generate` does.
-
-    Args:
-      model: the model.
-      prompts: token ids.
-      wanted: the options.
-      on_text: called as texts come, with the index of a prompt and the next piece of its text. Not called without a
-        tokenizer.
-
-    Raises:
-      InputError: as in `generate`.
-    """
+    """Continues prompts given as tokens; errors as of `generate`, and `on_text` as of `stream_texts`."""
     if not prompts:
         raise InputError("nothing to continue: there is no prompt")
-    eos, stops = eos_ids(model), checked_stops(wanted.stop)
+    eos, stops, tokenizer = eos_ids(model), checked_stops(wanted.stop), model.tokenizer
     if stops:
         tokenizer_of(model, "a stop string", "name tokens that end a text (--stop-ids)")
-    rows = [_Row(model, prompt, stops, {*eos}, {*wanted.stop_ids}) for prompt in prompts]
-    ended = np.zeros(len(rows), bool)
+    stop_ids = (*eos, *wanted.stop_ids)
+    decode = None if tokenizer is None else tokenizer.decode
+    befores = [() if model.config.has_encoder else prompt for prompt in prompts]
+    texts = [StreamedText(decode, stops, before, stop_ids) for before in befores]
     decoder, start = model.decoder, time.perf_counter()
     arrivals: list[tuple[float, int]] = []  # when a step came, and for how many rows
     try:
-        for tokens in stream(
+        for count in stream_texts(
             decoder,
             prompts,
+            texts,
+            on_text,
             max_new_tokens=wanted.max_new_tokens,
             temperature=wanted.temperature,
             top_k=wanted.top_k,
             top_p=wanted.top_p,
             key=jax.random.key(wanted.seed),
-            eos_ids=(*eos, *wanted.stop_ids),
-            ended=ended,
+            eos_ids=stop_ids,
             seconds=None if on_text is None else _SECONDS_A_BLOCK,
         ):
-            arrivals.append((time.perf_counter() - start, int((~ended).sum())))
-            for index in np.flatnonzero(~ended):
-                piece = rows[index].push(int(tokens[index]))
-                ended[index] = rows[index].reason is not None
-                if piece and on_text is not None:
-                    on_text(int(index), piece)
-            if ended.all():
-                break
+            arrivals.append((time.perf_counter() - start, count))
     except NonFiniteLogits as error:
         raise InputError(f"{error}: {why_not_finite(model)}") from None
-    for index, row in enumerate(rows):
-        piece = row.finish()
-        if piece and on_text is not None:
-            on_text(index, piece)
-    return [row.continuation() for row in rows], _speed(arrivals)
+    made = [_continuation(model, prompt, text, eos) for prompt, text in zip(prompts, texts, strict=True)]
+    return made, _speed(arrivals)
+
+
+def _continuation(model: Model, prompt: Sequence[int], made: StreamedText, eos: Sequence[int]) -> Continuation:
+    tokenizer, by = model.tokenizer, made.ended_by
+    reason: Reason = "length" if by is None else "stop" if isinstance(by, str) else "eos" if by in eos else "stop_id"
+    if isinstance(by, int):
+        by = str(by) if tokenizer is None else tokenizer.token(by)
+    before, text = (None, None) if tokenizer is None else (tokenizer.decode(prompt), made.text)
+    return Continuation(before, list(prompt), text, made.ids, reason != "length", reason, by)
 
 
 def _speed(arrivals: Sequence[tuple[float, int]]) -> Speed:
@@ -221,47 +211,6 @@ def _speed(arrivals: Sequence[tuple[float, int]]) -> Speed:
     seconds = times[-1] - times[after - 1]
     rate = sum(counts[after:]) / seconds if seconds > 0 else sum(counts) / times[-1]
     return Speed(sum(counts), times[0], times[-1], rate)
-
-
-class _Row:
-    """A prompt and the tokens added to it so far."""
-
-    def __init__(self, model: Model, prompt: Sequence[int], stops: Sequence[str], eos: set[int], stop_ids: set[int]):
-        tokenizer = model.tokenizer
-        before = () if model.config.has_encoder else prompt
-        self.reason: Reason | None = None
-        self._tokenizer, self._prompt, self._eos, self._stop_ids = tokenizer, list(prompt), eos, stop_ids
-        self._text = None if tokenizer is None else StreamedText(tokenizer.decode, stops, before)
-        self._ids: list[int] = []
-        self._ended_by: str | None = None
-
-    def push(self, token: int) -> str:
-        """Adds a token; returns the text that no later token can change."""
-        if token in self._eos or token in self._stop_ids:
-            self.reason = "eos" if token in self._eos else "stop_id"
-            self._ended_by = str(token) if self._tokenizer is None else self._tokenizer.token(token)
-            return ""
-        self._ids.append(token)
-        return "" if self._text is None else self._noticing_stop(self._text.push(token))
-
-    def finish(self) -> str:
-        """Returns the text that was not returned yet."""
-        piece = "" if self._text is None else self._noticing_stop(self._text.finish())
-        self.reason = self.reason or "length"
-        return piece
-
-    def _noticing_stop(self, piece: str) -> str:
-        if self._text is not None and self._text.stopped_by is not None:
-            self.reason, self._ended_by = "stop", self._text.stopped_by
-        return piece
-
-    def continuation(self) -> Continuation:
-        assert self.reason is not None
-        tokenizer = self._tokenizer
-        prompt = None if tokenizer is None else tokenizer.decode(self._prompt)
-        text = None if self._text is None else self._text.text
-        stopped = self.reason != "length"
-        return Continuation(prompt, self._prompt, text, self._ids, stopped, self.reason, self._ended_by)
 
 
 def prompt_ids(prompt: Prompt, model: Model) -> list[int]:

@@ -12,6 +12,7 @@ from moe_jax.model_io.lineage import local_model, why_a_path
 if TYPE_CHECKING:  # they import JAX, and `--help` should answer without it
     from moe_jax.model_io.model_source import ModelSource
     from moe_jax.models import ModelConfig
+    from moe_jax.training.recipe import Recipe
 
 _EXPECTED = "expected a model directory, a Hugging Face directory with config.json and weights, or a GGUF file"
 
@@ -72,6 +73,15 @@ def open_source(path: Path | str, *, base: Path | str | None = None) -> "ModelSo
     names = sorted(child.name for child in path.iterdir())
     listed = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
     raise InputError(f"{path} is not a model: it holds {clipped(listed) or 'nothing'}; {_EXPECTED}")
+
+
+def open_recipe_model(recipe: "Recipe") -> "tuple[ModelSource | None, ModelConfig]":
+    """Opens the model that a recipe trains; None with the config alone, if it is begun with new weights."""
+    if recipe.model.path is not None:
+        source = open_source(recipe.model.path, base=recipe.model.base)
+        return source, source.config
+    assert recipe.model.config is not None
+    return None, read_config(recipe.model.config)
 
 
 def _open_saved(run_dir: Path, step: int, base: Path | str | None) -> "ModelSource":

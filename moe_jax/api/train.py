@@ -11,7 +11,7 @@ import jax
 import rich.console
 
 from moe_jax.api.model import Model, ModelOrPath, open_model
-from moe_jax.api.open_source import open_source, read_config
+from moe_jax.api.open_source import open_recipe_model, open_source
 from moe_jax.core.errors import InputError
 from moe_jax.files import json_toml
 from moe_jax.files.staging import check_beside
@@ -119,16 +119,9 @@ def run_recipe(
         raise InputError(f"skip_batches = {skip_batches}: expected a number of batches from 0, and restart with it")
     if recipe.model.path is None and recipe.model.init == "checkpoint":
         raise InputError('model.config has no weights: give model.path, or model.init = "random" to draw new ones')
-    source = open_source(recipe.model.path, base=recipe.model.base) if recipe.model.path is not None else None
+    source, config = open_recipe_model(recipe)
     teacher = _teacher_of(recipe)
-    if teacher is not None:
-        check_beside(as_path(recipe.run_dir), [teacher.path])
-    if source is not None:
-        check_beside(as_path(recipe.run_dir), [source.path])
-        config = source.config
-    else:
-        assert recipe.model.config is not None
-        config = read_config(recipe.model.config)
+    check_beside(as_path(recipe.run_dir), [model.path for model in (teacher, source) if model is not None])
     return _train(
         recipe,
         config,

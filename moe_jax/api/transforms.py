@@ -8,8 +8,18 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from moe_jax.api.model import Model, ModelOrPath, OutPath, destination, open_model, result
-from moe_jax.api.verb import file_verb, model_verb, work_bars
+from moe_jax.api.model import (
+    Model,
+    ModelOrPath,
+    OutPath,
+    destination,
+    file_verb,
+    model_verb,
+    open_model,
+    result,
+    tokenizer_of_source,
+    work_bars,
+)
 from moe_jax.checks.step0 import ProbeText, has_nf4_kernels
 from moe_jax.conversion.from_hugging_face import convert as _convert
 from moe_jax.conversion.packed_experts import Codes, Packing
@@ -19,7 +29,6 @@ from moe_jax.conversion.to_hugging_face import export as _export
 from moe_jax.conversion.to_peft import export_peft as _export_peft
 from moe_jax.core.errors import InputError, shown
 from moe_jax.core.terminal import shows_work
-from moe_jax.data.tokenizer import Tokenizer, find_tokenizer
 from moe_jax.evaluation.held_out import read_text
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.model_source import ModelSource
@@ -32,66 +41,6 @@ from moe_jax.upcycling.beginnings import Prompt
 from moe_jax.upcycling.dense_to_moe import upcycle as _upcycle
 from moe_jax.upcycling.new_config import upcycled_config
 from moe_jax.upcycling.spec import UpcycleSpec
-
-NAME = "a built-in text"
-
-TEXT = """\
-The harbour lies below the old town, and in the early morning it is the only place with a light. Two boats come in
-before six. The men carry the boxes up to the hall, where the buyers stand around with coffee in paper cups and say
-little. By eight o'clock everything has been sold, and the gulls take what is left on the stones.
-
-Water boils at a lower temperature on a mountain than at the sea, because the air above it weighs less. Cooks who move
-from the coast to a high valley notice that beans need an hour more, although the pot looks as lively as it did before.
-A lid that closes tightly helps: it keeps the steam inside, the pressure rises, and with it the temperature.
-
-"Have you read the letter?" she asked. He shook his head and went on peeling the apple, slowly, in one long strip. "I
-know what it says," he answered. "They want the house back by the first of May, and they are right to ask for it."
-
-In 1869 a railway joined the two coasts of the continent, and a journey of six months became one of about a week.
-To add two fractions, write both over the same denominator first: one half and one third are three sixths and two
-sixths, which makes five sixths.
-"""
-
-
-def probe_text(
-    source: ModelSource, config: ModelConfig, file: str | os.PathLike[str] | None, *, check: bool
-) -> ProbeText | None:
-    """Returns the text to compare a model and its source on; None if there is nothing to compare, or no way to.
-
-    Args:
-      source: the model that a new one is made from.
-      config: config of the new model.
-      file: the user's text; None: the built-in one.
-      check: whether the models will be compared.
-
-    Raises:
-      FileNotFoundError: if there is nothing at `file`.
-      InputError: if it is too short or not UTF-8, the source has no tokenizer or does not predict texts, or there are
-        no NF4 kernels.
-    """
-    if file is None:
-        if not check or not has_nf4_kernels(config) or not _predicts_texts(source.config):
-            return None
-        try:
-            ids = _tokenizer(source).encode(TEXT)
-        except (InputError, FileNotFoundError):  # the logits are compared all the same
-            return None
-        return ProbeText(NAME, ids) if len(ids) > 1 else None
-    if not check:
-        raise InputError("a text is for the step-0 check, which was not asked for")
-    if not has_nf4_kernels(config):
-        raise InputError("a text shows what NF4 kernels change, and the new model has none")
-    if not _predicts_texts(source.config):
-        raise InputError(f"{source.path} does not continue texts, so that none can show what NF4 kernels change")
-    return ProbeText(os.fspath(file), np.asarray(read_text(as_path(file), _tokenizer(source))))
-
-
-def _predicts_texts(config: ModelConfig) -> bool:
-    return not config.has_encoder and config.num_classes is None
-
-
-def _tokenizer(source: ModelSource) -> Tokenizer:
-    return Tokenizer(find_tokenizer(source.tokenizer_files, source.path), source.config)
 
 
 @model_verb(UpcycleSpec)
@@ -120,7 +69,7 @@ def upcycle(model: ModelOrPath, out: OutPath, spec: UpcycleSpec) -> Model:
         finite, the logits differ, or `out` exists. Nothing is left behind.
     """
     target, source = destination(out), open_model(model, spec.base)
-    text = probe_text(source, upcycled_config(source.config, spec), spec.text, check=spec.step0_check)
+    text = _probe_text(source, upcycled_config(source.config, spec), spec.text, check=spec.step0_check)
     with work_bars() as progress:
         made = _upcycle(
             source,
@@ -132,33 +81,6 @@ def upcycle(model: ModelOrPath, out: OutPath, spec: UpcycleSpec) -> Model:
             progress=progress,
         )
     return result(target, model, made)
-
-
-def read_prompts(source: ModelSource, texts: Sequence[str]) -> list[Prompt]:
-    """Returns the tokens of texts, with BOS before them where documents of the model begin with one.
-
-    Args:
-      source: the model that will read them.
-      texts: each a text, or `@` and the path of a file with it.
-
-    Raises:
-      FileNotFoundError: if there is no such file.
-      InputError: if the source has no tokenizer, a file is not UTF-8, or a text is the path of a file.
-    """
-    if not texts:
-        return []
-    tokenizer = Tokenizer(find_tokenizer(source.tokenizer_files, source.path), source.config)
-    begin = tokenizer.prompt("")
-    prompts = []
-    for text in texts:
-        if text.startswith("@"):
-            ids = read_text(as_path(text[1:]), tokenizer)
-        elif os.path.isfile(text):
-            raise InputError(f"--router-from {shown(text)} is a file; write @{text} for the text in it")
-        else:
-            ids = tokenizer.encode(text)
-        prompts.append(Prompt(np.concatenate([begin, np.asarray(ids, np.int32)]).astype(np.int32), len(begin)))
-    return prompts
 
 
 @model_verb(AdaptSpec)
@@ -184,7 +106,7 @@ def adapt(model: ModelOrPath, out: OutPath, spec: AdaptSpec) -> Model:
         finite, the logits differ, or `out` exists. Nothing is left behind.
     """
     target, source = destination(out), open_model(model)
-    text = probe_text(source, adapted_config(source.config, spec), spec.text, check=spec.step0_check)
+    text = _probe_text(source, adapted_config(source.config, spec), spec.text, check=spec.step0_check)
     with work_bars() as progress:
         made = _adapt(source, target, spec, text=text, progress=progress)
     return result(target, model, made)
@@ -308,3 +230,76 @@ def _codes(kernel: np.ndarray, bits: int, group_size: int) -> Codes:
 def _console() -> Console | None:
     """Returns the console on which a conversion reports: a silent one in Python, None (its own choice) in a command."""
     return None if shows_work() else Console(quiet=True)
+
+
+def read_prompts(source: ModelSource, texts: Sequence[str]) -> list[Prompt]:
+    """Returns the tokens of texts, with BOS before them where documents of the model begin with one.
+
+    A text may be `@` and the path of a file with it; one that is the path of a file is an error.
+    """
+    if not texts:
+        return []
+    tokenizer = tokenizer_of_source(source)
+    begin = tokenizer.prompt("")
+    prompts = []
+    for text in texts:
+        if text.startswith("@"):
+            ids = read_text(as_path(text[1:]), tokenizer)
+        elif os.path.isfile(text):
+            raise InputError(f"--router-from {shown(text)} is a file; write @{text} for the text in it")
+        else:
+            ids = tokenizer.encode(text)
+        prompts.append(Prompt(np.concatenate([begin, np.asarray(ids, np.int32)]).astype(np.int32), len(begin)))
+    return prompts
+
+
+# On this a model with NF4 kernels is compared with its source, unless the user names a text.
+_BUILT_IN = "a built-in text"
+_TEXT = """\
+The harbour lies below the old town, and in the early morning it is the only place with a light. Two boats come in
+before six. The men carry the boxes up to the hall, where the buyers stand around with coffee in paper cups and say
+little. By eight o'clock everything has been sold, and the gulls take what is left on the stones.
+
+Water boils at a lower temperature on a mountain than at the sea, because the air above it weighs less. Cooks who move
+from the coast to a high valley notice that beans need an hour more, although the pot looks as lively as it did before.
+A lid that closes tightly helps: it keeps the steam inside, the pressure rises, and with it the temperature.
+
+"Have you read the letter?" she asked. He shook his head and went on peeling the apple, slowly, in one long strip. "I
+know what it says," he answered. "They want the house back by the first of May, and they are right to ask for it."
+
+In 1869 a railway joined the two coasts of the continent, and a journey of six months became one of about a week.
+To add two fractions, write both over the same denominator first: one half and one third are three sixths and two
+sixths, which makes five sixths.
+"""
+
+
+def _probe_text(
+    source: ModelSource, config: ModelConfig, file: str | os.PathLike[str] | None, *, check: bool
+) -> ProbeText | None:
+    """Returns the text to compare a model and its source on; None if there is nothing to compare, or no way to.
+
+    Args:
+      source: the model that a new one is made from.
+      config: config of the new model.
+      file: the user's text; None: the built-in one.
+      check: whether the models will be compared.
+    """
+    if file is None:
+        if not check or not has_nf4_kernels(config) or not _predicts_texts(source.config):
+            return None
+        try:
+            ids = tokenizer_of_source(source).encode(_TEXT)
+        except (InputError, FileNotFoundError):  # the logits are compared all the same
+            return None
+        return ProbeText(_BUILT_IN, ids) if len(ids) > 1 else None
+    if not check:
+        raise InputError("a text is for the step-0 check, which was not asked for")
+    if not has_nf4_kernels(config):
+        raise InputError("a text shows what NF4 kernels change, and the new model has none")
+    if not _predicts_texts(source.config):
+        raise InputError(f"{source.path} does not continue texts, so that none can show what NF4 kernels change")
+    return ProbeText(os.fspath(file), np.asarray(read_text(as_path(file), tokenizer_of_source(source))))
+
+
+def _predicts_texts(config: ModelConfig) -> bool:
+    return not config.has_encoder and config.num_classes is None

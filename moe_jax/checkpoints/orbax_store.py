@@ -22,7 +22,7 @@ from etils.epath.gpath import PosixGPath
 from moe_jax.checkpoints.saved_state import StepsInBucket
 from moe_jax.core.errors import InputError, first_line
 from moe_jax.distributed.processes import first_decides, is_first_process
-from moe_jax.files.storage_path import as_path
+from moe_jax.files.storage_path import StoragePath, as_path
 
 
 class _Orbax:
@@ -41,11 +41,7 @@ ocp: Any = _Orbax()
 
 
 def read_specs(directory: Path) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns leaf path -> shape and dtype; no weights are read.
-
-    Raises:
-      InputError: if it is not a complete Orbax checkpoint.
-    """
+    """Returns leaf path -> shape and dtype; raises `InputError` if it is not a complete Orbax checkpoint."""
     try:
         with _context():
             tree = ocp.metadata(directory).metadata
@@ -58,11 +54,7 @@ def read_specs(directory: Path) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def read_leaf(directory: Path, path: str) -> np.ndarray:
-    """Reads one leaf of a checkpoint, however it was written.
-
-    Raises:
-      InputError: if it cannot be read.
-    """
+    """Reads one leaf of a checkpoint, however it was written; raises `InputError` if it cannot be read."""
     tree: Any = np.ndarray
     for name in reversed(path.split("/")):
         tree = {name: tree}
@@ -89,6 +81,45 @@ class _LiteralPath(PosixGPath):
     def glob(self, pattern: str) -> Iterator["_LiteralPath"]:
         for found in glob.glob(pattern, root_dir=self):
             yield self / found
+
+
+class _StepsOnDisk:
+    """The checkpoints of a run on a disk, where Orbax manages them, with the methods of `StepsInBucket`."""
+
+    def __init__(self, directory: StoragePath, *, keep: int, context: Any):
+        self._directory = directory
+        policy = ocp.training.preservation_policies.LatestN(keep)
+        self._checkpointer = ocp.training.Checkpointer(
+            _LiteralPath(directory), context=context, preservation_policy=policy
+        )
+        self._saving: Any = None
+        self.remove_unfinished()
+
+    def save(self, step: int, leaves: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
+        self._saving = self._checkpointer.save_async(step, leaves, force=True, custom_metadata=dict(extra))
+
+    def finish(self) -> None:
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
+
+    def steps(self) -> list[int]:
+        return first_decides(lambda: [checkpoint.step for checkpoint in self._checkpointer.checkpoints])
+
+    def metadata(self, step: int) -> Any:
+        return self._checkpointer.metadata(step)
+
+    def load(self, step: int, wanted: Mapping[str, Any]) -> Any:
+        return self._checkpointer.load(step, wanted)
+
+    def close(self) -> None:
+        self._checkpointer.close()
+
+    def remove_unfinished(self) -> None:
+        # Orbax renames a complete checkpoint; one that still has the temporary name was interrupted.
+        if is_first_process():
+            for path in self._directory.glob("*.orbax-checkpoint-tmp*"):
+                path.remove_tree()
 
 
 class TrainingCheckpoints:
@@ -125,19 +156,11 @@ class TrainingCheckpoints:
             return ocp.options.ArrayOptions.Saving.StorageOptions(shard_axes=(0,))
 
         context.array.saving.scoped_storage_options_creator = pieces
-        self._in_bucket: StepsInBucket | None = None
-        if not self._directory.renames:
-            with _writing(self._directory):
-                self._in_bucket = StepsInBucket(self._directory, keep=keep, orbax=ocp, context=context)
-            return
         with _writing(self._directory):
-            self._checkpointer = ocp.training.Checkpointer(
-                _LiteralPath(self._directory),
-                context=context,
-                preservation_policy=ocp.training.preservation_policies.LatestN(keep),
-            )
-        self._saving: Any = None
-        self._remove_unfinished()
+            if self._directory.renames:
+                self._kept = _StepsOnDisk(self._directory, keep=keep, context=context)
+            else:
+                self._kept = StepsInBucket(self._directory, keep=keep, orbax=ocp, context=context)
 
     def save(self, step: int, state: Any, extra: Mapping[str, Any]) -> None:
         """Starts writing a checkpoint and returns before it is written. Waits for the previous one first.
@@ -153,43 +176,18 @@ class TrainingCheckpoints:
         json.dumps(extra)  # fails here rather than in the background
         self.wait()
         leaves = {name: _plain(leaf) for name, leaf in _named_leaves(state).items()}
-        if self._in_bucket is not None:
-            with _writing(self._directory):
-                self._in_bucket.save(step, leaves, extra)
-            return
-        try:
-            with _writing(self._directory):
-                self._saving = self._checkpointer.save_async(step, leaves, force=True, custom_metadata=dict(extra))
-        except OSError:
-            self._remove_unfinished()
-            raise
+        with self._storing():
+            self._kept.save(step, leaves, extra)
 
     def wait(self) -> None:
-        """Returns when the last checkpoint is on disk.
-
-        Raises:
-          OSError: if it could not be written.
-        """
-        if self._in_bucket is not None:
-            with _writing(self._directory):
-                self._in_bucket.finish()
-            return
-        saving, self._saving = self._saving, None
-        if saving is None:
-            return
-        try:
-            with _writing(self._directory):
-                saving.result()
-        except OSError:
-            self._remove_unfinished()
-            raise
+        """Returns when the last checkpoint is on disk; raises `OSError` if it could not be written."""
+        with self._storing():
+            self._kept.finish()
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, ascending."""
         self.wait()
-        if self._in_bucket is not None:
-            return self._in_bucket.steps()
-        return first_decides(lambda: [checkpoint.step for checkpoint in self._checkpointer.checkpoints])
+        return self._kept.steps()
 
     def latest_step(self) -> int | None:
         """Step of the last complete checkpoint; None if there is none."""
@@ -212,11 +210,10 @@ class TrainingCheckpoints:
         if step not in self.steps():
             raise InputError(f"{self._directory} has no complete checkpoint of step {step}; it has {self.steps()}")
         wanted = {name: _plain_spec(leaf) for name, leaf in _named_leaves(like).items()}
-        checkpointer = self._in_bucket or self._checkpointer
-        metadata = checkpointer.metadata(step)
+        metadata = self._kept.metadata(step)
         stored = metadata.metadata
         self._check_same(step, {name: stored[name] for name in stored if name in wanted or not part}, wanted)
-        restored = checkpointer.load(step, wanted)
+        restored = self._kept.load(step, wanted)
         leaves = [
             jax.random.wrap_key_data(restored[name], impl=_key_impl(leaf)) if _is_key(leaf) else restored[name]
             for name, leaf in _named_leaves(like).items()
@@ -225,21 +222,19 @@ class TrainingCheckpoints:
         return jax.tree.unflatten(jax.tree.structure(like), leaves), dict(extra)
 
     def close(self) -> None:
-        """Waits for the last checkpoint and ends the background threads.
-
-        Raises:
-          OSError: if a checkpoint could not be written, even if that was raised before.
-        """
+        """Waits for the last checkpoint and ends the background threads; raises `OSError` as `wait` does or did."""
         self.wait()
-        if self._in_bucket is None:
-            with _writing(self._directory):
-                self._checkpointer.close()
+        with _writing(self._directory):
+            self._kept.close()
 
-    def _remove_unfinished(self) -> None:
-        # Orbax renames a complete checkpoint; one that still has the temporary name was interrupted.
-        if is_first_process():
-            for path in self._directory.glob("*.orbax-checkpoint-tmp*"):
-                path.remove_tree()
+    @contextlib.contextmanager
+    def _storing(self) -> Iterator[None]:
+        try:
+            with _writing(self._directory):
+                yield
+        except OSError:
+            self._kept.remove_unfinished()
+            raise
 
     def _check_same(self, step: int, stored: Mapping[str, Any], wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None:
         problems = [f"{name} is not in the checkpoint" for name in sorted(wanted.keys() - stored.keys())]
@@ -306,15 +301,9 @@ def _writing(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _disk_errors(path: Path) -> Iterator[None]:
-    """Raises an error whose text says "No space left on device" or the like as an `OSError`.
+    """Raises an error whose text says "No space left on device" or the like as an `OSError` that names the path.
 
     TensorStore reports a full disk as `ValueError`, and Orbax may wrap it.
-
-    Args:
-      path: the file or folder that was being written; named in the message.
-
-    Raises:
-      OSError: with the error's number and `path`.
     """
     try:
         yield

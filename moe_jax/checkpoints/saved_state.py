@@ -30,11 +30,7 @@ _INDEX = "steps.json"
 
 
 def read_steps(directory: StoragePath) -> dict[int, StoragePath]:
-    """Returns the complete checkpoints of a run: step -> folder, ascending.
-
-    Raises:
-      InputError: if steps.json is damaged.
-    """
+    """Returns the complete checkpoints of a run, step -> folder, ascending; `InputError` if steps.json is damaged."""
     if not directory.renames:
         return _read(directory)[0]
     folders = (child for child in directory.glob("*") if child.is_dir() and child.name.isdecimal())
@@ -42,13 +38,7 @@ def read_steps(directory: StoragePath) -> dict[int, StoragePath]:
 
 
 def begin_with(directory: StoragePath, step: int, make: Callable[[StoragePath], object]) -> None:
-    """Writes the first checkpoint of a directory that has no complete one.
-
-    Args:
-      directory: directory of the checkpoints.
-      step: step of the checkpoint.
-      make: writes the checkpoint to a folder.
-    """
+    """Writes the first checkpoint of a directory that has no complete one: `make` writes it to a folder."""
     if directory.renames:
         make(directory / str(step))
         directory.sync()
@@ -65,14 +55,7 @@ class StepsInBucket:
     """
 
     def __init__(self, directory: StoragePath, *, keep: int, orbax: Any, context: Any):
-        """Opens the checkpoints and removes unfinished ones.
-
-        Args:
-          directory: directory of the checkpoints.
-          keep: number of checkpoints that are kept.
-          orbax: the v1 API of Orbax.
-          context: the settings of Orbax.
-        """
+        """Opens the checkpoints, of which `keep` are kept, and removes unfinished ones; `orbax` is Orbax's v1 API."""
         register()
         self._directory = directory
         self._keep = keep
@@ -86,11 +69,7 @@ class StepsInBucket:
         first_decides(self._open)
 
     def save(self, step: int, leaves: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
-        """Begins to save a checkpoint, which counts when `finish` has returned.
-
-        Raises:
-          InputError, OSError: if the bucket cannot be written.
-        """
+        """Begins to save a checkpoint, which counts when `finish` has returned."""
         folder = self._directory / f"{step}-{first_decides(self._token)}"
         with self._context:
             saving = self._orbax.save_async(BucketGPath(str(folder)), dict(leaves), custom_metadata=dict(extra))
@@ -119,8 +98,10 @@ class StepsInBucket:
             return self._orbax.load(self._folder(step), dict(wanted), checkpointable_name=STATE)
 
     def close(self) -> None:
-        """Waits until the checkpoint that was begun is saved."""
-        self.finish()
+        """Does nothing: no threads are left when all is saved."""
+
+    def remove_unfinished(self) -> None:
+        """Does nothing: the next run removes what does not count."""
 
     def _token(self) -> str:
         # A folder that cannot be made would be waited for by threads of Orbax, for minutes.
@@ -172,11 +153,7 @@ class SavedState:
         self._open = cache(self._opened)
 
     def spec(self, name: str) -> jax.ShapeDtypeStruct:
-        """Returns the shape and dtype of a leaf.
-
-        Raises:
-          InputError: if there is no such leaf, or its metadata cannot be read.
-        """
+        """Returns the shape and dtype of a leaf; raises `InputError` if it cannot be opened."""
         stored = self._open(name)
         return jax.ShapeDtypeStruct(tuple(stored.shape), stored.dtype.numpy_dtype)
 

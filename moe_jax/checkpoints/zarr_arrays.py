@@ -8,7 +8,7 @@ part is asked for (a leaf is one chunk: reading 2 MB of an array of 1 GB took 1.
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -53,7 +53,7 @@ class ZarrArray(NamedTuple):
 
     @property
     def is_raw(self) -> bool:
-        """Whether `read` can read it: its chunks are files of plain bytes."""
+        """Whether `read` can read it."""
         return self.chunks is not None
 
     @property
@@ -62,13 +62,18 @@ class ZarrArray(NamedTuple):
 
     def check_size(self) -> None:
         """Raises `InputError` if a file of a raw array is missing, or has not as many bytes as its shape says."""
-        for name in self._files():
-            self._check_file(name)
+        counts = (size // chunk for size, chunk in zip(self.spec.shape, self._chunk_shape, strict=True))
+        for position in itertools.product(*map(range, counts)):
+            self._check_file(self._file(position))
 
     def _check_file(self, name: str) -> None:
         expected = math.prod(self._chunk_shape) * np.dtype(self.spec.dtype).itemsize
+        size = expected
         try:
-            size = self._size(name, expected)
+            if isinstance(self.checkpoint, HeldDirectory):
+                size = self.checkpoint.size(name)
+            else:  # an object that has its last byte has all bytes
+                self.checkpoint.read_ranges(name, [(expected - 1, np.empty(1, np.uint8))])
         except FileNotFoundError:
             raise InputError(f"{self.checkpoint.path / name} is missing") from None
         if size != expected:
@@ -139,19 +144,8 @@ class ZarrArray(NamedTuple):
         assert self.chunks is not None, self.folder
         return self.chunks
 
-    def _files(self) -> Iterator[str]:
-        counts = (size // chunk for size, chunk in zip(self.spec.shape, self._chunk_shape, strict=True))
-        return map(self._file, itertools.product(*map(range, counts)))
-
     def _file(self, position: Iterable[int]) -> str:
         return f"{self.folder}/{chunk_name(position)}"
-
-    def _size(self, name: str, expected: int) -> int:
-        if isinstance(self.checkpoint, HeldDirectory):
-            return self.checkpoint.size(name)
-        # A file that has its last byte has all bytes.
-        self.checkpoint.read_ranges(name, [(expected - 1, np.empty(1, np.uint8))])
-        return expected
 
 
 def read_zarr_arrays(checkpoint: Directory) -> dict[str, ZarrArray] | None:
@@ -174,10 +168,11 @@ def is_whole(checkpoint: Directory, path: str) -> bool:
     """Whether an array, in a checkpoint that need not be complete, has all its files, whole."""
     try:
         array = _read_array(checkpoint, array_folder(path))
-        array.check_size()
+        if array.is_raw:
+            array.check_size()
+        return array.is_raw
     except InputError:
         return False
-    return True
 
 
 def array_folder(path: str) -> str:

@@ -13,10 +13,10 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from moe_jax.checks.streamed_layers import StreamedModel
+from moe_jax.core.data_sheets import available_memory
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import REMEDY, check_finite
 from moe_jax.core.formatting import show_bytes
-from moe_jax.core.memory import available_memory
 from moe_jax.core.terminal import Progress
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.model_io.tuned_base import LeavesOverBase, as_base, base_config, is_tuned
@@ -30,12 +30,7 @@ MOST_TOKENS = 512
 
 
 class ProbeText(NamedTuple):
-    """A text that models are compared on.
-
-    Attributes:
-      name: name of the text where results are shown: the path of its file.
-      ids: of its tokens; the first `MOST_TOKENS` are used.
-    """
+    """A text that models are compared on, named by the path of its file; the first `MOST_TOKENS` ids are used."""
 
     name: str
     ids: Int[np.ndarray, " n"]

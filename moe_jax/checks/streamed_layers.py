@@ -19,6 +19,7 @@ from moe_jax.distributed.sharding import path_name
 from moe_jax.experts.shapes import shapes_of
 from moe_jax.functional.position_embeddings import bias_by_distance
 from moe_jax.functional.routing import RouterStats, Routing
+from moe_jax.model_io.tuned_base import host_cpu
 from moe_jax.models import LayerConfig, ModelConfig
 from moe_jax.nn.context import make_context
 from moe_jax.nn.layers import Embed, Head
@@ -49,13 +50,7 @@ def mlp_inputs(block: Any) -> list[Any]:
 
 
 class BankCall(NamedTuple):
-    """A call of an MoE's bank, and the statistics of its router.
-
-    Attributes:
-      tokens: [T, d].
-      routing: experts of the bank, and weights.
-      stats: of the router.
-    """
+    """A call of an MoE's bank: tokens [T, d], their experts and weights, and the statistics of the router."""
 
     tokens: Float[Array, "T d"]
     routing: Routing
@@ -143,11 +138,7 @@ def text_loss(
 ) -> Float[Array, ""]:
     """Returns the negative log-likelihood, nats, of all tokens but the first of every row; float32.
 
-    Args:
-      config: of the model.
-      leaves: of the norm after the last layer, and of the head.
-      x: activations after the last layer.
-      tokens: that the rows consist of.
+    The leaves are those of the norm after the last layer, and of the head; `x` are the activations after that layer.
     """
     norm: Any = module_with_leaves(lambda _: make_final_norm(config), leaves, "final_norm/")
     head: Any = module_with_leaves(lambda rngs: Head(config, rngs=rngs), leaves, "lm_head/")
@@ -167,13 +158,11 @@ def module_with_leaves(
 
 
 class _Stack(NamedTuple):
-    """An encoder, or a decoder, which without an encoder is the whole model.
+    """An encoder, or a decoder, which without an encoder is the whole model, and the tokens that it is run on.
 
     Attributes:
-      config: of this part.
       start: index in the model of its first layer.
       prefix: of its leaves that belong to no layer.
-      tokens: that it is run on.
     """
 
     config: ModelConfig
@@ -260,12 +249,7 @@ class StreamedModel:
         return self._programs[key]
 
     def logits(self, read: Read, on_layer: Callable[[], None] = lambda: None) -> Float[np.ndarray, "B T V"]:
-        """Runs the model.
-
-        Args:
-          read: reads a leaf.
-          on_layer: called after every layer.
-        """
+        """Runs the model; `read` reads a leaf, and `on_layer` is called after every layer."""
         with _on_cpu():
             x = self._run(read, lambda *_: on_layer())
             return np.asarray(self._finish({name: read(name) for name in self._last_leaves}, x))
@@ -273,13 +257,7 @@ class StreamedModel:
     def mlp_inputs(
         self, read: Read, see: Callable[[int, Float[Array, "B T d"]], None], *, stop: int | None = None
     ) -> None:
-        """Runs the layers, or those before `stop`, and calls `see` with each index and the input of the layer's FFN.
-
-        Args:
-          read: reads a leaf.
-          see: called after every layer.
-          stop: None: all layers are run.
-        """
+        """Runs the layers, or those before `stop`, and calls `see` with each index and the input of the layer's FFN."""
         with _on_cpu():
             self._run(read, see, stop)
 
@@ -311,9 +289,5 @@ def _memory(program: jax.stages.Compiled) -> int:
 @contextlib.contextmanager
 def _on_cpu() -> Iterator[None]:
     """Runs on the CPU: an accelerator would round its products, and the weights come from the host anyway."""
-    try:
-        device = jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  #  JAX_PLATFORMS names an accelerator only
-        device = jax.local_devices()[0]
-    with jax.default_device(device), jax.default_matmul_precision("highest"):
+    with jax.default_device(host_cpu()), jax.default_matmul_precision("highest"):
         yield

@@ -47,11 +47,7 @@ moe-jax adapt moe-dir perft-dir --method perft-r --adapter lora:16 --experts 8 -
 
 
 def run(options: _Command) -> None:
-    """Writes the adapter directory and prints which parameters will be trained.
-
-    Raises:
-      FileNotFoundError, InputError: bad input, as in `moe_jax.adapt`.
-    """
+    """Writes the adapter directory and prints which parameters will be trained."""
     import moe_jax
     from moe_jax.conversion.to_peft import problems_of_peft
     from moe_jax.core.terminal import console_for_tables

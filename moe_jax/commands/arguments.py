@@ -1,7 +1,11 @@
-"""Reads the arguments of a command into its `Options` with tyro, and explains them: `moe-jax COMMAND --help`."""
+"""Reads the arguments of a command into its `Options` with tyro, and explains them: `moe-jax COMMAND --help`.
+
+argparse lays the help out. The help of tyro is not used: it has no groups of options and no examples, keeps the line
+breaks of a docstring wherever they are, and does not fill the description; the parser that it would give to argparse is
+deprecated.
+"""
 
 import argparse
-import ast
 import contextlib
 import dataclasses
 import functools
@@ -13,7 +17,7 @@ import shutil
 import textwrap
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +25,7 @@ import tyro
 
 from moe_jax.core.errors import InputError, clipped, flag_of, nearest, shown
 from moe_jax.core.formatting import full_name
+from moe_jax.core.verb_spec import field_texts
 from moe_jax.files.json_toml import fits_64_bits
 from moe_jax.files.staging import check_local
 from moe_jax.files.storage_path import as_path
@@ -30,15 +35,7 @@ _MISSING = "missing: "
 
 
 def parse_arguments(options: type[T], arguments: Sequence[str], *, command: str) -> T | None:
-    """Reads the arguments of a command.
-
-    Args:
-      options: a dataclass that tyro understands.
-      arguments: the arguments after the command.
-      command: its name, as in `moe-jax train`.
-
-    Returns:
-      The options; None if the parser was asked to print something instead, such as completions for a shell.
+    """Reads the arguments after a command into its options; None if they only ask for completions for a shell.
 
     Raises:
       InputError: for arguments that are unknown, missing or cannot be read, numbers that are not finite or have more
@@ -198,30 +195,22 @@ def _words(box: str) -> str:
 def _check_values(options: Any) -> None:
     """Raises `_Rejected` or `InputError` for a value that no option can have."""
     for field in dataclasses.fields(options):
-        for value in _single(getattr(options, field.name)):
+        given = getattr(options, field.name)
+        for value in given if isinstance(given, tuple) else (given,):
             if isinstance(value, float) and not math.isfinite(value):
                 raise _Rejected(f"{flag_of(field.name)}: expected a finite number, got {value}")
             if isinstance(value, int) and not fits_64_bits(value):
                 raise _Rejected(f"{flag_of(field.name)}: {shown(value)} does not fit into 64 bits")
             if isinstance(value, Path):
-                check_local(value, buckets=field.name in _in_buckets(options))
+                check_local(value, buckets=field.name in getattr(options, "in_buckets", ()))
 
 
 def _with_addresses(options: Any) -> Any:
     """Returns the options with every path that is an address of a bucket as a path in that bucket."""
-    given = {name: getattr(options, name) for name in _in_buckets(options)}
+    given = {name: getattr(options, name) for name in getattr(options, "in_buckets", ())}
     paths: dict[str, Any] = {name: as_path(value) for name, value in given.items() if isinstance(value, Path)}
     paths |= {name: tuple(map(as_path, value)) for name, value in given.items() if isinstance(value, tuple)}
     return dataclasses.replace(options, **paths) if paths else options
-
-
-def _in_buckets(options: Any) -> tuple[str, ...]:
-    """Returns the names of the options whose paths may lie in a bucket."""
-    return getattr(options, "in_buckets", ())
-
-
-def _single(value: Any) -> Iterable[Any]:
-    return value if isinstance(value, tuple) else (value,)
 
 
 WIDEST = 110
@@ -254,7 +243,7 @@ class Explained:
 def explained(options: type) -> list[Explained]:
     """Returns the arguments of a command, in the order of its fields."""
     hints = typing.get_type_hints(options, include_extras=True)
-    texts = _texts(options)
+    texts = field_texts(options)
     return [_explained(field, hints[field.name], texts.get(field.name, "")) for field in dataclasses.fields(options)]
 
 
@@ -266,10 +255,10 @@ def help_of(
     examples: str = "",
     width: int | None = None,
 ) -> str:
-    """Returns the help of a command.
+    """Returns the help of a command, whose texts are the docstrings of its class and fields.
 
     Args:
-      options: its dataclass; the docstrings of class and fields are the texts.
+      options: its dataclass.
       command: its name, as in `moe-jax train`.
       groups: names of fields by the title of their group; fields without a group come last.
       examples: lines of commands, and of comments on them.
@@ -342,21 +331,3 @@ def _value(kind: Any) -> str:
     if typing.get_origin(kind) is tuple:
         return f"{_value(parts[0])} ..."
     return _value(parts[0]) if parts else _WORDS.get(kind, "PATH")
-
-
-def _texts(options: type) -> dict[str, str]:
-    """Returns the docstrings under the fields of a dataclass and its bases, by field."""
-    texts: dict[str, str] = {}
-    for base in reversed(options.__mro__[:-1]):
-        try:
-            source = inspect.getsource(base)
-        except (OSError, TypeError):  # made by `make_dataclass`, whose fields bring their texts
-            continue
-        (definition,) = ast.parse(textwrap.dedent(source)).body
-        assert isinstance(definition, ast.ClassDef)
-        for statement, following in zip(definition.body, definition.body[1:], strict=False):
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                match following:
-                    case ast.Expr(ast.Constant(str(text))):
-                        texts[statement.target.id] = re.sub(r"\s+", " ", text)
-    return texts

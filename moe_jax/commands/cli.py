@@ -76,13 +76,9 @@ SIGNALLED = 128
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Runs one command, given its arguments without the program's name; returns the exit code.
 
-    Args:
-      argv: arguments without the program's name; default `sys.argv[1:]`.
-
-    Returns:
-      The exit code. A bug is not caught: it keeps its traceback.
+    A bug is not caught: it keeps its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from moe_jax.commands.options import (
     Field,
+    by_name,
     choices_of,
     command_options,
     field_name,
@@ -70,12 +71,8 @@ class _Command:
 
 def command_fields() -> list[Field]:
     """Returns one field for every option of any method, None or False if it is not given."""
-    options: dict[str, dict[str, Option]] = {}
-    for method in METHODS:
-        for option in _options(method):
-            options.setdefault(option.name, {})[method] = option
     fields = []
-    for name, same in options.items():
+    for name, same in by_name({method: _options(method) for method in METHODS}).items():
         texts: dict[str, list[str]] = {}
         for method, option in same.items():
             texts.setdefault(option.text, []).append(method)
@@ -154,11 +151,7 @@ def given_options(options: Any) -> dict[str, Any]:
 
 
 def one_method(name: str, given: Mapping[str, Any]) -> Method:
-    """Makes the method that the user asks for.
-
-    Raises:
-      InputError: for an unknown method, options that do not go with it, and values that cannot be read or are several.
-    """
+    """Makes the method that the user asks for."""
     options = {}
     for key, value in _read(name, given).items():
         values = value if isinstance(value, tuple) else (value,)
@@ -173,13 +166,8 @@ def swept_methods(
 ) -> list[tuple[str, Method]]:
     """Makes all methods that a sweep tries, by name: every method gets the options that it can read.
 
-    Args:
-      names: names of methods; none: the methods whose swept option is given, or else all.
-      given: the options, as `given_options` returns them.
-      calibrated: whether there is a text; without one, methods that need it are tried only if they are named.
-
-    Raises:
-      InputError: if no method can read an option, and as in `one_method`.
+    Without names, these are the methods whose swept option is given, or else all; not `calibrated`, for there is no
+    text, only those that need none.
     """
     for name in names:
         if name not in METHODS:

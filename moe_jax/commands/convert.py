@@ -35,11 +35,7 @@ moe-jax convert mixtral-dir/config.json model-dir --dry-run
 
 
 def run(options: _Command) -> None:
-    """Converts the checkpoint.
-
-    Raises:
-      InputError: if the checkpoint is damaged or does not fit its config, weights are not finite, or DST exists.
-    """
+    """Converts the checkpoint."""
     import moe_jax
     from moe_jax.conversion import convert
     from moe_jax.distributed.processes import join_processes

@@ -12,7 +12,6 @@ from moe_jax.core.errors import InputError
 if TYPE_CHECKING:  # they import JAX, and `--help` should answer without it
     from moe_jax.data.opening import Part, SourcePreview
     from moe_jax.data.tokenize_sources import Task
-    from moe_jax.training.recipe import Recipe
 
 _MOST_SHOWN = 2000  # characters of a document
 
@@ -53,37 +52,23 @@ moe-jax data tokenize recipe.toml tokens --processes 8
 
 
 def run(options: Options) -> None:
-    """Runs the task.
-
-    Raises:
-      InputError, FileNotFoundError: bad input, in one message.
-    """
-    from moe_jax.training.recipe import load_recipe
-
+    """Runs the task."""
     if (options.task == "tokenize") != (options.out is not None):
         raise InputError("data tokenize RECIPE.toml OUT writes to OUT; data inspect RECIPE.toml writes nothing")
     if options.examples < 0:
         raise InputError(f"--examples {options.examples}: expected a number from 0")
+    from moe_jax.api.open_source import open_recipe_model
+    from moe_jax.data.tokenize_sources import Task
+    from moe_jax.training.recipe import load_recipe
+    from moe_jax.training.training_run import path_of_tokenizer
+
     recipe = load_recipe(options.recipe, [override for group in options.set for override in group])
-    task = _task(recipe)
+    source, config = open_recipe_model(recipe)
+    task = Task(recipe.data, config, path_of_tokenizer(recipe, source), recipe.train.batch_size)
     if options.out is None:
         _inspect(task, options)
     else:
-        _tokenize(task, recipe, options.out, options)
-
-
-def _task(recipe: "Recipe") -> "Task":
-    from moe_jax.api.open_source import open_source, read_config
-    from moe_jax.data.tokenize_sources import Task
-    from moe_jax.training.training_run import path_of_tokenizer
-
-    if recipe.model.path is not None:
-        source = open_source(recipe.model.path, base=recipe.model.base)
-        config = source.config
-    else:
-        assert recipe.model.config is not None
-        source, config = None, read_config(recipe.model.config)
-    return Task(recipe.data, config, path_of_tokenizer(recipe, source), recipe.train.batch_size)
+        _tokenize(task, options.out, options)
 
 
 def _inspect(task: "Task", options: Options) -> None:
@@ -142,7 +127,7 @@ def _text(document: "tuple[Part, ...]", *, in_colour: bool):
     return text.append(f" ... and {rest:,} characters more", "italic") if rest > 0 else text
 
 
-def _tokenize(task: "Task", recipe: "Recipe", out: Path, options: Options) -> None:
+def _tokenize(task: "Task", out: Path, options: Options) -> None:
     from moe_jax.core.terminal import progress_bars
     from moe_jax.data.tokenize_sources import source_patterns, tokenize, totals
 

@@ -37,12 +37,7 @@ moe-jax demo --quick
 
 
 def run(options: Options) -> None:
-    """Runs the demo.
-
-    Raises:
-      InputError: if the folder holds something else, or steps are below 1.
-      Interrupted: after a signal that ended a training.
-    """
+    """Runs the demo."""
     import rich.console
 
     from moe_jax.commands.cli import Interrupted, main

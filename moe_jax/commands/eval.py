@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
-from moe_jax.commands import BaseFlag
+from moe_jax.commands.options import OneModel
 from moe_jax.core.errors import InputError, flag_of
 from moe_jax.files.staging import check_writable
 from moe_jax.files.storage_path import as_path
@@ -27,7 +27,7 @@ _OF_TASKS = ("tasks_dir", "data_dir", "limit", "num_fewshot", "apply_chat_templa
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(BaseFlag):
+class Options(OneModel):
     """Measures a model: its perplexity on a text, how often it labels texts rightly, or how well it does tasks.
 
     Perplexity is e to the mean loss of a token; lower is better.
@@ -47,9 +47,6 @@ class Options(BaseFlag):
 
     in_buckets: ClassVar[tuple[str, ...]] = ("model", "base", "text", "classify", "tokenizer")
 
-    model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
-    """The model: a model directory, an adapter directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint
-    of a training run), or org/name on the Hugging Face Hub."""
     text: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """A text file; or documents, pairs or conversations as JSON lines or a table."""
     classify: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -148,7 +145,7 @@ def run(options: Options) -> None:
     # Requests of tasks are divided among processes, each with a copy of the model, unless they hold it together.
     devices = None if options.tasks is None or options.split else jax.local_devices()
     mesh = make_mesh({"fsdp" if options.split else "data": -1}, devices)
-    source = options.open(options.model)
+    source = options.open()
     dtype = None if options.tasks is None else dtype_for_generation(source, options.compute_dtype, mesh)
     model = Model.of_source(source, Loading(dtype=dtype, compute_dtype=options.compute_dtype, mesh=mesh))
     if options.tokenizer is not None:

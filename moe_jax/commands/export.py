@@ -42,11 +42,7 @@ moe-jax export lora-run/model peft-dir --format peft
 
 
 def run(options: _Command) -> None:
-    """Exports the model.
-
-    Raises:
-      InputError: if no Hugging Face format can hold the model, weights are not finite, or DST exists.
-    """
+    """Exports the model."""
     from moe_jax.api.transforms import export, print_export
 
     (print_export if options.dry_run else export)(options.src, options.dst, given_to(ExportSpec, options))

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
-from moe_jax.commands import BaseFlag
-from moe_jax.commands.options import parse_mesh
+from moe_jax.commands.options import OneModel, parse_mesh
 from moe_jax.core.errors import InputError, shown
 from moe_jax.data.chat_template import Message, load_chat_template
 
@@ -21,128 +20,8 @@ if TYPE_CHECKING:
     from moe_jax.api.model import Model
 
 
-def notes_on_length(model: "Model", results: Sequence["Continuation"], wanted: "Wanted") -> list[str]:
-    """Returns a note if texts may become longer than those that the model was trained for."""
-    longest, added = max(len(result.prompt_ids) for result in results), wanted.max_new_tokens
-    longest, most = max(longest, added) if model.config.has_encoder else longest + added, model.config.max_positions
-    return [f"note: {longest} positions, but the model was trained for {most}"] if longest > most else []
-
-
-def endings(results: Sequence["Continuation"]) -> list[str]:
-    """Returns a line for each reason why texts ended, with the numbers of the prompts if there are several."""
-    rows: dict[str, list[int]] = {}
-    for index, result in enumerate(results):
-        rows.setdefault(_ending(result), []).append(index + 1)
-    if len(results) == 1:
-        return [f"ended {why}" for why in rows]
-    return [f"{_numbers(numbers)} ended {why}" for why, numbers in rows.items()]
-
-
-def show_speed(speed: "Speed") -> str:
-    """Returns tokens, seconds and tokens per second in one line."""
-    if speed.tokens == 1:
-        return f"1 token in {speed.seconds:.1f} s"
-    rate = f"the first after {speed.first:.1f} s, then {speed.per_second:.1f} a second"
-    return f"{speed.tokens} tokens in {speed.seconds:.1f} s: {rate}"
-
-
-def _ending(result: "Continuation") -> str:
-    if result.reason == "length":
-        return f"at {len(result.ids)} tokens (--max-new-tokens)"
-    what = {"eos": "EOS", "stop_id": "--stop-ids", "stop": "--stop"}[result.reason]
-    by = shown(result.ended_by) if result.reason == "stop" else result.ended_by
-    return f"with {by} ({what})" if result.ids else f"at once with {by} ({what}): nothing was added"
-
-
-def _numbers(numbers: Sequence[int]) -> str:
-    """Returns numbers as text with ranges, such as `prompts 1-3, 7`."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    joined = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
-    return f"prompt{'s' if len(numbers) > 1 else ''} {joined}"
-
-
-_HELP = "/clear forgets what was said, /exit ends; Ctrl-C ends an answer"
-
-
-def converse(model: "Model", system: Sequence[Message], wanted: "Wanted") -> None:
-    """Answers the lines of standard input one after the other, until the input ends or a line is /exit.
-
-    For every answer the whole conversation is read anew, because a template may write earlier messages in another way.
-    Answers are printed as they come; Ctrl-C ends one, and its text so far stays in the conversation.
-
-    Args:
-      model: a model with a tokenizer that has a chat template.
-      system: messages before the first line.
-      wanted: the options of `generate`.
-
-    Raises:
-      InputError: if there is no tokenizer or no chat template, or sampling options are bad.
-    """
-    from moe_jax.api.generate import continue_prompts, prompt_ids
-    from moe_jax.api.measure import tokenizer_of
-
-    load_chat_template(tokenizer_of(model, "a conversation", "give prompts as token ids (--ids)").path)
-    model.read()
-    if sys.stdin.isatty():
-        with contextlib.suppress(ImportError):
-            importlib.import_module("readline")  # lines can be edited and called back
-        print(_HELP, file=sys.stderr)
-    said: list[Message] = [*system]
-    for line in _lines():
-        if line in ("/exit", "/quit"):
-            return
-        if line == "/clear":
-            said = [*system]
-            continue
-        said.append({"role": "user", "content": line})
-        pieces: list[str] = []
-
-        def show(row: int, text: str, pieces: list[str] = pieces) -> None:
-            pieces.append(text)
-            sys.stdout.write(text)
-            sys.stdout.flush()
-
-        notes = []
-        try:
-            (result,), speed = continue_prompts(model, [prompt_ids(said, model)], wanted, show)
-            notes = [*endings([result]), show_speed(speed), *notes_on_length(model, [result], wanted)]
-        except KeyboardInterrupt as interrupt:
-            if type(interrupt) is not KeyboardInterrupt:  # a signal that is not Ctrl-C ends the program
-                print(flush=True)
-                raise
-            notes = ["ended by Ctrl-C"]
-        print(flush=True)
-        for note in notes:
-            print(f"moe-jax: {note}", file=sys.stderr)
-        said.append({"role": "assistant", "content": "".join(pieces)})
-
-
-def _lines() -> Iterator[str]:
-    """Yields the lines that the user writes, but for empty ones. On a terminal Ctrl-C drops the line being written."""
-    while True:
-        try:
-            line = input("> ") if sys.stdin.isatty() else sys.stdin.readline()
-        except EOFError:
-            print(file=sys.stderr)
-            return
-        except KeyboardInterrupt as interrupt:
-            if type(interrupt) is not KeyboardInterrupt or not sys.stdin.isatty():
-                raise
-            print(f"\n{_HELP}", file=sys.stderr)
-            continue
-        if not line and not sys.stdin.isatty():
-            return
-        if line.strip():
-            yield line.strip()
-
-
 @dataclasses.dataclass(frozen=True)
-class Options(BaseFlag):
+class Options(OneModel):
     """Continues prompts, or answers them: with a model that has an encoder, which is given the prompt.
 
     Greedy unless a temperature is given; a prompt's result does not depend on the others. Why every text ended, and how
@@ -151,9 +30,6 @@ class Options(BaseFlag):
 
     in_buckets: ClassVar[tuple[str, ...]] = ("model", "base", "prompts_file")
 
-    model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
-    """The model: a model directory, an adapter directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint
-    of a training run), or org/name on the Hugging Face Hub."""
     prompt: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = ()
     """A prompt; may be given several times. BOS is put before it where the tokenizer does so, and for an encoder EOS
     after it."""
@@ -211,13 +87,7 @@ moe-jax generate model-dir --chat --prompts-file questions.jsonl --json
 
 
 def run(options: Options) -> None:
-    """Prints the continued prompts, or leads a conversation.
-
-    Raises:
-      FileNotFoundError: if there is no model or no file of prompts.
-      InputError: for bad prompts or sampling options, a text prompt for a model without tokenizer, a conversation with
-        one without chat template, or a mesh that does not fit the devices.
-    """
+    """Prints the continued prompts, or leads a conversation."""
     from moe_jax.api.generate import Prompt, Wanted, continue_prompts, prompt_ids
     from moe_jax.api.model import Loading, Model
     from moe_jax.distributed.job_place import find_place
@@ -246,12 +116,12 @@ def run(options: Options) -> None:
     elif not let_first_work():
         return
     mesh = None if options.mesh is None else make_mesh(parse_mesh(options.mesh))
-    source = options.open(options.model)
+    source = options.open()
     loading = Loading.for_generation(source, compute_dtype=options.compute_dtype, mesh=mesh)
     model = Model.of_source(source, loading)
     wanted = Wanted(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Wanted)})
     if converses:
-        converse(model, system, wanted)
+        _converse(model, system, wanted)
         return
     ids = [prompt_ids(prompt, model) for prompt in prompts]
     # While somebody reads along, the time decides how many tokens are computed at once, which must be the same in all.
@@ -286,7 +156,7 @@ def run(options: Options) -> None:
     if not is_first_process():
         return
     plain = [result for prompt, result in zip(prompts, results, strict=True) if isinstance(prompt, str)]
-    notes = [*endings(results), show_speed(speed), *_advice(model, plain), *notes_on_length(model, results, wanted)]
+    notes = [*_endings(results), _show_speed(speed), *_advice(model, plain), *_notes_on_length(model, results, wanted)]
     for note in notes:
         print(f"moe-jax: {note}", file=sys.stderr)
 
@@ -305,6 +175,51 @@ def _advice(model: "Model", results: Sequence["Continuation"]) -> list[str]:
     if not silent or model.tokenizer is None or find_chat_template(model.tokenizer.path) is None:
         return []
     return ["note: the model takes the prompt for a text that is finished; to ask it something, add --chat"]
+
+
+def _notes_on_length(model: "Model", results: Sequence["Continuation"], wanted: "Wanted") -> list[str]:
+    """Returns a note if texts may become longer than those that the model was trained for."""
+    longest, added = max(len(result.prompt_ids) for result in results), wanted.max_new_tokens
+    longest, most = max(longest, added) if model.config.has_encoder else longest + added, model.config.max_positions
+    return [f"note: {longest} positions, but the model was trained for {most}"] if longest > most else []
+
+
+def _endings(results: Sequence["Continuation"]) -> list[str]:
+    """Returns a line for each reason why texts ended, with the numbers of the prompts if there are several."""
+    rows: dict[str, list[int]] = {}
+    for index, result in enumerate(results):
+        rows.setdefault(_ending(result), []).append(index + 1)
+    if len(results) == 1:
+        return [f"ended {why}" for why in rows]
+    return [f"{_numbers(numbers)} ended {why}" for why, numbers in rows.items()]
+
+
+def _show_speed(speed: "Speed") -> str:
+    """Returns tokens, seconds and tokens per second in one line."""
+    if speed.tokens == 1:
+        return f"1 token in {speed.seconds:.1f} s"
+    rate = f"the first after {speed.first:.1f} s, then {speed.per_second:.1f} a second"
+    return f"{speed.tokens} tokens in {speed.seconds:.1f} s: {rate}"
+
+
+def _ending(result: "Continuation") -> str:
+    if result.reason == "length":
+        return f"at {len(result.ids)} tokens (--max-new-tokens)"
+    what = {"eos": "EOS", "stop_id": "--stop-ids", "stop": "--stop"}[result.reason]
+    by = shown(result.ended_by) if result.reason == "stop" else result.ended_by
+    return f"with {by} ({what})" if result.ids else f"at once with {by} ({what}): nothing was added"
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    """Returns numbers as text with ranges, such as `prompts 1-3, 7`."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    joined = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    return f"prompt{'s' if len(numbers) > 1 else ''} {joined}"
 
 
 def _prompts_of(path: Path | None) -> list[Any]:
@@ -346,3 +261,71 @@ def _parse_ids(text: str) -> list[int]:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError:
         raise InputError(f"--ids {shown(text)}: expected token ids joined by commas, as in 1,15,7") from None
+
+
+_HELP = "/clear forgets what was said, /exit ends; Ctrl-C ends an answer"
+
+
+def _converse(model: "Model", system: Sequence[Message], wanted: "Wanted") -> None:
+    """Answers the lines of standard input one after the other, until the input ends or a line is /exit.
+
+    For every answer the whole conversation, which begins with the messages of `system`, is read anew, because a
+    template may write earlier messages in another way. Answers are printed as they come; Ctrl-C ends one, and its text
+    so far stays in the conversation.
+    """
+    from moe_jax.api.generate import continue_prompts, prompt_ids
+    from moe_jax.api.measure import tokenizer_of
+
+    load_chat_template(tokenizer_of(model, "a conversation", "give prompts as token ids (--ids)").path)
+    model.read()
+    if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):
+            importlib.import_module("readline")  # lines can be edited and called back
+        print(_HELP, file=sys.stderr)
+    said: list[Message] = [*system]
+    for line in _lines():
+        if line in ("/exit", "/quit"):
+            return
+        if line == "/clear":
+            said = [*system]
+            continue
+        said.append({"role": "user", "content": line})
+        pieces: list[str] = []
+
+        def show(row: int, text: str, pieces: list[str] = pieces) -> None:
+            pieces.append(text)
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+        notes = []
+        try:
+            (result,), speed = continue_prompts(model, [prompt_ids(said, model)], wanted, show)
+            notes = [*_endings([result]), _show_speed(speed), *_notes_on_length(model, [result], wanted)]
+        except KeyboardInterrupt as interrupt:
+            if type(interrupt) is not KeyboardInterrupt:  # a signal that is not Ctrl-C ends the program
+                print(flush=True)
+                raise
+            notes = ["ended by Ctrl-C"]
+        print(flush=True)
+        for note in notes:
+            print(f"moe-jax: {note}", file=sys.stderr)
+        said.append({"role": "assistant", "content": "".join(pieces)})
+
+
+def _lines() -> Iterator[str]:
+    """Yields the lines that the user writes, but for empty ones. On a terminal Ctrl-C drops the line being written."""
+    while True:
+        try:
+            line = input("> ") if sys.stdin.isatty() else sys.stdin.readline()
+        except EOFError:
+            print(file=sys.stderr)
+            return
+        except KeyboardInterrupt as interrupt:
+            if type(interrupt) is not KeyboardInterrupt or not sys.stdin.isatty():
+                raise
+            print(f"\n{_HELP}", file=sys.stderr)
+            continue
+        if not line and not sys.stdin.isatty():
+            return
+        if line.strip():
+            yield line.strip()

@@ -4,26 +4,25 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
-from moe_jax.commands import BaseFlag
+from moe_jax.commands.options import OneModel
 from moe_jax.core.errors import InputError
-from moe_jax.core.formatting import index_set, is_parameter, show_bytes
+from moe_jax.core.formatting import count_bytes, index_set, is_parameter, show_bytes
 
 if TYPE_CHECKING:
     import jax
 
-    from moe_jax.evaluation.held_out import ExpertLoad
     from moe_jax.model_io.model_source import ModelSource
     from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(BaseFlag):
+class Options(OneModel):
     """Lists what a model consists of: its leaves (arrays of parameters) with shapes and bytes, experts, and lineage.
 
     The lineage is how the model was made: commands, options, sources, and measured figures.
@@ -31,9 +30,6 @@ class Options(BaseFlag):
 
     in_buckets: ClassVar[tuple[str, ...]] = ("model", "base", "text")
 
-    model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
-    """The model: a model directory, an adapter directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint
-    of a training run), or org/name on the Hugging Face Hub."""
     json: bool = False
     """Prints JSON and nothing else, with one entry per leaf."""
     weights: bool = False
@@ -62,46 +58,46 @@ moe-jax inspect moe-dir --plots plots --text held-out.txt
 
 
 def run(options: Options) -> None:
-    """Prints the description of a model; draws its experts first, if asked for.
-
-    Raises:
-      FileNotFoundError: if there is nothing at the path.
-      InputError: if it is not a model that can be read, or cannot be drawn.
-    """
+    """Prints the description of a model; draws its experts first, if asked for."""
     from moe_jax.model_io.model_source import OverBase
     from moe_jax.models import config_to_json
 
-    check_options(options.plots, options.text, options.seq_len, options.split)
-    source = options.open(options.model)
-    plots = []
-    if options.plots is not None:
-        plots = draw(source, options.plots, text=options.text, seq_len=options.seq_len, split=options.split)
+    _check(options)
+    source = options.open()
+    plots = _draw(source, options, options.plots) if options.plots is not None else []
     specs = source.specs()
     sizes = _sizes(source.config, specs)
-    base = {}
+    base: dict[str, Any] = {}
     if isinstance(source, OverBase) and source.base is not None:
-        base = described_base(source.base, source.own_specs(), sizes)
-    examined = examine(source) if options.weights else None
-    lineage = source.lineage
+        own = source.own_specs()
+        base = {
+            "base": {"path": str(source.base.path), "fingerprint": source.base.fingerprint()},
+            "own": {
+                "leaves": list(own),
+                "parameters": sum(sizes[path] for path in own),
+                "bytes": count_bytes(own.values()),
+            },
+        }
+    examined = _examine(source) if options.weights else None
     if options.json:
         described = {
             "path": str(source.path),
             "parameters": sum(sizes.values()),
-            "bytes": sum(map(nbytes, specs.values())),
+            "bytes": count_bytes(specs.values()),
             "leaves": [
-                {"path": path, "shape": list(spec.shape), "dtype": str(spec.dtype), "bytes": nbytes(spec)}
+                {"path": path, "shape": list(spec.shape), "dtype": str(spec.dtype), "bytes": count_bytes([spec])}
                 for path, spec in specs.items()
             ],
-            "experts": describe_experts(source.config, specs, sizes),
+            "experts": _describe_experts(source.config, specs, sizes),
             **({} if examined is None else {"weights": examined}),
             **base,
             "config": config_to_json(source.config),
-            "lineage": lineage,
+            "lineage": source.lineage,
             **({"plots": [str(file) for file in plots]} if plots else {}),
         }
         print(json.dumps(described, indent=2))
         return
-    _print(source.path, source.config, specs, sizes, base, lineage)
+    _print(source, specs, sizes, base)
     for line in _weight_lines(examined) if examined is not None else ():
         print(line)
     for file in plots:
@@ -110,12 +106,12 @@ def run(options: Options) -> None:
         print("no load of the experts: that takes a text to run the model on; give --text FILE")
 
 
-def examine(source: "ModelSource") -> dict[str, Any]:
+def _examine(source: "ModelSource") -> dict[str, Any]:
     """Reads all weights, one leaf at a time.
 
     Returns:
-      `not_finite`: the number of entries of a leaf that are NaN or infinite, by path, for leaves with such entries;
-      `zero_experts`: the experts with nothing but zeros, by layer, for layers with such experts.
+      `not_finite`: the number of NaN and infinite entries of the leaves with such, by path; `zero_experts`: the experts
+      with nothing but zeros, by layer.
     """
     import numpy as np
 
@@ -140,16 +136,8 @@ def _weight_lines(examined: Mapping[str, Any]) -> list[str]:
     return lines + ([zero_experts_line(examined["zero_experts"])] if examined["zero_experts"] else [])
 
 
-def nbytes(spec: "jax.ShapeDtypeStruct") -> int:
-    """Returns the number of bytes of a leaf."""
-    return spec.size * spec.dtype.itemsize
-
-
 def collapse(specs: "Mapping[str, jax.ShapeDtypeStruct]") -> "dict[str, tuple[jax.ShapeDtypeStruct, int]]":
     """Joins leaves that several layers have in the same shape and dtype.
-
-    Args:
-      specs: leaf path -> shape and dtype.
 
     Returns:
       "layers/{0..3}/mlp/up/kernel" -> (shape and dtype of one, how many there are), in the order of `specs`.
@@ -168,7 +156,7 @@ def collapse(specs: "Mapping[str, jax.ShapeDtypeStruct]") -> "dict[str, tuple[ja
     return rows
 
 
-def describe_experts(
+def _describe_experts(
     config: "ModelConfig", specs: "Mapping[str, jax.ShapeDtypeStruct]", sizes: Mapping[str, int]
 ) -> list[dict[str, Any]]:
     """Returns one entry per MoE layer: the config of its expert bank, and its size."""
@@ -187,7 +175,7 @@ def describe_experts(
                 "extended": moe.extended,
                 "bank": moe.bank.given(),
                 "parameters": sum(size for path, size in sizes.items() if path.startswith(prefix)),
-                "bytes": sum(nbytes(spec) for path, spec in specs.items() if path.startswith(prefix)),
+                "bytes": count_bytes(spec for path, spec in specs.items() if path.startswith(prefix)),
             }
         )
     return experts
@@ -209,37 +197,39 @@ def _split(path: str) -> tuple[int, str]:
 
 
 def _print(
-    path: Path,
-    config: "ModelConfig",
+    source: "ModelSource",
     specs: "Mapping[str, jax.ShapeDtypeStruct]",
     sizes: Mapping[str, int],
     base: Mapping[str, Any],
-    lineage: Sequence[dict[str, Any]],
 ) -> None:
     from rich.markup import escape
     from rich.table import Table
 
     from moe_jax.core.terminal import console_for_tables
 
-    console = console_for_tables()
-    console.print(f"[bold]{escape(str(path))}[/bold]")
+    console, config = console_for_tables(), source.config
+    console.print(f"[bold]{escape(str(source.path))}[/bold]")
     console.print(_summary(config), markup=False)
     table = Table(box=None, pad_edge=False)
     for name in ("leaf", "shape", "dtype", "layers", "bytes"):
         table.add_column(name, justify="right" if name in ("layers", "bytes") else "left", no_wrap=True)
     for name, (spec, count) in collapse(specs).items():
         layers = str(count) if name.startswith("layers/") else ""
-        table.add_row(name, escape(str(list(spec.shape))), str(spec.dtype), layers, show_bytes(count * nbytes(spec)))
+        table.add_row(
+            name, escape(str(list(spec.shape))), str(spec.dtype), layers, show_bytes(count * count_bytes([spec]))
+        )
     console.print(table)
     total = sum(sizes.values())
-    console.print(f"total: {total:,} parameters, {show_bytes(sum(map(nbytes, specs.values())))}")
+    console.print(f"total: {total:,} parameters, {show_bytes(count_bytes(specs.values()))}")
     if base:
         own, below = base["own"], base["base"]
         console.print(f"stored here: {own['parameters']:,} parameters, {show_bytes(own['bytes'])}", markup=False)
         console.print(f"base: {below['path']} ({below['fingerprint'][:12]})", markup=False, soft_wrap=True)
-    for line in [*_expert_lines(describe_experts(config, specs, sizes)), *adapter_lines(config)]:
+    experts = _joined((entry["layer"], _expert_line(entry)) for entry in _describe_experts(config, specs, sizes))
+    adapters = _joined((index, line) for index, layer in enumerate(config.layers) for line in _adapter_lines(layer))
+    for line in (*experts, *adapters):
         console.print(line, markup=False)
-    for entry in lineage:
+    for entry in source.lineage:
         console.print(_lineage_line(entry), markup=False)
 
 
@@ -263,18 +253,21 @@ def _heads(attention: "AttentionConfig") -> str:
     )
 
 
-def _expert_lines(experts: list[dict[str, Any]]) -> list[str]:
-    """Returns one line for all MoE layers that are alike."""
-    kinds: dict[str, list[int]] = {}
-    for entry in experts:
-        bank = ", ".join(f"{name} {in_words(value)}" for name, value in entry["bank"].items())
-        merged = "" if entry["merged_experts"] is None else f" merged into {entry['merged_experts']}"
-        line = (
-            f"{entry['num_experts']} experts{merged}, top {entry['top_k']}, {_weighting(entry)}; {bank}; "
-            f"{entry['parameters']:,} parameters, {show_bytes(entry['bytes'])} per layer"
-        )
-        kinds.setdefault(line, []).append(entry["layer"])
-    return [f"experts of layers/{index_set(layers)}: {line}" for line, layers in kinds.items()]
+def _joined(lines: Iterable[tuple[int, str]]) -> list[str]:
+    """Returns the lines of layers, each once; `{layers}` in them stands for the layers that have it."""
+    layers_of: dict[str, list[int]] = {}
+    for layer, line in lines:
+        layers_of.setdefault(line, []).append(layer)
+    return [line.replace("{layers}", f"layers/{index_set(layers)}") for line, layers in layers_of.items()]
+
+
+def _expert_line(entry: Mapping[str, Any]) -> str:
+    bank = ", ".join(f"{name} {_in_words(value)}" for name, value in entry["bank"].items())
+    merged = "" if entry["merged_experts"] is None else f" merged into {entry['merged_experts']}"
+    return (
+        f"experts of {{layers}}: {entry['num_experts']} experts{merged}, top {entry['top_k']}, {_weighting(entry)}; "
+        f"{bank}; {entry['parameters']:,} parameters, {show_bytes(entry['bytes'])} per layer"
+    )
 
 
 def _weighting(entry: Mapping[str, Any]) -> str:
@@ -298,43 +291,15 @@ def _short(value: Any) -> str:
     return f"[{len(value)}]" if isinstance(value, list | dict) else str(value)
 
 
-def adapter_lines(config: "ModelConfig") -> list[str]:
-    """Returns one line for each kind of adapter, LoRA or NF4 kernel, with the layers that have it."""
-    layers_of: dict[str, list[int]] = {}
-    for index, layer in enumerate(config.layers):
-        for line in _of_layer(layer):
-            layers_of.setdefault(line, []).append(index)
-    return [line.format(layers=f"layers/{index_set(layers)}") for line, layers in layers_of.items()]
-
-
-def described_base(
-    base: "ModelSource", own: "Mapping[str, jax.ShapeDtypeStruct]", sizes: dict[str, int]
-) -> dict[str, Any]:
-    """Returns the base of a tuned model, and the leaves that are stored without it, as JSON.
-
-    Args:
-      base: the base.
-      own: shapes and dtypes of the leaves that the tuned model stores itself.
-      sizes: numbers of parameters of the tuned model, by leaf path.
-    """
-    return {
-        "base": {"path": str(base.path), "fingerprint": base.fingerprint()},
-        "own": {
-            "leaves": list(own),
-            "parameters": sum(sizes[path] for path in own),
-            "bytes": sum(spec.size * spec.dtype.itemsize for spec in own.values()),
-        },
-    }
-
-
-def in_words(value: Any) -> str:
+def _in_words(value: Any) -> str:
     """Returns a config as `(name value, ...)`; anything else as a string."""
     if not isinstance(value, dict):
         return str(value)
     return "(" + ", ".join(f"{name} {one}" for name, one in value.items()) + ")"
 
 
-def _of_layer(layer: "LayerConfig") -> Iterator[str]:
+def _adapter_lines(layer: "LayerConfig") -> Iterator[str]:
+    """Yields a line for each kind of adapter, LoRA or NF4 kernel."""
     from moe_jax.models import MoEConfig
 
     mlp = layer.mlp
@@ -350,7 +315,7 @@ def _of_layer(layer: "LayerConfig") -> Iterator[str]:
     if moe is not None and moe.perft is not None:
         perft = dataclasses.asdict(moe.perft)
         chosen = "" if moe.perft.top_k is None else f", top {moe.perft.top_k}, gate {moe.perft.gate}"
-        adapter = in_words(perft["adapter"])
+        adapter = _in_words(perft["adapter"])
         yield f"PERFT in {{layers}}: {moe.perft.variant}, {moe.perft.num_experts} adapters{chosen}, adapter {adapter}"
 
 
@@ -358,14 +323,11 @@ def _lora(lora: Any) -> str:
     return f"{', '.join(lora.targets)}; rank {lora.rank}, scale {lora.scale:g}, dropout {lora.dropout:g}"
 
 
-_DEFAULT_SEQ_LEN = 1024
-_BATCH_SIZE = 8
-
-
-def check_options(plots: Path | None, text: Path | None, seq_len: int | None, split: bool) -> None:
+def _check(options: Options) -> None:
     """Raises `InputError` for options that do not go together, or a folder that exists."""
     from moe_jax.files.staging import check_target
 
+    plots, text, seq_len, split = options.plots, options.text, options.seq_len, options.split
     if plots is None and (text is not None or seq_len is not None):
         raise InputError(f"--{'text' if text is not None else 'seq-len'} belongs to --plots DIR")
     if text is None and (seq_len is not None or split):
@@ -374,22 +336,9 @@ def check_options(plots: Path | None, text: Path | None, seq_len: int | None, sp
         check_target(plots)
 
 
-def draw(source: "ModelSource", dst: Path, *, text: Path | None, seq_len: int | None, split: bool) -> list[Path]:
-    """Measures the experts and writes the plots. Without a text, only those that need no forward pass.
-
-    Args:
-      source: the model.
-      dst: the folder to make.
-      text: a text file on which the load of the experts is measured.
-      seq_len: length of a window in tokens; None: 1024, or the model's context length if that is shorter.
-      split: whether the model's parameters are split over the devices.
-
-    Returns:
-      The files.
-
-    Raises:
-      FileNotFoundError, InputError: bad input, such as a dense model. Nothing is left behind.
-    """
+def _draw(source: "ModelSource", options: Options, plots: Path) -> list[Path]:
+    """Measures the experts, writes the plots and returns their files; without a text, only those that need none."""
+    from moe_jax.api.measure import default_seq_len
     from moe_jax.core.terminal import progress_bars
     from moe_jax.figures import comparable_layers, measure_similarity, write_figures
 
@@ -397,37 +346,35 @@ def draw(source: "ModelSource", dst: Path, *, text: Path | None, seq_len: int | 
     if not config.moe_layers:
         raise InputError(f"{source.path} is dense: --plots draws experts, and it has none")
     compared = comparable_layers(config)
-    if not compared and text is None:
+    if not compared and options.text is None:
         raise InputError(
             f"--plots compares the kernels of experts, and those of {source.path} are adapters, or have LoRA or NF4; "
             "draw those of its base, or give --text FILE to draw their load alone"
         )
-    most = config.max_positions
-    seq_len = min(_DEFAULT_SEQ_LEN, most) if seq_len is None else seq_len
-    if seq_len > most:
-        print(f"warning: {source.path} was made for {most} positions, not {seq_len}", file=sys.stderr)
-    layers = []
+    seq_len = default_seq_len(config) if options.seq_len is None else options.seq_len
+    if seq_len > config.max_positions:
+        print(f"warning: {source.path} was made for {config.max_positions} positions, not {seq_len}", file=sys.stderr)
+    layers, load = [], {}
     with progress_bars() as progress:
-        # This comes first because it checks the text.
-        load = None if text is None else _measure_load(source, text, seq_len, split)
+        if options.text is not None:  # first, because it checks the text
+            load = _measure_load(source, options.text, seq_len, split=options.split)
         for done, layer in enumerate(compared, start=1):
             layers.append(measure_similarity(source, layer))
             progress("comparing experts", done, len(compared))
-    described: dict[str, Any] = {}
-    if load is not None:
-        tried_on = {"path": str(text), "tokens": load.tokens, "seq_len": seq_len}
-        described = {"shares": load.shares, "text": tried_on}
-    return write_figures(dst, layers, name="/".join(source.path.resolve().parts[-2:]), **described)
+    return write_figures(plots, layers, name="/".join(source.path.resolve().parts[-2:]), **load)
 
 
-def _measure_load(source: "ModelSource", text: Path, seq_len: int, split: bool) -> "ExpertLoad":
-    from moe_jax.data.tokenizer import Tokenizer, find_tokenizer
+def _measure_load(source: "ModelSource", text: Path, seq_len: int, *, split: bool) -> dict[str, Any]:
+    """Returns how often each expert is chosen, and on which text, as `write_figures` takes it."""
+    from moe_jax.api.model import tokenizer_of_source
     from moe_jax.distributed.sharding import make_mesh
-    from moe_jax.evaluation.held_out import check_seq_len, measure_load, read_text
+    from moe_jax.evaluation.held_out import check_seq_len, measure_router_statistics, read_text
     from moe_jax.model_io.loading import load_model
 
     check_seq_len(seq_len)
-    ids = read_text(text, Tokenizer(find_tokenizer(source.tokenizer_files, source.path), source.config))
+    ids = read_text(text, tokenizer_of_source(source))
     mesh = make_mesh({"fsdp" if split else "data": -1})
     model = load_model(source, mesh=mesh)
-    return measure_load(model, ids, seq_len=seq_len, batch_size=_BATCH_SIZE, mesh=mesh)
+    found = measure_router_statistics(model, ids, seq_len=seq_len, batch_size=8, mesh=mesh)
+    shares = {layer: statistics.usage for layer, statistics in found.items()}
+    return {"shares": shares, "text": {"path": str(text), "tokens": len(ids), "seq_len": seq_len}}

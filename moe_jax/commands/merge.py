@@ -32,11 +32,7 @@ moe-jax merge lora-run/model merged-dir
 
 
 def run(options: _Command) -> None:
-    """Merges, and prints what was merged and what was kept.
-
-    Raises:
-      FileNotFoundError, InputError: bad input, as in `moe_jax.merge`.
-    """
+    """Merges, and prints what was merged and what was kept."""
     import moe_jax
     from moe_jax.distributed.processes import join_processes
 

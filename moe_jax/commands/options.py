@@ -1,10 +1,10 @@
-"""The options of a command, generated from the spec of its verb."""
+"""The options of commands: those that several have, and those that are generated from the spec of a verb."""
 
 import dataclasses
 import re
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -14,12 +14,32 @@ from moe_jax.core.errors import InputError, flag_of, raise_if_any, shown
 from moe_jax.core.verb_spec import Option, Spec
 
 if TYPE_CHECKING:
+    from moe_jax.model_io.model_source import ModelSource
     from moe_jax.training.recipe import MeshSection
 
 C = TypeVar("C")
+K = TypeVar("K")
 S = TypeVar("S", bound=Spec)
 Field = tuple[str, Any, dataclasses.Field]
 _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OneModel:
+    """The options of a command that opens one model of any kind."""
+
+    model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
+    """The model: a model directory, an adapter directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint
+    of a training run), or org/name on the Hugging Face Hub."""
+    base: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: where it was)")] = None
+    """The present path of the model that this one needs, if it was moved: the base of an adapter directory, or the
+    model that the run of a checkpoint was begun with."""
+
+    def open(self) -> "ModelSource":
+        """Opens the model with its base, as `open_source` does."""
+        from moe_jax.api.open_source import open_source
+
+        return open_source(self.model, base=self.base)
 
 
 def command_options(command: type[C], *specs: type[Spec], more: Collection[Field] = ()) -> type[C]:
@@ -41,31 +61,19 @@ def command_options(command: type[C], *specs: type[Spec], more: Collection[Field
 
 
 def given_to(spec: type[S], options: Any, **more: Any) -> S:
-    """Makes the spec of a verb from the options of its command and `more` values of fields.
-
-    Raises:
-      InputError: for options that are missing, cannot be read or contradict each other.
-    """
+    """Makes the spec of a verb from the options of its command and `more` values of fields."""
     return spec.of({option.name: field_value(option, options) for option in spec.list_options()} | more)
 
 
 def either_options(specs: Mapping[type[Spec], Collection[str]]) -> list[Field]:
-    """Returns the options of several specs, of which one will be chosen, as fields.
+    """Returns the options of several specs, of which one will be chosen, but for those that each leaves out.
 
-    Args:
-      specs: each spec with the names of its options that are left out.
-
-    Returns:
-      Fields whose default, None or False, stands for an option that was not given. The help says what an option means
-      to each verb that has it.
+    The default of a field, None or False, stands for an option that was not given. The help says what an option means
+    to each verb that has it.
     """
-    listed = {
-        spec: {one.name: one for one in spec.list_options() if one.name not in without}
-        for spec, without in specs.items()
-    }
+    listed = {spec: [one for one in spec.list_options() if one.name not in without] for spec, without in specs.items()}
     fields = []
-    for name in dict.fromkeys(name for options in listed.values() for name in options):
-        same = {spec: options[name] for spec, options in listed.items() if name in options}
+    for name, same in by_name(listed).items():
         option = next(iter(same.values()))
         if option.kind is bool:
             fields.append(option_field(option))
@@ -78,6 +86,15 @@ def either_options(specs: Mapping[type[Spec], Collection[str]]) -> list[Field]:
         arg = tyro.conf.arg(metavar="|".join(metavars), help=help_text(text), help_behavior_hint="")
         fields.append((name, Annotated[kind | None, arg], _default(None)))
     return fields
+
+
+def by_name(listed: Mapping[K, Iterable[Option]]) -> dict[str, dict[K, Option]]:
+    """Returns the options of several verbs or methods: which of them have an option of a name, and what it is there."""
+    found: dict[str, dict[K, Option]] = {}
+    for owner, options in listed.items():
+        for option in options:
+            found.setdefault(option.name, {})[owner] = option
+    return found
 
 
 def given_fields(fields: Collection[Field], options: Any) -> dict[str, Any]:
@@ -168,11 +185,7 @@ def _default(value: Any) -> dataclasses.Field:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Reads `fsdp=8,tensor=2`: returns the sizes of the axes by name.
-
-    Raises:
-      InputError: for a text of another form.
-    """
+    """Reads `fsdp=8,tensor=2`: returns the sizes of the axes by name."""
     mesh = {}
     for part in text.split(","):
         axis, _, size = part.partition("=")
@@ -183,11 +196,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def mesh_section(mesh: Mapping[str, int]) -> "MeshSection":
-    """Returns a mesh as a section of a recipe; axes that are not named have size 1.
-
-    Raises:
-      InputError: for unknown axes, or sizes below 1.
-    """
+    """Returns a mesh as a section of a recipe; axes that are not named have size 1."""
     from moe_jax.distributed.sharding import AXES, unknown_axes
     from moe_jax.training.recipe import MeshSection
 

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_type_hints
 
 import tyro
 
@@ -15,7 +15,6 @@ from moe_jax.upcycling.spec import UpcycleSpec
 
 if TYPE_CHECKING:
     from moe_jax.models import ModelConfig
-    from moe_jax.planning.model_costs import PlannedStrategies, TrainingMemory
     from moe_jax.planning.planned_compression import PlannedCompression
     from moe_jax.planning.planned_training import PlannedTraining
     from moe_jax.training.recipe import Recipe
@@ -128,12 +127,7 @@ moe-jax plan mixtral-dir --compress resmoe --keep 0.25
 
 
 def run(options: _Command) -> None:
-    """Prints the plan.
-
-    Raises:
-      FileNotFoundError: if there is no config.
-      InputError: if it cannot be read, or the options do not go with it.
-    """
+    """Prints the plan."""
     if options.train is not None and options.mesh is None and options.platform not in (None, "cpu"):
         from moe_jax.planning.planned_devices import prepare_environment
 
@@ -142,36 +136,41 @@ def run(options: _Command) -> None:
     model = options.model or (recipe and (recipe.model.path or recipe.model.config))
     if model is None:
         raise InputError("missing: CONFIG_OR_MODEL, or --train RECIPE.toml, which names a model")
+    import moe_jax
     from moe_jax.api.open_source import read_config
     from moe_jax.commands.planned_tables import print_compression, print_plan, print_strategies, print_training
-    from moe_jax.planning.model_costs import make_plan, tuned_parameters
+    from moe_jax.peft.adapt import adapted_config
+    from moe_jax.training.recipe import OptimizerSection
+    from moe_jax.upcycling.new_config import upcycled_config
 
-    given = read_config(model)
-    config = _planned_config(given, options)
+    given, spec = read_config(model), _spec(options)
+    config = given
+    if isinstance(spec, UpcycleSpec):
+        config = upcycled_config(given, spec)
+    elif isinstance(spec, AdaptSpec):
+        config = adapted_config(given, spec)
     training = _training(recipe, config, options)
-    plan, tuned = make_plan(config, None if given.moe_layers else given), tuned_parameters(config)
-    memory = _memory(config, options)
-    compressed, strategies = _compression(config, options), _strategies(config, options)
+    how: dict[str, Any] = {} if spec is None else {spec.verb(): spec}
+    if recipe is None:
+        mesh = None if options.mesh is None else parse_mesh(options.mesh)
+        optimizer = OptimizerSection(kind=options.optimizer or "adamw")
+        how |= {"mesh": mesh, "optimizer": optimizer, "platform": options.platform, "tokens": options.tokens}
+    planned = moe_jax.plan(given, **how)
+    compressed = _compression(config, options)
     if options.json:
-        described = dataclasses.asdict(plan)
-        if tuned is not None:
-            described["peft"] = dataclasses.asdict(tuned)
-        if memory is not None:
-            described["training_bytes_per_chip"] = dataclasses.asdict(memory)
-        if compressed is not None:
-            described["compression"] = compressed.to_json()
-        if strategies is not None:
-            described["strategies"] = dataclasses.asdict(strategies)
+        described = dataclasses.asdict(planned)
+        strategies = described.pop("strategies")
+        described |= {"compression": compressed and compressed.to_json(), "strategies": strategies, "training": None}
         if training is not None:
             roofline = None if training.roofline is None else training.roofline._asdict()
             described["training"] = dataclasses.asdict(training) | {"roofline": roofline}
-        print(json.dumps(described, indent=2))
+        print(json.dumps({name: part for name, part in described.items() if part is not None}, indent=2))
         return
-    print_plan(as_path(model), config, plan, tuned, memory)
+    print_plan(as_path(model), config, planned)
     if compressed is not None:
         print_compression(compressed)
-    if strategies is not None:
-        print_strategies(strategies)
+    if planned.strategies is not None:
+        print_strategies(planned.strategies)
     if training is not None:
         print_training(training)
 
@@ -180,6 +179,10 @@ def _recipe(options: _Command) -> "Recipe | None":
     if options.train is None:
         if options.set:
             raise InputError("--set: only with --train")
+        if options.optimizer is not None and options.mesh is None:
+            raise InputError("--optimizer: only with --mesh")
+        if options.tokens is not None and options.platform is None:
+            raise InputError("--tokens: only with --platform")
         return None
     needless = [name for name in ("optimizer", "tokens") if getattr(options, name) is not None]
     if needless:
@@ -211,25 +214,18 @@ def _training(recipe: "Recipe | None", config: "ModelConfig", options: _Command)
     return planned_training(recipe, config, platform, compiles=options.mesh is None, teacher=teacher)
 
 
-def _planned_config(config: "ModelConfig", options: _Command) -> "ModelConfig":
-    """Returns the config of the model that upcycle or adapt would make."""
-    from moe_jax.peft.adapt import adapted_config
-    from moe_jax.upcycling.new_config import upcycled_config
-
+def _spec(options: _Command) -> UpcycleSpec | AdaptSpec | None:
+    """Returns the spec of the verb that would change the model; None if none is asked for."""
     given = given_fields(_OF_MODELS, options)
     method = given.get("method")
     adapts = method in get_args(get_type_hints(AdaptSpec)["method"])
     spec = AdaptSpec if adapts else UpcycleSpec
     known = {option.name for option in spec.list_options()} - {*_NOT_OF_MODELS[spec]}
-    needless = [flag_of(name) for name in given if name.removeprefix("no_") not in known]
+    needless = [flag_of(name) for name in given if name not in known]
     if needless:
         how = f"--method {method}" if method else "upcycling; to adapt a model takes --method"
         raise InputError(f"{', '.join(needless)}: does not go with {how}")
-    if not given:
-        return config
-    if adapts:
-        return adapted_config(config, AdaptSpec.of(given))
-    return upcycled_config(config, UpcycleSpec.of(given))
+    return spec.of(given) if given else None
 
 
 def _compression(config: "ModelConfig", options: _Command) -> "PlannedCompression | None":
@@ -242,25 +238,3 @@ def _compression(config: "ModelConfig", options: _Command) -> "PlannedCompressio
     from moe_jax.planning.planned_compression import planned_compression
 
     return planned_compression(config, options.compress, **given)
-
-
-def _memory(config: "ModelConfig", options: _Command) -> "TrainingMemory | None":
-    if options.mesh is None or options.train is not None:
-        if options.optimizer is not None:
-            raise InputError("--optimizer: only with --mesh")
-        return None
-    from moe_jax.planning.model_costs import training_memory
-    from moe_jax.training.recipe import OptimizerSection
-
-    section = OptimizerSection(kind=options.optimizer or "adamw")
-    return training_memory(config, parse_mesh(options.mesh), optimizer=section)
-
-
-def _strategies(config: "ModelConfig", options: _Command) -> "PlannedStrategies | None":
-    if options.platform is None or options.train is not None:
-        if options.tokens is not None:
-            raise InputError("--tokens: only with --platform")
-        return None
-    from moe_jax.planning.model_costs import planned_strategies
-
-    return planned_strategies(config, options.platform, options.tokens)

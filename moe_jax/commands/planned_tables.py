@@ -10,21 +10,17 @@ from moe_jax.core.formatting import show_bytes, show_duration
 from moe_jax.core.terminal import console_for_tables
 
 if TYPE_CHECKING:
+    from moe_jax.api.measure import ModelPlan
     from moe_jax.compression.coding.storage import Stored
     from moe_jax.models import ModelConfig
-    from moe_jax.planning.model_costs import LayerStrategies, Plan, PlannedStrategies, TrainingMemory, TunedParameters
+    from moe_jax.planning.model_costs import LayerStrategies, PlannedStrategies
     from moe_jax.planning.planned_compression import PlannedCompression
     from moe_jax.planning.planned_training import PlannedTraining
 
 
-def print_plan(
-    path: Path,
-    config: "ModelConfig",
-    plan: "Plan",
-    tuned: "TunedParameters | None",
-    memory: "TrainingMemory | None",
-) -> None:
+def print_plan(path: Path, config: "ModelConfig", plan: "ModelPlan") -> None:
     """Prints what the model is, and a table of its parameters, bytes and FLOP."""
+    tuned, memory = plan.peft, plan.training_bytes_per_chip
     console = console_for_tables()
     moe = config.moe_layers
     kind = f"{len(moe)} of {config.num_layers} layers are MoEs" if moe else f"{config.num_layers} layers, dense"

@@ -39,11 +39,7 @@ moe-jax report mixtral-dir --no-weights
 
 
 def run(options: Options) -> None:
-    """Writes the page.
-
-    Raises:
-      FileNotFoundError, InputError: if a path does not exist, holds nothing that a report can show, or cannot be read.
-    """
+    """Writes the page."""
     from moe_jax.core.errors import InputError
     from moe_jax.core.formatting import show_bytes
     from moe_jax.core.terminal import progress_bars

@@ -3,17 +3,16 @@
 import dataclasses
 import socket
 import sys
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 import tyro
 
-from moe_jax.commands import BaseFlag, optional
+from moe_jax.commands.options import OneModel
 from moe_jax.core.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(BaseFlag):
+class Options(OneModel):
     """Serves a model by the OpenAI protocol: /v1/completions and /v1/chat/completions, with streaming.
 
     Requests are answered together: one that comes takes a free slot, and gets tokens with all others. No answer depends
@@ -22,20 +21,21 @@ class Options(BaseFlag):
 
     in_buckets: ClassVar[tuple[str, ...]] = ("model", "base")
 
-    model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
-    """The model: a model directory, an adapter directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint
-    of a training run), or org/name on the Hugging Face Hub."""
     host: Annotated[str, tyro.conf.arg(metavar="ADDRESS")] = "127.0.0.1"
     """Address to listen at; 0.0.0.0: all of this machine's."""
     port: int = 8000
     """Port to listen at; 0: any that is free."""
-    name: Annotated[str | None, optional("NAME", "that of the directory")] = None
+    name: Annotated[
+        str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: that of the directory)")
+    ] = None
     """What the model is called in requests."""
     seats: int = 8
     """Requests that are answered at the same time. Each costs memory for its context."""
     waiting: int = 64
     """Requests that may wait for a slot; one more is refused with status 429."""
-    context: Annotated[int | None, optional("TOKENS", "what the model was trained for")] = None
+    context: Annotated[
+        int | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="(default: what the model was trained for)")
+    ] = None
     """Tokens of a prompt and its answer together, at most."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the activations."""
@@ -48,13 +48,7 @@ curl http://127.0.0.1:8123/v1/completions -d '{"model": "smol", "prompt": "Once"
 
 
 def run(options: Options) -> None:
-    """Serves until it is interrupted; requests that are being answered then have ten seconds to end.
-
-    Raises:
-      FileNotFoundError: if there is no model.
-      InputError: for a model without tokenizer or that does not continue texts, or bad sizes.
-      OSError: if the address cannot be listened at.
-    """
+    """Serves until it is interrupted; requests that are being answered then have ten seconds to end."""
     try:
         import starlette as starlette
         import uvicorn
@@ -62,12 +56,12 @@ def run(options: Options) -> None:
         raise InputError(f"serving needs the package {error.name}: pip install 'moe-jax[serve]'") from None
     from moe_jax.api.measure import tokenizer_of
     from moe_jax.api.model import Loading, Model
-    from moe_jax.serve.app import make_app
+    from moe_jax.serve.app import App
     from moe_jax.serve.scheduler import Scheduler
 
     if not 0 <= options.port < 1 << 16:
         raise InputError(f"port={options.port} must lie from 0 to 65535")
-    source = options.open(options.model)
+    source = options.open()
     model = Model.of_source(source, Loading.for_generation(source, compute_dtype=options.compute_dtype))
     tokenizer = tokenizer_of(model, "serving", "serve a model that has one")
     with _listening(options.host, options.port) as listener:
@@ -77,7 +71,7 @@ def run(options: Options) -> None:
             scheduler.warm()
             scheduler.on_compile = _say_compiling
             name = options.name or options.model.resolve().name
-            app = make_app(model, tokenizer, scheduler, name)
+            app = App(model, tokenizer, scheduler, name)
             config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=10)
             server = uvicorn.Server(config)
             seats = f"{options.seats} seats of {scheduler.context} tokens"

@@ -63,11 +63,7 @@ moe-jax train --keys optimizer
 
 
 def run(options: Options) -> None:
-    """Runs the recipe.
-
-    Raises:
-      InputError, FileNotFoundError: bad input, in one message.
-    """
+    """Runs the recipe."""
     from moe_jax.api.open_source import read_config
     from moe_jax.core.errors import InputError
     from moe_jax.training.recipe import load_recipe

@@ -63,11 +63,7 @@ moe-jax upcycle llama-dir moe-dir --experts 8 --top-k 2 --every 1
 
 
 def run(options: _Command) -> None:
-    """Upcycles the model, and prints a summary of the result.
-
-    Raises:
-      InputError: bad input, as in `moe_jax.upcycle`.
-    """
+    """Upcycles the model, and prints a summary of the result."""
     import moe_jax
     from moe_jax.core.terminal import console_for_tables
     from moe_jax.distributed.processes import join_processes

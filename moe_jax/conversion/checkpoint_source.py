@@ -7,6 +7,8 @@ import abc
 import math
 import os
 import re
+import tempfile
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -17,8 +19,8 @@ import jax
 import numpy as np
 
 from moe_jax.conversion.families import family_named
-from moe_jax.conversion.formats.tensors import DTYPES, TensorEntry, TensorFiles, as_bits, copy_transposed
 from moe_jax.conversion.table import Ignored, Mapped, Piece, Table, Tied, apply_table, detect_layout
+from moe_jax.conversion.tensors import DTYPES, TensorEntry, TensorFiles, as_bits, copy_transposed
 from moe_jax.core.errors import InputError, clipped, raise_if_any, shown
 from moe_jax.core.finite import DoesNotFit, cast, check_fits
 from moe_jax.model_io.model_source import ModelSource
@@ -26,21 +28,13 @@ from moe_jax.models import ModelConfig
 
 
 class Weights(NamedTuple):
-    """A checkpoint in which every tensor has a known use.
+    """A checkpoint in which every tensor has a known use."""
 
-    Attributes:
-      tensors: positions of all tensors that fill a leaf.
-      pieces: leaf path -> the pieces that fill it.
-      layout: expert layout of the checkpoint.
-      duplicates: tensors that must equal another one: name -> name of the other.
-      ignored: tensors that are not converted: name -> reason.
-    """
-
-    tensors: dict[str, TensorEntry]
-    pieces: dict[str, list[Piece]]
-    layout: str
-    duplicates: dict[str, str]
-    ignored: dict[str, str]
+    tensors: dict[str, TensorEntry]  # positions of all tensors that fill a leaf
+    pieces: dict[str, list[Piece]]  # leaf path -> the pieces that fill it
+    layout: str  # expert layout of the checkpoint
+    duplicates: dict[str, str]  # tensors that must equal another one: name -> name of the other
+    ignored: dict[str, str]  # tensors that are not converted: name -> reason
 
 
 def match_weights(
@@ -54,13 +48,8 @@ def match_weights(
 ) -> Weights:
     """Matches a checkpoint's tensors with a model's leaves.
 
-    Args:
-      tensors: of the checkpoint.
-      config: of the model.
-      leaves: leaf path -> anything with a `shape`, for every leaf of the model.
-      where: for messages.
-      table: of the tensors; None: that of the model's family.
-      described_by: the file that the config was read from, for messages.
+    The `table` is that of the model's family if none is given; `where` and `described_by`, the file that the config was
+    read from, are for messages.
 
     Raises:
       InputError: listing every tensor that is missing, unexpected, misshapen or of a dtype we cannot read.
@@ -140,35 +129,25 @@ class CheckpointSource(abc.ABC):
         self._files = TensorFiles()
         self._pool = ThreadPoolExecutor(WORKERS)
 
-    @property
-    @abc.abstractmethod
-    def tokenizer_files(self) -> tuple[Path, ...]:
-        """Files that are copied with the model: tokenizer, generation settings, chat templates."""
-
-    @property
-    @abc.abstractmethod
-    def lineage(self) -> list[dict[str, Any]]:
-        """The history of the model, one entry per command."""
-
     @cached_property
     @abc.abstractmethod
     def weights(self) -> Weights:
         """The tensors that make up each leaf; raises `InputError` unless all fit the config."""
 
     @abc.abstractmethod
-    def fingerprint(self) -> str:
-        """A hash that identifies config and weights."""
-
-    @abc.abstractmethod
     def _check_in_place(self) -> None:
         """Raises `InputError` if something else took the checkpoint's place since it was opened."""
 
-    def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns shape and dtype, as stored, of every leaf, by path.
+    def _made_files(self, contents: Mapping[str, str]) -> tuple[Path, ...]:
+        """Writes texts to files of these names, which vanish with the object."""
+        folder = tempfile.TemporaryDirectory(prefix="moe-jax-")
+        weakref.finalize(self, folder.cleanup)
+        for name, content in contents.items():
+            (Path(folder.name) / name).write_text(content, encoding="utf-8")
+        return tuple(Path(folder.name) / name for name in contents)
 
-        Raises:
-          InputError: if the weights are damaged or do not fit the config; all problems are listed.
-        """
+    def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns shape and dtype, as stored, of every leaf, by path."""
         specs = {}
         for leaf, pieces in self.weights.pieces.items():
             first = pieces[0]
@@ -177,12 +156,9 @@ class CheckpointSource(abc.ABC):
         return specs
 
     def read(self, path: str, dtype: np.dtype | None = None, buffer: np.ndarray | None = None) -> np.ndarray:
-        """Reads one leaf, and no bytes but its own.
+        """Reads one leaf, and no bytes but its own; casts to `dtype` while reading.
 
-        Args:
-          path: of the leaf.
-          dtype: to cast to while reading; default as stored.
-          buffer: uint8 array, at least as large as the leaf, that may be used as the memory of the returned array.
+        The memory of the result is that of `buffer`, a uint8 array, at least as large as the leaf, if one is given.
 
         Raises:
           InputError: if there is no such leaf, a tied tensor differs from its twin, a cast overflows, or the checkpoint

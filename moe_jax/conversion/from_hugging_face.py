@@ -1,6 +1,5 @@
 """Converts a checkpoint, a Hugging Face directory or a GGUF file, to a model directory."""
 
-import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,14 +12,15 @@ from rich.console import Console
 
 from moe_jax.conversion.checkpoint_source import CheckpointSource
 from moe_jax.conversion.families import family_named
-from moe_jax.conversion.formats.tensors import DTYPES_BY_NAME
 from moe_jax.conversion.gguf.gguf_header import is_gguf
 from moe_jax.conversion.gguf.gguf_model import GGUFModel
 from moe_jax.conversion.hf_config import read_hf_config
 from moe_jax.conversion.hugging_face_dir import HuggingFaceDirectory, has_weights
 from moe_jax.conversion.spec import ConvertSpec
 from moe_jax.conversion.table import PER_EXPERT, apply_table, print_mapping
+from moe_jax.conversion.tensors import DTYPES_BY_NAME
 from moe_jax.core.errors import InputError, check_member
+from moe_jax.core.formatting import count_bytes
 from moe_jax.core.terminal import ByteProgress, console_for_tables
 from moe_jax.distributed.processes import first_decides, gathered, is_first_process
 from moe_jax.files.json_toml import read_json_object
@@ -43,15 +43,8 @@ def convert(
 ) -> None:
     """Writes a checkpoint as a model directory, leaf by leaf, in memory that does not grow with its size.
 
-    With several processes, each reads and writes its own leaves.
-
-    Args:
-      src: Hugging Face directory, GGUF file, or name on the Hugging Face Hub; for a dry run a config.json alone is
-        enough, and for a model on the Hub only that is fetched.
-      dst: where the model directory appears, which must not exist; or memory.
-      spec: dtype of the parameters, and what to do with unknown keys and weights that are not finite.
-      dry_run: only print the mapping and sizes.
-      console: where to print; default standard error, and standard output for a dry run.
+    With several processes, each reads and writes its own leaves. For a dry run, which prints the mapping and sizes, a
+    config.json alone is enough, and for a model on the Hub only that is fetched.
 
     Raises:
       FileNotFoundError: if there is nothing at `src`.
@@ -73,7 +66,7 @@ def convert(
     if not src.exists():
         expected = "expected a Hugging Face directory or a GGUF file"
         raise FileNotFoundError(f"there is nothing at {src}; {expected}{why_a_path(src)}")
-    source: CheckpointSource
+    source: HuggingFaceDirectory | GGUFModel
     if is_gguf(src):
         source = GGUFModel(src)
         if source.quantized:
@@ -102,7 +95,7 @@ def convert(
     options = {"dtype": dtype, "ignore_keys": sorted(spec.ignored_keys), "allow_nonfinite": spec.allow_nonfinite}
     # An exported directory brings its own history.
     lineage = [*source.lineage, new_lineage_entry("convert", options, [source])]
-    total = _bytes_of(specs)
+    total = count_bytes(specs.values())
     if isinstance(dst, Path):
         require_space(dst, total)
     zero = ZeroExperts()
@@ -119,7 +112,7 @@ def convert(
                 for path in filter(ZeroExperts.concerns, writer.done):
                     zero.add(path, source.read(path))
             missing = {path: spec for path, spec in specs.items() if path not in writer.done and writer.mine(path)}
-            progress.skip(total - _bytes_of(missing))
+            progress.skip(total - count_bytes(missing.values()))
             for path, leaf in _read_ahead(source, missing):
                 writer.write({path: leaf})
                 zero.add(path, leaf)
@@ -155,10 +148,6 @@ def _print_expected(path: Path, dtype: str | None, ignored_keys: Collection[str]
     print_mapping(mapped.pieces, mapped.tensors, leaves, stored, console)
 
 
-def _bytes_of(specs: Mapping[str, jax.ShapeDtypeStruct]) -> int:
-    return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs.values())
-
-
 def _read_ahead(
     source: CheckpointSource, specs: Mapping[str, jax.ShapeDtypeStruct]
 ) -> Iterator[tuple[str, np.ndarray]]:
@@ -168,7 +157,7 @@ def _read_ahead(
     """
     if not specs:
         return
-    largest = max(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs.values())
+    largest = max(count_bytes([spec]) for spec in specs.values())
     buffers = [np.empty(largest, np.uint8) for _ in range(2)]
     paths = list(specs)
     with ThreadPoolExecutor(1) as pool:

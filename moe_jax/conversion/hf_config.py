@@ -17,18 +17,11 @@ _NUM_LABELS = 2
 
 
 def read_hf_config(data: Mapping[str, Any], *, ignored: Collection[str] = ()) -> ModelConfig:
-    """Reads a config.json, in the style of Transformers 4 or 5.
-
-    Args:
-      data: the parsed file.
-      ignored: unknown keys that are assumed to change nothing.
-
-    Returns:
-      The config; keys that this library does not use are kept in `foreign`.
+    """Reads a config.json, parsed, in the style of Transformers 4 or 5. Keys that are not used are kept in `foreign`.
 
     Raises:
       InputError: unknown family; missing, ill-typed or contradicting values; or unknown keys, which may change what the
-        model computes.
+        model computes, unless they are `ignored`.
     """
     if data.get("quantization_config") is not None:
         raise InputError(

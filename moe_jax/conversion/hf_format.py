@@ -6,10 +6,9 @@ which shows whether the format can hold it. The leaves in that form are a view: 
 while they are written, never a whole layer at once.
 """
 
-import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -21,7 +20,7 @@ from moe_jax.conversion.hf_config import inexpressible, write_hf_config
 from moe_jax.conversion.packed_experts import Codes, Packing, codes_of
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import REMEDY, cast, check_finite
-from moe_jax.core.formatting import GB
+from moe_jax.core.formatting import GB, count_bytes
 from moe_jax.experts.forms import ffn_matrices
 from moe_jax.experts.on_host import expert_kernels
 from moe_jax.functional.routing import GATES
@@ -38,13 +37,9 @@ def exported_config(config: ModelConfig, *, replicate_dense: bool) -> ModelConfi
 
     A dense model is unchanged. In a model with MoE layers, deltas are merged into full experts. If its family has no
     MoE layers the model moves to the first of the family's `moe_formats` that can hold it; if that has no dense layers,
-    they become MoEs of equal experts. Merged experts are repeated, one for each output of the router. Narrower experts,
-    and universal FFNs, are padded to the largest width in any layer with zero neurons, which add nothing because act(0)
-    = 0.
-
-    Args:
-      config: of the model.
-      replicate_dense: whether dense layers may become MoEs.
+    they become MoEs of equal experts, if `replicate_dense`. Merged experts are repeated, one for each output of the
+    router. Narrower experts, and universal FFNs, are padded to the largest width in any layer with zero neurons, which
+    add nothing because act(0) = 0.
 
     Raises:
       InputError: if no format holds the model.
@@ -57,38 +52,26 @@ def exported_config(config: ModelConfig, *, replicate_dense: bool) -> ModelConfi
         held = _in_form_of(config, family, replicate_dense=replicate_dense)
         write_hf_config(held)
         return held
-    refusals: list[_Refusal] = []
+    refusals: list[tuple[bool, str, list[str]]] = []  # whether not even its form is possible, the format, and why
     for name in family.moe_formats:
         try:
             held = _in_form_of(config, family_named(name), replicate_dense=replicate_dense)
         except InputError as error:
-            refusals.append(_Refusal(name, [str(error)], far=True))
+            refusals.append((True, name, [str(error)]))
             continue
         lost = inexpressible(held)
         if not lost:
             return held
-        refusals.append(_Refusal(name, lost, far=False))
+        refusals.append((False, name, lost))
+    nearest = ""
+    if refusals:
+        _, name, why = min(refusals, key=lambda refusal: (refusal[0], len(refusal[2])))
+        more = f" (and {len(why) - 1} more)" if len(why) > 1 else ""
+        nearest = f". The nearest is that of {name!r}: {why[0]}{more}"
     raise InputError(
         f"a {family.name!r} model with such MoE layers has no Hugging Face format that would give the same logits; "
-        f"keep it as a model directory{_nearest(refusals)}"
+        f"keep it as a model directory{nearest}"
     )
-
-
-class _Refusal(NamedTuple):
-    """The reasons why a format cannot hold a model; `far`: not even the conversion to its form was possible."""
-
-    name: str
-    why: list[str]
-    far: bool
-
-
-def _nearest(refusals: Sequence[_Refusal]) -> str:
-    """Returns the reasons of the format that would lose least."""
-    if not refusals:
-        return ""
-    nearest = min(refusals, key=lambda refusal: (refusal.far, len(refusal.why)))
-    more = f" (and {len(nearest.why) - 1} more)" if len(nearest.why) > 1 else ""
-    return f". The nearest is that of {nearest.name!r}: {nearest.why[0]}{more}"
 
 
 def _in_form_of(config: ModelConfig, family: Family, *, replicate_dense: bool) -> ModelConfig:
@@ -177,38 +160,30 @@ def print_changes(
     dense = [i for i in range(before.num_layers) if i in after.moe_layers and i not in before.moe_layers]
     if dense:
         experts = after.moe(dense[0]).num_experts
-        ffn = sum(
-            math.prod(spec.shape) * spec.dtype.itemsize
-            for path, spec in specs.items()
-            if path.startswith(f"layers/{dense[0]}/mlp/experts/")
-        )
+        prefix = f"layers/{dense[0]}/mlp/experts/"
+        ffn = count_bytes(spec for path, spec in specs.items() if path.startswith(prefix))
         console.print(
             f"{len(dense)} dense layers become {experts} equal experts each, which the format needs: same logits, "
             f"{len(dense) * ffn / GB * (experts - 1) / experts:.3f} GB more (not with --dense-layers refuse)"
         )
-    _print_universal(before, after, console)
+    of_universal = Counter(what for i in before.moe_layers for what in _universal_changes(before.moe(i), after.moe(i)))
+    for what, count in of_universal.items():
+        console.print(f"the MoEs of {count} layers {what}")
 
 
-def _print_universal(before: ModelConfig, after: ModelConfig, console: Console) -> None:
-    changes: dict[str, list[int]] = {}
-    for i in before.moe_layers:
-        old, new = before.moe(i), after.moe(i)
-        if new.universal == "none":
-            continue
-        if old.universal == "none":
-            what = f"get a shared expert of zeros, {new.universal_ffn.dim} wide, which the format needs: same logits"
-            changes.setdefault(what, []).append(i)
-            continue
-        if old.extended:
-            changes.setdefault("have their universal FFN in the bank: it is merged and stands beside it", []).append(i)
-        if old.universal != "sigmoid" and new.universal == "sigmoid":
-            what = "have a universal FFN of weight 1, which is stored with weight 1/2 and twice its output: same logits"
-            changes.setdefault(what, []).append(i)
-        if old.universal_ffn.dim < new.universal_ffn.dim:
-            what = f"have a universal FFN with neurons of zeros: the format has one width, {new.universal_ffn.dim}"
-            changes.setdefault(what, []).append(i)
-    for what, layers in changes.items():
-        console.print(f"the MoEs of {len(layers)} layers {what}")
+def _universal_changes(old: MoEConfig, new: MoEConfig) -> Iterator[str]:
+    if new.universal == "none":
+        return
+    width = new.universal_ffn.dim
+    if old.universal == "none":
+        yield f"get a shared expert of zeros, {width} wide, which the format needs: same logits"
+        return
+    if old.extended:
+        yield "have their universal FFN in the bank: it is merged and stands beside it"
+    if old.universal != "sigmoid" and new.universal == "sigmoid":
+        yield "have a universal FFN of weight 1, which is stored with weight 1/2 and twice its output: same logits"
+    if old.universal_ffn.dim < width:
+        yield f"have a universal FFN with neurons of zeros: the format has one width, {width}"
 
 
 class MergedModel:

@@ -1,7 +1,5 @@
 """`HuggingFaceDirectory`: a Hugging Face checkpoint, read leaf by leaf as if it were a model directory."""
 
-import tempfile
-import weakref
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -10,10 +8,10 @@ from typing import Any, NamedTuple
 
 from moe_jax.conversion.checkpoint_source import CheckpointSource, Weights, match_weights
 from moe_jax.conversion.families import family_named
-from moe_jax.conversion.formats.safetensors_file import SAFETENSORS_INDEX, SINGLE_SAFETENSORS, read_header
-from moe_jax.conversion.formats.tensors import TensorEntry
-from moe_jax.conversion.formats.torch_file import read_torch_file
 from moe_jax.conversion.hf_config import read_hf_config
+from moe_jax.conversion.safetensors_file import SAFETENSORS_INDEX, SINGLE_SAFETENSORS, read_header
+from moe_jax.conversion.tensors import TensorEntry
+from moe_jax.conversion.torch_file import read_torch_file
 from moe_jax.core.errors import InputError, raise_if_any, shown
 from moe_jax.files.byte_files import fingerprint_files
 from moe_jax.files.json_toml import read_json_object
@@ -160,12 +158,7 @@ class HuggingFaceDirectory(CheckpointSource):
         vocabulary = family_named(self.config.family).vocabulary
         assert vocabulary is not None
         name, make = vocabulary
-        content = make(self.path / name)
-        folder = tempfile.TemporaryDirectory(prefix="moe-jax-")
-        weakref.finalize(self, folder.cleanup)
-        made = Path(folder.name) / TOKENIZER
-        made.write_text(content, encoding="utf-8")
-        return made
+        return self._made_files({TOKENIZER: make(self.path / name)})[0]
 
     @property
     def lineage(self) -> list[dict[str, Any]]:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_jax.conversion.formats.safetensors_file import PlannedTensor
-from moe_jax.conversion.formats.tensors import DTYPE_NAMES
+from moe_jax.conversion.safetensors_file import PlannedTensor
 from moe_jax.conversion.table import Mapped, Piece
+from moe_jax.conversion.tensors import DTYPE_NAMES
 from moe_jax.core.errors import InputError
 from moe_jax.experts.forms.coding import Storable
 from moe_jax.model_io.model_source import ModelSource
@@ -41,17 +41,11 @@ Quantise = Callable[[np.ndarray, int, int], Codes]
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """How the experts of a model are written in codes.
+    """How the experts of a model are written in codes."""
 
-    Attributes:
-      bits: of a code.
-      group_size: number of inputs that share a scale.
-      quantise: makes codes of kernels that have none.
-    """
-
-    bits: int
-    group_size: int
-    quantise: Quantise
+    bits: int  # of a code
+    group_size: int  # number of inputs that share a scale
+    quantise: Quantise  # makes codes of kernels that have none
 
     @classmethod
     def of(
@@ -73,9 +67,7 @@ class Packing:
         if not written.moe_layers:
             raise InputError("the model is dense: it has no experts to be written in codes")
         stored = {stored_codes(config.moe(i)) for i in config.moe_layers}
-        known = next(iter(stored)) if len(stored) == 1 else None
-        if known is None:
-            known = BITS[0], DEFAULT_GROUP_SIZE
+        known = (stored.pop() if len(stored) == 1 else None) or (BITS[0], DEFAULT_GROUP_SIZE)
         bits = known[0] if bits is None else bits
         group_size = known[1] if group_size is None else group_size
         if bits not in BITS:
@@ -140,14 +132,8 @@ class Packing:
 
     def describe(self, mapped: Mapped) -> dict[str, Any]:
         """Returns the `quantization_config` of config.json."""
-        ends = sorted(
-            {
-                piece.template.removesuffix(_SUFFIX).rpartition(".")[2]
-                for path, pieces in mapped.pieces.items()
-                if self.is_packed(path)
-                for piece in pieces
-            }
-        )
+        packed = (piece for path, pieces in mapped.pieces.items() if self.is_packed(path) for piece in pieces)
+        ends = sorted({piece.template.removesuffix(_SUFFIX).rpartition(".")[2] for piece in packed})
         weights = {
             "num_bits": self.bits,
             "type": "int",

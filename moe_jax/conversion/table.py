@@ -26,7 +26,7 @@ import rich.table
 from rich.console import Console
 
 from moe_jax.core.errors import InputError, raise_if_any, shown
-from moe_jax.core.formatting import GB
+from moe_jax.core.formatting import GB, count_bytes
 
 PER_EXPERT = "per-expert"
 FUSED = "fused"
@@ -90,25 +90,15 @@ def norm(tensor: str, leaf: str) -> tuple[Row, ...]:
 
 
 class Piece(NamedTuple):
-    """A run of elements in a tensor that fills one leaf, or one expert of a leaf.
+    """A run of elements in a tensor that fills one leaf, or one expert of a leaf."""
 
-    Attributes:
-      tensor: name of the tensor.
-      offset: number of elements of the tensor before the piece.
-      shape: of the piece in the tensor.
-      leaf: path of the leaf.
-      expert: index on the leaf's first axis, of an expert or a head; None: the piece is the whole leaf.
-      transpose: the leaf holds the piece transposed.
-      template: the tensor of its row, with `{i}` and `{e}`.
-    """
-
-    tensor: str
-    offset: int
-    shape: tuple[int, ...]
-    leaf: str
-    expert: int | None
-    transpose: bool
-    template: str
+    tensor: str  # name of the tensor
+    offset: int  # number of elements of the tensor before the piece
+    shape: tuple[int, ...]  # of the piece in the tensor
+    leaf: str  # path of the leaf
+    expert: int | None  # index on the leaf's first axis, of an expert or a head; None: the piece is the whole leaf
+    transpose: bool  # the leaf holds the piece transposed
+    template: str  # the tensor of its row, with `{i}` and `{e}`
 
 
 class Mapped(NamedTuple):
@@ -129,13 +119,7 @@ def apply_table(
 ) -> Mapped:
     """Determines the tensors of a model, and the pieces of its leaves, each covered exactly once.
 
-    Args:
-      table: the family's table.
-      leaves: leaf path -> anything with a `shape`, for every leaf of the model.
-      num_layers: of the model, encoder's and decoder's.
-      layout: one of `LAYOUTS`.
-      family: its name, for messages.
-      num_encoder_layers: number of layers of the encoder.
+    The `leaves` have a `shape`; `num_layers` are those of the encoder and the decoder; `family` is for messages.
 
     Raises:
       InputError: if the table has no row for a leaf.
@@ -198,8 +182,7 @@ def _tensor_shape(row: Row, shapes: list[tuple[int, ...]], *, stacked: bool) -> 
 def detect_layout(table: Table, names: Iterable[str]) -> str:
     """Detects the expert layout of a checkpoint from the names of its tensors; per-expert if they do not tell.
 
-    Raises:
-      InputError: if both layouts occur.
+    Raises `InputError` if both layouts occur.
     """
     found = {layout: _first_match(table, names, layout) for layout in LAYOUTS}
     if all(found.values()):
@@ -215,17 +198,6 @@ def _first_match(table: Table, names: Iterable[str], layout: str) -> str | None:
         return None
     pattern = re.compile("|".join(templates).replace(r"\{i\}", r"\d+").replace(r"\{e\}", r"\d+"))
     return next((name for name in names if pattern.fullmatch(name)), None)
-
-
-class _Line(NamedTuple):
-    """The line for all tensors of one kind."""
-
-    tensor: str
-    tensor_shape: tuple[int, ...]
-    operations: str
-    leaf: str
-    leaf_shape: tuple[int, ...]
-    dtypes: str
 
 
 def print_mapping(
@@ -244,16 +216,17 @@ def print_mapping(
       stored: leaf path -> dtype as it is read.
       console: where to print.
     """
-    counts: dict[_Line, tuple[set[str], set[str]]] = {}
+    counts: dict[tuple[str, ...], tuple[set[str], set[str]]] = {}
     for leaf, parts in pieces.items():
         for piece in parts:
-            line = _Line(
+            before, after = stored[leaf].dtype, leaves[leaf].dtype
+            line = (
                 piece.template,
-                tensor_shapes[piece.tensor],
+                "x".join(map(str, tensor_shapes[piece.tensor])),
                 _operations(piece, tensor_shapes[piece.tensor]),
                 re.sub(r"^layers/\d+/", "layers/{i}/", leaf),
-                tuple(leaves[leaf].shape),
-                _dtypes(stored[leaf].dtype, leaves[leaf].dtype),
+                "x".join(map(str, leaves[leaf].shape)),
+                str(before) if before == after else f"{before} -> {after}",
             )
             tensors, paths = counts.setdefault(line, (set(), set()))
             tensors.add(piece.tensor)
@@ -262,14 +235,12 @@ def print_mapping(
     for title in ("tensors", "", "shape", "operations", "leaves", "", "shape", "dtype", "GB"):
         is_name = title in ("tensors", "leaves")
         table.add_column(title, overflow="fold", no_wrap=not is_name, justify="right" if title == "GB" else "left")
-    for line, (tensors, paths) in counts.items():
-        size = sum(_nbytes(leaves[path]) for path in paths)
-        table.add_row(
-            line.tensor, f"x{len(tensors)}", _times(line.tensor_shape), line.operations,
-            line.leaf, f"x{len(paths)}", _times(line.leaf_shape), line.dtypes, f"{size / GB:.3f}",
-        )  # fmt: skip
+    for (tensor, shape, operations, leaf, leaf_shape, dtypes), (tensors, paths) in counts.items():
+        size = f"{count_bytes(leaves[path] for path in paths) / GB:.3f}"
+        count, leaf_count = f"x{len(tensors)}", f"x{len(paths)}"
+        table.add_row(tensor, count, shape, operations, leaf, leaf_count, leaf_shape, dtypes, size)
     console.print(table)
-    total = sum(_nbytes(leaf) for leaf in leaves.values())
+    total = count_bytes(leaves.values())
     parameters = sum(map(math.prod, tensor_shapes.values()))
     console.print(f"{len(tensor_shapes)} tensors, {len(leaves)} leaves, {parameters:,} parameters, {total / GB:.3f} GB")
 
@@ -282,15 +253,3 @@ def _operations(piece: Piece, tensor_shape: tuple[int, ...]) -> str:
     if is_joined:
         names.append("split")
     return ", ".join(names) or "rename"
-
-
-def _times(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape))
-
-
-def _dtypes(before: Any, after: Any) -> str:
-    return str(before) if before == after else f"{before} -> {after}"
-
-
-def _nbytes(leaf: Any) -> int:
-    return math.prod(leaf.shape) * leaf.dtype.itemsize

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -13,17 +14,17 @@ from rich.console import Console
 
 from moe_jax.conversion.checkpoint_source import WORKERS, match_weights, row_chunks
 from moe_jax.conversion.families import family_named
-from moe_jax.conversion.formats.safetensors_file import PlannedTensor, ShardWriter, shard_writer
-from moe_jax.conversion.formats.tensors import DTYPE_NAMES, DTYPES_BY_NAME, TensorEntry, copy_transposed
 from moe_jax.conversion.hf_config import kept_keys, read_hf_config, write_hf_config
 from moe_jax.conversion.hf_format import MergedModel, exported_config, print_changes
 from moe_jax.conversion.hugging_face_dir import open_checkpoint
 from moe_jax.conversion.packed_experts import Packing
+from moe_jax.conversion.safetensors_file import PlannedTensor, ShardWriter, shard_writer
 from moe_jax.conversion.spec import ExportSpec
 from moe_jax.conversion.table import LAYOUTS, Mapped, Piece, apply_table, print_mapping
+from moe_jax.conversion.tensors import DTYPE_NAMES, DTYPES_BY_NAME, TensorEntry, copy_transposed
 from moe_jax.core.errors import InputError, check_member
 from moe_jax.core.finite import REMEDY, check_finite, check_fits
-from moe_jax.core.formatting import parse_bytes
+from moe_jax.core.formatting import count_bytes, parse_bytes
 from moe_jax.core.terminal import ByteProgress, console_for_tables
 from moe_jax.files.remote_work import RemoteWork
 from moe_jax.files.resume import Workplace, open_work, require_space
@@ -54,13 +55,7 @@ def export(
 ) -> None:
     """Writes a model as a Hugging Face directory that Transformers loads, in memory that does not grow with its size.
 
-    Args:
-      source: model directory, or Hugging Face directory.
-      dst: where the directory appears; must not exist.
-      spec: how the tensors are laid out, cast and spread over files.
-      packed: how experts are written in codes; None: as they are.
-      dry_run: only print the mapping and sizes.
-      console: where to print; default standard error, and standard output for a dry run.
+    If `packed` is given, experts are written in codes; a dry run only prints the mapping and sizes.
 
     Raises:
       InputError: if no format can hold the model, weights are not finite or too large for the dtype, or `dst` exists.
@@ -270,8 +265,7 @@ def _tensor_dtypes(mapped: Mapped, specs: Mapping[str, jax.ShapeDtypeStruct]) ->
 
 def _main_dtype(specs: Mapping[str, jax.ShapeDtypeStruct]) -> str:
     """Returns the dtype of most bytes: Transformers loads a checkpoint in the single dtype that its config names."""
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for spec in specs.values():
-        name = str(spec.dtype)
-        sizes[name] = sizes.get(name, 0) + math.prod(spec.shape) * spec.dtype.itemsize
-    return max(sizes, key=sizes.__getitem__)
+        sizes[str(spec.dtype)] += count_bytes([spec])
+    return sizes.most_common(1)[0][0]

@@ -1,9 +1,14 @@
-"""Speeds and sizes of accelerators, by their makers' word: the one table for rooflines, memory and sizes of blocks.
+"""Speeds and sizes of accelerators, by their makers' word; and the memory of this machine.
 
-A roofline is the least time that a program can take: that of its products at the peak of the matrix units, or that of
-its bytes at the bandwidth of the memory, whichever is longer. No program reaches either.
+The one table for rooflines, memory and sizes of blocks. A roofline is the least time that a program can take: that of
+its products at the peak of the matrix units, or that of its bytes at the bandwidth of the memory, whichever is longer.
+No program reaches either.
 """
 
+import contextlib
+import resource
+import sys
+from pathlib import Path
 from typing import NamedTuple
 
 _GIB = 1 << 30
@@ -105,3 +110,36 @@ _BY_KIND = {kind: chip for chip in CHIPS.values() for kind in chip.kinds}
 def chip_of_kind(kind: str) -> Chip | None:
     """The chip with a `device_kind`; None if the table lacks it."""
     return _BY_KIND.get(kind)
+
+
+def available_memory() -> int | None:
+    """Bytes that can be used without swapping, as Linux estimates them; None on other systems."""
+    return _in_kib("/proc/meminfo", "MemAvailable")
+
+
+def total_memory() -> int | None:
+    """Bytes of memory of this machine; None on other systems than Linux."""
+    return _in_kib("/proc/meminfo", "MemTotal")
+
+
+def resident_memory() -> int | None:
+    """Bytes of memory that this process has now; None on other systems than Linux."""
+    return _in_kib("/proc/self/status", "VmRSS")
+
+
+def peak_memory_bytes() -> int:
+    """Highest resident memory of this process so far."""
+    # On Linux, where the figure below includes the memory of the parent process when it started this one.
+    highest = _in_kib("/proc/self/status", "VmHWM")
+    if highest is not None:
+        return highest
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+def _in_kib(file: str, name: str) -> int | None:
+    """A line `NAME:  123 kB` of a file, in bytes; None: there is none."""
+    with contextlib.suppress(OSError, StopIteration):
+        line = next(line for line in Path(file).read_text().splitlines() if line.startswith(f"{name}:"))
+        return int(line.split()[1]) * 1024
+    return None

@@ -83,15 +83,9 @@ def nearest(word: str, options: Iterable[str]) -> str:
 
 
 def raise_if_any(problems: Sequence[str], headline: str, *, limit: int = 40) -> None:
-    """Raises one `InputError` that lists every problem found, so that one run shows them all.
+    """Raises one `InputError` that lists every problem found, if there are any, so that one run shows them all.
 
-    Args:
-      problems: one sentence each; nothing is raised when there are none.
-      headline: what was being done, put before the list.
-      limit: how many problems are spelled out; the rest are counted.
-
-    Raises:
-      InputError: if `problems` is not empty.
+    The headline says what was being done; problems beyond `limit` are counted.
     """
     if not problems:
         return

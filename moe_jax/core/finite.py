@@ -28,14 +28,13 @@ def is_floating(dtype: np.dtype) -> bool:
 
 
 def largest_magnitude(array: np.ndarray) -> float:
-    """The largest absolute value; infinite if one is infinite, NaN if one is NaN. Copies nothing.
+    """Returns the largest absolute value; infinite if one is infinite, NaN if one is NaN. Copies nothing.
+
+    It is 0 for an array that is empty or not of floating point.
 
     The bits of a float without its sign grow with its magnitude, those of NaN above those of infinity. As signed
     integers, positive floats come after negative ones; as unsigned integers it is the other way round. So the largest
     integer of either kind is all that is needed, which is found several times faster than `np.isfinite(array).all()`.
-
-    Args:
-      array: of any shape and dtype; 0 of one that is empty or not of floating point.
     """
     if array.size == 0 or not is_floating(array.dtype):
         return 0.0
@@ -52,13 +51,7 @@ def largest_magnitude(array: np.ndarray) -> float:
 
 
 def check_finite(leaf: str, array: np.ndarray, remedy: str) -> None:
-    """Raises `InputError` if a number is not finite.
-
-    Args:
-      leaf: its path, or in words what the array is.
-      array: of any dtype.
-      remedy: what the user can do.
-    """
+    """Raises `InputError` if a number is not finite; it names the leaf, and as `remedy` what the user can do."""
     if math.isfinite(largest_magnitude(array)):
         return
     array = _without_repeats(array)
@@ -70,21 +63,14 @@ def check_finite(leaf: str, array: np.ndarray, remedy: str) -> None:
 
 
 def check_fits(leaf: str, array: np.ndarray, dtype: npt.DTypeLike) -> None:
-    """Raises `DoesNotFit` if a finite number becomes infinite in a floating-point dtype.
-
-    Args:
-      leaf: its path, or in words what the array is.
-      array: of any dtype.
-      dtype: to cast to.
-    """
+    """Raises `DoesNotFit` if a finite number of a leaf becomes infinite in a floating-point dtype."""
     dtype = np.dtype(dtype)
     most = float(jnp.finfo(dtype).max)
     if not is_floating(array.dtype) or float(jnp.finfo(array.dtype).max) <= most:
         return
     largest = largest_magnitude(array)
     if not math.isfinite(largest):  # of the others, then
-        finite = array[np.isfinite(array)]
-        largest = largest_magnitude(finite)
+        largest = largest_magnitude(array[np.isfinite(array)])
     # Rounded, because numbers a little above the largest one still become it.
     if np.isinf(_rounded(largest, array.dtype, dtype)):
         raise DoesNotFit(
@@ -94,17 +80,9 @@ def check_fits(leaf: str, array: np.ndarray, dtype: npt.DTypeLike) -> None:
 
 
 def cast(leaf: str, array: np.ndarray, dtype: npt.DTypeLike) -> np.ndarray:
-    """An array in another floating-point dtype; the array itself if it has this dtype.
+    """Returns a leaf in another floating-point dtype; the array itself if it has this dtype.
 
-    NaN and infinity stay what they are.
-
-    Args:
-      leaf: its path, or in words what the array is.
-      array: of floating point.
-      dtype: to cast to.
-
-    Raises:
-      DoesNotFit: if a finite number becomes infinite.
+    NaN and infinity stay what they are. Raises `DoesNotFit` if a finite number becomes infinite.
     """
     dtype = np.dtype(dtype)
     if array.dtype == dtype:

@@ -16,11 +16,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 
 
 def parse_bytes(text: str | int, *, flag: str = "") -> int:
-    """Bytes of `5GB`, `500 MB`, `1.5GiB` or a plain number.
-
-    Args:
-      text: the number; upper or lower case, with or without a space before the unit.
-      flag: the option that it is the value of; named in the error.
+    """Returns the bytes of `5GB`, `500 mb`, `1.5GiB` or a plain number; an error names the option that has the value.
 
     Raises:
       InputError: for anything else, and for less than one byte.

@@ -11,6 +11,7 @@ and little memory. It starts when the first template is compiled, and serves all
 """
 
 import atexit
+import contextlib
 import json
 import os
 import pathlib
@@ -105,10 +106,8 @@ def _ask(source: str, of_task: bool, values: dict[str, Any] | None) -> dict[str,
         if not line.endswith(b"\n"):
             _stop()
     if not line.endswith(b"\n"):
-        timed_out = process.returncode == -signal.SIGPROF
-        why = (
-            f"it takes more than {MAX_SECONDS:g} seconds" if timed_out else f"its process ended ({process.returncode})"
-        )
+        ended = f"its process ended ({process.returncode})"
+        why = f"it takes more than {MAX_SECONDS:g} seconds" if process.returncode == -signal.SIGPROF else ended
         raise TemplateFails(why, is_endless=True)
     answer = json.loads(line)
     if "endless" in answer:
@@ -140,10 +139,8 @@ def _stop() -> None:
     if process is not None:
         assert process.stdin and process.stdout
         process.stdout.close()
-        try:
+        with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
-        except BrokenPipeError:
-            pass
         try:
             process.wait(timeout=1)
         except subprocess.TimeoutExpired:

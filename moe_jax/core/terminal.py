@@ -14,8 +14,8 @@ from rich.progress import BarColumn, ProgressColumn, Task, TaskProgressColumn, T
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
+from moe_jax.core.data_sheets import peak_memory_bytes
 from moe_jax.core.formatting import GB, show_duration
-from moe_jax.core.memory import peak_memory_bytes
 
 # The time left is estimated from the last steps: those that a resumed job skips take no time, and layers differ.
 _STEPS = 6
@@ -61,21 +61,14 @@ def shown_work() -> Iterator[None]:
 
 
 def shows_work() -> bool:
-    """Returns whether verbs show what they do: see `shown_work`."""
+    """Whether verbs show what they do: see `shown_work`."""
     return _SHOWN.get()
 
 
 class Pace:
-    """Elapsed time of a task, and an estimate of the time left."""
+    """Elapsed time of a task of `total` steps, of which some are done already, and an estimate of the time left."""
 
     def __init__(self, done: float, total: float, clock: Callable[[], float] = time.monotonic):
-        """Starts the clock.
-
-        Args:
-          done: steps that are done already.
-          total: all of them.
-          clock: seconds.
-        """
         self.done = done
         self._total = total
         self._clock = clock

@@ -1,7 +1,7 @@
 """Specs: frozen dataclasses that hold the options of a verb, each option written down once.
 
 The command line is generated from a spec (`commands.options`), the Python verb takes one or its fields as keywords
-(`api.verb`), and the lineage of a model stores it.
+(`api.model`), and the lineage of a model stores it.
 """
 
 import ast

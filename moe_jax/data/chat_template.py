@@ -40,12 +40,9 @@ class ChatTemplate:
     """Writes conversations as text.
 
     Args:
-      source: the template's text.
+      source: the template's text; `InputError` is raised if it is no template.
       special_tokens: the tokens that it may name: `bos_token` and others.
       where: where the template comes from; named in errors.
-
-    Raises:
-      InputError: if it is no template.
     """
 
     def __init__(
@@ -174,17 +171,12 @@ def _plain(value: Any) -> Any:
 
 
 def _common(one: str, other: str) -> int:
-    """Returns the number of characters that two texts share at their beginning."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def load_chat_template(tokenizer: Path) -> ChatTemplate:
-    """Loads the chat template of a tokenizer.
-
-    Raises:
-      InputError: if it has none, or it is no template.
-    """
+    """Loads the chat template of a tokenizer; raises `InputError` if it has none, or it is no template."""
     found = find_chat_template(tokenizer)
     if found is None:
         raise InputError(
@@ -205,7 +197,9 @@ def read_chat_template(file: Path, tokenizer: Path) -> ChatTemplate:
         source = read_regular(file, max_bytes=4 * MAX_TEMPLATE).decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"{file} is not UTF-8 text: {error}") from None
-    settings = (_settings(tokenizer.with_name(name)) for name in ("tokenizer_config.json", "special_tokens_map.json"))
+    settings = (
+        read_settings(tokenizer.with_name(name)) for name in ("tokenizer_config.json", "special_tokens_map.json")
+    )
     return ChatTemplate(source, special_tokens=_special_tokens(*settings), where=str(file))
 
 
@@ -220,7 +214,7 @@ def find_chat_template(tokenizer: Path) -> ChatTemplate | None:
     if tokenizer.with_name(FILE).exists():
         return read_chat_template(tokenizer.with_name(FILE), tokenizer)
     file = tokenizer.with_name("tokenizer_config.json")
-    settings = _settings(file)
+    settings = read_settings(file)
     source: Any = settings.get("chat_template")
     where = f"chat_template in {file}"
     if isinstance(source, list):
@@ -236,11 +230,12 @@ def find_chat_template(tokenizer: Path) -> ChatTemplate | None:
         return None
     if not isinstance(source, str):
         raise InputError(f"{where} is {shown(source)}, expected a text")
-    special = _special_tokens(settings, _settings(tokenizer.with_name("special_tokens_map.json")))
+    special = _special_tokens(settings, read_settings(tokenizer.with_name("special_tokens_map.json")))
     return ChatTemplate(source, special_tokens=special, where=where)
 
 
-def _settings(file: Path) -> dict[str, Any]:
+def read_settings(file: Path) -> dict[str, Any]:
+    """Returns the settings in a file beside a tokenizer; none if there is no file."""
     return read_json_object(file, allow=ANYTHING) if file.exists() else {}
 
 

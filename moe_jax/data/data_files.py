@@ -54,7 +54,6 @@ class _Windows:
         return None
 
     def add(self, window: _Window) -> None:
-        """Keeps a window, and drops the one that was used least recently if there are too many."""
         with self._guard:
             self._kept.append(window)
 
@@ -138,11 +137,7 @@ _BUFFER_BYTES = 32 << 20
 
 
 def import_pyarrow(what: str) -> Any:
-    """Imports the package pyarrow, which `what` needs.
-
-    Raises:
-      InputError: if it is not installed.
-    """
+    """Imports the package pyarrow, which `what` needs; raises `InputError` if it is not installed."""
     try:
         import pyarrow
         import pyarrow.ipc
@@ -161,12 +156,14 @@ def cached_copy(file: Path, form: str, write: Callable[[IO[bytes]], object]) -> 
       write: writes the copy. Nothing is left of it after an error.
     """
     identity = f"{file.resolve()}\n{as_path(file).version()}\n{form}"
-    copy = _folder() / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.{form.split()[0]}"
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    folder = (Path(home) if os.path.isabs(home) else Path.home() / ".cache") / "moe_jax" / "data"
+    copy = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.{form.split()[0]}"
     if copy.is_file():
         return copy
-    copy.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     # Other processes may be making the same copy: the last one stays, and all are equal.
-    descriptor, fresh = tempfile.mkstemp(dir=copy.parent, prefix=".", suffix=".new")
+    descriptor, fresh = tempfile.mkstemp(dir=folder, prefix=".", suffix=".new")
     try:
         with os.fdopen(descriptor, "wb") as handle:
             write(handle)
@@ -187,9 +184,12 @@ def uncompressed(file: Path) -> Path:
         return file
     arrow = import_pyarrow(f"{file}: zstd") if file.suffix == ".zst" else None
 
+    def opened(stored: IO[bytes]) -> Any:
+        return gzip.open(stored, "rb") if arrow is None else arrow.CompressedInputStream(stored, "zstd")
+
     def write(handle: IO[bytes]) -> None:
         try:
-            with read_through(file) as stored, _content(stored, arrow) as content:
+            with read_through(file) as stored, opened(stored) as content:
                 shutil.copyfileobj(content, handle, 1 << 20)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise InputError(f"{file} is not a whole gzip file: {first_line(error)}") from None
@@ -204,13 +204,3 @@ def uncompressed(file: Path) -> Path:
 def read_through(file: Path) -> IO[bytes]:
     """Opens a file, or object, for reading from beginning to end in large pieces."""
     return io.BufferedReader(open_bytes(file), _BUFFER_BYTES)
-
-
-def _content(stored: IO[bytes], arrow: Any) -> Any:
-    """Returns the content of a compressed file: zstd if arrow is given, else gzip."""
-    return gzip.open(stored, "rb") if arrow is None else arrow.CompressedInputStream(stored, "zstd")
-
-
-def _folder() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(home) if os.path.isabs(home) else Path.home() / ".cache") / "moe_jax" / "data"

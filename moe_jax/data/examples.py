@@ -46,12 +46,7 @@ class Example(NamedTuple):
 
 
 class Document(NamedTuple):
-    """A document, or a part of one, as tokens.
-
-    Attributes:
-      ids: Int32[n].
-      scored: Float32[n], 0 for tokens that are not scored.
-    """
+    """A document, or a part of one, as tokens: ids Int32[n], and scored Float32[n], 0 for tokens that are not."""
 
     ids: np.ndarray
     scored: np.ndarray

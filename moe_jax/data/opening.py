@@ -26,13 +26,9 @@ _AT_ONCE = 8  # files that are opened at the same time
 
 
 def open_sources(section: DataSection, config: ModelConfig, batch_size: int, tokenizer_path: Path) -> list[Files]:
-    """Opens the records of every source. Most mistakes in them are found here.
+    """Opens the records of every source of a recipe's `[data]`. Most mistakes in them are found here.
 
-    Args:
-      section: the recipe's `[data]`.
-      config: of the model.
-      batch_size: rows of a batch; long texts are cut into enough pieces for them.
-      tokenizer_path: a `tokenizer.json`.
+    Long texts are cut into enough pieces for the `batch_size` rows of a batch.
 
     Raises:
       FileNotFoundError: a path or pattern that matches no file.
@@ -55,11 +51,7 @@ def open_sources(section: DataSection, config: ModelConfig, batch_size: int, tok
 
 
 def named_files(pattern: str) -> list[tuple[Path, DataFile]]:
-    """Returns the files that match a pattern: the name of each, and its uncompressed content.
-
-    Raises:
-      FileNotFoundError: if there are none.
-    """
+    """Returns the files that match a pattern, at least one: the name of each, and its uncompressed content."""
     names = find_files(pattern)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         return list(zip(names, pool.map(lambda name: DataFile(uncompressed(name)), names), strict=True))
@@ -92,7 +84,13 @@ def open_files(
         return Files([TokenRecords(file, expected, config.vocab_size) for _, file in files])
     kinds = ("pair",) if config.has_encoder else ("text", "pair", "chat")
     reader = RowReader(source.fields, template=template, chat=source.chat, kinds=kinds)
-    opened = _open_files(source, files, reader, piece)
+    opened: list[TextFile] | list[JsonLines] | list[TableRows]
+    if source.form == "jsonl":
+        opened = [JsonLines(file, reader, name=name) for name, file in files]
+    elif source.form == "text":
+        opened = [TextFile(file, piece=piece, separator=source.separator, name=name) for name, file in files]
+    else:
+        opened = [TableRows(file.path, source.form, reader) for _, file in files]
     check_beginning(opened)
     return Files(opened)
 
@@ -107,17 +105,6 @@ def template_loader(section: DataSection, tokenizer_path: Path) -> Callable[[], 
         return load_chat_template(tokenizer_path)
 
     return load
-
-
-def _open_files(
-    source: SourceSection, files: Sequence[tuple[Path, DataFile]], reader: RowReader, piece: int
-) -> list[TextFile] | list[JsonLines] | list[TableRows]:
-    """Opens files, each given by its name and its content."""
-    if source.form == "jsonl":
-        return [JsonLines(file, reader, name=name) for name, file in files]
-    if source.form == "text":
-        return [TextFile(file, piece=piece, separator=source.separator, name=name) for name, file in files]
-    return [TableRows(file.path, source.form, reader) for _, file in files]
 
 
 def check_form(source: SourceSection, verb: str) -> None:
@@ -174,14 +161,7 @@ class SourcePreview:
 def preview(
     section: DataSection, config: ModelConfig, tokenizer_path: Path, *, batch_size: int, count: int
 ) -> list[SourcePreview]:
-    """Looks at every source of a recipe.
-
-    Args:
-      section: its `[data]`.
-      config: of the model.
-      tokenizer_path: a `tokenizer.json`.
-      batch_size: rows of a batch, on which the length of pieces of long texts depends.
-      count: documents to show of every source.
+    """Looks at every source of a recipe's `[data]`, and shows its first `count` documents.
 
     Raises:
       FileNotFoundError, InputError: see `open_sources`; also for text that the tokenizer cannot encode.

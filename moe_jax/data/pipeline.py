@@ -77,12 +77,7 @@ class Row(Protocol):
 
 
 class RowsIterator(grain.DatasetIterator):
-    """An iterator over batches whose rows are filled one by one; its position consists of the positions of the rows.
-
-    Args:
-      rows: of this process.
-      identity, at_once: see `PackedBatches`.
-    """
+    """An iterator over batches whose rows are filled one by one; its position consists of the positions of the rows."""
 
     def __init__(self, rows: Sequence[Row], identity: dict[str, int], at_once: int = 1):
         super().__init__()
@@ -109,8 +104,6 @@ class RowsIterator(grain.DatasetIterator):
 
 
 class _Row:
-    """One row of the batch, and its position in the records."""
-
     def __init__(self, records: grain.MapDataset, number: int, stride: int, seq_len: int, whole: bool):
         self.number = number
         self.record = number
@@ -122,7 +115,6 @@ class _Row:
         self._pairs: Pairs | None = None
 
     def seek(self, record: int, offset: int) -> None:
-        """Moves to a position: a record, and an offset in its pairs."""
         self.record, self.offset, self._pairs = record, offset, None
 
     def fill(self) -> Batch:
@@ -180,15 +172,11 @@ class PairBatches(grain.IterDataset):
       inputs Int32[R, S], inputs_valid Bool[R, S] (false: padding),
       cut Int32[R, 2]: whether input and target were cut.
 
-    Rows, processes and positions are as in `sequence_packing`.
-
     Args:
       records: the records in training order, each a list of pairs, one or none.
-      rows: the rows of the global batch that this process prepares.
-      num_rows: B, rows of the global batch.
       input_len: S; no input is longer.
       seq_len: T; no target is longer.
-      identity, at_once: see `PackedBatches`.
+      rows, num_rows, identity, at_once: see `PackedBatches`.
     """
 
     def __init__(
@@ -222,7 +210,6 @@ class _PairRow:
         self._lengths = input_len, seq_len
 
     def seek(self, record: int, offset: int) -> None:
-        """Moves to a record; `offset` must be 0."""
         self.record, self.offset = record, offset
 
     def fill(self) -> Batch:
@@ -267,8 +254,6 @@ def stack_pairs(pairs: Sequence[Pair], rows: int, *, input_len: int | None, seq_
     return batch
 
 
-PairMaker = Callable[[list[Example]], list[Pair]]
-
 # Number of pairs of every source that are read before training, to count those that are too long.
 _PAIRS_LOOKED_AT = 1000
 
@@ -312,7 +297,11 @@ def open_data(
     )
     records = _ordered(section, sources, sizes, seed)
     if config.has_encoder:
-        make_pairs = _pair_maker(section, tokenizer)
+        lengths = {"input_len": input_length(section), "seq_len": section.seq_len}
+
+        def make_pairs(examples: list[Example]) -> list[Pair]:
+            return [tokenizer.pair(example, **lengths) for example in examples]
+
         cuts = _describe_cuts(section, sources, make_pairs)
         if cuts is not None:
             note(cuts)
@@ -333,11 +322,7 @@ def open_data(
 def _describe_cuts(
     section: DataSection, sources: Sequence[Files], make_pairs: Callable[[Any], list[Pair]]
 ) -> str | None:
-    """Returns a sentence on how many of the first pairs of every source are too long for the recipe; None if none is.
-
-    Raises:
-      InputError: for a source without pairs.
-    """
+    """Returns a sentence on how many of the first pairs of every source are too long; None if none is."""
     pairs = []
     for settings, source in zip(section.sources, sources, strict=True):
         first = (pair for index in range(len(source)) for pair in make_pairs(source[index]))
@@ -353,15 +338,6 @@ def _describe_cuts(
         f"{input_length(section)} and {targets:,} targets than data.seq_len = {section.seq_len}: their ends are left "
         "out (metrics.jsonl: cut_inputs, cut_targets)"
     )
-
-
-def _pair_maker(section: DataSection, tokenizer: Tokenizer) -> PairMaker:
-    lengths = {"input_len": input_length(section), "seq_len": section.seq_len}
-
-    def make(examples: list[Example]) -> list[Pair]:
-        return [tokenizer.pair(example, **lengths) for example in examples]
-
-    return make
 
 
 def _ordered(section: DataSection, sources: Sequence[Files], sizes: Sequence[int], seed: int) -> grain.MapDataset:

@@ -105,11 +105,8 @@ class TextFile:
 class JsonLines:
     """A JSONL file; blank lines are skipped. Keeps one offset per line in memory (8 bytes).
 
-    Args:
-      file: the file.
-      reader: makes examples from the objects on the lines; None: from texts, pairs and conversations with the usual
-        keys.
-      name: name of the file in messages.
+    The reader makes examples from the objects on the lines; None: from texts, pairs and conversations with the usual
+    keys. The name is that of the file in messages, which may be an uncompressed copy.
     """
 
     def __init__(self, file: Path | DataFile, reader: RowReader | None = None, *, name: Path | None = None):
@@ -205,12 +202,9 @@ def find_files(pattern: str) -> list[Path]:
 
 
 def check_beginning(files: Sequence[Records]) -> None:
-    """Reads the first `CHECKED_BYTES` of every file of texts, to find most mistakes before anything starts.
+    """Reads the first `CHECKED_BYTES` of every file of texts, to raise most mistakes in them before anything starts.
 
     Files in buckets are read up to this many bytes in total.
-
-    Raises:
-      InputError: for the first mistake found.
     """
     remote = sum(as_path(file.path).at_once > 1 for file in files)
     for file in files:
@@ -226,12 +220,7 @@ _ROWS = 1024  # rows of a batch in a copy
 
 
 class TableRows:
-    """The rows of a parquet or arrow file.
-
-    Args:
-      path: the file.
-      form: `parquet` or `arrow`.
-      reader: makes examples from rows.
+    """The rows of a parquet or arrow file, of which the reader makes examples.
 
     Raises:
       InputError: if it is no such file, or has none of the columns that the reader knows.
@@ -276,11 +265,7 @@ class TableRows:
         self._ends = list(itertools.accumulate(sizes))
 
     def _needed(self, schema: Any) -> list[str]:
-        """Returns the columns that the reader reads.
-
-        Raises:
-          InputError: if there are none.
-        """
+        """Returns the columns that the reader reads; raises `InputError` if there are none."""
         needed = [name for name in schema.names if name in self._reader.keys]
         if not needed:
             has = clipped(", ".join(map(shown, schema.names)))

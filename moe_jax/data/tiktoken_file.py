@@ -35,8 +35,7 @@ QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>
 def qwen_tokenizer(file: Path) -> str:
     """Returns the content of a tokenizer.json that cuts texts as the first Qwen does with its `qwen.tiktoken`.
 
-    Args:
-      file: with ranks 0, 1, ...; the special tokens have the ids after them.
+    The file has ranks 0, 1, ...; the special tokens have the ids after them.
 
     Raises:
       InputError: if it is too large, a line is not a token and its rank, tokens or ranks are missing or occur twice, or
@@ -105,11 +104,7 @@ def _token_and_rank(file: Path, number: int, line: bytes) -> tuple[bytes, int]:
 
 
 def merges_of(file: Path, ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Returns the two tokens that each token except single bytes is joined from, in the order of ranks.
-
-    Raises:
-      InputError: if lower ranks do not leave two tokens of one, or it would take too long to find out.
-    """
+    """Returns the two tokens that each token except single bytes is joined from, in the order of ranks."""
     if sum(len(token) ** 2 for token in ranks) > _MAX_STEPS:
         raise InputError(f"{file} has more long tokens than a vocabulary of words can have; it is damaged")
     merges = []

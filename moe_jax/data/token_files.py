@@ -45,11 +45,7 @@ class _Chunk(NamedTuple):
 
 
 class ArrayRecords:
-    """The records of a file, one in each chunk, as `moe-jax data tokenize` writes them.
-
-    Raises:
-      ValueError: if it is no such file.
-    """
+    """The records of a file, one in each chunk, as `moe-jax data tokenize` writes them, or `ValueError`."""
 
     def __init__(self, file: DataFile):
         self._file = file
@@ -212,11 +208,7 @@ class TokenIndex:
 
 
 def read_index(folder: Path) -> TokenIndex:
-    """Reads tokens.json.
-
-    Raises:
-      InputError: if there is none, or it cannot be read.
-    """
+    """Reads the tokens.json in a folder; raises `InputError` if there is none, or it cannot be read."""
     file = folder / INDEX
     if not file.is_file():
         raise InputError(f"{folder} has no {INDEX}: files of tokens are made by moe-jax data tokenize")
@@ -227,7 +219,7 @@ def read_index(folder: Path) -> TokenIndex:
 
 
 class TokenRecords:
-    """The records of one file.
+    """The records of one file of tokens.
 
     Args:
       file: the file, beside its tokens.json.
@@ -297,11 +289,7 @@ def pack(documents: Sequence[Document]) -> bytes:
 
 
 def unpack(record: bytes) -> list[Document]:
-    """Decodes the documents of a record.
-
-    Raises:
-      ValueError, struct.error: if the bytes are no record.
-    """
+    """Decodes the documents of a record; raises `ValueError` or `struct.error` if the bytes are none."""
     size, all_scored, count = _HEADER.unpack_from(record)
     if size not in (2, 4) or all_scored > 1:
         raise ValueError("it does not begin as records of tokens do")

@@ -33,14 +33,7 @@ LEAST_BYTES, MOST_BYTES, ENOUGH_SHARDS = 1 << 20, 256 << 20, 64
 
 
 class Task(NamedTuple):
-    """The sources to tokenise, and how.
-
-    Attributes:
-      section: the recipe's `[data]`.
-      config: of the model.
-      tokenizer_path: a `tokenizer.json`.
-      batch_size: rows of a batch, on which the length of pieces of long texts depends.
-    """
+    """The sources to tokenise, the `[data]` of a recipe, and how; `batch_size` decides how texts are cut."""
 
     section: DataSection
     config: ModelConfig
@@ -58,16 +51,13 @@ class Shard(NamedTuple):
 
 
 def tokenize(task: Task, out: Path, *, processes: int = 1, progress: Progress = no_progress) -> TokenIndex:
-    """Writes the tokens of all sources into a new directory.
+    """Writes the tokens of all sources into a new directory, and returns the content of its tokens.json.
 
     Args:
       task: the sources to tokenise, and how.
       out: the directory; it appears when everything is done, and not before.
       processes: number of processes that work.
       progress: told of the shards.
-
-    Returns:
-      The content of tokens.json.
 
     Raises:
       FileNotFoundError, InputError: as `open_sources`; also for a model with an encoder, a source of tokens, or an

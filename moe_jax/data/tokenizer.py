@@ -4,15 +4,15 @@ import contextlib
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import tokenizers
 
 from moe_jax.core.errors import InputError, first_sentence, shown
 from moe_jax.data.chat_template import FILE as CHAT_TEMPLATE
+from moe_jax.data.chat_template import read_settings
 from moe_jax.data.examples import Document, Example
-from moe_jax.files.json_toml import ANYTHING, read_json_object
 from moe_jax.files.regular_files import read_regular
 from moe_jax.files.storage_path import as_path
 from moe_jax.files.tokenizer_files import TOKENIZER, read_tokenizer_file, tokenizer_files
@@ -127,21 +127,13 @@ class Tokenizer:
             return self._tokenizer.id_to_token(token_id) or str(token_id)
 
     def documents(self, examples: Sequence[Example | Document]) -> list[Document]:
-        """Tokenises the examples of a record, each a document of its own; tokenised documents stay as they are.
-
-        Raises:
-          InputError: if an id lies outside the model's vocabulary.
-        """
+        """Tokenises the examples of a record, each a document of its own; tokenised documents stay as they are."""
         return [
             example if isinstance(example, Document) else Document(*self._document(example)) for example in examples
         ]
 
     def pairs(self, examples: Sequence[Example | Document]) -> Pairs:
-        """Returns the `documents` of a record as pairs; a document of a single token has none.
-
-        Raises:
-          InputError: if an id lies outside the model's vocabulary.
-        """
+        """Returns the `documents` of a record as pairs; a document of a single token has none."""
         parts = [document for document in self.documents(examples) if len(document.ids) > 1]
         if not parts:
             return Pairs(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, bool))
@@ -231,12 +223,9 @@ class Tokenizer:
         plain, special = self._encoded("a").ids, self._encoded("a", add_special_tokens=True).ids
         if len(special) > len(plain) and special[0] != plain[0]:
             return special[0]
-        return config.bos_id if self._settings().get("add_bos_token") is True else None
-
-    def _settings(self) -> dict[str, Any]:
-        """Returns tokenizer_config.json beside the file: some (DeepSeek-Coder's) name their BOS only there."""
-        file = self.path.with_name("tokenizer_config.json")
-        return read_json_object(file, allow=ANYTHING) if file.exists() else {}
+        # Some (DeepSeek-Coder's) name their BOS only beside the file.
+        settings = read_settings(self.path.with_name("tokenizer_config.json"))
+        return config.bos_id if settings.get("add_bos_token") is True else None
 
     def _checked(self, ids: Sequence[int]) -> np.ndarray:
         array = np.asarray(ids, np.int64)  # some are too large for the type that is returned
@@ -263,9 +252,7 @@ def _within(spans: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]
 def tokenizer_identity(tokenizer: Path, chat_template: str | None = None) -> str:
     """Returns a SHA-256 of everything that token ids depend on, in conversations too.
 
-    Args:
-      tokenizer: a tokenizer.json; the files beside it count too.
-      chat_template: a file with a template that replaces the tokenizer's own.
+    The files beside the tokenizer.json count too; a file with a template may replace the tokenizer's own.
     """
     files = tokenizer_files(tokenizer)
     if chat_template is not None:
@@ -279,11 +266,7 @@ def tokenizer_identity(tokenizer: Path, chat_template: str | None = None) -> str
 
 
 def find_tokenizer(files: Sequence[Path], where: object) -> Path:
-    """Returns the `tokenizer.json` among a model's files.
-
-    Raises:
-      InputError: if there is none.
-    """
+    """Returns the `tokenizer.json` among a model's files; raises `InputError` if there is none."""
     for file in files:
         if Path(file).name == "tokenizer.json":
             return as_path(file)

@@ -12,6 +12,7 @@ import tokenizers
 
 from moe_jax.core.errors import InputError
 from moe_jax.demo.shell import Shell, comparison, make_folder
+from moe_jax.figures.plots import new_figure
 from moe_jax.training.metrics import Record, read_metrics
 
 
@@ -42,12 +43,8 @@ def table(results: list[Result], held_out_bytes: int) -> rich.table.Table:
 
 def plot(path: Path, dense: Path, others: dict[str, Path]) -> None:
     """Draws the loss over steps as a PNG: of the dense model's run, and of those by name that began with its result."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure = new_figure(11, 4.2)
+    left, right = figure.subplots(1, 2)
     first = read_metrics(dense / "metrics.jsonl")
     begin = first[-1]["step"]
     curves = {
@@ -67,7 +64,6 @@ def plot(path: Path, dense: Path, others: dict[str, Path]) -> None:
         axes.grid(alpha=0.3)
         axes.legend()
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 BOS, EOS = "<bos>", "<eos>"
@@ -157,13 +153,10 @@ HELD_OUT_BYTES = 24 * 1024
 
 
 def run_quick_demo(folder: Path, *, dense_steps: int, more_steps: int, shell: Shell) -> None:
-    """Runs the demo.
+    """Runs the demo: `dense_steps` of the dense model's training, and then `more_steps` of every model.
 
-    Args:
-      folder: everything goes there; a folder made by an earlier demo is replaced.
-      dense_steps: steps of the dense model's training.
-      more_steps: steps that every model gets after it.
-      shell: runs the commands; its console also gets the demo's own output.
+    Everything goes into the folder; one made by an earlier demo is replaced. The shell's console also gets the demo's
+    own output.
 
     Raises:
       InputError: if the folder holds something else, or a command fails.
@@ -206,7 +199,9 @@ def run_quick_demo(folder: Path, *, dense_steps: int, more_steps: int, shell: Sh
     console.rule("merge the deltas, export, reload")
     shell.type("export", runs["ders-lm"] / "model", folder / "hf-ders-lm")
     merged = shell.json("eval", folder / "hf-ders-lm", *text)
-    _check_equal(merged["nll"], scores["ders-lm"]["nll"])
+    if abs(merged["nll"] - scores["ders-lm"]["nll"]) > 1e-4:
+        losses = f"{merged['nll']} nats per byte, the trained one {scores['ders-lm']['nll']}"
+        raise InputError(f"the exported model scores {losses}: a fault of moe_jax")
     console.print("the exported model (Mixtral's format) gives the same held-out loss as the one that was trained")
     shell.type("generate", folder / "hf-ders-lm", "--prompt", "def read(self, ", "--max-new-tokens", "80")
 
@@ -220,10 +215,3 @@ def run_quick_demo(folder: Path, *, dense_steps: int, more_steps: int, shell: Sh
     console.print()
     console.print(table(results, held_out))
     console.print(f"curves: {folder / 'curves.png'}   everything: {folder}/   {time.monotonic() - began:.0f} s")
-
-
-def _check_equal(merged: float, trained: float) -> None:
-    if abs(merged - trained) > 1e-4:
-        raise InputError(
-            f"the exported model scores {merged} nats per byte, the trained one {trained}: a fault of moe_jax"
-        )

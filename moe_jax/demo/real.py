@@ -206,13 +206,10 @@ every = 4
 
 
 def run_real_demo(folder: Path, model: Path, *, steps: int, shell: Shell) -> None:
-    """Runs the demo.
+    """Runs the demo with a dense language model with a chat template: a GGUF file, a directory, or a name on the Hub.
 
-    Args:
-      folder: everything goes there; a folder made by an earlier demo is replaced.
-      model: a dense language model with a chat template: a GGUF file, a directory, or a name on the Hugging Face Hub.
-      steps: of the tuning, each on 384 tokens.
-      shell: runs the commands; its console also gets the demo's own output.
+    Everything goes into the folder; one made by an earlier demo is replaced. The steps are of the tuning, on 384 tokens
+    each. The shell's console also gets the demo's own output.
 
     Raises:
       InputError: if the folder holds something else, the model has no chat template, or a command fails.
@@ -250,7 +247,9 @@ def run_real_demo(folder: Path, model: Path, *, steps: int, shell: Shell) -> Non
         console.print(f"scoring {folder / place} on {problems}", highlight=False)
         rows.append(_row(name, folder / place, problems))
     by_name = {row.name: row for row in rows}
-    _check_equal(by_name["the same, exported"], by_name["upcycled and tuned"])
+    exported, trained = (by_name[name].perplexity for name in ("the same, exported", "upcycled and tuned"))
+    if abs(exported / trained - 1) > 0.02:
+        raise InputError(f"the exported model has perplexity {exported}, the tuned one {trained}: a fault of moe_jax")
     records = read_metrics(folder / "run/metrics.jsonl")
     plot(folder / "curves.png", records)
     answers = [Answers(*three) for three in zip(QUESTIONS, before, after, strict=True)]
@@ -282,11 +281,3 @@ def _row(name: str, path: Path, problems: Path) -> Row:
         perplexity=score.perplexity,
         tokens_per_second=score.tokens / seconds,
     )
-
-
-def _check_equal(exported: Row, tuned: Row) -> None:
-    if abs(exported.perplexity / tuned.perplexity - 1) > 0.02:
-        raise InputError(
-            f"the exported model has perplexity {exported.perplexity}, the tuned one {tuned.perplexity}: a fault of "
-            "moe_jax"
-        )

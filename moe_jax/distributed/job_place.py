@@ -57,11 +57,7 @@ def find_place() -> Place | None:
 
 
 def waits() -> tuple[float, float]:
-    """Returns seconds: how long processes wait for each other at the start, and how long one may be silent.
-
-    Raises:
-      InputError: if a variable is not a number of seconds.
-    """
+    """Returns seconds: how long processes wait for each other at the start, and how long one may be silent."""
     found = []
     for name, default in _SECONDS.items():
         text = os.environ.get(name) or str(default)
@@ -76,11 +72,7 @@ def waits() -> tuple[float, float]:
 
 
 def expected_local_devices() -> int | None:
-    """Returns the number of accelerators that this process must find, from `MOE_JAX_LOCAL_DEVICES` or Slurm; None: any.
-
-    Raises:
-      InputError: if the variable is not a number.
-    """
+    """Returns the number of accelerators that this process must find, from the environment or Slurm; None: any."""
     value = os.environ.get(LOCAL_DEVICES)
     if value:
         if not re.fullmatch(r"[1-9]\d{0,5}", value):

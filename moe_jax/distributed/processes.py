@@ -165,11 +165,7 @@ def tell_first(news: Any) -> None:
 
 
 def news(seconds: float = 0.0) -> list[Any]:
-    """Returns the messages that other processes have sent to this one, the first, since the last call.
-
-    Args:
-      seconds: how long to wait if there is none yet.
-    """
+    """Returns what others have told the first process since the last call; waits some seconds if there is nothing."""
     return [] if _others is None else _others.news(seconds)
 
 
@@ -244,18 +240,11 @@ def _hear() -> Any:
 
 
 def check_equal(values: Mapping[str, Any]) -> None:
-    """Checks that values are equal in all processes. Every process makes this call, and gets the same error.
-
-    Args:
-      values: JSON-able, by name.
-
-    Raises:
-      InputError: in all processes, if a value differs from that of the first one; names it.
-    """
+    """Raises `InputError` in all processes if a value, JSON-able and by name, differs from that of the first."""
     if jax.process_count() == 1:
         return
     mine = {name: json.dumps(value, sort_keys=True) for name, value in values.items()}
-    all_values = _gather(mine)
+    all_values = gathered(mine)
     first = all_values[0]
     for index, theirs in enumerate(all_values):
         differ = sorted(name for name in first.keys() | theirs.keys() if first.get(name) != theirs.get(name))
@@ -267,17 +256,6 @@ def check_equal(values: Mapping[str, Any]) -> None:
                 f"the processes differ: {name} is {there} in process {index}, and {here} in the first{more}; start "
                 "all of them alike, over the same files"
             )
-
-
-def _gather(said: Any) -> list[Any]:
-    """Returns the values of all processes."""
-    meet()
-    content = np.frombuffer(json.dumps(said).encode(), np.uint8)
-    sizes = np.asarray(multihost_utils.process_allgather(np.int32(content.size)))
-    padded = np.zeros(bucket(int(sizes.max())), np.uint8)  # few sizes, and so few programs
-    padded[: content.size] = content
-    gathered = np.asarray(multihost_utils.process_allgather(padded))
-    return [json.loads(row[:size].tobytes()) for row, size in zip(gathered, sizes.tolist(), strict=True)]
 
 
 def on_host(array: jax.Array) -> np.ndarray:
@@ -305,11 +283,7 @@ def meet() -> None:
 
 
 def gathered(said: Any) -> list[Any]:
-    """Returns the values of all processes, in the order of the processes. Every process makes the call.
-
-    Args:
-      said: this process's value, JSON-able.
-    """
+    """Returns the values of all processes, JSON-able, in the order of the processes. Every process makes the call."""
     if jax.process_count() == 1:
         return [said]
     return [json.loads(content) for content in gathered_bytes(json.dumps(said).encode())]
@@ -318,8 +292,7 @@ def gathered(said: Any) -> list[Any]:
 def gathered_arrays(said: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns the arrays of all processes, each of which has its own names. Every process makes the call.
 
-    Args:
-      said: this process's arrays, by name, that NumPy can write without pickling.
+    NumPy must be able to write them without pickling.
     """
     if jax.process_count() == 1:
         return dict(said)

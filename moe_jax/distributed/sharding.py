@@ -92,15 +92,7 @@ def unknown_axes(axes: Iterable[str]) -> list[str]:
 
 
 def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
-    """Makes the mesh `data x fsdp x expert x sequence x tensor`.
-
-    Args:
-      axes: size of every axis; absent ones are 1, and one may be -1, for all remaining devices.
-      devices: default all.
-
-    Raises:
-      InputError: unknown axes, or sizes whose product is not the number of devices.
-    """
+    """Makes the mesh `data x fsdp x expert x sequence x tensor` of some devices, by default all; see `mesh_sizes`."""
     devices = list(jax.devices() if devices is None else devices)
     sizes = mesh_sizes(axes, len(devices))
     # A mesh axis of 8 on a torus of 4 x 4 x 4 chips covers parts of two of the torus's sides.
@@ -148,14 +140,7 @@ def _kernel_spec(path: str) -> P | None:
 
 
 def state_shardings(state: nnx.State, mesh: Mesh) -> Any:
-    """Returns shardings for a state of a model.
-
-    Args:
-      state: arrays or ShapeDtypeStructs, from `nnx.state`.
-      mesh: from `make_mesh`.
-
-    Returns:
-      The same tree with a NamedSharding for every leaf.
+    """Returns the tree of a model's state (arrays or ShapeDtypeStructs) with a NamedSharding for every leaf.
 
     Raises:
       InputError: for every parameter without a rule, or with a dimension that its axes do not divide.
@@ -238,14 +223,7 @@ def local_rows(mesh: Mesh, batch_size: int) -> list[int]:
 
 
 def place(batch: Mapping[str, np.ndarray], rows: list[int], mesh: Mesh, batch_size: int) -> dict[str, jax.Array]:
-    """Makes global arrays [B, ...] from the rows that this process holds.
-
-    Args:
-      batch: arrays [R, T], the given rows of the global batch.
-      rows: their numbers, from `local_rows`.
-      mesh: the mesh to put them on.
-      batch_size: B.
-    """
+    """Makes global arrays [B, ...] from arrays [R, T], the rows of the global batch that `local_rows` names."""
     place_of = {row: i for i, row in enumerate(rows)}
 
     def one(local: np.ndarray) -> jax.Array:

@@ -18,7 +18,7 @@ from moe_jax.core.errors import InputError, clipped, shown
 from moe_jax.data.data_files import read_through
 from moe_jax.data.examples import Example
 from moe_jax.data.tokenizer import Pair, Tokenizer
-from moe_jax.evaluation.held_out import Batch, RowScore, run_model, target_losses
+from moe_jax.evaluation.held_out import Batch, RowScore, model_inputs, target_losses
 from moe_jax.files.json_toml import ANYTHING, is_unicode, parse_json
 from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig
@@ -70,10 +70,9 @@ class Classification(NamedTuple):
 def read_labelled(path: str | Path, template: str | None = None) -> list[Labelled]:
     """Reads the texts of a file of JSON lines, in the style of GLUE; blank lines are skipped.
 
-    Args:
-      path: of lines with `label`, a string or a number from 0 on, and a text: `text`, `sentence`, or `input`, or two:
-        `sentence1` and `sentence2`, or others of `TEXT_KEYS`, which are joined by a blank.
-      template: makes the text instead: `"sst2 sentence: {sentence}"`, with keys of the lines in braces.
+    Lines have a `label`, a string or a number from 0 on, and a text: `text`, `sentence`, or `input`, or two:
+    `sentence1` and `sentence2`, or others of `TEXT_KEYS`, which are joined by a blank. A template makes the text
+    instead, with keys of the lines in braces: `"sst2 sentence: {sentence}"`.
 
     Raises:
       FileNotFoundError: no such file.
@@ -126,7 +125,6 @@ def names_of_labels(
     """Returns the names of all labels, in the order of their numbers.
 
     Args:
-      examples: the texts.
       labels: names given by the user.
       known: names that the model has for its classes.
       count: number of classes of the model's head; None: it scores tokens.
@@ -157,7 +155,7 @@ def names_of_labels(
 def _class_scores(graphdef: nnx.GraphDef, states: tuple[nnx.State, ...], batch: Batch) -> Float[Array, "B C"]:
     # Rows without a text are padding, whose scores are ignored.
     last = jnp.maximum(jnp.sum(batch["segment_ids"], axis=1) - 1, 0)
-    return run_model(nnx.merge(graphdef, *states), batch, last_only=last).logits[:, 0]
+    return nnx.merge(graphdef, *states)(**model_inputs(batch), last_only=last).logits[:, 0]
 
 
 ScoreRows = Callable[[RowScore, Sequence[Pair]], np.ndarray]
@@ -224,8 +222,7 @@ def count_labels(
 ) -> Classification:
     """Computes accuracy and confusion of the labels with the highest scores; the first of equal ones.
 
-    Raises:
-      InputError: for scores that are not finite.
+    Raises `InputError` for scores that are not finite.
     """
     if not np.isfinite(scores).all():
         row = int(np.argmin(np.isfinite(scores).all(axis=1)))

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from moe_jax.core.errors import InputError
 from moe_jax.data.examples import Document, Example
@@ -24,7 +24,6 @@ from moe_jax.distributed.sharding import batch_shards, local_rows, make_mesh, pl
 from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
-from moe_jax.nn.decoder import DecoderOutput
 from moe_jax.nn.moe import RouterStatistics, RouterSums, StackedStats, stats_per_layer
 from moe_jax.nn.stack import StackOutput
 
@@ -34,23 +33,17 @@ an encoder also the arrays that `PairBatches` adds.
 """
 
 
-def run_model(
-    model: Decoder, batch: Batch, key: jax.Array | None = None, *, last_only: Int[Array, " B"] | None = None
-) -> DecoderOutput:
-    """Returns the model's output for a batch; without `positions`, a row is one document. Arguments as in the model."""
-    return model(**_arguments(batch), key=key, last_only=last_only)
-
-
 def run_to_head(model: Decoder, batch: Batch, key: jax.Array | None = None) -> StackOutput:
     """Returns the activations that the head takes, for a batch.
 
     `Decoder.token_losses` and `Decoder.weighted_loss` compute losses from them without the logits of all tokens at
     once.
     """
-    return model.activations(**_arguments(batch), key=key)
+    return model.activations(**model_inputs(batch), key=key)
 
 
-def _arguments(batch: Batch) -> dict[str, Any]:
+def model_inputs(batch: Batch) -> dict[str, Any]:
+    """Returns the arguments of a model for a batch; without `positions`, a row is one document."""
     given: dict[str, Any] = {"tokens": batch["tokens"]}
     if "inputs" not in batch:
         return given | {"positions": batch.get("positions"), "segment_ids": batch["segment_ids"]}
@@ -251,46 +244,13 @@ def _padded(length: int) -> int:
     return max(_SHORTEST, 1 << (length - 1).bit_length())
 
 
-class ExpertLoad(NamedTuple):
-    """How often each expert is chosen.
-
-    Attributes:
-      tokens: number of tokens in the text.
-      shares: by layer index, the share of the assignments that each routed expert got; float64[E], sums to 1.
-    """
-
-    tokens: int
-    shares: dict[int, Float[np.ndarray, " E"]]
-
-
-def measure_load(model: Decoder, ids: np.ndarray, *, seq_len: int, batch_size: int, mesh: Mesh) -> ExpertLoad:
-    """Runs the model on a text, cut into windows as in `Evaluator`, and counts how often its tokens choose each expert.
-
-    Args:
-      model: with MoE layers, on the mesh.
-      ids: Int32[n], the text.
-      seq_len: tokens in a window.
-      batch_size: windows computed at once, rounded up to a multiple of the mesh's batch shards. Does not affect the
-        result.
-      mesh: the mesh that the model is on.
-
-    Raises:
-      InputError: if `seq_len` is too small.
-    """
-    statistics = measure_router_statistics(model, ids, seq_len=seq_len, batch_size=batch_size, mesh=mesh)
-    return ExpertLoad(len(ids), {layer: found.usage for layer, found in statistics.items()})
-
-
 def measure_router_statistics(
     model: Decoder, ids: np.ndarray, *, seq_len: int, batch_size: int, mesh: Mesh
 ) -> dict[int, RouterStatistics]:
-    """Returns router statistics on a text by layer index: shares, mean probabilities and similarities of logits.
+    """Runs a model with MoE layers on a text, Int32[n], cut into windows as in `Evaluator`.
 
-    Args:
-      model, ids, seq_len, batch_size, mesh: see `measure_load`.
-
-    Raises:
-      InputError: if `seq_len` is too small.
+    Returns router statistics by layer index: shares, mean probabilities and similarities of logits. `batch_size` does
+    not affect them. Raises `InputError` if `seq_len` is too small.
     """
     check_seq_len(seq_len)
     model.config.check_no_encoder("counting how experts are used on a text")
@@ -308,12 +268,7 @@ def measure_router_statistics(
 
 
 def read_text(path: str | Path, tokenizer: Tokenizer, *, name: str | None = None) -> np.ndarray:
-    """Returns the ids, Int32[n], of a whole text file, without special tokens.
-
-    Args:
-      path: the file.
-      tokenizer: of the model.
-      name: name of the file in messages; by default its path.
+    """Returns the ids, Int32[n], of a whole text file, without special tokens; `name` is the file's in messages.
 
     Raises:
       FileNotFoundError: no such file.
@@ -339,13 +294,8 @@ def read_held_out(source: SourceSection, data: DataSection, config: ModelConfig,
     A file of text is one text, without special tokens, unless the source has a separator or names several files.
     Everything else is rows. A pair or conversation is a row, of which the response, or the assistant's messages, are
     scored (for those that are too long, see `Tokenizer.pair`). Other documents are rows of up to `seq_len` tokens, with
-    the special tokens that documents have in training, of which every token but the document's first is scored.
-
-    Args:
-      source: the files.
-      data: lengths of rows, special tokens, and the chat template; its own sources are ignored.
-      config: of the model.
-      tokenizer_path: a `tokenizer.json`.
+    the special tokens that documents have in training, of which every token but the document's first is scored. `data`
+    has lengths of rows, special tokens, and the chat template; its own sources are ignored.
 
     Raises:
       FileNotFoundError: if there is no such file.

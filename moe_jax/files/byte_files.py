@@ -129,15 +129,7 @@ class ObjectFile(ByteFile):
     """An object of a bucket. Its beginning is kept in memory; for a small object, that is all of it."""
 
     def __init__(self, path: BucketPath, *, head_bytes: int | None = None):
-        """Opens it.
-
-        Args:
-          path: path of the object.
-          head_bytes: number of bytes at its beginning that are read now and kept; None: `HEAD_BYTES`.
-
-        Raises:
-          FileNotFoundError, InputError, OSError: as in `open_bytes`.
-        """
+        """Opens an object, as `open_bytes` does, and keeps its first `head_bytes`; None: `HEAD_BYTES`."""
         super().__init__()
         self.path = path
         self._objects, self._key = path.objects, path.key
@@ -194,7 +186,6 @@ class ObjectFile(ByteFile):
             return found
 
     def _has(self, position: int) -> bool:
-        """Whether it has a byte at a position."""
         try:
             found = self._objects.read(self._key, position, position + 1)
         except TooShort:
@@ -229,24 +220,17 @@ def open_bytes(path: Path | str) -> ByteFile:
 
 
 def open_to_stay(path: Path | str) -> ByteFile | None:
-    """Opens an object for as long as it is used, and reads nothing of it yet.
+    """Opens an object for as long as it is used, and reads nothing of it yet; raises errors as `open_bytes` does.
 
     Returns None for a file of a disk: it is opened anew whenever it is read, since there may be more files than a
     process can hold open.
-
-    Raises:
-      FileNotFoundError, OSError: as in `open_bytes`.
     """
     place = as_path(path)
     return ObjectFile(place, head_bytes=0) if isinstance(place, BucketPath) else None
 
 
 def size_of(path: Path | str) -> int:
-    """Returns the number of bytes of a file, or of an object.
-
-    Raises:
-      FileNotFoundError: if there is none.
-    """
+    """Returns the number of bytes of a file, or of an object; raises `FileNotFoundError` if there is none."""
     place = as_path(path)
     if not isinstance(place, BucketPath):
         return place.stat().st_size
@@ -262,12 +246,7 @@ _AT_ONCE = 8
 def sample_file(file: Path) -> bytes:
     """Returns the size of a file and its content: all of it up to 1 MiB, else 16 evenly spread pieces of 64 KiB."""
     with open_bytes(file) as handle:
-        return sample_open(handle)
-
-
-def sample_open(file: ByteFile) -> bytes:
-    """Returns the same bytes as `sample_file`, for a file that is open."""
-    return sample_bytes(file.size, file.bytes_at)
+        return sample_bytes(handle.size, handle.bytes_at)
 
 
 def sample_array(array: np.ndarray) -> bytes:

@@ -209,8 +209,6 @@ T = TypeVar("T")
 
 
 class _Words(NamedTuple):
-    """A file format's terms for its containers."""
-
     table: str
     array: str
 
@@ -267,11 +265,7 @@ class _Enough(Exception):
 
 
 class _Reader:
-    """Builds values and collects the problems found.
-
-    Attributes:
-      problems: one sentence each.
-    """
+    """Builds values, and collects the problems found, one sentence each."""
 
     def __init__(self, words: _Words):
         self.problems: list[str] = []

@@ -10,8 +10,10 @@ fails when it is told to, and never against Google's own.
 
 import errno
 import functools
+import itertools
 import os
 import re
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePath
@@ -28,13 +30,7 @@ _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 
 
 class Address(NamedTuple):
-    """A place in a bucket.
-
-    Attributes:
-      scheme: such as `gs`.
-      bucket: its name.
-      key: names joined by "/"; empty: the bucket itself.
-    """
+    """A place in a bucket; the key is names joined by "/", empty for the bucket itself."""
 
     scheme: str
     bucket: str
@@ -58,11 +54,7 @@ def is_in_bucket(path: str | os.PathLike[str]) -> bool:
 
 
 def parse_address(path: str | os.PathLike[str]) -> Address:
-    """Returns the parts of an address of a supported scheme.
-
-    Raises:
-      InputError: if the bucket cannot be called so, or a name in it is `.` or `..`.
-    """
+    """Returns the parts of an address; raises `InputError` for a wrong name of a bucket, or `.` or `..` in the key."""
     text = written_out(path)
     assert text is not None and is_in_bucket(path), f"{path} is no address"
     scheme, _, rest = text.partition("://")
@@ -91,12 +83,7 @@ ABSENT = b"\2"
 
 
 class Found(NamedTuple):
-    """The bytes read from an object, and its generation.
-
-    Attributes:
-      content: all bytes, or those of the range.
-      generation: changes with every write.
-    """
+    """The bytes read from an object, all or those of a range, and its generation, which changes with every write."""
 
     content: bytes
     generation: bytes
@@ -154,14 +141,10 @@ class Objects:
             return False
 
     def size(self, name: str, *, at_least: int = 0) -> Sized | None:
-        """Returns the number of bytes of an object; None if there is no object.
+        """Returns the number of bytes of an object, which are known to be `at_least` so many; None if there is none.
 
         TensorStore does not tell it, so requests for single bytes, several at the same time, search for the end: first
         for a power of 16 above it, then for the part of that range, until the rest is small enough to be read.
-
-        Args:
-          name: name of the object.
-          at_least: a number of bytes that it is known to have.
 
         Raises:
           InputError: as in `read`, or if the object is written meanwhile.
@@ -267,13 +250,7 @@ def _seconds() -> float:
 
 
 def explained(what: str, bucket: str, text: str) -> Exception:
-    """Returns the error that users see for an error of TensorStore.
-
-    Args:
-      what: the name of what was read or written.
-      bucket: the bucket that it is in.
-      text: the text of the error.
-    """
+    """Returns the error that users see for the text of an error of TensorStore, about an object `what` of a bucket."""
     status = re.search(r"http_response_code='(\d+)'", text)
     if "PERMISSION_DENIED" in text or "UNAUTHENTICATED" in text:
         code = f" (status {status[1]})" if status else ""
@@ -289,3 +266,54 @@ def explained(what: str, bucket: str, text: str) -> Exception:
     if "CURL error" in reason:
         reason = f"{reason.split(': ')[0].removeprefix('CURL error ')}; is there a network?"
     return OSError(errno.EIO, f"{clipped(reason)}{f' (status {status[1]})' if status else ''}", what)
+
+
+class GrowingObjects:
+    """Lines that grow in a bucket, where nothing can be appended to an object.
+
+    They are written in parts, `metrics.jsonl`, `metrics.jsonl.1`, ... The last part is rewritten when it is flushed, or
+    some time after lines came; when it has become large, another one begins. A reader asks for the parts by name until
+    one does not exist.
+    """
+
+    PART_BYTES = 1 << 20
+    SECONDS = 30.0
+
+    def __init__(self, objects: Objects, name: str, lines: Iterable[str]):
+        self._objects, self._name = objects, name
+        self._part, self._text, self._changed = 0, "", False
+        for line in lines:
+            self._add(line)
+        self.flush()
+        later = (part_name(name, number) for number in itertools.count(self._part + 1))
+        for part in itertools.takewhile(lambda part: objects.generation(part) is not None, later):
+            objects.remove(part)
+        self._written = time.monotonic()
+
+    def write(self, line: str) -> None:
+        """Appends a line, which is given with its end."""
+        self._add(line)
+        if time.monotonic() - self._written > self.SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Returns when all lines are stored."""
+        if self._changed:
+            self._objects.write(part_name(self._name, self._part), self._text.encode())
+        self._changed, self._written = False, time.monotonic()
+
+    def close(self) -> None:
+        """Stores all lines."""
+        self.flush()
+
+    def _add(self, line: str) -> None:
+        if len(self._text) >= self.PART_BYTES:
+            self.flush()
+            self._part, self._text = self._part + 1, ""
+        self._text += line
+        self._changed = True
+
+
+def part_name(name: str, number: int) -> str:
+    """Returns the name of the object that holds a part of lines that grow."""
+    return name if number == 0 else f"{name}.{number}"

@@ -61,15 +61,10 @@ class HeldDirectory:
 
     Attributes:
       path: where the directory was when it was opened; for messages.
-      descriptor: file descriptor of the open directory.
     """
 
     def __init__(self, path: Path | str, *, inside: "HeldDirectory | None" = None):
-        """Opens the directory.
-
-        Args:
-          path: path of the directory.
-          inside: the directory that a relative path begins at; None: the current one.
+        """Opens a directory; a relative path begins at `inside`, or at the current one.
 
         Raises:
           FileNotFoundError, NotADirectoryError: if there is none.
@@ -104,11 +99,7 @@ class HeldDirectory:
         return os.stat(name, dir_fd=self.descriptor).st_size
 
     def read_ranges(self, name: str, ranges: Sequence[tuple[int, np.ndarray]]) -> None:
-        """Reads parts of a file, and counts their bytes.
-
-        Args:
-          name: name of the file, relative to the directory.
-          ranges: where each part begins, and contiguous bytes to fill with it.
+        """Fills contiguous bytes with parts of a file, given by where they begin, and counts them.
 
         Raises:
           FileNotFoundError: if there is no such file.
@@ -123,11 +114,7 @@ class HeldDirectory:
 
 
 class BucketDirectory:
-    """A folder of a bucket to read from, with the reading methods of `HeldDirectory`.
-
-    Attributes:
-      path: path of the folder.
-    """
+    """A folder of a bucket to read from, with the reading methods of `HeldDirectory`."""
 
     def __init__(self, path: BucketPath):
         self.path = path
@@ -141,12 +128,7 @@ class BucketDirectory:
         return self._objects.generation(self._key(name)) is not None
 
     def read(self, name: str, *, max_bytes: int) -> bytes:
-        """Returns the content of an object.
-
-        Raises:
-          FileNotFoundError: if there is none.
-          InputError: if it has more than `max_bytes` bytes.
-        """
+        """Returns the content of an object, of at most `max_bytes`; raises errors as `read_regular` does."""
         if self._objects.has(self._key(name), max_bytes):
             raise InputError(f"{self.path / name} has more than {max_bytes:,} bytes, which is more than it can need")
         found = self._objects.read(self._key(name))
@@ -154,24 +136,8 @@ class BucketDirectory:
             raise FileNotFoundError(f"{self.path / name} does not exist")
         return found.content
 
-    def size(self, name: str) -> int:
-        """Returns the number of bytes of an object."""
-        found = self._objects.size(self._key(name))
-        if found is None:
-            raise FileNotFoundError(f"{self.path / name} does not exist")
-        return found.size
-
     def read_ranges(self, name: str, ranges: Sequence[tuple[int, np.ndarray]]) -> None:
-        """Reads parts of an object at the same time, and counts their bytes.
-
-        Args:
-          name: name of the object, relative to the folder.
-          ranges: where each part begins, and bytes to fill with it.
-
-        Raises:
-          FileNotFoundError: if there is no such object.
-          InputError: if it ends before a part does.
-        """
+        """Fills bytes with parts of an object, all at the same time, as `HeldDirectory.read_ranges` does."""
 
         def read(part: tuple[int, np.ndarray]) -> None:
             start, out = part
@@ -245,10 +211,10 @@ def open_regular(path: Path | str, *, inside: HeldDirectory | None = None) -> Bi
 
 
 def read_regular(path: Path | str, *, max_bytes: int, inside: Directory | None = None) -> bytes:
-    """Returns the whole content of a file, or of an object in a bucket.
+    """Returns the whole content of a file, or of an object in a bucket; links are followed.
 
     Args:
-      path: path of the file; links are followed.
+      path: path of the file.
       max_bytes: a larger file is refused before it is read.
       inside: as in `open_regular`.
 

@@ -40,19 +40,10 @@ RENEWALS = 5  # in that time
 
 
 class Lease:
-    """The right to work in a place, from `take` to `release`. It is renewed in the background.
-
-    Attributes:
-      name: name of the object.
-    """
+    """The right to work in a place, from `take` to `release`. It is renewed in the background."""
 
     def __init__(self, name: BucketPath, target: BucketPath):
-        """Sends no request yet.
-
-        Args:
-          name: the object of the lease.
-          target: the place that is worked on; for messages.
-        """
+        """Sends no request yet; `name` is the object of the lease, `target` the place that it is for, in messages."""
         self.name = name
         self._target = target
         self._seconds = SECONDS
@@ -86,10 +77,7 @@ class Lease:
                 raise self._lost_it()
 
     def check_clock(self) -> None:
-        """Raises `InputError` if the lease was not renewed for so long that another process may have taken it.
-
-        Sends no request.
-        """
+        """Raises `InputError` if the lease was not renewed for so long that it may have been taken. No request."""
         held = self._generation is not None  # only by the first process
         if self._lost or (held and time.monotonic() - self._renewed > self._seconds):
             raise self._lost_it()
@@ -265,11 +253,7 @@ class RemoteWork:
         return done
 
     def complete(self) -> None:
-        """Removes the files that were only needed for the work. Called when the target's last file is written.
-
-        Raises:
-          InputError: if another command has taken over the work.
-        """
+        """Removes the files that were only needed for the work. Called when the target's last file is written."""
         self._completed = True
         self._remove_control()
 

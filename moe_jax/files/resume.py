@@ -38,9 +38,6 @@ class Workplace:
 
     At the end of the block the folder is the target, or is gone if `complete` was not called. After an error it is gone
     too, unless the same job can go on with what is there; then the error has a note that says so.
-
-    Attributes:
-      folder: where to write.
     """
 
     def __init__(self, target: Path, job: Any = None, *, suffix: str = PARTIAL):
@@ -69,7 +66,8 @@ class Workplace:
         self._lock = _make_and_lock(self.folder, self._target)
         try:
             refuse_existing(self._target)
-            if not (self._goes_on and self._is_same_job()):
+            job = self.folder / _JOB
+            if not (self._goes_on and job.is_file() and job.read_text() == self._job):
                 self.begin_anew()
         except BaseException:
             _remove_empty([self.folder, *self._made])
@@ -87,21 +85,16 @@ class Workplace:
         (self.folder / _NOTES).mkdir(exist_ok=True)
         (self.folder / _NOTES / f"{name}.json").replace_content(json.dumps(data).encode())
 
-    def notes(self, names: Iterable[str] | None = None) -> dict[str, Any]:
-        """Returns the data stored by `note` under some names, or under all, including data from before a kill."""
+    def notes(self, names: Iterable[str]) -> dict[str, Any]:
+        """Returns the data stored by `note` under some names, including data from before a kill."""
         found = {file.stem: file for file in (self.folder / _NOTES).glob("*.json")}
-        wanted = found if names is None else [name for name in names if name in found]
-        return {name: json.loads(found[name].read_bytes()) for name in wanted}
+        return {name: json.loads(found[name].read_bytes()) for name in names if name in found}
 
     def check_alone(self) -> None:
         """Does nothing: as long as the folder is locked, no other command is at it."""
 
     def complete(self) -> None:
-        """Makes the folder the target.
-
-        Raises:
-          InputError: if something has appeared at the target.
-        """
+        """Makes the folder the target; raises `InputError` if something has appeared there."""
         (self.folder / _JOB).unlink()
         if (self.folder / _NOTES).exists():
             (self.folder / _NOTES).remove_tree()
@@ -118,20 +111,16 @@ class Workplace:
                 if note not in getattr(error, "__notes__", ()):
                     error.add_note(note)
             elif not self._completed:
-                if error is not None:
-                    _take_back_notes(error, self.folder)
+                if error is not None and hasattr(error, "__notes__"):  # which may speak of work inside the folder
+                    error.__notes__ = [note for note in error.__notes__ if str(self.folder) not in note]
                 self.folder.remove_tree()
                 _remove_empty(self._made)
         finally:
             os.close(self._lock)
 
-    def _is_same_job(self) -> bool:
-        job = self.folder / _JOB
-        return job.is_file() and job.read_text() == self._job
-
 
 def open_work(target: Path, job: Any = None) -> Workplace | RemoteWork:
-    """Returns a `Workplace` for a target, on a disk or in a bucket."""
+    """Returns the place to work on a target, on a disk or in a bucket."""
     target = as_path(target)
     return RemoteWork(target, job, suffix=PARTIAL) if isinstance(target, BucketPath) else Workplace(target, job)
 
@@ -172,12 +161,6 @@ def _remove_empty(folders: Iterable[Path]) -> None:
             folder.rmdir()
 
 
-def _take_back_notes(error: BaseException, folder: Path) -> None:
-    """Removes the notes of an error that speak of work inside a folder which is removed."""
-    if hasattr(error, "__notes__"):
-        error.__notes__ = [note for note in error.__notes__ if str(folder) not in note]
-
-
 @contextlib.contextmanager
 def staged_directory(target: Path) -> Iterator[StoragePath]:
     """Yields a folder beside the target, which becomes the target if the block ends without an error, else is removed.
@@ -195,11 +178,7 @@ def staged_directory(target: Path) -> Iterator[StoragePath]:
 
 
 def leftovers(directory: Path) -> list[StoragePath]:
-    """Returns the folders that interrupted commands left of a target, or of targets in a directory.
-
-    Args:
-      directory: the target of the command, or a folder in which commands made their targets.
-    """
+    """Returns the folders that interrupted commands left of a target, or of the targets in a directory."""
     directory = as_path(directory).absolute()
     if isinstance(directory, BucketPath):
         matches = (re.fullmatch(rf"\.(.+)\.{PARTIAL}", child.name) for child in directory.iterdir())
@@ -237,11 +216,7 @@ def _is_workplace(folder: StoragePath) -> bool:
 
 
 def _make_and_lock(folder: StoragePath, target: StoragePath) -> int:
-    """Makes a folder and locks it against other processes, for as long as the returned descriptor is open.
-
-    Raises:
-      InputError: if another process has locked it; the message names `target`.
-    """
+    """Makes a folder and locks it, as `lock_directory` does."""
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         try:

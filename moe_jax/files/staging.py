@@ -63,11 +63,9 @@ def check_beside(target: Path, sources: Iterable[Path]) -> None:
 
 
 def refuse_existing(target: Path, *, buckets: bool = False) -> None:
-    """Raises `InputError` if there is anything at `target` already, or it is no place to write to.
+    """Raises `InputError` if there is anything at `target` already, or it is no place to write to, such as a bucket.
 
-    Args:
-      target: where a directory or file is to be made.
-      buckets: whether it can be made in a bucket.
+    With `buckets`, it can be in one.
     """
     target = as_path(target)
     if buckets and isinstance(target, BucketPath):
@@ -80,10 +78,7 @@ def refuse_existing(target: Path, *, buckets: bool = False) -> None:
 
 
 def check_target(target: Path, *, buckets: bool = False) -> None:
-    """Raises `InputError` if nothing can be made at `target`, as `refuse_existing` and `check_writable` do.
-
-    Commands call this before work that takes long.
-    """
+    """Raises `InputError` if nothing can be made at `target`; to be called before work that takes long."""
     refuse_existing(target, buckets=buckets)
     check_writable(target)
 
@@ -119,11 +114,7 @@ def check_writable(target: Path) -> None:
 
 
 def rename_durably(directory: StoragePath, target: StoragePath) -> None:
-    """Renames a complete directory, and waits until this is on disk.
-
-    Raises:
-      InputError: if something has appeared at `target`.
-    """
+    """Renames a complete directory, and waits until this is on disk; raises `InputError` if `target` has appeared."""
     directory.sync()
     refuse_existing(target)
     directory.rename(target)

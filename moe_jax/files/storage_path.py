@@ -17,24 +17,26 @@ import itertools
 import os
 import posixpath
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PosixPath
-from typing import IO, Any, Self, TypeVar
+from typing import IO, Any, Self, TextIO, TypeVar
 
 from moe_jax.core.errors import InputError
-from moe_jax.files.growing import CopiedFolder, GrowingFile, GrowingObjects, LocalFolder
 from moe_jax.files.objects import (
     AT_ONCE,
     DRIVERS,
     Address,
     Found,
+    GrowingObjects,
     Objects,
     explained,
     is_in_bucket,
     objects_of,
     parse_address,
+    part_name,
     written_out,
 )
 
@@ -45,7 +47,7 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACC
 
 
 class StoragePath(PosixPath):
-    """A path with more methods than those of `pathlib`. `as_path` makes one of a text, or of another path.
+    """A place on a disk, with more methods than `pathlib` has. `as_path` makes one of a text, or of another path.
 
     Attributes:
       renames: whether finished files can be renamed at once, and files can grow. If not, a file is written as a whole,
@@ -168,20 +170,16 @@ class StoragePath(PosixPath):
         found = next((code for code in _DISK_ERRORS if os.strerror(code) in text), None)
         return None if found is None else OSError(found, os.strerror(found), str(self))
 
-    def local_folder(self) -> LocalFolder:
+    def local_folder(self) -> "LocalFolder":
         """Returns a folder on this machine's disk, for programs that write files bit by bit."""
         self.mkdir(parents=True, exist_ok=True)
-        return LocalFolder(self, self)
+        return LocalFolder(self)
 
-    def growing(self, kept: Sequence[str]) -> GrowingFile:
-        """Opens a file of lines that grows; `read_grown` reads it.
-
-        Args:
-          kept: the lines that the file begins with, each with its end; other lines in it are removed.
-        """
+    def growing(self, kept: Sequence[str]) -> "GrowingLines":
+        """Opens a file of lines that grows, which `read_grown` reads; it begins with the lines `kept` and no others."""
         if self.exists():  # if the process is killed here, the lines so far are not lost
             self.replace_content("".join(kept).encode())
-        return GrowingFile(self)
+        return open(self, "a", buffering=1, encoding="utf-8")
 
     def read_grown(self) -> bytes:
         """Returns the content of a file of lines; nothing if there is no file."""
@@ -191,10 +189,6 @@ class StoragePath(PosixPath):
         """Writes a file of lines as a whole."""
         if content:
             self.write_durably(content)
-
-
-class DiskPath(StoragePath):
-    """A place on a disk."""
 
 
 class BucketPath(StoragePath):
@@ -358,35 +352,63 @@ class BucketPath(StoragePath):
     def storage_error(self, text: str) -> Exception | None:
         return explained(str(self), self.objects.where, text)
 
-    def local_folder(self) -> LocalFolder:
-        return CopiedFolder(self)
+    def local_folder(self) -> "LocalFolder":
+        return _CopiedFolder(self)
 
-    def growing(self, kept: Sequence[str]) -> GrowingFile:
-        return GrowingObjects(self, kept)
+    def growing(self, kept: Sequence[str]) -> "GrowingLines":
+        return GrowingObjects(self.objects, self.key, kept)
 
     def read_grown(self) -> bytes:
-        parts = (self.objects.read(self.part(number).key) for number in itertools.count())
+        parts = (self.objects.read(part_name(self.key, number)) for number in itertools.count())
         return b"".join(found.content for found in itertools.takewhile(lambda found: found is not None, parts) if found)
 
     def write_grown(self, content: bytes) -> None:
         self.growing(content.decode().splitlines(keepends=True))
 
-    def part(self, number: int) -> "BucketPath":
-        """Returns the object that holds a part of a file that grows."""
-        return self if number == 0 else self.with_name(f"{self.name}.{number}")
+
+GrowingLines = TextIO | GrowingObjects
+"""A file of lines that are appended, each with its end: `write`, `flush`, after which all are there, and `close`."""
+
+
+class LocalFolder:
+    """A folder on this machine's disk whose files belong to a place: it is that place, or they are copied there."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def flush(self) -> None:
+        """Returns when all files are in their place."""
+
+    def close(self) -> None:
+        """Puts all files in their place, and ends the use of the folder."""
+
+
+class _CopiedFolder(LocalFolder):
+    """A temporary folder whose files are copied to a bucket, all but hidden ones."""
+
+    def __init__(self, place: BucketPath):
+        self._place = place
+        self._temporary = tempfile.TemporaryDirectory(prefix="moe-jax-")
+        super().__init__(Path(self._temporary.name))
+
+    def flush(self) -> None:
+        for file in sorted(self.path.rglob("*")):
+            if file.is_file() and not file.name.startswith("."):
+                (self._place / file.relative_to(self.path)).write_durably(file.read_bytes())
+
+    def close(self) -> None:
+        self.flush()
+        self._temporary.cleanup()
 
 
 def as_path(path: str | os.PathLike[str]) -> StoragePath:
-    """Returns a text or another path as a `StoragePath`.
+    """Returns a text or another path as a `StoragePath`; raises `InputError` for an address without a bucket.
 
     An address is recognised even if `Path` has turned its two slashes into one.
-
-    Raises:
-      InputError: if it is an address in which no bucket is named.
     """
     if isinstance(path, StoragePath):
         return path
-    return BucketPath(str(parse_address(path))) if is_in_bucket(path) else DiskPath(path)
+    return BucketPath(str(parse_address(path))) if is_in_bucket(path) else StoragePath(path)
 
 
 def read_generation(path: StoragePath) -> Found | None:

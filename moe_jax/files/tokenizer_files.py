@@ -40,7 +40,7 @@ def list_tokenizer_files(directory: StoragePath, names: Iterable[str]) -> None:
 
 
 def _in_bucket(directory: BucketPath) -> list[Path]:
-    """Returns the files of a folder that a listing shows, and those that `list_tokenizer_files` has recorded."""
+    """Returns the files that a listing shows, and those that `list_tokenizer_files` has recorded."""
     names = {child.name for child in directory.iterdir()} | set(_listed(directory))
     return [directory / name for name in sorted(names)]
 
@@ -56,11 +56,7 @@ def _listed(directory: BucketPath) -> list[str]:
 
 
 def read_tokenizer_file(file: Path) -> bytes:
-    """Returns the content of a file that goes with a model, to be written beside another.
-
-    Raises:
-      InputError: if it is not a regular file, or larger than `MAX_BYTES`.
-    """
+    """Returns the content of a file that goes with a model, which must be regular and have at most `MAX_BYTES`."""
     return read_regular(file, max_bytes=MAX_BYTES)
 
 

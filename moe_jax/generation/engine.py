@@ -81,13 +81,7 @@ class Rows(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Log-probabilities of tokens where they stand.
-
-    Attributes:
-      chosen: of the token that stands there.
-      top: of the most likely ones, from the most likely on.
-      top_ids: the most likely ones.
-    """
+    """Log-probabilities where tokens stand: of the token there, and of the most likely ones, the likeliest first."""
 
     chosen: Float[Array, "n B"]
     top: Float[Array, "n B K"]
@@ -199,7 +193,7 @@ def continue_rows(
 
     Args:
       graphdef, state, draws, scores: as for `read_prompts`.
-      rows: their caches are updated in place.
+      rows: updated in place.
       stay: rows that are wanted; the others are not active any more.
       steps: how many tokens a row is given at most.
       least: as soon as fewer rows than this are active, no more tokens are given; at least 1.
@@ -287,17 +281,11 @@ def _score_prompt(model: Decoder, x: Float[Array, "1 T d"], prompt: Int[Array, "
 
 
 def move_rows(rows: Rows, slots: Sequence[int], config: ModelConfig, cache_length: int) -> Rows:
-    """Returns as many rows as there are slots, in caches of another length.
+    """Returns the rows, which have a key each, in other slots (-1: none comes there) and in caches of a longer length.
 
     The places of a shorter cache are the first ones of a longer one. Rings, once they go round, have as many as they
     need. Arrays are moved one by one, as those of all layers are alike: a program for all of them together would have
     to be compiled for every width and length before and after.
-
-    Args:
-      rows: with a key each.
-      slots: the row that comes into every slot; -1: none does.
-      config: of the model.
-      cache_length: not below what it was.
     """
     dtype = jax.tree.leaves(rows.caches)[0].dtype
     shapes = jax.eval_shape(partial(init_cache, config, len(slots), cache_length, dtype, stacked=False, rings=True))
@@ -349,20 +337,15 @@ class Block(NamedTuple):
 
 
 class Engine:
-    """Runs the programs of `rows` for one model. Rows belong to the caller, and may have any number.
+    """Runs the programs for one model. Rows belong to the caller, and may have any number.
 
-    Attributes:
-      config: of the model.
+    Args:
+      model: on one device or split over a mesh; its layers are copied unless they are unstacked.
+      draws: whether any row may have a temperature.
+      scores: whether any row may want log-probabilities.
     """
 
     def __init__(self, model: Decoder, *, draws: bool, scores: bool = False):
-        """Takes a model; its layers are copied unless they are unstacked.
-
-        Args:
-          model: the model, on one device or split over a mesh.
-          draws: whether any row may have a temperature.
-          scores: whether any row may want log-probabilities.
-        """
         self.config = model.config
         self._parts = nnx.split(unstacked(model))
         self._mesh = mesh_of(self._parts[1])
@@ -370,8 +353,8 @@ class Engine:
         self._pace = float("inf")
 
     def room(self, length: int, *, least: int = 16, needed: int | None = None) -> int:
-        """Returns the bucket of a length; where the model has only so many positions, no more than these, but never
-        less than is needed: by default the length."""
+        """Returns the bucket of a length: no more than the model has positions, if these are bounded, but never less
+        than is needed, by default the length."""
         size = bucket(length, least=least)
         if not self.config.bounded_positions:
             return size
@@ -386,17 +369,12 @@ class Engine:
         least: int = 16,
         scores_prompt: bool = False,
     ) -> tuple[Rows, Block, Scores | None]:
-        """Reads prompts together.
+        """Reads prompts together; returns what `read_prompts` does.
 
         Args:
-          prompts: token ids.
-          asked: how the rows are continued.
+          prompts, asked, scores_prompt: as for `read_prompts`.
           cache_length: tokens that the caches have room for; by default the prompts, rounded up.
           least: length that prompts are padded to at least.
-          scores_prompt: whether the prompt, of which there is one, is scored.
-
-        Returns:
-          The rows; the first token of every row; the scores of the prompt, if they are wanted.
         """
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         padded = np.zeros((len(prompts), self.room(int(lengths.max()), least=least)), np.int32)
@@ -415,7 +393,7 @@ class Engine:
         return rows, _block(rows, on_host(tokens), scores), of_prompt
 
     def advance(self, rows: Rows, steps: int, *, stay: Bool[np.ndarray, " B"], least: int = 1) -> tuple[Rows, Block]:
-        """Gives rows a block of tokens; `rows` cannot be used after that. Arguments as of `rows.continue_rows`."""
+        """Gives rows a block of tokens, as `continue_rows` does; `rows` cannot be used after that."""
         start = time.perf_counter()
         with self._over_mesh():
             rows, tokens, scores = continue_rows(

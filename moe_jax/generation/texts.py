@@ -6,7 +6,8 @@ Lengths are rounded up to buckets, for which programs are compiled, and tokens c
 ever more together. Neither changes a result.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -35,10 +36,7 @@ def generate(
     key: PRNGKeyArray | None = None,
     eos_ids: Sequence[int] = (),
 ) -> list[list[int]]:
-    """Continues every prompt, or with an encoder answers it.
-
-    Prompts are padded on the right: a row's tokens take the slots 0, 1, ... of its cache, and what padding left in
-    later slots is overwritten before it can be seen. A prompt's result does not depend on its neighbours.
+    """Continues every prompt, or with an encoder answers it. A prompt's result does not depend on its neighbours.
 
     The layers of a model that is stacked are copied into arrays of their own first, which takes as much memory again;
     of a model that was loaded for generation (`load_model(..., stacked=False)`) they need not be.
@@ -161,6 +159,7 @@ def _check(
 _BROKEN = "\ufffd"  # how bytes are shown that are no character
 
 Decode = Callable[[Sequence[int]], str]
+OnText = Callable[[int, str], object]
 
 
 class Detokenizer:
@@ -203,48 +202,82 @@ class Detokenizer:
 
 
 class StreamedText:
-    """Text of one row of tokens until a stop string, which is no part of it.
+    """A text that is continued, token by token, until it ends.
+
+    Args:
+      decode: gives the text of ids; None: there is no tokenizer, and no text.
+      stop: strings that end the text, none of them empty (`checked_stops`); of two, the one that begins first.
+      before: tokens of the text before.
+      eos_ids: tokens that end the text.
 
     Attributes:
-      text: what was handed out.
-      stopped_by: the stop string that ended the text; None: none has.
+      ids: the tokens, without the one that ended the text.
+      text: what was handed out, which ends before the stop string.
+      ended_by: the token or the stop string that ended the text; None: none has.
     """
 
-    def __init__(self, decode: Decode, stop: Sequence[str] = (), before: Sequence[int] = ()):
-        """Begins a text.
-
-        Args:
-          decode: gives the text of ids.
-          stop: strings that end the text, none of them empty (`checked_stops`); of two, the one that begins first.
-          before: tokens of the text before.
-        """
+    def __init__(
+        self, decode: Decode | None, stop: Sequence[str] = (), before: Sequence[int] = (), eos_ids: Collection[int] = ()
+    ):
+        self.ids: list[int] = []
         self.text = ""
-        self.stopped_by: str | None = None
-        self._stop = tuple(stop)
+        self.ended_by: int | str | None = None
+        self._stop, self._eos_ids = tuple(stop), eos_ids
         self._held = ""
-        self._tokens = Detokenizer(decode, before)
+        self._tokens = None if decode is None else Detokenizer(decode, before)
 
     def push(self, token: int) -> str:
         """Adds a token and returns the text that is certain with it. The possible beginning of a stop string waits."""
-        return self._take(self._tokens.push(token), ends=False)
+        if token in self._eos_ids:
+            self.ended_by = token
+            return ""
+        self.ids.append(token)
+        return "" if self._tokens is None else self._take(self._tokens.push(token), ends=False)
 
     def finish(self) -> str:
         """Returns the text that waited, now that no token comes any more."""
-        return self._take(self._tokens.finish(), ends=True)
+        return "" if self._tokens is None else self._take(self._tokens.finish(), ends=True)
 
     def _take(self, new: str, *, ends: bool) -> str:
-        if self.stopped_by is not None:
+        if isinstance(self.ended_by, str):
             return ""
         held = self._held + new
         found = [(held.find(stop), order) for order, stop in enumerate(self._stop) if stop in held]
         if found:
             at, order = min(found)
-            self.stopped_by = self._stop[order]
+            self.ended_by = self._stop[order]
         else:
             at = len(held) if ends else len(held) - max((_overlap(held, stop) for stop in self._stop), default=0)
         self._held = held[at:]
         self.text += held[:at]
         return held[:at]
+
+
+def stream_texts(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[StreamedText],
+    on_text: OnText | None = None,
+    **how: Any,
+) -> Iterator[int]:
+    """Pushes the tokens that `stream` yields to the texts of the prompts, until all have ended.
+
+    Before every step it yields for how many texts there is a token. `on_text` is called as texts come, with the index
+    of one and its next piece.
+    """
+    ended = np.zeros(len(texts), bool)
+    for tokens in stream(model, prompts, ended=ended, **how):
+        yield int((~ended).sum())
+        for index in np.flatnonzero(~ended).tolist():
+            piece = texts[index].push(int(tokens[index]))
+            ended[index] = texts[index].ended_by is not None
+            if piece and on_text is not None:
+                on_text(index, piece)
+        if ended.all():
+            break
+    for index, text in enumerate(texts):
+        if (piece := text.finish()) and on_text is not None:
+            on_text(index, piece)
 
 
 def checked_stops(stop: str | Sequence[str]) -> tuple[str, ...]:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM, hash_args
@@ -27,7 +26,7 @@ from moe_jax.data.chat_template import ChatTemplate, find_chat_template, load_ch
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.distributed.processes import check_equal, first_decides, gathered, is_first_process
 from moe_jax.files.json_toml import ANYTHING, read_json_object
-from moe_jax.generation.texts import StreamedText, stream
+from moe_jax.generation.texts import StreamedText, stream_texts
 from moe_jax.harness.likelihood import Continuation, Likelihoods
 from moe_jax.nn import Decoder, unstacked
 
@@ -35,7 +34,9 @@ Answer = tuple[float, bool] | float | str
 
 
 class AnswerCache:
-    """Answers by request.
+    """Answers to requests, in a file, so that an interrupted or repeated evaluation does not ask again.
+
+    The file is an SQLite database of JSON. lm-eval's own cache consists of pickles, which execute their content.
 
     Args:
       path: of the file, which is created if there is none.
@@ -60,11 +61,7 @@ class AnswerCache:
         self._database.close()
 
     def find(self, kind: str, request: Sequence[Any]) -> Answer | None:
-        """Returns the stored answer to a request; None if there is none.
-
-        Raises:
-          InputError: if the stored answer is not of this kind.
-        """
+        """Returns the stored answer to a request; None if there is none."""
         with self._errors():
             row = self._database.execute(
                 "SELECT answer FROM answers WHERE request = ?", (self._key(kind, request),)
@@ -86,16 +83,12 @@ class AnswerCache:
     def _key(self, kind: str, request: Sequence[Any]) -> str:
         return hash_args(kind, [self._model, *request])
 
-    def _errors(self) -> contextlib.AbstractContextManager:
-        return _as_input_errors(self._path)
-
-
-@contextlib.contextmanager
-def _as_input_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except sqlite3.Error as error:
-        raise InputError(f"{path} cannot be used as a cache of answers: {first_sentence(error)}") from None
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise InputError(f"{self._path} cannot be used as a cache of answers: {first_sentence(error)}") from None
 
 
 def _likelihood(value: Any) -> Answer:
@@ -143,7 +136,6 @@ class HarnessModel(TemplateLM):
         length.
       batch_size: rows computed at once. Does not change a result.
       mesh: the mesh that the model is on, with devices of this process alone or of all; None: its first device.
-      seed: of tasks that sample.
       cache: stores answers and finds stored ones, in the first of several processes; None: there is none.
       progress: is told of the progress.
 
@@ -159,7 +151,6 @@ class HarnessModel(TemplateLM):
         max_length: int | None = None,
         batch_size: int = 32,
         mesh: Mesh | None = None,
-        seed: int = 0,
         cache: AnswerCache | None = None,
         progress: Progress = no_progress,
     ):
@@ -173,7 +164,7 @@ class HarnessModel(TemplateLM):
         self._has_cache = first_decides(lambda: cache is not None)
         self._likelihoods = Likelihoods(model, max_length=self.max_length, batch_size=batch_size, mesh=mesh)
         self._unstacked: Decoder | None = None
-        self._key = jax.random.key(seed)
+        self._key = jax.random.key(0)
         self._template: ChatTemplate | None = None
         bos, eos = _special_ids(tokenizer, model.config.bos_id, model.config.eos_ids)
         if bos is None and eos is None:
@@ -256,6 +247,7 @@ class HarnessModel(TemplateLM):
         self._progress("generating", 0, len(requests))
         for indices in groups.values():
             how = settings[indices[0]]
+            stop = how.pop("stop")
             room = self.max_length - how["max_new_tokens"]
             if room < 1:
                 raise InputError(f"{how['max_new_tokens']:,} tokens to generate do not fit into {self.max_length:,}")
@@ -263,31 +255,14 @@ class HarnessModel(TemplateLM):
                 chunk = indices[start : start + self.batch_size]
                 self._key, key = jax.random.split(self._key)
                 ids = [prompts[index][-room:] or [self.prefix_token_id] for index in chunk]
-                made = self._continued(ids, key=key, **how)
-                for index, text in zip(chunk, made, strict=True):
-                    texts[index] = text
-                    self._keep("generate_until", requests[index].args, text)
+                made = [StreamedText(self._tokens.decode, stop, eos_ids=self._eos_ids) for _ in ids]
+                for _ in stream_texts(self._unstacked, ids, made, key=key, eos_ids=self._eos_ids, **how):
+                    pass
+                for index, one in zip(chunk, made, strict=True):
+                    texts[index] = one.text
+                    self._keep("generate_until", requests[index].args, one.text)
                 self._progress("generating", len(texts), len(requests))
         return [texts[index] for index in range(len(requests))]
-
-    def _continued(self, prompts: Sequence[Sequence[int]], *, stop: Sequence[str], **how: Any) -> list[str]:
-        """Returns texts until one of `stop`, an end token, or the most tokens that `how` allows; without the stop.
-
-        Special tokens are no text.
-        """
-        assert self._unstacked is not None
-        texts = [StreamedText(self._tokens.decode, stop) for _ in prompts]
-        ended = np.zeros(len(prompts), bool)
-        for tokens in stream(self._unstacked, prompts, eos_ids=self._eos_ids, ended=ended, **how):
-            for row in np.flatnonzero(~ended):
-                if tokens[row] not in self._eos_ids:
-                    texts[row].push(int(tokens[row]))
-                ended[row] = tokens[row] in self._eos_ids or texts[row].stopped_by is not None
-            if ended.all():
-                break
-        for text in texts:
-            text.finish()
-        return [text.text for text in texts]
 
     def _answered(self, kind: str, requests: list[Instance], make: Callable[[list[Instance]], list[Any]]) -> list[Any]:
         """Returns the stored answers, and new ones to the other requests."""
@@ -370,7 +345,7 @@ def _is_random(kind: str, request: Instance) -> bool:
 
 
 def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts a task's settings for texts to arguments of `HarnessModel._continued`."""
+    """Converts a task's settings for texts to stop strings (`stop`) and arguments of `generation.texts.stream`."""
     for name in given:
         if name not in _KEYS:
             raise InputError(f"generation_kwargs: {name!r} is not known{nearest(name, _KEYS)}: {', '.join(_KEYS)}")
@@ -382,12 +357,9 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
     elif given.get("do_sample") and not temperature:
         temperature = 1.0
     sampling = {"top_k": given.get("top_k"), "top_p": given.get("top_p")} if temperature else {}
-    return {
-        "stop": [one for one in ([until] if isinstance(until, str) else until) if one],
-        "max_new_tokens": int(lengths[0]) if lengths else MAX_NEW_TOKENS,
-        "temperature": temperature,
-        **sampling,
-    }
+    most = int(lengths[0]) if lengths else MAX_NEW_TOKENS
+    stop = [one for one in ([until] if isinstance(until, str) else until) if one]
+    return {"stop": stop, "max_new_tokens": most, "temperature": temperature, **sampling}
 
 
 def _special_ids(tokenizer: Tokenizer, bos: int | None, eos: Sequence[int]) -> tuple[int | None, int | None]:

@@ -79,10 +79,7 @@ class Likelihoods:
     ) -> list[Likelihood]:
         """Returns the likelihood of every continuation; equal ones are computed once.
 
-        Args:
-          asked: the continuations.
-          progress: is told of the progress.
-          answered: called with the index of a continuation and its answer as soon as that is known.
+        `answered` is called with the index of a continuation and its answer as soon as that is known.
 
         Raises:
           InputError: if a context or a continuation is empty, a continuation is longer than `max_length`, or logits are

@@ -26,10 +26,7 @@ MAX_BYTES = 1 << 30
 
 
 def read_examples(path: Path) -> list[dict[str, Any]]:
-    """Returns the objects of a file, in order.
-
-    Args:
-      path: a file of JSON lines (blank ones are skipped) or of one JSON list; compressed if its name ends in `.gz`.
+    """Returns the objects of a file of JSON lines (blank ones are skipped) or of one JSON list, perhaps `.gz`.
 
     Raises:
       FileNotFoundError: no such file.
@@ -194,21 +191,15 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     Loader.add_multi_constructor("tag:yaml.org,2002:python/", refuse)
     try:
         text = read_regular(file, max_bytes=_MAX_BYTES).decode("utf-8")
-        _check_events(yaml.parse(text, Loader=yaml.SafeLoader))
+        # With aliases a small file can describe an endless value.
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
+            raise ValueError("aliases (*name) are not supported")
         config = yaml.load(text, Loader=Loader)
     except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError, OverflowError) as error:
         raise InputError(f"{file} is not YAML: {first_sentence(error)}") from None
     if not isinstance(config, dict) or not all(isinstance(key, str) for key in config):
         raise InputError(f"{file} is no task file: expected a mapping of names")
     return config
-
-
-def _check_events(events: Any) -> None:
-    """Refuses aliases: with them a small file can describe an endless value."""
-    import yaml
-
-    if any(isinstance(event, yaml.AliasEvent) for event in events):
-        raise ValueError("aliases (*name) are not supported")
 
 
 class _Tagged(str):

@@ -1,6 +1,7 @@
 """Evaluates a model on tasks: from task files of this library, from a folder's, and lm-eval's own."""
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -43,11 +44,10 @@ def known_tasks(folder: Path | None = None, *, data: Path | None = None) -> Task
 
 
 def load_tasks(names: Sequence[str], known: TaskFolder) -> dict[str, Any]:
-    """Loads the tasks of these names, with their data, for lm-eval's `evaluate`. Call it in `sandboxed_templates`.
+    """Loads tasks with their data for lm-eval's `evaluate`, by names of tasks, groups or tags.
 
-    Args:
-      names: of tasks, groups or tags.
-      known: task files; other names are looked for among lm-eval's own tasks, whose data is on the Hub.
+    To be called in `sandboxed_templates`. Names that are not `known` are looked for among lm-eval's own tasks, whose
+    data is on the Hub.
 
     Raises:
       InputError: for an unknown or refused task, or one whose data is not available.
@@ -55,13 +55,11 @@ def load_tasks(names: Sequence[str], known: TaskFolder) -> dict[str, Any]:
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks._index import Entry, Kind
 
-    for name in names:
-        if name in known.refused:
-            raise InputError(f"task {name!r} is refused: {known.refused[name]}")
     wanted = [member for name in names for member in known.tags.get(name, [name])]
     needed = {*wanted, *(one for name in wanted for one in known.groups.get(name, {}).get("task", []))}
-    for name in sorted(needed & known.refused.keys()):
-        raise InputError(f"task {name!r} is refused: {known.refused[name]}")
+    for name in [*names, *sorted(needed)]:
+        if name in known.refused:
+            raise InputError(f"task {name!r} is refused: {known.refused[name]}")
     ours = {*known.tasks, *known.groups}
     with _quiet():
         manager = TaskManager(include_defaults=not needed <= ours)
@@ -91,24 +89,18 @@ def evaluate_tasks(
     limit: int | None = None,
     num_fewshot: int | None = None,
     apply_chat_template: bool = False,
-    system: str | None = None,
 ) -> dict[str, Any]:
-    """Evaluates a model on loaded tasks.
+    """Evaluates an `lm_eval.api.model.LM` on tasks that `load_tasks` loaded.
 
     Args:
-      model: an `lm_eval.api.model.LM`.
-      tasks: from `load_tasks`.
+      model, tasks: see above.
       limit: number of examples of every task, the first ones; None: all.
       num_fewshot: number of examples with answers before a question; None: as the task says. A task that says 0 keeps
         0, as with lm-eval.
       apply_chat_template: whether prompts are messages of a conversation; examples are turns of it.
-      system: the system prompt.
 
     Returns:
       lm-eval's results, JSON except `samples`: `results`, `groups`, `configs`, `versions`, `n-shot`, `n-samples`, ...
-
-    Raises:
-      InputError: if there are no answers to count, or templates fail.
     """
     import lm_eval.evaluator
 
@@ -126,18 +118,11 @@ def evaluate_tasks(
             lm=model,
             task_dict=dict(tasks),
             limit=limit,
-            system_instruction=system,
             apply_chat_template=apply_chat_template,
             fewshot_as_multiturn=apply_chat_template,
         )
     assert found is not None
-    return dict(found) | {"date": began, "lm_eval_version": _version()}
-
-
-def _version() -> str:
-    from importlib.metadata import version
-
-    return version("lm_eval")
+    return dict(found) | {"date": began, "lm_eval_version": importlib.metadata.version("lm_eval")}
 
 
 def _check_safe(task: Any) -> None:
@@ -214,14 +199,7 @@ ONLY_WRITTEN = "bypass"
 
 
 def samples_of(results: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-    """Yields a line for every example of the tasks that describe their samples.
-
-    Args:
-      results: from `evaluate_tasks`.
-
-    Raises:
-      InputError: if a template fails.
-    """
+    """Yields a line for every example of the tasks that describe their samples, of what `evaluate_tasks` returned."""
     for name, config in results["configs"].items():
         templates = (config.get("metadata") or {}).get("samples")
         if templates is None:

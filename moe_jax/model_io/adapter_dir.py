@@ -16,14 +16,11 @@ from pathlib import Path
 from typing import Any, Self
 
 import jax
-import numpy as np
 
-from moe_jax.checkpoints.zarr_arrays import Part
 from moe_jax.core.errors import InputError
 from moe_jax.files.json_toml import parse, read_json_object, without_format
 from moe_jax.files.staging import check_model_path
 from moe_jax.files.storage_path import as_path
-from moe_jax.model_io.loading import check_leaves, leaf_specs
 from moe_jax.model_io.model_dir import BASE_FILE, ModelDirectory, ModelDirectoryWriter
 from moe_jax.model_io.model_source import ModelSource, OverBase
 from moe_jax.model_io.tuned_base import LeavesOverBase, base_config, own_leaves
@@ -32,7 +29,7 @@ from moe_jax.models import ModelConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelReference:
-    """A reference to a model: its path and its fingerprint.
+    """A reference to a model.
 
     Attributes:
       path: path of the model; relative to the directory that refers to it, unless absolute.
@@ -73,12 +70,7 @@ _ADAPTER = "adapter"
 
 
 def read_base_reference(path: Path) -> ModelReference:
-    """Reads the base.json of an adapter directory.
-
-    Raises:
-      FileNotFoundError: if there is none.
-      InputError: if it does not have the form that `AdapterDirectoryWriter` writes.
-    """
+    """Reads the base.json of an adapter directory; raises `FileNotFoundError` if it has none."""
     file = as_path(path) / BASE_FILE
     if not file.is_file():
         raise FileNotFoundError(f"no adapter directory at {path}: there is no {BASE_FILE}")
@@ -92,11 +84,7 @@ def is_adapter_directory(path: Path) -> bool:
 
 
 class AdapterDirectory(ModelDirectory, OverBase):
-    """An adapter directory to read from; a `ModelSource` of the whole tuned model.
-
-    Attributes:
-      base: the model whose parameters the adapter directory does not repeat.
-    """
+    """An adapter directory to read from; a `ModelSource` of the whole tuned model, over its base."""
 
     base: ModelSource
     _folder = _ADAPTER
@@ -105,10 +93,6 @@ class AdapterDirectory(ModelDirectory, OverBase):
         """Makes sure that `base` is the one that the adapter was made for; the weights stay on disk.
 
         `moe_jax.api.open_source` finds the base and opens both.
-
-        Args:
-          path: path of the adapter directory.
-          base: the model that it was made for.
 
         Raises:
           FileNotFoundError: if there is no adapter directory.
@@ -130,29 +114,8 @@ class AdapterDirectory(ModelDirectory, OverBase):
                 "model; put the file back that was written with the adapter"
             )
 
-    def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns leaf path -> shape and dtype: as stored, or for NF4 codes made from kernels of the base, as made.
-
-        Raises:
-          InputError: if metadata is damaged, or the leaves are not those of the config; all problems are listed.
-        """
-        check_leaves(leaf_specs(self.config), {**self._reader.specs, **self._leaves.specs}, str(self.path))
-        return self._leaves.specs
-
     def own_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        return self._reader.specs
-
-    def read(self, path: str) -> np.ndarray:
-        """Reads one leaf, here or in the base, in the dtype it is stored in; quantises where the config says NF4."""
-        return self._leaves.read(path)
-
-    def read_part(self, path: str, part: Part) -> np.ndarray:
-        """Reads a box of a leaf; if the leaf has to be quantised, all of it is made."""
-        return self._leaves.read_part(path, part)
-
-    def stored_bytes(self, path: str) -> int:
-        """Returns the number of bytes of a leaf on disk, here or in the base."""
-        return self._leaves.stored_bytes(path)
+        return self._own.specs
 
     def fingerprint(self) -> str:
         """Returns a SHA-256 of config, base and own weights."""
@@ -160,7 +123,7 @@ class AdapterDirectory(ModelDirectory, OverBase):
 
     @cached_property
     def _leaves(self) -> LeavesOverBase:
-        return LeavesOverBase(self.config, self.base, self._reader)
+        return LeavesOverBase(self.config, self.base, self._own)
 
 
 class AdapterDirectoryWriter(ModelDirectoryWriter):
@@ -180,13 +143,11 @@ class AdapterDirectoryWriter(ModelDirectoryWriter):
         resume: bool = False,
         allow_nonfinite: bool = False,
     ):
-        """Checks base and target; nothing is written yet.
+        """Checks base and target; nothing is written yet. See `ModelDirectoryWriter` for the other arguments.
 
         Args:
-          dst: where the directory appears.
           config: config of the tuned model.
           base: its base, which the directory refers to.
-          tokenizer_files, lineage, resume, allow_nonfinite: as in `ModelDirectoryWriter`.
           trained: leaves of the base that were trained, and are stored here with their new values. All leaves that the
             base does not have must be written too.
 

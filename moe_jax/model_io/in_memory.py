@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,9 @@ from moe_jax.files.byte_files import fingerprint_leaves, sample_array
 from moe_jax.model_io.adapter_dir import AdapterDirectoryWriter
 from moe_jax.model_io.leaves_to_write import ExpectedLeaves
 from moe_jax.model_io.loading import layer_of, may_be_cast, stacked_leaves
-from moe_jax.model_io.model_dir import ModelDirectoryWriter, fingerprint_model
-from moe_jax.model_io.model_source import ModelSource
-from moe_jax.model_io.tuned_base import LeavesOverBase, StoredLeaves, own_leaves
+from moe_jax.model_io.model_dir import ModelDirectoryWriter, ModelWriter, fingerprint_model
+from moe_jax.model_io.model_source import ModelSource, StoredLeaves
+from moe_jax.model_io.tuned_base import LeavesOverBase, own_leaves
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
 
@@ -26,22 +26,14 @@ IN_MEMORY = Path("in memory")
 
 
 class LeavesInMemory:
-    """Leaves as NumPy arrays in memory.
-
-    Attributes:
-      specs: leaf path -> shape and dtype.
-    """
+    """Leaves as NumPy arrays in memory; `read` makes no copy."""
 
     def __init__(self, leaves: Mapping[str, np.ndarray]):
         self.specs = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
         self._leaves = leaves
 
     def read(self, path: str) -> np.ndarray:
-        """Returns one leaf, without a copy.
-
-        Raises:
-          InputError: if there is no such leaf.
-        """
+        """Returns one leaf; raises `InputError` if there is no such leaf."""
         if path not in self._leaves:
             raise InputError(f"the model in memory has no leaf {path!r}")
         return self._leaves[path]
@@ -52,14 +44,9 @@ class LeavesInMemory:
 
 
 class DecoderLeaves:
-    """The leaves of a decoder, fetched from its devices when they are read.
-
-    Attributes:
-      specs: leaf path -> shape and dtype.
-    """
+    """The leaves of a decoder, fetched from its devices when they are read. Keeps references to its current arrays."""
 
     def __init__(self, decoder: Decoder):
-        """Keeps references to the decoder's current arrays."""
         self._leaves = stacked_leaves(decoder)
         self.specs = {
             path: jax.ShapeDtypeStruct(leaf.shape if index is None else leaf.shape[1:], leaf.dtype)
@@ -98,7 +85,7 @@ class ModelInMemory:
         self.path = path
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Leaf path -> shape and dtype."""
+        """Returns leaf path -> shape and dtype."""
         return self.leaves.specs
 
     def read(self, path: str) -> np.ndarray:
@@ -127,36 +114,6 @@ class InMemory:
 
 Destination = Path | InMemory
 """A directory to write, or memory."""
-
-
-class ModelWriter(Protocol):
-    """Writes a model leaf by leaf, to a directory or into memory. `ModelDirectoryWriter` documents the methods."""
-
-    lineage: list[dict[str, Any]]
-
-    @property
-    def expected(self) -> tuple[str, ...]: ...
-
-    @property
-    def done(self) -> frozenset[str]: ...
-
-    def mine(self, path: str) -> bool: ...
-
-    def note(self, name: str, data: Any) -> None: ...
-
-    def notes(self, names: Iterable[str]) -> dict[str, Any]: ...
-
-    def deal(self, owners: Mapping[str, int]) -> None: ...
-
-    def write(self, leaves: Mapping[str, np.ndarray | jax.Array]) -> None: ...
-
-    def read_back(self) -> StoredLeaves: ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
 
 
 def open_writer(
@@ -195,7 +152,7 @@ def open_writer(
     return AdapterDirectoryWriter(dst, config, base=base, trained=trained, resume=resume, **given)
 
 
-class _MemoryWriter:
+class _MemoryWriter(ModelWriter):
     """Collects leaves, and makes a `ModelInMemory` of them when the block ends without an error."""
 
     def __init__(
@@ -208,19 +165,14 @@ class _MemoryWriter:
         lineage: Sequence[Mapping[str, Any]],
         allow_nonfinite: bool,
     ):
+        own = None if base is None else own_leaves(config)
+        super().__init__(ExpectedLeaves(config, own, allow_nonfinite=allow_nonfinite), lineage)
         self._dst = dst
         self._config = config
         self._base = base
         self._files = tokenizer_files
-        own = None if base is None else own_leaves(config)
-        self._expected = ExpectedLeaves(config, own, allow_nonfinite=allow_nonfinite)
         self._leaves: dict[str, np.ndarray] = {}
         self._notes: dict[str, Any] = {}
-        self.lineage = [dict(entry) for entry in lineage]
-
-    @property
-    def expected(self) -> tuple[str, ...]:
-        return self._expected.paths
 
     @property
     def done(self) -> frozenset[str]:
@@ -266,9 +218,7 @@ class _MemoryWriter:
 def differing_leaves(model: ModelSource, base: ModelSource) -> list[str]:
     """Returns the paths of the leaves of the base whose values differ in the tuned model.
 
-    Args:
-      model: the tuned model.
-      base: the model without adapters. NF4 kernels are compared with the codes of the base's kernels.
+    NF4 kernels are compared with the codes of the base's kernels.
     """
     specs, fresh = model.specs(), LeavesOverBase(model.config, base)
     shared = [path for path in specs if path in fresh.specs]
@@ -280,8 +230,8 @@ def _equal(one: np.ndarray, other: np.ndarray) -> bool:
     return np.array_equal(one.reshape(-1).view(np.uint8), other.astype(one.dtype).reshape(-1).view(np.uint8))
 
 
-class CastSource:
-    """A `ModelSource` that casts another one's leaves when they are read. Stored sizes are those of the other one."""
+class CastSource(ModelSource):
+    """Casts another source's leaves when they are read. Base, stored sizes and fingerprint are that source's."""
 
     def __init__(self, source: ModelSource, dtype: str):
         """Reads no weights yet.
@@ -300,26 +250,21 @@ class CastSource:
 
     @property
     def path(self) -> Path:
-        """The path of the model."""
         return self._source.path
 
     @property
     def tokenizer_files(self) -> tuple[Path, ...]:
-        """The tokenizer files of the model."""
         return self._source.tokenizer_files
 
     @property
     def lineage(self) -> Sequence[dict[str, Any]]:
-        """The lineage of the model."""
         return self._source.lineage
 
     @property
     def base(self) -> ModelSource | None:
-        """The base of the model, not cast; None if it has none."""
         return self._source.base
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns leaf path -> shape and the dtype that `read` returns."""
         return {
             path: jax.ShapeDtypeStruct(spec.shape, self._dtype) if may_be_cast(path, spec.dtype) else spec
             for path, spec in self._source.specs().items()
@@ -340,9 +285,7 @@ class CastSource:
             raise InputError(f"{error}; choose another --dtype") from None
 
     def stored_bytes(self, path: str) -> int:
-        """Returns the number of bytes of one leaf as the model stores it."""
         return self._source.stored_bytes(path)
 
     def fingerprint(self) -> str:
-        """Returns the fingerprint of the model as it is stored."""
         return self._source.fingerprint()

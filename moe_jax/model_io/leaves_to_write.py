@@ -19,25 +19,19 @@ class ExpectedLeaves:
     """The leaves that must be written, and checks of the leaves that are."""
 
     def __init__(self, config: ModelConfig, only: Iterable[str] | None = None, *, allow_nonfinite: bool = False):
-        """Expects all leaves that the config describes, or some of them.
-
-        Args:
-          config: config of the model.
-          only: paths of the expected leaves; None: all.
-          allow_nonfinite: whether leaves may hold NaN and infinity.
-        """
+        """Expects all leaves of a config, or `only` some; their numbers must be finite unless others are allowed."""
         specs = leaf_specs(config)
         self._specs = specs if only is None else {path: specs[path] for path in only}
         self._allow_nonfinite = allow_nonfinite
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The paths of all expected leaves."""
+        """Returns the paths of all expected leaves."""
         return tuple(self._specs)
 
     def share(self, paths: Iterable[str]) -> frozenset[str]:
         """Returns the leaves that this process writes; every process gets about the same number of bytes."""
-        owners = dealt({path: _nbytes(self._specs[path]) for path in paths})
+        owners = dealt({path: self._specs[path].size * self._specs[path].dtype.itemsize for path in paths})
         return frozenset(path for path, process in owners.items() if process == jax.process_index())
 
     def check(self, leaves: Mapping[str, np.ndarray | jax.Array | jax.ShapeDtypeStruct]) -> None:
@@ -62,13 +56,9 @@ class ExpectedLeaves:
 
 
 def dealt(sizes: Mapping[Any, int]) -> dict[Any, int]:
-    """Assigns pieces of work to processes, so that every process gets about as much.
+    """Assigns pieces of work, given by their sizes, to processes, so that every process gets about as much.
 
-    Args:
-      sizes: sizes of the pieces of work, by name.
-
-    Returns:
-      The process of every piece, by name; the same in all processes.
+    Returns the process of every piece, by name; the same in all processes.
     """
     loads = [0] * jax.process_count()
     owners = {}
@@ -77,10 +67,6 @@ def dealt(sizes: Mapping[Any, int]) -> dict[Any, int]:
         owners[name] = loads.index(min(loads))
         loads[owners[name]] += sizes[name]
     return owners
-
-
-def _nbytes(spec: jax.ShapeDtypeStruct) -> int:
-    return spec.size * spec.dtype.itemsize
 
 
 _KERNEL = re.compile(r"layers/(\d+)/mlp/experts/(?:gate|up|down)/kernel")
@@ -98,12 +84,7 @@ class ZeroExperts:
         return _KERNEL.fullmatch(path) is not None
 
     def add(self, path: str, leaf: np.ndarray) -> None:
-        """Looks for experts with only zeros in a leaf.
-
-        Args:
-          path: path of any leaf.
-          leaf: the leaf; [E, in, out] for a kernel.
-        """
+        """Looks for experts with only zeros in any leaf: [E, in, out] for a kernel."""
         match = _KERNEL.fullmatch(path)
         if not match:
             return
@@ -131,11 +112,7 @@ class ZeroExperts:
 
 
 def zero_experts_line(by_layer: Mapping[int, Collection[int]]) -> str:
-    """Returns one line about the zero experts.
-
-    Args:
-      by_layer: the experts, by layer; not empty.
-    """
+    """Returns one line about the zero experts, of which there are some, by layer."""
     shown = [f"layer {layer}: {_listed(experts)}" for layer, experts in list(by_layer.items())[:8]]
     shown += [f"and in {len(by_layer) - 8} layers more"] if len(by_layer) > 8 else []
     count = sum(map(len, by_layer.values()))

@@ -109,7 +109,6 @@ def _quiet() -> Iterator[None]:
 
 
 def _fetch(repository: str, revision: str | None, weights: bool) -> Path:
-    """Downloads the needed files that are not in the cache; returns their folder."""
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -128,7 +127,6 @@ def _fetch(repository: str, revision: str | None, weights: bool) -> Path:
 
 
 def _cached(repository: str, revision: str | None) -> Path:
-    """Returns the folder in the cache of a model that was downloaded before."""
     import huggingface_hub
 
     config = huggingface_hub.hf_hub_download(repository, CONFIG, revision=revision, local_files_only=True)
@@ -180,22 +178,20 @@ def new_lineage_entry(
     sources: Iterable[ModelSource | Path],
     measured: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Describes one command.
+    """Describes one command, with the versions of the packages and the date.
 
     Args:
       command: name of the command.
       options: JSON-able, or paths.
       sources: models and files that it read; for a model from the Hugging Face Hub, name and commit are recorded.
       measured: JSON-able measurements (errors, bytes, perplexity).
-
-    Returns:
-      An entry with `command`, `options`, `sources`, `versions`, `date` and `measured`.
     """
+    versions = {"moe_jax": moe_jax.__version__, "python": platform.python_version()}
     return {
         "command": command,
         "options": {name: str(value) if isinstance(value, Path) else value for name, value in options.items()},
         "sources": [_describe(source) for source in sources],
-        "versions": _versions(),
+        "versions": versions | {package: importlib.metadata.version(package) for package in _PACKAGES},
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "measured": dict(measured or {}),
     }
@@ -209,9 +205,7 @@ def job_of(lineage: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def read_lineage(path: Path, *, inside: Directory | None = None) -> list[dict[str, Any]]:
     """Returns the lineage of a model directory; no entries for a directory without one, such as Hugging Face's.
 
-    Args:
-      path: path of the directory.
-      inside: the directory itself, if it is open already.
+    `inside` is the directory itself, if it is open already.
 
     Raises:
       InputError: if lineage.json is not a list of entries.
@@ -245,8 +239,3 @@ def _describe(source: ModelSource | Path) -> dict[str, str]:
     origin = hub_origin(source.path)
     described = {"path": str(source.path), "fingerprint": source.fingerprint()}
     return described if origin is None else described | {"hub": origin}
-
-
-def _versions() -> dict[str, str]:
-    versions = {"moe_jax": moe_jax.__version__, "python": platform.python_version()}
-    return versions | {package: importlib.metadata.version(package) for package in _PACKAGES}

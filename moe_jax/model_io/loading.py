@@ -11,9 +11,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
 
+from moe_jax.core.data_sheets import available_memory
 from moe_jax.core.errors import raise_if_any
 from moe_jax.core.finite import cast, check_finite
-from moe_jax.core.memory import available_memory
 from moe_jax.distributed.sharding import path_name, state_shardings
 from moe_jax.experts.exchange import Exchange, exchange_from_environment
 from moe_jax.experts.shapes import shapes_of
@@ -48,9 +48,7 @@ def _abstract_parts(
 def leaf_specs(config: ModelConfig, dtype: str | None = None) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the leaves of a model on disk: leaf path -> shape and dtype. No weights are needed or made.
 
-    Args:
-      config: config of the model.
-      dtype: dtype of floating-point leaves; default the config's.
+    Floating-point leaves have the dtype `dtype`, by default the config's.
     """
     return dict(_leaf_specs(config, dtype))
 

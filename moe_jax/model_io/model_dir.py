@@ -9,6 +9,7 @@ On a disk a directory is written beside its target and renamed when it is comple
 final place, config.json last: without it there is no model. `model_io/adapter_dir.py` adds adapter directories.
 """
 
+import abc
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,7 +38,7 @@ from moe_jax.model_io.lineage import LINEAGE_FILE, job_of
 from moe_jax.model_io.lineage import new_lineage_entry as new_lineage_entry
 from moe_jax.model_io.lineage import read_lineage as read_lineage
 from moe_jax.model_io.loading import check_leaves, leaf_specs
-from moe_jax.model_io.model_source import ModelSource
+from moe_jax.model_io.model_source import ModelSource, StoredLeaves, read_part
 from moe_jax.models import ModelConfig, config_from_json, config_to_json
 from moe_jax.models.serialize import FORMAT
 
@@ -90,42 +91,116 @@ class ModelDirectory:
         return read_lineage(self.path, inside=self._held)
 
     @cached_property
-    def _reader(self) -> LeafReader:
+    def _own(self) -> LeafReader:
         return LeafReader(Path(self._folder), inside=self._held)
 
+    @cached_property
+    def _leaves(self) -> StoredLeaves:
+        """Returns all leaves of the model, from wherever they are read."""
+        return self._own
+
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns leaf path -> shape and dtype as stored.
+        """Returns leaf path -> shape and dtype: as stored, or for NF4 codes made from kernels of a base, as made.
 
         Raises:
           InputError: if metadata is damaged, or the leaves are not those of the config; all problems are listed.
         """
-        check_leaves(leaf_specs(self.config), self._reader.specs, str(self.path))
-        return self._reader.specs
+        check_leaves(leaf_specs(self.config), self._own.specs | self._leaves.specs, str(self.path))
+        return self._leaves.specs
 
     def read(self, path: str) -> np.ndarray:
-        """Reads one leaf, in the dtype it is stored in."""
-        return self._reader.read(path)
+        """Reads one leaf, in the dtype it is stored in, or quantised where the config says NF4."""
+        return self._leaves.read(path)
 
     def read_part(self, path: str, part: Part) -> np.ndarray:
-        """Reads a box of a leaf, and no bytes but those of the box."""
-        return self._reader.read_part(path, part)
+        """Reads a box of a leaf, and no bytes but those of the box; all of the leaf if it has to be quantised."""
+        return read_part(self._leaves, path, part)
 
     def stored_bytes(self, path: str) -> int:
         """Returns the number of bytes of a leaf on disk."""
-        return self._reader.stored_bytes(path)
+        return self._leaves.stored_bytes(path)
 
     def fingerprint(self) -> str:
         """Returns a SHA-256 of config and weights."""
-        return fingerprint_model(self.config, self._reader.fingerprint())
+        return fingerprint_model(self.config, self._own.fingerprint())
 
 
 def fingerprint_model(config: ModelConfig, leaves: str) -> str:
     """Returns a SHA-256 of a config and the fingerprint of the weights."""
-    return hashlib.sha256(_identity(config_to_json(config)) + leaves.encode()).hexdigest()
+    described = json.dumps(config_to_json(config), sort_keys=True)
+    return hashlib.sha256(f"{described}{leaves}".encode()).hexdigest()
 
 
-class ModelDirectoryWriter:
-    """Writes a model directory, leaf by leaf. A context manager.
+class ModelWriter(abc.ABC):
+    """Writes a model leaf by leaf, to a directory or into memory. A context manager, whose block completes the model.
+
+    Attributes:
+      lineage: written at the end; until then, measurements can be added to its last entry.
+    """
+
+    def __init__(self, expected: ExpectedLeaves, lineage: Sequence[Mapping[str, Any]]):
+        self._expected = expected
+        self.lineage = [dict(entry) for entry in lineage]
+
+    @property
+    def expected(self) -> tuple[str, ...]:
+        """Leaves that have to be written."""
+        return self._expected.paths
+
+    @property
+    @abc.abstractmethod
+    def done(self) -> frozenset[str]:
+        """Leaves that are written already; in a resumed job, also those of the interrupted one."""
+
+    @abc.abstractmethod
+    def note(self, name: str, data: Any) -> None:
+        """Stores JSON-able data for a resumed job, until the directory is complete. One process makes the call."""
+
+    @abc.abstractmethod
+    def notes(self, names: Iterable[str]) -> dict[str, Any]:
+        """Returns the data stored by `note` under some names; in a resumed job, also that of the interrupted one.
+
+        All processes make the call.
+        """
+
+    @abc.abstractmethod
+    def mine(self, path: str) -> bool:
+        """Whether this process writes a leaf."""
+
+    @abc.abstractmethod
+    def deal(self, owners: Mapping[str, int]) -> None:
+        """Says which process writes each leaf that is not done. All processes make the call."""
+
+    @abc.abstractmethod
+    def write(self, leaves: Mapping[str, np.ndarray | jax.Array]) -> None:
+        """Writes whole leaves by path. The arrays may be changed by the caller afterwards.
+
+        Raises:
+          OSError: if the disk is full or cannot be written.
+          ValueError: for a leaf that the config does not describe, or written before.
+          InputError: for one with numbers that are not finite, unless they are allowed.
+        """
+
+    @abc.abstractmethod
+    def read_back(self) -> StoredLeaves:
+        """Finishes writing leaves and opens them, so that they can be checked before the model appears.
+
+        Raises:
+          OSError: if the disk is full or cannot be written.
+          ValueError: if leaves are missing.
+        """
+
+    @abc.abstractmethod
+    def __enter__(self) -> Self: ...
+
+    @abc.abstractmethod
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+
+class ModelDirectoryWriter(ModelWriter):
+    """Writes a model directory, leaf by leaf.
 
         with ModelDirectoryWriter(dst, config, tokenizer_files=source.tokenizer_files, lineage=lineage) as writer:
             for path in source.specs():
@@ -138,9 +213,6 @@ class ModelDirectoryWriter:
     With several processes every process makes the same calls, and each writes its own leaves: `mine` says which, and
     leaves that only others write need not be read or computed. They are assigned by their bytes, or by `deal`. A leaf
     that is sharded over processes is written by `write_sharded`: every process writes its own shards.
-
-    Attributes:
-      lineage: written at the end; until then, measurements can be added to its last entry.
     """
 
     _folder = _PARAMS
@@ -173,34 +245,22 @@ class ModelDirectoryWriter:
         Raises:
           InputError: if `dst` exists, or a file to copy does not.
         """
+        super().__init__(ExpectedLeaves(config, leaves, allow_nonfinite=allow_nonfinite), lineage)
         self._dst = as_path(dst).absolute()
         self._config = config
         self._files = tuple(as_path(file) for file in tokenizer_files)
-        self.lineage = [dict(entry) for entry in lineage]
-        self._work = open_work(self._dst, self._job() if resume else None)
+        self._work = open_work(self._dst, [config_to_json(config), job_of(self.lineage)] if resume else None)
         first_decides(self._check_files)
-        self._expected = ExpectedLeaves(config, leaves, allow_nonfinite=allow_nonfinite)
         self._documents = dict(documents or {})
 
     @property
-    def expected(self) -> tuple[str, ...]:
-        """Leaves that have to be written."""
-        return self._expected.paths
-
-    @property
     def done(self) -> frozenset[str]:
-        """Leaves that are written already; in a resumed job, also those of the interrupted one."""
         return frozenset(self._done)
 
     def note(self, name: str, data: Any) -> None:
-        """Stores JSON-able data for a resumed job, until the directory is complete. One process makes the call."""
         self._work.note(name, data)
 
     def notes(self, names: Iterable[str]) -> dict[str, Any]:
-        """Returns the data stored by `note` under some names; in a resumed job, also that of the interrupted one.
-
-        All processes make the call.
-        """
         names = list(names)
         return first_decides(lambda: self._work.notes(names))
 
@@ -220,21 +280,12 @@ class ModelDirectoryWriter:
         return self
 
     def mine(self, path: str) -> bool:
-        """Whether this process writes a leaf."""
         return path in self._mine
 
     def deal(self, owners: Mapping[str, int]) -> None:
-        """Says which process writes each leaf that is not done. All processes make the call."""
         self._mine = frozenset(path for path, process in owners.items() if process == jax.process_index())
 
     def write(self, leaves: Mapping[str, np.ndarray | jax.Array]) -> None:
-        """Writes leaves by path, as `LeafWriter.write` does.
-
-        Raises:
-          OSError: if the disk is full or cannot be written.
-          ValueError: for a leaf that the config does not describe, or written before.
-          InputError: for one with numbers that are not finite, unless they are allowed.
-        """
         self._expected.check(leaves)
         again = sorted(leaves.keys() & self._done)
         if again:
@@ -270,12 +321,6 @@ class ModelDirectoryWriter:
         self._done.add(path)
 
     def read_back(self) -> LeafReader:
-        """Finishes writing leaves and opens them, so that they can be checked before the target appears.
-
-        Raises:
-          OSError: if the disk is full or cannot be written.
-          ValueError: if leaves are missing.
-        """
         self._finish_leaves()
         return LeafReader(self._params)
 
@@ -349,11 +394,3 @@ class ModelDirectoryWriter:
     def _leave(self, error: BaseException | None) -> None:
         if is_first_process():
             self._work.__exit__(type(error) if error else None, error, None)
-
-    def _job(self) -> list[Any]:
-        """Returns the identity of the job."""
-        return [config_to_json(self._config), job_of(self.lineage)]
-
-
-def _identity(data: Any) -> bytes:
-    return json.dumps(data, sort_keys=True).encode()

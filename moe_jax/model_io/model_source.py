@@ -54,6 +54,19 @@ class ModelSource(Protocol):
         ...
 
 
+class StoredLeaves(Protocol):
+    """Leaves that can be read: the protocol of `LeafReader` (on disk) and `LeavesInMemory`."""
+
+    @property
+    def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Leaf path -> shape and dtype."""
+        ...
+
+    def read(self, path: str) -> np.ndarray: ...
+
+    def stored_bytes(self, path: str) -> int: ...
+
+
 class HoldsSource(Protocol):
     """An object that a model can be read from, such as `moe_jax.Model`."""
 
@@ -70,12 +83,9 @@ class _Readable(Protocol):
 
 
 def read_part(leaves: _Readable, path: str, part: tuple[slice, ...]) -> np.ndarray:
-    """Returns a box of a leaf. Reads only the bytes of the box if `leaves` can read parts.
+    """Returns a box of a leaf, a slice of step 1 with both ends for each axis.
 
-    Args:
-      leaves: a model or a set of leaves; it has `read_part(path, part)` if it can read parts.
-      path: path of the leaf.
-      part: a slice of step 1 with both ends for each axis.
+    Reads only the bytes of the box if the model, or set of leaves, has a method `read_part`.
     """
     reading = getattr(leaves, "read_part", None)
     return leaves.read(path)[part] if reading is None else reading(path, part)

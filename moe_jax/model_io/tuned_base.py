@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,7 +13,7 @@ from moe_jax.core.finite import check_finite
 from moe_jax.experts.forms.protocol import BesideBase
 from moe_jax.functional.codes import quantize_nf4
 from moe_jax.model_io.loading import leaf_specs
-from moe_jax.model_io.model_source import ModelSource, read_part
+from moe_jax.model_io.model_source import ModelSource, StoredLeaves, read_part
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
 
 _LAYER = re.compile(r"layers/(\d+)/mlp/(.*)")
@@ -25,11 +25,8 @@ def base_config(config: ModelConfig, *, keep_nf4: bool = False) -> ModelConfig:
     """Returns the config of the base: without adapters, LoRA, PERFT, NF4 and `frozen_base`.
 
     A layer with adapter experts (PESC) becomes dense again, with the FFN that they share, unless these experts belong
-    to the base. A config without any of these is returned equal, with `frozen_base` off.
-
-    Args:
-      config: config of the tuned model.
-      keep_nf4: whether NF4 kernels stay NF4. The result then computes what the tuned model does before training.
+    to the base. A config without any of these is returned equal, with `frozen_base` off. With `keep_nf4`, NF4 kernels
+    stay NF4: the result then computes what the tuned model does before training.
     """
     layers = tuple(_base_layer(layer, keep_nf4) for layer in config.layers)
     return dataclasses.replace(config, layers=layers, frozen_base=False)
@@ -77,10 +74,6 @@ def base_leaf(config: ModelConfig, path: str) -> str | None:
         layers/3/attention/q/nf4/scales              -> layers/3/attention/q/kernel
         layers/3/mlp/experts/base/up/kernel  (PESC)  -> layers/3/mlp/up/kernel
         layers/3/attention/q/lora/a                  -> None
-
-    Args:
-      config: config of the tuned model.
-      path: path of a leaf that it describes.
     """
     if "/lora/" in path or "/perft/" in path:
         return None
@@ -131,19 +124,6 @@ def with_of_base(layer: LayerConfig, of_base: bool) -> LayerConfig:
     return dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, bank=bank))
 
 
-class StoredLeaves(Protocol):
-    """Leaves that can be read: the protocol of `LeafReader` (on disk) and `LeavesInMemory`."""
-
-    @property
-    def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Leaf path -> shape and dtype."""
-        ...
-
-    def read(self, path: str) -> np.ndarray: ...
-
-    def stored_bytes(self, path: str) -> int: ...
-
-
 class LeavesOverBase:
     """Reads leaves by their paths in the tuned model, one at a time.
 
@@ -152,13 +132,7 @@ class LeavesOverBase:
     """
 
     def __init__(self, config: ModelConfig, base: ModelSource, own: StoredLeaves | None = None):
-        """Compares the leaves on both sides; no weights are read.
-
-        Args:
-          config: config of the tuned model.
-          base: its base.
-          own: the model's own leaves; None: there are none.
-        """
+        """Compares the leaves on both sides; no weights are read. `own` are the model's own leaves, if it has some."""
         self._config = config
         self._base = base
         self._own = own
@@ -231,7 +205,7 @@ class LeavesOverBase:
         """
         values = self._base.read(kernel)
         check_finite(kernel, values, "NF4 has no code for them; mend the base, or leave it as it is stored")
-        with jax.default_device(_host()):
+        with jax.default_device(host_cpu()):
             leaves = quantize_nf4(values)
         for name, leaf in leaves.items():
             check_finite(f"{folder}/{name}", np.asarray(leaf), f"the numbers of {kernel} are too large for NF4")
@@ -240,8 +214,8 @@ class LeavesOverBase:
         self._waiting = waiting | {f"{folder}/{name}": np.asarray(leaf) for name, leaf in leaves.items()}
 
 
-def _host() -> Any:
-    """Returns the host's CPU, on which quantisation gives the same codes with every accelerator."""
+def host_cpu() -> Any:
+    """Returns the host's CPU, which computes the same with every accelerator."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS names an accelerator only

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -30,8 +30,6 @@ DROPOUT = 0.05
 # Alpha is twice the rank by default (methods.md 7).
 LORA_SCALE = 2.0
 PARALLEL_SCALE = 1.0
-
-
 # Options that only some methods have.
 _ONLY = {
     "experts": ("perft-r", "perft-d"),
@@ -53,11 +51,12 @@ def adapted_config(config: ModelConfig, spec: AdaptSpec) -> ModelConfig:
     check_member("--base", spec.base, BASES)
     config = as_base(config)
     problems: list[str] = []
-    adapter = _collected(problems, lambda: parse_adapter(spec))
-    problems += _misplaced(spec)
-    problems += _unfit(config, spec)
-    if adapter is None or problems:
-        raise_if_any(problems, f"--method {spec.method}")
+    adapter: AdapterConfig | None = None
+    try:
+        adapter = parse_adapter(spec)
+    except InputError as error:
+        problems.append(str(error))
+    raise_if_any(problems + _misplaced(spec) + _unfit(config, spec), f"--method {spec.method}")
     assert adapter is not None
     layers = list(config.layers)
     for i, layer in enumerate(layers):
@@ -152,14 +151,6 @@ def _unfit(config: ModelConfig, spec: AdaptSpec) -> list[str]:
     return problems
 
 
-def _collected(problems: list[str], make: Callable[[], AdapterConfig]) -> AdapterConfig | None:
-    try:
-        return make()
-    except InputError as error:
-        problems.append(str(error))
-        return None
-
-
 def _adapted(layer: LayerConfig, spec: AdaptSpec, adapter: AdapterConfig) -> LayerConfig:
     if spec.method == "lora":
         return _with_lora(layer, spec, adapter)
@@ -224,37 +215,16 @@ def initial_leaves(config: ModelConfig, seed: int) -> Iterator[tuple[str, np.nda
 
 def initial_leaf(path: str, spec: jax.ShapeDtypeStruct, seed: int) -> np.ndarray:
     """Makes one initial leaf; `spec` is its shape and dtype."""
-    (make,) = (make for ending, make in _MAKERS.items() if path.endswith(ending))
-    return make(path, spec, seed)
-
-
-def _factor(path: str, spec: jax.ShapeDtypeStruct, seed: int) -> np.ndarray:
-    """Draws the first factor: [in, r], or [E, in, r] with its own random stream for every expert."""
+    if path.endswith(("/lora/b", "/adapters/up")):
+        return np.zeros(spec.shape, spec.dtype)
+    if path.endswith("/router/kernel"):
+        return draw_router(stream(seed, *path.encode(), 0), *spec.shape).astype(spec.dtype)
+    assert path.endswith(("/lora/a", "/adapters/down")), path
     leaf = np.empty(spec.shape, spec.dtype)
+    # [in, r], or [E, in, r] with its own random stream for every expert
     for index, one in enumerate(leaf.reshape(-1, *spec.shape[-2:])):
-        one[...] = draw_factor(_stream(seed, path, index), *one.shape)
+        one[...] = draw_factor(stream(seed, *path.encode(), index), *one.shape)
     return leaf
-
-
-def _zero(path: str, spec: jax.ShapeDtypeStruct, seed: int) -> np.ndarray:
-    return np.zeros(spec.shape, spec.dtype)
-
-
-def _router(path: str, spec: jax.ShapeDtypeStruct, seed: int) -> np.ndarray:
-    return draw_router(_stream(seed, path, 0), *spec.shape).astype(spec.dtype)
-
-
-_MAKERS: dict[str, Callable[[str, jax.ShapeDtypeStruct, int], np.ndarray]] = {
-    "/lora/a": _factor,
-    "/lora/b": _zero,
-    "/adapters/down": _factor,
-    "/adapters/up": _zero,
-    "/router/kernel": _router,
-}
-
-
-def _stream(seed: int, path: str, index: int) -> np.random.Generator:
-    return stream(seed, *path.encode(), index)
 
 
 class Adapted(NamedTuple):
@@ -287,13 +257,8 @@ def adapt(
 ) -> Adapted:
     """Writes adapters that do not change the model yet, with a reference to it. One layer at a time is in memory.
 
-    Args:
-      source: the model.
-      dst: the directory to write, or memory.
-      spec: the adapters. With `step0_check` the logits of the written model are compared with the source's before it
-        appears at `dst`; without it no weights of the source are read.
-      text: for a model with an NF4 base, a text on which the change of its predictions is measured.
-      progress: called after every leaf and layer.
+    With `step0_check` the logits of the written model are compared with the source's before it appears at `dst`;
+    without it no weights of the source are read. The text shows how an NF4 base changes the predictions.
 
     Raises:
       InputError: if the options do not fit the model, it has adapters already, `dst` exists,

@@ -36,13 +36,7 @@ _NF4_LEAVES = ("codes", "scale_codes", "scales", "offset")
 
 @dataclass(frozen=True)
 class Merged:
-    """The result of `merge`.
-
-    Attributes:
-      folded: number of kernels that LoRA was merged into.
-      dequantized: number of kernels that were NF4 codes.
-      kept: adapters that were kept, one phrase for each kind.
-    """
+    """Numbers of kernels that LoRA was merged into, and that were NF4 codes; and adapters that were kept, by kind."""
 
     folded: int
     dequantized: int
@@ -56,19 +50,10 @@ def merge(
     *,
     progress: Progress = no_progress,
 ) -> Merged:
-    """Writes a tuned model as a model directory that needs no base, leaf by leaf.
+    """Writes a tuned model as a model directory that needs no base, leaf by leaf; says what was merged, and what kept.
 
     In memory are one leaf before and after merging, and one of its kernels in float32. If several processes make the
     same call, each merges its own leaves.
-
-    Args:
-      source: an adapter directory, or another tuned model.
-      out: where the model directory appears, which must not exist; or memory.
-      spec: whether to keep adapters that cannot be merged, and weights that are not finite, instead of refusing.
-      progress: called with ("merging", leaves done, leaves).
-
-    Returns:
-      The numbers of merged kernels, and the adapters that were kept.
 
     Raises:
       InputError: if there is nothing to merge, something cannot be merged and the spec does not say `partly`, weights

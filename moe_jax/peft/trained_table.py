@@ -43,17 +43,11 @@ def active_size(config: ModelConfig, path: str, size: int) -> int:
 
 
 class ParameterGroup(NamedTuple):
-    """A parameter, summed over all layers that have it.
+    """A parameter, summed over all layers that have it."""
 
-    Attributes:
-      pattern: leaf path with a set of layers, such as `layers/{0..4..2}/mlp/router/kernel`.
-      size: number of parameters.
-      active: how many of them are active for one token.
-    """
-
-    pattern: str
-    size: int
-    active: int
+    pattern: str  # leaf path with a set of layers, such as `layers/{0..4..2}/mlp/router/kernel`
+    size: int  # number of parameters
+    active: int  # how many of them are active for one token
 
 
 def trained_groups(config: ModelConfig, trained: Collection[str]) -> list[ParameterGroup]:

@@ -72,14 +72,7 @@ def compile_only(
     if chip is not None:
         per_host = gpu_hosts(topology)[1] if is_gpu(topology) else None
         roofline = step_roofline(
-            recipe,
-            chip,
-            model_flops,
-            StateNumbers.of(program),
-            sizes["temporaries"],
-            sent,
-            len(devices),
-            per_host,
+            recipe, chip, model_flops, StateNumbers.of(program), sizes["temporaries"], sent, len(devices), per_host
         )._asdict() | {"source": chip.source}
     return {
         "topology": topology,
@@ -110,11 +103,7 @@ class DoesNotFit(Exception):
 
 
 def compiled_step(program: Program, recipe: Recipe, options: dict[str, Any] | None = None) -> Compiled:
-    """Compiles the step of a recipe's program for the devices of its mesh.
-
-    Raises:
-      DoesNotFit: the compiler says that a device has too little memory.
-    """
+    """Compiles the step of a program for the devices of its mesh; `DoesNotFit` if these have too little memory."""
     with jax.set_mesh(program.mesh):
         batch = abstract_batch(recipe, program.config, program.mesh)
         step: Any = program.step
@@ -130,9 +119,8 @@ def compiled_step(program: Program, recipe: Recipe, options: dict[str, Any] | No
 def bytes_of(compiled: Any) -> dict[str, int]:
     """Returns the bytes that a compiled program takes on every device.
 
-    Returns:
-      `arguments`, `outputs`, `aliased` (outputs that lie in the buffers of donated arguments, and count once in the
-      total), `temporaries`, `code` and `total`.
+    They are `arguments`, `outputs`, `aliased` (outputs that lie in the buffers of donated arguments, and count once in
+    the total), `temporaries`, `code` and `total`.
     """
     memory = compiled.memory_analysis()
     assert memory is not None, "these compilers all say it"

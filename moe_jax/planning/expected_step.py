@@ -71,8 +71,7 @@ class PlacedLeaf(NamedTuple):
 
     Attributes:
       path: in memory, see `distributed.sharding.leaf_spec`.
-      shape: of one layer's parameter.
-      layers: number of layers that have one.
+      shape: of the parameter of one of `layers` layers.
       dtype: as it is stored.
       axes: mesh axes that split it, with their sizes above 1.
       trained: whether a step changes it.
@@ -109,25 +108,20 @@ class PlacedLeaf(NamedTuple):
 def placed_leaves(program: Program, mesh: Mapping[str, int]) -> list[PlacedLeaf]:
     """Returns all parameters of a program on a mesh with axes of these sizes; the program's own mesh may be another.
 
-    Raises:
-      InputError: a dimension that its axes do not divide; all are listed.
+    Raises `InputError` for dimensions that their axes do not divide; all are listed.
     """
-    problems: list[str] = []
-    trees = ((True, program.state.params), (False, program.frozen))
-    found = [leaf for trained, tree in trees for leaf in _placed(tree, trained, mesh, problems)]
+    problems, found = [], []
+    for trained, tree in ((True, program.state.params), (False, program.frozen)):
+        for key, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            path = path_name(key)
+            spec = spec_on_mesh(leaf_spec(path), leaf.shape, mesh)
+            problems += [f"{path} {leaf.shape}: {problem}" for problem in undivided(leaf.shape, spec, mesh)]
+            shape, layers = (leaf.shape[1:], leaf.shape[0]) if "segments/" in path else (leaf.shape, 1)
+            names = [name for part in spec if part for name in (part if isinstance(part, tuple) else (part,))]
+            axes = {name: parts(name, mesh) for name in names if parts(name, mesh) > 1}
+            found.append(PlacedLeaf(path, shape, layers, np.dtype(leaf.dtype), axes, trained))
     raise_if_any(problems, "mesh")
     return found
-
-
-def _placed(tree: object, trained: bool, mesh: Mapping[str, int], problems: list[str]) -> Iterator[PlacedLeaf]:
-    for key, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        path = path_name(key)
-        spec = spec_on_mesh(leaf_spec(path), leaf.shape, mesh)
-        problems += [f"{path} {leaf.shape}: {problem}" for problem in undivided(leaf.shape, spec, mesh)]
-        shape, layers = (leaf.shape[1:], leaf.shape[0]) if "segments/" in path else (leaf.shape, 1)
-        names = [name for part in spec for name in (part if isinstance(part, tuple) else (part,)) if name is not None]
-        axes = {name: parts(name, mesh) for name in names if parts(name, mesh) > 1}
-        yield PlacedLeaf(path, shape, layers, np.dtype(leaf.dtype), axes, trained)
 
 
 class ExpectedStep(NamedTuple):
@@ -161,7 +155,6 @@ def expected_step(
     """Estimates a step.
 
     Args:
-      recipe, config: of the run.
       program: of the recipe, on one device.
       leaves: its parameters, as they lie on the mesh.
       mesh: size of every axis.
@@ -188,20 +181,10 @@ def expected_step(
 
 
 class _Step:
-    """A step of a run on a mesh of chips, with the parameters as they lie there.
-
-    Attributes:
-      number: bytes of a number in the dtype of the products.
-      tokens: number of tokens of a microbatch on one device.
-    """
+    """A step of a run on a mesh: `tokens` of a microbatch on a device, and `number` bytes for each of their numbers."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        config: ModelConfig,
-        leaves: Sequence[PlacedLeaf],
-        mesh: Mapping[str, int],
-        chip: Chip,
+        self, recipe: Recipe, config: ModelConfig, leaves: Sequence[PlacedLeaf], mesh: Mapping[str, int], chip: Chip
     ):
         self._recipe, self._config, self._leaves, self._mesh, self._chip = recipe, config, leaves, mesh, chip
         self._microbatches = recipe.train.accumulation

@@ -160,7 +160,6 @@ def training_memory(
     """Returns the bytes that training holds on each chip, sharded by the rule table.
 
     Args:
-      config: of the model.
       mesh: size of every axis; absent ones are 1.
       param_dtype: of trained parameters and gradients; frozen ones are in the dtype of the config.
       optimizer: section of a recipe; by default AdamW.
@@ -317,13 +316,8 @@ class PlannedStrategies:
 def planned_strategies(config: ModelConfig, platform: str, tokens: int | None = None) -> PlannedStrategies:
     """Returns the strategies that the cost model would choose on one device, without a mesh.
 
-    Args:
-      config: of the model.
-      platform: a key of `CHIPS`.
-      tokens: of a training batch on the device; None: `TOKENS`.
-
-    Raises:
-      InputError: for an unknown platform, or a number of tokens below 1.
+    `platform` is a key of `CHIPS`, `tokens` their number in a training batch on the device, by default `TOKENS`. Raises
+    `InputError` for an unknown platform, or a number of tokens below 1.
     """
     check_member("platform", platform, tuple(CHIPS))
     if tokens is not None and tokens < 1:

@@ -44,13 +44,11 @@ class GPU(NamedTuple):
     """A GPU as XLA has to know it, from CUDA's device properties; its memory is in `moe_jax.core.data_sheets`.
 
     Attributes:
-      name: as the driver reports it.
       capability: compute capability.
       cores: number of streaming multiprocessors.
       fpus: float32 units of each.
       shared_kib: shared memory of each; a program may have 1 KiB less.
       l2_mib: second-level cache.
-      clock_ghz: highest clock rate.
     """
 
     name: str
@@ -102,11 +100,7 @@ def has_tpu_compiler() -> bool:
 
 
 def gpu_hosts(topology: str) -> tuple[int, int]:
-    """Returns the number of hosts of a topology of GPUs, and of GPUs on each.
-
-    Raises:
-      InputError: there is no such topology.
-    """
+    """Returns the number of hosts of a topology of GPUs, and of GPUs on each; raises `InputError` for others."""
     name, _, shape = topology.partition(":")
     if name not in GPUS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?", shape):
         raise InputError(f"unknown topology {shown(topology)}, expected for example h100:8 or h100:2x8")
@@ -117,8 +111,7 @@ def gpu_hosts(topology: str) -> tuple[int, int]:
 def described_devices(topology: str) -> list[Any]:
     """Returns the devices of a topology such as `v5e:4x4` or `h100:8`, for a mesh.
 
-    Raises:
-      InputError: no compiler for the topology, or an unknown one.
+    Raises `InputError` if there is no compiler for the topology, or it is unknown.
     """
     if is_gpu(topology):
         return _described_gpus(topology)
@@ -142,26 +135,19 @@ def _described_gpus(topology: str) -> list[Any]:
         raise InputError("--compile-only for GPUs needs XLA:GPU: pip install 'moe-jax[gpu]' (Linux; no GPU is needed)")
     from jax.experimental import topologies
 
+    gpu, chip = GPUS[name], chip_of_kind(GPUS[name].name)
+    assert chip is not None, f"{gpu.name} is not in the table of chips"
+    shared, l2, bandwidth = gpu.shared_kib * 1024, round(gpu.l2_mib * 2**20), round(chip.bandwidth)
+    target = _TARGET.format(
+        gpu=gpu, chip=chip, bandwidth=bandwidth, shared=shared, shared_by_request=shared - 1024, l2=l2
+    )
     try:
         described = topologies.get_topology_desc(
-            platform="cuda", topology_name=name, target_config=_target(GPUS[name]), topology=f"1x{hosts}x{on_each}"
+            platform="cuda", topology_name=name, target_config=target, topology=f"1x{hosts}x{on_each}"
         )
     except Exception as error:  # the plugin's own errors have no common class
         raise InputError(f"XLA:GPU has no devices {shown(topology)}: {first_line(error)}") from None
     return list(described.devices)
-
-
-def _target(gpu: GPU) -> str:
-    shared, chip = gpu.shared_kib * 1024, chip_of_kind(gpu.name)
-    assert chip is not None, f"{gpu.name} is not in the table of chips"
-    return _TARGET.format(
-        gpu=gpu,
-        chip=chip,
-        bandwidth=round(chip.bandwidth),
-        shared=shared,
-        shared_by_request=shared - 1024,
-        l2=round(gpu.l2_mib * 2**20),
-    )
 
 
 # The smallest slices that the TPU compiler knows; a step for fewer chips uses some of them.

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
+from moe_jax.core.data_sheets import resident_memory, total_memory
 from moe_jax.core.errors import InputError
-from moe_jax.core.memory import resident_memory, total_memory
 from moe_jax.data.sections import DataSection
 from moe_jax.distributed.sharding import check_batch_divides, mesh_sizes, path_name
 from moe_jax.experts.devices import spec_on_mesh
@@ -25,24 +25,10 @@ from moe_jax.planning.expected_step import expected_step, placed_leaves
 from moe_jax.planning.hlo import sums_by_kind
 from moe_jax.planning.model_costs import TOKENS
 from moe_jax.planning.planned_devices import PlannedDevices, planned_devices
-from moe_jax.planning.step_time import (
-    HeldBytes,
-    StepRoofline,
-    StepTime,
-    optimizer_operations,
-    rates_of_chip,
-    step_time,
-)
+from moe_jax.planning.step_time import HeldBytes, StepRoofline, StepTime, optimizer_operations, rates_of_chip, step_time
 from moe_jax.planning.timed_step import measured_rates, timed_step
 from moe_jax.training.program import Program, abstract_batch, make_program
-from moe_jax.training.recipe import (
-    CheckpointSection,
-    MeshSection,
-    ModelSection,
-    OptimizerSection,
-    Recipe,
-    TrainSection,
-)
+from moe_jax.training.recipe import CheckpointSection, MeshSection, ModelSection, OptimizerSection, Recipe, TrainSection
 
 # In the steps of `benchmarks/pods.py` it is 50 to 110 MiB.
 _USUAL_PROGRAM = 100 << 20
@@ -50,13 +36,7 @@ _USUAL_PROGRAM = 100 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryItem:
-    """Bytes on every device, or on a CPU of the process.
-
-    Attributes:
-      name: what they are.
-      bytes: their number.
-      note: how the number is known.
-    """
+    """Bytes on every device, or on a CPU of the process: what they are, and in `note` how the number is known."""
 
     name: str
     bytes: int
@@ -65,12 +45,7 @@ class MemoryItem:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sent:
-    """Collectives of one kind in a step.
-
-    Attributes:
-      runs: number of runs.
-      bytes: of the whole arrays in all runs, see `planning.hlo.Collectives`.
-    """
+    """Runs of the collectives of one kind in a step, and bytes of the whole arrays in all (`hlo.Collectives`)."""
 
     runs: int
     bytes: int
@@ -152,14 +127,8 @@ def assumed_recipe(
 ) -> Recipe:
     """Returns a recipe for training a model on a mesh, if there is none yet: in bfloat16, with full rematerialisation.
 
-    Args:
-      config: of the model.
-      mesh: without -1.
-      optimizer: its kind.
-      tokens: of a batch on every device, in rows of the model's context length or shorter; None: 8192.
-
-    Raises:
-      InputError: for fewer tokens than 1.
+    `mesh` is without -1. A batch has so many `tokens` on every device, by default 8192, in rows of the model's context
+    length or shorter; raises `InputError` for fewer than 1.
     """
     tokens = TOKENS if tokens is None else tokens
     if tokens < 1:
@@ -205,10 +174,17 @@ def _planned_by_compiling(
         items += _temporary_items(held, temporaries, note)
     activations = next(item.bytes for item in items if item.name == _ACTIVATIONS)
     if target.is_cpu:
-        items += _checkpoint_items(held, recipe)
+        if recipe.train.steps > recipe.checkpoint.every:
+            # Buffers that are read cannot be donated to the step, whose results then lie in new ones; and the writer
+            # makes a copy of its own. For accelerators this is memory of their host.
+            note = "the state before, which is written while the next step runs, and the writer's copy of it"
+            items.append(MemoryItem(name="checkpoint", bytes=2 * held.changed, note=note))
         # All devices of a CPU are in one process.
         items = [dataclasses.replace(item, bytes=item.bytes * target.count) for item in items]
-        items += _process_items()
+        # With the step compiled; the process that trains will have as much.
+        if (resident := resident_memory()) is not None:
+            note = "Python, its libraries and the compiled step, as measured here"
+            items.append(MemoryItem(name="process", bytes=resident, note=note))
     return _planned(recipe, config, target, teacher, program, held, items, activations, fits=fits)
 
 
@@ -264,7 +240,9 @@ def _planned(
         source = rates.source
         timed = timed_step(recipe, config, target.devices, teacher) if target.is_cpu and target.devices else None
         if timed is not None:
-            time, source = time.timed(timed.seconds), timed.source(config.num_layers)
+            tokens = time.tokens_per_second * time.seconds / timed.seconds
+            measured = {"seconds": timed.seconds, "products": None, "bytes": None, "tokens_per_second": tokens}
+            time, source = dataclasses.replace(time, **measured), timed.source(config.num_layers)
     memory = total_memory() if target.is_cpu else None if target.chip is None else target.chip.memory
     return PlannedTraining(
         platform=target.name,
@@ -322,9 +300,7 @@ def _held_items(held: HeldBytes, recipe: Recipe) -> list[MemoryItem]:
     items = (
         MemoryItem(name="parameters, trained", bytes=held.params, note=recipe.model.param_dtype),
         MemoryItem(
-            name="parameters, frozen",
-            bytes=held.frozen,
-            note=recipe.model.frozen_dtype or "as the model's config says",
+            name="parameters, frozen", bytes=held.frozen, note=recipe.model.frozen_dtype or "as the model's config says"
         ),
         MemoryItem(name=TEACHER_ITEM, bytes=held.teacher, note="as its config says"),
         MemoryItem(name="optimizer", bytes=held.optimizer, note=f"{section.kind}, {moments}"),
@@ -342,22 +318,3 @@ def _temporary_items(held: HeldBytes, temporaries: int, note: str = "") -> list[
         MemoryItem(name="gradients", bytes=gradients, note="float32"),
         MemoryItem(name=_ACTIVATIONS, bytes=temporaries - gradients, note=note),
     ]
-
-
-def _checkpoint_items(held: HeldBytes, recipe: Recipe) -> list[MemoryItem]:
-    """Returns the additional memory of a step on a CPU while a checkpoint is written.
-
-    Buffers that are read cannot be donated to the step, whose results then lie in new ones; and the writer makes a copy
-    of its own. For accelerators this is memory of their host.
-    """
-    if recipe.train.steps <= recipe.checkpoint.every:
-        return []
-    note = "the state before, which is written while the next step runs, and the writer's copy of it"
-    return [MemoryItem(name="checkpoint", bytes=2 * held.changed, note=note)]
-
-
-def _process_items() -> list[MemoryItem]:
-    """Returns this process's own memory with the step compiled; the process that trains will have as much."""
-    resident = resident_memory()
-    note = "Python, its libraries and the compiled step, as measured here"
-    return [] if resident is None else [MemoryItem(name="process", bytes=resident, note=note)]

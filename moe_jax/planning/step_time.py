@@ -85,15 +85,13 @@ def step_roofline(
     """Estimates a step.
 
     Parameters are read in the dtype of the products, forward, backward, and once more where a layer is computed again,
-    by every microbatch. What a step changes, and the gradients, are read and written once.
+    by every microbatch. What a step changes, and the gradients, are read and written once; what it holds temporarily is
+    written once and read once.
 
     Args:
-      recipe, chip: of the run.
       model_flops: operations of a chip in a step, without those done again.
-      state: parameters and optimizer state that the step reads and writes.
-      temporaries: bytes that a step holds temporarily; they are written once and read once.
+      temporaries: bytes that a step holds temporarily.
       sent: the collectives of the step.
-      devices: number of devices of the mesh.
       per_host: devices of a host, which reach others over the network; None: all are in one slice.
     """
     itemsize = np.dtype(recipe.model.compute_dtype).itemsize
@@ -203,11 +201,6 @@ class StepTime:
     operations: float
     tokens_per_second: float
 
-    def timed(self, seconds: float) -> "StepTime":
-        """Returns the same step with the seconds that were measured by running it."""
-        tokens = self.tokens_per_second * self.seconds / seconds
-        return dataclasses.replace(self, seconds=seconds, products=None, bytes=None, tokens_per_second=tokens)
-
 
 def step_time(
     recipe: Recipe,
@@ -221,17 +214,15 @@ def step_time(
 ) -> StepTime:
     """Estimates a step.
 
-    Args:
-      recipe, config: of the run.
-      held: bytes on one device, all of which a step moves from or to memory.
-      activations: bytes that a microbatch leaves for its backward pass.
-      devices: that share the products.
-      rates: of one device.
-      optimizer: operations of the optimizer's own products, see `optimizer_operations`.
-      teacher: config of a teacher, if there is one; it only goes forward.
-
     Weights are read by every microbatch forward and backward, and once more where a layer is computed again;
     activations are written and read; gradients too; and the optimizer reads and writes all that it changes.
+
+    Args:
+      held: bytes on one device, all of which a step moves from or to memory.
+      activations: bytes that a microbatch leaves for its backward pass.
+      devices: that share the products, each with these rates.
+      optimizer: operations of the optimizer's own products, see `optimizer_operations`.
+      teacher: config of a teacher, if there is one; it only goes forward.
     """
     rows, seq_len, input_len = recipe.train.batch_size, recipe.data.seq_len, input_length(recipe.data)
     model = batch_flops(recipe, config) / devices
@@ -262,11 +253,7 @@ def optimizer_operations(section: OptimizerSection, shapes: Mapping[str, tuple[i
     """Returns the operations of an optimizer's matrix products in a step: those that make Muon's updates orthogonal.
 
     Five times the product of `[m, n]`, m at most n, with its transpose, the square of that, and its product with the
-    matrix (Newton-Schulz, as in `optax.contrib.muon`).
-
-    Args:
-      section: of the recipe.
-      shapes: of the trained parameters, by path in memory.
+    matrix (Newton-Schulz, as in `optax.contrib.muon`). `shapes` are those of the trained parameters, by path in memory.
     """
     if section.kind != "muon":
         return 0.0

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moe_jax.core.data_sheets import available_memory
 from moe_jax.core.errors import InputError
-from moe_jax.core.memory import available_memory
 from moe_jax.distributed.sharding import path_name
 from moe_jax.models import ModelConfig
 from moe_jax.models.config import segments_of
@@ -106,8 +106,9 @@ def timed_step(
         programs = [make_program(recipe, model, devices, teacher=teacher) for model in models]
     except InputError:
         return None
+    leaves = jax.tree.leaves([(program.state, program.frozen, program.arguments) for program in programs])
     free = available_memory()
-    if free is not None and _HELD * sum(map(_bytes, programs)) > free:
+    if free is not None and _HELD * sum(leaf.size * np.dtype(leaf.dtype).itemsize for leaf in leaves) > free:
         return None
     found = []
     for *times, least in _rounds(programs, recipe):
@@ -123,11 +124,6 @@ def _with_repeats(config: ModelConfig, repeats: list[int]) -> ModelConfig:
         if segment.start < config.num_encoder_layers:
             encoder = len(layers)
     return dataclasses.replace(config, layers=tuple(layers), num_encoder_layers=encoder)
-
-
-def _bytes(program: Program) -> int:
-    leaves = jax.tree.leaves((program.state, program.frozen, program.arguments))
-    return sum(leaf.size * np.dtype(leaf.dtype).itemsize for leaf in leaves)
 
 
 def _rounds(programs: list[Program], recipe: Recipe) -> list[list[float]]:

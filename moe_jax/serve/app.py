@@ -27,8 +27,8 @@ MOST_BYTES = 16 << 20
 _SECONDS_TO_RETRY = 1
 
 
-def make_app(model: Model, tokenizer: Tokenizer, scheduler: Scheduler, name: str) -> Starlette:
-    """Returns the application of the server.
+class App(Starlette):
+    """The application of the server.
 
     Args:
       model: that is served.
@@ -36,10 +36,7 @@ def make_app(model: Model, tokenizer: Tokenizer, scheduler: Scheduler, name: str
       scheduler: that runs it; whoever started it closes it.
       name: of the model, in requests and answers.
     """
-    return _App(model, tokenizer, scheduler, name).app
 
-
-class _App:
     def __init__(self, model: Model, tokenizer: Tokenizer, scheduler: Scheduler, name: str):
         self._model, self._tokenizer, self._scheduler, self._name = model, tokenizer, scheduler, name
         self._texts = TokenTexts(tokenizer)
@@ -52,7 +49,7 @@ class _App:
             Route("/v1/completions", self._answering(self._completions), methods=["POST"]),
             Route("/v1/chat/completions", self._answering(self._chat), methods=["POST"]),
         ]
-        self.app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _bug})
+        super().__init__(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _bug})
 
     async def _health(self, request: Request) -> Response:
         failure = self._scheduler.failure
@@ -232,12 +229,7 @@ async def _merged(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Piece]]
 
 
 async def _collected(http: Request, answers: Sequence[Answer]) -> list[Piece]:
-    """All answers, whole. If the client goes away, they are cancelled.
-
-    Raises:
-      ClientDisconnect: then.
-      ProtocolError: if the model fails.
-    """
+    """All answers, whole; if the client goes away, they are cancelled, and `ClientDisconnect` is raised."""
 
     async def collect() -> list[Piece]:
         found = [Piece("", [], None) for _ in answers]
@@ -264,11 +256,7 @@ async def _collected(http: Request, answers: Sequence[Answer]) -> list[Piece]:
 
 
 async def _body(http: Request) -> Any:
-    """The JSON of a request.
-
-    Raises:
-      ProtocolError: if it is too large, or no JSON.
-    """
+    """The JSON of a request; raises `ProtocolError` if it is too large, or no JSON."""
     content = b""
     async for chunk in http.stream():
         content += chunk

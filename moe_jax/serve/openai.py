@@ -1,4 +1,8 @@
-"""Requests of the OpenAI protocol, read and checked, and their answers as they come from the scheduler."""
+"""Requests of the OpenAI protocol, read and checked, and their answers as they come from the scheduler.
+
+Fields that are not known are ignored, as clients send many. Known ones of another type, and known ones that ask for
+what this server does not do, are errors.
+"""
 
 import asyncio
 import dataclasses
@@ -88,11 +92,7 @@ class Request:
 
 
 def read_completion(body: Any) -> Request:
-    """Returns a request to `/v1/completions`, checked.
-
-    Raises:
-      ProtocolError: with status 400.
-    """
+    """Returns a request to `/v1/completions`, checked; raises `ProtocolError` with status 400."""
     _check_object(body)
     logprobs = _integer(body, "logprobs", None, 0, MOST_SCORES)
     max_tokens = _integer(body, "max_tokens", 16, 0, MAX_SIZE)
@@ -260,23 +260,21 @@ class Piece(NamedTuple):
 
 
 class Answer:
-    """The answer to a prompt.
+    """The answer to a prompt: makes its job, in a running event loop, and asks nobody yet.
+
+    Args:
+      request: what is asked for.
+      ids: tokens of the prompt.
+      most: tokens to add at most.
+      stop_ids: tokens that end the answer.
+      tokenizer: of the model.
 
     Attributes:
-      job: what the scheduler was asked.
+      job: what the scheduler is asked.
       made: tokens that the answer took so far, the one that ended it included.
     """
 
     def __init__(self, request: Request, ids: Sequence[int], most: int, stop_ids: Sequence[int], tokenizer: Tokenizer):
-        """Makes the job, in a running event loop, and asks nobody yet.
-
-        Args:
-          request: what is asked for.
-          ids: tokens of the prompt.
-          most: tokens to add at most.
-          stop_ids: tokens that end the answer.
-          tokenizer: of the model.
-        """
         self._news: asyncio.Queue[News] = asyncio.Queue()
         self._text = StreamedText(tokenizer.decode, request.stop, ids)
         self._request, self._tokenizer = request, tokenizer
@@ -300,11 +298,7 @@ class Answer:
         self.job.cancelled = True
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """The parts of the answer as they come.
-
-        Raises:
-          ProtocolError: if the model fails.
-        """
+        """The parts of the answer as they come; raises `ProtocolError` if the model fails."""
         first = True
         try:
             while True:
@@ -321,12 +315,12 @@ class Answer:
                     if news.ended == "stop" and at + 1 == len(news.tokens):
                         break  # it is no text, but clients count on its log-probability
                     text += self._text.push(token)
-                    if self._text.stopped_by is not None:
+                    if self._text.ended_by is not None:
                         finish = "stop"
                         break
-                if finish is not None and self._text.stopped_by is None:
+                if finish is not None and self._text.ended_by is None:
                     text += self._text.finish()
-                    finish = "stop" if self._text.stopped_by is not None else finish
+                    finish = "stop" if self._text.ended_by is not None else finish
                 if text or told or finish:
                     yield Piece(text, told, finish)
                 if finish is not None:
@@ -364,13 +358,7 @@ class TokenTexts:
         return self._known[token]
 
     def completion_logprobs(self, told: Sequence[Told], count: int, offset: int) -> dict[str, Any]:
-        """The form of `/v1/completions`.
-
-        Args:
-          told: the tokens.
-          count: of the most likely tokens; the token itself is told besides.
-          offset: characters before.
-        """
+        """The form of `/v1/completions`, with `count` of the most likely tokens; `offset` characters stand before."""
         tokens = [self(one.token) for one in told]
         offsets = []
         for token in tokens:

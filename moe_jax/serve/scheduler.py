@@ -96,7 +96,13 @@ class Job:
 
 
 class Scheduler:
-    """Answers requests with one model.
+    """Answers requests with one model, in a thread that it starts.
+
+    Args:
+      decoder: the model; its layers are copied unless they are unstacked.
+      slots: requests that are answered at the same time.
+      waiting: requests that may wait for a slot.
+      context: see the attribute; by default what the model was trained for.
 
     Attributes:
       context: tokens of a prompt and what is added to it, at most.
@@ -104,27 +110,12 @@ class Scheduler:
       on_compile: called before the first block of so many rows in caches of such a length, whose program has to be
         compiled; all requests wait for it.
       seconds_a_block: in which those who read along are given tokens.
+
+    Raises:
+      InputError: for a model that does not continue texts, or sizes that are not positive.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        *,
-        slots: int = 8,
-        waiting: int = 64,
-        context: int | None = None,
-    ):
-        """Starts the thread.
-
-        Args:
-          decoder: the model; its layers are copied unless they are unstacked.
-          slots: requests that are answered at the same time.
-          waiting: requests that may wait for a slot.
-          context: see the class; by default what the model was trained for.
-
-        Raises:
-          InputError: for a model that does not continue texts, or sizes that are not positive.
-        """
+    def __init__(self, decoder: Decoder, *, slots: int = 8, waiting: int = 64, context: int | None = None):
         config = decoder.config
         config.check_scores_tokens("serving")
         config.check_no_encoder("serving")
@@ -157,12 +148,7 @@ class Scheduler:
             return {"running": len(self._running()), "waiting": len(self._waiting)}
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Takes requests, all or none.
-
-        Raises:
-          Full: if they are more than may wait. What waits has a slot soon, so slots that are free count.
-          Closed: if the scheduler has ended.
-        """
+        """Takes requests, all or none; raises `Full` or `Closed`. What waits has a slot soon: free slots count."""
         with self._changed:
             if self._closing or self.failure is not None:
                 raise Closed(self.failure or "the server is shutting down")
@@ -173,11 +159,7 @@ class Scheduler:
             self._changed.notify()
 
     def warm(self) -> None:
-        """Compiles what a short request needs, so that the first one need not wait for it.
-
-        Raises:
-          InputError: if the model fails.
-        """
+        """Compiles what a short request needs, so that the first need not wait; `InputError` if the model fails."""
         told: SimpleQueue[News] = SimpleQueue()
         self.submit([Job([0], min(3, self.context - 1), told.put)])
         while (news := told.get()).ended is None:

@@ -44,6 +44,8 @@ def train_on_batches(
 ) -> tuple[Decoder, Record]:
     """Trains until `recipe.train.steps` steps are done or there are no batches left.
 
+    Returns the trained model, and the record of the last step, empty if there was none.
+
     Args:
       recipe: optimizer, schedule, partition, dtypes, mesh, seed. Its run directory, data, checkpoints, log and
         evaluation are ignored.
@@ -52,9 +54,6 @@ def train_on_batches(
       devices: of the mesh; default all.
       on_step: called with the record of every step.
       teacher: the model that the recipe's `distill` names.
-
-    Returns:
-      The trained model, and the record of the last step, empty if there was none.
 
     Raises:
       InputError: for a batch that cannot be read, and as `make_program`; `Diverged` if the loss is no longer finite.
@@ -95,20 +94,10 @@ def train_on_batches(
 
 
 def read_batch(batch: Batch, config: ModelConfig) -> dict[str, np.ndarray]:
-    """Converts a batch to the arrays of a training step.
+    """Converts a batch, given as `moe_jax.train` takes it, to the arrays of a training step.
 
-    Args:
-      batch: token ids [B, T + 1], rows of one document each, of which every token but the first is a target. Or a
-        mapping: `tokens` and `targets` [B, T], and perhaps `weights` [B, T], 0 where a target is not scored,
-        `segment_ids` [B, T], numbers from 1 of the documents in a row, 0 for padding, and `positions` [B, T] in them.
-        For a model with an encoder a mapping: `inputs` [B, S] and `targets` [B, T], and perhaps `inputs_valid` [B, S],
-        false for padding, `segment_ids`, 1 for targets and 0 for padding after them, and `weights`; `tokens` are the
-        targets, shifted, by default.
-      config: of the model.
-
-    Returns:
-      `tokens`, `targets`, `segment_ids`, `positions` Int32[B, T] and `weights` Float32[B, T]; for a model with an
-      encoder also `inputs` Int32[B, S] and `inputs_valid` Bool[B, S].
+    Returns `tokens`, `targets`, `segment_ids`, `positions` Int32[B, T] and `weights` Float32[B, T]; for a model with an
+    encoder also `inputs` Int32[B, S] and `inputs_valid` Bool[B, S], and `tokens` are by default the targets, shifted.
 
     Raises:
       InputError: for other names, shapes, or ids outside the vocabulary.

@@ -37,14 +37,12 @@ from moe_jax.training.step import StepMetrics, TrainState, in_dtypes_of
 
 
 class BatchesOnDevices:
-    """The batches of the data as global arrays on a mesh, up to the end of the data.
+    """The batches of the data as global arrays on a mesh, up to the end of the data if `ends`, else for ever.
 
     With several processes, only all of them together know whether any has data left. They find out one batch ahead, by
     a program of its own that the devices run before the step, so that no process waits for the answer before a step.
 
-    Args:
-      data: local rows of endless batches, padding after the last record.
-      ends: whether the batches end with the data; False: it is repeated for ever.
+    `data` yields local rows of endless batches, padding after the last record.
     """
 
     def __init__(self, data: grain.DatasetIterator, mesh: Mesh, batch_size: int, *, ends: bool):
@@ -79,16 +77,13 @@ class BatchesOnDevices:
 
 
 class StopSignals:
-    """Remembers that a signal arrived; a second one of the same kind has its usual effect. A context manager.
+    """Remembers that a signal arrived, as `received`; a second one of the same kind has its usual effect.
 
-    Several processes agree on a step: a signal to one stops all. If a program other than `join_processes` has joined
-    them, JAX's preemption service does that; it watches for SIGTERM, so other signals are passed on to it as SIGTERM.
+    A context manager. Several processes agree on a step: a signal to one stops all. If a program other than
+    `join_processes` has joined them, JAX's preemption service does that; it watches for SIGTERM, so other signals are
+    passed on to it as SIGTERM.
 
-    Args:
-      notice: called, in a thread of its own, with the name of the first signal: a step may take long.
-
-    Attributes:
-      received: the signal, or None.
+    `notice` is called, in a thread of its own, with the name of the first signal: a step may take long.
     """
 
     def __init__(self, notice: Callable[[str], object] = lambda name: None) -> None:
@@ -149,12 +144,10 @@ class Loop:
 
     Args:
       recipe, program, checkpoints: of the run.
-      frozen: the parameters that are not trained.
+      frozen, teacher: the parameters that are not trained, and those of the program's teacher, if it has one.
       data: batches, positioned where training continues.
       evaluator: scores held-out data; None: no evaluation.
-      console: for progress.
       continue_command: the command that continues the run.
-      teacher: parameters of the program's teacher, if it has one.
     """
 
     def __init__(
@@ -279,19 +272,16 @@ class Loop:
             record["mfu"] = record["flops_per_second"] / self._peak
         if evaluate is not None:
             assert self._evaluator is not None
-            record["eval_loss"] = self._evaluator(self._evaluated(evaluate), self._frozen).nll
+            params, ema = evaluate.params, self._recipe.ema
+            if ema is not None and ema.evaluate:
+                assert evaluate.ema is not None
+                params = in_dtypes_of(params, evaluate.ema)
+            record["eval_loss"] = self._evaluator(params, self._frozen).nll
             if not is_finite(record):
                 raise Diverged(self._divergence(record))
         self._clock = time.monotonic()
         self._last = record
         return record
-
-    def _evaluated(self, state: TrainState) -> nnx.State:
-        """Returns the parameters whose held-out loss is reported: the trained ones, or their average."""
-        if self._recipe.ema is None or not self._recipe.ema.evaluate:
-            return state.params
-        assert state.ema is not None
-        return in_dtypes_of(state.params, state.ema)
 
     def _save(self, step: int, state: TrainState) -> None:
         self._checkpoints.save(step, state, {"data": self._batches.position()})

@@ -20,9 +20,8 @@ from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import show_duration
 from moe_jax.core.terminal import Pace, progress_bars
 from moe_jax.distributed.processes import is_first_process
-from moe_jax.files.growing import LocalFolder
 from moe_jax.files.json_toml import ANYTHING, parse_json
-from moe_jax.files.storage_path import as_path
+from moe_jax.files.storage_path import LocalFolder, as_path
 from moe_jax.models import ModelConfig
 from moe_jax.nn.moe import stats_per_layer
 from moe_jax.training.step import StepMetrics
@@ -34,22 +33,17 @@ _SECONDS = 20.0
 
 
 def has_tensorboard() -> bool:
-    """Whether tensorboardX is installed.
-
-    It is imported only when events are written, because it imports PyTorch, too, where that is installed.
-    """
+    """Whether tensorboardX is installed; importing it imports PyTorch, too, where that is installed."""
     return importlib.util.find_spec("tensorboardX") is not None
 
 
 class EventWriter:
-    """Appends scalars to a new event file in a directory; needs tensorboardX.
+    """Appends scalars to a new event file in a directory, which is created if necessary; needs tensorboardX.
 
     Its `EventsWriter` is used, and not its `SummaryWriter`: that queues every scalar as an event of its own, which
-    takes longer than a step where layers have many experts, and its `flush` does not wait for the queue.
-
-    Args:
-      directory: created if necessary. In a bucket the file appears when it is flushed or closed.
-      first_step: TensorBoard no longer shows steps from here on that are in older files of the directory.
+    takes longer than a step where layers have many experts, and its `flush` does not wait for the queue. In a bucket
+    the file appears when it is flushed or closed. TensorBoard no longer shows steps from `first_step` on that are in
+    older files.
     """
 
     def __init__(self, directory: Path, *, first_step: int):
@@ -87,11 +81,7 @@ _RUN_ID = "wandb_id"
 
 
 def import_wandb() -> Any:
-    """Imports the library, which nothing else imports.
-
-    Raises:
-      InputError: if it is not installed.
-    """
+    """Imports the library, which nothing else imports; raises `InputError` if it is not installed."""
     try:
         return importlib.import_module("wandb")
     except ImportError:
@@ -99,16 +89,10 @@ def import_wandb() -> Any:
 
 
 class WandbWriter:
-    """Logs scalars to a run of Weights & Biases; a continued run of ours continues that run.
+    """Logs scalars to a run of Weights & Biases, named by `wandb_id` in `run_dir`: a continued run goes on there.
 
     Files, those of an offline run included, are in `RUN/wandb`, or for a run in a bucket in `wandb` of the current
-    directory; `wandb sync` sends them later.
-
-    Args:
-      run_dir: of the run; `wandb_id` in it names the run of Weights & Biases.
-      mode: `online` or `offline`.
-      project: of Weights & Biases.
-      config: the recipe, flat.
+    directory; `wandb sync` sends them later. `config` is the recipe, flat.
     """
 
     def __init__(self, run_dir: Path, *, mode: Literal["online", "offline"], project: str, config: Mapping[str, Any]):
@@ -168,15 +152,14 @@ def to_record(config: ModelConfig, step: int, metrics: StepMetrics) -> Record:
         record["cut_inputs"], record["cut_targets"] = (int(count) for count in metrics.cut)
     layers = stats_per_layer(config, metrics.router)
     if layers:
-        record["balance_loss"] = float(np.mean([stats.balance for stats in layers.values()]))
-        record["z_loss"] = float(np.mean([stats.z for stats in layers.values()]))
-        record["cv_loss"] = float(np.mean([stats.cv for stats in layers.values()]))
+        for name in ("balance", "z", "cv"):
+            record[f"{name}_loss"] = float(np.mean([getattr(stats, name) for stats in layers.values()]))
         record["expert_load"] = {str(i): [round(float(x), 6) for x in stats.load] for i, stats in layers.items()}
         record["dropped"] = {str(i): float(stats.dropped) for i, stats in layers.items()}
     beside = stats_per_layer(config, metrics.router, of_perft=True)
     if beside:
-        record["perft_balance_loss"] = float(np.mean([stats.balance for stats in beside.values()]))
-        record["perft_z_loss"] = float(np.mean([stats.z for stats in beside.values()]))
+        for name in ("balance", "z"):
+            record[f"perft_{name}_loss"] = float(np.mean([getattr(stats, name) for stats in beside.values()]))
         record["perft_load"] = {str(i): [round(float(x), 6) for x in stats.load] for i, stats in beside.items()}
     return record
 
@@ -187,25 +170,18 @@ def is_finite(record: Record) -> bool:
 
 
 class MetricsWriter:
-    """Appends records to metrics.jsonl and TensorBoard. Removes older records of steps after `last_step`.
+    """Appends records to metrics.jsonl and TensorBoard, after removing older ones of steps after `last_step`.
 
     Only the first process writes; in others this does nothing. In a bucket, records may appear half a minute later, and
     events when a checkpoint does.
 
     Args:
-      run_dir: the directory that holds both.
-      last_step: the step after which training continues; 0 for a new run.
       tensorboard: whether to write events, where tensorboardX is installed.
       wandb: makes a writer for Weights & Biases; None: nothing is logged there.
     """
 
     def __init__(
-        self,
-        run_dir: Path,
-        *,
-        last_step: int,
-        tensorboard: bool,
-        wandb: Callable[[], WandbWriter] | None = None,
+        self, run_dir: Path, *, last_step: int, tensorboard: bool, wandb: Callable[[], WandbWriter] | None = None
     ):
         self._file = self._events = self._wandb = None
         if not is_first_process():
@@ -259,14 +235,8 @@ def read_metrics(path: Path) -> list[Record]:
 class StepLine:
     """Shows the metrics of the current step: beside a bar on a terminal, otherwise as a line every few steps.
 
-    A context manager.
-
-    Args:
-      console: where to show them.
-      first: number of steps done before.
-      steps: number of all steps of the run.
-      every: steps between lines if the console is not a terminal. Steps with an evaluation and the last step always
-        have a line.
+    A context manager. `first` steps of all `steps` were done before. Steps with an evaluation and the last step always
+    have a line.
     """
 
     def __init__(self, console: rich.console.Console, *, first: int, steps: int, every: int):
@@ -332,13 +302,10 @@ def _flat(record: Mapping[str, Any]) -> list[tuple[str, float]]:
 
 
 class StepTrace:
-    """Traces steps `first` to `last`, both included; steps that are not run are not waited for. A context manager.
+    """Traces steps `first` to `last`, both included; without them, nothing. A context manager.
 
-    Every process writes a trace of its own devices.
-
-    Args:
-      directory: made by the profiler, which writes `plugins/profile/TIME/` into it; in a bucket when the trace ends.
-      steps: `(first, last)`, or empty for no trace.
+    Steps that are not run are not waited for. Every process writes a trace of its own devices, by the profiler as
+    `plugins/profile/TIME/` in the directory; in a bucket when the trace ends.
     """
 
     def __init__(self, directory: Path, steps: tuple[int, ...]):

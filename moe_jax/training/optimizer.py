@@ -68,12 +68,8 @@ def make_optimizer(
     """Makes the optimizer of a recipe, with clipping by global norm before it.
 
     Gradients are float32 whatever the parameters are, and so are moments unless the recipe says otherwise. `init` and
-    `update` take states of trained parameters only (see `peft.split_model`).
-
-    Args:
-      section: of the recipe.
-      schedule: learning rate by steps done.
-      rates: of every parameter, by its path in memory, if the recipe has groups (`group_rates`).
+    `update` take states of trained parameters only (see `peft.split_model`). `schedule` is the learning rate by steps
+    done, and `rates` are those of every parameter, by its path in memory, if the recipe has groups (`group_rates`).
     """
     clip = optax.clip_by_global_norm(section.clip_norm) if section.clip_norm else optax.identity()
     decayed = optax.chain(_direction(section), _apply_rates(section, rates), optax.scale_by_learning_rate(schedule))
@@ -310,16 +306,11 @@ class Placed(NamedTuple):
 
 
 def state_specs(opt_state: optax.OptState, params: Mapping[str, Placed]) -> Any:
-    """Returns the partition specs of the arrays of an optimizer's state.
+    """Returns the tree of an optimizer's state (arrays or ShapeDtypeStructs) with a PartitionSpec for every leaf.
 
-    Args:
-      opt_state: arrays or ShapeDtypeStructs.
-      params: of the trained parameters, by path in memory.
-
-    Returns:
-      The same tree with a PartitionSpec for every leaf. An array of a parameter's shape gets the parameter's spec; an
-      array that lacks one of the axes of its matrix (the factors of Adafactor's second moment) gets the spec of the
-      others; small ones, such as counters and constants of a matrix, are replicated.
+    An array of a parameter's shape gets the spec of the parameter in `params`, which are by path in memory; an array
+    that lacks one of the axes of its matrix (the factors of Adafactor's second moment) gets the spec of the others;
+    small ones, such as counters and constants of a matrix, are replicated.
     """
     # Path of the parameter, as it stands in the path of a leaf that belongs to it.
     inside = {f"/{path}/": placed for path, placed in params.items()}

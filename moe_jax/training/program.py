@@ -67,8 +67,7 @@ class Program:
 def mesh_for(recipe: Recipe, config: ModelConfig, devices: list[Any] | None = None) -> Mesh:
     """Makes the mesh of a recipe for a model, without building the model; of all devices by default.
 
-    Raises:
-      InputError: if the model cannot be trained, or the mesh or the batch size do not fit.
+    Raises `InputError` if the model cannot be trained, or the mesh or the batch size do not fit.
     """
     config.check_scores_tokens("training")
     if recipe.data.input_len is not None and not config.has_encoder:
@@ -88,10 +87,8 @@ def make_program(
 ) -> Program:
     """Makes the program of a recipe for a model.
 
-    Args:
-      recipe, config: of the run.
-      devices: for the mesh; default all. May be those of a topology description.
-      teacher: config of the model that the recipe's `distill` names, if it does.
+    The mesh has all devices by default; they may be those of a topology description. `teacher` is the config of the
+    model that the recipe's `distill` names, if it does.
 
     Raises:
       InputError: a mesh, batch size, partition, teacher or parameter shape that does not fit.
@@ -151,8 +148,7 @@ def _teacher(recipe: Recipe, config: ModelConfig, mesh: Mesh) -> Teacher:
 def load_teacher(program: Program, source: ModelSource) -> nnx.State:
     """Loads the parameters of a program's teacher, on the mesh, in the dtypes in which they are stored.
 
-    Raises:
-      InputError: if the source is incomplete, or its weights are not finite.
+    Raises `InputError` if the source is incomplete, or its weights are not finite.
     """
     with jax.set_mesh(program.mesh):
         return nnx.state(load_model(source, mesh=program.mesh, finite=True))
@@ -210,8 +206,7 @@ def abstract_batch(recipe: Recipe, config: ModelConfig, mesh: Mesh) -> dict[str,
 def initial_states(program: Program, recipe: Recipe, source: ModelSource | None) -> tuple[nnx.State, nnx.State]:
     """Returns the parameters before the first step, `(trained, frozen)`: from the source, or drawn with the seed.
 
-    Raises:
-      InputError: if the source is incomplete, or its weights are not finite or too large for the recipe's dtypes.
+    Raises `InputError` if the source is incomplete, or its weights are not finite or too large for the recipe's dtypes.
     """
     if recipe.model.init == "checkpoint":
         assert source is not None

@@ -400,13 +400,11 @@ class Recipe:
         if not self.run_dir:
             raise InputError("run_dir is empty")
         model, data = self.model, self.data
-        for place in (model.path, model.base, self.distill and self.distill.teacher):
-            if place is not None:
-                check_model_path(place)
-        check_model_path(self.run_dir)
+        teacher = None if self.distill is None else self.distill.teacher
         held_out = None if self.eval is None else self.eval.text
-        sources = (source.path for source in data.sources)
-        for path in (model.config, data.tokenizer, data.chat_template, held_out, *sources):
+        models = (model.path, model.base, teacher, self.run_dir, model.config)
+        files = (data.tokenizer, data.chat_template, held_out, *(source.path for source in data.sources))
+        for path in (*models, *files):
             if path is not None:
                 check_model_path(path)
 

@@ -1,5 +1,6 @@
 """Recipes as TOML tables: overrides from the command line, writing them back, and the list of their keys."""
 
+import copy
 import dataclasses
 import fnmatch
 import tomllib
@@ -21,7 +22,7 @@ def apply_overrides(table: Mapping[str, Any], overrides: Sequence[str]) -> dict[
     Raises:
       InputError: if an override is not of the form `key=value`, or its path leads through a value that is not a table.
     """
-    result = _copy(table)
+    result = copy.deepcopy(dict(table))
     for override in overrides:
         path, equals, text = override.partition("=")
         keys = path.strip().split(".")
@@ -68,10 +69,6 @@ def _value(text: str) -> Any:
         return text
     # A line break in it would begin further keys.
     return table["value"] if len(table) == 1 else text
-
-
-def _copy(node: Any) -> Any:
-    return {key: _copy(value) for key, value in node.items()} if isinstance(node, Mapping) else node
 
 
 def _table_lines(config: Any, prefix: str) -> list[str]:
@@ -128,14 +125,9 @@ class RecipeKey(NamedTuple):
 
 
 def recipe_keys(recipe: type, patterns: Sequence[str] = ()) -> list[RecipeKey]:
-    """Returns the keys whose names match one of the patterns, or contain it; without patterns all keys.
+    """Returns the keys of the dataclass `Recipe` whose names match one of the patterns, or contain it; by default all.
 
-    Args:
-      recipe: the dataclass `Recipe`.
-      patterns: with `*` and `?`, or parts of names.
-
-    Raises:
-      InputError: if a pattern matches no key.
+    Raises `InputError` if a pattern matches no key.
     """
     keys = list(_keys_of(recipe, ""))
     for pattern in patterns:

@@ -54,9 +54,7 @@ _METADATA_OF_ARRAYS = f"{_STATE}/array_metadatas"
 def copy_checkpoint(source: Path, target: Path) -> None:
     """Copies the folder of a complete checkpoint to a place where nothing is.
 
-    Raises:
-      InputError: if something of the checkpoint is missing.
-      OSError: if a disk is full, or a bucket does not answer.
+    Raises `InputError` if something of it is missing, `OSError` if a disk is full or a bucket does not answer.
     """
     source, target = as_path(source), as_path(target)
     database = not target.renames and (source / _DATABASE).is_file()  # one that is written piece by piece
@@ -166,14 +164,7 @@ def _itemsize(array: dict[str, Any]) -> int:
 
 
 class Origin(NamedTuple):
-    """The checkpoint that a run begins with.
-
-    Attributes:
-      run_dir: of the run that it belongs to.
-      step: of the checkpoint.
-      recipe: of that run.
-      record: of that run.
-    """
+    """The checkpoint of a run, of a step of it, that another run begins with; recipe and record are the first run's."""
 
     run_dir: Path
     step: int
@@ -184,9 +175,8 @@ class Origin(NamedTuple):
 def find_origin(saved: Path, run_dir: Path) -> Origin:
     """Finds the checkpoint `RUN@STEP`, for a run that is to be written at `run_dir`.
 
-    Raises:
-      FileNotFoundError: if there is no run.
-      InputError: if it has no such checkpoint, `saved` has another form, or there is something at `run_dir`.
+    Raises `FileNotFoundError` if there is no run, `InputError` if it has no such checkpoint, `saved` has another form,
+    or there is something at `run_dir`.
     """
     parts = split_step(saved)
     if parts is None:
@@ -223,10 +213,8 @@ def restart_record(origin: Origin, recipe: Recipe, record: RunRecord, *, skip_ba
 def write_restart(origin: Origin, run_dir: Path, recipe: Recipe, record: RunRecord) -> None:
     """Makes the directory of a run that has come as far as the checkpoint; it appears whole or not at all.
 
-    In a bucket it counts once its record is there, which is written last.
-
-    Raises:
-      InputError: if something has appeared at `run_dir`, or the disk has not enough space.
+    In a bucket it counts once its record is there, which is written last. Raises `InputError` if something has appeared
+    at `run_dir`, or the disk has not enough space.
     """
     saved = saved_steps(origin.run_dir)[origin.step]
     require_space(run_dir, bytes_of_checkpoint(saved))

@@ -67,9 +67,8 @@ class RunLock:
     def take(self) -> None:
         """Locks the directory, which is created if necessary; does nothing if the lock is held already.
 
-        Raises:
-          InputError: if another process holds the lock; the message says which. In a bucket that is a lease: one that
-            nobody renews any more is waited for.
+        Raises `InputError` if another process holds the lock, and says which. In a bucket that is a lease: one that
+        nobody renews any more is waited for.
         """
         if self._held is None:
             self._held = hold_alone(self._run_dir, _HOLDER)
@@ -82,8 +81,7 @@ class RunLock:
 def read_run(run_dir: Path, *, resume: bool) -> Recipe | None:
     """Returns the recipe of the run in a directory; None if there is none. Writes nothing.
 
-    Raises:
-      InputError: if `run_dir` exists and is not to be continued, or is not a run.
+    Raises `InputError` if `run_dir` exists and is not to be continued, or is not a run.
     """
     # In a bucket, the listing that shows whether something exists may be late.
     if not (run_dir / RECIPE).is_file() and not run_dir.exists() and not run_dir.is_symlink():
@@ -142,10 +140,7 @@ def check_saved(run_dir: Path, step: int) -> "RunRecord":
 def write_run(run_dir: Path, recipe: Recipe, record: "RunRecord", files: Mapping[str, Path] | None = None) -> None:
     """Writes the recipe of a run as resolved, its files, and last its record.
 
-    Args:
-      run_dir: the directory; files of a beginning that was interrupted are replaced.
-      recipe, record: of the run.
-      files: files that go with the model, by name; None: the run is continued, and has them.
+    `files` go with the model, by name, and replace those of a beginning that was interrupted; None: the run has them.
     """
     as_path(run_dir / RECIPE).replace_content(recipe_toml.to_toml(recipe).encode())
     if files is not None:
@@ -216,11 +211,7 @@ class RunRecord:
 
 
 def make_record(
-    recipe: Recipe,
-    config: ModelConfig,
-    source: ModelSource | None,
-    tokenizer: Path,
-    teacher: ModelSource | None = None,
+    recipe: Recipe, config: ModelConfig, source: ModelSource | None, tokenizer: Path, teacher: ModelSource | None = None
 ) -> RunRecord:
     """Makes the record of a run that begins now. Reads samples of all files."""
     run_dir = as_path(recipe.run_dir)

@@ -92,8 +92,7 @@ class SavedModel:
     def read(self, path: str) -> np.ndarray:
         """Reads one leaf, in the dtype in which the run would write it.
 
-        Raises:
-          InputError: if it cannot be read, or is too large for that dtype.
+        Raises `InputError` if it cannot be read, or is too large for that dtype.
         """
         if path in self._trained:
             name, index = self._trained[path]
@@ -227,7 +226,6 @@ def write_model(
 
     Args:
       model: with the trained parameters, whose paths in memory are `trainable`.
-      recipe: of the run.
       source: the model that training started from; its lineage is continued.
       files: files that go with the model, copied.
       measured, restarts: of the run, for the lineage.

@@ -141,15 +141,13 @@ def make_step(
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
     """Makes the step `(state, frozen, batch) -> (state, metrics)`; jit it with the state donated.
 
-    The loss is the mean over all scored tokens of the batch, whatever the number of microbatches it is computed
-    in, plus the auxiliary losses (their mean over the microbatches). Gradients are added up in float32.
-
-    Everything random depends only on the seed and the numbers of the step and the microbatch: it is the same after an
-    interruption and on every mesh.
+    The loss is the mean over all scored tokens of the batch, whatever the number of microbatches it is computed in,
+    plus the auxiliary losses (their mean over the microbatches). Gradients are added up in float32. Everything random
+    depends only on the seed and the numbers of the step and the microbatch: it is the same after an interruption and on
+    every mesh.
 
     Args:
       graphdef: from `peft.split_model`.
-      config: of the model.
       optimizer: over the trained parameters.
       schedule: learning rate by steps done, as the optimizer uses it (reported only).
       seed: of everything random in a step (the noise of routers).
@@ -211,10 +209,9 @@ def make_loss(
 ) -> Callable[..., tuple]:
     """Makes the loss of a microbatch, which a step differentiates by its first argument; arguments as in `make_step`.
 
-    Returns:
-      `(params, frozen, batch, scored, key, taught) -> (loss, (cross-entropy of the tokens, auxiliary losses, router
-      statistics, divergence from the teacher))`, where `scored` is the weight of all tokens of the batch, and `taught`
-      has a teacher's parameters; without one, it and the divergence are None.
+    It is `(params, frozen, batch, scored, key, taught) -> (loss, (cross-entropy of the tokens, auxiliary losses, router
+    statistics, divergence from the teacher))`, where `scored` is the weight of all tokens of the batch, and `taught`
+    has a teacher's parameters; without one, it and the divergence are None.
     """
 
     def microbatch_loss(

@@ -40,13 +40,7 @@ from moe_jax.training.program import (
     mesh_for,
 )
 from moe_jax.training.recipe import Recipe
-from moe_jax.training.restart import (
-    Origin,
-    check_restarted,
-    find_origin,
-    restart_record,
-    write_restart,
-)
+from moe_jax.training.restart import Origin, check_restarted, find_origin, restart_record, write_restart
 from moe_jax.training.run_directory import (
     CHECKPOINTS,
     RECIPE,
@@ -85,21 +79,16 @@ def train(
     console: rich.console.Console | None = None,
     teacher: ModelSource | None = None,
 ) -> Path:
-    """Runs a recipe; all outputs go to its run directory.
+    """Runs a recipe; all outputs go to its run directory. Returns the model directory that was written.
 
     Args:
-      recipe, config: of the run.
       source: the model that the recipe names; None if it names only a config, for new weights.
       resume: continue the run in the run directory; without one, a new run starts.
-      restart: begin with this checkpoint of another run, `RUN@STEP`; optimizer and schedule may differ from that run's.
-        With `resume`, continue a run that was begun so.
+      restart: begin with this checkpoint of another run, `RUN@STEP`; with `resume`, continue a run that was begun so.
       skip_batches: with `restart`: leave out this many batches after the checkpoint.
       continue_command: the command that continues the run, printed when a signal stops it.
       console: for everything that is printed.
       teacher: the model that the recipe's `distill` names.
-
-    Returns:
-      The model directory that was written.
 
     Raises:
       InputError: bad input of any kind, found before anything is written; `loop.Diverged` during training.
@@ -126,12 +115,9 @@ def train(
 
 
 class _EarlierRun(NamedTuple):
-    """A run that is to be continued, or restarted.
+    """A run that is to be continued, or restarted from the checkpoint `origin`.
 
-    Attributes:
-      recipe: of the run.
-      record: the inputs of the run; None if it was interrupted before they were recorded.
-      origin: the checkpoint of it to restart from; None: the run is continued.
+    Its record of inputs is None if it was interrupted before they were recorded.
     """
 
     recipe: Recipe

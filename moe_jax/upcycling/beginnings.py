@@ -14,9 +14,9 @@ import tokenizers
 from jaxtyping import Array, Float, Int
 
 from moe_jax.checks.streamed_layers import StreamedModel
+from moe_jax.core.data_sheets import available_memory
 from moe_jax.core.errors import InputError, first_sentence, shown
 from moe_jax.core.formatting import show_bytes
-from moe_jax.core.memory import available_memory
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.files.regular_files import read_regular
 from moe_jax.files.storage_path import as_path
@@ -164,15 +164,10 @@ MOST_TOKENS = 512
 
 
 class Prompt(NamedTuple):
-    """A text for an expert.
+    """A text for an expert."""
 
-    Attributes:
-      ids: ids of its tokens.
-      first: index of the first token that is counted; BOS may be before it.
-    """
-
-    ids: Int[np.ndarray, " n"]
-    first: int = 0
+    ids: Int[np.ndarray, " n"]  # ids of its tokens
+    first: int = 0  # index of the first token that is counted; BOS may be before it
 
     def fingerprint(self) -> str:
         """Returns a text that is the same for the same tokens only."""
@@ -182,7 +177,7 @@ class Prompt(NamedTuple):
 def router_kernels(
     source: ModelSource, prompts: Sequence[Prompt], layers: Sequence[int], progress: Progress = no_progress
 ) -> dict[int, Float[np.ndarray, "d C"]]:
-    """Returns routers for a dense model's layers, made from the hidden states of texts.
+    """Returns routers for a dense model's layers, made from the hidden states of texts, one for each copy of the FFN.
 
     The column of a text is the mean, over its tokens, of the inputs of the layer's FFN (after the norm before it,
     where there is one), divided by its Euclidean norm. So the logit of a token is the length of its own hidden state
@@ -190,12 +185,6 @@ def router_kernels(
     there, as far as we know, states are those between layers, and negative prompts can be subtracted.
 
     The model runs once for all texts, in float32, with one layer in memory at a time.
-
-    Args:
-      source: the dense model.
-      prompts: one text for each copy of the FFN.
-      layers: indices of the layers that become MoEs.
-      progress: called after every layer.
 
     Raises:
       InputError: if the model sees tokens after the present one, a text has no tokens or equals another one, the mean

@@ -73,33 +73,13 @@ def why_different(spec: UpcycleSpec, dtypes: Collection[np.dtype] = ()) -> str |
     if spec.drop:
         reasons.append(f"share {spec.drop:g} of the experts' neurons drawn anew")
     if spec.granularity > 1:
-        scale = granular_scale(spec)
+        pieces = spec.granularity
+        scale = output_scale(spec.weighting, spec.copies * pieces, spec.top_k * pieces, pieces)
         if not keeps_the_function(spec):
             reasons.append(f"outputs scaled by {scale:g}, as if the router found all experts alike")
         if math.frexp(scale)[0] != 0.5 and any(dtype != np.float32 for dtype in dtypes):
             reasons.append(f"down kernels times {scale:g} are rounded")
     return " and ".join(reasons) or None
-
-
-def granular_scale(spec: UpcycleSpec) -> float:
-    """Returns the `output_scale` of the MoE that these options make."""
-    pieces = spec.granularity
-    gate, experts, top_k = spec.weighting, spec.copies * pieces, spec.top_k * pieces
-    return output_scale(gate, experts, top_k, pieces)
-
-
-def _granular_problems(spec: UpcycleSpec, expert: FFNConfig) -> list[str]:
-    """Returns the problems why an FFN cannot be cut into pieces that are experts."""
-    pieces, problems = spec.granularity, []
-    if pieces == 1:
-        return problems
-    if expert.dim % pieces:
-        problems.append(f"granularity={pieces} does not divide the {expert.dim} neurons of the FFN")
-    if spec.universal != "none":
-        problems.append(f"granularity={pieces} does not go with a universal FFN, which weights whole experts")
-    if spec.weighting not in ("topk_softmax", "softmax_topk"):
-        problems.append(f"granularity={pieces} goes with gate 'topk_softmax' or 'softmax_topk', not {spec.weighting!r}")
-    return problems
 
 
 def _chosen_layers(dense: ModelConfig, spec: UpcycleSpec, problems: list[str]) -> set[int]:
@@ -123,7 +103,16 @@ def _chosen_layers(dense: ModelConfig, spec: UpcycleSpec, problems: list[str]) -
 
 def _moe(dense: ModelConfig, layer: int, spec: UpcycleSpec) -> MoEConfig:
     expert, pieces = dense.ffn(layer), spec.granularity
-    raise_if_any(_granular_problems(spec, expert), f"layer {layer}")
+    if pieces > 1:
+        problems = []
+        if expert.dim % pieces:
+            problems.append(f"granularity={pieces} does not divide the {expert.dim} neurons of the FFN")
+        if spec.universal != "none":
+            problems.append(f"granularity={pieces} does not go with a universal FFN, which weights whole experts")
+        if spec.weighting not in ("topk_softmax", "softmax_topk"):
+            gates = "'topk_softmax' or 'softmax_topk'"
+            problems.append(f"granularity={pieces} goes with gate {gates}, not {spec.weighting!r}")
+        raise_if_any(problems, f"layer {layer}")
     expert = dataclasses.replace(expert, dim=expert.dim // pieces)
     moe = MoEConfig(
         expert=expert,

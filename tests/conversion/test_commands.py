@@ -106,7 +106,7 @@ def test_a_full_disk(tmp_path: pathlib.Path, command: str):
     """Files may not grow beyond 64 KiB: writing fails in the middle, as on a full disk."""
     config = {**BASE, "model_type": "llama", "vocab_size": 2000}
     source = write_checkpoint(tmp_path / "source", config, random_tensors(config))
-    script = f"ulimit -f 64; {sys.executable} -m moe_jax.commands.line.cli {command} {source} {tmp_path / 'out'}"
+    script = f"ulimit -f 64; {sys.executable} -m moe_jax.commands.cli {command} {source} {tmp_path / 'out'}"
     result = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 2, result.stderr
     assert result.stderr.strip().splitlines()[-1].startswith("moe-jax: error: ")
@@ -119,8 +119,8 @@ def test_a_full_disk(tmp_path: pathlib.Path, command: str):
 
 PEAK = """
 import sys
-from moe_jax.commands.line.cli import main
-from moe_jax.core.memory import peak_memory_bytes
+from moe_jax.commands.cli import main
+from moe_jax.core.data_sheets import peak_memory_bytes
 assert main(sys.argv[1:]) == 0
 print(peak_memory_bytes())
 """

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from moe_jax.conversion import HuggingFaceDirectory, convert, export
-from moe_jax.conversion.formats.safetensors_file import PlannedTensor, plan_shards
+from moe_jax.conversion.safetensors_file import PlannedTensor, plan_shards
 from moe_jax.conversion.spec import ConvertSpec, ExportSpec
 from moe_jax.conversion.table import FUSED, LAYOUTS, PER_EXPERT
 from moe_jax.core.errors import InputError

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from moe_jax.conversion import read_hf_config
 from moe_jax.conversion.families import FAMILIES
-from moe_jax.conversion.formats.tensors import copy_transposed
 from moe_jax.conversion.table import FUSED, LAYOUTS, PER_EXPERT, Row, apply_table, detect_layout, linear
+from moe_jax.conversion.tensors import copy_transposed
 from moe_jax.core.errors import InputError
 from tests.support.hf_checkpoints import CONFIGS, DTYPES, expected_tensors
 

@@ -11,7 +11,7 @@ from flax import nnx
 from moe_jax.api.open_source import open_source
 from moe_jax.commands import cli
 from moe_jax.conversion import HuggingFaceDirectory
-from moe_jax.conversion.formats.safetensors_file import read_header
+from moe_jax.conversion.safetensors_file import read_header
 from moe_jax.conversion.to_peft import base_name
 from moe_jax.experts.shapes import AdapterConfig, LoRAConfig
 from moe_jax.model_io.adapter_dir import AdapterDirectory, AdapterDirectoryWriter

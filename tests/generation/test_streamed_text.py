@@ -62,14 +62,14 @@ def test_a_stop_string_and_what_begins_like_one_is_not_handed_out(decoders, text
     # What has come is handed out when no stop string can begin in it any more.
     found = [end for end in range(len(text) + 1) if any(stop in text[:end] for stop in stops)]
     if not found:
-        assert "".join(got) == text and row.stopped_by is None
+        assert "".join(got) == text and row.ended_by is None
         return
     before = text[: found[0]]
-    assert row.stopped_by in stops
+    assert row.ended_by in stops
     assert "".join(got) == row.text == before[: min(before.index(stop) for stop in stops if stop in before)]
 
 
 def test_a_beginning_of_a_stop_string_that_does_not_go_on_is_handed_out(decoders):
     assert pieces(decoders["bytes"], b"a##b#", ["###"])[0] == ["a", "", "", "##b", "", "#"]
     got, row = pieces(decoders["bytes"], b"a###b", ["###"])
-    assert got == ["a", "", "", "", "", ""] and row.stopped_by == "###" and row.text == "a"
+    assert got == ["a", "", "", "", "", ""] and row.ended_by == "###" and row.text == "a"

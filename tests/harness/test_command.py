@@ -39,7 +39,7 @@ def test_table_json_and_cache(tiny_llama, folder, tmp_path, capsys, monkeypatch)
 
     # What is kept is not asked again.
     monkeypatch.setattr("moe_jax.harness.likelihood.Likelihoods.__call__", None)
-    monkeypatch.setattr("moe_jax.harness.language_model.stream", None)
+    monkeypatch.setattr("moe_jax.harness.language_model.stream_texts", None)
     again = json.loads(run(capsys, *options, "--json").out)
     assert again["results"] == results["results"]
     with sqlite3.connect(cache) as database:

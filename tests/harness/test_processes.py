@@ -20,7 +20,7 @@ from moe_jax.commands import cli
 from moe_jax.harness import language_model, likelihood
 
 notes = Path("asked" + os.environ["MOE_JAX_DISTRIBUTED"][-1])
-score, write = likelihood.Likelihoods.__call__, language_model.stream
+score, write = likelihood.Likelihoods.__call__, language_model.stream_texts
 
 def noting(what, do, rows):
     def noted(*arguments, **named):
@@ -30,7 +30,7 @@ def noting(what, do, rows):
     return noted
 
 likelihood.Likelihoods.__call__ = noting("score", score, 1)
-language_model.stream = noting("write", write, 1)
+language_model.stream_texts = noting("write", write, 1)
 sys.exit(cli.main(sys.argv[1:]))
 """
 

@@ -229,7 +229,7 @@ def test_one_file_imports_orbax(imports):
 
 def test_nobody_outside_of_files_asks_whether_a_path_is_in_a_bucket():
     """What is different there is a method or an attribute of `StoragePath`."""
-    words = re.compile(r"\b(BucketPath|DiskPath|BucketDirectory|is_in_bucket|in_bucket)\b")
+    words = re.compile(r"\b(BucketPath|BucketDirectory|is_in_bucket|in_bucket)\b")
     files = {file.relative_to(ROOT): file for file in (ROOT / "moe_jax").rglob("*.py")}
     found = [str(name) for name, file in files.items() if name.parts[1] != "files" and words.search(file.read_text())]
     assert not found

@@ -12,10 +12,10 @@ def serving(model, scheduler):
     import uvicorn
 
     from moe_jax.commands.serve import _address, _listening
-    from moe_jax.serve.app import make_app
+    from moe_jax.serve.app import App
 
     with _listening("127.0.0.1", 0) as listener:
-        app = make_app(model, model.tokenizer, scheduler, "tiny")
+        app = App(model, model.tokenizer, scheduler, "tiny")
         server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

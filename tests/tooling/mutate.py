@@ -42,7 +42,7 @@ WORK = ROOT / ".pytest_cache" / "mutation"
 TARGETS = (
     "moe_jax/functional/**/*.py", "moe_jax/experts/**/*.py", "moe_jax/nn/**/*.py", "moe_jax/peft/**/*.py",
     "moe_jax/planning/**/*.py", "moe_jax/training/step.py", "moe_jax/data/pipeline.py",
-    "moe_jax/conversion/families/**/*.py", "moe_jax/conversion/table.py", "moe_jax/conversion/formats/tensors.py",
+    "moe_jax/conversion/families/**/*.py", "moe_jax/conversion/table.py", "moe_jax/conversion/tensors.py",
     "moe_jax/conversion/checkpoint_source.py", "moe_jax/conversion/gguf/gguf_architectures.py",
 )  # fmt: skip
 # Imported before a process is forked for each bug; nothing of this project, and nothing that starts threads.

@@ -8,7 +8,7 @@ from flax import nnx
 
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import make_mesh
-from moe_jax.evaluation.held_out import measure_load, measure_router_statistics
+from moe_jax.evaluation.held_out import measure_router_statistics
 from moe_jax.functional.routing import route
 from moe_jax.nn import Decoder, load_per_layer
 from moe_jax.nn import moe as moe_module
@@ -32,23 +32,25 @@ def test_the_load_is_that_of_every_window_on_its_own(model, ids):
     for window in (ids[:16], ids[16:32], ids[32:]):
         for layer, share in load_per_layer(model.config, router(model, jnp.asarray(window)[None])).items():
             expected[layer] += len(window) * np.asarray(share) / len(ids)
-    load = measure_load(model, ids, seq_len=16, batch_size=2, mesh=make_mesh({}, jax.devices()[:1]))
-    assert load.tokens == 41 and load.shares.keys() == expected.keys()
-    for layer, share in load.shares.items():
+    mesh = make_mesh({}, jax.devices()[:1])
+    found = measure_router_statistics(model, ids, seq_len=16, batch_size=2, mesh=mesh)
+    assert found.keys() == expected.keys()
+    for layer, statistics in found.items():
+        share = statistics.usage
         np.testing.assert_allclose(share, expected[layer], atol=1e-6)
         assert share.sum() == pytest.approx(1.0) and np.ptp(share) > 0.01
 
 
 def test_a_mesh_does_not_change_it(model, ids):
-    one = measure_load(model, ids, seq_len=8, batch_size=2, mesh=make_mesh({}, jax.devices()[:1]))
-    many = measure_load(model, ids, seq_len=8, batch_size=2, mesh=make_mesh({"fsdp": -1}))
-    for layer, share in one.shares.items():
-        np.testing.assert_allclose(many.shares[layer], share, atol=1e-6)
+    one = measure_router_statistics(model, ids, seq_len=8, batch_size=2, mesh=make_mesh({}, jax.devices()[:1]))
+    many = measure_router_statistics(model, ids, seq_len=8, batch_size=2, mesh=make_mesh({"fsdp": -1}))
+    for layer, statistics in one.items():
+        np.testing.assert_allclose(many[layer].usage, statistics.usage, atol=1e-6)
 
 
 def test_windows_of_one_token_are_refused(model, ids):
     with pytest.raises(InputError, match="seq_len = 1 must be at least 2"):
-        measure_load(model, ids, seq_len=1, batch_size=1, mesh=make_mesh({}, jax.devices()[:1]))
+        measure_router_statistics(model, ids, seq_len=1, batch_size=1, mesh=make_mesh({}, jax.devices()[:1]))
 
 
 def router_logits(model, ids, monkeypatch) -> dict[int, np.ndarray]:

@@ -39,10 +39,10 @@ from moe_jax.compression.calibration.layerwise_pass import (
 from moe_jax.compression.calibration.recorded import LayerCalibration, gradients_file
 from moe_jax.compression.coding.coder import expert_coders
 from moe_jax.compression.source_layer import SourceLayer
+from moe_jax.core.data_sheets import available_memory
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import cast
 from moe_jax.core.formatting import show_bytes
-from moe_jax.core.memory import available_memory
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.model_source import ModelSource

@@ -8,13 +8,14 @@ here: an unknown one could change what the model computes, and is an error.
 import dataclasses
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from moe_jax.conversion.formats.tensors import DTYPES, TensorEntry
 from moe_jax.conversion.table import FUSED, PER_EXPERT, Ignored, Row, Table, linear, norm
+from moe_jax.conversion.tensors import DTYPES, TensorEntry
 from moe_jax.core.errors import InputError, is_finite, nearest, raise_if_any, shown
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -338,10 +339,10 @@ def _special_tokens(metadata: Metadata) -> dict[str, Any]:
 
 def _main_dtype(tensors: Mapping[str, TensorEntry]) -> str:
     """Returns the dtype in which most elements are read."""
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for entry in tensors.values():
-        sizes[entry.dtype] = sizes.get(entry.dtype, 0) + math.prod(entry.shape)
-    return str(DTYPES[max(sizes, key=sizes.__getitem__)])
+        sizes[entry.dtype] += math.prod(entry.shape)
+    return str(DTYPES[sizes.most_common(1)[0][0]])
 
 
 # --- rotary embeddings ----------------------------------------------------------------------------

@@ -13,13 +13,13 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
 import importlib.util
 import struct
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_jax.conversion.formats.tensors import Blocks, TensorEntry, check_tensor_name
+from moe_jax.conversion.tensors import Blocks, TensorEntry, check_cover, check_tensor_name
 from moe_jax.core.errors import InputError, shown
 from moe_jax.files.byte_files import ByteFile, open_bytes
 from moe_jax.files.storage_path import as_path
@@ -80,17 +80,11 @@ _FLOAT32, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
 
 
 class GGUFHeader(NamedTuple):
-    """The content of a GGUF file's header.
+    """The content of a GGUF file's header."""
 
-    Attributes:
-      metadata: key -> int, float, bool, str, array of numbers, or list of strings.
-      tensors: by name. Those in blocks are read as float32.
-      identity: of the file.
-    """
-
-    metadata: dict[str, Any]
-    tensors: dict[str, TensorEntry]
-    identity: Hashable
+    metadata: dict[str, Any]  # key -> int, float, bool, str, array of numbers, or list of strings
+    tensors: dict[str, TensorEntry]  # by name; those in blocks are read as float32
+    identity: Hashable  # of the file
 
 
 def is_gguf(path: Path | str) -> bool:
@@ -135,7 +129,7 @@ def read_gguf_header(path: Path) -> GGUFHeader:
         start = _aligned(header.position, alignment)
         entries = {name: _entry(header, file.identity, alignment, name, info) for name, info in infos.items()}
         tensors = {name: entry._replace(start=start + entry.start) for name, entry in entries.items()}
-        _check_cover(header, tensors, start, alignment)
+        check_cover(tensors, start, file.size, header.bad, alignment=alignment)
     return GGUFHeader(metadata, tensors, file.identity)
 
 
@@ -143,7 +137,7 @@ class _Header:
     """Reads a header from its first byte on, and never beyond the end of the file."""
 
     def __init__(self, file: ByteFile):
-        self.path, self._file, self.file_size = file.path, file, file.size
+        self.path, self._file = file.path, file
         size = file.size
         self._size, self._is_cut = min(size, MAX_HEADER), size > MAX_HEADER
         self._data = bytearray()  # of the file, from its first byte on
@@ -292,21 +286,6 @@ def _entry(
             f"{shown(name)} has shape {shown(list(shape))}, rows of {blocks.name} are multiples of {blocks.elements}"
         )
     return TensorEntry(header.path, PLAIN.get(kind, "F32"), shape, offset, identity, blocks=blocks)
-
-
-def _check_cover(header: _Header, tensors: Mapping[str, TensorEntry], start: int, alignment: int) -> None:
-    """Raises `InputError` unless the tensors fill the rest of the file, each from the next aligned byte on."""
-    position, previous, size = start, "the header", header.file_size
-    for name, entry in sorted(tensors.items(), key=lambda item: item[1].start):
-        stop = entry.start + entry.nbytes
-        if stop > size:
-            raise header.bad(f"{shown(name)} ends {shown(stop - size)} bytes after the end of the file")
-        if entry.start != position:
-            fault = "overlaps" if entry.start < position else "leaves a gap after"
-            raise header.bad(f"{shown(name)} {fault} {shown(previous)}")
-        position, previous = _aligned(stop, alignment), name
-    if size > max(position, header.position):
-        raise header.bad(f"{size - position} bytes at its end belong to no tensor")
 
 
 def _aligned(position: int, alignment: int) -> int:

@@ -2,8 +2,7 @@
 
 import json
 import re
-import tempfile
-import weakref
+from collections import Counter
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,15 @@ from typing import Any
 import numpy as np
 
 from moe_jax.conversion.checkpoint_source import CheckpointSource, Weights, match_weights
-from moe_jax.conversion.formats.tensors import DTYPES, TensorEntry
 from moe_jax.conversion.gguf.gguf_architectures import ROPE_FACTORS, architecture_of, hugging_face_config
 from moe_jax.conversion.gguf.gguf_header import GGUFHeader, read_gguf_header, require_gguf
 from moe_jax.conversion.gguf.gguf_vocabulary import tokenizer_of
 from moe_jax.conversion.hf_config import read_hf_config
+from moe_jax.conversion.tensors import DTYPES, TensorEntry
 from moe_jax.core.errors import InputError, raise_if_any, shown
 from moe_jax.files.byte_files import fingerprint_files, open_bytes
 from moe_jax.files.storage_path import as_path
+from moe_jax.files.tokenizer_files import TOKENIZER
 
 MAX_FILES = 10_000
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -66,25 +66,17 @@ class GGUFModel(CheckpointSource):
         leaves, table = leaf_specs(self.config), self._architecture.table
         return match_weights(tensors, self.config, leaves, str(self.path), table=table, described_by="metadata")
 
-    @property
+    @cached_property
     def tokenizer_files(self) -> tuple[Path, ...]:
         """The files tokenizer.json and tokenizer_config.json, made from the metadata; none if there is no tokenizer."""
-        return self._tokenizer_files
-
-    @cached_property
-    def _tokenizer_files(self) -> tuple[Path, ...]:
         try:
             made = tokenizer_of(self._metadata)
         except InputError as error:
             raise InputError(f"{self.path}: {error}") from None
         if made is None:
             return ()
-        folder = tempfile.TemporaryDirectory(prefix="moe-jax-")
-        weakref.finalize(self, folder.cleanup)
-        files = {"tokenizer.json": made.tokenizer, "tokenizer_config.json": json.dumps(made.settings, indent=2) + "\n"}
-        for name, content in files.items():
-            (Path(folder.name) / name).write_text(content, encoding="utf-8")
-        return tuple(Path(folder.name) / name for name in files)
+        tokenizer, settings = made
+        return self._made_files({TOKENIZER: tokenizer, "tokenizer_config.json": json.dumps(settings, indent=2) + "\n"})
 
     @property
     def lineage(self) -> list[dict[str, Any]]:
@@ -94,11 +86,7 @@ class GGUFModel(CheckpointSource):
     @property
     def quantized(self) -> dict[str, int]:
         """Number of tensors in each type of blocks."""
-        counts: dict[str, int] = {}
-        for entry in self._tensors.values():
-            if entry.blocks is not None:
-                counts[entry.blocks.name] = counts.get(entry.blocks.name, 0) + 1
-        return counts
+        return Counter(entry.blocks.name for entry in self._tensors.values() if entry.blocks is not None)
 
     def fingerprint(self) -> str:
         return fingerprint_files(self._headers)

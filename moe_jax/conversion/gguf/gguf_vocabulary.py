@@ -21,15 +21,8 @@ _MAX_PIECE = 512  # characters of a token that merges are looked for in
 _SPACE = "\u2581"
 
 
-class MadeTokenizer(NamedTuple):
-    """The contents of tokenizer.json, as text, and of tokenizer_config.json."""
-
-    tokenizer: str
-    settings: dict[str, Any]
-
-
-def tokenizer_of(metadata: Mapping[str, Any]) -> MadeTokenizer | None:
-    """Makes the tokenizer's files; None if the metadata hold no tokenizer.
+def tokenizer_of(metadata: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """Returns the contents of tokenizer.json, as text, and of tokenizer_config.json; None if there is no tokenizer.
 
     Raises:
       InputError: for an unknown kind of tokenizer, or one whose parts do not fit together.
@@ -45,7 +38,7 @@ def tokenizer_of(metadata: Mapping[str, Any]) -> MadeTokenizer | None:
         _add_tokens(made, vocabulary)
         settings = _settings(metadata, vocabulary, defaults)
         _add_edges(made, settings, vocabulary)
-        return MadeTokenizer(made.to_str(pretty=False), settings)
+        return made.to_str(pretty=False), settings
     except BaseException as error:
         # The library raises bare `Exception`; a panic of its Rust code is not even that, and has no public name.
         if isinstance(error, InputError) or (
@@ -92,21 +85,13 @@ _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 
 
 class _Pieces(NamedTuple):
-    """How a text is cut into pieces, none of which a token crosses.
+    """How a text is cut into pieces, none of which a token crosses."""
 
-    Attributes:
-      cut: the cuts, before bytes become characters.
-      by_words: whether the usual cuts of GPT-2 follow.
-      normalizer: applied to a text before; None: there is none.
-      ignore_merges: a piece that is a token is not put together from smaller ones.
-      add_bos: whether texts begin with BOS if the file does not say.
-    """
-
-    cut: Sequence[Any] = ()
-    by_words: bool = False
-    normalizer: Any = None
-    ignore_merges: bool = False
-    add_bos: bool = False
+    cut: Sequence[Any] = ()  # the cuts, before bytes become characters
+    by_words: bool = False  # whether the usual cuts of GPT-2 follow
+    normalizer: Any = None  # applied to a text before; None: there is none
+    ignore_merges: bool = False  # a piece that is a token is not put together from smaller ones
+    add_bos: bool = False  # whether texts begin with BOS if the file does not say
 
 
 def _split(pattern: str) -> Any:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moe_jax.conversion import GGUFModel
-from moe_jax.conversion.formats.tensors import TensorFiles
 from moe_jax.conversion.gguf.gguf_header import read_gguf_header
+from moe_jax.conversion.tensors import TensorFiles
 from moe_jax.models.serialize import config_to_json
 from tests.attack.attacks import Attack
 from tests.attack.mutations import VALUES, mutated_bytes

@@ -11,8 +11,8 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save
 
-from moe_jax.conversion.formats.safetensors_file import read_header
-from moe_jax.conversion.formats.tensors import DTYPES, TensorFiles
+from moe_jax.conversion.safetensors_file import read_header
+from moe_jax.conversion.tensors import DTYPES, TensorFiles
 from tests.attack.attacks import Attack
 from tests.attack.mutations import mutated_bytes, mutated_json
 

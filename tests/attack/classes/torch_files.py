@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from moe_jax.conversion.formats.tensors import DTYPES, TensorEntry, TensorFiles
-from moe_jax.conversion.formats.torch_file import read_torch_file
+from moe_jax.conversion.tensors import DTYPES, TensorEntry, TensorFiles
+from moe_jax.conversion.torch_file import read_torch_file
 from tests.attack.attacks import Attack, canary
 from tests.attack.mutations import mutated_bytes
 

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from moe_jax.conversion.formats.safetensors_file import Layout, PlannedTensor, read_header
-from moe_jax.conversion.formats.tensors import DTYPES, TensorFiles
+from moe_jax.conversion.safetensors_file import Layout, PlannedTensor, read_header
+from moe_jax.conversion.tensors import DTYPES, TensorFiles
 from moe_jax.core.errors import InputError
 
 TENSORS = {

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moe_jax.conversion.formats import tensors
-from moe_jax.conversion.formats.tensors import DTYPES, TensorFiles
-from moe_jax.conversion.formats.torch_file import read_torch_file
+from moe_jax.conversion import tensors
+from moe_jax.conversion.tensors import DTYPES, TensorFiles
+from moe_jax.conversion.torch_file import read_torch_file
 from moe_jax.core.errors import InputError
 
 

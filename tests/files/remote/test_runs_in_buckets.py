@@ -11,7 +11,7 @@ import pytest
 from moe_jax.api.open_source import open_source
 from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
-from moe_jax.files import growing
+from moe_jax.files.objects import GrowingObjects
 from moe_jax.files.storage_path import as_path
 from moe_jax.training.metrics import read_metrics
 from moe_jax.training.restart import copy_checkpoint, find_origin, write_restart
@@ -208,7 +208,7 @@ def test_a_checkpoint_that_is_not_whole_is_not_copied(bucket, place):
 
 
 def test_lines_that_grow(bucket, monkeypatch):
-    monkeypatch.setattr(growing.GrowingObjects, "PART_BYTES", 20)
+    monkeypatch.setattr(GrowingObjects, "PART_BYTES", 20)
     path = as_path("gs://bucket/run/metrics.jsonl")
     lines = [f"{{{i:03}}}\n" for i in range(20)]
     writer = path.growing(lines[:3])

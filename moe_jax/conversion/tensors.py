@@ -4,7 +4,7 @@ import math
 import threading
 import weakref
 import zlib
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,17 +43,11 @@ class Checksum(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """A type of quantised blocks. They are read as float32.
+    """A type of quantised blocks. They are read as float32."""
 
-    Attributes:
-      name: as in the `gguf` package, such as `Q4_K`.
-      elements: number of elements in a block, all of one row.
-      nbytes: bytes of a block.
-    """
-
-    name: str
-    elements: int
-    nbytes: int
+    name: str  # as in the `gguf` package, such as `Q4_K`
+    elements: int  # number of elements in a block, all of one row
+    nbytes: int  # bytes of a block
 
 
 class TensorEntry(NamedTuple):
@@ -198,6 +192,32 @@ def check_tensor_name(file: Path, name: str) -> None:
     """Raises `InputError` unless a tensor's name can be printed as it is."""
     if not name.isprintable() or len(name) > _MAX_NAME:
         raise InputError(f"{file} holds a tensor named {shown(name)}, which is no name that a model's tensors have")
+
+
+def check_cover(
+    tensors: Mapping[str, TensorEntry],
+    start: int,
+    size: int,
+    bad: Callable[[str], InputError],
+    *,
+    alignment: int = 1,
+    cut: str = "",
+) -> None:
+    """Raises what `bad` makes of a problem unless tensors fill a file from `start` on, without a gap or an overlap.
+
+    Each begins at the next aligned byte; `cut` ends the message if the file ends before they do.
+    """
+    position, previous = start, "the header"
+    for name, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        stop = entry.start + entry.nbytes
+        if stop > size:
+            raise bad(f"{shown(name)} ends {shown(stop - size)} bytes after the end of the file{cut}")
+        if entry.start != position:
+            fault = "overlaps" if entry.start < position else "leaves a gap after"
+            raise bad(f"{shown(name)} {fault} {shown(previous)}")
+        position, previous = -(-stop // alignment) * alignment, name
+    if size > position:
+        raise bad(f"{size - position} bytes at its end belong to no tensor")
 
 
 def row_major(shape: Iterable[int]) -> tuple[int, ...]:

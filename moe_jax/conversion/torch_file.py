@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moe_jax.conversion.formats.tensors import (
+from moe_jax.conversion.tensors import (
     DTYPE_BITS,
     MAX_RANK,
     Checksum,

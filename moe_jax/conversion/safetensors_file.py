@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from moe_jax.conversion.formats.tensors import DTYPE_BITS, DTYPES, MAX_RANK, TensorEntry, check_tensor_name
+from moe_jax.conversion.tensors import DTYPE_BITS, DTYPES, MAX_RANK, TensorEntry, check_cover, check_tensor_name
 from moe_jax.core.errors import InputError, nearest, shown
-from moe_jax.files.byte_files import ByteFile, open_bytes
+from moe_jax.files.byte_files import open_bytes
 from moe_jax.files.json_toml import MAX_BYTES, parse_json
 from moe_jax.files.regular_files import count_traffic
 from moe_jax.files.remote_work import RemoteWork
@@ -50,7 +50,10 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         header = _parse(path, text)
         tensors = {name: value for name, value in header.items() if name != "__metadata__"}
         entries = {name: _entry(path, file.identity, name, value, 8 + length) for name, value in tensors.items()}
-        _check_cover(path, entries, 8 + length, file)
+        # It is quicker to learn whether a file ends at a position than where it ends.
+        end = 8 + length + sum(entry.nbytes for entry in entries.values())
+        size = end if file.ends_at(end) else file.size
+        check_cover(entries, 8 + length, size, lambda problem: _bad(path, problem), cut="; the file is truncated")
     return entries
 
 
@@ -86,24 +89,6 @@ def _entry(path: Path, identity: Hashable, name: str, value: Any, data_start: in
             f"{offsets[1] - offsets[0]}"
         )  # fmt: skip
     return TensorEntry(path, dtype, tuple(shape), data_start + offsets[0], identity)
-
-
-def _check_cover(path: Path, entries: Mapping[str, TensorEntry], start: int, file: ByteFile) -> None:
-    """Raises `InputError` unless the tensors fill the rest of the file: no gap, no overlap, nothing beyond the end."""
-    # It is quicker to learn whether a file ends at a position than where it ends.
-    end = start + sum(entry.nbytes for entry in entries.values())
-    size = end if file.ends_at(end) else file.size
-    position, previous = start, "the header"
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
-        if entry.start + entry.nbytes > size:
-            missing = entry.start + entry.nbytes - size
-            raise _bad(path, f"{shown(name)} ends {missing} bytes after the end of the file; the file is truncated")
-        if entry.start != position:
-            fault = "overlaps" if entry.start < position else "leaves a gap after"
-            raise _bad(path, f"{shown(name)} {fault} {shown(previous)}")
-        position, previous = entry.start + entry.nbytes, name
-    if position != size:
-        raise _bad(path, f"{size - position} bytes at its end belong to no tensor")
 
 
 def _are_counts(value: Any) -> bool:

@@ -1,1 +1,0 @@
-"""Files of weights in other formats, read and written in ranges: safetensors, PyTorch, packed codes."""
