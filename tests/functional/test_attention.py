@@ -67,10 +67,10 @@ def values_and_gradients(q, k, v, weight, segments, prefix, *, form, mask, windo
         (21, (4, 2), "causal", None, 0.3, None, 8),
         (21, (2, 1), "causal", None, None, 0.7, 2),
         (21, (3, 1), "causal", 5, None, None, 8),
-        (39, (2, 1), "causal", 5, 1.5, 2.0, 2),
+        (17, (2, 1), "causal", 5, 1.5, 2.0, 2),
         (16, (2, 2), "causal", 9, None, None, 8),
         (21, (2, 1), "bidirectional", None, None, None, 8),
-        (39, (2, 2), "bidirectional", 4, None, None, 2),
+        (17, (2, 2), "bidirectional", 4, None, None, 2),
         (21, (2, 1), "prefix", None, None, None, 8),
     ],
 )
