@@ -3,7 +3,7 @@
 import pytest
 
 from moe_jax.compression import board
-from moe_jax.compression.board import Board
+from moe_jax.compression.stream import Board
 
 
 @pytest.fixture
