@@ -119,7 +119,6 @@ class Merging(Method):
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
-        began = time.monotonic()
         groups = Groups(analysis["groups"], analysis["dominant"])
         write_universal(layer, write)
         measure = Measure(layer.moe.routed_experts, layer.moe.expert.dim)
@@ -129,7 +128,7 @@ class Merging(Method):
         write("groups", groups.of[before])
         found = {name[7:]: value.item() for name, value in analysis.items() if name.startswith("figure_")}
         return measure.figures(
-            seconds=float(analysis["seconds"]) + time.monotonic() - began,
+            analysed=analysis["seconds"],
             # Such as `0 2 5 | 1 3 4`.
             choice=" | ".join(" ".join(map(str, np.flatnonzero(groups.of == g))) for g in range(len(groups.dominant))),
             uniform_usage=layer.calibration is None,
@@ -348,7 +347,6 @@ class REAP(Method):
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
         """Leaves are taken as they are stored: no expert is made anew."""
-        began = time.monotonic()
         experts, kept = layer.moe.num_experts, analysis["kept"]
         # The universal FFN, if it is in the bank, is the last one there and stays.
         in_bank = np.append(kept, np.arange(experts, layer.moe.bank_experts))
@@ -366,10 +364,7 @@ class REAP(Method):
                 left = kernel.astype(np.float32) if expert in kept else np.zeros(shape, np.float32)
                 measure.add(expert, kernel, None, left)
         removed = " ".join(str(expert) for expert in range(experts) if expert not in kept)
-        return measure.figures(
-            seconds=float(analysis["seconds"]) + time.monotonic() - began,
-            choice=f"without {removed}" if removed else "all",
-        )
+        return measure.figures(analysed=analysis["seconds"], choice=f"without {removed}" if removed else "all")
 
     def _check(self, layer: SourceLayer) -> None:
         moe, where = layer.moe, f"layer {layer.index}"
