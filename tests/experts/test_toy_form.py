@@ -279,13 +279,13 @@ def test_its_experts_are_exported_as_full_kernels(trained, folder, logits):
 def test_what_it_cannot_have_is_refused(scaled):
     lora = LoRAConfig(rank=2, targets=("up",))
     for changes in ({"lora": lora}, {"nf4": True}):
-        with pytest.raises(InputError, match="scaled experts with base 'shared' have neither"):
+        with pytest.raises(InputError, match="base 'shared' have neither"):
             MoEConfig(expert=FFNConfig(dim=8, **changes), num_experts=4, top_k=2, bank=BankConfig(scaled()))
 
 
 def test_a_leaf_that_its_form_says_nothing_about_has_no_place_on_a_mesh():
     assert leaf_spec("layers/0/mlp/experts/delta/up/factor_out") == P("expert", None)
-    with pytest.raises(InputError, match="no sharding rule matches parameter 'layers/0/.*/up/factor_in'"):
+    with pytest.raises(InputError, match="rule matches parameter 'layers/0/"):
         leaf_spec("layers/0/mlp/experts/delta/up/factor_in")
 
 

@@ -122,11 +122,11 @@ def test_leaves_are_those_of_the_model():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"granularity": 5}, "granularity=5 does not divide the 24 neurons of the FFN"),
-        ({"universal": "coder"}, "does not go with a universal FFN"),
+        ({"granularity": 5}, "24 neurons of the FFN"),
+        ({"universal": "coder"}, "with a universal FFN"),
         ({"gate": "top1", "top_k": 1}, "goes with gate 'topk_softmax' or 'softmax_topk', not 'top1'"),
-        ({"delta": "low-rank:2"}, "experts that are different pieces of the FFN have no base in common"),
-        ({"method": "pesc"}, "--granularity does not go with adapter experts"),
+        ({"delta": "low-rank:2"}, "pieces of the FFN"),
+        ({"method": "pesc"}, "--granularity does not go"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options, message):

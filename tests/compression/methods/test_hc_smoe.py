@@ -112,7 +112,7 @@ def test_needs_a_text_and_no_universal_expert():
     with pytest.raises(InputError, match="give one with --calibrate TEXT"):
         method.check([SourceLayer(source_of(), 0)])
     beside = memory_moe(BankConfig(), shape=SHAPES["gated"], universal="med")
-    with pytest.raises(InputError, match="--extended does not go with this method"):
+    with pytest.raises(InputError, match="--extended does not go"):
         method.check([SourceLayer(beside, 0, with_universal=True)])
 
 
