@@ -1,4 +1,4 @@
-"""Which parameters of a model are trained: chosen by patterns, split from the frozen ones, and shown in a table.
+"""Selects the parameters of a model that are trained, splits them from the frozen ones, and shows them in a table.
 
 Frozen ones have no gradient and no optimizer state. Patterns are written against the leaf paths of a model directory,
 one per parameter and layer (`layers/3/mlp/router/kernel`), and must match a whole path: `router` alone matches nothing,
