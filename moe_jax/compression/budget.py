@@ -31,17 +31,11 @@ from moe_jax.models import FFNConfig, MoEConfig
 
 
 class Candidate(NamedTuple):
-    """One way to compress a layer.
+    """One way to compress a layer."""
 
-    Attributes:
-      nbytes: size of the layer, compressed in this way.
-      error: of the layer, compressed in this way; errors of layers are added up.
-      choice: whatever the caller needs to recognise it.
-    """
-
-    nbytes: int
-    error: float
-    choice: Any = None
+    nbytes: int  # size of the layer, compressed in this way
+    error: float  # of the layer, compressed in this way; errors of layers are added up
+    choice: Any = None  # whatever the caller needs to recognise it
 
 
 def allocate(candidates: Mapping[int, Sequence[Candidate]], budget_bytes: int) -> dict[int, Candidate]:
@@ -202,17 +196,11 @@ Matrices = Mapping[str, Float[np.ndarray, "E i o"]]
 
 
 class Trial(NamedTuple):
-    """The result of trying a form and size on a layer.
+    """The result of trying a form and size on a layer."""
 
-    Attributes:
-      wanted: what was tried.
-      error: ||W^ - W||^2 / ||W||^2 over all experts.
-      shares: of the matrices in the entries that stay, where these are needed; else zeros.
-    """
-
-    wanted: Wanted
-    error: float
-    shares: Float[np.ndarray, " m"]
+    wanted: Wanted  # what was tried
+    error: float  # ||W^ - W||^2 / ||W||^2 over all experts
+    shares: Float[np.ndarray, " m"]  # of the matrices in the entries that stay, where these are needed; else zeros
 
 
 def trials(

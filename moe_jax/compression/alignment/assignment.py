@@ -141,29 +141,19 @@ _SETTLED = 1e-10
 
 
 class Pinned(NamedTuple):
-    """Rows for which only the nearest column is known, and a bound for all other columns.
+    """Rows for which only the nearest column is known, and a bound for all other columns."""
 
-    Attributes:
-      columns: int[n]; -1 for rows whose costs are all known. All others differ.
-      slack: float[n], how much more every other column costs, at least.
-    """
-
-    columns: Int[np.ndarray, " n"]
-    slack: Float[np.ndarray, " n"]
+    columns: Int[np.ndarray, " n"]  # int[n]; -1 for rows whose costs are all known. All others differ.
+    slack: Float[np.ndarray, " n"]  # float[n], how much more every other column costs, at least
 
 
 class Assignment(NamedTuple):
-    """An assignment, and a proof that its cost is at most `gap` above the least.
+    """An assignment, and a proof that its cost is at most `gap` above the least."""
 
-    Attributes:
-      order: int32[n], a column for every row.
-      gap: the unproven part, in units of the costs and over all rows.
-      wanted: pinned rows whose column other rows want so much that the proof needs their costs; if there are any, the
-        gap does not hold.
-    """
-
-    order: Int[np.ndarray, " n"]
-    gap: float
+    order: Int[np.ndarray, " n"]  # int32[n], a column for every row
+    gap: float  # the unproven part, in units of the costs and over all rows
+    # pinned rows whose column other rows want so much that the proof needs their costs; if there are any, the gap does
+    # not hold.
     wanted: Int[np.ndarray, " w"]
 
 

@@ -43,19 +43,13 @@ _COARSE = jnp.bfloat16
 
 
 class NearestOrder(NamedTuple):
-    """An order, and a proof of it.
+    """An order, and a proof of it."""
 
-    Attributes:
-      order: int32[n]; `points[order]` is nearest to the target.
-      gap: how much sum_i <target_i, points_order(i)> may be below the greatest, apart from the rounding of products.
-      share: of the n^2 D multiplications, the share that was made.
-      is_common: whether the clouds have a common order, so that products were computed in float32.
-    """
-
-    order: Int[np.ndarray, " n"]
+    order: Int[np.ndarray, " n"]  # int32[n]; `points[order]` is nearest to the target
+    # how much sum_i <target_i, points_order(i)> may be below the greatest, apart from the rounding of products.
     gap: float
-    share: float
-    is_common: bool
+    share: float  # of the n^2 D multiplications, the share that was made
+    is_common: bool  # whether the clouds have a common order, so that products were computed in float32
 
 
 def nearest_order(

@@ -40,34 +40,21 @@ _SENSITIVITIES = {False: "sensitivities.json", True: "sensitivities-gradients.js
 
 
 class LayerRows(NamedTuple):
-    """The inputs of the bank of a layer, for T tokens.
+    """The inputs of the bank of a layer, for T tokens."""
 
-    Attributes:
-      inputs: bfloat16, on the disk.
-      experts: of the bank; -1: none.
-      weights: of these experts, float32.
-      gradients: how much the loss depends on every token, see `sensitivities`; float32, 1 on average. None: all count
-        alike.
-    """
-
-    inputs: Float[np.ndarray, "T d"]
-    experts: Int[np.ndarray, "T k"]
-    weights: Float[np.ndarray, "T k"]
+    inputs: Float[np.ndarray, "T d"]  # bfloat16, on the disk
+    experts: Int[np.ndarray, "T k"]  # of the bank; -1: none
+    weights: Float[np.ndarray, "T k"]  # of these experts, float32
+    # how much the loss depends on every token, see `sensitivities`; float32, 1 on average. None: all count alike.
     gradients: Float[np.ndarray, " T"] | None = None
 
 
 class LayerCalibration(NamedTuple):
-    """Calibration data of one layer.
+    """Calibration data of one layer."""
 
-    Attributes:
-      statistics: of its router.
-      rows: inputs of its bank; None: only the router was recorded.
-      sensitivities: of every matrix, see `sensitivities`; None: not measured.
-    """
-
-    statistics: RouterStatistics
-    rows: LayerRows | None = None
-    sensitivities: Mapping[str, float] | None = None
+    statistics: RouterStatistics  # of its router
+    rows: LayerRows | None = None  # inputs of its bank; None: only the router was recorded
+    sensitivities: Mapping[str, float] | None = None  # of every matrix, see `sensitivities`; None: not measured
 
 
 NOT_YET_RECORDED = LayerCalibration(

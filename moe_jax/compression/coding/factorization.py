@@ -51,17 +51,11 @@ _LOST = 1e-5
 
 
 class TruncatedSVD(NamedTuple):
-    """`u * s @ v.T`, float32.
+    """`u * s @ v.T`, float32."""
 
-    Attributes:
-      u: orthonormal columns.
-      s: singular values, descending.
-      v: orthonormal columns; zero where `s` is, or on the other side in a tall matrix.
-    """
-
-    u: Float[np.ndarray, "i r"]
-    s: Float[np.ndarray, " r"]
-    v: Float[np.ndarray, "o r"]
+    u: Float[np.ndarray, "i r"]  # orthonormal columns
+    s: Float[np.ndarray, " r"]  # singular values, descending
+    v: Float[np.ndarray, "o r"]  # orthonormal columns; zero where `s` is, or on the other side in a tall matrix
 
 
 def truncated_svd(matrix: Float[np.ndarray, "i o"], rank: int) -> TruncatedSVD:
@@ -167,41 +161,24 @@ _NOTHING = 1e-7
 
 
 class Fit(NamedTuple):
-    """Factors, R being the best for L, in the units of a problem.
+    """Factors, R being the best for L, in the units of a problem."""
 
-    Attributes:
-      left: L, orthonormal columns.
-      weighed_left: S L.
-      into: R_1 C, ... side by side, C being the root of H.
-      down: R_D, float64.
-      error: of the outputs, as a share of those of the kernels, the mean over the matrices.
-    """
-
-    left: Float[Array, "f r"]
-    weighed_left: Float[Array, "f r"]
-    into: Float[Array, "r w"]
-    down: Float[np.ndarray, "r d"]
-    error: float
+    left: Float[Array, "f r"]  # L, orthonormal columns
+    weighed_left: Float[Array, "f r"]  # S L
+    into: Float[Array, "r w"]  # R_1 C, ... side by side, C being the root of H.
+    down: Float[np.ndarray, "r d"]  # R_D, float64
+    error: float  # of the outputs, as a share of those of the kernels, the mean over the matrices
 
 
 class Problem(NamedTuple):
-    """The problem whose factors are sought; outputs of each kernel have a squared norm of 1 / number of matrices.
+    """The problem whose factors are sought; outputs of each kernel have a squared norm of 1 / number of matrices."""
 
-    Attributes:
-      into: A_1 C, ... side by side, in these units.
-      down: D, in these units.
-      moment: S, of which the mean of the diagonal is 1.
-      weighed_down: S D.
-      down_norm: tr(D^T S D).
-      down_unit: by which D was divided.
-    """
-
-    into: Float[Array, "f w"]
-    down: Float[Array, "f d"]
-    moment: Float[Array, "f f"]
-    weighed_down: Float[Array, "f d"]
-    down_norm: float
-    down_unit: float
+    into: Float[Array, "f w"]  # A_1 C, ... side by side, in these units.
+    down: Float[Array, "f d"]  # D, in these units
+    moment: Float[Array, "f f"]  # S, of which the mean of the diagonal is 1
+    weighed_down: Float[Array, "f d"]  # S D
+    down_norm: float  # tr(D^T S D)
+    down_unit: float  # by which D was divided
 
 
 def joint_factors(

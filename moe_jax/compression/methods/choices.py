@@ -29,15 +29,10 @@ TOKENS = 512
 
 
 class Together(NamedTuple):
-    """The error of all experts and matrices together, divided by the sum of what each makes on its own.
+    """The error of all experts and matrices together, divided by the sum of what each makes on its own."""
 
-    Attributes:
-      centre: for an error of the centre, which each matrix makes independently of the others.
-      residuals: for all residuals left out: every expert becomes the mean.
-    """
-
-    centre: float
-    residuals: float
+    centre: float  # for an error of the centre, which each matrix makes independently of the others
+    residuals: float  # for all residuals left out: every expert becomes the mean
 
 
 def together(layer: SourceLayer, permutations: Int[np.ndarray, "E f"]) -> Together:
@@ -114,19 +109,12 @@ Format = Callable[..., dict[str, Any]]
 
 
 class Choice(NamedTuple):
-    """How a matrix is stored.
+    """How a matrix is stored."""
 
-    Attributes:
-      centre: bits of the codes of a shared centre; None: there is none.
-      bits: of the codes of every expert; None: it has low-rank factors, and there is a centre.
-      added: of `ADDED`; the same for all matrices of an expert.
-      keep: the share of numbers in these factors, see `Wanted`; likewise.
-    """
-
-    centre: int | None
-    bits: int | None
-    added: tuple[str, ...] = ()
-    keep: float | None = None
+    centre: int | None  # bits of the codes of a shared centre; None: there is none
+    bits: int | None  # of the codes of every expert; None: it has low-rank factors, and there is a centre
+    added: tuple[str, ...] = ()  # of `ADDED`; the same for all matrices of an expert
+    keep: float | None = None  # the share of numbers in these factors, see `Wanted`; likewise
 
     @property
     def format(self) -> tuple[tuple[str, ...], float | None]:
@@ -220,33 +208,20 @@ MOST_SIZES = 16
 
 
 class Alike(NamedTuple):
-    """Experts that all have one choice.
+    """Experts that all have one choice."""
 
-    Attributes:
-      nbytes: of the layer, all experts being stored so.
-      own: of these, bytes of one expert.
-      more: bytes that a layer takes more if it has such a part beside another, for what the disk knows of leaves.
-      errors: of every expert, float64[E]; those of experts are added up.
-      choice: see `Candidate`.
-    """
-
-    nbytes: int
-    own: int
-    more: int
-    errors: Float[np.ndarray, " E"]
-    choice: tuple
+    nbytes: int  # of the layer, all experts being stored so
+    own: int  # of these, bytes of one expert
+    more: int  # bytes that a layer takes more if it has such a part beside another, for what the disk knows of leaves
+    errors: Float[np.ndarray, " E"]  # of every expert, float64[E]; those of experts are added up
+    choice: tuple  # see `Candidate`
 
 
 class InParts(NamedTuple):
-    """The choice of a layer in two parts.
+    """The choice of a layer in two parts."""
 
-    Attributes:
-      parts: choices.
-      part_of: of every expert, the part that it is in.
-    """
-
-    parts: tuple[tuple, tuple]
-    part_of: tuple[int, ...]
+    parts: tuple[tuple, tuple]  # choices
+    part_of: tuple[int, ...]  # of every expert, the part that it is in
 
 
 def in_two_parts(some: Sequence[Alike], *, multiple: int = 1) -> list[Candidate]:
