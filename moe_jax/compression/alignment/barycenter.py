@@ -260,8 +260,8 @@ Potentials = tuple[Float[Array, " n"], Float[Array, " n"]]
 class Annealed(NamedTuple):
     """The result of annealing."""
 
-    permutations: Int[np.ndarray, "E n"]  # int32[E, n], the orders
-    # upper bound, proven by the entropic potentials (their c-transform is a feasible dual), on how far the cost of the
+    permutations: Int[np.ndarray, "E n"]
+    # Upper bound, proven by the entropic potentials (their c-transform is a feasible dual), on how far the cost of the
     # last assignments is above the least, relative to that cost; over all clouds.
     duality_gap: float
 
@@ -298,7 +298,7 @@ def anneal(matching: Matching, progress: AlignmentProgress | None = None) -> Ann
 class _Costs(NamedTuple):
     """Squared distances |target_i - points_j|^2 = offset + spread * matrix_ij + terms that depend only on i or j."""
 
-    matrix: Float[Array, "n n"]  # [n, n], of mean 0 in every row and column, and of standard deviation 1
+    matrix: Float[Array, "n n"]  # of mean 0 in every row and column, and of standard deviation 1
     spread: Float[Array, ""]  # the divisor that normalised it
     offset: Float[Array, ""]  # the mean of all squared distances
 

@@ -113,12 +113,7 @@ def gradients_file(folder: Path, layer: int) -> Path:
 
 
 def read_layer(folder: Path, layer: int, *, gradients: bool = False) -> LayerCalibration:
-    """Reads a complete layer.
-
-    Args:
-      folder: of the recording.
-      layer: its index.
-      gradients: whether tokens are weighted by the loss's gradients, which must then be recorded.
+    """Reads a complete layer; with `gradients`, which must then be recorded, tokens are weighted by the loss's.
 
     Raises:
       InputError: if the files are not those of a recording.
@@ -179,16 +174,9 @@ DEFAULT_SAMPLES = 128
 def sample_windows(
     ids: Int[np.ndarray, " n"], *, seq_len: int, samples: int | None = None, seed: int = 0
 ) -> Int[np.ndarray, "N L"]:
-    """Draws windows [N, L], none of them twice; in the order of the text.
+    """Draws N windows, none of them twice, in the order of the text; None: `DEFAULT_SAMPLES`, or as many as there are.
 
-    Args:
-      ids: of the tokens of the text.
-      seq_len: L, tokens of a window; for a shorter text all of it.
-      samples: N; None: `DEFAULT_SAMPLES`, or as many as there are.
-      seed: of the draw.
-
-    Raises:
-      InputError: if the text has fewer windows than requested.
+    Windows have `seq_len` tokens, of a shorter text all. Fewer of them than requested are an `InputError`.
     """
     length = min(seq_len, len(ids))
     count = len(ids) // length
@@ -224,8 +212,7 @@ def record(
       folder: where it is written; of this recording alone.
       key: describes the recording; JSON.
       mesh: devices that share the windows of a batch; the weights of a layer are placed as in training.
-      batch_size: windows at a time, rounded up to a multiple of what the mesh divides. Affects only the last bits of
-        the result.
+      batch_size: windows at a time, rounded up to a multiple of what the mesh divides.
       progress: called after every layer.
 
     Raises:
@@ -365,9 +352,8 @@ def _run(
             if inputs is None:
                 break
             tokens = (batch.stop - batch.start) * length
-            inputs[batch.start * length : batch.start * length + tokens] = np.asarray(call.tokens)[:tokens].view(
-                np.uint16
-            )
+            begin = batch.start * length
+            inputs[begin : begin + tokens] = np.asarray(call.tokens)[:tokens].view(np.uint16)
             experts.append(np.asarray(call.routing.experts)[:tokens])
             weights.append(np.asarray(call.routing.weights)[:tokens])
             sums.add(call.stats, tokens)
