@@ -165,7 +165,7 @@ class Fit(NamedTuple):
 
     left: Float[Array, "f r"]  # L, orthonormal columns
     weighed_left: Float[Array, "f r"]  # S L
-    into: Float[Array, "r w"]  # R_1 C, ... side by side, C being the root of H.
+    into: Float[Array, "r w"]  # R_1 C, ... side by side, C being the root of H
     down: Float[np.ndarray, "r d"]  # R_D, float64
     error: float  # of the outputs, as a share of those of the kernels, the mean over the matrices
 
@@ -173,7 +173,7 @@ class Fit(NamedTuple):
 class Problem(NamedTuple):
     """The problem whose factors are sought; outputs of each kernel have a squared norm of 1 / number of matrices."""
 
-    into: Float[Array, "f w"]  # A_1 C, ... side by side, in these units.
+    into: Float[Array, "f w"]  # A_1 C, ... side by side, in these units
     down: Float[Array, "f d"]  # D, in these units
     moment: Float[Array, "f f"]  # S, of which the mean of the diagonal is 1
     weighed_down: Float[Array, "f d"]  # S D
@@ -193,20 +193,16 @@ def joint_factors(
     Never worse than the truncated singular value decomposition of the design matrix, for moments with `DAMPING` times
     the mean of their diagonals on these; a moment of zeros counts as the identity.
 
-    It takes two truncated decompositions of the design matrix, Cholesky's of H, the product S D, and in every round
-    some 6 products of S with an [f, r] matrix and 4 of the size of L R: of an expert of Mixtral (f = 14336, d = 4096,
-    r = 1654), all rounds are 9e13 multiplications and additions, in float32 on the default device, which holds S
-    (0.8 GB) and about twice the design matrix.
+    A round makes some 6 products of S with an [f, r] matrix and 4 of the size of L R: of an expert of Mixtral
+    (f = 14336, d = 4096, r = 1654), all rounds are 9e13 multiplications and additions, in float32 on the default
+    device, which holds S (0.8 GB) and about twice the design matrix.
 
     Args:
       rows: the matrices of an expert with a row for each neuron, `down` and the others; finite, float32.
       kernels: of which these are what a centre leaves; None: there is no centre.
-      input_moment: H, of the inputs of all matrices but `down`; any multiple of a moment does the same; float32.
-      hidden_moment: S, of the inputs of `down`; float32.
+      input_moment, hidden_moment: H and S, float32; any multiple of a moment does the same. `InputError` if H is not
+        positive semi-definite.
       rank: r, at most f and at most the width of all matrices.
-
-    Raises:
-      InputError: if `input_moment` is not positive semi-definite.
     """
     unit = max(float(np.max(np.abs(matrix))) for of in (rows, kernels or {}) for matrix in of.values()) or 1.0
     rows, kernels = _divided(rows, unit), None if kernels is None else _divided(kernels, unit)
@@ -290,16 +286,7 @@ def _towards_best(problem: Problem, fit: Fit) -> Float[Array, "f r"]:
 
 
 @jax.jit
-def _products(
-    problem: Problem, left: Float[Array, "f r"]
-) -> tuple[
-    Float[Array, "f r"],
-    Float[Array, "f r"],
-    Float[Array, "r w"],
-    Float[Array, "r r"],
-    Float[Array, "r d"],
-    Float[Array, " w"],
-]:
+def _products(problem: Problem, left: Float[Array, "f r"]) -> tuple[Array, ...]:
     """L orthonormal, S L, R C, L^T S L, L^T S D and the squared errors of the columns of A C."""
     with jax.default_matmul_precision("highest"):
         left, _ = jnp.linalg.qr(left)
@@ -326,12 +313,8 @@ def _conjugate_gradients(
             length = _ratio(size, jnp.sum(direction * changed, axis=0))
             left_over = left_over - length * changed
             next_size = jnp.sum(left_over * scale * left_over, axis=0)
-            return (
-                found + length * direction,
-                left_over,
-                scale * left_over + _ratio(next_size, size) * direction,
-                next_size,
-            )
+            next_direction = scale * left_over + _ratio(next_size, size) * direction
+            return found + length * direction, left_over, next_direction, next_size
 
         left_over = gradient @ basis
         size = jnp.sum(left_over * scale * left_over, axis=0)

@@ -36,12 +36,7 @@ class Together(NamedTuple):
 
 
 def together(layer: SourceLayer, permutations: Int[np.ndarray, "E f"]) -> Together:
-    """Measures both on the calibration text.
-
-    Args:
-      layer: a calibrated layer.
-      permutations: the order of every expert's neurons around their mean.
-    """
+    """Measures both on the calibration text, with the neurons of every expert in an order around their mean."""
     rows = layer.rows
     assert rows is not None
     picked = np.linspace(0, len(rows.experts) - 1, min(TOKENS, len(rows.experts))).astype(int)
@@ -142,13 +137,7 @@ def errors_of_choices(
     Codes are tried on some columns: with error feedback, too, the columns of a kernel are coded each on its own.
     Factors are made of whole kernels. They also take up some of what codes of the centre leave, which is not counted.
 
-    Args:
-      layer: a calibrated layer.
-      name: of the matrix.
-      permutations: the order of every expert's neurons around a centre.
-      choices: what is tried.
-      format_: of codes.
-      together: how errors add up that factors leave. Those of codes are independent.
+    `together` says how errors add up that factors leave. Those of codes, in a format, are independent.
     """
     width = layer.shapes[name][1]
     columns = np.unique(np.linspace(0, width - 1, min(width, _COLUMNS)).astype(int))
@@ -227,11 +216,8 @@ class InParts(NamedTuple):
 def in_two_parts(some: Sequence[Alike], *, multiple: int = 1) -> list[Candidate]:
     """Every two of some choices, and of all ways to divide the experts into so many each, the one of least error.
 
-    Experts of a part take the same room, so that those belong into the larger codes whose error falls most.
-
-    Args:
-      some: choices around the same centre, or all without one.
-      multiple: the number of experts in every part is a multiple of it.
+    Experts of a part take the same room, so that those belong into the larger codes whose error falls most. The choices
+    are around the same centre, or all without one; the number of experts in every part is a multiple of `multiple`.
     """
     found = []
     for few, many in itertools.permutations(some, 2):
