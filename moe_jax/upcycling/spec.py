@@ -136,8 +136,7 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
     freeze_base: bool = False
     """Freezes the shared FFN in training (low-rank and sparse)."""
     gate: Annotated[
-        Literal["topk_softmax", "softmax_topk", "top1"] | None,
-        Shown("topk_softmax|softmax_topk|top1", "topk_softmax"),
+        Literal["topk_softmax", "softmax_topk", "top1"] | None, Shown("topk_softmax|softmax_topk|top1", "topk_softmax")
     ] = None
     """Weights of the chosen experts: the softmax over their logits (topk_softmax); their part of the softmax over all
     experts (softmax_topk); or that of the first alone (top1)."""

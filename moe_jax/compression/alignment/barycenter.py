@@ -21,12 +21,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from moe_jax.compression.alignment.assignment import assign
-from moe_jax.compression.alignment.matching import (
-    AlignmentProgress,
-    Matching,
-    canonical_order,
-    is_small,
-)
+from moe_jax.compression.alignment.matching import AlignmentProgress, Matching, canonical_order, is_small
 from moe_jax.core.errors import InputError, check_member
 
 SOLVERS = ("auto", "assignment", "alternation", "sinkhorn")
@@ -317,10 +312,7 @@ def _costs(points: Float[Array, "n D"], target: Float[Array, "n D"]) -> _Costs:
 
 @jax.jit
 def transport(
-    points: Float[Array, "n D"],
-    target: Float[Array, "n D"],
-    potentials: Potentials,
-    temperature: Float[Array, ""],
+    points: Float[Array, "n D"], target: Float[Array, "n D"], potentials: Potentials, temperature: Float[Array, ""]
 ) -> tuple[Float[Array, "n D"], Potentials]:
     """The barycentric projection of an entropic plan, blurred points in the places of the target; and potentials."""
     # They take a second to import, which who does not anneal need not wait for.

@@ -9,16 +9,7 @@ from jax.scipy.special import ndtri
 from jaxtyping import Array, Float, Int
 
 from moe_jax.experts.forms.coding import Encoded
-from moe_jax.functional.codes import (
-    SCALE_DTYPE,
-    Grid,
-    dequantize,
-    pack,
-    scale_leaves,
-    scales_of,
-    zero_leaf,
-    zeros_of,
-)
+from moe_jax.functional.codes import SCALE_DTYPE, Grid, dequantize, pack, scale_leaves, scales_of, zero_leaf, zeros_of
 
 # The span of the levels as a share of that of the entries, from which fitting begins.
 _SPAN_SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)

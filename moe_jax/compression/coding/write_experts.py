@@ -40,15 +40,7 @@ from moe_jax.compression.source_layer import (
 from moe_jax.core.errors import InputError
 from moe_jax.experts import BankConfig, BaseCodes
 from moe_jax.experts.forms import KernelForm, Matrix
-from moe_jax.experts.forms.coding import (
-    ByExpert,
-    CodedJointly,
-    Coder,
-    Encodable,
-    Residual,
-    experts_with,
-    own_of,
-)
+from moe_jax.experts.forms.coding import ByExpert, CodedJointly, Coder, Encodable, Residual, experts_with, own_of
 
 REFITS = 2
 # What one refit has to gain of the error, for another to be tried.
