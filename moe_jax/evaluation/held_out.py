@@ -28,8 +28,8 @@ from moe_jax.nn.moe import RouterStatistics, RouterSums, StackedStats, stats_per
 from moe_jax.nn.stack import StackOutput
 
 Batch = dict[str, Array]
-"""tokens, targets, segment_ids, positions Int32[B, T] and weights Float32[B, T]; see `PackedBatches`. For a model with
-an encoder also the arrays that `PairBatches` adds.
+"""tokens, targets, segment_ids, positions Int32[B, T] and weights Float32[B, T]; see `PackedRow`. For a model with
+an encoder also the arrays that `PairRow` adds.
 """
 
 
