@@ -17,8 +17,8 @@ from jaxtyping import Array, Float
 
 from moe_jax.core.errors import InputError
 from moe_jax.data.examples import Document, Example
-from moe_jax.data.opening import check_form, named_files, open_files, template_loader
 from moe_jax.data.sections import DataSection, SourceSection, input_length
+from moe_jax.data.sources import check_form, named_files, open_files, template_loader
 from moe_jax.data.tokenizer import Pair, Tokenizer
 from moe_jax.distributed.sharding import batch_shards, local_rows, make_mesh, place
 from moe_jax.files.storage_path import as_path

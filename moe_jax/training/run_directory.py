@@ -26,7 +26,7 @@ from typing import Any, Self
 from moe_jax.checkpoints.saved_state import read_steps
 from moe_jax.core.errors import InputError, raise_if_any, shown
 from moe_jax.data.sections import at_least
-from moe_jax.data.text_and_tables import find_files
+from moe_jax.data.sources import find_files
 from moe_jax.data.tokenizer import tokenizer_identity
 from moe_jax.files.byte_files import fingerprint_contents
 from moe_jax.files.json_toml import parse, read_json_object, without_format
