@@ -33,7 +33,7 @@ from moe_jax.training.metrics import MetricsWriter, Record, StepLine, StepTrace,
 from moe_jax.training.program import Program, metrics_of
 from moe_jax.training.recipe import Recipe
 from moe_jax.training.run_directory import CHECKPOINTS
-from moe_jax.training.step import StepMetrics, TrainState, in_dtypes_of
+from moe_jax.training.step import StepMetrics, TrainState, averaged_params
 
 
 class BatchesOnDevices:
@@ -253,10 +253,8 @@ class Loop:
             record["mfu"] = record["flops_per_second"] / self._peak
         if evaluate is not None:
             assert self._evaluator is not None
-            params, ema = evaluate.params, self._recipe.ema
-            if ema is not None and ema.evaluate:
-                assert evaluate.ema is not None
-                params = in_dtypes_of(params, evaluate.ema)
+            ema = self._recipe.ema
+            params = averaged_params(evaluate, ema is not None and ema.evaluate)
             record["eval_loss"] = self._evaluator(params, self._frozen).nll
             self._check_finite(record)
         self._clock = time.monotonic()
