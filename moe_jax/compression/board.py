@@ -19,7 +19,7 @@ from moe_jax.distributed.processes import (
     news,
     tell_first,
 )
-from moe_jax.files.resume import ANALYSIS, Workplace
+from moe_jax.files.staging import ANALYSIS, Workplace
 from moe_jax.files.storage_path import as_path
 
 # Seconds between two looks of the first process for messages of the others, while it waits for them.

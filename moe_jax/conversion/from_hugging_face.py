@@ -24,8 +24,7 @@ from moe_jax.core.formatting import count_bytes
 from moe_jax.core.terminal import ByteProgress, console_for_tables
 from moe_jax.distributed.processes import first_decides, gathered, is_first_process
 from moe_jax.files.json_toml import read_json_object
-from moe_jax.files.resume import require_space
-from moe_jax.files.staging import check_target, refuse_existing
+from moe_jax.files.staging import check_target, refuse_existing, require_space
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.in_memory import InMemory, open_writer
 from moe_jax.model_io.leaves_to_write import ZeroExperts, zero_experts_line

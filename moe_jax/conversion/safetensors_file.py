@@ -22,7 +22,7 @@ from moe_jax.files.byte_files import open_bytes
 from moe_jax.files.json_toml import MAX_BYTES, parse_json
 from moe_jax.files.regular_files import count_traffic
 from moe_jax.files.remote_work import RemoteWork
-from moe_jax.files.resume import Workplace
+from moe_jax.files.staging import Workplace
 from moe_jax.files.storage_path import as_path
 
 SINGLE_SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -27,8 +27,7 @@ from moe_jax.core.finite import REMEDY, check_finite, check_fits
 from moe_jax.core.formatting import count_bytes, parse_bytes
 from moe_jax.core.terminal import ByteProgress, console_for_tables
 from moe_jax.files.remote_work import RemoteWork
-from moe_jax.files.resume import Workplace, open_work, require_space
-from moe_jax.files.staging import check_beside, check_target, refuse_existing
+from moe_jax.files.staging import Workplace, check_beside, check_target, open_work, refuse_existing, require_space
 from moe_jax.files.storage_path import as_path
 from moe_jax.files.tokenizer_files import list_tokenizer_files, read_tokenizer_file
 from moe_jax.model_io.lineage import LINEAGE_FILE, job_of, new_lineage_entry

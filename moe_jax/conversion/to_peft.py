@@ -25,8 +25,7 @@ from moe_jax.core.errors import InputError, raise_if_any
 from moe_jax.core.finite import REMEDY, check_finite
 from moe_jax.core.terminal import console_for_tables
 from moe_jax.experts.shapes import LoRAConfig
-from moe_jax.files.resume import staged_directory
-from moe_jax.files.staging import check_beside, check_target
+from moe_jax.files.staging import check_beside, check_target, staged_directory
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.lineage import LINEAGE_FILE, hub_origin, new_lineage_entry
 from moe_jax.model_io.loading import leaf_specs

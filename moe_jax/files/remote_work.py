@@ -177,20 +177,34 @@ MARKERS = ("config.json", "adapter_config.json", "tokens.json", "run.json")
 _JOB, _LEASE, _NOTES, _DONE = "job.json", "lease.json", "notes", "done"
 
 
-class RemoteWork:
-    """The place in a bucket in which a command works, alone. It has the methods of `files.resume.Workplace`.
+class Work:
+    """The work on a target; `job` is JSON-able, or None for work that begins anew every time."""
 
-    Attributes:
-      folder: where to write: the target itself.
-    """
-
-    def __init__(self, target: BucketPath, job: Any, *, suffix: str):
-        self.folder = target
-        self._control = control_of(target, suffix)
+    def __init__(self, target: StoragePath, job: Any):
+        self._target = target
         self._goes_on = job is not None
         self._job = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
-        self._lease = Lease(self._control / _LEASE, target)
         self._completed = False
+
+    def _is_kept_after(self, error: BaseException | None) -> bool:
+        """Whether the same job can go on with what is done before an error, which gets a note that says so."""
+        # Bad input is corrected by other input, and then it is another job.
+        if error is None or not self._goes_on or isinstance(error, InputError):
+            return False
+        note = f"what is done of it is kept: the same command goes on, moe-jax clean {self._target} removes it"
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        return True
+
+
+class RemoteWork(Work):
+    """The place in a bucket, the target itself, in which a command works, alone; as `files.staging.Workplace`."""
+
+    def __init__(self, target: BucketPath, job: Any, *, suffix: str):
+        super().__init__(target, job)
+        self.folder = target
+        self._control = control_of(target, suffix)
+        self._lease = Lease(self._control / _LEASE, target)
         self._done: set[str] = set()
         self._noted: set[str] = set()
         self.beginning = ""
@@ -265,12 +279,7 @@ class RemoteWork:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            # As on a disk: when the user corrects the input, it is another job.
-            if error is not None and self._goes_on and not isinstance(error, InputError):
-                note = f"what is done of it is kept: the same command goes on, moe-jax clean {self.folder} removes it"
-                if note not in getattr(error, "__notes__", ()):
-                    error.add_note(note)
-            elif not self._completed:
+            if not self._is_kept_after(error) and not self._completed:
                 self._lease.check()  # what another command is writing is not removed
                 self.folder.objects.remove_all(self.folder.key)
                 self._remove_control()

@@ -29,8 +29,7 @@ from moe_jax.distributed.processes import fail_together, first_decides, is_first
 from moe_jax.files.json_toml import read_json_object
 from moe_jax.files.regular_files import hold
 from moe_jax.files.remote_work import RemoteWork
-from moe_jax.files.resume import open_work
-from moe_jax.files.staging import check_beside, check_target
+from moe_jax.files.staging import check_beside, check_target, open_work
 from moe_jax.files.storage_path import StoragePath, as_path
 from moe_jax.files.tokenizer_files import list_tokenizer_files, read_tokenizer_file, tokenizer_files_in
 from moe_jax.model_io.leaves_to_write import ExpectedLeaves
