@@ -89,6 +89,15 @@ def norm(tensor: str, leaf: str) -> tuple[Row, ...]:
     return (Row(f"{tensor}.weight", f"{leaf}/scale"), Row(f"{tensor}.bias", f"{leaf}/bias"))
 
 
+def joined_qkv(tensor: str, layout: str | None = None) -> tuple[Row, ...]:
+    """Returns the rows of a linear map whose outputs are queries, keys and values."""
+    kernels, biases = (tuple(f"layers/{{i}}/attention/{one}/{part}" for one in "qkv") for part in ("kernel", "bias"))
+    return (
+        Row(f"{tensor}.weight", kernels, transpose=True, layout=layout),
+        Row(f"{tensor}.bias", biases, layout=layout),
+    )
+
+
 class Piece(NamedTuple):
     """A run of elements in a tensor that fills one leaf, or one expert of a leaf."""
 

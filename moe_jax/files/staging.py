@@ -76,7 +76,7 @@ def check_beside(target: Path, sources: Iterable[Path]) -> None:
 
 
 def refuse_existing(target: Path, *, buckets: bool = False) -> None:
-    """Raises `InputError` if there is anything at `target`, or nothing can be written there: in a bucket, without `buckets`."""
+    """Raises `InputError` if there is anything at `target`, or it is in a bucket and not meant to (`buckets`)."""
     target = as_path(target)
     if buckets and isinstance(target, BucketPath):
         refuse_finished(target)
