@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moe_jax.conversion.config_keys import HFConfig
-from moe_jax.conversion.table import Ignored, Row, Table, Tied
+from moe_jax.conversion.table import Ignored, Mapped, Row, Table, Tied, apply_table
 from moe_jax.models import ModelConfig
 
 
@@ -86,6 +86,11 @@ class Family:
             elif isinstance(entry, Tied) and entry.tensor != "lm_head.weight":
                 rest.append(Tied(prefix + entry.tensor, equals=prefix + entry.equals))
         return (*rest, *self.classifier.head)
+
+    def mapped(self, config: ModelConfig, leaves: Mapping[str, Any], layout: str) -> Mapped:
+        """Returns the tensors of a model in the format, and the pieces that fill its leaves (`apply_table`)."""
+        counts = config.num_layers, layout, self.name
+        return apply_table(self.table_of(config), leaves, *counts, num_encoder_layers=config.num_encoder_layers)
 
     @property
     def holds_experts(self) -> bool:
