@@ -146,7 +146,7 @@ def _read_ahead(
     largest = max((count_bytes([spec]) for spec in specs.values()), default=0)
     buffers = itertools.cycle([np.empty(largest, np.uint8) for _ in range(2)])
     with ThreadPoolExecutor(1) as pool:
-        # A generator: the next leaf is begun when the caller comes back for it.
+        # Lazily: the reading of a leaf begins when it is taken from here.
         started = ((path, pool.submit(source.read, path, spec.dtype, next(buffers))) for path, spec in specs.items())
         upcoming = next(started, None)
         while upcoming is not None:
