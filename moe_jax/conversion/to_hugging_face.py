@@ -111,7 +111,9 @@ def export(
                 (folder / file.name).write_durably(read_tokenizer_file(file))
             list_tokenizer_files(folder, [file.name for file in files])
             with shard_writer(work, tensors, max_bytes) as writer:
-                _Writing(model, mapped, specs, writer, progress, packing, spec.allow_nonfinite).write_layers(work)
+                _Writing(model, mapped, specs, tensors, writer, progress, packing, spec.allow_nonfinite).write_layers(
+                    work
+                )
             keys = write_hf_config(replace(config, dtype=_main_dtype(specs)))
             lineage[-1]["measured"] = progress.measured()
             (folder / LINEAGE_FILE).write_durably((json.dumps(lineage, indent=2) + "\n").encode())
@@ -136,6 +138,7 @@ class _Writing:
     model: MergedModel
     mapped: Mapped
     specs: Mapping[str, jax.ShapeDtypeStruct]
+    tensors: Mapping[str, PlannedTensor]
     writer: ShardWriter
     progress: ByteProgress
     packing: Packing | None
@@ -149,7 +152,7 @@ class _Writing:
         written = work.notes(by_layer)
         for layer, paths in by_layer.items():
             names = {name for path in paths for name in self._tensors_of(path)}
-            size = sum(self.writer.nbytes(name) for name in names)
+            size = sum(self.tensors[name].nbytes for name in names)
             if layer in written or self.writer.are_kept(names):
                 self.progress.skip(size)
                 continue
