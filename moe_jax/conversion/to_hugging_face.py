@@ -29,7 +29,7 @@ from moe_jax.core.terminal import ByteProgress, console_for_tables
 from moe_jax.files.remote_work import RemoteWork
 from moe_jax.files.staging import Workplace, check_beside, check_target, open_work, refuse_existing, require_space
 from moe_jax.files.storage_path import as_path
-from moe_jax.files.tokenizer_files import list_tokenizer_files, read_tokenizer_file
+from moe_jax.files.tokenizer_files import copy_tokenizer_files
 from moe_jax.model_io.lineage import LINEAGE_FILE, job_of, new_lineage_entry
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_source import ModelSource
@@ -106,10 +106,7 @@ def export(
         with open_work(dst, job_of(lineage)) as work:
             folder = work.folder
             # Before the weights, so that no copied file can take their place.
-            files = source.tokenizer_files
-            for file in files:
-                (folder / file.name).write_durably(read_tokenizer_file(file))
-            list_tokenizer_files(folder, [file.name for file in files])
+            copy_tokenizer_files({file.name: file for file in source.tokenizer_files}, folder)
             with shard_writer(work, tensors, max_bytes) as writer:
                 _Writing(model, mapped, specs, tensors, writer, progress, packing, spec.allow_nonfinite).write_layers(
                     work

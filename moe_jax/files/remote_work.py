@@ -63,11 +63,10 @@ class Lease:
         found = self._read()
         if found is not None and not _owner_is_dead(found):
             self._watch(found)
-        over = ABSENT if found is None else found.generation
-        generation = self._write(over)
-        if generation is None:
+        self._generation = self._write(ABSENT if found is None else found.generation)
+        if self._generation is None:
             raise self._taken(self._read())
-        self._generation, self._renewed = generation, time.monotonic()
+        self._renewed = time.monotonic()
         threading.Thread(target=self._renew, name="lease", daemon=True).start()
 
     def check(self) -> None:
@@ -163,12 +162,11 @@ def _owner_is_dead(found: Found) -> bool:
     said = _said(found)
     if said.get("host") != _machine() or type(said.get("pid")) is not int:
         return False
-    try:
-        os.kill(said["pid"], 0)
-    except ProcessLookupError:
-        return True
-    except (OSError, OverflowError):
-        return False
+    with contextlib.suppress(OSError, OverflowError):
+        try:
+            os.kill(said["pid"], 0)
+        except ProcessLookupError:
+            return True
     return False
 
 
@@ -203,7 +201,7 @@ class RemoteWork(Work):
     def __init__(self, target: BucketPath, job: Any, *, suffix: str):
         super().__init__(target, job)
         self.folder = target
-        self._control = control_of(target, suffix)
+        self._control = target.beside(suffix)
         self._lease = Lease(self._control / _LEASE, target)
         self._done: set[str] = set()
         self._noted: set[str] = set()
@@ -220,10 +218,11 @@ class RemoteWork(Work):
         self._lease.take()
         try:
             refuse_finished(self.folder)  # by now another command may have finished
-            begun = self._read(_JOB)
-            if begun is None and self.folder.is_dir():
+            job = self._control.objects.read((self._control / _JOB).key)
+            if job is None and self.folder.is_dir():
                 raise InputError(f"{self.folder} already exists; choose another name or remove it")
-            if begun is not None and begun.get("job") == self._job and self._goes_on:
+            begun = {} if job is None else json.loads(job.content)
+            if begun.get("job") == self._job and self._goes_on:
                 self.beginning = str(begun.get("beginning"))
             else:
                 self.begin_anew()
@@ -291,23 +290,11 @@ class RemoteWork(Work):
 
     def _remove_control(self) -> None:
         names = [_JOB, *(f"{_DONE}/{name}" for name in self._done), *(f"{_NOTES}/{name}.json" for name in self._noted)]
-        lease = self._lease.name.name
-        listed = [name for name in self._control.objects.names(self._control.key) if name != lease]
-        self._control.objects.remove_each(self._control.key, {*names, *listed})
-
-    def _read(self, name: str) -> dict[str, Any] | None:
-        try:
-            return json.loads((self._control / name).read_bytes())
-        except FileNotFoundError:
-            return None
+        listed = self._control.objects.names(self._control.key)
+        self._control.objects.remove_all(self._control.key, {*names, *listed} - {self._lease.name.name})
 
     def _write(self, name: str, data: Any) -> None:
         (self._control / name).write_bytes(json.dumps(data).encode())
-
-
-def control_of(target: BucketPath, suffix: str) -> BucketPath:
-    """Returns the folder beside a target that exists while a command works on the target."""
-    return target.beside(suffix)
 
 
 def refuse_finished(target: BucketPath) -> None:
@@ -333,7 +320,7 @@ def is_begun(target: StoragePath, suffix: str) -> bool:
     """Whether a command has begun to make a target in a bucket and has not finished it."""
     if not isinstance(target, BucketPath):
         return False
-    control = control_of(target, suffix)
+    control = target.beside(suffix)
     return bool(target.key) and any((control / name).is_file() for name in (_JOB, _LEASE))
 
 
@@ -343,13 +330,13 @@ def remove_begun(target: BucketPath, suffix: str) -> None:
     Raises:
       InputError: if a command is working there.
     """
-    control = control_of(target, suffix)
+    control = target.beside(suffix)
     lease = Lease(control / _LEASE, target)
     lease.take()
     try:
         if not _is_finished(target):
             target.objects.remove_all(target.key)
-        names = [name for name in control.objects.names(control.key) if name != lease.name.name]
-        control.objects.remove_each(control.key, {_JOB, *names})
+        names = {_JOB, *control.objects.names(control.key)} - {lease.name.name}
+        control.objects.remove_all(control.key, names)
     finally:
         lease.release()
