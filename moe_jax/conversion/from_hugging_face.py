@@ -23,7 +23,7 @@ from moe_jax.conversion.tensors import DTYPES_BY_NAME
 from moe_jax.core.errors import InputError, check_member
 from moe_jax.core.formatting import count_bytes
 from moe_jax.core.terminal import ByteProgress, console_for_tables
-from moe_jax.distributed.processes import first_decides, gathered, is_first_process
+from moe_jax.distributed.processes import first_decides, is_first_process
 from moe_jax.files.json_toml import read_json_object
 from moe_jax.files.staging import check_target, refuse_existing, require_space
 from moe_jax.files.storage_path import as_path
@@ -112,7 +112,7 @@ def convert(
                 writer.write({path: leaf})
                 zero.add(path, leaf)
                 progress.advance(leaf.nbytes)
-            zero = ZeroExperts.joined(gathered(zero.found))
+            zero.gather()
             found = {"zero_experts": zero.by_layer} if zero.by_layer else {}
             writer.lineage[-1]["measured"] = {**progress.measured(), **found}
     if zero.by_layer:
