@@ -202,15 +202,19 @@ def _check_values(options: Any) -> None:
             if isinstance(value, int) and not fits_64_bits(value):
                 raise _Rejected(f"{flag_of(field.name)}: {shown(value)} does not fit into 64 bits")
             if isinstance(value, Path):
-                check_local(value, buckets=field.name in getattr(options, "in_buckets", ()))
+                check_local(value, buckets=field.name not in getattr(options, "local_only", ()))
 
 
 def _with_addresses(options: Any) -> Any:
     """Returns the options with every path that is an address of a bucket as a path in that bucket."""
-    given = {name: getattr(options, name) for name in getattr(options, "in_buckets", ())}
-    paths: dict[str, Any] = {name: as_path(value) for name, value in given.items() if isinstance(value, Path)}
-    paths |= {name: tuple(map(as_path, value)) for name, value in given.items() if isinstance(value, tuple)}
-    return dataclasses.replace(options, **paths) if paths else options
+    paths: dict[str, Any] = {}
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if isinstance(value, Path) and field.name not in getattr(options, "local_only", ()):
+            paths[field.name] = as_path(value)
+        elif isinstance(value, tuple) and all(isinstance(one, Path) for one in value):
+            paths[field.name] = tuple(map(as_path, value))
+    return dataclasses.replace(options, **paths)
 
 
 WIDEST = 110

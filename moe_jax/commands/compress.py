@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from rich.table import Table
@@ -54,8 +54,6 @@ class _Command:
     Interrupted, even killed, it goes on where it was when the same command is given again. Several processes share the
     layers.
     """
-
-    in_buckets: ClassVar[tuple[str, ...]] = ("model", "out")
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
     """A model with MoE layers: a model directory, an adapter directory, a Hugging Face directory, or RUN@STEP: a

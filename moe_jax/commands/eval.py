@@ -45,7 +45,7 @@ class Options(OneModel):
     local files, and those of lm-eval, whose data is on the Hugging Face Hub. pip install 'moe-jax[eval]'.
     """
 
-    in_buckets: ClassVar[tuple[str, ...]] = ("model", "base", "text", "classify", "tokenizer")
+    local_only: ClassVar[tuple[str, ...]] = ("tasks_dir", "data_dir", "cache", "output", "samples")
 
     text: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """A text file; or documents, pairs or conversations as JSON lines or a table."""

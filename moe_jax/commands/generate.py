@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -27,8 +27,6 @@ class Options(OneModel):
     Greedy unless a temperature is given; a prompt's result does not depend on the others. Why every text ended, and how
     many tokens a second there were, is said on standard error.
     """
-
-    in_buckets: ClassVar[tuple[str, ...]] = ("model", "base", "prompts_file")
 
     prompt: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = ()
     """A prompt; may be given several times. BOS is put before it where the tokenizer does so, and for an encoder EOS

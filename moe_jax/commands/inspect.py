@@ -28,7 +28,7 @@ class Options(OneModel):
     The lineage is how the model was made: commands, options, sources, and measured figures.
     """
 
-    in_buckets: ClassVar[tuple[str, ...]] = ("model", "base", "text")
+    local_only: ClassVar[tuple[str, ...]] = ("plots",)
 
     json: bool = False
     """Prints JSON and nothing else, with one entry per leaf."""

@@ -55,8 +55,7 @@ def command_options(command: type[C], *specs: type[Spec], more: Collection[Field
     fields = [field for spec in specs for field in map(option_field, spec.list_options()) if field[0] not in taken]
     made = dataclasses.make_dataclass("Options", [*fields, *more], bases=(command,), frozen=True, kw_only=True)
     made.__doc__ = command.__doc__
-    buckets = [name for one in (command, *specs) for name in getattr(one, "in_buckets", ())]
-    made.in_buckets = tuple(dict.fromkeys(buckets))
+    made.local_only = tuple(name for one in (command, *specs) for name in getattr(one, "local_only", ()))
     return made
 
 

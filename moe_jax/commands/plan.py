@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
 import tyro
 
@@ -33,8 +33,6 @@ class _Command:
     the experts in every form in which they can be stored; with --train, memory and time of training by a recipe.
     Weights are not read, and need not be there.
     """
-
-    in_buckets: ClassVar[tuple[str, ...]] = ("model", "train", "experts_from")
 
     model: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="CONFIG_OR_MODEL")] = None
     """A config.json, ours or Hugging Face's, a directory that holds one, with weights or without, or RUN@STEP. With

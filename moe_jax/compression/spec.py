@@ -32,7 +32,7 @@ class CompressSpec(Spec):
       InputError: for options that do not go together.
     """
 
-    in_buckets: ClassVar[tuple[str, ...]] = ("base", "model_base", "calibrate")
+    local_only: ClassVar[tuple[str, ...]] = ("calibration_dir",)
     reads_windows: ClassVar[bool] = False
 
     method: Annotated[str | Method | None, Shown("NAME", read_as=str | None)] = None
@@ -145,7 +145,6 @@ class CompressSpec(Spec):
 class SweepSpec(CompressSpec):
     """The options of a sweep: those of `compress`, and the text that its models are scored by."""
 
-    in_buckets: ClassVar[tuple[str, ...]] = (*CompressSpec.in_buckets, "text")
     reads_windows: ClassVar[bool] = True
 
     text: Annotated[str | os.PathLike[str] | None, Shown("FILE", read_as=Path | None)] = None

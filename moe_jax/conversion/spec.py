@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from moe_jax.core.errors import InputError, flag_of
 from moe_jax.core.verb_spec import Shown, TakesMovedBase, TakesNonfinite
@@ -42,8 +42,6 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
     Raises:
       InputError: for options that do not go with the format.
     """
-
-    in_buckets: ClassVar[tuple[str, ...]] = ("base",)
 
     max_shard_size: Annotated[str | int | None, Shown("SIZE", "5GB, in a bucket 500MB", str | None)] = None
     """Largest size of a file, such as 5GB, 500MB or 2GiB; a larger tensor has a file of its own. In a bucket, a few of

@@ -59,11 +59,11 @@ class Spec:
     """Base of all specs.
 
     Attributes:
-      in_buckets: the options that can name a file or directory in a bucket.
+      local_only: the options that name a file or directory which cannot be in a bucket.
       example: what the command line could be given, for the message that an option is missing.
     """
 
-    in_buckets: ClassVar[tuple[str, ...]] = ()
+    local_only: ClassVar[tuple[str, ...]] = ()
     example: ClassVar[str] = ""
 
     @classmethod

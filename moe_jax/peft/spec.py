@@ -19,7 +19,6 @@ class AdaptSpec(TakesNonfinite):
     True
     """
 
-    in_buckets: ClassVar[tuple[str, ...]] = ("text",)
     example: ClassVar[str] = "--method perft-s --adapter lora:16"
 
     method: Literal["perft-r", "perft-e", "perft-d", "perft-s", "lora"]
@@ -83,8 +82,6 @@ class MergeSpec(TakesMovedBase, TakesNonfinite):
     >>> moe_jax.MergeSpec().partly
     False
     """
-
-    in_buckets: ClassVar[tuple[str, ...]] = ("base",)
 
     partly: bool = False
     """Keeps adapters that cannot be merged (PESC, PERFT) as they are, instead of refusing."""

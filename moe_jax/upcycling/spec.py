@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from moe_jax.core.errors import (
     InputError,
@@ -112,8 +112,6 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
     Raises:
       InputError: for options that cannot be read or contradict each other.
     """
-
-    in_buckets: ClassVar[tuple[str, ...]] = ("base", "text", "experts_from")
 
     method: Annotated[Literal["vanilla", "ders", "pesc"] | None, Shown("vanilla|ders|pesc", "by --delta")] = None
     """vanilla: every expert is a copy of the FFN; ders: the experts share the FFN, and each adds a `delta` to it; pesc:
