@@ -112,6 +112,8 @@ def option_field(option: Option) -> Field:
         return switch_field(option, text)
     required = option.default is dataclasses.MISSING
     kind = option.kind | None if required else option.kind
+    if option.shown is not None and option.shown.repeats:
+        kind = tyro.conf.UseAppendAction[kind]
     hint = shown_default(option)
     behavior = "(required)" if required else f"(default: {hint})" if hint else ""
     arg = tyro.conf.arg(metavar=metavar(option), help=help_text(option.text), help_behavior_hint=behavior)

@@ -30,11 +30,13 @@ class Shown(NamedTuple):
       metavar: what stands for the value, such as `low-rank:R`.
       default: what holds if the option is not given, of a field whose default is None.
       read_as: the type that the command line reads, if Python takes more than that.
+      repeats: whether the option may be given several times.
     """
 
     metavar: str
     default: str = ""
     read_as: Any = None
+    repeats: bool = False
 
 
 class Option(NamedTuple):
