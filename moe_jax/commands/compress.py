@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
-from rich.table import Table
 
 from moe_jax.commands.options import (
     Field,
@@ -35,7 +34,7 @@ from moe_jax.compression.report import WORDS, layer_columns
 from moe_jax.compression.spec import CompressSpec, SweepSpec
 from moe_jax.core.errors import InputError, check_member, flag_of, shown
 from moe_jax.core.formatting import parse_bytes, show_bytes
-from moe_jax.core.terminal import console_for_tables
+from moe_jax.core.terminal import console_for_tables, table_of_figures
 from moe_jax.core.verb_spec import Option, attribute_texts, options_of
 
 if TYPE_CHECKING:
@@ -246,7 +245,7 @@ def print_report(model: Path, out: Path, report: "Report", *, as_json: bool) -> 
         return
     shown = layer_columns(report.layers)
     alike = {title: shown.pop(title)[0] for title in WORDS if len(set(shown.get(title, ()))) == 1}
-    table = _table(*shown)
+    table = table_of_figures(*shown, words=WORDS)
     for row in zip(*shown.values(), strict=True):
         table.add_row(*row)
     terminal = console_for_tables(cuts_nothing=True)
@@ -280,7 +279,7 @@ def print_sweep(out: Path, sweep: "Sweep", *, as_json: bool) -> None:
     if as_json:
         print((out / "sweep.json").read_text())
         return
-    table = _table("method", "", "bytes of experts", "kept", "error", "perplexity")
+    table = table_of_figures("method", "", "bytes of experts", "kept", "error", "perplexity")
     table.add_row("not compressed", "", show_bytes(sweep.expert_bytes), "", "", f"{sweep.perplexity:.4f}")
     for point in sweep.points:
         table.add_row(
@@ -299,11 +298,3 @@ def print_sweep(out: Path, sweep: "Sweep", *, as_json: bool) -> None:
 def _warn(warnings: Iterable[str]) -> None:
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for index, column in enumerate(columns):
-        words = index == 0 or column in ("", *WORDS)
-        table.add_column(column, justify="left" if words else "right", vertical="bottom", no_wrap=True)
-    return table

@@ -203,16 +203,13 @@ def _print(
     base: Mapping[str, Any],
 ) -> None:
     from rich.markup import escape
-    from rich.table import Table
 
-    from moe_jax.core.terminal import console_for_tables
+    from moe_jax.core.terminal import console_for_tables, table_of_figures
 
     console, config = console_for_tables(), source.config
     console.print(f"[bold]{escape(str(source.path))}[/bold]")
     console.print(_summary(config), markup=False)
-    table = Table(box=None, pad_edge=False)
-    for name in ("leaf", "shape", "dtype", "layers", "bytes"):
-        table.add_column(name, justify="right" if name in ("layers", "bytes") else "left", no_wrap=True)
+    table = table_of_figures("leaf", "shape", "dtype", "layers", "bytes", words=("shape", "dtype"))
     for name, (spec, count) in collapse(specs).items():
         layers = str(count) if name.startswith("layers/") else ""
         table.add_row(
