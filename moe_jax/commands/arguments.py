@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import tyro
 
+from moe_jax.commands.options import value_word, words_of
 from moe_jax.core.errors import InputError, clipped, flag_of, nearest, shown
 from moe_jax.core.formatting import full_name
 from moe_jax.core.verb_spec import field_texts
@@ -41,8 +42,6 @@ def parse_arguments(options: type[T], arguments: Sequence[str], *, command: str)
       InputError: for arguments that are unknown, missing or cannot be read, numbers that are not finite or have more
         than 64 bits, and paths that are not on a local disk.
     """
-    import tyro
-
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed), _parser_reports_to(options):
@@ -57,18 +56,18 @@ def parse_arguments(options: type[T], arguments: Sequence[str], *, command: str)
     except SystemExit as stop:
         if not stop.code:
             return None
-        raise _usage_error(_words(printed.getvalue()), command) from None
+        problem = _words(printed.getvalue())
     except _Rejected as rejected:
         problem = str(rejected)
         unknown = _unknown_flags(arguments, options)
         if unknown and problem.startswith(_MISSING):  # the parser may have taken what follows for its value
             problem = _unknown(unknown, options)
-        raise _usage_error(problem, command) from None
+    raise InputError(f"{problem}; see moe-jax {command} --help")
 
 
 def _with_full_names(options: type, arguments: Sequence[str]) -> list[str]:
     """Returns the arguments with the full names of dtypes: `--dtype bf16` becomes `--dtype bfloat16`."""
-    choices = {flag_of(name): _words_of(hint) for name, hint in typing.get_type_hints(options).items()}
+    choices = {flag_of(name): words_of(hint) for name, hint in typing.get_type_hints(options).items()}
     full, flag = [], ""
     for argument in arguments:
         before, equals, value = argument.partition("=")
@@ -80,19 +79,8 @@ def _with_full_names(options: type, arguments: Sequence[str]) -> list[str]:
     return full
 
 
-def _words_of(hint: Any) -> tuple[str, ...]:
-    """Returns the words that an option chooses from."""
-    if typing.get_origin(hint) is typing.Literal:
-        return typing.get_args(hint)
-    return tuple(word for part in typing.get_args(hint) for word in _words_of(part))
-
-
 class _Rejected(Exception):
     """The arguments are wrong; the message says how."""
-
-
-def _usage_error(problem: str, command: str) -> InputError:
-    return InputError(f"{problem}; see moe-jax {command} --help")
 
 
 @contextlib.contextmanager
@@ -220,7 +208,6 @@ def _with_addresses(options: Any) -> Any:
 WIDEST = 110
 """Columns of the help on a wide terminal; longer lines are hard to read."""
 _POSITIONAL = typing.get_args(tyro.conf.Positional[int])[1]
-_WORDS = {int: "N", float: "X", str: "TEXT"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,34 +291,15 @@ def _filled(text: str, width: int) -> str:
 
 
 def _explained(field: dataclasses.Field, hint: Any, text: str) -> Explained:
-    given = [extra for extra in getattr(hint, "__metadata__", ()) if hasattr(extra, "help_behavior_hint")]
-    metavar = next((extra.metavar for extra in given if extra.metavar), None)
-    text = next((extra.help for extra in given if extra.help), text)
-    behavior = next((extra.help_behavior_hint for extra in given if extra.help_behavior_hint is not None), None)
-    is_positional = _POSITIONAL in getattr(hint, "__metadata__", ())
-    kind = typing.get_args(hint)[0] if hasattr(hint, "__metadata__") else hint
-    is_switch = kind is bool
-    value = "" if is_switch else _plain(metavar) if metavar else _value(kind)
+    extras = getattr(hint, "__metadata__", ())
+    arg: Any = next((extra for extra in extras if hasattr(extra, "help_behavior_hint")), tyro.conf.arg())
+    kind = typing.get_args(hint)[0] if extras else hint
+    is_positional, is_switch = _POSITIONAL in extras, kind is bool
+    value = "" if is_switch else arg.metavar or value_word(kind)
     call = value if is_positional else f"{flag_of(field.name)} {value}".strip()
-    is_repeated = any("append" in repr(extra).lower() for extra in getattr(hint, "__metadata__", ()))
-    default = "(repeatable)" if is_repeated else _default(field) if behavior is None and not is_switch else behavior
-    return Explained(field.name, call, text, default or "", is_positional, is_switch)
-
-
-def _plain(metavar: str) -> str:
-    """Returns a metavar with N for an integer and X for a number, so that all commands use the same words."""
-    return re.sub(r"\bINT\b", "N", re.sub(r"\bFLOAT\b", "X", metavar)).replace("N [N ...]", "N ...")
-
-
-def _default(field: dataclasses.Field) -> str:
-    return "" if field.default in (dataclasses.MISSING, None, ()) else f"(default: {field.default})"
-
-
-def _value(kind: Any) -> str:
-    """Returns the placeholder for a value of a type, such as `N` for an integer, or the words to choose from."""
-    parts = [part for part in typing.get_args(kind) if part is not types.NoneType]
-    if typing.get_origin(kind) is typing.Literal:
-        return "|".join(map(str, parts))
-    if typing.get_origin(kind) is tuple:
-        return f"{_value(parts[0])} ..."
-    return _value(parts[0]) if parts else _WORDS.get(kind, "PATH")
+    default = arg.help_behavior_hint
+    if any("append" in repr(extra).lower() for extra in extras):
+        default = "(repeatable)"
+    elif default is None and not is_switch and field.default not in (dataclasses.MISSING, None, ()):
+        default = f"(default: {field.default})"
+    return Explained(field.name, call, arg.help or text, default or "", is_positional, is_switch)

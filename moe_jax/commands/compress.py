@@ -19,7 +19,6 @@ import tyro
 from moe_jax.commands.options import (
     Field,
     by_name,
-    choices_of,
     command_options,
     field_name,
     field_value,
@@ -28,6 +27,7 @@ from moe_jax.commands.options import (
     parts_of,
     shown_default,
     switch_field,
+    words_of,
 )
 from moe_jax.compression import METHODS, Method, make_method, make_swept_methods
 from moe_jax.compression.report import WORDS, layer_columns
@@ -218,7 +218,7 @@ def _values(option: Option, text: str) -> tuple[Any, ...]:
 
 
 def _value(option: Option, text: str) -> Any:
-    (kind, *_), words = parts_of(option.kind), choices_of(option)
+    (kind, *_), words = parts_of(option.kind), words_of(option.kind)
     if option.name.endswith("_bytes"):
         return parse_bytes(text, flag=flag_of(option.name))
     if words:

@@ -18,7 +18,7 @@ class GenerateSpec(Spec):
 
     max_new_tokens: int = 128
     """The largest number of tokens to add."""
-    temperature: Annotated[float, Shown("FLOAT", "0.0")] = 0.0
+    temperature: Annotated[float, Shown("X", "0.0")] = 0.0
     """Divides the logits before sampling; 0 takes the most likely token."""
     top_k: int | None = None
     """Samples from this many of the most likely tokens; by default from all."""
@@ -28,7 +28,7 @@ class GenerateSpec(Spec):
     """Seed of the sampling."""
     stop: Annotated[str | Sequence[str], Shown("TEXT", read_as=tuple[str, ...], repeats=True)] = ()
     """A text that ends what is generated, and is no part of it; may be given several times."""
-    stop_ids: Annotated[Sequence[int], Shown("INT [INT ...]", read_as=tuple[int, ...])] = ()
+    stop_ids: Annotated[Sequence[int], Shown("N ...", read_as=tuple[int, ...])] = ()
     """Tokens that end a text, besides those that the model names as EOS, in its config or in generation_config.json
     (of which nothing else is used); by default no others."""
 
