@@ -10,10 +10,9 @@ from moe_jax.core.formatting import show_bytes, show_duration
 from moe_jax.core.terminal import console_for_tables, table_of_figures
 
 if TYPE_CHECKING:
-    from moe_jax.api.measure import ModelPlan
     from moe_jax.compression.coding.storage import Stored
     from moe_jax.models import ModelConfig
-    from moe_jax.planning.model_costs import LayerStrategies, PlannedStrategies
+    from moe_jax.planning.model_costs import LayerStrategies, ModelPlan, PlannedStrategies
     from moe_jax.planning.planned_compression import PlannedCompression
     from moe_jax.planning.planned_training import PlannedTraining
 

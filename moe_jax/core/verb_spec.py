@@ -6,6 +6,7 @@ The command line is generated from a spec (`commands.options`), the Python verb 
 
 import ast
 import builtins
+import collections
 import dataclasses
 import inspect
 import os
@@ -108,17 +109,6 @@ def name_of(model: Any) -> str:
     return str(model) if isinstance(model, str | os.PathLike) else str(model.source.path)
 
 
-class _Names(dict[str, Any]):
-    """Names for annotations: what a module imports only for type checkers is `Any`."""
-
-    def __init__(self, module: str):
-        super().__init__()
-        self._known = {**vars(builtins), **vars(sys.modules[module])}
-
-    def __missing__(self, name: str) -> Any:
-        return self._known.get(name, Any)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TakesMovedBase(Spec):
     """Options of a verb whose model may stand on another one."""
@@ -166,7 +156,11 @@ def attribute_texts(cls: type) -> dict[str, str]:
 
 def options_of(spec: type, texts_of: Callable[[type], dict[str, str]] = field_texts) -> list[Option]:
     """The options of a dataclass, in the order of its fields; `texts_of` finds their texts."""
-    hints = typing.get_type_hints(spec, localns=_Names(spec.__module__), include_extras=True)
+    # What a module imports only for type checkers is `Any`.
+    names = collections.ChainMap(
+        vars(builtins), vars(sys.modules[spec.__module__]), collections.defaultdict(lambda: Any)
+    )
+    hints = typing.get_type_hints(spec, localns=names, include_extras=True)
     texts = texts_of(spec)
     options = []
     for field in dataclasses.fields(spec):
