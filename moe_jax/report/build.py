@@ -9,6 +9,7 @@ from markupsafe import Markup
 import moe_jax
 from moe_jax.core.formatting import show_bytes
 from moe_jax.core.terminal import Progress, no_progress
+from moe_jax.figures import measure_layers
 from moe_jax.files.staging import check_beside, check_target
 from moe_jax.files.storage_path import as_path
 from moe_jax.report.elements import Cell, html_page, joined, lines, note, section, table, with_spread
@@ -19,7 +20,6 @@ from moe_jax.report.model_sections import (
     experts_in_words,
     last_compression,
     lineage_steps,
-    measure_layers,
     measured_pictures,
     model_facts,
     similarity_pictures,
@@ -54,12 +54,7 @@ _ORDER = (
 
 
 def side_by_side_table(subjects: Sequence[Subject], sizes: Sequence[Sizes | None]) -> list[Markup]:
-    """A column for everything that has a model, a run or an evaluation; nothing for fewer than two.
-
-    Args:
-      subjects: all of them.
-      sizes: of their models.
-    """
+    """A column for everything that has a model, a run or an evaluation; nothing for fewer than two."""
     found = [
         (subject, _figures(subject, size))
         for subject, size in zip(subjects, sizes, strict=True)
@@ -153,7 +148,9 @@ def build_report(subjects: Sequence[Subject], *, weights: bool = True, progress:
     sections = []
     for number, (subject, size) in enumerate(zip(subjects, sizes, strict=True), start=1):
         of_subject = list(_sections(subject, size, weights, progress))
-        sections.append(section(subject.name, note(_kind_and_place(subject)), *of_subject, id_=f"subject-{number}"))
+        of = f" of {subject.evaluations[0].model}" if subject.model is None and subject.evaluations else ""
+        place = note(f"{subject.kind}{of}: {subject.path}")
+        sections.append(section(subject.name, place, *of_subject, id_=f"subject-{number}"))
         contents.append((f"subject-{number}", subject.name))
     names = ", ".join(subject.name for subject in subjects) if len(subjects) < 4 else f"{len(subjects)} subjects"
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -183,8 +180,3 @@ def _sections(subject: Subject, sizes: Sizes | None, weights: bool, progress: Pr
     lineage = [subject.sweep_entry] if subject.sweep_entry is not None else []
     lineage += list(subject.model.lineage) if subject.model is not None else []
     yield section("How it was made", lineage_steps(lineage), level=3)
-
-
-def _kind_and_place(subject: Subject) -> str:
-    model = subject.evaluations[0].model if subject.model is None and subject.evaluations else None
-    return f"{subject.kind}{'' if model is None else f' of {model}'}: {subject.path}"

@@ -13,8 +13,7 @@ from moe_jax.compression.method_sweep import plot_sweep
 from moe_jax.compression.report import WORDS, layer_columns
 from moe_jax.core.errors import InputError, shown
 from moe_jax.core.formatting import count_bytes, index_set, is_parameter, show_bytes
-from moe_jax.core.terminal import Progress
-from moe_jax.figures import LayerSimilarity, comparable_layers, measure_similarity
+from moe_jax.figures import LayerSimilarity
 from moe_jax.figures.plots import plot_between, plot_load, plot_to_base
 from moe_jax.files.json_toml import parse
 from moe_jax.model_io.model_source import ModelSource, OverBase
@@ -106,13 +105,10 @@ def parts_table(source: ModelSource) -> Markup:
 def _row(name: str, paths: list[str], specs: Mapping, sizes: Mapping[str, int], whole: int) -> tuple[str, ...]:
     nbytes = count_bytes(specs[path] for path in paths)
     dtypes = ", ".join(dict.fromkeys(str(specs[path].dtype) for path in paths)) if name != "all" else ""
-    params = sum(sizes[kernel] for kernel in dict.fromkeys(map(_kernel_of, paths)) if kernel in sizes)
+    # `parameter_sizes` has the path of a kernel for its NF4 codes and scales.
+    kernels = dict.fromkeys(path.split("/nf4/")[0] + "/kernel" if "/nf4/" in path else path for path in paths)
+    params = sum(sizes[kernel] for kernel in kernels if kernel in sizes)
     return (name, f"{params:,}", dtypes, show_bytes(nbytes), f"{nbytes / max(whole, 1):.1%}")
-
-
-def _kernel_of(path: str) -> str:
-    """The path that `parameter_sizes` has for a leaf: of NF4 codes and scales that of their kernel."""
-    return path.split("/nf4/")[0] + "/kernel" if "/nf4/" in path else path
 
 
 def part_of(path: str) -> str:
@@ -257,15 +253,6 @@ def _bytes(measured: Mapping[str, Any], key: str, where: str) -> int:
     found = measured.get(key)
     if type(found) is not int or found < 1:
         raise InputError(f"{where}: {key} is {shown(found)}, expected a number of bytes")
-    return found
-
-
-def measure_layers(source: ModelSource, progress: Progress) -> list[LayerSimilarity]:
-    """Reads the experts of every layer whose experts can be compared, one matrix at a time; there may be none."""
-    layers, found = comparable_layers(source.config), []
-    for done, layer in enumerate(layers, start=1):
-        found.append(measure_similarity(source, layer))
-        progress("comparing experts", done, len(layers))
     return found
 
 
