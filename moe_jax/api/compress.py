@@ -152,9 +152,8 @@ def _opened(
 ) -> tuple[ModelSource, dict[str, Any], dict[str, Any]]:
     """Opens and checks what a compression is given, before the first layer is compressed.
 
-    Returns:
-      The model, cast if that was asked for; arguments that `moe_jax.compression.compress` and `sweep` have in common;
-      the options as the lineage records them.
+    Returns the model, cast if that was asked for; the arguments that `moe_jax.compression.compress` and `sweep` share;
+    and the options as the lineage records them.
     """
     source = stored = open_model(model, spec.model_base)
     if spec.dtype is not None:

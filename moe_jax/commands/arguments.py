@@ -215,12 +215,9 @@ class Explained:
     """An argument of a command, as the help shows it.
 
     Attributes:
-      name: name of the field.
       call: how users write it, such as `--top-k N` or `MODEL`.
       text: its help; line breaks are kept, so that the meaning for each of several methods stands on its own line.
       default: the default in parentheses, or nothing.
-      is_positional: whether it is written without a name.
-      is_switch: whether it takes no value.
     """
 
     name: str
@@ -248,12 +245,8 @@ def help_of(
 ) -> str:
     """Returns the help of a command, whose texts are the docstrings of its class and fields.
 
-    Args:
-      options: its dataclass.
-      command: its name, as in `moe-jax train`.
-      groups: names of fields by the title of their group; fields without a group come last.
-      examples: lines of commands, and of comments on them.
-      width: number of columns; by default that of the terminal, but at most `WIDEST`.
+    `groups` are names of fields by the title of their group; fields without a group come last. The width is by default
+    that of the terminal, but at most `WIDEST`.
     """
     width = min(width or shutil.get_terminal_size().columns, WIDEST)
     arguments = explained(options)

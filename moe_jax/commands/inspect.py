@@ -109,9 +109,7 @@ def run(options: Options) -> None:
 def _examine(source: "ModelSource") -> dict[str, Any]:
     """Reads all weights, one leaf at a time.
 
-    Returns:
-      `not_finite`: the number of NaN and infinite entries of the leaves with such, by path; `zero_experts`: the experts
-      with nothing but zeros, by layer.
+    Returns the number of entries that are not finite, by the path of the leaf, and by layer the experts of zeros.
     """
     import numpy as np
 

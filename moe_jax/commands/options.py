@@ -43,12 +43,9 @@ class OneModel:
 
 
 def command_options(command: type[C], *specs: type[Spec], more: Collection[Field] = ()) -> type[C]:
-    """Makes the options of a command: its own, and those of the specs.
+    """Makes the options of a command: its own, those of the specs, and `more` fields.
 
-    Args:
-      command: a dataclass with the arguments of the command itself; its docstring is the command's.
-      specs: the specs whose fields become options; a field of `command` with the same name takes precedence.
-      more: further fields.
+    The docstring is that of `command`, whose fields take precedence over those of the specs.
     """
     own: Any = command
     taken = {field.name for field in dataclasses.fields(own)}

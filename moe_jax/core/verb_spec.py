@@ -41,14 +41,9 @@ class Shown(NamedTuple):
 
 
 class Option(NamedTuple):
-    """An option of a verb.
+    """An option of a verb: a field, its type as the command line reads it, and the docstring under it.
 
-    Attributes:
-      name: of the field.
-      kind: its type, as the command line reads it.
-      default: of the field.
-      text: the docstring under the field.
-      shown: its annotation; None: its type says all.
+    `shown` is its annotation; None: its type says all.
     """
 
     name: str
@@ -61,9 +56,8 @@ class Option(NamedTuple):
 class Spec:
     """Base of all specs.
 
-    Attributes:
-      local_only: the options that name a file or directory which cannot be in a bucket.
-      example: what the command line could be given, for the message that an option is missing.
+    `local_only` are the options that name a file or directory which cannot be in a bucket; `example` is what the
+    command line could be given, for the message that an option is missing.
     """
 
     local_only: ClassVar[tuple[str, ...]] = ()

@@ -63,15 +63,7 @@ def comparable_layers(config: ModelConfig) -> list[int]:
 
 
 def measure_similarity(source: ModelSource, layer: int) -> LayerSimilarity:
-    """Measures one MoE layer. One matrix of its experts is in memory at a time.
-
-    Args:
-      source: the model; one leaf is read at a time.
-      layer: index of one of its MoE layers.
-
-    Raises:
-      InputError: if a weight is not finite.
-    """
+    """Measures one MoE layer, one matrix of its experts at a time; raises `InputError` if a weight is not finite."""
     moe = source.config.moe(layer)
     assert isinstance(moe, MoEConfig)
     has_base = moe.bank.has_base

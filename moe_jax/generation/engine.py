@@ -321,13 +321,9 @@ def _put(rows: Array, row: Array, slot: Int[Array, ""], axis: int) -> Array:
 
 
 class Block(NamedTuple):
-    """Tokens that rows were given in one call.
+    """Tokens that rows were given in one call, -1 where a row was given none, and scores if the engine scores.
 
-    Attributes:
-      tokens: of every step; -1 where a row was given none.
-      finite: rows whose logits always were finite.
-      active: rows that may be given more.
-      scores: of the tokens; None unless the engine scores.
+    `finite` are rows whose logits always were finite, `active` those that may be given more.
     """
 
     tokens: Int[np.ndarray, "n B"]

@@ -72,13 +72,10 @@ def table(
 
 
 def picture(draw: Callable[[Any], None], alt: str, caption: str, *, wide: bool = False) -> Markup:
-    """Returns a picture, drawn for a light page and for a dark one.
+    """Returns a picture, drawn for a light page and for a dark one; a wide one needs the whole width of the page.
 
-    Args:
-      draw: draws it with matplotlib and saves it to the file that it is given.
-      alt: what it shows, in words, for those who do not see it.
-      caption: stands below it.
-      wide: whether it needs the whole width of the page.
+    `draw` draws it with matplotlib and saves it to the file that it is given; `alt` says what it shows to those who do
+    not see it, and `caption` stands below it.
     """
     return _macros().picture(_as_address(draw, _LIGHT), _as_address(draw, _DARK), alt, caption, wide)
 
@@ -98,11 +95,7 @@ def html_page(
 ) -> str:
     """Returns a page as the text of one file that needs nothing else: no script, no font, no request to a network.
 
-    Args:
-      title: of the page.
-      content: what is below the title.
-      subtitle: a line below the title.
-      contents: id and title of the sections that a list of contents leads to; none without at least two.
+    `contents` has id and title of the sections that a list of contents leads to; none without at least two.
     """
     return str(_macros().page(title, joined(*content), subtitle, contents))
 

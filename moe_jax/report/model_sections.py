@@ -24,13 +24,9 @@ from moe_jax.report.subjects import Measured
 
 
 class Sizes(NamedTuple):
-    """Sizes of a model.
+    """Sizes of a model: parameters, its base's too, and those that one token meets; bytes stored on the disk.
 
-    Attributes:
-      parameters: all of them, its base's too.
-      active: those that one token meets.
-      stored: bytes on the disk, of what it does not take from a base.
-      own: parameters that it does not take from a base; None: it stands on none.
+    `own` are the parameters that it does not take from a base; None: it stands on none.
     """
 
     parameters: int

@@ -33,16 +33,7 @@ _EXPECTED = (
 
 
 class Score(NamedTuple):
-    """One figure.
-
-    Attributes:
-      task: what was to be done.
-      metric: what was counted.
-      value: the figure.
-      error: its standard error; None where there is none.
-      count: examples, or tokens.
-      interval: low and high end of a 95% interval.
-    """
+    """One figure of a task: perhaps with a standard error or a 95% interval, and the count of examples or tokens."""
 
     task: str
     metric: str
@@ -53,14 +44,9 @@ class Score(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """An evaluation, as a file holds it.
+    """An evaluation of a model, a path or a name, as the file at `path` holds it.
 
-    Attributes:
-      path: of the file.
-      model: what was evaluated: a path as it was given, or a name.
-      scores: the figures.
-      labels: of a classification, the names of the labels.
-      confusion: of a classification, how often a label (row) was given which (column).
+    Of a classification there are the names of the labels, and how often a label (row) was given which (column).
     """
 
     path: Path
@@ -72,13 +58,7 @@ class Evaluation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A training run.
-
-    Attributes:
-      recipe: as resolved, TOML.
-      records: of the steps, as `training.metrics.to_record` makes them.
-      checkpoints: steps of those that there are.
-    """
+    """A training run: its recipe as resolved, TOML, records of its steps (`training.metrics`), and its checkpoints."""
 
     recipe: str
     records: Sequence[Record]
@@ -87,13 +67,9 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Measurements of `inspect --plots`.
+    """Measurements of `inspect --plots`, of which there may be none of a kind.
 
-    Attributes:
-      model: its name.
-      layers: similarities of experts; there may be none.
-      shares: by layer index, the share of the assignments per expert; there may be none.
-      text: on which they were measured.
+    `shares` are by layer index, of the assignments per expert, measured on `text`.
     """
 
     model: str
@@ -104,16 +80,9 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subject:
-    """One path. What it does not have is None, or empty.
+    """One path, and what it is in words. What it does not have is None, or empty.
 
-    Attributes:
-      path: as it was given.
-      name: what to call it.
-      kind: what it is, in words.
-      model: the model at the path, or the one that a run has made.
-      run, sweep, measured: see their classes.
-      sweep_entry: the lineage entry of a sweep.
-      evaluations: of the model, or the one that lies at the path.
+    `model` is the one at the path, or the one that a run has made; `evaluations` are of that, or the one at the path.
     """
 
     path: Path

@@ -28,14 +28,7 @@ _SECONDS_TO_RETRY = 1
 
 
 class App(Starlette):
-    """The application of the server.
-
-    Args:
-      model: that is served.
-      tokenizer: its own.
-      scheduler: that runs it; whoever started it closes it.
-      name: of the model, in requests and answers.
-    """
+    """The application of the server of one model, called `name`; whoever started its scheduler closes it."""
 
     def __init__(self, model: Model, tokenizer: Tokenizer, scheduler: Scheduler, name: str):
         self._model, self._tokenizer, self._scheduler, self._name = model, tokenizer, scheduler, name

@@ -38,14 +38,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class ProtocolError(Exception):
-    """A request that is answered with an error.
-
-    Attributes:
-      status: of HTTP.
-      message: for people.
-      param: the field at fault.
-      code: for programs.
-    """
+    """A request that is answered with an error: status of HTTP, message for people, the field at fault, a code."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
         super().__init__(message)
@@ -238,12 +231,9 @@ class Told(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A part of an answer.
+    """A part of an answer: text that was added, and its tokens if log-probabilities were asked for.
 
-    Attributes:
-      text: that was added.
-      told: the tokens that were added, also the one that ended the answer, if log-probabilities were asked for.
-      finish: `stop` or `length` with the last piece, else None.
+    The token that ended the answer is told too; `finish` is `stop` or `length` with the last piece, else None.
     """
 
     text: str
@@ -252,18 +242,9 @@ class Piece(NamedTuple):
 
 
 class Answer:
-    """The answer to a prompt: makes its job, in a running event loop, and asks nobody yet.
+    """The answer to a prompt: makes its `job` for the scheduler, in a running event loop, and asks nobody yet.
 
-    Args:
-      request: what is asked for.
-      ids: tokens of the prompt.
-      most: tokens to add at most.
-      stop_ids: tokens that end the answer.
-      tokenizer: of the model.
-
-    Attributes:
-      job: what the scheduler is asked.
-      made: tokens that the answer took so far, the one that ended it included.
+    `made` counts the tokens that the answer took so far, the one that ended it included.
     """
 
     def __init__(self, request: Request, ids: Sequence[int], most: int, stop_ids: Sequence[int], tokenizer: Tokenizer):
