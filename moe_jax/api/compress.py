@@ -26,7 +26,7 @@ from moe_jax.api.model import (
     result,
     work_bars,
 )
-from moe_jax.compression import Method, Score, Sweep
+from moe_jax.compression import Method, Sweep
 from moe_jax.compression import compress as _compress
 from moe_jax.compression import sweep as _sweep
 from moe_jax.compression.calibration.layerwise_pass import record, sample_windows
@@ -79,11 +79,7 @@ def _compress_verb(
 
 
 def compress_model(
-    model: ModelOrPath,
-    out: OutPath,
-    spec: CompressSpec,
-    *,
-    on_layer: OnLayer = lambda layer, figures, nbytes: None,
+    model: ModelOrPath, out: OutPath, spec: CompressSpec, *, on_layer: OnLayer = lambda layer, figures, nbytes: None
 ) -> Model:
     """Does what `compress` does; `on_layer` is called with every layer that is done."""
     name, method = spec.named_method()
@@ -125,12 +121,7 @@ def compress(model: ModelOrPath, out: OutPath, spec: CompressSpec) -> Model:
 
 
 def sweep(
-    model: ModelOrPath,
-    out: Path,
-    methods: Sequence[tuple[str, Method]],
-    spec: SweepSpec,
-    *,
-    given: dict[str, Any],
+    model: ModelOrPath, out: Path, methods: Sequence[tuple[str, Method]], spec: SweepSpec, *, given: dict[str, Any]
 ) -> Sweep:
     """Compresses a model by several methods, scores each result on a text, and deletes it.
 
@@ -142,9 +133,10 @@ def sweep(
     described |= given | {"method": list(dict.fromkeys(name for name, _ in methods)), "seq_len": spec.seq_len}
     read = [source, *([] if shared["base"] is None else [shared["base"]]), as_path(spec.text)]
     read += [] if spec.calibrate is None else [as_path(spec.calibrate)]
-    score_model = _scorer(source, spec)
+    ids, windows = read_ids(_over_devices(source), spec.text), _windows(source, spec)
     with work_bars() as progress:
-        return _sweep(source, out, methods, score_model, described=described, sources=read, progress=progress, **shared)
+        how = {"described": described, "sources": read, "progress": progress, **shared}
+        return _sweep(source, out, methods, lambda one: score(_over_devices(one), ids, **windows).nll, **how)
 
 
 def _opened(
@@ -214,13 +206,6 @@ def _calibration_folder(model: ModelOrPath, spec: CompressSpec) -> Path | None:
         return None
     place = Path(os.path.abspath(on_disk))  # `.` and `..` have no name of their own
     return place.with_name(f"{place.name}.calibration") if os.access(place.parent, os.W_OK) else None
-
-
-def _scorer(source: ModelSource, spec: SweepSpec) -> Score:
-    """Returns a function that scores a model on the text of a sweep, as `evaluate` does."""
-    assert spec.text is not None
-    ids, windows = read_ids(_over_devices(source), spec.text), _windows(source, spec)
-    return lambda model: score(_over_devices(model), ids, **windows).nll
 
 
 def _over_devices(source: ModelSource) -> Model:
@@ -320,12 +305,7 @@ def _complete(folder: Path, is_done: Callable[[], bool], do: Callable[[], None])
 
 
 def open_calibration(
-    folder: Path,
-    text: str | os.PathLike[str],
-    layers: tuple[int, ...],
-    *,
-    gradients: bool = False,
-    keep: Any = None,
+    folder: Path, text: str | os.PathLike[str], layers: tuple[int, ...], *, gradients: bool = False, keep: Any = None
 ) -> Calibration:
     """Opens a complete recording, made from a text; `keep` must live as long as it, such as its temporary folder."""
     known = read_sensitivities(folder, gradients=gradients) or {}

@@ -51,8 +51,7 @@ def parse_arguments(options: type[T], arguments: Sequence[str], *, command: str)
                 prog=f"moe-jax {command}",
                 config=(tyro.conf.FlagCreatePairsOff,),
             )
-        _check_values(parsed)
-        return _with_addresses(parsed)
+        return _checked(parsed)
     except SystemExit as stop:
         if not stop.code:
             return None
@@ -180,28 +179,21 @@ def _words(box: str) -> str:
     return clipped(" ".join(re.sub(r"[^\x20-\x7e]|-{3,}", " ", box).split()))
 
 
-def _check_values(options: Any) -> None:
-    """Raises `_Rejected` or `InputError` for a value that no option can have."""
+def _checked(options: Any) -> Any:
+    """Returns the options, with paths in a bucket for its addresses; an error for a value that no option can have."""
+    paths, local_only = {}, getattr(options, "local_only", ())
     for field in dataclasses.fields(options):
         given = getattr(options, field.name)
-        for value in given if isinstance(given, tuple) else (given,):
+        values = given if isinstance(given, tuple) else (given,)
+        for value in values:
             if isinstance(value, float) and not math.isfinite(value):
                 raise _Rejected(f"{flag_of(field.name)}: expected a finite number, got {value}")
             if isinstance(value, int) and not fits_64_bits(value):
                 raise _Rejected(f"{flag_of(field.name)}: {shown(value)} does not fit into 64 bits")
             if isinstance(value, Path):
-                check_local(value, buckets=field.name not in getattr(options, "local_only", ()))
-
-
-def _with_addresses(options: Any) -> Any:
-    """Returns the options with every path that is an address of a bucket as a path in that bucket."""
-    paths: dict[str, Any] = {}
-    for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
-        if isinstance(value, Path) and field.name not in getattr(options, "local_only", ()):
-            paths[field.name] = as_path(value)
-        elif isinstance(value, tuple) and all(isinstance(one, Path) for one in value):
-            paths[field.name] = tuple(map(as_path, value))
+                check_local(value, buckets=field.name not in local_only)
+        if any(isinstance(value, Path) for value in values) and field.name not in local_only:
+            paths[field.name] = tuple(map(as_path, values)) if values is given else as_path(given)
     return dataclasses.replace(options, **paths)
 
 

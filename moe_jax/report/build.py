@@ -18,27 +18,13 @@ from moe_jax.figures import measure_layers
 from moe_jax.figures.plots import Curve, plot_curves, plot_load, plot_use_over_time
 from moe_jax.files.staging import check_beside, check_target
 from moe_jax.files.storage_path import as_path
-from moe_jax.report.elements import (
-    Cell,
-    code,
-    facts,
-    folded,
-    html_page,
-    joined,
-    lines,
-    note,
-    picture,
-    section,
-    side_by_side,
-    table,
-    with_spread,
-)
+from moe_jax.report import elements as html
 from moe_jax.report.model_sections import (
     Sizes,
     compression_tables,
     experts_in_words,
     last_compression,
-    lineage_steps,
+    lineage_step,
     measured_pictures,
     model_facts,
     similarity_pictures,
@@ -93,18 +79,18 @@ def side_by_side_table(subjects: Sequence[Subject], sizes: Sequence[Sizes | None
     rows = [(title, *(figures.get(title, "") for _, figures in found)) for title in titles]
     columns = ["", *(subject.name for subject, _ in found)]
     runs = {subject.name: subject.run for subject in subjects if subject.run is not None}
-    return [table("What each of them is and does", columns, rows, class_="compared"), overlaid_losses(runs)]
+    return [html.table("What each of them is and does", columns, rows, class_="compared"), overlaid_losses(runs)]
 
 
-def _figures(subject: Subject, sizes: Sizes | None) -> dict[str, Cell]:
-    figures: dict[str, Cell] = {"what it is": subject.kind}
+def _figures(subject: Subject, sizes: Sizes | None) -> dict[str, html.Cell]:
+    figures: dict[str, html.Cell] = {"what it is": subject.kind}
     if subject.model is not None and sizes is not None:
         figures["parameters"] = f"{sizes.parameters:,}"
         figures["active per token"] = f"{sizes.active:,}"
         if sizes.own is not None:
             figures["of its own"] = f"{sizes.own:,}"
         figures["on the disk"] = show_bytes(sizes.stored)
-        figures["experts"] = lines(experts_in_words(subject.model.config)) or "none"
+        figures["experts"] = html.lines(experts_in_words(subject.model.config)) or "none"
         entry = last_compression(subject.model)
         if entry is not None:
             measured, options = entry.get("measured", {}), entry.get("options", {})
@@ -123,7 +109,7 @@ def _figures(subject: Subject, sizes: Sizes | None) -> dict[str, Cell]:
             figures["training tokens/s, median"] = f"{speed:,.0f}"
     for evaluation in subject.evaluations:
         for score in evaluation.scores:
-            figures[f"{score.task}: {score.metric}"] = with_spread(value_of(score), spread_of(score))
+            figures[f"{score.task}: {score.metric}"] = html.with_spread(value_of(score), spread_of(score))
     return figures
 
 
@@ -168,43 +154,44 @@ def write_report(
 def build_report(subjects: Sequence[Subject], *, weights: bool = True, progress: Progress = no_progress) -> str:
     """The page; see `write_report`."""
     sizes = [None if subject.model is None else sizes_of(subject.model) for subject in subjects]
-    compared = section("Side by side", *side_by_side_table(subjects, sizes), id_=_COMPARED)
+    compared = html.section("Side by side", *side_by_side_table(subjects, sizes), id_=_COMPARED)
     contents = [(_COMPARED, "Side by side")] if compared else []
     sections = []
     for number, (subject, size) in enumerate(zip(subjects, sizes, strict=True), start=1):
         of_subject = list(_sections(subject, size, weights, progress))
         of = f" of {subject.evaluations[0].model}" if subject.model is None and subject.evaluations else ""
-        place = note(f"{subject.kind}{of}: {subject.path}")
-        sections.append(section(subject.name, place, *of_subject, id_=f"subject-{number}"))
+        place = html.note(f"{subject.kind}{of}: {subject.path}")
+        sections.append(html.section(subject.name, place, *of_subject, id_=f"subject-{number}"))
         contents.append((f"subject-{number}", subject.name))
     names = ", ".join(subject.name for subject in subjects) if len(subjects) < 4 else f"{len(subjects)} subjects"
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     subtitle = f"made by moe-jax {moe_jax.__version__} on {now}"
-    return html_page(f"Report: {names}", compared, joined(*sections), subtitle=subtitle, contents=contents)
+    return html.html_page(f"Report: {names}", compared, html.joined(*sections), subtitle=subtitle, contents=contents)
 
 
 def _sections(subject: Subject, sizes: Sizes | None, weights: bool, progress: Progress) -> Iterator[Markup]:
     """Yields the sections about one subject; empty is what there is nothing to say of."""
     title = subject.name
     if subject.model is not None and sizes is not None:
-        yield section("The model", model_facts(subject.model, sizes), level=3)
+        yield html.section("The model", model_facts(subject.model, sizes), level=3)
     if subject.run is not None:
         run = subject.run
-        yield section("Training", training_facts(run), *training_curves(run), recipe_text(run), level=3)
-        yield section("Use of the experts in training", *use_of_experts(run, title), level=3)
+        recipe = html.folded("the recipe with every key", html.code(run.recipe, "recipe"))
+        yield html.section("Training", training_facts(run), *training_curves(run), recipe, level=3)
+        yield html.section("Use of the experts in training", *use_of_experts(run, title), level=3)
     if subject.model is not None:
-        yield section("Compression", *compression_tables(subject.model), level=3)
+        yield html.section("Compression", *compression_tables(subject.model), level=3)
     if subject.sweep is not None:
-        yield section("Quality against bytes", *sweep_pictures(subject.sweep, title), level=3)
+        yield html.section("Quality against bytes", *sweep_pictures(subject.sweep, title), level=3)
     if subject.measured is not None:
-        yield section("Experts", *measured_pictures(subject.measured), level=3)
-    yield section("Evaluation", *score_tables(subject.evaluations), level=3)
+        yield html.section("Experts", *measured_pictures(subject.measured), level=3)
+    yield html.section("Evaluation", *score_tables(subject.evaluations), level=3)
     if subject.model is not None and weights:
         layers = measure_layers(subject.model, progress)
-        yield section("Similarity of the experts", *similarity_pictures(layers, title), level=3)
+        yield html.section("Similarity of the experts", *similarity_pictures(layers, title), level=3)
     lineage = [subject.sweep_entry] if subject.sweep_entry is not None else []
     lineage += list(subject.model.lineage) if subject.model is not None else []
-    yield section("How it was made", lineage_steps(lineage), level=3)
+    yield html.section("How it was made", html.steps(list(map(lineage_step, lineage))), level=3)
 
 
 # ---- evaluations ------------------------------------------------------------------------------------------------
@@ -218,7 +205,7 @@ def score_tables(evaluations: Sequence[Evaluation]) -> list[Markup]:
         for score in evaluation.scores
     ]
     columns = ("task or text", "figure", "value", "standard error, or 95% interval", "examples or tokens")
-    tables = [table("Figures of every task and text", columns, rows, words=2)]
+    tables = [html.table("Figures of every task and text", columns, rows, words=2)]
     for evaluation in evaluations:
         if evaluation.confusion:
             cells = [
@@ -226,7 +213,7 @@ def score_tables(evaluations: Sequence[Evaluation]) -> list[Markup]:
                 for name, row in zip(evaluation.labels, evaluation.confusion, strict=True)
             ]
             titles = ("label", *(f"given {name}" for name in evaluation.labels))
-            tables.append(table(f"Labels of {evaluation.scores[0].task}, and those given", titles, cells))
+            tables.append(html.table(f"Labels of {evaluation.scores[0].task}, and those given", titles, cells))
     return tables
 
 
@@ -254,7 +241,7 @@ def training_facts(run: Run) -> Markup:
     tokens = numbers(records, "tokens")
     speed = median_speed(run)
     checkpoints = ", ".join(map(str, run.checkpoints))
-    return facts(
+    return html.facts(
         {
             "steps": f"{records[-1]['step']:,}",
             "tokens": f"{sum(map(int, tokens.values)):,}" if tokens.steps else None,
@@ -275,13 +262,14 @@ def training_curves(run: Run) -> list[Markup]:
         named = [found for found in named if found.steps]
         if not named:
             continue
-        pictures.append(picture(partial(plot_curves, named, label=label), _in_words(title, named), title))
+        pictures.append(html.picture(partial(plot_curves, named, label=label), _in_words(title, named), title))
         for found in named:
             name = title if len(named) == 1 else f"{title}: {found.name}"
             least, greatest = min(found.values), max(found.values)
             rows.append((name, *(f"{value:,.4g}" for value in (found.values[0], found.values[-1], least, greatest))))
     columns = ("curve", "first", "last", "least", "greatest")
-    return [side_by_side(*pictures), folded("the curves in figures", table("Curves in figures", columns, rows))]
+    figures = html.table("Curves in figures", columns, rows)
+    return [html.side_by_side(*pictures), html.folded("the curves in figures", figures)]
 
 
 def overlaid_losses(runs: dict[str, Run]) -> Markup:
@@ -291,7 +279,7 @@ def overlaid_losses(runs: dict[str, Run]) -> Markup:
     if len(curves) < 2:
         return Markup()
     draw = partial(plot_curves, curves, label="nats per token")
-    return picture(draw, _in_words("Training loss", curves), "Training loss")
+    return html.picture(draw, _in_words("Training loss", curves), "Training loss")
 
 
 def use_of_experts(run: Run, title: str) -> list[Markup]:
@@ -307,19 +295,14 @@ def use_of_experts(run: Run, title: str) -> list[Markup]:
                 + _spread({layer: share[-1] for layer, share in shares.items()})
             )
             caption = f"Use of the {whose} over the steps: red is more than an even share, blue is less"
-            found.append(picture(partial(plot_use_over_time, steps, shares), alt, caption, wide=True))
+            found.append(html.picture(partial(plot_use_over_time, steps, shares), alt, caption, wide=True))
         last = max(1, math.ceil(_END * len(steps)))
         ends = {layer: share[-last:].mean(axis=0) for layer, share in shares.items()}
         over = "the last step" if last == 1 else f"the last {last} steps"
         draw = partial(plot_load, ends, title=f"{title}: load of the {whose}, {over}")
         caption = f"Use of the {whose} by layer, {over}"
-        found.append(picture(draw, f"heat map of the use of the {whose}; {_spread(ends)}", caption, wide=True))
+        found.append(html.picture(draw, f"heat map of the use of the {whose}; {_spread(ends)}", caption, wide=True))
     return found
-
-
-def recipe_text(run: Run) -> Markup:
-    """The recipe as it was resolved, folded."""
-    return folded("the recipe with every key", code(run.recipe, "recipe"))
 
 
 def median_speed(run: Run) -> float | None:

@@ -19,7 +19,7 @@ from moe_jax.files.json_toml import parse
 from moe_jax.model_io.model_source import ModelSource, OverBase
 from moe_jax.models import ModelConfig
 from moe_jax.peft.trained_table import active_size, parameter_sizes
-from moe_jax.report.elements import facts, folded, joined, picture, steps, table, warning
+from moe_jax.report.elements import facts, folded, joined, picture, table, warning
 from moe_jax.report.subjects import Measured
 
 
@@ -132,12 +132,8 @@ _MAX_TEXT = 400
 _ELSEWHERE = ("layers", "warnings", "points")
 
 
-def lineage_steps(lineage: Sequence[Mapping[str, Any]]) -> Markup:
-    """Returns the commands in their order, each with sources, figures, options and versions."""
-    return steps([_step(entry) for entry in lineage])
-
-
-def _step(entry: Mapping[str, Any]) -> dict[str, Any]:
+def lineage_step(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a command of a lineage for `steps`, with its sources, figures, options and versions."""
     command = entry["command"]
     measured = {name: value for name, value in entry.get("measured", {}).items() if name not in _ELSEWHERE}
     scalars = {name: _figure(name, value) for name, value in measured.items() if not isinstance(value, list | dict)}
