@@ -62,8 +62,7 @@ def run(options: Options) -> None:
     source = options.open()
     model = Model.of_source(source, Loading.for_generation(source, compute_dtype=options.compute_dtype))
     tokenizer = tokenizer_of(model, "serving", "serve a model that has one")
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    with socket.create_server((options.host, options.port), family=family, backlog=256) as listener:
+    with _listening(options.host, options.port) as listener:
         scheduler = Scheduler(model.decoder, slots=options.seats, waiting=options.waiting, context=options.context)
         try:
             print("moe-jax: compiling", file=sys.stderr)
@@ -87,6 +86,11 @@ def run(options: Options) -> None:
 
 def _say_compiling(width: int, length: int) -> None:
     print(f"moe-jax: compiling for {width} at once, of up to {length} tokens", file=sys.stderr)
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=256)
 
 
 def _address(listener: socket.socket) -> str:
