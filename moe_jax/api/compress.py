@@ -29,13 +29,14 @@ from moe_jax.api.model import (
 from moe_jax.compression import Method, Score, Sweep
 from moe_jax.compression import compress as _compress
 from moe_jax.compression import sweep as _sweep
-from moe_jax.compression.calibration.layerwise_pass import record, sample_windows
-from moe_jax.compression.calibration.recorded import (
+from moe_jax.compression.calibration.recording import (
     FORMAT,
     Calibration,
     is_complete,
     read_layer,
     read_sensitivities,
+    record,
+    sample_windows,
     write_sensitivities,
 )
 from moe_jax.compression.calibration.sensitivities import has_gradients, measure_sensitivities, record_gradients

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from jaxtyping import Float, Int
 
-from moe_jax.compression.calibration.recorded import LayerCalibration, LayerRows
+from moe_jax.compression.calibration.recording import LayerCalibration, LayerRows
 from moe_jax.compression.threads import ahead, in_threads
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import cast, check_finite, largest_magnitude

@@ -7,7 +7,7 @@ import pytest
 
 from moe_jax.commands import compress
 from moe_jax.commands.compress import command_fields, given_options, one_method, swept_methods
-from moe_jax.compression.methods import registry
+from moe_jax.compression import spec
 from moe_jax.core.errors import InputError
 
 
@@ -45,7 +45,7 @@ class Places:
 
 @pytest.fixture(autouse=True)
 def two_methods(monkeypatch):
-    for module in (compress, registry):
+    for module in (compress, spec):
         monkeypatch.setattr(module, "METHODS", {"shares": Shares, "places": Places})
 
 
