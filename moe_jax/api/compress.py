@@ -26,16 +26,17 @@ from moe_jax.api.model import (
     result,
     work_bars,
 )
-from moe_jax.compression import Method, Sweep
+from moe_jax.compression import Method, Score, Sweep
 from moe_jax.compression import compress as _compress
 from moe_jax.compression import sweep as _sweep
-from moe_jax.compression.calibration.layerwise_pass import record, sample_windows
-from moe_jax.compression.calibration.recorded import (
+from moe_jax.compression.calibration.recording import (
     FORMAT,
     Calibration,
     is_complete,
     read_layer,
     read_sensitivities,
+    record,
+    sample_windows,
     write_sensitivities,
 )
 from moe_jax.compression.calibration.sensitivities import has_gradients, measure_sensitivities, record_gradients
@@ -133,10 +134,9 @@ def sweep(
     described |= given | {"method": list(dict.fromkeys(name for name, _ in methods)), "seq_len": spec.seq_len}
     read = [source, *([] if shared["base"] is None else [shared["base"]]), as_path(spec.text)]
     read += [] if spec.calibrate is None else [as_path(spec.calibrate)]
-    ids, windows = read_ids(_over_devices(source), spec.text), _windows(source, spec)
+    score_model = _scorer(source, spec)
     with work_bars() as progress:
-        how = {"described": described, "sources": read, "progress": progress, **shared}
-        return _sweep(source, out, methods, lambda one: score(_over_devices(one), ids, **windows).nll, **how)
+        return _sweep(source, out, methods, score_model, described=described, sources=read, progress=progress, **shared)
 
 
 def _opened(
@@ -206,6 +206,13 @@ def _calibration_folder(model: ModelOrPath, spec: CompressSpec) -> Path | None:
         return None
     place = Path(os.path.abspath(on_disk))  # `.` and `..` have no name of their own
     return place.with_name(f"{place.name}.calibration") if os.access(place.parent, os.W_OK) else None
+
+
+def _scorer(source: ModelSource, spec: SweepSpec) -> Score:
+    """Returns a function that scores a model on the text of a sweep, as `evaluate` does."""
+    assert spec.text is not None
+    ids, windows = read_ids(_over_devices(source), spec.text), _windows(source, spec)
+    return lambda model: score(_over_devices(model), ids, **windows).nll
 
 
 def _over_devices(source: ModelSource) -> Model:

@@ -49,7 +49,7 @@ from moe_jax.planning.model_costs import (
     tuned_parameters,
 )
 from moe_jax.training.recipe import OptimizerSection
-from moe_jax.upcycling.new_config import upcycled_config
+from moe_jax.upcycling.dense_to_moe import upcycled_config
 from moe_jax.upcycling.spec import UpcycleSpec
 
 # Long enough for context to matter, short enough for any machine; a model with fewer positions gets fewer.

@@ -28,7 +28,7 @@ from moe_jax.model_io.loading import dtype_for_generation, load_model
 from moe_jax.model_io.model_source import ModelLike, ModelSource
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.nn import Decoder
-from moe_jax.peft.trained_table import parameter_sizes
+from moe_jax.peft.trained import parameter_sizes
 
 
 @dataclasses.dataclass(frozen=True)

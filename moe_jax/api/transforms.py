@@ -39,7 +39,7 @@ from moe_jax.peft.merge import merge as _merge
 from moe_jax.peft.spec import AdaptSpec, MergeSpec
 from moe_jax.upcycling.beginnings import Prompt
 from moe_jax.upcycling.dense_to_moe import upcycle as _upcycle
-from moe_jax.upcycling.new_config import upcycled_config
+from moe_jax.upcycling.dense_to_moe import upcycled_config
 from moe_jax.upcycling.spec import UpcycleSpec
 
 

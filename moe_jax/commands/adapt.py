@@ -49,7 +49,7 @@ def run(options: _Command) -> None:
     import moe_jax
     from moe_jax.conversion.to_peft import problems_of_peft
     from moe_jax.core.terminal import console_for_tables
-    from moe_jax.peft.trained_table import print_trained
+    from moe_jax.peft.trained import print_trained
     from moe_jax.planning.model_costs import trained_leaves
 
     spec = given_to(AdaptSpec, options)

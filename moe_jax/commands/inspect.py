@@ -182,7 +182,7 @@ def _describe_experts(
 def _sizes(config: "ModelConfig", specs: "Mapping[str, jax.ShapeDtypeStruct]") -> dict[str, int]:
     """Returns the number of parameters by leaf path; an NF4 kernel counts as the kernel that it was quantised from."""
     if any("/nf4/" in path or "/coded_nf4/" in path for path in specs):
-        from moe_jax.peft.trained_table import parameter_sizes
+        from moe_jax.peft.trained import parameter_sizes
 
         return parameter_sizes(config)
     return {path: spec.size for path, spec in specs.items() if is_parameter(spec)}

@@ -139,7 +139,7 @@ def run(options: _Command) -> None:
     from moe_jax.commands.planned_tables import print_compression, print_plan, print_strategies, print_training
     from moe_jax.peft.adapt import adapted_config
     from moe_jax.training.recipe import OptimizerSection
-    from moe_jax.upcycling.new_config import upcycled_config
+    from moe_jax.upcycling.dense_to_moe import upcycled_config
 
     given, spec = read_config(model), _spec(options)
     config = given

@@ -65,7 +65,7 @@ def run(options: _Command) -> None:
     import moe_jax
     from moe_jax.core.terminal import console_for_tables
     from moe_jax.distributed.processes import join_processes
-    from moe_jax.peft.trained_table import print_trained
+    from moe_jax.peft.trained import print_trained
     from moe_jax.planning.model_costs import trained_leaves
 
     spec = given_to(UpcycleSpec, options)

@@ -26,7 +26,7 @@ from moe_jax.model_io.loading import abstract_model, disk_paths, leaf_specs
 from moe_jax.model_io.tuned_base import base_config, own_leaves
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.peft import split_model, trainable_paths
-from moe_jax.peft.trained_table import active_size, parameter_sizes
+from moe_jax.peft.trained import active_size, parameter_sizes
 from moe_jax.training.flops import train_flops_per_token
 from moe_jax.training.optimizer import Placed, make_optimizer, state_specs
 from moe_jax.training.recipe import OptimizerSection

@@ -10,8 +10,7 @@ import pytest
 import moe_jax
 from moe_jax.commands.arguments import explained
 from moe_jax.commands.cli import COMMANDS
-from moe_jax.compression.methods.registry import METHODS, option_names
-from moe_jax.compression.spec import SweepSpec
+from moe_jax.compression.spec import METHODS, SweepSpec, option_names
 from moe_jax.core.verb_spec import Spec, field_texts
 
 SPECS = {
