@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from jaxtyping import Float, Int
 
-from moe_jax.compression.calibration.recorded import LayerCalibration, LayerRows
+from moe_jax.compression.calibration.recording import LayerCalibration, LayerRows
 from moe_jax.compression.threads import ahead, in_threads
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import cast, check_finite, largest_magnitude
@@ -215,11 +215,11 @@ def aligned_experts(
 
 
 def aligned_biases(
-    layer: SourceLayer, name: str, permutations: Int[np.ndarray, "E f"]
+    layer: SourceLayer, name: str, permutations: Int[np.ndarray, "E f"] | None
 ) -> Float[np.ndarray, "E o"] | None:
-    """The biases that belong to `aligned_kernels`; None if the FFN has none."""
+    """The biases that belong to `aligned_kernels`, or to the kernels as they are stored; None if the FFN has none."""
     biases = layer.biases(name)
-    if biases is None or name == "down":  # an output bias belongs to no neuron
+    if biases is None or permutations is None or name == "down":  # an output bias belongs to no neuron
         return biases
     return np.take_along_axis(biases, permutations, axis=1)
 

@@ -1,20 +1,118 @@
-"""The options of `compress`, and of a sweep over several methods."""
+"""The table of the methods of compression, and the options of `compress` and of a sweep over several methods."""
 
 import dataclasses
 import inspect
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
+from moe_jax.compression.methods.bits_by_matrix import Allocate
+from moe_jax.compression.methods.deltas import D2MoE, Quantize, Sparsify
+from moe_jax.compression.methods.fewer_experts import MEO, REAP, GitReBasin, HCSMoE, MSMoE
 from moe_jax.compression.methods.interface import Method
-from moe_jax.compression.methods.registry import METHODS, make_method, option_names
-from moe_jax.core.errors import InputError, flag_of, nearest, shown
+from moe_jax.compression.methods.mobe import MoBE
+from moe_jax.compression.methods.narrower import MLPFusion, StructuredPruning
+from moe_jax.compression.methods.resmoe import ResMoE
+from moe_jax.compression.methods.without_base import HQQ, NF4, SVD, PlainQuantize, UnstructuredPruning
+from moe_jax.core.errors import InputError, check_member, flag_of, nearest, shown
 from moe_jax.core.formatting import parse_bytes
 from moe_jax.core.verb_spec import Option, Shown, Spec, name_of
 from moe_jax.model_io.model_source import ModelLike
 from moe_jax.models import ModelConfig
+
+METHODS: dict[str, type[Method]] = {
+    "ders-sparsify": Sparsify,
+    "ders-quantize": Quantize,
+    "resmoe": ResMoE,
+    "up": UnstructuredPruning,
+    "sp": StructuredPruning,
+    "svd": SVD,
+    "msmoe": MSMoE,
+    "meo": MEO,
+    "git-rebasin": GitReBasin,
+    "mlp-fusion": MLPFusion,
+    "quantize": PlainQuantize,
+    "reap": REAP,
+    "hc-smoe": HCSMoE,
+    "d2-moe": D2MoE,
+    "hqq": HQQ,
+    "nf4": NF4,
+    "mobe": MoBE,
+    "allocate": Allocate,
+}
+# What other libraries have as methods of their own.
+_NAMES_ELSEWHERE = {
+    "awq": "quantize with --calibrate, --row-scales and --no-feedback",
+    "gptq": "quantize with --calibrate",
+    "rtn": "quantize without --calibrate",
+    "wanda": "up with --calibrate",
+}
+
+
+def check_method(name: str) -> None:
+    """Raises `InputError` for an unknown method; it says what is nearest, or how what others call so is asked for."""
+    if isinstance(name, str) and (asked := _NAMES_ELSEWHERE.get(name.lower())):
+        raise InputError(f"unknown method {shown(name)}: here it is {asked}")
+    check_member("method", name, tuple(METHODS))
+
+
+def option_names() -> tuple[str, ...]:
+    """Options of all methods."""
+    return tuple(dict.fromkeys(name for method in METHODS for name in options_of(method)))
+
+
+def make_method(name: str, options: Mapping[str, Any]) -> Method:
+    """Makes a method, by its key in `METHODS`, from the options that the user gave, by name.
+
+    Raises:
+      InputError: for an unknown method, an option of another one, one that is missing, or a value out of range.
+    """
+    check_method(name)
+    check_options([name], options)
+    for field in dataclasses.fields(METHODS[name]):
+        if field.default is dataclasses.MISSING and field.name not in options:
+            raise InputError(f"{name} needs {flag_of(field.name)}")
+    return METHODS[name](**options)
+
+
+def make_swept_methods(names: Sequence[str], options: Mapping[str, Any]) -> list[tuple[str, Method]]:
+    """Makes the methods that a sweep tries: one for every method and value, by name.
+
+    Args:
+      names: keys of `METHODS`; none: those whose swept option is given, or else all.
+      options: by name; of a swept option all the values to try, by default the method's own.
+
+    Raises:
+      InputError: see `make_method`.
+    """
+    for name in names:
+        check_method(name)
+    names = names or [name for name, method in METHODS.items() if method.swept[0] in options] or list(METHODS)
+    check_options(names, options)
+    made = []
+    for name in dict.fromkeys(names):
+        swept, values = METHODS[name].swept
+        fixed = {option: value for option, value in options.items() if option in options_of(name)}
+        for value in dict.fromkeys(fixed.pop(swept, values)):
+            made.append((name, make_method(name, fixed | {swept: value})))
+    return made
+
+
+def check_options(names: Sequence[str], options: Iterable[str]) -> None:
+    """Raises `InputError` for an option that none of the methods takes."""
+    for option in options:
+        takers = [method for method in METHODS if option in options_of(method)]
+        if not set(takers) & set(names):
+            belongs = f"it belongs to {', '.join(takers)}" if takers else "no method takes it"
+            raise InputError(f"{flag_of(option)} does not go with {', '.join(names)}: {belongs}")
+
+
+def options_of(method: str) -> tuple[str, ...]:
+    """The options of a method."""
+    return tuple(field.name for field in dataclasses.fields(METHODS[method]))
+
 
 MethodOption = str | int | float | bool | None
 """A value of an option of a method; which ones a method has are the fields of its class."""
@@ -32,7 +130,7 @@ class CompressSpec(Spec):
       InputError: for options that do not go together.
     """
 
-    in_buckets: ClassVar[tuple[str, ...]] = ("base", "model_base", "calibrate")
+    local_only: ClassVar[tuple[str, ...]] = ("calibration_dir",)
     reads_windows: ClassVar[bool] = False
 
     method: Annotated[str | Method | None, Shown("NAME", read_as=str | None)] = None
@@ -55,9 +153,9 @@ class CompressSpec(Spec):
     (but sp and mlp-fusion, which do not look at it) what the experts are given, and keep what changes outputs least.
     Without it, all experts and all inputs count alike, and methods that look at outputs (reap, hc-smoe, d2-moe) can do
     nothing."""
-    samples: Annotated[int | None, Shown("INT", "128, or as many as there are")] = None
+    samples: Annotated[int | None, Shown("N", "128, or as many as there are")] = None
     """With `calibrate`: windows that are drawn of the text."""
-    calibration_seed: Annotated[int | None, Shown("INT", "0")] = None
+    calibration_seed: Annotated[int | None, Shown("N", "0")] = None
     """With `calibrate`: seed of the draw."""
     gradients: bool = False
     """With `calibrate`: tokens count by the squared gradient of the text's loss with respect to what a layer gives for
@@ -71,7 +169,7 @@ class CompressSpec(Spec):
     """Dtype of what is not in codes, in experts and in all else; by default as stored."""
     seq_len: Annotated[int | None, Shown("TOKENS", "1024, or what the model can do")] = None
     """With `calibrate` or a sweep: tokens that the model sees at a time."""
-    batch_size: Annotated[int | None, Shown("INT", "8")] = None
+    batch_size: Annotated[int | None, Shown("N", "8")] = None
     """With `calibrate` or a sweep: windows computed at once. Does not change the result."""
 
     def __post_init__(self) -> None:
@@ -145,7 +243,6 @@ class CompressSpec(Spec):
 class SweepSpec(CompressSpec):
     """The options of a sweep: those of `compress`, and the text that its models are scored by."""
 
-    in_buckets: ClassVar[tuple[str, ...]] = (*CompressSpec.in_buckets, "text")
     reads_windows: ClassVar[bool] = True
 
     text: Annotated[str | os.PathLike[str] | None, Shown("FILE", read_as=Path | None)] = None

@@ -25,8 +25,7 @@ from moe_jax.data.sources import Files, find_files, open_sources
 from moe_jax.data.token_files import FORMAT, INDEX, SUFFIX, VERSION, TokenFile, TokenIndex, pack
 from moe_jax.data.tokenizer import Tokenizer, tokenizer_identity
 from moe_jax.files.byte_files import fingerprint_contents
-from moe_jax.files.resume import open_work
-from moe_jax.files.staging import check_target
+from moe_jax.files.staging import check_target, open_work
 from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig
 

@@ -17,7 +17,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import show_bytes
 from moe_jax.demo.shell import Shell, comparison, make_folder
 from moe_jax.figures.plots import Curve, DrawnTo, plot_curves
-from moe_jax.peft.trained_table import parameter_sizes
+from moe_jax.peft.trained import parameter_sizes
 from moe_jax.report.elements import html_page, picture, said, section, table
 from moe_jax.training.metrics import Record, read_metrics
 

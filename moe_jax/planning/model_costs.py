@@ -27,15 +27,18 @@ from moe_jax.model_io.loading import abstract_model, disk_paths, leaf_specs
 from moe_jax.model_io.tuned_base import base_config, own_leaves
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.peft import split_model, trainable_paths
-from moe_jax.peft.trained_table import active_size, parameter_sizes
+from moe_jax.peft.trained import active_size, parameter_sizes
 from moe_jax.training.flops import train_flops_per_token
 from moe_jax.training.optimizer import Placed, make_optimizer, state_specs
 from moe_jax.training.recipe import OptimizerSection
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """The counts of a model.
+class ModelPlan:
+    """The costs of a model, as `plan` returns them.
+
+        >>> moe_jax.plan(moe_jax.tiny_model(experts=4)).expert_params
+        12288
 
     Parameters are floating-point numbers that could be trained; positions of sparse deltas do not count. A kernel kept
     as NF4 counts the weights that it stands for.
@@ -59,6 +62,9 @@ class Plan:
         without LoRA, which is merged, and without rounding the entries of a sparse delta per matrix, `N*P*(1-p)` per
         layer.
       train_flops_per_token: of one training step at the full context length (see `training.flops`).
+      peft: the parameters that are trained beside a frozen base; None: there is no frozen base.
+      training_bytes_per_chip: bytes per chip of training over a mesh; None: no mesh was given.
+      strategies: how experts would be applied on a platform; None: none was given.
     """
 
     dense_params: int
@@ -73,6 +79,9 @@ class Plan:
     param_bytes: int
     formula_added_params: int
     train_flops_per_token: float
+    peft: "TunedParameters | None" = None
+    training_bytes_per_chip: "TrainingMemory | None" = None
+    strategies: "PlannedStrategies | None" = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,7 +98,7 @@ class TrainingMemory:
     total: int
 
 
-def make_plan(config: ModelConfig, origin: ModelConfig | None = None) -> Plan:
+def make_plan(config: ModelConfig, origin: ModelConfig | None = None) -> ModelPlan:
     """Counts a model; `origin` is the dense model that it is made from, if known. No weights are needed or made."""
     params, trained = parameter_sizes(config), trained_leaves(config)
 
@@ -99,7 +108,7 @@ def make_plan(config: ModelConfig, origin: ModelConfig | None = None) -> Plan:
     added = sum(params.values()) - sum(parameter_sizes(dense_config(origin or config)).values())
     norms, universal = _norms(params), below("/mlp/universal/")
     rounded_away = sum(_rounded_away(config, layer) for layer in config.layers)
-    return Plan(
+    return ModelPlan(
         dense_params=sum(params.values()) - added,
         total_params=sum(params.values()),
         added_params=added,

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 from moe_jax.compression.coding.coder import Levels, check_levels
 from moe_jax.compression.coding.storage import FULL, AnyLayout, Fewer, Stored, stored_bytes
 from moe_jax.compression.coding.write_experts import codes_of_options
-from moe_jax.compression.methods.registry import METHODS, check_method, check_options, options_of
 from moe_jax.compression.methods.resmoe import DEFAULT_BITS, residual_forms
 from moe_jax.compression.report import NO_BASE
-from moe_jax.compression.spec import parse_layers
+from moe_jax.compression.spec import METHODS, check_method, check_options, options_of, parse_layers
 from moe_jax.compression.stream import choose_layers
 from moe_jax.core.errors import InputError, check_member
 from moe_jax.experts.forms.coding import Layout

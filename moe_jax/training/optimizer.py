@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.core.errors import clipped, nearest, raise_if_any, shown
 from moe_jax.distributed.sharding import path_name
-from moe_jax.peft.partition import full_matches
+from moe_jax.peft.trained import full_matches
 from moe_jax.training.recipe import OptimizerSection, ScheduleSection
 
 # If its updates have this root mean square, as AdamW's have on average, Muon can share AdamW's learning rate and weight

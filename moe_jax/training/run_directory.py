@@ -33,7 +33,7 @@ from moe_jax.files.byte_files import fingerprint_contents
 from moe_jax.files.json_toml import parse, read_json_object, without_format
 from moe_jax.files.staging import hold_alone
 from moe_jax.files.storage_path import as_path
-from moe_jax.files.tokenizer_files import list_tokenizer_files, read_tokenizer_file, tokenizer_files_in
+from moe_jax.files.tokenizer_files import copy_tokenizer_files, tokenizer_files_in
 from moe_jax.model_io.adapter_dir import ModelReference
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig, config_to_json
@@ -141,9 +141,7 @@ def write_run(run_dir: Path, recipe: Recipe, record: "RunRecord", files: Mapping
         folder = as_path(run_dir / _TOKENIZER)
         folder.remove_tree()
         folder.mkdir()
-        list_tokenizer_files(folder, files)
-        for name, file in files.items():
-            (folder / name).write_durably(read_tokenizer_file(file))
+        copy_tokenizer_files(files, folder)
     write_record(run_dir, record)
 
 

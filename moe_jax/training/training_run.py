@@ -26,7 +26,7 @@ from moe_jax.files.tokenizer_files import with_tokenizer
 from moe_jax.model_io.loading import disk_paths
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
-from moe_jax.peft.trained_table import print_trained
+from moe_jax.peft.trained import print_trained
 from moe_jax.training import recipe_toml
 from moe_jax.training.loop import Loop
 from moe_jax.training.metrics import NO_TENSORBOARD, has_tensorboard, import_wandb

@@ -283,5 +283,5 @@ def test_encoders_neither_teach_nor_learn():
 
     pairs = encoder_decoder(FFN, FFN)
     for model, teacher, which in ((STUDENT, pairs, "distill.teacher has one"), (pairs, TEACHER, "the model has one")):
-        with pytest.raises(InputError, match=f"distill is for models without an encoder, and {which}"):
+        with pytest.raises(InputError, match=f"distill .* {which}"):
             make_program(distilling(), model, jax.devices()[:1], teacher=teacher)

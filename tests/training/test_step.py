@@ -311,7 +311,7 @@ def test_moments_lie_where_their_parameters_do():
     [
         ({"mesh": MeshSection(fsdp=3)}, "does not fit 8 devices"),
         ({"train": TrainSection(batch_size=12)}, "batch_size = 12 in 1 microbatches leaves 12 sequences for the 8"),
-        ({"train": TrainSection(batch_size=8, accumulation=2)}, "make it a multiple of 16"),
+        ({"train": TrainSection(batch_size=8, accumulation=2)}, "multiple of 16"),
         ({"mesh": MeshSection(fsdp=1, tensor=8)}, "mlp/experts/delta|not divisible"),
         ({"mesh": MeshSection(fsdp=1, sequence=8), "data": DataSection(seq_len=12)}, "seq_len = 12 is not divisible"),
     ],

@@ -27,16 +27,17 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
 from moe_jax.checks.streamed_layers import EMBEDDING, embed_tokens, output_logits, text_loss
-from moe_jax.compression.calibration.layerwise_pass import (
+from moe_jax.compression.calibration.recording import (
     NEXT,
+    LayerCalibration,
     PlacedLayer,
     apply_in_batches,
     batches_of,
     check_room,
+    gradients_file,
     note_progress,
     open_states,
 )
-from moe_jax.compression.calibration.recorded import LayerCalibration, gradients_file
 from moe_jax.compression.coding.coder import expert_coders
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.core.data_sheets import available_memory
@@ -73,7 +74,7 @@ def record_gradients(
       source: the model.
       windows: of the text, those of the recording.
       folder: of the recording.
-      mesh, batch_size, progress: see `layerwise_pass.record`; layers are passed forwards and backwards.
+      mesh, batch_size, progress: see `recording.record`; layers are passed forwards and backwards.
 
     Raises:
       InputError: if windows have a single token, gradients are not finite or all zero, or there is no room on the disk.
@@ -227,7 +228,7 @@ def measure_sensitivities(
       source: a model whose MoE layers have full experts.
       windows: of the calibration text; the first 2048 tokens are enough.
       calibration: of every MoE layer.
-      mesh, batch_size, progress: see `layerwise_pass.record`.
+      mesh, batch_size, progress: see `recording.record`.
 
     Raises:
       InputError: if experts are not full, a divergence is not finite, or there is no room in memory.

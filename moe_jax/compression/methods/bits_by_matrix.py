@@ -210,12 +210,11 @@ class Allocate(OfCodes, Method):
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
-        began = time.monotonic()
         shared = target.bank.has_base
         orders = analysis["permutations"] if shared else unaligned(layer)
         measure = write_experts(layer, target.bank, write, permutations=orders)
         return measure.figures(
-            seconds=float(analysis["seconds"]) + time.monotonic() - began,
+            analysed=analysis["seconds"],
             choice=target.bank.describe(),
             predicted_divergence=sum(
                 float(own[self._choices.index(_choice(layer, target.bank, layer.matrices[name], expert))])

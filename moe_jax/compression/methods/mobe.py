@@ -15,7 +15,6 @@ A [r, s].
 """
 
 import dataclasses
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -204,7 +203,6 @@ class MoBE(Method):
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
         """Memory holds one matrix of all experts."""
-        began = time.monotonic()
         form = target.bank.form
         assert isinstance(form, MixtureOfBases)
         measure = Measure(layer.num_experts, layer.moe.expert.dim)
@@ -235,7 +233,7 @@ class MoBE(Method):
             biases = layer.biases(name)
             if biases is not None:
                 write(f"experts/{name}/bias", biases)
-        return measure.figures(seconds=time.monotonic() - began, choice=form.describe())
+        return measure.figures(choice=form.describe())
 
     def _target(self, layer: SourceLayer) -> MoEConfig:
         form = MixtureOfBases.of_size(

@@ -18,7 +18,6 @@ eight bits of `packing`, not the blocks and levels of the paper.
 
 import abc
 import dataclasses
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -174,7 +173,6 @@ class WithoutBase(Method):
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
-        began = time.monotonic()
         measure = write_experts(
             layer,
             target.bank,
@@ -184,7 +182,7 @@ class WithoutBase(Method):
             even=self.levels == "even",
             coder=self.coder,
         )
-        return measure.figures(seconds=time.monotonic() - began, choice=target.bank.form.describe())
+        return measure.figures(choice=target.bank.form.describe())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

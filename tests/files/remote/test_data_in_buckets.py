@@ -143,7 +143,7 @@ def test_little_is_read_of_a_large_text(bucket):
     bucket.store("same.txt", content)
     assert fingerprint_contents([as_path("gs://bucket/same.txt")]) == fingerprint
     bucket.store("large.txt", content)
-    with pytest.raises(InputError, match=r"gs://bucket/large.txt was replaced while it was read; start again"):
+    with pytest.raises(InputError, match="gs://bucket/large.txt was replaced while"):
         file[300]
 
 
