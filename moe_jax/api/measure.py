@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from flax import nnx
@@ -42,10 +42,7 @@ from moe_jax.models import ModelConfig
 from moe_jax.peft.adapt import adapted_config
 from moe_jax.peft.spec import AdaptSpec
 from moe_jax.planning.model_costs import (
-    Plan,
-    PlannedStrategies,
-    TrainingMemory,
-    TunedParameters,
+    ModelPlan,
     make_plan,
     planned_strategies,
     training_memory,
@@ -113,12 +110,7 @@ def evaluate(
 
 
 def score(
-    model: ModelOrPath,
-    text: Text | Texts,
-    *,
-    seq_len: int | None = None,
-    input_len: int | None = None,
-    batch_size: int = 8,
+    model: ModelOrPath, text: Text | Texts, *, seq_len: int | None, batch_size: int, input_len: int | None = None
 ) -> Evaluation:
     """Measures as `evaluate` does, but also returns figures that are not finite: a model of a sweep may be broken."""
     if batch_size < 1:
@@ -131,10 +123,9 @@ def score(
     check_seq_len(seq_len)
     if input_len < 2:
         raise InputError(f"{input_len=} must be at least 2")
-    given: Any = text
     model.config.check_scores_tokens("a perplexity")
-    pairs = read_pairs_for(model, given, input_len=input_len, seq_len=seq_len)
-    held_out = read_ids(model, given) if pairs is None else pairs
+    pairs = read_pairs_for(model, text, input_len=input_len, seq_len=seq_len)
+    held_out = read_ids(model, cast(Text, text)) if pairs is None else pairs
     graphdef, state = nnx.split(model.decoder)
     return Evaluator(graphdef, held_out, seq_len=seq_len, batch_size=batch_size, mesh=model.mesh)(state)
 
@@ -151,7 +142,7 @@ def read_pairs_for(model: Model, text: Any, *, input_len: int, seq_len: int) -> 
         rows = read_held_out(source, data, model.config, tokenizer.path)
         assert isinstance(rows, list)
         return rows
-    if len(text) and isinstance(text[0], tuple | list) and all(map(_is_pair, text)):
+    if len(text) and isinstance(text[0], tuple | list) and all(_is_pair(one) for one in text):
         tokenizer = tokenizer_of(model, "a list of pairs", "give a model that has one")
         return [tokenizer.pair(Example(a + b, len(a), is_response=True), **lengths) for a, b in text]
     model.config.check_no_encoder("the perplexity of a text that is no list of pairs (input, target)")
@@ -175,24 +166,6 @@ def read_ids(model: Model, text: Text) -> np.ndarray:
 def default_seq_len(config: ModelConfig) -> int:
     """Returns the default number of tokens that a model sees at a time: 1024, or its context length if that is less."""
     return min(_DEFAULT_SEQ_LEN, config.max_positions)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelPlan(Plan):
-    """The costs of a model, as `plan` returns them.
-
-        >>> moe_jax.plan(moe_jax.tiny_model(experts=4)).expert_params
-        12288
-
-    Attributes:
-      peft: the parameters that are trained beside a frozen base; None: there is no frozen base.
-      training_bytes_per_chip: bytes per chip of training over a mesh; None: no mesh was given.
-      strategies: how experts would be applied on a platform; None: none was given.
-    """
-
-    peft: TunedParameters | None = None
-    training_bytes_per_chip: TrainingMemory | None = None
-    strategies: PlannedStrategies | None = None
 
 
 def plan(
@@ -238,9 +211,8 @@ def plan(
         config = adapted_config(config, adapt if isinstance(adapt, AdaptSpec) else AdaptSpec.of(adapt))
     if tokens is not None and platform is None:
         raise InputError("tokens: only with platform")
-    counted = make_plan(config, origin)
-    return ModelPlan(
-        **{field.name: getattr(counted, field.name) for field in dataclasses.fields(counted)},
+    return dataclasses.replace(
+        make_plan(config, origin),
         peft=tuned_parameters(config),
         training_bytes_per_chip=None if mesh is None else training_memory(config, mesh, optimizer=optimizer),
         strategies=None if platform is None else planned_strategies(config, platform, tokens),

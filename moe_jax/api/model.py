@@ -350,14 +350,14 @@ class FileVerb(Protocol[P, S_contra]):  # pyright: ignore[reportInvalidTypeVarUs
 
 def model_verb(spec: Callable[P, S]) -> Callable[[Callable[[ModelOrPath, OutPath, S], Model]], ModelVerb[P, S]]:
     """Decorates `do(model, out, spec)`, so that it is also called with the options of the spec as keywords."""
-    return lambda do: cast(ModelVerb[P, S], _with_options(spec, do, out=None))
+    return lambda do: cast(ModelVerb[P, S], with_options(spec, do, out=None))
 
 
 def file_verb(
     spec: Callable[P, S],
 ) -> Callable[[Callable[[ModelOrPath, str | os.PathLike[str], S], Path]], FileVerb[P, S]]:
     """Decorates `do(model, out, spec)` as `model_verb` does, for a verb that requires `out`."""
-    return lambda do: cast(FileVerb[P, S], _with_options(spec, do, out=inspect.Parameter.empty))
+    return lambda do: cast(FileVerb[P, S], with_options(spec, do))
 
 
 def work_bars() -> AbstractContextManager[Bars]:
@@ -365,8 +365,8 @@ def work_bars() -> AbstractContextManager[Bars]:
     return progress_bars(shown=shows_work() and is_first_process())
 
 
-def _with_options(spec: Any, do: F, *, out: Any) -> F:
-    # With the verb's parameters but the spec, the options of the spec.
+def with_options(spec: Any, do: F, *, out: Any = inspect.Parameter.empty) -> F:
+    """Makes a verb of `do(model, second, spec)` that also takes the options of the spec as keywords."""
     first, second, _ = inspect.signature(do).parameters.values()
     parameters = [first, second.replace(default=out), *spec.parameters()]
     empty, name = out is not inspect.Parameter.empty, spec.verb()

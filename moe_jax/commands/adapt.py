@@ -6,7 +6,7 @@ lineage.json. `plan` takes the same options, except for MODEL and OUT.
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -24,8 +24,6 @@ class _Command:
     The output holds only the adapters and refers to the model, which has to stay where it is. Several adapter
     directories can share one model.
     """
-
-    in_buckets: ClassVar[tuple[str, ...]] = ("model", "out")
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
     """A model directory or a Hugging Face directory."""

@@ -6,7 +6,7 @@ lineage.json. `plan` takes the same options, except for SRC and DST.
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -29,8 +29,6 @@ class _Command:
     With --method pesc, unless --rest is full, the output is an adapter directory: it holds only the adapters and refers
     to the dense model, which has to stay where it is.
     """
-
-    in_buckets: ClassVar[tuple[str, ...]] = ("src", "dst")
 
     src: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SRC")]
     """A dense model: a model directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint of a training

@@ -15,8 +15,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.distributed.processes import first_decides
 from moe_jax.figures.plots import DrawnTo, ink, new_figure
-from moe_jax.files.resume import staged_directory
-from moe_jax.files.staging import check_target
+from moe_jax.files.staging import check_target, staged_directory
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.lineage import new_lineage_entry
 from moe_jax.model_io.model_dir import ModelDirectory

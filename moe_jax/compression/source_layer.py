@@ -208,11 +208,11 @@ def aligned_experts(
 
 
 def aligned_biases(
-    layer: SourceLayer, name: str, permutations: Int[np.ndarray, "E f"]
+    layer: SourceLayer, name: str, permutations: Int[np.ndarray, "E f"] | None
 ) -> Float[np.ndarray, "E o"] | None:
-    """The biases that belong to `aligned_kernels`; None if the FFN has none."""
+    """The biases that belong to `aligned_kernels`, or to the kernels as they are stored; None if the FFN has none."""
     biases = layer.biases(name)
-    if biases is None or name == "down":  # an output bias belongs to no neuron
+    if biases is None or permutations is None or name == "down":  # an output bias belongs to no neuron
         return biases
     return np.take_along_axis(biases, permutations, axis=1)
 

@@ -126,7 +126,7 @@ class CompressSpec(Spec):
       InputError: for options that do not go together.
     """
 
-    in_buckets: ClassVar[tuple[str, ...]] = ("base", "model_base", "calibrate")
+    local_only: ClassVar[tuple[str, ...]] = ("calibration_dir",)
     reads_windows: ClassVar[bool] = False
 
     method: Annotated[str | Method | None, Shown("NAME", read_as=str | None)] = None
@@ -149,9 +149,9 @@ class CompressSpec(Spec):
     (but sp and mlp-fusion, which do not look at it) what the experts are given, and keep what changes outputs least.
     Without it, all experts and all inputs count alike, and methods that look at outputs (reap, hc-smoe, d2-moe) can do
     nothing."""
-    samples: Annotated[int | None, Shown("INT", "128, or as many as there are")] = None
+    samples: Annotated[int | None, Shown("N", "128, or as many as there are")] = None
     """With `calibrate`: windows that are drawn of the text."""
-    calibration_seed: Annotated[int | None, Shown("INT", "0")] = None
+    calibration_seed: Annotated[int | None, Shown("N", "0")] = None
     """With `calibrate`: seed of the draw."""
     gradients: bool = False
     """With `calibrate`: tokens count by the squared gradient of the text's loss with respect to what a layer gives for
@@ -165,7 +165,7 @@ class CompressSpec(Spec):
     """Dtype of what is not in codes, in experts and in all else; by default as stored."""
     seq_len: Annotated[int | None, Shown("TOKENS", "1024, or what the model can do")] = None
     """With `calibrate` or a sweep: tokens that the model sees at a time."""
-    batch_size: Annotated[int | None, Shown("INT", "8")] = None
+    batch_size: Annotated[int | None, Shown("N", "8")] = None
     """With `calibrate` or a sweep: windows computed at once. Does not change the result."""
 
     def __post_init__(self) -> None:
@@ -239,7 +239,6 @@ class CompressSpec(Spec):
 class SweepSpec(CompressSpec):
     """The options of a sweep: those of `compress`, and the text that its models are scored by."""
 
-    in_buckets: ClassVar[tuple[str, ...]] = (*CompressSpec.in_buckets, "text")
     reads_windows: ClassVar[bool] = True
 
     text: Annotated[str | os.PathLike[str] | None, Shown("FILE", read_as=Path | None)] = None

@@ -26,6 +26,7 @@ from moe_jax.data.chat_template import ChatTemplate, find_chat_template, load_ch
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.distributed.processes import check_equal, first_decides, gathered, is_first_process
 from moe_jax.files.json_toml import ANYTHING, read_json_object
+from moe_jax.generation.spec import GenerateSpec
 from moe_jax.generation.texts import StreamedText, stream_texts
 from moe_jax.harness.likelihood import Continuation, Likelihoods
 from moe_jax.nn import Decoder, unstacked
@@ -240,23 +241,21 @@ class HarnessModel(TemplateLM):
             self._unstacked = unstacked(self._model)
         prompts = [self.tok_encode(request.args[0]) for request in requests]
         settings = [_settings(_generation_options(request)) for request in requests]
-        groups: dict[str, list[int]] = {}
+        groups: dict[GenerateSpec, list[int]] = {}
         for index in sorted(range(len(requests)), key=lambda index: -len(prompts[index])):
-            groups.setdefault(repr(settings[index]), []).append(index)
+            groups.setdefault(settings[index], []).append(index)
         texts: dict[int, str] = {}
         self._progress("generating", 0, len(requests))
-        for indices in groups.values():
-            how = settings[indices[0]]
-            stop = how.pop("stop")
-            room = self.max_length - how["max_new_tokens"]
+        for wanted, indices in groups.items():
+            room = self.max_length - wanted.max_new_tokens
             if room < 1:
-                raise InputError(f"{how['max_new_tokens']:,} tokens to generate do not fit into {self.max_length:,}")
+                raise InputError(f"{wanted.max_new_tokens:,} tokens to generate do not fit into {self.max_length:,}")
             for start in range(0, len(indices), self.batch_size):
                 chunk = indices[start : start + self.batch_size]
                 self._key, key = jax.random.split(self._key)
                 ids = [prompts[index][-room:] or [self.prefix_token_id] for index in chunk]
-                made = [StreamedText(self._tokens.decode, stop, eos_ids=self._eos_ids) for _ in ids]
-                for _ in stream_texts(self._unstacked, ids, made, key=key, eos_ids=self._eos_ids, **how):
+                made = [StreamedText(self._tokens.decode, wanted.stops, eos_ids=self._eos_ids) for _ in ids]
+                for _ in stream_texts(self._unstacked, ids, wanted, made, key=key, eos_ids=self._eos_ids):
                     pass
                 for index, one in zip(chunk, made, strict=True):
                     texts[index] = one.text
@@ -341,11 +340,11 @@ def _generation_options(request: Instance) -> dict[str, Any]:
 
 
 def _is_random(kind: str, request: Instance) -> bool:
-    return kind == "generate_until" and _settings(_generation_options(request))["temperature"] > 0
+    return kind == "generate_until" and _settings(_generation_options(request)).temperature > 0
 
 
-def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts a task's settings for texts to stop strings (`stop`) and arguments of `generation.texts.stream`."""
+def _settings(given: Mapping[str, Any]) -> GenerateSpec:
+    """Converts a task's settings for texts to options of `generate`."""
     for name in given:
         if name not in _KEYS:
             raise InputError(f"generation_kwargs: {name!r} is not known{nearest(name, _KEYS)}: {', '.join(_KEYS)}")
@@ -358,8 +357,8 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
         temperature = 1.0
     sampling = {"top_k": given.get("top_k"), "top_p": given.get("top_p")} if temperature else {}
     most = int(lengths[0]) if lengths else MAX_NEW_TOKENS
-    stop = [one for one in ([until] if isinstance(until, str) else until) if one]
-    return {"stop": stop, "max_new_tokens": most, "temperature": temperature, **sampling}
+    stop = tuple(one for one in ([until] if isinstance(until, str) else until) if one)
+    return GenerateSpec(stop=stop, max_new_tokens=most, temperature=temperature, **sampling)
 
 
 def _special_ids(tokenizer: Tokenizer, bos: int | None, eos: Sequence[int]) -> tuple[int | None, int | None]:

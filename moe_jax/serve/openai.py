@@ -6,12 +6,12 @@ what this server does not do, are errors.
 
 import asyncio
 import dataclasses
-import math
+import itertools
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from moe_jax.core.errors import MAX_SIZE, InputError, shown
+from moe_jax.core.errors import MAX_SIZE, InputError, is_finite, shown
 from moe_jax.data.chat_template import check_messages
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.generation.engine import MOST_SCORES, MOST_STOP_IDS
@@ -38,14 +38,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class ProtocolError(Exception):
-    """A request that is answered with an error.
-
-    Attributes:
-      status: of HTTP.
-      message: for people.
-      param: the field at fault.
-      code: for programs.
-    """
+    """A request that is answered with an error: status of HTTP, message for people, the field at fault, a code."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
         super().__init__(message)
@@ -93,7 +86,6 @@ class Request:
 
 def read_completion(body: Any) -> Request:
     """Returns a request to `/v1/completions`, checked; raises `ProtocolError` with status 400."""
-    _check_object(body)
     logprobs = _integer(body, "logprobs", None, 0, MOST_SCORES)
     max_tokens = _integer(body, "max_tokens", 16, 0, MAX_SIZE)
     return Request(
@@ -107,7 +99,6 @@ def read_completion(body: Any) -> Request:
 
 def read_chat(body: Any) -> Request:
     """Returns a request to `/v1/chat/completions`, checked; errors as of `read_completion`."""
-    _check_object(body)
     try:
         messages = check_messages(body.get("messages"))
     except InputError as error:
@@ -134,16 +125,12 @@ def _as_one_text(message: dict[str, Any]) -> dict[str, Any]:
 
 def model_of(body: Any) -> str | None:
     """Returns the name of the model that a request asks for; None if it names none, and takes the one there is."""
-    _check_object(body)
+    if not isinstance(body, dict):
+        raise ProtocolError(400, f"expected a JSON object, got {shown(body)}")
     model = body.get("model")
     if model is not None and not isinstance(model, str):
         raise _bad("model", model, "a name")
     return model
-
-
-def _check_object(body: Any) -> None:
-    if not isinstance(body, dict):
-        raise ProtocolError(400, f"expected a JSON object, got {shown(body)}")
 
 
 def _common(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,11 +202,9 @@ def _number(
     value = body.get(name)
     if value is None:
         return default
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or not low <= value <= high or (open_below and value == low):
-        raise _bad(
-            name, value, f"a number {'above' if open_below else 'from'} {low:g} {'and up ' * open_below}to {high:g}"
-        )
+    if not is_finite(value) or not low <= value <= high or (open_below and value == low):
+        beginning = f"above {low:g} and up" if open_below else f"from {low:g}"
+        raise _bad(name, value, f"a number {beginning} to {high:g}")
     return float(value)
 
 
@@ -246,12 +231,9 @@ class Told(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A part of an answer.
+    """A part of an answer: text that was added, and its tokens if log-probabilities were asked for.
 
-    Attributes:
-      text: that was added.
-      told: the tokens that were added, also the one that ended the answer, if log-probabilities were asked for.
-      finish: `stop` or `length` with the last piece, else None.
+    The token that ended the answer is told too; `finish` is `stop` or `length` with the last piece, else None.
     """
 
     text: str
@@ -260,18 +242,9 @@ class Piece(NamedTuple):
 
 
 class Answer:
-    """The answer to a prompt: makes its job, in a running event loop, and asks nobody yet.
+    """The answer to a prompt: makes its `job` for the scheduler, in a running event loop, and asks nobody yet.
 
-    Args:
-      request: what is asked for.
-      ids: tokens of the prompt.
-      most: tokens to add at most.
-      stop_ids: tokens that end the answer.
-      tokenizer: of the model.
-
-    Attributes:
-      job: what the scheduler is asked.
-      made: tokens that the answer took so far, the one that ended it included.
+    `made` counts the tokens that the answer took so far, the one that ended it included.
     """
 
     def __init__(self, request: Request, ids: Sequence[int], most: int, stop_ids: Sequence[int], tokenizer: Tokenizer):
@@ -360,15 +333,11 @@ class TokenTexts:
     def completion_logprobs(self, told: Sequence[Told], count: int, offset: int) -> dict[str, Any]:
         """The form of `/v1/completions`, with `count` of the most likely tokens; `offset` characters stand before."""
         tokens = [self(one.token) for one in told]
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
         return {
             "tokens": tokens,
             "token_logprobs": [None if one.scored is None else one.scored.chosen for one in told],
             "top_logprobs": [None if one.scored is None else self._most_likely(one, count) for one in told],
-            "text_offset": offsets,
+            "text_offset": list(itertools.accumulate(map(len, tokens), initial=offset))[:-1],
         }
 
     def chat_logprobs(self, told: Sequence[Told], count: int) -> dict[str, Any]:

@@ -34,12 +34,7 @@ class Closed(Exception):
 
 
 class Scored(NamedTuple):
-    """Log-probabilities where a token stands.
-
-    Attributes:
-      chosen: of the token.
-      top: of the most likely tokens, by id, the most likely one first.
-    """
+    """Log-probabilities where a token stands: of it, and of the most likely ones by id, the most likely one first."""
 
     chosen: float
     top: dict[int, float]
