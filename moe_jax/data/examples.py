@@ -114,20 +114,25 @@ class RowReader:
             raise InputError(f"expected {self.expected}, got an object with the keys {keys}{told}")
         kind = self._kind_of[of_row]
         if kind == "chat":
-            return self._conversation(self._messages(row[of_row[0]], of_row[0]))
+            messages = row[of_row[0]]
+            if not isinstance(messages, list) or not messages:
+                got = f"{shown(of_row[0])} holding {shown(messages)} that should be a list of messages"
+                raise InputError(f"expected {self.expected}, got {got}")
+            return self._conversation([self._message(one, number) for number, one in enumerate(messages, start=1)])
         for key in sorted(of_row):
+            got = None
             if not isinstance(row[key], str):
-                got = f"{shown(key)} holding a {type(row[key]).__name__} that should be a string"
-                raise InputError(f"expected {self.expected}, got {got}")
-            if not is_unicode(row[key]):
-                got = f"{shown(key)} holding one half of a character in UTF-16"
-                raise InputError(f"expected {self.expected}, got {got}")
+                got = f"a {type(row[key]).__name__} that should be a string"
+            elif not is_unicode(row[key]):
+                got = "one half of a character in UTF-16"
+            if got is not None:
+                raise InputError(f"expected {self.expected}, got {shown(key)} holding {got}")
         if kind == "text":
             return [Example(row[of_row[0]])]
         prompt, response = (row[key] for key in of_row)
         if self._chat:
-            turns = zip(("user", "assistant"), (prompt, response), strict=True)
-            return self._conversation([{"role": role, "content": content} for role, content in turns])
+            question, answer = {"role": "user", "content": prompt}, {"role": "assistant", "content": response}
+            return self._conversation([question, answer])
         return [Example(prompt + response, len(prompt), is_response=True)]
 
     def _conversation(self, messages: list[dict[str, Any]]) -> list[Example]:
@@ -135,14 +140,8 @@ class RowReader:
             raise InputError("a conversation needs a tokenizer with a chat template")
         return [Example(scored.text, spans=scored.spans) for scored in self._template().scored(messages)]
 
-    def _messages(self, value: Any, key: str) -> list[dict[str, Any]]:
-        """Converts messages to the form that chat templates take; null values, as tables have them, are left out."""
-        if not isinstance(value, list) or not value:
-            got = f"{shown(key)} holding {shown(value)} that should be a list of messages"
-            raise InputError(f"expected {self.expected}, got {got}")
-        return [self._message(message, number) for number, message in enumerate(value, start=1)]
-
     def _message(self, message: Any, number: int) -> dict[str, Any]:
+        """Converts a message to the form that chat templates take; null values, as tables have them, are left out."""
         if not isinstance(message, Mapping):
             raise InputError(f"message {number} is {shown(message)}, expected an object")
         names = next((names for names in self._role_keys if names[0] in message), None)
