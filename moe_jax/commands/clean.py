@@ -24,7 +24,7 @@ moe-jax clean run
 def run(options: Options) -> None:
     """Removes the files, and prints which."""
     from moe_jax.core.formatting import show_bytes
-    from moe_jax.files.resume import leftovers, remove_leftover
+    from moe_jax.files.staging import leftovers, remove_leftover
 
     found = leftovers(options.target)
     for folder in found:

@@ -30,8 +30,7 @@ from moe_jax.distributed.processes import (
     news,
     tell_first,
 )
-from moe_jax.files.resume import ANALYSIS, Workplace
-from moe_jax.files.staging import check_target
+from moe_jax.files.staging import ANALYSIS, Workplace, check_target
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.in_memory import Destination, InMemory, ModelWriter, open_writer
 from moe_jax.model_io.leaves_to_write import dealt

@@ -22,13 +22,11 @@ from moe_jax.files.byte_files import open_bytes
 from moe_jax.files.json_toml import MAX_BYTES, parse_json
 from moe_jax.files.regular_files import count_traffic
 from moe_jax.files.remote_work import RemoteWork
-from moe_jax.files.resume import Workplace
+from moe_jax.files.staging import Workplace
 from moe_jax.files.storage_path import as_path
 
 SINGLE_SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
-
-# The reference implementation accepts three times as much. A hundred thousand tensors need less.
-MAX_HEADER = MAX_BYTES
+MAX_HEADER = MAX_BYTES  # a third of what the reference implementation accepts; a hundred thousand tensors need less
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
@@ -155,10 +153,7 @@ class Layout(NamedTuple):
 
 
 class ShardWriter(abc.ABC):
-    """Writes planned shards. A context manager.
-
-    Existing shards of the same plan are continued: what was written to them stays.
-    """
+    """Writes planned shards; what was written to existing ones of the same plan stays. A context manager."""
 
     def __init__(self, directory: Path, tensors: Mapping[str, PlannedTensor], max_bytes: int):
         self._directory = directory
@@ -176,10 +171,6 @@ class ShardWriter(abc.ABC):
         """
         assert values.dtype == _WRITTEN[self._tensors[name].dtype] and values.flags.c_contiguous
         self._write(name, offset * values.itemsize, values.reshape(-1).view(np.uint8))
-
-    def nbytes(self, name: str) -> int:
-        """Number of bytes of a tensor."""
-        return self._tensors[name].nbytes
 
     @abc.abstractmethod
     def _write(self, name: str, begin: int, content: np.ndarray) -> None:
@@ -219,13 +210,19 @@ class DiskShards(ShardWriter):
             shard = self._layout(file)
             descriptor = os.open(self._directory / file, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             self._descriptors.append(descriptor)
-            _write_all(descriptor, shard.header, 0)
+            self._write_at(descriptor, 0, shard.header)
             self._starts |= {name: (descriptor, start) for name, start in shard.starts.items()}
         return self
 
     def _write(self, name: str, begin: int, content: np.ndarray) -> None:
         descriptor, start = self._starts[name]
-        _write_all(descriptor, content, start + begin)
+        self._write_at(descriptor, start + begin, content)
+
+    def _write_at(self, descriptor: int, position: int, content: Any) -> None:
+        view = memoryview(content)
+        while view:
+            count = os.pwrite(descriptor, view, position)
+            view, position = view[count:], position + count
 
     def sync(self) -> bool:
         for descriptor in self._descriptors:
@@ -293,17 +290,8 @@ class BucketShards(ShardWriter):
         super().__exit__(kind, *error)
 
 
-def shard_writer(
-    work: Workplace | RemoteWork, tensors: Mapping[str, PlannedTensor], max_bytes: int
-) -> DiskShards | BucketShards:
+def shard_writer(work: Workplace | RemoteWork, tensors: Mapping[str, PlannedTensor], max_bytes: int) -> ShardWriter:
     """Returns a writer of shards for the place where a command works."""
     if isinstance(work, RemoteWork):
         return BucketShards(work, tensors, max_bytes)
     return DiskShards(work.folder, tensors, max_bytes)
-
-
-def _write_all(descriptor: int, data: bytes | np.ndarray, position: int) -> None:
-    view = memoryview(data)  # pyright: ignore[reportArgumentType] NumPy has the buffer protocol on every Python
-    while view:
-        count = os.pwrite(descriptor, view, position)
-        view, position = view[count:], position + count

@@ -59,12 +59,7 @@ class Pair(NamedTuple):
 
 
 class Tokenizer:
-    """A `tokenizer.json` together with the special tokens a model uses.
-
-    Args:
-      path: the file.
-      config: the model the ids are for.
-      bos, eos: see `DataSection`.
+    """A `tokenizer.json` together with the special tokens a model uses; `bos` and `eos` are as in `DataSection`.
 
     Raises:
       FileNotFoundError, InputError: no such file, not a tokenizer, or a special token that is asked for but unknown.
@@ -90,6 +85,7 @@ class Tokenizer:
         self._bos = {"auto": own_bos, "always": known_bos, "never": None}[bos]
         last = config.eos_ids[0] if config.eos_ids and eos != "never" else None
         self._eos_after_response = last
+        self._response_end = np.array([] if last is None else [last], np.int32)
         self._eos_after_text = last if eos == "always" or self._bos is None else None
 
     @property
@@ -135,8 +131,7 @@ class Tokenizer:
     def pairs(self, examples: Sequence[Example | Document]) -> Pairs:
         """Returns the `documents` of a record as pairs; a document of a single token has none."""
         parts = [document for document in self.documents(examples) if len(document.ids) > 1]
-        if not parts:
-            return Pairs(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, bool))
+        parts = parts or [Document(np.zeros(1, np.int32), np.zeros(1, np.float32))]
         return Pairs(
             np.concatenate([ids[:-1] for ids, _ in parts]),
             np.concatenate([ids[1:] for ids, _ in parts]),
@@ -146,8 +141,7 @@ class Tokenizer:
 
     def inputs(self, text: str) -> np.ndarray:
         """Returns the ids, Int32[n], of `text` for an encoder, with EOS at the end where the model names one."""
-        eos = [] if self._eos_after_response is None else [self._eos_after_response]
-        return np.concatenate([self.prompt(text), np.asarray(eos, np.int32)])
+        return np.append(self.prompt(text), self._response_end)
 
     def pair(self, example: Example, *, input_len: int | None = None, seq_len: int | None = None) -> Pair:
         """Tokenises an input and its target, each of which ends with EOS where the model names one.
@@ -156,8 +150,7 @@ class Tokenizer:
         encoder, both are one document, whose beginning is left out.
 
         Args:
-          example: its prompt is the input.
-          input_len: most tokens of the encoder's input; None: no limit.
+          input_len: most tokens of the encoder's input, the prompt of the example; None: no limit.
           seq_len: most tokens of the target, or without an encoder of both; None: no limit.
 
         Raises:
@@ -169,22 +162,18 @@ class Tokenizer:
                 raise InputError(f"a pair whose target {shown(example.text[example.prompt_chars :])} has no tokens")
             was_cut, kept = seq_len is not None and len(tokens) > seq_len, slice(-(seq_len or 0), None)
             return Pair(tokens[kept], targets[kept], weights[kept], target_was_cut=was_cut)
+        eos = self._response_end
         inputs = self.inputs(example.text[: example.prompt_chars])
         input_was_cut = input_len is not None and len(inputs) > input_len
-        if input_was_cut:
-            assert input_len is not None
-            ends = int(self._eos_after_response is not None)
-            inputs = np.concatenate([inputs[: input_len - ends], inputs[len(inputs) - ends :]])
-        target = example.text[example.prompt_chars :]
-        targets = self.encode(target)
-        if self._eos_after_response is not None:
-            targets = np.append(targets, np.int32(self._eos_after_response))
+        if input_len is not None and input_was_cut:
+            inputs = np.append(inputs[: input_len - len(eos)], inputs[len(inputs) - len(eos) :])
+        targets = np.append(self.encode(example.text[example.prompt_chars :]), eos)
         for name, ids in (("input", inputs), ("target", targets)):
             if not len(ids):
                 raise InputError(f"a pair whose {name} has no tokens, for it is empty and no EOS ends it")
         target_was_cut = seq_len is not None and len(targets) > seq_len
         targets = targets[:seq_len]
-        tokens = np.concatenate([np.asarray([self._decoder_start], np.int32), targets[:-1]])
+        tokens = np.append(np.int32(self._decoder_start), targets[:-1])
         return Pair(tokens, targets, np.ones(len(targets), np.float32), inputs, input_was_cut, target_was_cut)
 
     def _document(self, example: Example) -> tuple[np.ndarray, np.ndarray]:

@@ -17,8 +17,8 @@ from jaxtyping import Array, Float
 
 from moe_jax.core.errors import InputError
 from moe_jax.data.examples import Document, Example
-from moe_jax.data.opening import check_form, named_files, open_files, template_loader
 from moe_jax.data.sections import DataSection, SourceSection, input_length
+from moe_jax.data.sources import check_form, named_files, open_files, template_loader
 from moe_jax.data.tokenizer import Pair, Tokenizer
 from moe_jax.distributed.sharding import batch_shards, local_rows, make_mesh, place
 from moe_jax.files.storage_path import as_path
@@ -28,8 +28,8 @@ from moe_jax.nn.moe import RouterStatistics, RouterSums, StackedStats, stats_per
 from moe_jax.nn.stack import StackOutput
 
 Batch = dict[str, Array]
-"""tokens, targets, segment_ids, positions Int32[B, T] and weights Float32[B, T]; see `PackedBatches`. For a model with
-an encoder also the arrays that `PairBatches` adds.
+"""tokens, targets, segment_ids, positions Int32[B, T] and weights Float32[B, T]; see `PackedRow`. For a model with
+an encoder also the arrays that `PairRow` adds.
 """
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from moe_jax.figures.similarity import MEAN, LayerSimilarity
-from moe_jax.files.resume import staged_directory
+from moe_jax.files.staging import staged_directory
 from moe_jax.files.storage_path import as_path
 
 if TYPE_CHECKING:

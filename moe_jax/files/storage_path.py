@@ -236,14 +236,13 @@ class BucketPath(StoragePath):
         """The name of the object, or of the folder, in its bucket."""
         return self.address.key
 
-    def absolute(self) -> "BucketPath":
+    def resolve(self, strict: bool = False) -> "BucketPath":
         return self
+
+    absolute = resolve
 
     def is_absolute(self) -> bool:
         return True
-
-    def resolve(self, strict: bool = False) -> "BucketPath":
-        return self
 
     def is_symlink(self) -> bool:
         return False
@@ -259,8 +258,8 @@ class BucketPath(StoragePath):
         return self.is_file() or self.is_dir()
 
     def iterdir(self) -> Iterator["BucketPath"]:
-        for name in sorted({name.split("/")[0] for name in self.objects.names(self.key)} - {""}):
-            yield self / name
+        names = {name.split("/")[0] for name in self.objects.names(self.key)} - {""}
+        return (self / name for name in sorted(names))
 
     def glob(self, pattern: str, **_: Any) -> Iterator["BucketPath"]:
         """Yields the entries of the folder whose names match a pattern; not entries of folders in it."""
@@ -270,10 +269,13 @@ class BucketPath(StoragePath):
         """Does nothing: a folder exists as soon as it has an object."""
 
     def read_bytes(self) -> bytes:
-        found = self.objects.read(self.key)
+        return self._found(None).content
+
+    def _found(self, stop: int | None) -> Found:
+        found = self.objects.read(self.key, 0, stop)
         if found is None:
             raise FileNotFoundError(f"{self} does not exist")
-        return found.content
+        return found
 
     def read_text(self, encoding: str | None = None, *_: Any, **__: Any) -> str:
         return self.read_bytes().decode(encoding or "utf-8")
@@ -297,8 +299,7 @@ class BucketPath(StoragePath):
     def write_durably(self, content: bytes | memoryview) -> None:
         self.write_bytes(content)
 
-    def replace_content(self, content: bytes) -> None:
-        self.write_bytes(content)
+    replace_content = write_durably
 
     def sync(self) -> None:
         """Does nothing: written objects are stored."""
@@ -322,10 +323,7 @@ class BucketPath(StoragePath):
         return "by what listings show"
 
     def version(self) -> str:
-        generation = self.objects.generation(self.key)
-        if generation is None:
-            raise FileNotFoundError(f"{self} does not exist")
-        return generation.hex()
+        return self._found(0).generation.hex()
 
     def mark_folder(self) -> None:
         self.objects.write(f"{self.key}/", b"")

@@ -60,8 +60,7 @@ class DecoderLeaves:
 
     def stored_bytes(self, path: str) -> int:
         """Bytes of one leaf."""
-        spec = self.specs[path]
-        return spec.size * spec.dtype.itemsize
+        return self.specs[path].size * self.specs[path].dtype.itemsize
 
 
 class ModelInMemory:
@@ -77,12 +76,9 @@ class ModelInMemory:
         base: ModelSource | None = None,
         path: Path = IN_MEMORY,
     ):
-        self.config = config
-        self.leaves = leaves
+        self.config, self.leaves, self.base, self.path = config, leaves, base, path
         self.tokenizer_files = tuple(tokenizer_files)
         self.lineage = [dict(entry) for entry in lineage]
-        self.base = base
-        self.path = path
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns leaf path -> shape and dtype."""
@@ -103,11 +99,7 @@ class ModelInMemory:
 
 
 class InMemory:
-    """A destination for a model that is not to be written to a directory.
-
-    Attributes:
-      source: the model, once it is complete.
-    """
+    """A destination for a model that stays in memory; `source` is the model, once it is complete."""
 
     source: ModelInMemory | None = None
 
@@ -167,10 +159,7 @@ class _MemoryWriter(ModelWriter):
     ):
         own = None if base is None else own_leaves(config)
         super().__init__(ExpectedLeaves(config, own, allow_nonfinite=allow_nonfinite), lineage)
-        self._dst = dst
-        self._config = config
-        self._base = base
-        self._files = tokenizer_files
+        self._dst, self._config, self._base, self._files = dst, config, base, tokenizer_files
         self._leaves: dict[str, np.ndarray] = {}
         self._notes: dict[str, Any] = {}
 
@@ -220,29 +209,21 @@ def differing_leaves(model: ModelSource, base: ModelSource) -> list[str]:
 
     NF4 kernels are compared with the codes of the base's kernels.
     """
-    specs, fresh = model.specs(), LeavesOverBase(model.config, base)
-    shared = [path for path in specs if path in fresh.specs]
-    return [path for path in shared if not _equal(model.read(path), fresh.read(path))]
+    fresh = LeavesOverBase(model.config, base)
 
+    def differs(path: str) -> bool:
+        leaf = model.read(path)
+        other = fresh.read(path).astype(leaf.dtype)
+        return not np.array_equal(leaf.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8))
 
-def _equal(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether two leaves are bitwise equal in the dtype of the first."""
-    return np.array_equal(one.reshape(-1).view(np.uint8), other.astype(one.dtype).reshape(-1).view(np.uint8))
+    return [path for path in model.specs() if path in fresh.specs and differs(path)]
 
 
 class CastSource(ModelSource):
     """Casts another source's leaves when they are read. Base, stored sizes and fingerprint are that source's."""
 
     def __init__(self, source: ModelSource, dtype: str):
-        """Reads no weights yet.
-
-        Args:
-          source: the model.
-          dtype: `float32`, `bfloat16` or `float16`, for all floating-point leaves that may be cast.
-
-        Raises:
-          InputError: for another dtype.
-        """
+        """Reads no weights yet; raises `InputError` unless `dtype` is float32, bfloat16 or float16."""
         check_member("dtype", dtype, ("float32", "bfloat16", "float16"))
         self.config = dataclasses.replace(source.config, dtype=dtype)
         self._source = source
@@ -271,11 +252,7 @@ class CastSource(ModelSource):
         }
 
     def read(self, path: str) -> np.ndarray:
-        """Reads one leaf and casts it.
-
-        Raises:
-          InputError: if it cannot be read, or is too large for the dtype.
-        """
+        """Reads one leaf and casts it; raises `InputError` if it cannot be read, or is too large for the dtype."""
         leaf = self._source.read(path)
         if not may_be_cast(path, leaf.dtype):
             return leaf

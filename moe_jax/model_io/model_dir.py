@@ -29,10 +29,9 @@ from moe_jax.distributed.processes import fail_together, first_decides, is_first
 from moe_jax.files.json_toml import read_json_object
 from moe_jax.files.regular_files import hold
 from moe_jax.files.remote_work import RemoteWork
-from moe_jax.files.resume import open_work
-from moe_jax.files.staging import check_beside, check_target
+from moe_jax.files.staging import check_beside, check_target, open_work
 from moe_jax.files.storage_path import StoragePath, as_path
-from moe_jax.files.tokenizer_files import list_tokenizer_files, read_tokenizer_file, tokenizer_files_in
+from moe_jax.files.tokenizer_files import copy_tokenizer_files, tokenizer_files_in
 from moe_jax.model_io.leaves_to_write import ExpectedLeaves
 from moe_jax.model_io.lineage import LINEAGE_FILE, job_of
 from moe_jax.model_io.lineage import new_lineage_entry as new_lineage_entry
@@ -358,9 +357,7 @@ class ModelDirectoryWriter(ModelWriter):
         self._work.__enter__()
         try:
             # Copied before the weights are written, so that no copied file can replace them.
-            for file in self._files:
-                (self._work.folder / file.name).write_durably(read_tokenizer_file(file))
-            list_tokenizer_files(self._work.folder, [file.name for file in self._files])
+            copy_tokenizer_files({file.name: file for file in self._files}, self._work.folder)
             return self._work.beginning if isinstance(self._work, RemoteWork) else ""
         except BaseException as error:
             self._leave(error)

@@ -15,7 +15,7 @@ from moe_jax.distributed.sharding import local_rows, place
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
-from moe_jax.training.loop import Diverged
+from moe_jax.training.loop import Diverged, divergence
 from moe_jax.training.metrics import Record, is_finite, to_record
 from moe_jax.training.program import first_state, initial_states, load_teacher, make_program
 from moe_jax.training.recipe import Recipe
@@ -63,9 +63,7 @@ def train_on_batches(
 
     def report(record: Record) -> Record:
         if not is_finite(record):
-            raise Diverged(
-                f"step {record['step']}: loss is {record['loss']} and the gradient norm {record['grad_norm']}"
-            )
+            raise Diverged(divergence(record))
         on_step(record)
         return record
 

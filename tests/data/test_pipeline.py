@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moe_jax.core.errors import InputError
-from moe_jax.data import text_and_tables as sources
+from moe_jax.data import sources
 from moe_jax.data.examples import Example
 from moe_jax.data.pipeline import open_data
 from moe_jax.data.sections import DataSection, SourceSection

@@ -12,7 +12,7 @@ from moe_jax.checkpoints.leaf_files import LeafWriter
 from moe_jax.conversion import HuggingFaceDirectory, convert, export, to_hugging_face
 from moe_jax.conversion.spec import ExportSpec
 from moe_jax.core.errors import InputError
-from moe_jax.files import resume
+from moe_jax.files import staging
 from moe_jax.model_io import in_memory
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.model_io.model_source import ModelSource
@@ -162,8 +162,8 @@ def test_files_that_another_command_moves_away_do_not_disturb_the_look_for_room(
             (begun / "moved").unlink(missing_ok=True)
             yield parent, folders, names
 
-    monkeypatch.setattr(resume.os, "walk", walk_while_another_moves)
+    monkeypatch.setattr(staging.os, "walk", walk_while_another_moves)
     free = shutil.disk_usage(tmp_path).free
-    resume.require_space(tmp_path / "target", free // 2)
+    staging.require_space(tmp_path / "target", free // 2)
     with pytest.raises(InputError, match="choose another disk"):
-        resume.require_space(tmp_path / "target", 2 * free + 10**9)
+        staging.require_space(tmp_path / "target", 2 * free + 10**9)
