@@ -10,8 +10,7 @@ import tyro
 from moe_jax.core.errors import InputError
 
 if TYPE_CHECKING:  # they import JAX, and `--help` should answer without it
-    from moe_jax.data.opening import Part
-    from moe_jax.data.tokenize_sources import Task
+    from moe_jax.data.tokenize_sources import Part, Task
 
 _MOST_SHOWN = 2000  # characters of a document
 
@@ -74,7 +73,7 @@ def _inspect(task: "Task", options: Options) -> None:
     from rich.table import Table
 
     from moe_jax.core.terminal import console_for_tables
-    from moe_jax.data.opening import preview
+    from moe_jax.data.tokenize_sources import preview
 
     found = preview(
         task.section, task.config, task.tokenizer_path, batch_size=task.batch_size, count=options.examples

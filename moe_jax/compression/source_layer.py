@@ -49,14 +49,7 @@ class SourceLayer:
         with_universal: bool = False,
         calibration: LayerCalibration | None = None,
     ):
-        """Uses the config only; nothing is read yet.
-
-        Args:
-          source: the model.
-          index: of one of its MoE layers.
-          with_universal: the universal FFN beside the bank counts as its last expert.
-          calibration: what its bank was given on a text.
-        """
+        """Reads nothing yet. With `with_universal` the universal FFN beside the bank counts as its last expert."""
         self.index = index
         self.moe: MoEConfig = source.config.moe(index)
         self.matrices = ffn_matrices(self.moe.expert, source.config.d_model)

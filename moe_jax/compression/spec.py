@@ -78,14 +78,10 @@ def make_method(name: str, options: Mapping[str, Any]) -> Method:
 
 
 def make_swept_methods(names: Sequence[str], options: Mapping[str, Any]) -> list[tuple[str, Method]]:
-    """Makes the methods that a sweep tries: one for every method and value, by name.
+    """Makes the methods that a sweep tries, one for every name and value; errors as of `make_method`.
 
-    Args:
-      names: keys of `METHODS`; none: those whose swept option is given, or else all.
-      options: by name; of a swept option all the values to try, by default the method's own.
-
-    Raises:
-      InputError: see `make_method`.
+    Without names, these are the methods whose swept option is given, or else all. Of a swept option, `options` have all
+    the values to try, by default the method's own.
     """
     for name in names:
         check_method(name)
@@ -269,14 +265,10 @@ def method_of(name: str, options: Mapping[str, MethodOption]) -> Method:
 def parse_layers(text: str, config: ModelConfig) -> tuple[int, ...] | None:
     """Reads which layers a user means.
 
-    Args:
-      text: `all`; `top:N`, the last N MoE layers; or layers and ranges of layers, counted from 0, separated by commas.
-        A range stands for the MoE layers in it. Of a model with an encoder, layers are counted through both stacks; or
-        in each of them, if any of these stands after `encoder:` or `decoder:`.
-      config: of the model.
-
-    Returns:
-      Indices in the order given; a layer named on its own need not be an MoE layer. None: all MoE layers.
+    The text is `all`; `top:N`, the last N MoE layers; or layers and ranges of layers, counted from 0, separated by
+    commas. A range stands for the MoE layers in it. Of a model with an encoder, layers are counted through both stacks;
+    or in each of them, if any of these stands after `encoder:` or `decoder:`. Returns indices in the order given, of
+    which one named on its own need not be an MoE layer; None: all MoE layers.
 
     Raises:
       InputError: if it cannot be read, asks for more MoE layers than there are, or names a range without any, or a

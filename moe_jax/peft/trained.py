@@ -24,7 +24,7 @@ from moe_jax.distributed.sharding import path_name
 from moe_jax.experts import ExpertBank
 from moe_jax.model_io.loading import disk_paths, leaf_specs
 from moe_jax.model_io.tuned_base import own_leaves, with_nf4
-from moe_jax.models import ModelConfig, MoEConfig
+from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
 
 
@@ -119,9 +119,10 @@ def _router_lines(config: ModelConfig, sizes: Mapping[str, int], trained: Collec
         if any(path in trained for path in lora):
             beside = ", but LoRA beside it is" if itself == "no" else ", and so is LoRA beside it"
         lines.append(f"the router is among them: {itself}{beside}")
-    idle = [path for path in [*models, *lora] if path in trained and not _moe_of(config, path).router_learns]
+    idle = {int(path.split("/")[1]) for path in [*models, *lora] if path in trained}
+    idle = {layer for layer in idle if not config.moe(layer).router_learns}
     if idle:
-        layers = index_set({int(path.split("/")[1]) for path in idle})
+        layers = index_set(idle)
         lines.append(
             f"the router of layers {layers} learns nothing from the task: one expert per token has weight 1 whatever "
             "the router says (top_k 1 and weights that sum to 1), and auxiliary losses alone train it"
@@ -131,20 +132,12 @@ def _router_lines(config: ModelConfig, sizes: Mapping[str, int], trained: Collec
     return lines
 
 
-def _moe_of(config: ModelConfig, path: str) -> MoEConfig:
-    """Returns the MoE layer that a leaf of a router belongs to."""
-    moe = config.layers[int(path.split("/")[1])].mlp
-    assert isinstance(moe, MoEConfig)
-    return moe
-
-
 def _how_many(paths: Sequence[str], trained: Collection[str]) -> str:
     inside = [path in trained for path in paths]
     return "yes" if all(inside) else "some" if any(inside) else "no"
 
 
 def _as_nf4(config: ModelConfig, sizes: Mapping[str, int]) -> str:
-    """Says how many of the parameters are stored as NF4 codes."""
     missing = sizes.keys() - leaf_specs(config).keys()
     return f", {sum(sizes[path] for path in missing):,} of them as NF4 codes" if missing else ""
 

@@ -20,14 +20,9 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedCompression:
-    """The bytes of the experts in the forms of a method.
+    """The bytes of the experts of some layers in the forms of a method, one entry for every form.
 
-    Attributes:
-      method: name of the method.
-      keep: the share of the entries that is kept; None if all are kept, in fewer bits.
-      dtype: dtype of the parameters.
-      layers: indices of the compressed layers.
-      stored: the bytes, one entry for every form.
+    `keep` is the share of the entries that is kept; None if all are kept, in fewer bits.
     """
 
     method: str
@@ -44,16 +39,11 @@ class PlannedCompression:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the forms as JSON, with sizes in bytes."""
-        forms = [
-            {
-                **dataclasses.asdict(form),
-                "layer": {**dataclasses.asdict(form.layer), "total": form.layer.total},
-                "fewest": form.form == self.fewest,
-            }
-            for form in self.stored
-        ]
-        named = {"method": self.method, "keep": self.keep, "dtype": self.dtype, "layers": list(self.layers)}
-        return {**named, "forms": forms}
+        described = dataclasses.asdict(self)
+        forms = described.pop("stored")
+        for form, of_form in zip(self.stored, forms, strict=True):
+            of_form["layer"]["total"], of_form["fewest"] = form.layer.total, form.form == self.fewest
+        return {**described, "layers": list(self.layers), "forms": forms}
 
 
 def planned_compression(

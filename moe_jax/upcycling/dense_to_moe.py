@@ -78,14 +78,11 @@ def upcycle(
     """Makes an MoE of a dense model. One layer at a time is in memory.
 
     If several processes make the same call, each makes its own layers. The first compares the models, layer after
-    layer, and the others wait.
-
-    The output is a model directory, or for adapter experts over a frozen model (PESC) an adapter directory that refers
-    to the source.
+    layer, and the others wait. The output is a model directory, or for adapter experts over a frozen model (PESC) an
+    adapter directory that refers to the source.
 
     Args:
-      source: the dense model.
-      dst: the directory to write, or memory.
+      source, dst: the dense model, and the directory to write, or memory.
       spec: the MoE to make. With `step0_check` the logits of the written model are compared with the source's before
         it appears at `dst`; if they are not meant to be equal, the difference is only measured.
       experts_from: the models that `spec.experts_from` names; leaves get the source's dtypes.
@@ -176,7 +173,6 @@ def upcycled_specs(config: ModelConfig, dense: Mapping[str, jax.ShapeDtypeStruct
     Leaves of the dense model, whose specs are given as stored, keep their dtypes; new leaves have those of the FFN,
     except that adapters and LoRA have that of the config.
     """
-
     tuned = is_tuned(config)
 
     def stored(path: str, spec: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -312,13 +308,8 @@ def _measured(result: Upcycled) -> dict[str, Any]:
 def upcycled_config(dense: ModelConfig, spec: UpcycleSpec) -> ModelConfig:
     """Returns the config of the MoE made from a dense model.
 
-    Args:
-      dense: its layers are all dense.
-      spec: the MoE to make.
-
-    Returns:
-      `dense` with the FFNs of the chosen layers replaced by MoEs whose experts have the FFN's shape or, with
-      granularity G, a G-th of its neurons; and `spec.dense_parameters` in all layers.
+    The FFNs of the chosen layers are replaced by MoEs whose experts have the FFN's shape or, with granularity G, a G-th
+    of its neurons; and `spec.dense_parameters` hold in all layers.
 
     Raises:
       InputError: if the model already has MoE layers or adapters, or the options do not fit it; all problems are
@@ -338,9 +329,8 @@ def upcycled_config(dense: ModelConfig, spec: UpcycleSpec) -> ModelConfig:
         try:
             layers[i] = dataclasses.replace(layers[i], mlp=_moe(dense, i, spec))
         except InputError as error:
-            # Equal layers have equal problems, so one of them is checked.
             problems.append(str(error))
-            break
+            break  # equal layers have equal problems, so one of them is checked
     raise_if_any(problems, "these options do not go with the model")
     return with_rest(dataclasses.replace(dense, layers=tuple(layers)), spec.dense_parameters)
 

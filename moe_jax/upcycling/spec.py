@@ -26,18 +26,13 @@ if TYPE_CHECKING:  # they import JAX, and the command line should read options w
     from moe_jax.experts.shapes import LoRAConfig
     from moe_jax.model_io.model_source import ModelLike
 
-_NOT_OF_PESC = (
-    *("delta", "freeze_base", "universal", "extended", "gate", "noise", "drop", "experts_from", "rest_from"),
-    "granularity",
-)
+_NOT_OF_PESC = "delta freeze_base universal extended gate noise drop experts_from rest_from granularity".split()
 _WHY_FULL = {
     "noise": "noise is no delta of low rank, nor of few entries",
     "drop": "neurons drawn anew are no delta of low rank, nor of few entries",
     "granularity": "experts that are different pieces of the FFN have no base in common",
     "experts_from": "what different models have learnt is no delta of low rank, nor of few entries",
 }
-
-
 _RESTS = ("qlora", "lora", "frozen", "full")
 
 
@@ -139,8 +134,7 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
     freeze_base: bool = False
     """Freezes the shared FFN in training (low-rank and sparse)."""
     gate: Annotated[
-        Literal["topk_softmax", "softmax_topk", "top1"] | None,
-        Shown("topk_softmax|softmax_topk|top1", "topk_softmax"),
+        Literal["topk_softmax", "softmax_topk", "top1"] | None, Shown("topk_softmax|softmax_topk|top1", "topk_softmax")
     ] = None
     """Weights of the chosen experts: the softmax over their logits (topk_softmax); their part of the softmax over all
     experts (softmax_topk); or that of the first alone (top1)."""

@@ -9,7 +9,7 @@ import pytest
 from moe_jax.commands import cli
 from moe_jax.conversion import HuggingFaceDirectory
 from moe_jax.core.errors import InputError
-from moe_jax.data import opening as open_sources
+from moe_jax.data import sources
 from moe_jax.files import staging
 from moe_jax.files.staging import (
     Workplace,
@@ -92,7 +92,7 @@ def test_commands_say_at_once_that_nothing_can_be_written(tmp_path, monkeypatch,
 
     monkeypatch.setattr(HuggingFaceDirectory, "fingerprint", read)
     monkeypatch.setattr(HuggingFaceDirectory, "read", read)
-    monkeypatch.setattr(open_sources, "find_files", read)
+    monkeypatch.setattr(sources, "find_files", read)
     assert cli.main(command.split()) == 2
     err = capsys.readouterr().err
     assert "cannot be made: " in err and "/F is not a" in err and err.count("\n") == 1

@@ -21,12 +21,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from moe_jax.compression.alignment.assignment import assign
-from moe_jax.compression.alignment.matching import (
-    AlignmentProgress,
-    Matching,
-    canonical_order,
-    is_small,
-)
+from moe_jax.compression.alignment.matching import AlignmentProgress, Matching, canonical_order, is_small
 from moe_jax.core.errors import InputError, check_member
 
 SOLVERS = ("auto", "assignment", "alternation", "sinkhorn")
@@ -258,15 +253,11 @@ Potentials = tuple[Float[Array, " n"], Float[Array, " n"]]
 
 
 class Annealed(NamedTuple):
-    """The result of annealing.
-
-    Attributes:
-      permutations: int32[E, n], the orders.
-      duality_gap: upper bound, proven by the entropic potentials (their c-transform is a feasible dual), on how far the
-        cost of the last assignments is above the least, relative to that cost; over all clouds.
-    """
+    """The result of annealing."""
 
     permutations: Int[np.ndarray, "E n"]
+    # Upper bound, proven by the entropic potentials (their c-transform is a feasible dual), on how far the cost of the
+    # last assignments is above the least, relative to that cost; over all clouds.
     duality_gap: float
 
 
@@ -300,17 +291,11 @@ def anneal(matching: Matching, progress: AlignmentProgress | None = None) -> Ann
 
 
 class _Costs(NamedTuple):
-    """Squared distances |target_i - points_j|^2 = offset + spread * matrix_ij + terms that depend only on i or j.
+    """Squared distances |target_i - points_j|^2 = offset + spread * matrix_ij + terms that depend only on i or j."""
 
-    Attributes:
-      matrix: [n, n], of mean 0 in every row and column, and of standard deviation 1.
-      spread: the divisor that normalised it.
-      offset: the mean of all squared distances.
-    """
-
-    matrix: Float[Array, "n n"]
-    spread: Float[Array, ""]
-    offset: Float[Array, ""]
+    matrix: Float[Array, "n n"]  # of mean 0 in every row and column, and of standard deviation 1
+    spread: Float[Array, ""]  # the divisor that normalised it
+    offset: Float[Array, ""]  # the mean of all squared distances
 
 
 def _costs(points: Float[Array, "n D"], target: Float[Array, "n D"]) -> _Costs:
@@ -327,10 +312,7 @@ def _costs(points: Float[Array, "n D"], target: Float[Array, "n D"]) -> _Costs:
 
 @jax.jit
 def transport(
-    points: Float[Array, "n D"],
-    target: Float[Array, "n D"],
-    potentials: Potentials,
-    temperature: Float[Array, ""],
+    points: Float[Array, "n D"], target: Float[Array, "n D"], potentials: Potentials, temperature: Float[Array, ""]
 ) -> tuple[Float[Array, "n D"], Potentials]:
     """The barycentric projection of an entropic plan, blurred points in the places of the target; and potentials."""
     # They take a second to import, which who does not anneal need not wait for.

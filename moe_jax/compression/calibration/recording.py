@@ -40,34 +40,21 @@ _SENSITIVITIES = {False: "sensitivities.json", True: "sensitivities-gradients.js
 
 
 class LayerRows(NamedTuple):
-    """The inputs of the bank of a layer, for T tokens.
+    """The inputs of the bank of a layer, for T tokens."""
 
-    Attributes:
-      inputs: bfloat16, on the disk.
-      experts: of the bank; -1: none.
-      weights: of these experts, float32.
-      gradients: how much the loss depends on every token, see `sensitivities`; float32, 1 on average. None: all count
-        alike.
-    """
-
-    inputs: Float[np.ndarray, "T d"]
-    experts: Int[np.ndarray, "T k"]
-    weights: Float[np.ndarray, "T k"]
+    inputs: Float[np.ndarray, "T d"]  # bfloat16, on the disk
+    experts: Int[np.ndarray, "T k"]  # of the bank; -1: none
+    weights: Float[np.ndarray, "T k"]  # of these experts, float32
+    # how much the loss depends on every token, see `sensitivities`; float32, 1 on average. None: all count alike.
     gradients: Float[np.ndarray, " T"] | None = None
 
 
 class LayerCalibration(NamedTuple):
-    """Calibration data of one layer.
+    """Calibration data of one layer."""
 
-    Attributes:
-      statistics: of its router.
-      rows: inputs of its bank; None: only the router was recorded.
-      sensitivities: of every matrix, see `sensitivities`; None: not measured.
-    """
-
-    statistics: RouterStatistics
-    rows: LayerRows | None = None
-    sensitivities: Mapping[str, float] | None = None
+    statistics: RouterStatistics  # of its router
+    rows: LayerRows | None = None  # inputs of its bank; None: only the router was recorded
+    sensitivities: Mapping[str, float] | None = None  # of every matrix, see `sensitivities`; None: not measured
 
 
 NOT_YET_RECORDED = LayerCalibration(
@@ -126,12 +113,7 @@ def gradients_file(folder: Path, layer: int) -> Path:
 
 
 def read_layer(folder: Path, layer: int, *, gradients: bool = False) -> LayerCalibration:
-    """Reads a complete layer.
-
-    Args:
-      folder: of the recording.
-      layer: its index.
-      gradients: whether tokens are weighted by the loss's gradients, which must then be recorded.
+    """Reads a complete layer; with `gradients`, which must then be recorded, tokens are weighted by the loss's.
 
     Raises:
       InputError: if the files are not those of a recording.
@@ -192,16 +174,9 @@ DEFAULT_SAMPLES = 128
 def sample_windows(
     ids: Int[np.ndarray, " n"], *, seq_len: int, samples: int | None = None, seed: int = 0
 ) -> Int[np.ndarray, "N L"]:
-    """Draws windows [N, L], none of them twice; in the order of the text.
+    """Draws N windows, none of them twice, in the order of the text; None: `DEFAULT_SAMPLES`, or as many as there are.
 
-    Args:
-      ids: of the tokens of the text.
-      seq_len: L, tokens of a window; for a shorter text all of it.
-      samples: N; None: `DEFAULT_SAMPLES`, or as many as there are.
-      seed: of the draw.
-
-    Raises:
-      InputError: if the text has fewer windows than requested.
+    Windows have `seq_len` tokens, of a shorter text all. Fewer of them than requested are an `InputError`.
     """
     length = min(seq_len, len(ids))
     count = len(ids) // length
@@ -237,8 +212,7 @@ def record(
       folder: where it is written; of this recording alone.
       key: describes the recording; JSON.
       mesh: devices that share the windows of a batch; the weights of a layer are placed as in training.
-      batch_size: windows at a time, rounded up to a multiple of what the mesh divides. Affects only the last bits of
-        the result.
+      batch_size: windows at a time, rounded up to a multiple of what the mesh divides.
       progress: called after every layer.
 
     Raises:
@@ -378,9 +352,8 @@ def _run(
             if inputs is None:
                 break
             tokens = (batch.stop - batch.start) * length
-            inputs[batch.start * length : batch.start * length + tokens] = np.asarray(call.tokens)[:tokens].view(
-                np.uint16
-            )
+            begin = batch.start * length
+            inputs[begin : begin + tokens] = np.asarray(call.tokens)[:tokens].view(np.uint16)
             experts.append(np.asarray(call.routing.experts)[:tokens])
             weights.append(np.asarray(call.routing.weights)[:tokens])
             sums.add(call.stats, tokens)

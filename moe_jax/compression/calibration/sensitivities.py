@@ -70,11 +70,7 @@ def record_gradients(
 ) -> None:
     """Adds the weights of tokens by their squared gradients to a recording, or continues an interrupted pass.
 
-    Args:
-      source: the model.
-      windows: of the text, those of the recording.
-      folder: of the recording.
-      mesh, batch_size, progress: see `recording.record`; layers are passed forwards and backwards.
+    The arguments are those of `recording.record`; layers are passed forwards and backwards.
 
     Raises:
       InputError: if windows have a single token, gradients are not finite or all zero, or there is no room on the disk.
@@ -224,11 +220,8 @@ def measure_sensitivities(
 ) -> dict[int, dict[str, float]]:
     """Returns the divergence, nats per token, per unit of `output_error(...)`; by layer index and name of the matrix.
 
-    Args:
-      source: a model whose MoE layers have full experts.
-      windows: of the calibration text; the first 2048 tokens are enough.
-      calibration: of every MoE layer.
-      mesh, batch_size, progress: see `recording.record`.
+    The source has full experts, and `calibration` gives that of an MoE layer. Of the windows the first 2048 tokens are
+    enough. The other arguments are those of `recording.record`.
 
     Raises:
       InputError: if experts are not full, a divergence is not finite, or there is no room in memory.

@@ -160,10 +160,10 @@ class LeastJointError(JointCoder):
     """Factors all matrices of an expert together; see `experts.forms.coding.JointCoder`.
 
     Attributes:
-      moments: second moments of what the matrices are given, by name, float32. With them the outputs change least, and
-        without any the weights.
-      kernels: of which a centre leaves what is factored, by name, with a row for every neuron; None: there is none.
-        Errors are compared with the outputs of these.
+      moments: second moments, float32, of what the matrices are given. Without them the weights change least, and with
+        them the outputs,
+      kernels: compared with those of the kernels of which a centre leaves what is factored, with a row for every
+        neuron; None: there is no centre.
     """
 
     moments: Mapping[str, Float[np.ndarray, "i i"]]
@@ -191,15 +191,7 @@ def expert_coders(
     feedback: bool = True,
     even: bool = False,
 ) -> Iterator[ExpertCoder]:
-    """The coder of one expert after another.
-
-    Args:
-      layer: its experts.
-      name: of the matrix.
-      permutations: the order of every expert's neurons; None: as they are stored.
-      fit, even: see `LeastError`.
-      feedback: see `LeastOutputError`.
-    """
+    """Yields the coder of a matrix for one expert after another, whose neurons may be in another order than stored."""
     if layer.rows is None:
         yield from (LeastError(fit=fit, even=even) for _ in range(layer.num_experts))
         return
@@ -215,16 +207,13 @@ def shared_base_coder(
     feedback: bool = True,
     even: bool = False,
 ) -> ExpertCoder:
-    """The coder of a kernel that all experts share: an error of it is in the outputs of every expert.
-
-    It therefore has the sum of the experts' moments, each weighted by its tokens and their router weights.
-    """
+    """Returns the coder of a kernel that all experts share: with the sum of their moments, for all have its errors."""
     if layer.rows is None:
         return LeastError(even=even)
-    moment: np.ndarray | None = None
-    for own in _moments(layer, name, permutations):
-        moment = own.copy() if moment is None else np.add(moment, own, out=moment)
-    assert moment is not None
+    every = _moments(layer, name, permutations)
+    moment = next(every).copy()
+    for own in every:
+        moment += own
     return LeastOutputError(moment, feedback=feedback, even=even)
 
 

@@ -42,15 +42,10 @@ MOST_ROUNDS = 100
 
 
 class Groups(NamedTuple):
-    """A partition of the experts.
+    """A partition of the experts."""
 
-    Attributes:
-      of: group of every expert, int32; groups are in the order of their dominant experts.
-      dominant: the most used expert of every group, ascending.
-    """
-
-    of: Int[np.ndarray, " E"]
-    dominant: Int[np.ndarray, " G"]
+    of: Int[np.ndarray, " E"]  # group of every expert, int32; groups are in the order of their dominant experts
+    dominant: Int[np.ndarray, " G"]  # the most used expert of every group, ascending
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

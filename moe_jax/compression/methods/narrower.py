@@ -233,13 +233,8 @@ class MLPFusion(Method):
 def cluster(points: Float[np.ndarray, "n D"], count: int, *, seed: int) -> Int[np.ndarray, " n"]:
     """Cluster of every point, by Lloyd's algorithm; every point its own where there are as many clusters.
 
-    OTT's k-means traces its loop anew for every call, which takes seconds each; SciPy's distances are one matrix
-    product as well.
-
-    Args:
-      points: float32.
-      count: of clusters; some may stay empty where points coincide.
-      seed: of the points that are the first centroids.
+    OTT's k-means traces its loop anew for every call, which takes seconds each. The first centroids are points drawn
+    with the seed; clusters may stay empty where points coincide.
     """
     if count >= len(points):
         return np.arange(len(points))
