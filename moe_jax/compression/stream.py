@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -249,9 +248,7 @@ class AnalysisStore:
         with as_path(self._file(layer)).replacing() as file:
             np.savez(file, allow_pickle=False, **analysis)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if is_first_process():
             if isinstance(error, InputError):
                 fail_together(2, str(error))  # at once: the folder that the others work in is about to be removed

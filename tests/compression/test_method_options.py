@@ -58,7 +58,7 @@ def test_fields_have_the_texts_of_the_docstrings():
     fields = {name: kind.__metadata__[0] for name, kind, _ in command_fields()}
     assert list(fields) == ["keep", "no_fit", "room_bytes", "count"]
     assert fields["keep"].help == "shares: how much stays, in (0, 1].\nplaces: how many, and which."
-    assert fields["keep"].metavar == "FLOAT|first|last" and fields["count"].metavar == "INT"
+    assert fields["keep"].metavar == "X|first|last" and fields["count"].metavar == "N"
     assert fields["room_bytes"].metavar == "BYTES" and "fits the rest" in fields["no_fit"].help
 
 
