@@ -130,9 +130,8 @@ def _all_to_all(x: Float[Array, "t d"], routing: Routing, experts: FFNs, *, capa
         y = _grouped_ffn(send(rows, plan, buffer), at_expert, _joined(experts, own, others).in_parts())
         return send_back(y, plan, buffer, rows.shape[0])
 
-    trained, others = _apart(experts)
-    trained, fixed = (dispatch(x, order, top_k), *trained), (others, counts)
-    y = in_rounds(one_round, trained, fixed, rounds_needed(counts, buffer))
+    rows, (trained, others) = dispatch(x, order, top_k), _apart(experts)
+    y = in_rounds(one_round, (rows, *trained), (others, counts), rounds_needed(counts, buffer))
     return lax.psum(combine(y, order, routing.weights), "tensor")
 
 
