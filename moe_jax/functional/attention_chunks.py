@@ -159,13 +159,7 @@ def _bands(length: int, num_keys: int, options: AttentionOptions) -> list[_Band]
 
 
 def _one_key_head(
-    bands: list[_Band],
-    options: AttentionOptions,
-    q: Float[Array, "G T D"],
-    k: Float[Array, "S D"],
-    v: Float[Array, "S W"],
-    visible: Visibility,
-    bias: Float[Array, "G n"] | None,
+    bands: list[_Band], options: AttentionOptions, q: Array, k: Array, v: Array, visible: Visibility, bias: Array | None
 ) -> Float[Array, "G T W"]:
     """All queries that share a key head, of one row of the batch; keys and values float32."""
     tokens = _Tokens(visible.positions, visible.segments, visible.prefix)
@@ -204,12 +198,7 @@ def _one_band(
 
 
 def _one_chunk(
-    q: Float[Array, "G t D"],
-    queries: _Tokens,
-    first: Int[Array, ""],
-    keys: _Keys,
-    span: int,
-    options: AttentionOptions,
+    q: Float[Array, "G t D"], queries: _Tokens, first: Int[Array, ""], keys: _Keys, span: int, options: AttentionOptions
 ) -> Float[Array, "G t W"]:
     """Returns the attention of a chunk of queries to `span` keys from `first` on."""
     group, size, width = q.shape

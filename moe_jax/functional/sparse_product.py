@@ -112,11 +112,7 @@ Positions = dict[str, Array]
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def grouped_sparse_matmul(
-    lhs: Float[Array, "M i"],
-    values: Float[Array, "E n"],
-    positions: Positions,
-    group_sizes: Int[Array, " E"],
-    width: int,
+    lhs: Float[Array, "M i"], values: Float[Array, "E n"], positions: Positions, group_sizes: Array, width: int
 ) -> Float[Array, "M o"]:
     """Returns `out[m] = lhs[m] @ kernel[group of row m]`.
 

@@ -275,10 +275,10 @@ def _expert(stacked: Stacked, e: Array) -> Stacked:
 
 
 def _fused_product(given: Operands, *, tile: FusedTile, shape: tuple[int, int], **options: Any) -> Array:
-    from moe_jax.kernels.tpu.grouped_product import grouped_product
+    from moe_jax.kernels.tpu.grouped_product import Kernels, grouped_product
 
     lhs, base, trained, fixed, group_sizes = given
-    return grouped_product(lhs, base, trained | fixed, group_sizes, tile, shape, **options)
+    return grouped_product(lhs, Kernels(base, trained | fixed, tile), group_sizes, shape, **options)
 
 
 def _fused_gradients(given: Operands, dout: Array, *, tile: FusedTile, **options: Any) -> tuple:

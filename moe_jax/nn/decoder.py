@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.core.errors import InputError
 from moe_jax.functional import keys
-from moe_jax.functional.cross_entropy import DistilledLoss
+from moe_jax.functional.cross_entropy import Distillation, DistilledLoss
 from moe_jax.models.config import ModelConfig
 from moe_jax.nn.context import Caches, StackInputs
 from moe_jax.nn.layers import Embed, Head
@@ -205,8 +205,8 @@ class Decoder(nnx.Module):
           temperature: divides both models' logits in the divergence.
         """
         right, head = teacher.lm_head.teacher_inputs(teacher_x, teacher._tied())
-        mixing = {"weight": weight, "temperature": temperature}
-        return self.lm_head.distilled_loss(x, targets, weights, self._tied(), right, head, **mixing)
+        mixing = Distillation(weight, temperature, head)
+        return self.lm_head.distilled_loss(x, targets, weights, self._tied(), mixing, right)
 
     def _tied(self) -> Float[Array, "V d"] | None:
         return self.embed.embedding[...] if self.config.tie_embeddings else None

@@ -233,11 +233,7 @@ class JointLowRank(ProductOfFactors, CodedJointly):
         return self.rank * (expert.dim + sum(map(_width, ffn_matrices(expert, d_model).values())))
 
     def encode_expert(
-        self,
-        residuals: Mapping[str, Float[np.ndarray, "i o"]],
-        matrices: Mapping[str, Matrix],
-        dtype: np.dtype,
-        coder: JointCoder,
+        self, residuals: Mapping[str, np.ndarray], matrices: Mapping[str, Matrix], dtype: np.dtype, coder: JointCoder
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Factorises the design matrix."""
         rows = {name: _neuron_rows(residuals[name], matrix) for name, matrix in matrices.items()}

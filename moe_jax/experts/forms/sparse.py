@@ -34,12 +34,7 @@ from moe_jax.experts.forms.protocol import KernelForm, Streams, register
 from moe_jax.experts.forms.quantized import check_group_size
 from moe_jax.experts.shapes import Arrays, FFNConfig, GroupSizes, Load, Matrix, Part, Rows, Split, Window, ffn_matrices
 from moe_jax.functional.codes import SCALE_DTYPE, dequantize, pack, scales_shape
-from moe_jax.functional.sparse_product import (
-    bitmap_tile,
-    entry_coordinates,
-    grouped_sparse_matmul,
-    scatter_tile,
-)
+from moe_jax.functional.sparse_product import bitmap_tile, entry_coordinates, grouped_sparse_matmul, scatter_tile
 from moe_jax.kernels.tpu.fused_tile import FusedTile
 
 Encoding = Literal["csr", "bitmap", "coo"]

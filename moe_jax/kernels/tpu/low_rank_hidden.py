@@ -74,10 +74,7 @@ def low_rank_hidden(
     choice_block = pl.BlockSpec((rows, top_k), lambda t, n: (t, 0))
     return pl.pallas_call(
         partial(_kernel, rank=size // num_experts, activation=activation),
-        out_shape=(
-            jax.ShapeDtypeStruct((tokens, features), dtype),
-            jax.ShapeDtypeStruct((tokens, size), jnp.float32),
-        ),
+        out_shape=(jax.ShapeDtypeStruct((tokens, features), dtype), jax.ShapeDtypeStruct((tokens, size), jnp.float32)),
         grid=(pl.cdiv(tokens, rows), features // width),
         in_specs=[
             *[hidden_block, inner_block, b_block] * 2,
