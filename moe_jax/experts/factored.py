@@ -75,7 +75,7 @@ def _by_expert(deltas: FFNs, x: Float[Array, "T d"], routing: Routing, of_base: 
     biases = biases_once(deltas.biases) if deltas.parts else deltas.biases
     top_k = routing.experts.shape[1]
     order = sort_by_expert(routing.experts, deltas.num_experts)
-    rows = dispatch(x, order, top_k)
+    rows: Any = dispatch(x, order, top_k)
 
     def delta_product(rows: Array, name: str) -> Array:
         form, matrix, arrays, _ = deltas.kernels[name]
@@ -88,7 +88,8 @@ def _by_expert(deltas: FFNs, x: Float[Array, "T d"], routing: Routing, of_base: 
 
     def into_hidden(name: str) -> Float[Array, "M f"]:
         own = delta_product(rows, name)
-        return dispatch(of_base[name], order, top_k) + own if name in of_base else own
+        shared: Any = dispatch(of_base[name], order, top_k) if name in of_base else None
+        return own if shared is None else shared + own
 
     gate = into_hidden("gate") if "gate" in deltas.kernels else None
     h = hidden(into_hidden("up"), gate, deltas.activation)

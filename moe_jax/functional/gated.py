@@ -88,7 +88,8 @@ def _fused_product(
         arrays = {**trained[name], **fixed[name]}
         return Kernels(arrays.pop(BASE, None), arrays, tile)
 
-    return grouped_product(rows, tuple(map(kernels, (GATE, UP), tiles)), group_sizes, shape, **options)
+    gate, up = map(kernels, (GATE, UP), tiles)
+    return grouped_product(rows, (gate, up), group_sizes, shape, **options)
 
 
 class Projection(NamedTuple):

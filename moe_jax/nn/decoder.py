@@ -155,7 +155,8 @@ class Decoder(nnx.Module):
 
     def activations(self, tokens: Int[Array, "B T"] | None = None, **given: Unpack[DecoderInputs]) -> StackOutput:
         """Returns the activations that the head takes; arguments as in the call."""
-        inputs, inputs_valid, embeddings = (given.pop(name, None) for name in ("inputs", "inputs_valid", "embeddings"))
+        inputs, inputs_valid = given.pop("inputs", None), given.pop("inputs_valid", None)
+        embeddings = given.pop("embeddings", None)
         encoder_router: StackedStats = ()
         if inputs is not None:
             if given.get("encoder_output") is not None or given.get("encoder_valid") is not None:

@@ -197,8 +197,8 @@ class Head(Leaves):
         self, x: Float[Array, "B T d"], embedding: Float[Array, "V d"] | None = None
     ) -> tuple[TeacherArrays, HeadOptions]:
         """Returns the arrays and options of a teacher that a student's `distilled_loss` takes instead of logits."""
-        options, *operands = self._operands(x, embedding)
-        return TeacherArrays(*operands), options
+        options, x, kernel, bias = self._operands(x, embedding)
+        return TeacherArrays(x, kernel, bias), options
 
     def _hidden(self, x: Float[Array, "B T d"]) -> Float[Array, "B T d"]:
         """Returns the input of the kernel: `x`, or the hidden state of a head that has one."""

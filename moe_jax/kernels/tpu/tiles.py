@@ -89,8 +89,11 @@ class LowRankTile(FusedTile):
         a, b = arrays["a"], arrays["b"]
 
         def thin(rows: Array, factor: Array, transposed: bool) -> Array:
-            kernels, (_, *shape) = Kernels(None, {"kernel": factor.astype(rows.dtype)}, StoredTile()), factor.shape
-            return grouped_product(rows, kernels, group_sizes, tuple(shape), transposed=transposed, **options)
+            kernels, (_, height, width) = (
+                Kernels(None, {"kernel": factor.astype(rows.dtype)}, StoredTile()),
+                factor.shape,
+            )
+            return grouped_product(rows, kernels, group_sizes, (height, width), transposed=transposed, **options)
 
         if fits(rows.shape[0], (a.shape[1], b.shape[2]), a.shape[2], rows.dtype, options.get("core", ANY_CORE)):
             da, db = low_rank_gradients(rows, dout, a, b, group_sizes, **options)
