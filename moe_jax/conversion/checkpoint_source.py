@@ -9,7 +9,7 @@ import os
 import re
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -109,6 +109,7 @@ class CheckpointSource(abc.ABC):
     def __init__(self) -> None:
         self._files = TensorFiles()
         self._pool = ThreadPoolExecutor(WORKERS)
+        self._made: tuple[Path, ...] | None = None
 
     @cached_property
     @abc.abstractmethod
@@ -119,13 +120,15 @@ class CheckpointSource(abc.ABC):
     def _check_in_place(self) -> None:
         """Raises `InputError` if something else took the checkpoint's place since it was opened."""
 
-    def _made_files(self, contents: Mapping[str, str]) -> tuple[Path, ...]:
-        """Writes texts to files of these names, which vanish with the object."""
-        folder = tempfile.TemporaryDirectory(prefix="moe-jax-")
-        weakref.finalize(self, folder.cleanup)
-        for name, content in contents.items():
-            (Path(folder.name) / name).write_text(content, encoding="utf-8")
-        return tuple(Path(folder.name) / name for name in contents)
+    def _made_files(self, make: Callable[[], Mapping[str, str]]) -> tuple[Path, ...]:
+        """Returns files with the texts that `make` returns by name; written once, they vanish with the object."""
+        if self._made is None:
+            contents, folder = make(), tempfile.TemporaryDirectory(prefix="moe-jax-")
+            weakref.finalize(self, folder.cleanup)
+            self._made = tuple(Path(folder.name) / name for name in contents)
+            for file in self._made:
+                file.write_text(contents[file.name], encoding="utf-8")
+        return self._made
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns shape and dtype, as stored, of every leaf, by path."""
@@ -152,7 +155,7 @@ class CheckpointSource(abc.ABC):
         for piece in pieces:
             self._check_duplicates(piece.tensor)
         spec = self._spec(pieces)
-        dtype = dtype or spec.dtype
+        dtype = dtype or np.dtype(spec.dtype)
         nbytes = spec.size * dtype.itemsize
         buffer = np.empty(nbytes, np.uint8) if buffer is None else buffer
         out = buffer[:nbytes].view(dtype).reshape(spec.shape)
