@@ -63,7 +63,7 @@ INPUTS, TARGETS = random.integers(1, 96, (2, 40)), random.integers(1, 96, (2, 30
 VALID = np.ones((2, 40), bool)
 VALID[0, 29:], VALID[1, :4] = False, False
 THEIRS = dict(input_ids=torch.tensor(INPUTS), attention_mask=torch.tensor(VALID).long())
-OURS: dict[str, Any] = dict(inputs=jnp.asarray(INPUTS, jnp.int32), inputs_valid=jnp.asarray(VALID))
+OURS: dict[str, Any] = dict(inputs=INPUTS.astype(np.int32), inputs_valid=VALID)
 NEW_TOKENS = 40
 # Of kernels. The larger they are, beside the embedding, the less a tied head prefers the token that was given.
 SIZES = (0.35, 0.25, 0.5)
