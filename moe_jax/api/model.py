@@ -369,9 +369,7 @@ def with_options(spec: Any, do: F, *, out: Any = inspect.Parameter.empty) -> F:
     """Makes a verb of `do(model, second, spec)` that also takes the options of the spec as keywords."""
     first, second, _ = inspect.signature(do).parameters.values()
     parameters = [first, second.replace(default=out), *spec.parameters()]
-    empty, name = out is not inspect.Parameter.empty, spec.verb()
-
-    names = (first.name, second.name, "spec")
+    name, names, required = spec.verb(), (first.name, second.name, "spec"), 2 if out is inspect.Parameter.empty else 1
 
     @functools.wraps(do)
     def verb(*given: Any, **options: Any) -> Any:
@@ -380,11 +378,10 @@ def with_options(spec: Any, do: F, *, out: Any = inspect.Parameter.empty) -> F:
                 f"{name}() takes {', '.join(names)}, and options by their names; got {len(given)} arguments"
             )
         places = dict(zip(names, given, strict=False))
-        for place in names:
-            if place in options and place in places:
-                raise TypeError(f"{name}() got two values for {place}")
+        if twice := places.keys() & options.keys():
+            raise TypeError(f"{name}() got two values for {' and '.join(sorted(twice))}")
         places |= {place: options.pop(place) for place in names if place in options}
-        missing = [place for place in names[: 1 if empty else 2] if place not in places]
+        missing = [place for place in names[:required] if place not in places]
         if missing:
             but = f"; it has no option {', '.join(options)}" if options else ""
             raise TypeError(f"{name}() is missing {' and '.join(missing)}{but}")
