@@ -24,13 +24,7 @@ from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig
 from moe_jax.peft.adapt import adapted_config
 from moe_jax.peft.spec import AdaptSpec
-from moe_jax.planning.model_costs import (
-    ModelPlan,
-    make_plan,
-    planned_strategies,
-    training_memory,
-    tuned_parameters,
-)
+from moe_jax.planning.model_costs import ModelPlan, make_plan, planned_strategies, training_memory, tuned_parameters
 from moe_jax.training.recipe import OptimizerSection
 from moe_jax.upcycling.dense_to_moe import upcycled_config
 from moe_jax.upcycling.spec import UpcycleSpec
