@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -249,9 +248,7 @@ class AnalysisStore:
         with as_path(self._file(layer)).replacing() as file:
             np.savez(file, allow_pickle=False, **analysis)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if is_first_process():
             if isinstance(error, InputError):
                 fail_together(2, str(error))  # at once: the folder that the others work in is about to be removed
@@ -404,7 +401,7 @@ def _distribute(
     stored, sizes = source.specs(), _expert_sizes(source, left)
     of_experts = {path for i in left for path in by_layer[i] if path.startswith(f"layers/{i}/mlp/")}
     copied = [path for paths in by_layer.values() for path in paths if path not in of_experts | writer.done]
-    owners = dealt({**sizes, **{path: _nbytes(stored[path]) for path in copied if path in stored}})
+    owners = dealt({**sizes, **{path: count_bytes([stored[path]]) for path in copied if path in stored}})
     layers = {i: owners[i] for i in left}
     writer.deal(
         {path: owners[path] for path in copied if path in owners}
@@ -419,12 +416,8 @@ def _expert_sizes(source: ModelSource, layers: Iterable[int]) -> dict[int, int]:
     for path, spec in source.specs().items():
         names = path.split("/")
         if names[0] == "layers" and names[2] == "mlp" and int(names[1]) in sizes:
-            sizes[int(names[1])] += _nbytes(spec)
+            sizes[int(names[1])] += count_bytes([spec])
     return sizes
-
-
-def _nbytes(spec: jax.ShapeDtypeStruct) -> int:
-    return spec.size * np.dtype(spec.dtype).itemsize
 
 
 def _sizes(paths: Iterable[str], stored_bytes: Callable[[str], int], layers: Sequence[int]) -> list[int]:

@@ -6,6 +6,7 @@ Source: https://github.com/huggingface/safetensors, `Format`.
 """
 
 import abc
+import contextlib
 import json
 import math
 import os
@@ -152,7 +153,7 @@ class Layout(NamedTuple):
         return cls(first, len(first) + end, {name: len(first) + start for name, start in starts.items()})
 
 
-class ShardWriter(abc.ABC):
+class ShardWriter(contextlib.AbstractContextManager):
     """Writes planned shards; what was written to existing ones of the same plan stays. A context manager."""
 
     def __init__(self, directory: Path, tensors: Mapping[str, PlannedTensor], max_bytes: int):
@@ -160,9 +161,6 @@ class ShardWriter(abc.ABC):
         self._tensors = tensors
         self._plan = plan_shards(tensors, max_bytes)
         self._file_of = {name: file for file, names in self._plan.items() for name in names}
-
-    def __enter__(self) -> Self:
-        return self
 
     def write(self, name: str, offset: int, values: np.ndarray) -> None:
         """Writes a contiguous run of a tensor, from element `offset` on, with values in the tensor's dtype.

@@ -168,8 +168,7 @@ def problems_of_peft(config: ModelConfig) -> list[str]:
         "adapter experts (PESC)": [not moe.bank.form.has_expert_kernels for moe in moes],
         "PERFT experts": [moe.perft is not None for moe in moes],
     }
-    problems = [f"{kind} have no place in it" for kind, found in kinds.items() if any(found)]
-    if problems:
+    if problems := [f"{kind} have no place in it" for kind, found in kinds.items() if any(found)]:
         return problems
     if not any(_loras(layer) for layer in config.layers):
         return ["it has no LoRA"]
@@ -233,13 +232,12 @@ def factors(target: Target, read: Callable[[str], np.ndarray], *, rank: int, sca
     count, inputs, dtype = one[0].shape[0], one[0].shape[1], one[0].dtype
     a = np.zeros((count, rank, inputs), dtype)
     b = np.zeros((count, target.outputs, rank), dtype)
-    begin = 0
+    end = 0
     for part, of_part in zip(target.parts, one, strict=True):
-        end = begin + part.lora.rank
+        begin, end = end, end + part.lora.rank
         other = with_experts(f"{part.path}/lora/b")
         a[:, begin:end] = of_part.swapaxes(1, 2)
         b[:, part.first : part.last, begin:end] = other.swapaxes(1, 2) * dtype.type(part.lora.scale / scale)
-        begin = end
     return a.reshape(-1, inputs), np.ascontiguousarray(b.transpose(1, 2, 0)).reshape(target.outputs, -1)
 
 
@@ -250,12 +248,12 @@ def tensor_names(targets: Sequence[Target]) -> Iterator[tuple[Target, str]]:
     """
     inner = Counter(target.tensor.rpartition(".")[0] for target in targets if target.is_parameter)
     for target in targets:
-        if not target.is_parameter:
-            yield target, target.name
-            continue
-        module = target.tensor.rpartition(".")[0]
-        inner[module] -= 1
-        yield target, module + ".base_layer" * inner[module]
+        name = target.name
+        if target.is_parameter:
+            name = target.tensor.rpartition(".")[0]
+            inner[name] -= 1
+            name += ".base_layer" * inner[name]
+        yield target, name
 
 
 def _loras(layer: LayerConfig) -> dict[str, LoRAConfig]:

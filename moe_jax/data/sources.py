@@ -20,10 +20,9 @@ import numpy as np
 from moe_jax.core.errors import InputError, clipped, first_sentence, shown
 from moe_jax.data.chat_template import ChatTemplate, load_chat_template, read_chat_template
 from moe_jax.data.data_files import DataFile, cached_copy, import_pyarrow, uncompressed
-from moe_jax.data.examples import Document, Example, RowReader
 from moe_jax.data.sections import DataSection, SourceSection
 from moe_jax.data.token_files import TokenRecords
-from moe_jax.data.tokenizer import tokenizer_identity
+from moe_jax.data.tokenizer import Document, Example, RowReader, tokenizer_identity
 from moe_jax.files.byte_files import open_bytes, size_of
 from moe_jax.files.json_toml import ANYTHING, parse_json
 from moe_jax.files.storage_path import as_path

@@ -23,7 +23,7 @@ import numpy as np
 
 from moe_jax.core.errors import InputError, first_sentence
 from moe_jax.data.data_files import DataFile, import_pyarrow
-from moe_jax.data.examples import Document
+from moe_jax.data.tokenizer import Document
 from moe_jax.files.json_toml import parse, read_json_object, without_format
 from moe_jax.files.storage_path import as_path
 

@@ -19,11 +19,10 @@ import numpy as np
 
 from moe_jax.core.errors import InputError
 from moe_jax.core.terminal import Progress, no_progress
-from moe_jax.data.examples import Document, Example
 from moe_jax.data.sections import DataSection, input_length
 from moe_jax.data.sources import Files, find_files, open_sources
 from moe_jax.data.token_files import FORMAT, INDEX, SUFFIX, VERSION, TokenFile, TokenIndex, pack
-from moe_jax.data.tokenizer import Tokenizer, tokenizer_identity
+from moe_jax.data.tokenizer import Document, Example, Tokenizer, tokenizer_identity
 from moe_jax.files.byte_files import fingerprint_contents
 from moe_jax.files.staging import check_target, open_work
 from moe_jax.files.storage_path import as_path
@@ -56,13 +55,11 @@ class SourcePreview:
     """A source: counts, and its first documents.
 
     Attributes:
-      path, form: as in the recipe.
       records, bytes: of the whole source.
       counted_records, documents, tokens, scored: of the first records, which were tokenised.
       longest: number of tokens of the longest of these documents.
       too_long: number of these documents that do not fit into a sequence.
       estimated_tokens: of all records, if the others are like the first.
-      shown: the first documents.
     """
 
     path: str
@@ -142,9 +139,8 @@ def _first_documents(files: Files, tokenizer: Tokenizer) -> tuple[int, list[Docu
 def _documents(examples: Sequence[Example | Document], tokenizer: Tokenizer) -> list[Document]:
     if not tokenizer.has_encoder:
         return tokenizer.documents(examples)
-    pairs = [tokenizer.pair(example) for example in examples if isinstance(example, Example)]
     found = []
-    for pair in pairs:
+    for pair in (tokenizer.pair(example) for example in examples if isinstance(example, Example)):
         assert pair.inputs is not None
         ids = np.concatenate([pair.inputs, pair.targets])
         found.append(Document(ids, (np.arange(len(ids)) >= len(pair.inputs)).astype(np.float32)))
@@ -167,11 +163,7 @@ class Shard(NamedTuple):
 def tokenize(task: Task, out: Path, *, processes: int = 1, progress: Progress = no_progress) -> TokenIndex:
     """Writes the tokens of all sources into a new directory, and returns the content of its tokens.json.
 
-    Args:
-      task: the sources to tokenise, and how.
-      out: the directory; it appears when everything is done, and not before.
-      processes: number of processes that work.
-      progress: told of the shards.
+    The directory appears when everything is done, and not before. `progress` is told of the shards.
 
     Raises:
       FileNotFoundError, InputError: as `open_sources`; also for a model with an encoder, a source of tokens, or an
@@ -188,7 +180,10 @@ def tokenize(task: Task, out: Path, *, processes: int = 1, progress: Progress = 
             raise InputError(f"{source.path} is tokenised already")
     identity = tokenizer_identity(task.tokenizer_path, section.chat_template)
     described = dataclasses.asdict(section) | {"tokenizer": None, "chat_template": None, "prefetch": None}
-    with open_work(out, _job(task, identity, described)) as work:
+    files = [fingerprint_contents(find_files(source.path)) for source in section.sources]
+    job = {"command": "data tokenize", "tokenizer": identity, "data": described, "files": files}
+    job |= {"batch_size": task.batch_size, "vocab_size": task.config.vocab_size, "eos": task.config.eos_ids}
+    with open_work(out, job) as work:
         shards = list(_shards(open_sources(section, task.config, task.batch_size, task.tokenizer_path)))
         notes = work.notes(shard.name for shard in shards)
         done: dict[str, Any] = {name: note for name, note in notes.items() if (work.folder / name).is_file()}
@@ -220,12 +215,6 @@ def totals(index: TokenIndex) -> list[Mapping[str, int]]:
     for about in index.files.values():
         sums[about["source"]].update(about)
     return [sums[source] for source in sorted(sums)]
-
-
-def _job(task: Task, identity: str, described: Mapping[str, Any]) -> Any:
-    files = [fingerprint_contents(find_files(source.path)) for source in task.section.sources]
-    given = {"batch_size": task.batch_size, "vocab_size": task.config.vocab_size, "eos": task.config.eos_ids}
-    return {"command": "data tokenize", "tokenizer": identity, "data": described, "files": files, **given}
 
 
 def _stem(source: int) -> str:

@@ -75,7 +75,6 @@ _DEFAULT_SECONDS = 60.0
 _BYTES_PER_SECOND = 2 << 20  # the slowest connection that is not taken for a dead one
 _RETRIES = {"max_retries": 10, "initial_delay": "100ms", "max_delay": "8s"}
 AT_ONCE = 16
-_LARGEST = 5 << 40  # bytes of an object that Google stores
 _REST = 256 << 10  # bytes that are rather read than asked about further
 _PARTS = 4
 ABSENT = b"\2"
@@ -142,7 +141,7 @@ class Objects:
         Raises:
           InputError: as in `read`, or if the object is written meanwhile.
         """
-        low, high = at_least, _LARGEST
+        low, high = at_least, 5 << 40  # the largest object that Google stores
         places = [_REST * 16**power for power in range(8)]
         while high - low > _REST:
             low, high = self._narrowed(name, [place for place in places if low < place < high], low, high)

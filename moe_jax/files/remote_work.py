@@ -27,7 +27,6 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any, Self
 
 from moe_jax.core.errors import InputError, clipped, shown
@@ -274,9 +273,7 @@ class RemoteWork(Work):
         """Raises `InputError` if another command has taken over the work; to be called before the last file."""
         self._lease.check()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         try:
             if not self._is_kept_after(error) and not self._completed:
                 self._lease.check()  # what another command is writing is not removed

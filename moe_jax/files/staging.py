@@ -19,7 +19,6 @@ import shutil
 import socket
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from moe_jax.core.errors import InputError, shown
@@ -301,9 +300,7 @@ class Workplace(Work):
         rename_durably(self.folder, self._target)
         self._completed = True
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         try:
             if not self._is_kept_after(error) and not self._completed:
                 if error is not None and hasattr(error, "__notes__"):  # which may speak of work inside the folder

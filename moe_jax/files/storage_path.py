@@ -25,20 +25,8 @@ from pathlib import Path, PosixPath
 from typing import IO, Any, Self, TextIO, TypeVar
 
 from moe_jax.core.errors import InputError
-from moe_jax.files.objects import (
-    AT_ONCE,
-    DRIVERS,
-    Address,
-    Found,
-    GrowingObjects,
-    Objects,
-    explained,
-    is_in_bucket,
-    objects_of,
-    parse_address,
-    part_name,
-    written_out,
-)
+from moe_jax.files import objects as buckets
+from moe_jax.files.objects import AT_ONCE, Found, GrowingObjects
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -202,7 +190,7 @@ class BucketPath(StoragePath):
     absence = ": there is no config.json, or no such bucket"
 
     def __str__(self) -> str:
-        return written_out(super().__str__()) or super().__str__()
+        return buckets.written_out(super().__str__()) or super().__str__()
 
     def __repr__(self) -> str:
         return f"BucketPath({str(self)!r})"
@@ -221,15 +209,15 @@ class BucketPath(StoragePath):
         return None
 
     @property
-    def address(self) -> Address:
+    def address(self) -> buckets.Address:
         """The scheme, the bucket and the key of this address."""
-        return parse_address(str(self))
+        return buckets.parse_address(str(self))
 
     @property
-    def objects(self) -> Objects:
+    def objects(self) -> buckets.Objects:
         """The bucket of this address."""
         address = self.address
-        return objects_of(address.scheme, address.bucket)
+        return buckets.objects_of(address.scheme, address.bucket)
 
     @property
     def key(self) -> str:
@@ -345,10 +333,10 @@ class BucketPath(StoragePath):
 
     def kvstore(self) -> dict[str, Any]:
         scheme, bucket, key = self.address
-        return {"driver": DRIVERS[scheme], "bucket": bucket, "path": f"{key}/"}
+        return {"driver": buckets.DRIVERS[scheme], "bucket": bucket, "path": f"{key}/"}
 
     def storage_error(self, text: str) -> Exception | None:
-        return explained(str(self), self.objects.where, text)
+        return buckets.explained(str(self), self.objects.where, text)
 
     def local_folder(self) -> "LocalFolder":
         return _CopiedFolder(self)
@@ -357,7 +345,7 @@ class BucketPath(StoragePath):
         return GrowingObjects(self.objects, self.key, kept)
 
     def read_grown(self) -> bytes:
-        parts = (self.objects.read(part_name(self.key, number)) for number in itertools.count())
+        parts = (self.objects.read(buckets.part_name(self.key, number)) for number in itertools.count())
         return b"".join(found.content for found in itertools.takewhile(lambda found: found is not None, parts) if found)
 
     def write_grown(self, content: bytes) -> None:
@@ -406,7 +394,7 @@ def as_path(path: str | os.PathLike[str]) -> StoragePath:
     """
     if isinstance(path, StoragePath):
         return path
-    return BucketPath(str(parse_address(path))) if is_in_bucket(path) else StoragePath(path)
+    return BucketPath(str(buckets.parse_address(path))) if buckets.is_in_bucket(path) else StoragePath(path)
 
 
 def read_generation(path: StoragePath) -> Found | None:

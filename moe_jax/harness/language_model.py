@@ -22,10 +22,15 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from moe_jax.core.errors import InputError, first_sentence, nearest, shown
 from moe_jax.core.terminal import Progress, no_progress
-from moe_jax.data.chat_template import ChatTemplate, find_chat_template, load_chat_template
+from moe_jax.data.chat_template import (
+    ChatTemplate,
+    find_chat_template,
+    load_chat_template,
+    read_settings,
+    special_tokens,
+)
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.distributed.processes import check_equal, first_decides, gathered, is_first_process
-from moe_jax.files.json_toml import ANYTHING, read_json_object
 from moe_jax.generation.spec import GenerateSpec
 from moe_jax.generation.texts import StreamedText, stream_texts
 from moe_jax.harness.likelihood import Continuation, Likelihoods
@@ -37,14 +42,9 @@ Answer = tuple[float, bool] | float | str
 class AnswerCache:
     """Answers to requests, in a file, so that an interrupted or repeated evaluation does not ask again.
 
-    The file is an SQLite database of JSON. lm-eval's own cache consists of pickles, which execute their content.
-
-    Args:
-      path: of the file, which is created if there is none.
-      model: identifies the model, as answers of several models may be in the same file.
-
-    Raises:
-      InputError: if there is something else at the path.
+    The file is an SQLite database of JSON, created if there is none; lm-eval's own cache consists of pickles, which
+    execute their content. Answers of several models may be in the same file. Raises `InputError` if there is something
+    else at the path.
     """
 
     def __init__(self, path: Path, model: str):
@@ -53,9 +53,8 @@ class AnswerCache:
         with self._errors():
             self._database = sqlite3.connect(path, isolation_level=None)
             self._database.execute("PRAGMA synchronous = OFF")
-            self._database.execute(
-                "CREATE TABLE IF NOT EXISTS answers (request TEXT PRIMARY KEY, answer TEXT NOT NULL)"
-            )
+            columns = "request TEXT PRIMARY KEY, answer TEXT NOT NULL"
+            self._database.execute(f"CREATE TABLE IF NOT EXISTS answers ({columns})")
 
     def close(self) -> None:
         """Closes the file; the cache cannot be used afterwards."""
@@ -63,10 +62,9 @@ class AnswerCache:
 
     def find(self, kind: str, request: Sequence[Any]) -> Answer | None:
         """Returns the stored answer to a request; None if there is none."""
+        key = hash_args(kind, [self._model, *request])
         with self._errors():
-            row = self._database.execute(
-                "SELECT answer FROM answers WHERE request = ?", (self._key(kind, request),)
-            ).fetchone()
+            row = self._database.execute("SELECT answer FROM answers WHERE request = ?", (key,)).fetchone()
         if row is None:
             return None
         try:
@@ -76,13 +74,9 @@ class AnswerCache:
 
     def keep(self, kind: str, request: Sequence[Any], answer: Answer) -> None:
         """Stores an answer."""
+        row = hash_args(kind, [self._model, *request]), json.dumps(answer)
         with self._errors():
-            self._database.execute(
-                "INSERT OR REPLACE INTO answers VALUES (?, ?)", (self._key(kind, request), json.dumps(answer))
-            )
-
-    def _key(self, kind: str, request: Sequence[Any]) -> str:
-        return hash_args(kind, [self._model, *request])
+            self._database.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", row)
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
@@ -131,14 +125,11 @@ class HarnessModel(TemplateLM):
     """The model that lm-eval evaluates.
 
     Args:
-      model: the decoder.
-      tokenizer: of the model.
       max_length: most tokens of an input; the beginning of longer ones is left out. Default: the model's context
         length.
       batch_size: rows computed at once. Does not change a result.
       mesh: the mesh that the model is on, with devices of this process alone or of all; None: its first device.
       cache: stores answers and finds stored ones, in the first of several processes; None: there is none.
-      progress: is told of the progress.
 
     Raises:
       InputError: if the model has an encoder or a head for classes, or names neither BOS nor EOS.
@@ -363,12 +354,8 @@ def _settings(given: Mapping[str, Any]) -> GenerateSpec:
 
 def _special_ids(tokenizer: Tokenizer, bos: int | None, eos: Sequence[int]) -> tuple[int | None, int | None]:
     """Returns BOS and EOS: from tokenizer_config.json, as `hf` takes them, or else from the model."""
-    file = tokenizer.path.with_name("tokenizer_config.json")
-    settings = read_json_object(file, allow=ANYTHING) if file.exists() else {}
-    found = []
-    for name, of_model in (("bos_token", bos), ("eos_token", eos[0] if eos else None)):
-        token = settings.get(name)
-        token = token.get("content") if isinstance(token, Mapping) else token
-        named = tokenizer.id_of(token) if isinstance(token, str) else None
-        found.append(named if name in settings else of_model)
-    return found[0], found[1]
+    settings = read_settings(tokenizer.path.with_name("tokenizer_config.json"))
+    named = {name: tokenizer.id_of(token) for name, token in special_tokens(settings).items()}
+    of_model = {"bos_token": bos, "eos_token": eos[0] if eos else None}
+    found = {name: named.get(name) if name in settings else given for name, given in of_model.items()}
+    return found["bos_token"], found["eos_token"]

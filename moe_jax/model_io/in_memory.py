@@ -3,8 +3,7 @@
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,6 @@ from moe_jax.core.errors import InputError, check_member
 from moe_jax.core.finite import DoesNotFit, cast
 from moe_jax.files.byte_files import fingerprint_leaves, sample_array
 from moe_jax.model_io.adapter_dir import AdapterDirectoryWriter
-from moe_jax.model_io.leaves_to_write import ExpectedLeaves
 from moe_jax.model_io.loading import layer_of, may_be_cast, stacked_leaves
 from moe_jax.model_io.model_dir import ModelDirectoryWriter, ModelWriter, fingerprint_model
 from moe_jax.model_io.model_source import ModelSource, StoredLeaves
@@ -136,7 +134,8 @@ def open_writer(
     given: Any = {"tokenizer_files": tokenizer_files, "lineage": lineage, "allow_nonfinite": allow_nonfinite}
     if isinstance(dst, InMemory):
         assert not trained, "what was trained in memory is in memory already"
-        return _MemoryWriter(dst, config, base=base, **given)
+        own = None if base is None else own_leaves(config)
+        return _MemoryWriter(dst, base, config, tokenizer_files, lineage, own, allow_nonfinite)
     if isinstance(base, ModelInMemory):
         raise InputError(f"{dst} would refer to a model that is in memory only; save it first, and give its path")
     if base is None:
@@ -147,19 +146,9 @@ def open_writer(
 class _MemoryWriter(ModelWriter):
     """Collects leaves, and makes a `ModelInMemory` of them when the block ends without an error."""
 
-    def __init__(
-        self,
-        dst: InMemory,
-        config: ModelConfig,
-        *,
-        base: ModelSource | None,
-        tokenizer_files: Sequence[Path],
-        lineage: Sequence[Mapping[str, Any]],
-        allow_nonfinite: bool,
-    ):
-        own = None if base is None else own_leaves(config)
-        super().__init__(ExpectedLeaves(config, own, allow_nonfinite=allow_nonfinite), lineage)
-        self._dst, self._config, self._base, self._files = dst, config, base, tokenizer_files
+    def __init__(self, dst: InMemory, base: ModelSource | None, *described: Any):
+        super().__init__(*described)
+        self._dst, self._base = dst, base
         self._leaves: dict[str, np.ndarray] = {}
         self._notes: dict[str, Any] = {}
 
@@ -189,12 +178,7 @@ class _MemoryWriter(ModelWriter):
         self._expected.check_all(self._leaves)
         return LeavesInMemory(self._leaves)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if error is not None:
             return
         own = self.read_back()
