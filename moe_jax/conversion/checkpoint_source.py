@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from moe_jax.conversion.families import family_named
-from moe_jax.conversion.table import Ignored, Mapped, Piece, Table, Tied, apply_table, detect_layout
+from moe_jax.conversion.table import Ignored, Piece, Table, Tied, apply_table, detect_layout
 from moe_jax.conversion.tensors import DTYPES, TensorEntry, TensorFiles, as_bits, copy_transposed
 from moe_jax.core.errors import InputError, clipped, raise_if_any, shown
 from moe_jax.core.finite import DoesNotFit, cast, check_fits
@@ -56,38 +56,29 @@ def match_weights(
     """
     table = family_named(config.family).table_of(config) if table is None else table
     layout = detect_layout(table, tensors)
-    mapped = apply_table(
-        table, leaves, config.num_layers, layout, config.family, num_encoder_layers=config.num_encoder_layers
-    )
+    counts = config.num_layers, layout, config.family
+    mapped = apply_table(table, leaves, *counts, num_encoder_layers=config.num_encoder_layers)
+    tied = {entry.tensor: entry.equals for entry in table if isinstance(entry, Tied)}
     duplicates, ignored, unexpected = {}, {}, []
-    for name in tensors:
-        if name not in mapped.tensors:
-            entry = _declared(table, name)
-            if isinstance(entry, Tied):
-                duplicates[name] = entry.equals
-            elif isinstance(entry, Ignored):
-                ignored[name] = entry.why
-            else:
-                unexpected.append(f"{clipped(name)} is unexpected")
+    for name in (name for name in tensors if name not in mapped.tensors):
+        why = next((one.why for one in table if isinstance(one, Ignored) and re.fullmatch(one.pattern, name)), None)
+        if name in tied:
+            duplicates[name] = tied[name]
+        elif why is not None:
+            ignored[name] = why
+        else:
+            unexpected.append(f"{clipped(name)} is unexpected")
 
     problems = [f"{name} is missing" for name in mapped.tensors if name not in tensors] + unexpected
     expected = {**mapped.tensors, **{name: mapped.tensors[other] for name, other in duplicates.items()}}
     problems += _shape_problems(tensors, expected, described_by)
-    if not problems:
-        problems = _mixed_dtypes(tensors, mapped)
+    if not problems:  # a leaf that is stacked from several dtypes could not hold them bit for bit
+        dtypes = {leaf: {tensors[piece.tensor].dtype for piece in pieces} for leaf, pieces in mapped.pieces.items()}
+        mixed = {leaf: ", ".join(sorted(found)) for leaf, found in dtypes.items() if len(found) > 1}
+        problems = [f"{leaf} would be stacked from tensors of dtypes {found}" for leaf, found in mixed.items()]
     raise_if_any(problems, f"{where} does not hold the model its {described_by} describes")
     return Weights({name: tensors[name] for name in (*mapped.tensors, *duplicates)}, mapped.pieces,
                    layout, duplicates, ignored)  # fmt: skip
-
-
-def _declared(table: Any, name: str) -> Tied | Ignored | None:
-    """Returns the entry of the table that allows a tensor although it fills no leaf."""
-    for entry in table:
-        if isinstance(entry, Tied) and entry.tensor == name:
-            return entry
-        if isinstance(entry, Ignored) and re.fullmatch(entry.pattern, name):
-            return entry
-    return None
 
 
 def _shape_problems(
@@ -100,16 +91,6 @@ def _shape_problems(
             problems.append(f"{name} has shape {shown(list(found.shape))}, {described_by} says {list(shape)}")
         elif found is not None and found.dtype not in DTYPES:
             problems.append(f"{name} has dtype {found.dtype}, expected one of {', '.join(DTYPES)}")
-    return problems
-
-
-def _mixed_dtypes(tensors: Mapping[str, TensorEntry], mapped: Mapped) -> list[str]:
-    """Returns a problem for each leaf stacked from tensors of several dtypes, which it cannot hold bit for bit."""
-    problems = []
-    for leaf, pieces in mapped.pieces.items():
-        dtypes = {tensors[piece.tensor].dtype for piece in pieces}
-        if len(dtypes) > 1:
-            problems.append(f"{leaf} would be stacked from tensors of dtypes {', '.join(sorted(dtypes))}")
     return problems
 
 
@@ -148,12 +129,13 @@ class CheckpointSource(abc.ABC):
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns shape and dtype, as stored, of every leaf, by path."""
-        specs = {}
-        for leaf, pieces in self.weights.pieces.items():
-            first = pieces[0]
-            dtype = DTYPES[self.weights.tensors[first.tensor].dtype]
-            specs[leaf] = jax.ShapeDtypeStruct(_leaf_shape(first, len(pieces)), dtype)
-        return specs
+        return {leaf: self._spec(pieces) for leaf, pieces in self.weights.pieces.items()}
+
+    def _spec(self, pieces: list[Piece]) -> jax.ShapeDtypeStruct:
+        first = pieces[0]
+        shape = first.shape[::-1] if first.transpose else first.shape
+        shape = shape if first.expert is None else (len(pieces), *shape)
+        return jax.ShapeDtypeStruct(shape, DTYPES[self.weights.tensors[first.tensor].dtype])
 
     def read(self, path: str, dtype: np.dtype | None = None, buffer: np.ndarray | None = None) -> np.ndarray:
         """Reads one leaf, and no bytes but its own; casts to `dtype` while reading.
@@ -169,11 +151,11 @@ class CheckpointSource(abc.ABC):
             raise InputError(f"{self.path} has no leaf {path!r}")
         for piece in pieces:
             self._check_duplicates(piece.tensor)
-        first = pieces[0]
-        stored = DTYPES[self.weights.tensors[first.tensor].dtype]
-        shape, dtype = _leaf_shape(first, len(pieces)), dtype or stored
-        buffer = np.empty(math.prod(shape) * dtype.itemsize, np.uint8) if buffer is None else buffer
-        out = buffer[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+        spec = self._spec(pieces)
+        dtype = dtype or spec.dtype
+        nbytes = spec.size * dtype.itemsize
+        buffer = np.empty(nbytes, np.uint8) if buffer is None else buffer
+        out = buffer[:nbytes].view(dtype).reshape(spec.shape)
         try:
             list(self._pool.map(lambda chunk: self._fill(out, *chunk), self._chunks(pieces)))
         except DoesNotFit:  # found in one chunk; reported for the whole leaf
@@ -245,11 +227,6 @@ class CheckpointSource(abc.ABC):
             np.array_equal(as_bits(self._rows(first, whole, *rows)), as_bits(self._rows(second, whole, *rows)))
             for rows in row_chunks(first.shape, DTYPES[first.dtype].itemsize)
         )
-
-
-def _leaf_shape(piece: Piece, count: int) -> tuple[int, ...]:
-    shape = piece.shape[::-1] if piece.transpose else piece.shape
-    return shape if piece.expert is None else (count, *shape)
 
 
 def _interleaved_places(width: int, start: int, stop: int) -> np.ndarray:

@@ -200,7 +200,7 @@ def read_chat_template(file: Path, tokenizer: Path) -> ChatTemplate:
     settings = (
         read_settings(tokenizer.with_name(name)) for name in ("tokenizer_config.json", "special_tokens_map.json")
     )
-    return ChatTemplate(source, special_tokens=_special_tokens(*settings), where=str(file))
+    return ChatTemplate(source, special_tokens=special_tokens(*settings), where=str(file))
 
 
 def find_chat_template(tokenizer: Path) -> ChatTemplate | None:
@@ -230,7 +230,7 @@ def find_chat_template(tokenizer: Path) -> ChatTemplate | None:
         return None
     if not isinstance(source, str):
         raise InputError(f"{where} is {shown(source)}, expected a text")
-    special = _special_tokens(settings, read_settings(tokenizer.with_name("special_tokens_map.json")))
+    special = special_tokens(settings, read_settings(tokenizer.with_name("special_tokens_map.json")))
     return ChatTemplate(source, special_tokens=special, where=where)
 
 
@@ -239,7 +239,7 @@ def read_settings(file: Path) -> dict[str, Any]:
     return read_json_object(file, allow=ANYTHING) if file.exists() else {}
 
 
-def _special_tokens(*files: Mapping[str, Any]) -> dict[str, str]:
+def special_tokens(*files: Mapping[str, Any]) -> dict[str, str]:
     """Returns the special tokens by their names in templates; earlier files come before later ones."""
     found = {}
     for name in _SPECIAL:

@@ -71,26 +71,19 @@ class Shell:
         self._typed(words)
         run_recipe(load_recipe(recipe, overrides), continue_command=again)
 
-    def json(self, *words: object) -> dict:
-        """Runs a command that prints JSON; prints and returns the JSON."""
-        printed = self._printed_by(words)
-        self.console.print(printed.strip(), highlight=False, soft_wrap=True, markup=False)
-        return json.loads(printed)
-
-    def quietly(self, *words: object) -> Any:
-        """Runs a command that prints JSON, and returns it."""
-        return json.loads(self._printed_by(words))
+    def json(self, *words: object, shows: bool = True) -> Any:
+        """Runs a command that prints JSON, and returns that; `shows`: it is printed here, too."""
+        arguments, printed = self._typed(words), io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            self._run(arguments)
+        if shows:
+            self.console.print(printed.getvalue().strip(), highlight=False, soft_wrap=True, markup=False)
+        return json.loads(printed.getvalue())
 
     def _typed(self, words: Iterable[object]) -> list[str]:
         arguments = [str(word) for word in words]
         self.console.print(f"\n[bold]$ moe-jax {escape(shlex.join(arguments))}[/bold]", highlight=False, soft_wrap=True)
         return arguments
-
-    def _printed_by(self, words: Iterable[object]) -> str:
-        arguments, printed = self._typed(words), io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            self._run(arguments)
-        return printed.getvalue()
 
     def _run(self, arguments: list[str]) -> None:
         if self._main(arguments) != 0:

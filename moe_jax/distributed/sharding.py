@@ -237,7 +237,7 @@ def place(batch: Mapping[str, np.ndarray], rows: list[int], mesh: Mesh, batch_si
 
 
 def merge_positions(state: Mapping[str, Any], batch_size: int) -> dict[str, Any]:
-    """Returns the data position of the whole batch, from those of each process's rows (see `PackedBatches`)."""
+    """Returns the data position of the whole batch, from those of each process's rows (see `PackedRow`)."""
     if jax.process_count() == 1:
         return dict(state)
     table = np.full((batch_size, 2), -1, np.int64)

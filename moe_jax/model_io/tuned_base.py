@@ -138,13 +138,9 @@ class LeavesOverBase:
         self._own = own
         self._waiting: dict[str, np.ndarray] = {}
 
-    @property
+    @cached_property
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns leaf path -> shape and dtype as stored, or as made for NF4 leaves; without leaves on neither side."""
-        return self._specs
-
-    @cached_property
-    def _specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         base, specs = self._base.specs(), {}
         for path, spec in leaf_specs(self._config).items():
             source = base_leaf(self._config, path)
@@ -156,11 +152,7 @@ class LeavesOverBase:
         return specs
 
     def read(self, path: str) -> np.ndarray:
-        """Reads one leaf.
-
-        Raises:
-          InputError: if neither side has it, or it has to be quantised and is not finite.
-        """
+        """Reads one leaf; raises `InputError` if neither side has it, or it is to be quantised and not finite."""
         own = self._own_leaves(path)
         if own is not None:
             return own.read(path)
@@ -198,11 +190,7 @@ class LeavesOverBase:
         return self._own if self._own is not None and path in self._own.specs else None
 
     def _quantize(self, kernel: str, folder: str) -> None:
-        """Quantises a kernel of the base.
-
-        Raises:
-          InputError: if it is not finite, or so large that the mean of its blocks' scales is not.
-        """
+        """Quantises a kernel; raises `InputError` if it, or the mean of its blocks' scales, is not finite."""
         values = self._base.read(kernel)
         check_finite(kernel, values, "NF4 has no code for them; mend the base, or leave it as it is stored")
         with jax.default_device(host_cpu()):

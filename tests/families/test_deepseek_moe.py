@@ -10,10 +10,10 @@ import pytest
 from flax import nnx
 
 from moe_jax.conversion import HuggingFaceDirectory, read_hf_config
-from moe_jax.generation.texts import generate
 from moe_jax.model_io.loading import load_model
 from moe_jax.planning.model_costs import make_plan
 from tests.families.reference import mean_loss
+from tests.support.generated import generate
 from tests.support.hf_checkpoints import BASE, expected_tensors, write_checkpoint
 from tests.support.tiers import EVERY, one_in
 

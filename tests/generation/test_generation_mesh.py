@@ -11,11 +11,11 @@ from flax import nnx
 from moe_jax.commands import cli
 from moe_jax.distributed.sharding import make_mesh, state_shardings
 from moe_jax.generation import engine
-from moe_jax.generation.texts import generate
 from moe_jax.models import MoEConfig
 from moe_jax.nn import unstacked
 from tests.generation.test_generation import DENSE, PROMPTS, make_model
 from tests.support.dense_models import dense_config, random_leaves, write_model
+from tests.support.generated import generate
 from tests.support.tiers import one_in
 
 EIGHT = [[3], [1, 2], [9, 8, 7], *PROMPTS, [5, 5], [30, 31, 32, 33]]

@@ -10,11 +10,11 @@ from flax import nnx
 from moe_jax.core.errors import InputError
 from moe_jax.experts import BankConfig
 from moe_jax.generation.engine import Engine
-from moe_jax.generation.texts import generate
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.nn import Decoder
 from moe_jax.serve import scheduler as scheduler_module
 from moe_jax.serve.scheduler import Closed, Job, Scheduler
+from tests.support.generated import generate
 from tests.support.numerics import initialised
 from tests.support.tiers import long
 
