@@ -68,7 +68,7 @@ def load_tasks(names: Sequence[str], known: TaskFolder) -> dict[str, Any]:
         options = [*known.names(), *theirs]
         raise InputError(f"unknown task {shown(name)}{nearest(name, options)}; here are {', '.join(known.names())}")
     for kind, configs in ((Kind.TASK, known.tasks), (Kind.GROUP, known.groups)):
-        manager.task_index |= {name: Entry(name, kind, None, config) for name, config in configs.items()}
+        manager.task_index.update({name: Entry(name, kind, None, config) for name, config in configs.items()})
     on_hub = [name for name in sorted(needed) if "custom_dataset" not in known.tasks.get(name, {}) and
               name not in known.groups]  # fmt: skip
     with _quiet(), _hub_errors(on_hub):
