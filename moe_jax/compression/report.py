@@ -261,24 +261,15 @@ class Report:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Point:
-    """One compressed model.
+    """One compressed model."""
 
-    Attributes:
-      method: its name.
-      option, value: the option that was varied, such as `drop` and 0.9.
-      expert_bytes: of the compressed layers' experts on the disk.
-      kept: their share of the bytes before compression.
-      relative_error: ||W^ - W|| / ||W||, averaged over layers.
-      nll, perplexity: of the text; at most `sweep.WORST_NLL`, which also stands for values that are not finite.
-    """
-
-    method: str
-    option: str
+    method: str  # its name
+    option: str  # the option that was varied, such as `drop` and 0.9
     value: float
-    expert_bytes: int
-    kept: float
-    relative_error: float
-    nll: float
+    expert_bytes: int  # of the compressed layers' experts on the disk
+    kept: float  # their share of the bytes before compression
+    relative_error: float  # ||W^ - W|| / ||W||, averaged over layers
+    nll: float  # of the text; at most `sweep.WORST_NLL`, which also stands for values that are not finite
     perplexity: float
 
 

@@ -66,11 +66,6 @@ class SourceLayer:
         """The inputs of its bank on the calibration text; None: not known."""
         return None if self.calibration is None else self.calibration.rows
 
-    @property
-    def has_base(self) -> bool:
-        """Whether the bank has a base already."""
-        return self.moe.bank.has_base
-
     def target(self, bank: BankConfig) -> MoEConfig:
         """The layer with its experts, all `num_experts` of them, in another bank."""
         bank = dataclasses.replace(bank, train_base=self.moe.bank.train_base)

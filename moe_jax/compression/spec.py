@@ -210,15 +210,14 @@ class CompressSpec(Spec):
         return [*super().parameters(), *(one.replace(default=None) for one in of_methods if one.name not in taken)]
 
     def named_method(self) -> tuple[str, Method]:
-        """Returns the method with its name.
-
-        Raises:
-          InputError: if there is none, or its options do not go with it.
-        """
+        """Returns the method with its name; `InputError` if there is none, or its options do not go with it."""
         if self.method is None:
             raise InputError("--method is missing; see moe-jax compress --help")
         if not isinstance(self.method, Method):
-            return self.method, method_of(self.method, self.options or {})
+            given = {key: value for key, value in (self.options or {}).items() if value is not None}
+            if isinstance(size := given.get("target_bytes"), str):
+                given["target_bytes"] = parse_bytes(size, flag="target_bytes")
+            return self.method, make_method(self.method, given)
         if self.options:
             raise InputError(f"{', '.join(self.options)}: options of a method that is given itself")
         return next(name for name, kind in METHODS.items() if kind is type(self.method)), self.method
@@ -248,18 +247,6 @@ class SweepSpec(CompressSpec):
         if self.text is None:
             raise InputError("--sweep needs --text FILE, to measure the perplexity of")
         super().__post_init__()
-
-
-def method_of(name: str, options: Mapping[str, MethodOption]) -> Method:
-    """Makes a method from options by their names; a size in bytes may be text, such as `12GB`.
-
-    Raises:
-      InputError: for an unknown method, an option of another one, one that is missing, or a value out of range.
-    """
-    given = {key: value for key, value in options.items() if value is not None}
-    if isinstance(size := given.get("target_bytes"), str):
-        given["target_bytes"] = parse_bytes(size, flag="target_bytes")
-    return make_method(name, given)
 
 
 def parse_layers(text: str, config: ModelConfig) -> tuple[int, ...] | None:

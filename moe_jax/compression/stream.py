@@ -401,7 +401,7 @@ def _distribute(
     stored, sizes = source.specs(), _expert_sizes(source, left)
     of_experts = {path for i in left for path in by_layer[i] if path.startswith(f"layers/{i}/mlp/")}
     copied = [path for paths in by_layer.values() for path in paths if path not in of_experts | writer.done]
-    owners = dealt({**sizes, **{path: _nbytes(stored[path]) for path in copied if path in stored}})
+    owners = dealt({**sizes, **{path: count_bytes([stored[path]]) for path in copied if path in stored}})
     layers = {i: owners[i] for i in left}
     writer.deal(
         {path: owners[path] for path in copied if path in owners}
@@ -416,12 +416,8 @@ def _expert_sizes(source: ModelSource, layers: Iterable[int]) -> dict[int, int]:
     for path, spec in source.specs().items():
         names = path.split("/")
         if names[0] == "layers" and names[2] == "mlp" and int(names[1]) in sizes:
-            sizes[int(names[1])] += _nbytes(spec)
+            sizes[int(names[1])] += count_bytes([spec])
     return sizes
-
-
-def _nbytes(spec: jax.ShapeDtypeStruct) -> int:
-    return spec.size * np.dtype(spec.dtype).itemsize
 
 
 def _sizes(paths: Iterable[str], stored_bytes: Callable[[str], int], layers: Sequence[int]) -> list[int]:

@@ -188,10 +188,10 @@ def _annealed(matching: Matching, max_rounds: int, progress) -> _Found:
     if len(matching.clouds) == 1:
         matching.descend(max_rounds, progress)
         return _Found(matching)
-    result = anneal(matching, progress)
-    better = Matching(matching.clouds, result.permutations)
+    permutations, gap = anneal(matching, progress)
+    better = Matching(matching.clouds, permutations)
     better.descend(max_rounds, progress)
-    return _Found(better, result.duality_gap)
+    return _Found(better, gap)
 
 
 def _is_worth_annealing(matching: Matching) -> bool:
@@ -252,19 +252,12 @@ _ITERATIONS = 15
 Potentials = tuple[Float[Array, " n"], Float[Array, " n"]]
 
 
-class Annealed(NamedTuple):
-    """The result of annealing."""
+def anneal(matching: Matching, progress: AlignmentProgress | None) -> tuple[Int[np.ndarray, "E n"], float]:
+    """Melts the orders of at least two clouds, and lets them set again; returns the new ones, and their duality gap.
 
-    permutations: Int[np.ndarray, "E n"]
-    # Upper bound, proven by the entropic potentials (their c-transform is a feasible dual), on how far the cost of the
-    # last assignments is above the least, relative to that cost; over all clouds.
-    duality_gap: float
-
-
-def anneal(matching: Matching, progress: AlignmentProgress | None = None) -> Annealed:
-    """Melts the orders of a matching of at least two clouds, and lets them set again; the matching is not changed.
-
-    Computes one plan at a time. The blurred clouds are kept, large ones in bfloat16: they only guide the search.
+    The gap is an upper bound, proven by the entropic potentials (their c-transform is a feasible dual), on how far the
+    cost of the last assignments is above the least, relative to that cost; over all clouds. One plan is computed at a
+    time. The blurred clouds are kept, large ones in bfloat16: they only guide the search.
     """
     count, n = matching.permutations.shape
     dtype = jnp.float32 if matching.is_small else jnp.bfloat16
@@ -287,7 +280,7 @@ def anneal(matching: Matching, progress: AlignmentProgress | None = None) -> Ann
             total += blurred[k].astype(jnp.float32)
             if progress is not None:
                 progress(len(matching.objectives) + 1, k + 1, matching.objective)
-    return Annealed(permutations, gap / cost if cost > 0 else 0.0)
+    return permutations, gap / cost if cost > 0 else 0.0
 
 
 class _Costs(NamedTuple):

@@ -90,23 +90,6 @@ def layer_file(folder: Path, layer: int) -> Path:
     return folder / f"{layer}.npz"
 
 
-def create_inputs(folder: Path, layer: int, shape: tuple[int, int]) -> np.memmap:
-    """Makes a new file of inputs, to be filled; bfloat16, which NumPy's format stores as 16 bits."""
-    return np.lib.format.open_memmap(inputs_file(folder, layer), mode="w+", dtype=np.uint16, shape=shape)
-
-
-def write_layer(
-    folder: Path,
-    layer: int,
-    experts: Int[np.ndarray, "T k"],
-    weights: Float[np.ndarray, "T k"],
-    statistics: RouterStatistics,
-) -> None:
-    """Completes a layer whose inputs are on the disk."""
-    with as_path(layer_file(folder, layer)).replacing() as file:
-        np.savez(file, allow_pickle=False, experts=experts, weights=weights, **statistics._asdict())
-
-
 def gradients_file(folder: Path, layer: int) -> Path:
     """The file of the weights of tokens, see `sensitivities`."""
     return folder / f"{layer}.gradients.npy"
@@ -160,11 +143,6 @@ def is_complete(folder: Path, key: Mapping[str, Any]) -> bool:
     if found != dict(key):
         raise InputError(f"{folder} is a calibration of something else; name another folder, or remove it")
     return True
-
-
-def complete(folder: Path, key: Mapping[str, Any]) -> None:
-    """Marks the recording as complete."""
-    as_path(folder / KEY_FILE).write_durably(json.dumps(dict(key), indent=1).encode())
 
 
 DEFAULT_SAMPLES = 128
@@ -249,7 +227,7 @@ def record(
     progress("calibrating", last + 1, last + 1)
     for parity in (0, 1):  # a pass that is stopped from here on has nothing left to do
         (folder / f"states{parity}.npy").unlink(missing_ok=True)
-    complete(folder, key)
+    as_path(folder / KEY_FILE).write_durably(json.dumps(dict(key), indent=1).encode())
     (folder / NEXT).unlink(missing_ok=True)
 
 
@@ -341,16 +319,16 @@ def _run(
     windows, length, width = before.shape
     # If a pass was stopped, the layer may be complete while the next layer's input is not.
     recorded = layer_file(folder, layer.index).is_file()
-    inputs = create_inputs(folder, layer.index, (windows * length, width)) if layer.moe and not recorded else None
+    inputs = None
+    if layer.moe and not recorded:  # bfloat16, which NumPy's format stores as 16 bits
+        inputs = open_states(inputs_file(folder, layer.index), np.uint16, (windows * length, width))
     experts, weights, sums = [], [], RouterSums()
     for batch in batches:
         y, calls = layer.apply(np.asarray(before[batch]), size)
         if not np.isfinite(y).all():
             raise InputError(f"calibration: what layer {layer.index} gives is not finite; mend the model")
         after[batch] = y
-        for call in calls:
-            if inputs is None:
-                break
+        for call in calls if inputs is not None else ():
             tokens = (batch.stop - batch.start) * length
             begin = batch.start * length
             inputs[begin : begin + tokens] = np.asarray(call.tokens)[:tokens].view(np.uint16)
@@ -359,7 +337,9 @@ def _run(
             sums.add(call.stats, tokens)
     if inputs is not None:
         inputs.flush()
-        write_layer(folder, layer.index, np.concatenate(experts), np.concatenate(weights), sums.statistics())
+        found = {"experts": np.concatenate(experts), "weights": np.concatenate(weights), **sums.statistics()._asdict()}
+        with as_path(layer_file(folder, layer.index)).replacing() as file:
+            np.savez(file, allow_pickle=False, **found)
 
 
 def _states(folder: Path, index: int, shape: tuple[int, int, int] | None = None) -> np.memmap:
@@ -367,7 +347,7 @@ def _states(folder: Path, index: int, shape: tuple[int, int, int] | None = None)
     return open_states(folder / f"states{index % 2}.npy", np.float32, shape)
 
 
-def open_states(file: Path, dtype: Any, shape: tuple[int, int, int] | None) -> np.memmap:
+def open_states(file: Path, dtype: Any, shape: tuple[int, ...] | None) -> np.memmap:
     """Opens a file of activations: to read, or with a shape to fill."""
     if shape is None:
         return np.lib.format.open_memmap(file, mode="r")

@@ -38,7 +38,7 @@ from moe_jax.compression.calibration.recording import (
     note_progress,
     open_states,
 )
-from moe_jax.compression.coding.coder import expert_coders
+from moe_jax.compression.coding.coder import LeastOutputError, expert_coders
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.core.data_sheets import available_memory
 from moe_jax.core.errors import InputError
@@ -288,12 +288,11 @@ def _coded(layer: SourceLayer, name: str) -> tuple[Float[np.ndarray, "E i o"], f
     """The kernels of a matrix in codes, and the error of their outputs."""
     stacked, error, norm = [], 0.0, 0.0
     for kernel, coder in zip(layer.kernels(name), expert_coders(layer, name), strict=True):
+        assert isinstance(coder, LeastOutputError)
         wide = kernel.astype(np.float32)
         made = coder.quantize(wide, bits=TRIED_BITS, group_size=TRIED_GROUP_SIZE).approximation
-        difference, moment = made - wide, coder.moment
-        assert moment is not None
-        error += float(np.sum(difference * (moment @ difference), dtype=np.float64))
-        norm += float(np.sum(wide * (moment @ wide), dtype=np.float64))
+        error += coder.squared(made - wide)
+        norm += coder.squared(wide)
         stacked.append(cast(f"the {name} kernels of layer {layer.index}", made, kernel.dtype))
     return np.stack(stacked), output_error(error, norm)
 

@@ -153,10 +153,10 @@ def errors_of_choices(
     for own, whole, coder in zip(errors, aligned_kernels(layer, name, permutations), coders, strict=True):
         assert isinstance(coder, LeastOutputError)
         kernel = whole[:, columns]
-        norm += _squared(coder, kernel)
+        norm += coder.squared(kernel)
         left = _left(coder, whole - mean, ranks) if ranks else {}
-        beside_mean = _squared(coder, kernel - mean[:, columns])
-        of_centre = {bits: _squared(coder, made - mean[:, columns]) for bits, made in of_factors.items()}
+        beside_mean = coder.squared(kernel - mean[:, columns])
+        of_centre = {bits: coder.squared(made - mean[:, columns]) for bits, made in of_factors.items()}
         for number, choice in enumerate(choices):
             if choice.keep is not None:
                 of_residuals = left[choice.keep] * beside_mean
@@ -165,7 +165,7 @@ def errors_of_choices(
             assert choice.bits is not None
             residual = kernel - of_codes[choice.centre]
             made = coder.quantize(residual, bits=choice.bits, **format_(choice.bits, added=choice.added))
-            own[number] = _squared(coder, np.asarray(made.approximation) - residual)
+            own[number] = coder.squared(np.asarray(made.approximation) - residual)
     return np.array([[output_error(error, norm) for error in own] for own in errors])
 
 
@@ -185,11 +185,6 @@ def _left(coder: LeastOutputError, residual: np.ndarray, ranks: Mapping[float, i
     values, norm = coder.spectrum(residual, max(ranks.values()))
     squares = values.astype(np.float64) ** 2
     return {keep: max(0.0, 1 - squares[:rank].sum() / norm) if norm else 0.0 for keep, rank in ranks.items()}
-
-
-def _squared(coder: LeastOutputError, error: np.ndarray) -> float:
-    """tr(E^T H E)."""
-    return float(np.sum(error * (coder.moment @ error), dtype=np.float64))
 
 
 MOST_SIZES = 16

@@ -317,7 +317,23 @@ class REAP(Method):
 
     def check(self, layers: Sequence[SourceLayer]) -> None:
         for layer in layers:
-            self._check(layer)
+            moe, where = layer.moe, f"layer {layer.index}"
+            left = count_groups(moe.num_experts, self.keep)
+            if layer.num_experts > moe.bank_experts:
+                raise InputError("--extended does not go with this method, which makes no deltas")
+            if moe.universal == "coder":
+                raise InputError(f"{where}: universal 'coder' has a gate network, from which no expert can be removed")
+            if moe.selection.groups > 1:
+                raise InputError(
+                    f"{where}: experts are chosen by groups={moe.selection.groups}, and these would no longer be equal"
+                )
+            if moe.merged_experts is not None:
+                raise InputError(f"{where}: its experts are merged, so that several outputs of the router share one")
+            if left < moe.top_k:
+                raise InputError(
+                    f"keep={self.keep:g} leaves {left} of {moe.num_experts} experts in {where}, where every token is "
+                    f"routed to top_k={moe.top_k}; keep at least {moe.top_k / moe.num_experts:g}"
+                )
         check_calibrated(layers)
 
     def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
@@ -360,25 +376,6 @@ class REAP(Method):
                 measure.add(expert, kernel, None, left)
         removed = " ".join(str(expert) for expert in range(experts) if expert not in kept)
         return measure.figures(analysed=analysis["seconds"], choice=f"without {removed}" if removed else "all")
-
-    def _check(self, layer: SourceLayer) -> None:
-        moe, where = layer.moe, f"layer {layer.index}"
-        left = count_groups(moe.num_experts, self.keep)
-        if layer.num_experts > moe.bank_experts:
-            raise InputError("--extended does not go with this method, which makes no deltas")
-        if moe.universal == "coder":
-            raise InputError(f"{where}: universal 'coder' has a gate network, from which no expert can be removed")
-        if moe.selection.groups > 1:
-            raise InputError(
-                f"{where}: experts are chosen by groups={moe.selection.groups}, and these would no longer be equal"
-            )
-        if moe.merged_experts is not None:
-            raise InputError(f"{where}: its experts are merged, so that several outputs of the router share one")
-        if left < moe.top_k:
-            raise InputError(
-                f"keep={self.keep:g} leaves {left} of {moe.num_experts} experts in {where}, where every token is "
-                f"routed to top_k={moe.top_k}; keep at least {moe.top_k / moe.num_experts:g}"
-            )
 
 
 def weighted_output_norms(layer: SourceLayer, tick: Tick = lambda share: None) -> Float[np.ndarray, " E"]:
