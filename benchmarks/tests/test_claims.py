@@ -309,7 +309,7 @@ def test_texts_are_those_of_the_results(tmp_path, monkeypatch):
     for _ in range(2):
         results.check_texts(tmp_path)
     texts["code"] = lambda data: Text("a", "b", "other")
-    with pytest.raises(DiffersError, match="the text code is another one"):
+    with pytest.raises(DiffersError, match="code is another"):
         results.check_texts(tmp_path)
 
 

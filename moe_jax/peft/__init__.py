@@ -16,5 +16,5 @@ from etils import epy as _epy
 with _epy.lazy_api_imports(globals()):
     from moe_jax.models import LoRAConfig as LoRAConfig
     from moe_jax.models import PerftConfig as PerftConfig
-    from moe_jax.peft.partition import split_model as split_model
-    from moe_jax.peft.partition import trainable_paths as trainable_paths
+    from moe_jax.peft.trained import split_model as split_model
+    from moe_jax.peft.trained import trainable_paths as trainable_paths

@@ -21,7 +21,7 @@ from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.numerics import logits_of
 from tests.support.tiers import one_in
 
-TOKENS = jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
+TOKENS = np.arange(12, dtype=np.int32).reshape(2, 6)
 DELTA = {"experts": 4, "delta": "low-rank:2", "seed": 3}
 
 
@@ -119,7 +119,7 @@ def test_saving_what_was_upcycled_in_memory_gives_the_directory(dense, moe, tmp_
 def test_adapting_and_merging_in_memory_give_what_they_give_in_directories(moe, base, tmp_path):
     options = {"method": "lora", "adapter": "lora:2", "targets": ["q", "router"], "base": base, "seed": 5}
     written = moe_jax.adapt(moe, tmp_path / "tuned", **options)
-    of_path, of_model = moe_jax.adapt(moe, **options), moe_jax.adapt(moe_jax.load(moe), **options)
+    of_path, of_model = (moe_jax.adapt(given, **options, step0_check=False) for given in (moe, moe_jax.load(moe)))
     assert isinstance(written.source, AdapterDirectory)
     assert equal_to_the_last_bit(of_path.source, written.source)
     assert equal_to_the_last_bit(of_model.source, written.source)
@@ -156,7 +156,7 @@ def test_a_base_that_was_moved_can_be_named(moe, tmp_path):
     tuned = moe_jax.load(tmp_path / "tuned", base=moved)
     merged = moe_jax.merge(tmp_path / "tuned", base=moved)
     assert equal_to_the_last_bit(merged.source, moe_jax.merge(tuned).source)
-    with pytest.raises(InputError, match="the model is not the path of one"):
+    with pytest.raises(InputError, match="path of one"):
         moe_jax.merge(tuned, base=moved)
 
 
@@ -183,7 +183,7 @@ def test_verbs_say_what_is_wrong_with_their_input(dense, moe, tmp_path):
         moe_jax.upcycle(dense, method="dres")
     with pytest.raises(InputError, match="method 'loar'"):
         moe_jax.adapt(moe, method="loar", adapter="lora:2")
-    with pytest.raises(InputError, match="in memory has nothing to merge"):
+    with pytest.raises(InputError, match="memory has nothing"):
         moe_jax.merge(moe_jax.load(moe))
     with pytest.raises(InputError, match="did you mean 'experts'"):
         moe_jax.plan(dense, upcycle={"expert": 8})
@@ -217,10 +217,10 @@ def test_texts_are_scored_and_continued_as_by_the_commands(dense, tmp_path, caps
 
 def test_texts_that_cannot_be_scored_or_continued(dense, tmp_path):
     bare = moe_jax.tiny_model()
-    with pytest.raises(InputError, match="in memory has no tokenizer.json"):
+    with pytest.raises(InputError, match="memory has no tokenizer.json"):
         moe_jax.generate(bare, "a")
     (tmp_path / "text.txt").write_text("some text")
-    with pytest.raises(InputError, match="in memory has no tokenizer.json"):
+    with pytest.raises(InputError, match="memory has no tokenizer.json"):
         moe_jax.evaluate(bare, tmp_path / "text.txt")
     with pytest.raises(FileNotFoundError, match="no text at"):
         moe_jax.evaluate(dense, "a string that names no file")
@@ -268,7 +268,7 @@ def test_a_base_and_a_text_may_go_with_compression(dense, trained, tmp_path):
     assert equal_to_the_last_bit(of_path.source, of_model.source)
     merged = moe_jax.compress(trained, method="msmoe", keep=0.5, calibrate=text)
     assert merged.lineage[-1]["sources"][-1]["path"] == str(text) and merged.config.layers[1].mlp.merged_experts == 2
-    with pytest.raises(InputError, match="--base does not go with this method"):
+    with pytest.raises(InputError, match="--base does not go"):
         moe_jax.compress(trained, base=dense, method="resmoe", keep=0.5)
     with pytest.raises(InputError, match="--layers: 0 of the model's MoE layers"):
         moe_jax.compress(trained, layers=[0], method="resmoe", keep=0.5)
@@ -279,7 +279,7 @@ def experts_of(model: moe_jax.Model, layer: int) -> dict[str, np.ndarray]:
     return {name: model.source.read(f"layers/{layer}/mlp/experts/{name}/kernel") for name in names}
 
 
-@one_in(3)
+@one_in(3, first=1)
 @pytest.mark.parametrize(
     "options", [{"method": "resmoe", "keep": 0.3}, {"method": "svd", "keep": 0.3}, {"method": "sp", "keep": 0.5}]
 )
@@ -334,5 +334,5 @@ def test_kernels_that_make_no_experts():
 
 
 def test_experts_alone_give_nothing_to_calibrate():
-    with pytest.raises(InputError, match="reap needs a text that a model runs over"):
+    with pytest.raises(InputError, match="model runs over"):
         moe_jax.compress_experts(experts_of(moe_jax.tiny_model(experts=2), 0), method="reap", keep=0.5)

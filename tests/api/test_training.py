@@ -84,13 +84,13 @@ def test_a_model_over_devices_is_trained_on_them():
 @pytest.mark.parametrize(
     "given, message",
     [
-        ([], "there are no batches"),
+        ([], "are no batches"),
         ([batch(), batch(2)], "batch 2 has 2 rows, expected train.batch_size = 4"),
-        ([batch()[0]], r"a batch of shape \(9,\)"),
-        ([batch() + 60], "tokens of a batch go from .* the vocabulary has 64"),
+        ([batch()[0]], r"batch of shape \(9,\)"),
+        ([batch() + 60], "vocabulary has 64"),
         ([batch() / 2], "dtype float64, expected integers"),
-        ([{"tokens": batch()}], "a batch of tokens; expected tokens, targets"),
-        ([{"tokens": batch(), "targets": batch()[:, 1:]}], r"targets of a batch has shape \(4, 8\)"),
+        ([{"tokens": batch()}], "batch of tokens"),
+        ([{"tokens": batch(), "targets": batch()[:, 1:]}], r"batch has shape \(4, 8\)"),
     ],
 )
 def test_batches_that_cannot_be_trained_on(given, message):
@@ -100,7 +100,7 @@ def test_batches_that_cannot_be_trained_on(given, message):
 
 def test_recipes_and_arguments_that_do_not_go_together(tmp_path):
     model = moe_jax.tiny_model()
-    with pytest.raises(InputError, match="a model and batches go together"):
+    with pytest.raises(InputError, match="batches go together"):
         moe_jax.train(RECIPE, model)
     with pytest.raises(InputError, match="unknown key 'train.stepz'.*did you mean"):
         moe_jax.train({"train": {"stepz": 3}}, model, [batch()])
@@ -110,7 +110,7 @@ def test_recipes_and_arguments_that_do_not_go_together(tmp_path):
         moe_jax.train(RECIPE)
     with pytest.raises(InputError, match="on_step goes with batches"):
         moe_jax.train(RECIPE, on_step=print)
-    with pytest.raises(InputError, match="resume, restart and verbose"):
+    with pytest.raises(InputError, match="restart and verbose"):
         moe_jax.train(RECIPE, model, [batch()], resume=True)
     with pytest.raises(FileNotFoundError, match="no recipe at"):
         moe_jax.train(tmp_path / "recipe.toml")

@@ -116,7 +116,7 @@ def test_a_truncated_leaf_is_an_error(tmp_path):
 def test_reader_refuses_what_is_not_a_checkpoint(tmp_path):
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
         LeafReader(tmp_path / "absent")
-    with pytest.raises(InputError, match="not a complete Orbax checkpoint"):
+    with pytest.raises(InputError, match="complete Orbax checkpoint"):
         LeafReader(tmp_path)
     write(tmp_path / "params", {"a": np.ones(8)})
     with pytest.raises(InputError, match="no leaf 'b'"):
@@ -200,7 +200,7 @@ for i in range(1000):
 def test_killed_in_the_middle_every_leaf_is_whole_or_absent(tmp_path):
     ran = run_python(KILLED, tmp_path / "params")
     assert ran.returncode == -signal.SIGKILL, ran.stderr
-    with pytest.raises(InputError, match="not a complete Orbax checkpoint"):
+    with pytest.raises(InputError, match="complete Orbax checkpoint"):
         LeafReader(tmp_path / "params")
     done = LeafWriter(tmp_path / "params", ["first", *(f"a{i}" for i in range(1000))]).done
     assert "first" in done and len(done) < 1000
@@ -215,5 +215,5 @@ def test_killed_in_the_middle_every_leaf_is_whole_or_absent(tmp_path):
 
 
 def test_a_full_disk_is_an_os_error(tmp_path):
-    with small_disk(tmp_path / "disk", 6) as disk, pytest.raises(OSError, match="No space left on device"):
+    with small_disk(tmp_path / "disk", 6) as disk, pytest.raises(OSError, match="left on device"):
         write(disk / "params", {f"a{i}": np.ones(1 << 18) for i in range(4)})

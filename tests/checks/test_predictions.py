@@ -75,8 +75,8 @@ def test_without_a_text_there_is_a_built_in_one(model, tmp_path, capsys):
     ("options", "message"),
     [
         ([*NF4, "--text", "absent.txt"], "no text at absent.txt"),
-        ([*NF4[:-2], "--text", "story.txt"], "the new model has none"),
-        ([*NF4, "--text", "story.txt", "--no-step0-check"], "which was not asked for"),
+        ([*NF4[:-2], "--text", "story.txt"], "model has none"),
+        ([*NF4, "--text", "story.txt", "--no-step0-check"], "was not asked"),
         ([*NF4, "--text", "short.txt"], "short.txt holds"),
     ],
 )

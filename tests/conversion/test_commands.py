@@ -69,11 +69,11 @@ def truncate(folder: pathlib.Path) -> None:
     ("damage", "expected"),
     [
         (truncate, "is truncated"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 100), "its header should take"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 100), "header should take"),
         (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
         (lambda folder: (folder / "config.json").unlink(), "config.json does not exist"),
         (lambda folder: (folder / "config.json").write_text('{"model_type": "gpt9"}'), "unknown model_type 'gpt9'"),
-        (lambda folder: (folder.parent / "out").mkdir(), "already exists; choose another name or remove it"),
+        (lambda folder: (folder.parent / "out").mkdir(), "already exists; choose"),
     ],
 )
 @pytest.mark.parametrize("command", ["convert", "export"])
@@ -84,7 +84,7 @@ def test_mistakes_are_one_line_and_exit_code_2(llama: pathlib.Path, capfd, comma
     printed = capfd.readouterr()
     assert printed.err.startswith("moe-jax: error: ") and printed.err.count("\n") == 1 and printed.out == ""
     # What is no Hugging Face directory at all is refused by `export` in other words.
-    assert expected in printed.err or (command == "export" and "is not a model" in printed.err)
+    assert expected in printed.err or (command == "export" and "not a model" in printed.err)
     children = sorted(child.name for child in llama.parent.iterdir())
     assert children == (["llama", "out"] if existed else ["llama"])
 

@@ -87,7 +87,7 @@ class Shape:
 
 
 def test_a_leaf_without_a_tensor_is_an_error():
-    with pytest.raises(InputError, match=r"the format of 'toy' cannot hold this model: it has no tensor for a/bias"):
+    with pytest.raises(InputError, match="'toy' cannot hold"):
         apply_table(linear("x", "b"), {"a/bias": Shape(3)}, 1, PER_EXPERT, "toy", num_encoder_layers=0)
 
 
@@ -98,7 +98,7 @@ def test_a_layout_is_told_from_the_names():
     assert detect_layout(table, []) == PER_EXPERT
     assert detect_layout(FAMILIES["llama"].table, expected_tensors(CONFIGS["llama"])) == PER_EXPERT
     both = [*expected_tensors(CONFIGS["mixtral"], PER_EXPERT), *expected_tensors(CONFIGS["mixtral"], FUSED)]
-    with pytest.raises(InputError, match="mixes two layouts of experts"):
+    with pytest.raises(InputError, match="mixes two layouts"):
         detect_layout(table, both)
 
 

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from moe_jax.core.errors import InputError
-from moe_jax.data import text_and_tables as sources
-from moe_jax.data.examples import Example
+from moe_jax.data import sources
 from moe_jax.data.pipeline import open_data
 from moe_jax.data.sections import DataSection, SourceSection
-from moe_jax.data.tokenizer import Tokenizer
+from moe_jax.data.tokenizer import Example, Tokenizer
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig
 from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
 
@@ -116,7 +115,7 @@ def test_the_position_survives_json_and_prefetching(tmp_path, tokenizer_path):
         assert all(np.array_equal(want[key], got[key]) for key in want)
     path.write_text("other text, which is longer than one sequence\n" * 20)
     changed = data(tokenizer_path, SourceSection(path=str(path)))
-    with pytest.raises(InputError, match="the training data changed"):
+    with pytest.raises(InputError, match="training data changed"):
         changed.set_state(state)
 
 
@@ -215,5 +214,5 @@ def test_no_sources_missing_files_and_wrong_tokenizers_are_clear(tmp_path, token
     with pytest.raises(InputError, match="a.txt is not a tokenizer.json"):
         data(tmp_path / "a.txt", SourceSection(path=str(tmp_path / "a.txt")))
     nameless = dataclasses.replace(CONFIG, bos_id=None)
-    with pytest.raises(InputError, match='data.bos = "always", but the model names no BOS token'):
+    with pytest.raises(InputError, match='data.bos = "always", but'):
         data(tokenizer_path, SourceSection(path=str(tmp_path / "a.txt")), config=nameless, bos="always")

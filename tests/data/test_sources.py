@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.core.errors import InputError
-from moe_jax.data.text_and_tables import Files, JsonLines, TextFile, find_files
+from moe_jax.data.sources import Files, JsonLines, TextFile, find_files
 
 text = st.text(alphabet="ab\n\u00e9\u6f22|", max_size=80)
 
@@ -72,15 +72,15 @@ def test_jsonl_skips_blank_lines_and_needs_no_last_line_end(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{not json", "a line that is not valid JSON"),
-        ('{"text": "a", "text": "b"}', "a line that: the key 'text' is given more than once"),
-        ('{"text": "a", "x": ' + "[" * 50_000 + "}", "a line that is nested more than 100 levels deep"),
-        ('{"text": "\\ud800"}', "'text' holding one half of a character in UTF-16"),
-        ('{"' + "x" * 100_000 + '": 1}', "an object with the keys 'xxxx"),
+        ("{not json", "is not valid JSON"),
+        ('{"text": "a", "text": "b"}', "line that: the key 'text'"),
+        ('{"text": "a", "x": ' + "[" * 50_000 + "}", "nested more than 100 levels"),
+        ('{"text": "\\ud800"}', "'text' holding one half"),
+        ('{"' + "x" * 100_000 + '": 1}', "with the keys 'xxxx"),
         ("[1, 2]", "a JSON list"),
-        ('{"prompt": "a"}', "an object with the keys 'prompt'"),
-        ('{"text": "a", "prompt": "b", "response": "c"}', "an object with the keys"),
-        ('{"text": 5}', "'text' holding a int that should be a string"),
+        ('{"prompt": "a"}', "with the keys 'prompt'"),
+        ('{"text": "a", "prompt": "b", "response": "c"}', "with the keys"),
+        ('{"text": 5}', "'text' holding a int"),
     ],
 )
 def test_a_bad_jsonl_line_is_named_with_what_was_expected(tmp_path, line, message):

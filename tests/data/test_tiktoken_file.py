@@ -147,19 +147,19 @@ def test_a_converted_model_has_a_tokenizer(ranks, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda b: b.replace(b" 255\n", b" 256\n"), "has 256 tokens, but none of rank 255: it is damaged"),
-        (lambda b: b + b"YWI=\n", "line 257 is 'YWI=', expected a token in base64 and its rank"),
-        (lambda b: b + b"YWI 256\n", "expected a token in base64 and its rank"),
-        (lambda b: b + b"YWI= -1\n", "expected a token in base64 and its rank"),
-        (lambda b: b + b"YWI= 1 2\n", "expected a token in base64 and its rank"),
-        (lambda b: b + b"YWI= 99999999999999999999\n", "expected a token in base64 and its rank"),
-        (lambda b: b + b"\xff\xfe\x00 256\n", "expected a token in base64 and its rank"),
+        (lambda b: b.replace(b" 255\n", b" 256\n"), "256 tokens, but none"),
+        (lambda b: b + b"YWI=\n", "line 257 is 'YWI='"),
+        (lambda b: b + b"YWI 256\n", "base64 and its rank"),
+        (lambda b: b + b"YWI= -1\n", "base64 and its rank"),
+        (lambda b: b + b"YWI= 1 2\n", "base64 and its rank"),
+        (lambda b: b + b"YWI= 99999999999999999999\n", "base64 and its rank"),
+        (lambda b: b + b"\xff\xfe\x00 256\n", "base64 and its rank"),
         (lambda b: b + b"YWI= 255\n", "line 257: rank 255 was given before"),
-        (lambda b: b + b"YWI= 256\nYWI= 257\n", "has a token twice"),
-        (lambda b: b[b.index(b"\n") + 1 :].replace(b" 255\n", b" 0\n"), "has no token for byte 0"),
+        (lambda b: b + b"YWI= 256\nYWI= 257\n", "token twice"),
+        (lambda b: b[b.index(b"\n") + 1 :].replace(b" 255\n", b" 0\n"), "token for byte 0"),
         (lambda b: b + base64.b64encode(b"a" * 300) + b" 256\n", "a token of 300 bytes, 256 are the most"),
-        (lambda b: b + b"YWJj 256\nYWI= 257\n", "the token of rank 256, 'abc', is not joined from two of lower rank"),
-        (lambda b: b"", "has no token for byte 0"),
+        (lambda b: b + b"YWJj 256\nYWI= 257\n", "token of rank 256, 'abc'"),
+        (lambda b: b"", "token for byte 0"),
     ],
 )
 def test_damaged_files_are_refused_in_a_line(tmp_path, change, message):
@@ -176,9 +176,9 @@ def test_files_that_would_take_too_long_are_refused(tmp_path):
     rng = np.random.default_rng(0)
     for _ in range(4000):
         ranks[rng.bytes(256)] = len(ranks)
-    with pytest.raises(InputError, match="more long tokens than a vocabulary"):
+    with pytest.raises(InputError, match="more long tokens"):
         qwen_tokenizer(write_ranks(tmp_path / "qwen.tiktoken", ranks))
     with (tmp_path / "large").open("wb") as file:
         file.truncate(1 << 30)
-    with pytest.raises(InputError, match="more than it can need"):
+    with pytest.raises(InputError, match="can need"):
         qwen_tokenizer(tmp_path / "large")

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from moe_jax.core.errors import InputError
 from moe_jax.data import tokenize_sources as tokenizing
-from moe_jax.data.examples import Document
 from moe_jax.data.pipeline import open_data
 from moe_jax.data.sections import DataSection, SourceSection
 from moe_jax.data.token_files import INDEX, pack, unpack
 from moe_jax.data.tokenize_sources import Task, source_patterns, tokenize, totals
-from moe_jax.files.resume import leftovers
+from moe_jax.data.tokenizer import Document
+from moe_jax.files.staging import leftovers
 from tests.data.test_chat_data import CONFIG
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.chat_templates import TURNS, plain
@@ -154,7 +154,7 @@ def test_tokens_of_another_tokenizer_or_other_settings_are_refused(tmp_path):
     with pytest.raises(InputError, match='made with data.bos = "auto", and not "never"'):
         opened(a_task(tmp_path, bos="never"), patterns)
     (tmp_path / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(InputError, match="made with another tokenizer, or another chat template"):
+    with pytest.raises(InputError, match="another chat template"):
         opened(task, patterns)
 
 
@@ -174,7 +174,7 @@ def test_broken_files_of_tokens_are_one_line(tmp_path):
     with pytest.raises(InputError, match="does not list source-0-00000"):
         opened(task, patterns)
     (out / INDEX).unlink()
-    with pytest.raises(InputError, match="has no tokens.json: files of tokens are made by moe-jax data tokenize"):
+    with pytest.raises(InputError, match="made by moe-jax data tokenize"):
         opened(task, patterns)
     for record in (b"", b"\x03" + bytes(7), pack([Document(np.arange(9), np.ones(9))])[:-1]):
         with pytest.raises((ValueError, Exception)) as error:
@@ -187,7 +187,7 @@ def test_what_cannot_be_tokenised_is_said(tmp_path):
     tokenize(task, tmp_path / "out")
     with pytest.raises(InputError, match="already exists"):
         tokenize(task, tmp_path / "out")
-    with pytest.raises(InputError, match="processes = 0 must be at least 1"):
+    with pytest.raises(InputError, match="processes = 0 must"):
         tokenize(task, tmp_path / "new", processes=0)
     tokens = tuple(SourceSection(path=path) for path in source_patterns(tmp_path / "out", task.section))
     with pytest.raises(InputError, match="is tokenised already"):

@@ -20,9 +20,9 @@ from moe_jax.model_io.model_dir import ModelDirectoryWriter
 from moe_jax.nn import Decoder
 from tests.support.losses import token_losses
 from tests.support.tiers import one_in
-from tests.support.training_models import FFN, config_of, moe
+from tests.support.training_models import config_of, moe
 
-CONFIG = config_of(FFN, moe())
+CONFIG = config_of(moe())
 TEXT = "the quick brown fox jumps over the lazy dog, and 17 times more.\n"
 
 
@@ -82,7 +82,7 @@ def test_a_mesh_and_the_batch_size_change_nothing(model, ids):
 def test_a_window_of_one_token_scores_nothing(model, ids):
     graphdef, state = nnx.split(model)
     assert Evaluator(graphdef, ids, seq_len=20, batch_size=3)(state).tokens == 60 - 3
-    with pytest.raises(InputError, match="seq_len = 1 must be at least 2"):
+    with pytest.raises(InputError, match="seq_len = 1 must"):
         Evaluator(graphdef, ids, seq_len=1, batch_size=1)
 
 

@@ -205,10 +205,10 @@ def test_some_matrices_may_have_no_base():
     platform, load = Platform.of(CHIPS["v5p"], 2), Load(EXPERTS, 64, 2)
     costs = (strategy_costs(one, FFN, D_MODEL, load, platform) for one in (config, whole))
     assert all(less.total < more.total for less, more in zip(*(cost.values() for cost in costs), strict=True))
-    with pytest.raises(InputError, match="of no matrix at all"):
+    with pytest.raises(InputError, match="matrix at all"):
         nothing = BaseCodes(code="4", gate_bits=0, up_bits=0, down_bits=0)
         bank_of("quantized", nothing)[0].check_fits(FFN, D_MODEL)
-    with pytest.raises(InputError, match="and down of these have none; use PERFT"):
+    with pytest.raises(InputError, match="none; use PERFT"):
         MoEConfig(
             num_experts=4,
             top_k=2,
@@ -323,15 +323,15 @@ def test_experts_on_the_host_are_those_of_the_bank():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: BaseCodes(code="5"), "unknown code of a base '5'"),
-        (lambda: BaseCodes(code="4", group_size=12), "group_size=12 must be a multiple of 8"),
-        (lambda: BaseCodes(code="4", down_bits=5), "unknown code of a base '5'"),
-        (lambda: BaseCodes(code="nf4", up_bits=4), "a base in NF4 codes has no matrices of 4 bits"),
-        (lambda: BaseCodes(code="8", table=True), "a base in codes '8' has no table of levels"),
-        (lambda: BaseCodes(code="nf4", scale_bits=8), "scale_bits=8 does not go with an NF4 base"),
-        (lambda: BaseCodes(code="nf4", table=True), "a base in codes 'nf4' has no table of levels"),
-        (lambda: BaseCodes(code="nf4", group_size=64), "group_size=64 does not go with an NF4 base"),
-        (lambda: BankConfig(base_codes=STORED["nf4"]), "base_codes go with a shared base"),
+        (lambda: BaseCodes(code="5"), "of a base '5'"),
+        (lambda: BaseCodes(code="4", group_size=12), "group_size=12 must be a"),
+        (lambda: BaseCodes(code="4", down_bits=5), "of a base '5'"),
+        (lambda: BaseCodes(code="nf4", up_bits=4), "base in NF4 codes"),
+        (lambda: BaseCodes(code="8", table=True), "codes '8' has no table"),
+        (lambda: BaseCodes(code="nf4", scale_bits=8), "go with an NF4 base"),
+        (lambda: BaseCodes(code="nf4", table=True), "codes 'nf4' has no table"),
+        (lambda: BaseCodes(code="nf4", group_size=64), "go with an NF4 base"),
+        (lambda: BankConfig(base_codes=STORED["nf4"]), "base_codes go with a"),
         (
             lambda: BankConfig(kind="low-rank", rank=1, base="none", base_codes=STORED["nf4"]),
             "which low-rank experts with base 'none' do not have",
@@ -340,11 +340,11 @@ def test_experts_on_the_host_are_those_of_the_bank():
             lambda: MoEConfig(
                 expert=FFNConfig(dim=8, nf4=True), num_experts=2, top_k=1, bank=bank_of("low-rank", STORED["nf4"])[0]
             ),
-            "nf4 does not go with a base that is in codes already",
+            "nf4 does not go",
         ),
         (
             lambda: next(leaves_from_dense(bank_of("low-rank", STORED["nf4"])[0], FFN, 2, {"up": np.eye(4)}, print)),
-            "a base in codes does not equal a dense FFN",
+            "equal a dense FFN",
         ),
     ],
 )

@@ -205,8 +205,8 @@ def test_no_array_of_the_size_of_the_kernel_is_made(nf4):
     ("make", "said"),
     [
         (lambda: LoRAConfig(rank=0, targets=("q",)), "rank=0"),
-        (lambda: LoRAConfig(rank=1, targets=()), "must name at least one kernel"),
-        (lambda: FFNConfig(dim=4, gated=False, lora=LORA), "LoRA targets gate do not exist here; there are up, down"),
+        (lambda: LoRAConfig(rank=1, targets=()), "least one kernel"),
+        (lambda: FFNConfig(dim=4, gated=False, lora=LORA), "LoRA targets gate do"),
         (
             lambda: MoEConfig(
                 expert=FFNConfig(dim=4, lora=LORA),
@@ -214,13 +214,13 @@ def test_no_array_of_the_size_of_the_kernel_is_made(nf4):
                 top_k=1,
                 bank=BankConfig(kind="low-rank", rank=1, base="none"),
             ),
-            "needs full kernels or a shared base",
+            "needs full kernels",
         ),
         (
             lambda: MoEConfig(
                 expert=FFNConfig(dim=4, lora=dataclasses.replace(LORA, dropout=0.1)), num_experts=2, top_k=1
             ),
-            "LoRA on full experts has no dropout",
+            "LoRA on full experts",
         ),
     ],
 )

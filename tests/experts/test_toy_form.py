@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.api.open_source import open_source
 from moe_jax.commands import cli
-from moe_jax.compression.methods.registry import make_method
+from moe_jax.compression.spec import make_method
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import leaf_spec, make_mesh
 from moe_jax.experts import BankConfig, make_bank
@@ -279,13 +279,13 @@ def test_its_experts_are_exported_as_full_kernels(trained, folder, logits):
 def test_what_it_cannot_have_is_refused(scaled):
     lora = LoRAConfig(rank=2, targets=("up",))
     for changes in ({"lora": lora}, {"nf4": True}):
-        with pytest.raises(InputError, match="scaled experts with base 'shared' have neither"):
+        with pytest.raises(InputError, match="base 'shared' have neither"):
             MoEConfig(expert=FFNConfig(dim=8, **changes), num_experts=4, top_k=2, bank=BankConfig(scaled()))
 
 
 def test_a_leaf_that_its_form_says_nothing_about_has_no_place_on_a_mesh():
     assert leaf_spec("layers/0/mlp/experts/delta/up/factor_out") == P("expert", None)
-    with pytest.raises(InputError, match="no sharding rule matches parameter 'layers/0/.*/up/factor_in'"):
+    with pytest.raises(InputError, match="rule matches parameter 'layers/0/"):
         leaf_spec("layers/0/mlp/experts/delta/up/factor_in")
 
 

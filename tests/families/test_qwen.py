@@ -12,9 +12,9 @@ from flax import nnx
 
 from moe_jax.conversion import HuggingFaceDirectory, read_hf_config, write_hf_config
 from moe_jax.core.errors import InputError
-from moe_jax.generation.texts import generate
 from moe_jax.model_io.loading import load_model, model_leaves
 from tests.families import plain_qwen
+from tests.support.generated import generate
 from tests.support.hf_checkpoints import CONFIGS, expected_tensors, write_checkpoint
 from tests.support.losses import next_token_loss
 from tests.support.numerics import logits_of
@@ -64,7 +64,7 @@ def test_greedy_continuations_equal_the_definition(tmp_path):
     prompts = TOKENS[:, :6]
     expected = [plain_qwen.continuation(SMALL, in_float64(tensors), prompt, NEW_TOKENS) for prompt in prompts]
     assert generate(model, prompts.tolist(), max_new_tokens=NEW_TOKENS) == expected
-    with pytest.raises(InputError, match="rows of 81 positions, but beyond 80 a 'qwen' model computes something else"):
+    with pytest.raises(InputError, match="but beyond 80 a 'qwen'"):
         generate(model, prompts.tolist(), max_new_tokens=75)
 
 
@@ -127,8 +127,8 @@ def test_the_published_config_is_given_back():
     [
         ({"intermediate_size": 95}, "intermediate_size=95 must be even"),
         ({"kv_channels": 16}, "num_attention_heads * kv_channels is hidden_size = 32, not 4 * 16"),
-        ({"scale_attn_weights": False}, "'scale_attn_weights' is False, only True"),
-        ({"use_cache_quantization": True}, "'use_cache_quantization' is True, only False"),
+        ({"scale_attn_weights": False}, "'scale_attn_weights' is False"),
+        ({"use_cache_quantization": True}, "'use_cache_quantization' is True"),
         ({"seq_length": None}, "it has no 'seq_length'"),
     ],
 )

@@ -71,7 +71,7 @@ def test_a_dense_model_has_nothing_to_draw(tmp_path: pathlib.Path, capsys):
     dense = write_model(tmp_path / "dense", moe_config(None))
     assert cli.main(["inspect", str(dense.path), "--plots", str(tmp_path / "plots")]) == 2
     caught = capsys.readouterr()
-    assert "is dense: --plots draws experts, and it has none" in caught.err and caught.err.count("\n") == 1
+    assert "dense: --plots draws experts" in caught.err and caught.err.count("\n") == 1
     assert not caught.out and not (tmp_path / "plots").exists()
 
 
@@ -83,7 +83,7 @@ def test_a_dense_model_has_nothing_to_draw(tmp_path: pathlib.Path, capsys):
         (["--plots", "plots", "--seq-len", "8"], "--seq-len belongs to --text FILE"),
         (["--plots", "plots", "--split"], "--split belongs to --text FILE"),
         (["--plots", "plots", "--text", "absent.txt"], "no text at absent.txt"),
-        (["--plots", "plots", "--text", "absent.txt", "--seq-len", "1"], "seq_len = 1 must be at least 2"),
+        (["--plots", "plots", "--text", "absent.txt", "--seq-len", "1"], "seq_len = 1 must"),
     ],
 )
 def test_bad_options_leave_nothing(words, expected, model, tmp_path: pathlib.Path, capsys, monkeypatch):

@@ -18,24 +18,24 @@ from tests.support.dense_models import dense_config, random_leaves, write_model
 @pytest.mark.parametrize("path", ["s3://a/b", "https://host/a", "file:///a", "hf://a/b", "a\0b"])
 def test_what_is_not_local_is_refused_wherever_a_model_is_read_or_written(path):
     for use in (check_local, check_model_path, open_source, read_config, lambda p: refuse_existing(Path(p))):
-        with pytest.raises(InputError, match="is an address and not a path|holds a zero byte"):
+        with pytest.raises(InputError, match="is an address|holds a zero byte"):
             use(path)
-        with pytest.raises(InputError, match="is an address and not a path|holds a zero byte"):
+        with pytest.raises(InputError, match="is an address|holds a zero byte"):
             use(Path(path))
 
 
 @pytest.mark.parametrize("path", ["gs://bucket/a", Path("gs://bucket/a")])
 def test_what_may_be_in_a_bucket_is_said_where_it_may_not(path):
     check_model_path(path)
-    with pytest.raises(InputError, match="'gs://bucket/a' is an address and not a path; models, runs"):
+    with pytest.raises(InputError, match="'gs://bucket/a' is an address"):
         check_local(path)
-    with pytest.raises(InputError, match="is an address and not a path"):
+    with pytest.raises(InputError, match="address and not"):
         refuse_existing(Path(path))
 
 
 @pytest.mark.parametrize("path", ["gs://", "gs://Bucket/a", "gs://b/a", "gs://bucket/../a"])
 def test_what_is_no_address_of_a_bucket(path):
-    with pytest.raises(InputError, match="is not the name of a bucket|has . or .. in it"):
+    with pytest.raises(InputError, match="name of a bucket|has . or .. in it"):
         check_model_path(path)
 
 
@@ -48,7 +48,7 @@ def test_a_name_that_is_not_utf_8_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     bad = Path(os.fsdecode(b"name-\xff"))
     for use in (open_source, refuse_existing):
-        with pytest.raises(InputError, match=r"udcff' is not UTF-8, as paths of models must be; rename it"):
+        with pytest.raises(InputError, match="udcff' is not UTF-8"):
             use(bad)
 
 
@@ -64,7 +64,7 @@ def test_recipes_name_paths_or_buckets_that_are_read(tmp_path, key):
         return load_recipe(tmp_path / "a.toml", [f"{key}={value}"])
 
     load("gs://bucket/x")
-    with pytest.raises(InputError, match="'s3://bucket/x' is an address and not a path"):
+    with pytest.raises(InputError, match="'s3://bucket/x' is an address"):
         load("s3://bucket/x")
 
 
@@ -72,7 +72,7 @@ def test_a_target_inside_its_source_is_refused_before_anything_is_written(tmp_pa
     (tmp_path / "model" / "below").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "model" / "below")
     for target in ("model/out", "model/below/out", "link/out", "model/../model/out"):
-        with pytest.raises(InputError, match="lies inside .*model, which it is made from"):
+        with pytest.raises(InputError, match="lies inside"):
             check_beside(tmp_path / target, [tmp_path / "model"])
     for target in ("out", "modelling", "model-2/out"):
         check_beside(tmp_path / target, [tmp_path / "model"])

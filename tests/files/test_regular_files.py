@@ -28,14 +28,14 @@ def test_reads_a_file_and_what_a_link_points_to(tmp_path):
 def test_refuses_what_never_begins_or_never_ends(tmp_path, kind, make):
     make(tmp_path / "x")
     for read in (open_regular, lambda path: read_regular(path, max_bytes=9)):
-        with pytest.raises(InputError, match=f"x is {kind}, expected a regular file"):
+        with pytest.raises(InputError, match=f"x is {kind}, expected"):
             read(tmp_path / "x")
 
 
 def test_refuses_a_file_that_is_too_large_before_it_is_read(tmp_path):
     with open(tmp_path / "x", "wb") as file:
         file.truncate(1 << 40)  # more than there is memory, and no disk
-    with pytest.raises(InputError, match="x has more than 1,000 bytes"):
+    with pytest.raises(InputError, match="more than 1,000 bytes"):
         read_regular(tmp_path / "x", max_bytes=1000)
     with pytest.raises(FileNotFoundError):
         read_regular(tmp_path / "y", max_bytes=1000)
@@ -44,7 +44,7 @@ def test_refuses_a_file_that_is_too_large_before_it_is_read(tmp_path):
 @pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="Linux")
 def test_refuses_a_file_of_the_system_that_says_it_is_empty():
     assert len(read_regular("/proc/self/maps", max_bytes=1 << 26)) > 1000
-    with pytest.raises(InputError, match="maps has more than 1,000 bytes"):
+    with pytest.raises(InputError, match="more than 1,000 bytes"):
         read_regular("/proc/self/maps", max_bytes=1000)
 
 

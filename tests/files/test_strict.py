@@ -100,5 +100,5 @@ def test_formats_and_versions():
     with pytest.raises(InputError, match="^x has no format 'cart'"):
         without_format({"version": 2}, "cart", 2, where="x")
     for version in (3, 2.0, True, None):
-        with pytest.raises(InputError, match=f"^x has version {version}, this library reads version 2"):
+        with pytest.raises(InputError, match=f"^x has version {version}, .* 2"):
             without_format({"format": "cart", "version": version}, "cart", 2, where="x")

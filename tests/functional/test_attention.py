@@ -157,7 +157,7 @@ def test_the_program_does_not_grow_with_the_length(options):
 
 def test_bands_need_little_more_arithmetic_than_the_mask():
     for length, window, bound in ((32768, None, 1.13), (32768, 1024, 1.15), (1024, None, 1.13)):
-        bands = chunks._bands(length, length, mask="causal", window=window, aligned=True)
+        bands = chunks._bands(length, length, chunks.AttentionOptions("causal", window, 1.0, None, aligned=True))
         assert sum(band.size * band.count for band in bands) == length
         done = sum(band.count * band.size * band.span for band in bands)
         seen = sum(min(t + 1, window or length) for t in range(length))
@@ -228,9 +228,9 @@ def kernels_of(placement, length=300, dtype="bfloat16", packed=True, **options):
         ("tpu", {"soft_cap": 30.0, "window": 100}, "splash_mha_fwd_segmented_no_residuals", None),
         ("tpu", {"mask": "bidirectional", "aligned": False}, "splash_mha_fwd_segmented_no_residuals", None),
         ("tpu", {"length": 100}, None, None),
-        ("tpu", {"mask": "prefix"}, None, "TPU's kernels, which are faster: of a prefix mask only the data says"),
-        ("tpu", {"aligned": False}, None, "TPU's kernels, which are faster: only the data says at which positions"),
-        ("tpu", {"bias": jnp.zeros((4, 9))}, None, "TPU's kernels, which are faster: scores have a bias"),
+        ("tpu", {"mask": "prefix"}, None, "TPU's kernels, which are faster"),
+        ("tpu", {"aligned": False}, None, "TPU's kernels, which are faster"),
+        ("tpu", {"bias": jnp.zeros((4, 9))}, None, "TPU's kernels, which are faster"),
         ("gpu", {}, "mha_forward", None),
         ("gpu", {"soft_cap": 30.0}, None, "GPU's kernels, which are faster: scores are capped"),
         ("gpu", {"dtype": "float32"}, None, "GPU's kernels, which are faster: activations are float32"),

@@ -106,7 +106,7 @@ def test_auxiliary_losses_of_a_sigmoid_gate_are_of_normalised_scores():
 def test_a_gate_can_be_registered(monkeypatch):
     monkeypatch.setattr(routing, "GATES", dict(GATES))
     even = Gate(lambda logits: jax.nn.softmax(logits, axis=-1), lambda _, kept: jnp.full_like(kept, 0.25))
-    with pytest.raises(ValueError, match="there is a gate 'top1' already"):
+    with pytest.raises(ValueError, match="is a gate 'top1' already"):
         register_gate("top1", even)
     register_gate("even", even)
     assert route(jnp.zeros((3, 4)), 2, "even")[0].weights.tolist() == [[0.25, 0.25]] * 3

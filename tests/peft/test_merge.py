@@ -139,7 +139,7 @@ def test_what_cannot_be_folded_is_refused_with_the_reason(tmp_path, capsys):
     assert cli.main(["merge", str(source.base.path), str(tmp_path / "out")]) == 2
     assert "nothing to merge" in capsys.readouterr().err
     assert cli.main(["merge", str(source.base.path), str(tmp_path / "out"), "--base", str(tmp_path)]) == 2
-    assert "is not an adapter directory" in capsys.readouterr().err
+    assert "adapter directory" in capsys.readouterr().err
     assert cli.main(["merge", str(source.path), str(tmp_path / "base"), "--partly"]) == 2
     assert "already exists" in capsys.readouterr().err
     assert names(tmp_path) == before

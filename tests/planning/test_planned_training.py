@@ -245,7 +245,7 @@ def test_a_compiler_that_finds_no_room_is_no_error(one_device, monkeypatch):
         (["--train", "RECIPE", "--set", "mesh.fsdp=3"], "does not fit"),
         (["--train", "RECIPE", "--platform", "v6"], "v6e"),
         (["--train", "RECIPE", "--platform", "v5e:wide"], "expected a topology"),
-        (["--train", "RECIPE", "--optimizer", "muon"], "--optimizer: the recipe says it"),
+        (["--train", "RECIPE", "--optimizer", "muon"], "--optimizer: the recipe says"),
         (["--set", "train.steps=3"], "--set: only with --train"),
         ([], "missing: CONFIG_OR_MODEL"),
     ],

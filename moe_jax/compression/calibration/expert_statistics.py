@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from moe_jax.compression.calibration.recorded import LayerRows
+from moe_jax.compression.calibration.recording import LayerRows
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.functional.dense import ffn, ffn_hidden
 from moe_jax.nn.moe import RouterStatistics

@@ -26,19 +26,12 @@ _TINY, _LARGE = 2.0**-50, np.float32(2.0**64)
 
 
 class Refit(NamedTuple):
-    """A centre and masks that go together.
+    """A centre and masks that go together."""
 
-    Attributes:
-      centre: float32[...], the best one for the masks.
-      masks: the entries of every expert that are kept.
-      error: sum over the experts of the squared entries that are not.
-      rounds: how often masks were chosen.
-    """
-
-    centre: Float[np.ndarray, "..."]
-    masks: list[Bool[np.ndarray, "..."]]
-    error: float
-    rounds: int
+    centre: Float[np.ndarray, "..."]  # float32[...], the best one for the masks
+    masks: list[Bool[np.ndarray, "..."]]  # the entries of every expert that are kept
+    error: float  # sum over the experts of the squared entries that are not
+    rounds: int  # how often masks were chosen
 
 
 def concat_counts(magnitudes: Mapping[str, Float[np.ndarray, "..."]], keep: float) -> dict[str, int]:

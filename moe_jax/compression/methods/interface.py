@@ -29,17 +29,13 @@ Tick = Callable[[float], None]
 
 
 class Base:
-    """The base of one layer, and where it comes from.
-
-    Attributes:
-      origin: `DENSE`, `OWN` or `MEAN`.
-    """
+    """The base of one layer; its `origin` is `DENSE`, `OWN` or `MEAN`."""
 
     def __init__(self, layer: SourceLayer, dense: ModelSource | None):
         """Chooses: the dense model if there is one, else the bank's own base, else the mean of the experts."""
         self._layer = layer
         self._dense = dense
-        self.origin = DENSE if dense is not None else OWN if layer.has_base else MEAN
+        self.origin = DENSE if dense is not None else OWN if layer.moe.bank.has_base else MEAN
 
     def kernel(self, name: str) -> np.ndarray:
         """The base of one matrix, [in, out], as it is where it comes from; the mean is float32."""
@@ -116,14 +112,9 @@ class Method(abc.ABC):
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
-        """Computes and writes the leaves of one layer.
+        """Computes and writes the leaves of one layer, given what `plan` and `analyse` returned for it.
 
-        Args:
-          layer: its experts as they are.
-          base: what deltas may be taken from.
-          target: what `plan` said the layer becomes.
-          write: takes leaves by their paths below `mlp`. Leaves that it is not given stay as they are.
-          analysis: what `analyse` returned for the layer.
+        Deltas may be taken from the base. Leaves that `write` is not given stay as they are.
         """
 
 

@@ -324,8 +324,8 @@ def registered() -> tuple[type[ExpertForm], ...]:
 
 
 def delta_options() -> dict[str, str]:
-    """The values of `upcycle --delta`, such as `low-rank:R`, by kind."""
-    return {kind: form.delta_option for kind, form in _FORMS.items() if form.delta_option is not None}
+    """The values of `upcycle --delta`, such as `low-rank:R`, by kind, in alphabetical order."""
+    return {kind: form.delta_option for kind, form in sorted(_FORMS.items()) if form.delta_option is not None}
 
 
 def form_of_option(text: str) -> ExpertForm:

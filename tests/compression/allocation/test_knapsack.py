@@ -78,5 +78,5 @@ def test_what_a_candidate_stands_for_need_not_be_comparable():
 
 @given(layers=LAYERS)
 def test_a_budget_that_is_too_small_names_the_smallest_possible(layers):
-    with pytest.raises(InputError, match=f"they take at least {smallest(layers)} bytes"):
+    with pytest.raises(InputError, match=f"at least {smallest(layers)} bytes"):
         allocate(layers, smallest(layers) - 1)

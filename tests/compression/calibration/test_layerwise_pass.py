@@ -11,8 +11,7 @@ import pytest
 from moe_jax.api.compress import calibrate
 from moe_jax.checks.streamed_layers import StreamedModel
 from moe_jax.commands.cli import main
-from moe_jax.compression.calibration.layerwise_pass import DEFAULT_SAMPLES, record, sample_windows
-from moe_jax.compression.calibration.recorded import read_layer
+from moe_jax.compression.calibration.recording import DEFAULT_SAMPLES, read_layer, record, sample_windows
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.files.staging import lock_directory
@@ -111,7 +110,7 @@ def test_activations_of_any_batch_that_are_not_finite_are_an_error(source, windo
                 leaf[windows[0, 3]] = np.nan
             return leaf
 
-    with pytest.raises(InputError, match="what layer 0 gives is not finite"):
+    with pytest.raises(InputError, match="layer 0 gives is not"):
         record(Spoilt(source.path), windows, tmp_path, KEY, mesh=make_mesh({}, jax.devices()[:1]), batch_size=2)
 
 
@@ -136,7 +135,7 @@ def test_a_recording_is_found_again_and_another_is_not_taken(models, source, tex
     assert made == {file: file.stat().st_mtime_ns for file in kept.rglob("*.npy")}
     assert first.folder == second.folder and len(made) == len(source.config.moe_layers)
     assert calibrate(source, text, seq_len=16, samples=4, seed=1, place=kept.joinpath).folder != first.folder
-    with pytest.raises(InputError, match="a calibration of something else"):
+    with pytest.raises(InputError, match="calibration of something"):
         calibrate(source, text, seq_len=16, samples=3, place=lambda name: first.folder)
     next(iter(made)).write_bytes(b"nonsense")
     with pytest.raises(InputError, match="is damaged"):
@@ -144,7 +143,7 @@ def test_a_recording_is_found_again_and_another_is_not_taken(models, source, tex
 
 
 def test_what_cannot_be_calibrated(models, text, source, windows, tmp_path, monkeypatch):
-    with pytest.raises(InputError, match="the model is dense"):
+    with pytest.raises(InputError, match="model is dense"):
         calibrate(ModelDirectory(models["dense"]), text)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
     with pytest.raises(InputError, match=r"60 tokens takes .* where 1 B are free"):
@@ -156,7 +155,7 @@ def test_another_command_on_the_same_text_has_to_wait(source, text, tmp_path):
     options = {"seq_len": 16, "samples": 4, "place": lambda name: tmp_path / "kept"}
     (tmp_path / "kept").mkdir()
     of_another = lock_directory(tmp_path / "kept", tmp_path)
-    with pytest.raises(InputError, match="another command is writing"):
+    with pytest.raises(InputError, match="command is writing"):
         calibrate(source, text, **options)
     os.close(of_another)
     assert calibrate(source, text, **options).folder == tmp_path / "kept"

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from moe_jax.compression.board import AnalysisStore
+from moe_jax.compression.stream import AnalysisStore
 from moe_jax.core.errors import InputError
 
 JOB = {"options": {"keep": 0.25}}
@@ -42,6 +42,6 @@ def test_bad_input_leaves_nothing(tmp_path):
 
 def test_two_jobs_at_once_are_refused(tmp_path):
     with AnalysisStore(tmp_path / "out", JOB):
-        with pytest.raises(InputError, match="another command is writing"), AnalysisStore(tmp_path / "out", JOB):
+        with pytest.raises(InputError, match="command is writing"), AnalysisStore(tmp_path / "out", JOB):
             pass
         assert os.listdir(tmp_path) == [".out.analysis"]

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from moe_jax.api.compress import calibrate
 from moe_jax.compression import compress, make_method
 from moe_jax.compression.budget import Candidate, allocate
-from moe_jax.compression.calibration.layerwise_pass import sample_windows
-from moe_jax.compression.calibration.recorded import Calibration
+from moe_jax.compression.calibration.recording import Calibration, sample_windows
 from moe_jax.compression.calibration.sensitivities import TRIED_BITS, TRIED_GROUP_SIZE, measure_sensitivities
 from moe_jax.compression.coding import storage
 from moe_jax.compression.coding.coder import expert_coders
@@ -280,7 +279,7 @@ def test_two_parts_have_the_errors_and_bytes_that_they_say(sizes):
         ({"budget_bits": -1.0}, "must be above 0"),
         ({"budget_bits": 3.0, "levels": "even"}, "levels"),
         ({"budget_bits": 3.0, "scale_bits": 4}, "scale_bits"),
-        ({"budget_bits": 3.0, "levels": "fitted", "zero_points": True}, "levels=fitted do not go with zero points"),
+        ({"budget_bits": 3.0, "levels": "fitted", "zero_points": True}, "levels=fitted do not go"),
         ({"budget_bits": 3.0, "experts": "mixed"}, "experts"),
         ({"budget_bits": 3.0, "experts_multiple": 0}, "experts_multiple"),
     ],
@@ -296,12 +295,12 @@ def test_what_it_cannot_do_is_said_before_anything_is_written(source, calibrated
     with pytest.raises(InputError, match="--calibrate TEXT"):
         compress(source, tmp_path / "out", enough, described={})
     little = make_method("allocate", {"budget_bits": 0.5})
-    with pytest.raises(InputError, match="too small for the experts of 2 layers"):
+    with pytest.raises(InputError, match="experts of 2 layers"):
         compress(source, tmp_path / "out", little, calibration=calibration, described={})
     unmeasured = calibration._replace(
         layers={i: one._replace(sensitivities=None) for i, one in calibration.layers.items()}
     )
-    with pytest.raises(InputError, match="does not say how much depends on it"):
+    with pytest.raises(InputError, match="how much depends"):
         compress(source, tmp_path / "out", enough, calibration=unmeasured, described={})
     assert not (tmp_path / "out").exists()
 
@@ -312,5 +311,5 @@ def test_a_model_that_cannot_be_measured_is_refused_before_the_text_is_run(sourc
     allocated = make_method("allocate", {"target_bytes": 8_000, "group_size": 8})
     check_before_calibration(source, allocated, source.config.moe_layers, extended=False)
     packed = ModelDirectory(tmp_path / "codes")
-    with pytest.raises(InputError, match="it has quantized ones; write the model with moe-jax export"):
+    with pytest.raises(InputError, match="model with moe-jax export"):
         check_before_calibration(packed, allocated, packed.config.moe_layers, extended=False)

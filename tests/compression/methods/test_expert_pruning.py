@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from moe_jax.compression import compress, make_method
-from moe_jax.compression.calibration.recorded import LayerCalibration
+from moe_jax.compression.calibration.recording import LayerCalibration
 from moe_jax.compression.coding.storage import REMOVED, stored_bytes
-from moe_jax.compression.methods.expert_pruning import weighted_output_norms
+from moe_jax.compression.methods.fewer_experts import weighted_output_norms
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.core.errors import InputError
 from moe_jax.functional.routing import route
@@ -128,9 +128,9 @@ def test_the_router_chooses_as_if_the_others_were_never_the_best():
     ("moe", "keep", "message"),
     [
         ({}, 0.17, r"keep=0.17 leaves 1 of 6 experts in layer 0, .* to top_k=2; keep at least 0.333"),
-        ({"universal": "coder"}, 0.5, "universal 'coder' has a gate network"),
+        ({"universal": "coder"}, 0.5, "universal 'coder' has a gate"),
         ({"selection": SelectionConfig(groups=2, top_groups=2)}, 0.5, "chosen by groups=2"),
-        ({"merged_experts": 3}, 0.5, "its experts are merged"),
+        ({"merged_experts": 3}, 0.5, "experts are merged"),
     ],
 )
 def test_what_cannot_be_pruned(moe, keep, message):
@@ -140,7 +140,7 @@ def test_what_cannot_be_pruned(moe, keep, message):
 
 def test_a_universal_ffn_does_not_become_a_delta():
     layer = SourceLayer(source_of(universal="med"), 0, with_universal=True)
-    with pytest.raises(InputError, match="--extended does not go with this method"):
+    with pytest.raises(InputError, match="--extended does not go"):
         make_method("reap", {"keep": 0.5}).check([layer])
 
 

@@ -60,7 +60,7 @@ def test_missing_shards_are_all_named(sharded: pathlib.Path):
     (sharded / FIRST).unlink()
     (sharded / SECOND).unlink()
     message = complaint(sharded)
-    assert "names files that are not there: 2 problems" in message and FIRST in message and SECOND in message
+    assert "are not there: 2 problems" in message and FIRST in message and SECOND in message
 
 
 def test_a_tensor_in_two_files(sharded: pathlib.Path):

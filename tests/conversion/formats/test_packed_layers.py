@@ -77,12 +77,12 @@ def test_groups_of_no_size(group_size, tmp_path):
     dense = dense_config(num_layers=1, d_model=D, dim=F)
     config = moe_config(dense, BankConfig())
     source = written(tmp_path / "moe", config, dense)
-    with pytest.raises(InputError, match=f"--group-size {group_size} must be a multiple of 8"):
+    with pytest.raises(InputError, match=f"--group-size {group_size} must .* 8"):
         export(source, tmp_path / "packed", packed=packed_experts(4, group_size), console=QUIET)
 
 
 def test_a_dense_model_has_no_experts_to_write_in_codes(tmp_path):
     dense = dense_config(num_layers=1, d_model=D, dim=F)
     source = ModelDirectory(write_model(tmp_path / "dense", dense, random_leaves(dense)))
-    with pytest.raises(InputError, match="the model is dense"):
+    with pytest.raises(InputError, match="model is dense"):
         export(source, tmp_path / "packed", packed=packed_experts(), console=QUIET)

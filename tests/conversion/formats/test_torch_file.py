@@ -81,7 +81,7 @@ class Malicious:
 def test_runs_nothing(torch, tmp_path: pathlib.Path):
     target = tmp_path / "written"
     torch.save({"weight": Malicious(str(target))}, tmp_path / "x.bin")
-    with pytest.raises(InputError, match="wants to run _?io.open; only plain tensors are read"):
+    with pytest.raises(InputError, match="wants to run _?io.open"):
         read_torch_file(tmp_path / "x.bin")
     assert not target.exists()
 
@@ -89,22 +89,22 @@ def test_runs_nothing(torch, tmp_path: pathlib.Path):
 @pytest.mark.parametrize(
     ("pickled", "complaint"),
     [
-        (b"cbuiltins\neval\nX\1\0\0\0a\x85R.", "it wants to run builtins.eval; only plain tensors are read"),
-        (b"\x8c\2os\x8c\6system\x93.", "it wants to run os.system"),
-        (b"ctorch._utils\n_rebuild_tensor_v2\n(K\1K\0))tR.", "a tensor without a storage"),
-        (b"ctorch._utils\n_rebuild_tensor_v2\n.", "holds a Function, expected a dict of tensors"),
-        (b"}X\1\0\0\0aK\1s.", "holds a int under 'a', expected tensors only"),
-        (b"}K\1K\1s.", "holds a int under 1, expected tensors only"),
+        (b"cbuiltins\neval\nX\1\0\0\0a\x85R.", "run builtins.eval; only plain tensors"),
+        (b"\x8c\2os\x8c\6system\x93.", "wants to run os.system"),
+        (b"ctorch._utils\n_rebuild_tensor_v2\n(K\1K\0))tR.", "without a storage"),
+        (b"ctorch._utils\n_rebuild_tensor_v2\n.", "dict of tensors"),
+        (b"}X\1\0\0\0aK\1s.", "int under 'a', expected tensors"),
+        (b"}K\1K\1s.", "int under 1, expected tensors"),
         (b"(K\1K\2tQ.", "data.pkl is damaged (ValueError)"),
         (b"K\1Q.", "data.pkl is damaged (TypeError)"),
         (b"\x80\x02}q", "data.pkl is damaged"),
         (b"", "data.pkl is damaged (ValueError)"),
         (b".", "data.pkl is damaged (IndexError)"),
         (b"h\1.", "data.pkl is damaged (KeyError)"),
-        (b"ctorch._utils\n_rebuild_tensor_v2\n}b.", "attributes of what is no dictionary"),
-        (b"ccollections\nOrderedDict\nccollections\nOrderedDict\nR.", "a call of what is no function"),
+        (b"ctorch._utils\n_rebuild_tensor_v2\n}b.", "attributes of what"),
+        (b"ccollections\nOrderedDict\nccollections\nOrderedDict\nR.", "call of what"),
         (b"(dI1\nI1\ns.", "the operation DICT"),  # of protocol 0, which PyTorch does not write
-        (b"}K\1\x85K\1s.", "a tuple as a key"),
+        (b"}K\1\x85K\1s.", "tuple as a"),
         (b"}X\1\0\0\0aK\1sX\1\0\0\0aK\1s.", "the key 'a' twice"),
     ],
 )
@@ -136,7 +136,7 @@ def rewritten(source: pathlib.Path, target: pathlib.Path, change) -> pathlib.Pat
     ("change", "complaint"),
     [
         (lambda name, content: None if name.endswith("/data/0") else content, "is missing"),
-        (lambda name, content: content[:-4] if name.endswith("/data/0") else content, "of its storage, which has"),
+        (lambda name, content: content[:-4] if name.endswith("/data/0") else content, "storage, which has"),
         (lambda name, content: b"big" if name.endswith("byteorder") else content, "big-endian"),
         (lambda name, content: None if name.endswith("data.pkl") else content, "it has 0 data.pkl"),
     ],
@@ -211,9 +211,9 @@ def test_every_bit_of_a_storage_counts(torch, tmp_path: pathlib.Path):
         damaged[start + bit // 8] ^= 1 << bit % 8
         (tmp_path / "y.bin").write_bytes(damaged)
         entry = read_torch_file(tmp_path / "y.bin")["w"]  # the header is whole
-        with pytest.raises(InputError, match="the checksum of its bytes .* fetch it again"):
+        with pytest.raises(InputError, match="fetch it again"):
             TensorFiles().read_into(entry, 3, np.empty(1, np.float32))
-        with pytest.raises(InputError, match="the checksum of its bytes"):
+        with pytest.raises(InputError, match="checksum of its"):
             TensorFiles().read_strided(entry)
 
 
@@ -234,7 +234,7 @@ def test_what_the_headers_of_a_member_say_is_compared(torch, tmp_path: pathlib.P
         damaged = bytearray(content)
         damaged[header + position] ^= 1
         (tmp_path / "y.bin").write_bytes(damaged)
-        with pytest.raises(InputError, match="its two headers of the member 'x/data/0' differ"):
+        with pytest.raises(InputError, match="of the member 'x/data/0' differ"):
             read_torch_file(tmp_path / "y.bin")
 
 
@@ -260,7 +260,7 @@ def test_one_name_twice_among_many(tmp_path: pathlib.Path):
 
 def test_a_tensor_larger_than_its_storage(torch, tmp_path: pathlib.Path):
     torch.save({"w": torch.zeros(1).expand(10**9)}, tmp_path / "x.bin")
-    with pytest.raises(InputError, match="'w' takes 4000000000 bytes of its storage, which has 4"):
+    with pytest.raises(InputError, match="'w' takes 4000000000 bytes"):
         read_torch_file(tmp_path / "x.bin")
 
 
@@ -287,7 +287,7 @@ TWICE = b"q\0h\0\x86"  # a pair of the last value and itself
     ("make", "complaint"),
     [
         pytest.param(lambda: with_pickle(b"Nr" + (2**27).to_bytes(4, "little") + b"."), "holds a NoneType", id="memo"),
-        pytest.param(lambda: with_pickle(b"}" + b")" + TWICE * 99 + b"K\1s."), "a tuple as a key", id="hash"),
+        pytest.param(lambda: with_pickle(b"}" + b")" + TWICE * 99 + b"K\1s."), "tuple as a", id="hash"),
         pytest.param(lambda: with_pickle(b"}X\1\0\0\0a" + b")" + TWICE * 99 + b"s."), "holds a tuple", id="repr"),
         pytest.param(lambda: with_pickle(b")" + b"2\x86" * 99 + b"."), "the operation DUP", id="dup"),
         pytest.param(lambda: with_pickle(b"]" * (30 << 20) + b"."), "more than 1,000,000 operations", id="lists"),
@@ -295,7 +295,7 @@ TWICE = b"q\0h\0\x86"  # a pair of the last value and itself
         pytest.param(lambda: deflated(60 << 20), "'byteorder' is compressed", id="deflated"),
         pytest.param(
             lambda: b"PK\1\2" + bytes(9 << 20) + b"PK\5\6" + bytes(8) + (9 << 20).to_bytes(4, "little") + bytes(6),
-            "table of members is impossibly large",
+            "members is impossibly",
             id="members",
         ),
     ],

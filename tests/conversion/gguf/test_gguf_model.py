@@ -159,29 +159,29 @@ def test_split_files_are_read_as_one(tmp_path):
     for i, file in enumerate(files):
         write_gguf(file, config, {}, raw=dict(names[i::3]), metadata=split | {"split.no": i})
     assert_same_model(theirs, open_source(files[0]))
-    with pytest.raises(InputError, match="is one of 3 files; give the first, m-00001-of-00003.gguf"):
+    with pytest.raises(InputError, match="give the first, m-00001-of-00003.gguf"):
         open_source(files[1])
     write_gguf(files[2], config, {}, raw=dict(names[1::3]), metadata=split | {"split.no": 2})
-    with pytest.raises(InputError, match="is in .*m-00003-of-00003.gguf and in a file before it"):
+    with pytest.raises(InputError, match="m-00003-of-00003.gguf and in a"):
         open_source(files[0])
     files[2].unlink()
-    with pytest.raises(InputError, match="'m-00003-of-00003.gguf' is missing; fetch it"):
+    with pytest.raises(InputError, match="'m-00003-of-00003.gguf' is missing; fetch"):
         open_source(files[0])
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"metadata": {"llama.attention.scale": 0.3}}, "'llama.attention.scale' is unknown, and could change"),
-        ({"metadata": {"llama.attention.causal": False}}, "llama.attention.causal is False, only True is supported"),
+        ({"metadata": {"llama.attention.scale": 0.3}}, "'llama.attention.scale' is unknown"),
+        ({"metadata": {"llama.attention.causal": False}}, "llama.attention.causal is False"),
         ({"metadata": {"llama.attention.value_length": 16}}, "value_length is 16, only 8 is supported"),
         ({"metadata": {"llama.rope.dimension_count": 4}}, "rope.dimension_count is 4, but heads have 8"),
         ({"metadata": {"llama.block_count": [1, 2]}}, "llama.block_count differs between layers"),
-        ({"metadata": {"llama.block_count": 0}}, "num_hidden_layers=0 must be at least 1"),
+        ({"metadata": {"llama.block_count": 0}}, "num_hidden_layers=0 must be at"),
         ({"metadata": {"llama.embedding_length": "x"}}, "llama.embedding_length is 'x', expected a number"),
-        ({"without": ("llama.context_length",)}, "it has no llama.context_length, which cannot be guessed"),
-        ({"metadata": {"general.type": "adapter"}}, "general.type is 'adapter', only a whole model"),
-        ({"raw": {"rope_freqs.weight": np.zeros(4, np.float32)}}, "rope_freqs.weight holds numbers that are not"),
+        ({"without": ("llama.context_length",)}, "has no llama.context_length, which cannot"),
+        ({"metadata": {"general.type": "adapter"}}, "general.type is 'adapter', only a"),
+        ({"raw": {"rope_freqs.weight": np.zeros(4, np.float32)}}, "rope_freqs.weight holds numbers"),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_one_line(tmp_path, change, message):
@@ -192,9 +192,7 @@ def test_what_is_not_supported_is_one_line(tmp_path, change, message):
 
 def test_tensors_must_be_those_of_the_metadata(tmp_path):
     _, ours = both(tmp_path, "llama", raw={"blk.0.attn_rot_embd.weight": np.zeros(4, np.float32)})
-    with pytest.raises(
-        InputError, match="does not hold the model its metadata describes: blk.0.attn_rot_embd.weight is"
-    ):
+    with pytest.raises(InputError, match="model its metadata describes: blk.0.attn_rot_embd.weight"):
         ours.specs()
 
 
@@ -202,7 +200,7 @@ def test_a_file_that_is_replaced_in_the_meantime(tmp_path):
     _, ours = both(tmp_path, "llama")
     ours.read("embed/embedding")
     both(tmp_path, "llama-tied")
-    with pytest.raises(InputError, match="was replaced while it was read"):
+    with pytest.raises(InputError, match="replaced while"):
         ours.read("embed/embedding")
 
 

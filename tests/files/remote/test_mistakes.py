@@ -43,9 +43,9 @@ def test_no_permission_to_write(bucket, dense, capsys):
 
 def test_no_such_bucket(bucket, dense, capsys):
     err = error_of(["upcycle", dense, "gs://nobody/x", *UPCYCLE], capsys)
-    assert "there is no bucket gs://nobody; check its name" in err
+    assert "bucket gs://nobody; check its name" in err
     err = error_of(["inspect", "gs://nobody/x"], capsys)
-    assert "no model at gs://nobody/x: there is no config.json, or no such bucket" in err
+    assert "gs://nobody/x: there is no config.json" in err
 
 
 @pytest.mark.parametrize("status", [None, 503])
@@ -62,17 +62,17 @@ def test_nobody_there(dense, capsys, monkeypatch):
     objects.objects_of.cache_clear()
     err = error_of(["inspect", "gs://bucket/x"], capsys)
     objects.objects_of.cache_clear()
-    assert "gs://bucket/x: Could not connect to server; is there a network?" in err
+    assert "gs://bucket/x: Could not connect" in err
 
 
 def test_what_is_not_complete_is_no_model(bucket, capsys):
     for name in ("params/state/_METADATA", "lineage.json"):
         bucket.store(f"models/x/{name}", b"{}")
     err = error_of(["inspect", "gs://bucket/models/x"], capsys)
-    assert "gs://bucket/models/x is not complete: config.json, which is written last, is not there" in err
+    assert "gs://bucket/models/x is not complete: config.json" in err
     bucket.store("models/x/config.json", b"{}")
     err = error_of(["inspect", "gs://bucket/models/x"], capsys)
-    assert "gs://bucket/models/x/config.json has neither format nor model_type nor architectures" in err
+    assert "format nor model_type nor architectures" in err
 
 
 @pytest.mark.parametrize(

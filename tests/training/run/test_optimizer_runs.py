@@ -132,7 +132,7 @@ def test_a_restart_with_another_optimizer_begins_its_moments_anew(folder, capsys
         assert losses("other") == whole and ModelDirectory(Path("other/model")).fingerprint() == model
     # And without --restart another optimizer is another run.
     assert cli.main(["train", "recipe.toml", "--resume", "--set", "optimizer.kind=muon"]) == 2
-    assert "optimizer.kind (was 'adamw', is 'muon'); undo the change, or begin a new run" in capsys.readouterr().err
+    assert "optimizer.kind (was 'adamw', is 'muon')" in capsys.readouterr().err
 
 
 def leaves_at(run: str) -> dict[str, np.ndarray]:
@@ -196,4 +196,4 @@ def test_groups_are_keys_like_others(folder, capsys):
     assert "optimizer.groups (was [{" in capsys.readouterr().err
     bad = groups.replace("layers/0", "layers/7")
     assert cli.main(["train", "recipe.toml", "--set", "run_dir=bad", bad]) == 2
-    assert "'layers/7/attention/.*' matches no trained parameter" in capsys.readouterr().err
+    assert "'layers/7/attention/.*' matches no trained" in capsys.readouterr().err

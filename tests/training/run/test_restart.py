@@ -96,21 +96,20 @@ def test_skipped_batches_stay_skipped(folder, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--restart", "run@2"], "run already exists, and a restart is a new run; choose another run_dir"),
-        (["run_dir=new", "--restart", "run@3"], "run has no checkpoint of step 3; it has 2, 4"),
+        (["--restart", "run@2"], "run; choose another run_dir"),
+        (["run_dir=new", "--restart", "run@3"], "3; it has 2, 4"),
         (["run_dir=new", "--restart", "run"], "cannot restart from run: expected RUN@STEP, as in run@500"),
-        (["run_dir=new", "--restart", "text@1"], "no training run at text: there is no run.json"),
-        (["--restart", "run@2", "--resume"], "run was not begun with run@2; leave out --restart"),
+        (["run_dir=new", "--restart", "text@1"], "text: there is no run.json"),
+        (["--restart", "run@2", "--resume"], "run@2; leave out --restart"),
         (["run_dir=new", "--skip-batches", "3"], "skip_batches = 3: expected"),
         (["run_dir=new", "--restart", "run@2", "--skip-batches", "-1"], "skip_batches = -1: expected"),
         (
             ["run_dir=new", "seed=4", "--restart", "run@2"],
-            "cannot restart with a changed recipe: seed (was 0, is 4); a restart may change optimizer, schedule and "
-            "ema",
+            "changed recipe: seed (was 0",
         ),
         (
             ["run_dir=new", 'data.sources=[{path="text/a.txt"}]', "--restart", "run@2"],
-            "text/a.txt holds other data than at its beginning",
+            "text/a.txt holds other data",
         ),
     ],
 )
