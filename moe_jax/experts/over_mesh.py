@@ -148,7 +148,7 @@ def _apart(experts: FFNs) -> tuple[tuple[Any, Any], Any]:
 
 
 def _joined(experts: FFNs, trained: Any, others: Any) -> FFNs:
-    """Undoes `_apart`."""
+    """The same experts with the arrays and biases that `_apart` gave."""
     own, biases = trained
     return experts.with_arrays({name: own[name] | others[name] for name in own}, biases)
 

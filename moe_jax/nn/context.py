@@ -225,7 +225,7 @@ class Context(NamedTuple):
 
 
 class StackInputs(TypedDict, total=False):
-    """What a stack takes beside its activations.
+    """Keyword arguments of a stack, beside its activations.
 
     Attributes:
       positions: position of every token in its document; default 0, 1, ... With caches it decides the slot that the

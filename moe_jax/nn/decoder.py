@@ -50,7 +50,7 @@ class Encoded(NamedTuple):
 
 
 class DecoderInputs(StackInputs, total=False):
-    """What a decoder takes beside its tokens: what its stack does, and more.
+    """Keyword arguments of a decoder, beside its tokens: those of its stack, and more.
 
     Attributes:
       inputs: token ids for the encoder, which is run first. In place of them `encoder_output` may be given.
