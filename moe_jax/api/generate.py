@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, cast, overload
+from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, overload
 
 import numpy as np
 
@@ -83,7 +83,7 @@ class GenerateVerb(Protocol[P]):
 
 
 def _generate_verb(spec: Callable[P, GenerateSpec]) -> Callable[[Callable[..., Any]], GenerateVerb[P]]:
-    return lambda do: cast(GenerateVerb[P], with_options(spec, do))
+    return lambda do: with_options(spec, do)
 
 
 @_generate_verb(GenerateSpec)

@@ -162,20 +162,12 @@ def _describe_experts(
     for layer in config.moe_layers:
         moe = config.moe(layer)
         prefix = f"layers/{layer}/mlp/experts/"
-        experts.append(
-            {
-                "layer": layer,
-                "num_experts": moe.num_experts,
-                "merged_experts": moe.merged_experts,
-                "top_k": moe.top_k,
-                "gate": moe.gate if moe.universal == "none" else None,
-                "universal": moe.universal,
-                "extended": moe.extended,
-                "bank": moe.bank.given(),
-                "parameters": sum(size for path, size in sizes.items() if path.startswith(prefix)),
-                "bytes": count_bytes(spec for path, spec in specs.items() if path.startswith(prefix)),
-            }
-        )
+        names = ("num_experts", "merged_experts", "top_k", "gate", "universal", "extended")
+        given = {name: getattr(moe, name) for name in names} | ({} if moe.universal == "none" else {"gate": None})
+        parameters = sum(size for path, size in sizes.items() if path.startswith(prefix))
+        nbytes = count_bytes(spec for path, spec in specs.items() if path.startswith(prefix))
+        bank = moe.bank.given()
+        experts.append({"layer": layer, **given, "bank": bank, "parameters": parameters, "bytes": nbytes})
     return experts
 
 
@@ -210,9 +202,8 @@ def _print(
     table = table_of_figures("leaf", "shape", "dtype", "layers", "bytes", words=("shape", "dtype"))
     for name, (spec, count) in collapse(specs).items():
         layers = str(count) if name.startswith("layers/") else ""
-        table.add_row(
-            name, escape(str(list(spec.shape))), str(spec.dtype), layers, show_bytes(count * count_bytes([spec]))
-        )
+        size = show_bytes(count * count_bytes([spec]))
+        table.add_row(name, escape(str(list(spec.shape))), str(spec.dtype), layers, size)
     console.print(table)
     total = sum(sizes.values())
     console.print(f"total: {total:,} parameters, {show_bytes(count_bytes(specs.values()))}")
@@ -229,11 +220,11 @@ def _print(
 
 
 def _summary(config: "ModelConfig") -> str:
-    attention = config.layers[0].attention
+    heads = _heads(config.layers[0].attention)
+    tied = "tied" if config.tie_embeddings else "untied"
     return (
         f"{config.family}: {config.num_layers} layers, d {config.d_model}, vocabulary {config.vocab_size}, "
-        f"{_heads(attention)}, "
-        f"context {config.max_positions}, {'tied' if config.tie_embeddings else 'untied'} embeddings"
+        f"{heads}, context {config.max_positions}, {tied} embeddings"
     )
 
 

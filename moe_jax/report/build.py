@@ -329,13 +329,10 @@ def shares_over_time(records: Sequence[Record], key: str) -> tuple[list[int], di
 
 
 def _fits(loads: object, shape: dict[str, int]) -> bool:
-    if not isinstance(loads, dict):
-        return False
-    for layer, length in shape.items():
-        shares = loads.get(layer)
-        if not isinstance(shares, list) or len(shares) != length or not all(map(is_number, shares)):
-            return False
-    return True
+    return isinstance(loads, dict) and all(
+        isinstance(loads.get(layer), list) and len(loads[layer]) == length and all(map(is_number, loads[layer]))
+        for layer, length in shape.items()
+    )
 
 
 def _in_words(title: str, curves: Sequence[Curve]) -> str:

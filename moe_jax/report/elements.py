@@ -136,26 +136,17 @@ def _as_address(draw: Callable[[Any], None], ink: _Ink) -> str:
 def _style(ink: _Ink) -> dict[Any, Any]:
     from cycler import cycler
 
-    return {
+    colours = (
+        (ink.paper, ("savefig.facecolor", "figure.facecolor", "axes.facecolor", "legend.facecolor")),
+        (ink.text, ("axes.titlecolor", "legend.labelcolor", "text.color")),
+        (ink.soft, ("axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor")),
+        (ink.line, ("axes.edgecolor", "grid.color", "legend.edgecolor", "xtick.color", "ytick.color")),
+    )
+    return {name: colour for colour, names in colours for name in names} | {
         "savefig.format": "svg",
-        "savefig.facecolor": ink.paper,
-        "figure.facecolor": ink.paper,
-        "axes.facecolor": ink.paper,
-        "axes.edgecolor": ink.line,
-        "axes.labelcolor": ink.soft,
-        "axes.titlecolor": ink.text,
         "axes.prop_cycle": cycler(color=ink.cycle),
         "axes.spines.top": False,
         "axes.spines.right": False,
-        "grid.color": ink.line,
-        "legend.facecolor": ink.paper,
-        "legend.edgecolor": ink.line,
-        "legend.labelcolor": ink.text,
-        "text.color": ink.text,
-        "xtick.color": ink.line,
-        "ytick.color": ink.line,
-        "xtick.labelcolor": ink.soft,
-        "ytick.labelcolor": ink.soft,
         # The same numbers give the same bytes. Letters are shapes: another machine has other fonts.
         "svg.hashsalt": "moe_jax",
         "svg.fonttype": "path",

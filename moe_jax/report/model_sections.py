@@ -90,7 +90,8 @@ def parts_table(source: ModelSource) -> Markup:
     sizes = parameter_sizes(source.config)
     parts: dict[str, list[str]] = {}
     for path in specs:
-        parts.setdefault(part_of(path), []).append(path)
+        part = next(name for name, mark in _PARTS.items() if mark in path)
+        parts.setdefault(part, []).append(path)
     whole = count_bytes(specs.values())
     rows = [_row(name, paths, specs, sizes, whole) for name, paths in parts.items()]
     rows.append(_row("all", list(specs), specs, sizes, whole))
@@ -105,11 +106,6 @@ def _row(name: str, paths: list[str], specs: Mapping, sizes: Mapping[str, int], 
     kernels = dict.fromkeys(path.split("/nf4/")[0] + "/kernel" if "/nf4/" in path else path for path in paths)
     params = sum(sizes[kernel] for kernel in kernels if kernel in sizes)
     return (name, f"{params:,}", dtypes, show_bytes(nbytes), f"{nbytes / max(whole, 1):.1%}")
-
-
-def part_of(path: str) -> str:
-    """The part of a model that a leaf belongs to, in words."""
-    return next(name for name, mark in _PARTS.items() if mark in path)
 
 
 # What the paths of their leaves contain; the first that fits counts.
