@@ -39,7 +39,7 @@ from barycenters.others import ott_barycenter, ott_program, pot_barycenter
 from barycenters.report import Results, Settings, write_report
 from barycenters.trained import trained_models
 from moe_jax.api.open_source import open_source
-from moe_jax.compression.alignment import entropic
+from moe_jax.compression.alignment import barycenter
 from moe_jax.compression.alignment.assignment import align
 from moe_jax.compression.alignment.barycenter import free_support_barycenter
 
@@ -156,7 +156,7 @@ def memory_figures() -> dict[str, int]:
     temperature = jax.ShapeDtypeStruct((), jnp.float32)
     programs = {
         "OTT": ott_program(clouds, points, epsilon=1.0),
-        "annealing": entropic.transport.lower(points, points, (potential, potential), temperature),
+        "annealing": barycenter.transport.lower(points, points, (potential, potential), temperature),
     }
     return {name: program.compile().memory_analysis().temp_size_in_bytes for name, program in programs.items()}
 

@@ -48,7 +48,8 @@ from evidence.results import RESULTS, Figures
 from evidence.stamp import ROOT, current_stamp
 from moe_jax.commands.environment import ask_for_huge_pages
 from moe_jax.conversion import HuggingFaceDirectory
-from moe_jax.generation.texts import generate
+from moe_jax.generation.spec import GenerateSpec
+from moe_jax.generation.texts import stream
 from moe_jax.model_io.loading import load_model
 from moe_jax.nn import Decoder
 from moe_jax.peft import split_model, trainable_paths
@@ -247,7 +248,7 @@ def measure_decoding(figures: Figures, folder: Path, rounds: int) -> None:
         ids = torch.tensor(prompts)
 
         def run(prompts: np.ndarray = prompts) -> object:
-            return generate(ours, prompts.tolist(), max_new_tokens=NEW_TOKENS)
+            return list(stream(ours, prompts.tolist(), GenerateSpec(max_new_tokens=NEW_TOKENS)))
 
         def run_theirs(ids: torch.Tensor = ids) -> object:
             with torch.no_grad():

@@ -24,7 +24,6 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.api.compress_experts import compress_experts as compress_experts
     from moe_jax.api.generate import Continuation as Continuation
     from moe_jax.api.generate import generate as generate
-    from moe_jax.api.measure import ModelPlan as ModelPlan
     from moe_jax.api.measure import classify as classify
     from moe_jax.api.measure import evaluate as evaluate
     from moe_jax.api.measure import plan as plan
@@ -57,6 +56,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.functional.position_embeddings import RelativeBiasConfig as RelativeBiasConfig
     from moe_jax.functional.position_embeddings import RopeConfig as RopeConfig
     from moe_jax.functional.routing import route as route
+    from moe_jax.generation.spec import GenerateSpec as GenerateSpec
     from moe_jax.models import AttentionConfig as AttentionConfig
     from moe_jax.models import LatentConfig as LatentConfig
     from moe_jax.models import LayerConfig as LayerConfig
@@ -67,6 +67,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.nn.moe import MoE as MoE
     from moe_jax.peft.spec import AdaptSpec as AdaptSpec
     from moe_jax.peft.spec import MergeSpec as MergeSpec
+    from moe_jax.planning.model_costs import ModelPlan as ModelPlan
     from moe_jax.training.recipe import Recipe as Recipe
     from moe_jax.upcycling.spec import UpcycleSpec as UpcycleSpec
 

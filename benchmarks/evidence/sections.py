@@ -267,8 +267,6 @@ SECTIONS = (
             *(
                 "moe_jax/peft",
                 "moe_jax/compression/stream.py",
-                "moe_jax/compression/board.py",
-                "moe_jax/files/resume.py",
                 "moe_jax/files/staging.py",
             ),
             *(

@@ -29,13 +29,14 @@ from moe_jax.api.model import (
 from moe_jax.compression import Method, Score, Sweep
 from moe_jax.compression import compress as _compress
 from moe_jax.compression import sweep as _sweep
-from moe_jax.compression.calibration.layerwise_pass import record, sample_windows
-from moe_jax.compression.calibration.recorded import (
+from moe_jax.compression.calibration.recording import (
     FORMAT,
     Calibration,
     is_complete,
     read_layer,
     read_sensitivities,
+    record,
+    sample_windows,
     write_sensitivities,
 )
 from moe_jax.compression.calibration.sensitivities import has_gradients, measure_sensitivities, record_gradients
@@ -79,11 +80,7 @@ def _compress_verb(
 
 
 def compress_model(
-    model: ModelOrPath,
-    out: OutPath,
-    spec: CompressSpec,
-    *,
-    on_layer: OnLayer = lambda layer, figures, nbytes: None,
+    model: ModelOrPath, out: OutPath, spec: CompressSpec, *, on_layer: OnLayer = lambda layer, figures, nbytes: None
 ) -> Model:
     """Does what `compress` does; `on_layer` is called with every layer that is done."""
     name, method = spec.named_method()
@@ -125,12 +122,7 @@ def compress(model: ModelOrPath, out: OutPath, spec: CompressSpec) -> Model:
 
 
 def sweep(
-    model: ModelOrPath,
-    out: Path,
-    methods: Sequence[tuple[str, Method]],
-    spec: SweepSpec,
-    *,
-    given: dict[str, Any],
+    model: ModelOrPath, out: Path, methods: Sequence[tuple[str, Method]], spec: SweepSpec, *, given: dict[str, Any]
 ) -> Sweep:
     """Compresses a model by several methods, scores each result on a text, and deletes it.
 
@@ -152,9 +144,8 @@ def _opened(
 ) -> tuple[ModelSource, dict[str, Any], dict[str, Any]]:
     """Opens and checks what a compression is given, before the first layer is compressed.
 
-    Returns:
-      The model, cast if that was asked for; arguments that `moe_jax.compression.compress` and `sweep` have in common;
-      the options as the lineage records them.
+    Returns the model, cast if that was asked for; the arguments that `moe_jax.compression.compress` and `sweep` share;
+    and the options as the lineage records them.
     """
     source = stored = open_model(model, spec.model_base)
     if spec.dtype is not None:
@@ -321,12 +312,7 @@ def _complete(folder: Path, is_done: Callable[[], bool], do: Callable[[], None])
 
 
 def open_calibration(
-    folder: Path,
-    text: str | os.PathLike[str],
-    layers: tuple[int, ...],
-    *,
-    gradients: bool = False,
-    keep: Any = None,
+    folder: Path, text: str | os.PathLike[str], layers: tuple[int, ...], *, gradients: bool = False, keep: Any = None
 ) -> Calibration:
     """Opens a complete recording, made from a text; `keep` must live as long as it, such as its temporary folder."""
     known = read_sensitivities(folder, gradients=gradients) or {}

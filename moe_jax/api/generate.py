@@ -1,21 +1,21 @@
 """The verb generate: continues or answers prompts, and says why every text ends."""
 
-import dataclasses
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, overload
 
-import jax
 import numpy as np
 
 from moe_jax.api.measure import tokenizer_of, why_not_finite
-from moe_jax.api.model import Loading, Model, ModelOrPath, open_model
+from moe_jax.api.model import Loading, Model, ModelOrPath, open_model, with_options
 from moe_jax.core.errors import InputError, shown
 from moe_jax.data.chat_template import Message, load_chat_template
 from moe_jax.files.json_toml import ANYTHING, read_json_object
-from moe_jax.generation.texts import FIRST_BLOCK, NonFiniteLogits, OnText, StreamedText, checked_stops, stream_texts
+from moe_jax.generation.spec import GenerateSpec
+from moe_jax.generation.texts import FIRST_BLOCK, NonFiniteLogits, OnText, StreamedText, stream_texts
 
 Prompt = str | Sequence[int] | np.ndarray | Sequence[Message]
+P = ParamSpec("P")
 Reason = Literal["eos", "stop_id", "stop", "length"]
 
 # While somebody reads along, text is shown ten times a second.
@@ -67,56 +67,28 @@ class Speed(NamedTuple):
     per_second: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Wanted:
-    """Options of `generate`, checked by it."""
+class GenerateVerb(Protocol[P]):
+    """The type of `generate`; `P` are the fields of `GenerateSpec`."""
 
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
-    stop_ids: Sequence[int] = ()
-    stop: str | Sequence[str] = ()
+    @overload
+    def __call__(self, model: ModelOrPath, prompt: Prompt, spec: GenerateSpec, /) -> Continuation: ...
+    @overload
+    def __call__(self, model: ModelOrPath, prompt: Sequence[Prompt], spec: GenerateSpec, /) -> list[Continuation]: ...
+    @overload
+    def __call__(self, model: ModelOrPath, prompt: Prompt, *args: P.args, **options: P.kwargs) -> Continuation: ...
+    @overload
+    def __call__(
+        self, model: ModelOrPath, prompt: Sequence[Prompt], *args: P.args, **options: P.kwargs
+    ) -> list[Continuation]: ...
 
 
-@overload
+def _generate_verb(spec: Callable[P, GenerateSpec]) -> Callable[[Callable[..., Any]], GenerateVerb[P]]:
+    return lambda do: with_options(spec, do)
+
+
+@_generate_verb(GenerateSpec)
 def generate(
-    model: ModelOrPath,
-    prompt: Prompt,
-    *,
-    max_new_tokens: int = 128,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-    stop_ids: Sequence[int] = (),
-    stop: str | Sequence[str] = (),
-) -> Continuation: ...
-@overload
-def generate(
-    model: ModelOrPath,
-    prompt: Sequence[Prompt],
-    *,
-    max_new_tokens: int = 128,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-    stop_ids: Sequence[int] = (),
-    stop: str | Sequence[str] = (),
-) -> list[Continuation]: ...
-def generate(
-    model: ModelOrPath,
-    prompt: Prompt | Sequence[Prompt],
-    *,
-    max_new_tokens: int = 128,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-    stop_ids: Sequence[int] = (),
-    stop: str | Sequence[str] = (),
+    model: ModelOrPath, prompt: Prompt | Sequence[Prompt], spec: GenerateSpec
 ) -> Continuation | list[Continuation]:
     """Continues a prompt, or several as one batch. A prompt's result does not depend on the others.
 
@@ -133,14 +105,7 @@ def generate(
       prompt: a text, before which BOS is put where the tokenizer does so, and after which EOS is put for an encoder; or
         token ids, taken as they are; or a conversation, `[{"role": "user", "content": "..."}]`, written by the chat
         template of the tokenizer up to where the answer begins; or a list of such prompts.
-      max_new_tokens: at most so many tokens are added.
-      temperature: divides the logits before sampling; 0 takes the most likely token.
-      top_k: samples from this many of the most likely tokens.
-      top_p: samples from the most likely tokens whose probabilities sum to this.
-      seed: seed of sampling.
-      stop_ids: tokens that end a text, besides those that the model names as EOS, in its config or in
-        generation_config.json. Nothing else of that file is used: unless a temperature is asked for, no token is drawn.
-      stop: strings that end a text and are not part of it; they are found in the text, whatever its tokens are.
+      spec: the options.
 
     Returns:
       One `Continuation`; for a list of prompts, a list of them.
@@ -155,37 +120,32 @@ def generate(
         model = Model.of_source(source, Loading.for_generation(source))
     single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int | np.integer | Mapping))
     prompts: list[Any] = [prompt] if single else list(prompt)
-    wanted = Wanted(max_new_tokens, temperature, top_k, top_p, seed, stop_ids, stop)
-    results, _ = continue_prompts(model, [prompt_ids(one, model) for one in prompts], wanted)
+    results, _ = continue_prompts(model, [prompt_ids(one, model) for one in prompts], spec)
     return results[0] if single else results
 
 
 def continue_prompts(
-    model: Model, prompts: Sequence[Sequence[int]], wanted: Wanted, on_text: OnText | None = None
+    model: Model, prompts: Sequence[Sequence[int]], wanted: GenerateSpec, on_text: OnText | None = None
 ) -> tuple[list[Continuation], Speed]:
     """Continues prompts given as tokens; errors as of `generate`, and `on_text` as of `stream_texts`."""
     if not prompts:
         raise InputError("nothing to continue: there is no prompt")
-    eos, stops, tokenizer = eos_ids(model), checked_stops(wanted.stop), model.tokenizer
-    if stops:
+    eos, tokenizer = eos_ids(model), model.tokenizer
+    if wanted.stops:
         tokenizer_of(model, "a stop string", "name tokens that end a text (--stop-ids)")
     stop_ids = (*eos, *wanted.stop_ids)
     decode = None if tokenizer is None else tokenizer.decode
     befores = [() if model.config.has_encoder else prompt for prompt in prompts]
-    texts = [StreamedText(decode, stops, before, stop_ids) for before in befores]
+    texts = [StreamedText(decode, wanted.stops, before, stop_ids) for before in befores]
     decoder, start = model.decoder, time.perf_counter()
     arrivals: list[tuple[float, int]] = []  # when a step came, and for how many rows
     try:
         for count in stream_texts(
             decoder,
             prompts,
+            wanted,
             texts,
             on_text,
-            max_new_tokens=wanted.max_new_tokens,
-            temperature=wanted.temperature,
-            top_k=wanted.top_k,
-            top_p=wanted.top_p,
-            key=jax.random.key(wanted.seed),
             eos_ids=stop_ids,
             seconds=None if on_text is None else _SECONDS_A_BLOCK,
         ):

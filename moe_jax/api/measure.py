@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from flax import nnx
@@ -16,43 +16,16 @@ from moe_jax.conversion.hf_config import class_names
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import is_floating, largest_magnitude
 from moe_jax.data.data_files import uncompressed
-from moe_jax.data.examples import Example
 from moe_jax.data.sections import DataSection, SourceSection
-from moe_jax.data.tokenizer import Pair, Tokenizer
-from moe_jax.evaluation.classification import (
-    Classification,
-    Labelled,
-    count_labels,
-    names_of_labels,
-    read_labelled,
-    scores_by_head,
-    scores_by_likelihood,
-)
-from moe_jax.evaluation.held_out import (
-    Evaluation,
-    Evaluator,
-    check_seq_len,
-    read_held_out,
-    read_text,
-    score_rows,
-    with_lengths,
-)
+from moe_jax.data.tokenizer import Example, Pair, Tokenizer
+from moe_jax.evaluation import classification, held_out
 from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig
 from moe_jax.peft.adapt import adapted_config
 from moe_jax.peft.spec import AdaptSpec
-from moe_jax.planning.model_costs import (
-    Plan,
-    PlannedStrategies,
-    TrainingMemory,
-    TunedParameters,
-    make_plan,
-    planned_strategies,
-    training_memory,
-    tuned_parameters,
-)
+from moe_jax.planning.model_costs import ModelPlan, make_plan, planned_strategies, training_memory, tuned_parameters
 from moe_jax.training.recipe import OptimizerSection
-from moe_jax.upcycling.new_config import upcycled_config
+from moe_jax.upcycling.dense_to_moe import upcycled_config
 from moe_jax.upcycling.spec import UpcycleSpec
 
 # Long enough for context to matter, short enough for any machine; a model with fewer positions gets fewer.
@@ -69,7 +42,7 @@ def evaluate(
     seq_len: int | None = None,
     input_len: int | None = None,
     batch_size: int = 8,
-) -> Evaluation:
+) -> held_out.Evaluation:
     """Measures the perplexity of a model on a text, or on the targets of pairs.
 
     A text is tokenised whole without special tokens and cut into consecutive windows, the last of which may be shorter;
@@ -113,13 +86,8 @@ def evaluate(
 
 
 def score(
-    model: ModelOrPath,
-    text: Text | Texts,
-    *,
-    seq_len: int | None = None,
-    input_len: int | None = None,
-    batch_size: int = 8,
-) -> Evaluation:
+    model: ModelOrPath, text: Text | Texts, *, seq_len: int | None, batch_size: int, input_len: int | None = None
+) -> held_out.Evaluation:
     """Measures as `evaluate` does, but also returns figures that are not finite: a model of a sweep may be broken."""
     if batch_size < 1:
         raise InputError(f"{batch_size=} must be at least 1")
@@ -128,30 +96,29 @@ def score(
         raise InputError(f"{input_len=} is for models with an encoder, which this has not")
     seq_len = default_seq_len(model.config) if seq_len is None else seq_len
     input_len = default_seq_len(model.config) if input_len is None else input_len
-    check_seq_len(seq_len)
+    held_out.check_seq_len(seq_len)
     if input_len < 2:
         raise InputError(f"{input_len=} must be at least 2")
-    given: Any = text
     model.config.check_scores_tokens("a perplexity")
-    pairs = read_pairs_for(model, given, input_len=input_len, seq_len=seq_len)
-    held_out = read_ids(model, given) if pairs is None else pairs
+    pairs = read_pairs_for(model, text, input_len=input_len, seq_len=seq_len)
+    rows = read_ids(model, cast(Text, text)) if pairs is None else pairs
     graphdef, state = nnx.split(model.decoder)
-    return Evaluator(graphdef, held_out, seq_len=seq_len, batch_size=batch_size, mesh=model.mesh)(state)
+    return held_out.Evaluator(graphdef, rows, seq_len=seq_len, batch_size=batch_size, mesh=model.mesh)(state)
 
 
 def read_pairs_for(model: Model, text: Any, *, input_len: int, seq_len: int) -> list[Pair] | None:
     """Returns the pairs of a list or a file, None for a text. Takes the input of `evaluate`, and raises its errors."""
     lengths: dict[str, Any] = {"input_len": input_len, "seq_len": seq_len}
     if isinstance(text, str | os.PathLike):
-        source, data = SourceSection(path=os.fspath(text)), with_lengths(DataSection(), **lengths)
+        source, data = SourceSection(path=os.fspath(text)), held_out.with_lengths(DataSection(), **lengths)
         if source.form == "text" and not model.config.has_encoder:
             return None
         what = f"a file of {'pairs' if source.form == 'text' else source.form}"
         tokenizer = tokenizer_of(model, what, "give a model that has one")
-        rows = read_held_out(source, data, model.config, tokenizer.path)
+        rows = held_out.read_held_out(source, data, model.config, tokenizer.path)
         assert isinstance(rows, list)
         return rows
-    if len(text) and isinstance(text[0], tuple | list) and all(map(_is_pair, text)):
+    if len(text) and isinstance(text[0], tuple | list) and all(_is_pair(one) for one in text):
         tokenizer = tokenizer_of(model, "a list of pairs", "give a model that has one")
         return [tokenizer.pair(Example(a + b, len(a), is_response=True), **lengths) for a, b in text]
     model.config.check_no_encoder("the perplexity of a text that is no list of pairs (input, target)")
@@ -168,31 +135,13 @@ def read_ids(model: Model, text: Text) -> np.ndarray:
         tokenizer = tokenizer_of(model, "a text file", "name one (--tokenizer), or give the text as token ids")
         if not as_path(text).is_file():
             raise FileNotFoundError(f"no text at {text}")
-        return read_text(uncompressed(as_path(text)), tokenizer, name=os.fspath(text))
+        return held_out.read_text(uncompressed(as_path(text)), tokenizer, name=os.fspath(text))
     return _checked_ids(text, model.config)
 
 
 def default_seq_len(config: ModelConfig) -> int:
     """Returns the default number of tokens that a model sees at a time: 1024, or its context length if that is less."""
     return min(_DEFAULT_SEQ_LEN, config.max_positions)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelPlan(Plan):
-    """The costs of a model, as `plan` returns them.
-
-        >>> moe_jax.plan(moe_jax.tiny_model(experts=4)).expert_params
-        12288
-
-    Attributes:
-      peft: the parameters that are trained beside a frozen base; None: there is no frozen base.
-      training_bytes_per_chip: bytes per chip of training over a mesh; None: no mesh was given.
-      strategies: how experts would be applied on a platform; None: none was given.
-    """
-
-    peft: TunedParameters | None = None
-    training_bytes_per_chip: TrainingMemory | None = None
-    strategies: PlannedStrategies | None = None
 
 
 def plan(
@@ -238,9 +187,8 @@ def plan(
         config = adapted_config(config, adapt if isinstance(adapt, AdaptSpec) else AdaptSpec.of(adapt))
     if tokens is not None and platform is None:
         raise InputError("tokens: only with platform")
-    counted = make_plan(config, origin)
-    return ModelPlan(
-        **{field.name: getattr(counted, field.name) for field in dataclasses.fields(counted)},
+    return dataclasses.replace(
+        make_plan(config, origin),
         peft=tuned_parameters(config),
         training_bytes_per_chip=None if mesh is None else training_memory(config, mesh, optimizer=optimizer),
         strategies=None if platform is None else planned_strategies(config, platform, tokens),
@@ -293,7 +241,7 @@ def classify(
     template: str | None = None,
     input_len: int | None = None,
     batch_size: int = 8,
-) -> Classification:
+) -> classification.Classification:
     """Measures how often a model gives texts the labels that they should have.
 
     A model with a head for classes scores them at the last token of the text. Any other is asked how likely it is to
@@ -330,26 +278,26 @@ def classify(
     if input_len < 2:
         raise InputError(f"{input_len=} must be at least 2")
     found = _read(examples, template)
-    names = names_of_labels(found, labels, class_names(config), config.num_classes)
+    names = classification.names_of_labels(found, labels, class_names(config), config.num_classes)
     # A decoder that only continues texts need not have learned to end them after a label.
     eos = "auto" if config.has_encoder else "never"
     tokenizer = Tokenizer(tokenizer_of(model, "classifying texts", "put one there").path, config, eos=eos)
     texts = [one.text for one in found]
     graphdef, state = nnx.split(model.decoder)
-    rows = partial(score_rows, graphdef=graphdef, states=(state,), batch_size=batch_size, mesh=model.mesh)
+    rows = partial(held_out.score_rows, graphdef=graphdef, states=(state,), batch_size=batch_size, mesh=model.mesh)
     if config.num_classes is not None:
-        scores, cut = scores_by_head(rows, config, tokenizer, texts, input_len=input_len)
-        return count_labels(found, scores, names, "head", cut)
-    scores, cut = scores_by_likelihood(rows, config, tokenizer, texts, names, input_len=input_len)
-    return count_labels(found, scores, names, "likelihood", cut)
+        scores, cut = classification.scores_by_head(rows, config, tokenizer, texts, input_len=input_len)
+        return classification.count_labels(found, scores, names, "head", cut)
+    scores, cut = classification.scores_by_likelihood(rows, config, tokenizer, texts, names, input_len=input_len)
+    return classification.count_labels(found, scores, names, "likelihood", cut)
 
 
-def _read(examples: Examples, template: str | None) -> list[Labelled]:
+def _read(examples: Examples, template: str | None) -> list[classification.Labelled]:
     if isinstance(examples, str | os.PathLike):
-        return read_labelled(as_path(examples), template)
+        return classification.read_labelled(as_path(examples), template)
     if template is not None:
         raise InputError("a template goes with a file, whose lines have keys")
-    found = [Labelled(text, label) for text, label in examples]
+    found = [classification.Labelled(text, label) for text, label in examples]
     if not found or not all(isinstance(one.text, str) for one in found):
         raise InputError("examples are pairs of a text and its label, and there must be one at least")
     return found

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 from flax import nnx
 from jax.sharding import Mesh
@@ -28,7 +28,7 @@ from moe_jax.model_io.loading import dtype_for_generation, load_model
 from moe_jax.model_io.model_source import ModelLike, ModelSource
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.nn import Decoder
-from moe_jax.peft.trained_table import parameter_sizes
+from moe_jax.peft.trained import parameter_sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +68,7 @@ class Model:
       base: the model on the disk that the adapters of this one belong to; None if all of its weights are its own.
       lineage: how it was made, one entry per command, the latest at the end; figures are under `measured`.
       tokenizer_files: files that go wherever the model goes; copied when it is saved.
+      loading: how the decoder was, or will be, loaded.
       report: the result of the verb that made the model, such as `Upcycled` or `Merged`; None: it was loaded.
     """
 
@@ -84,7 +85,7 @@ class Model:
         self.tokenizer_files: tuple[Path, ...] = tuple(as_path(file) for file in tokenizer_files)
         self._decoder: Decoder | None = decoder
         self._source: ModelSource | None = None
-        self._loading = Loading()
+        self.loading = Loading()
         self.report: Any = None
 
     @classmethod
@@ -94,7 +95,7 @@ class Model:
         model.base = None if isinstance(source.base, ModelInMemory) else source.base
         model.lineage = [dict(entry) for entry in source.lineage]
         model.tokenizer_files = source.tokenizer_files
-        model._decoder, model._source, model._loading = None, source, loading
+        model._decoder, model._source, model.loading = None, source, loading
         model.report = report
         return model
 
@@ -107,7 +108,7 @@ class Model:
         """Reads the weights, unless that was done before; returns the decoder."""
         if self._decoder is None:
             assert self._source is not None
-            loading = self._loading
+            loading = self.loading
             self._decoder = load_model(
                 self._source,
                 param_dtype=loading.dtype,
@@ -157,11 +158,6 @@ class Model:
     def path(self) -> Path | None:
         """The directory that the weights are in; None if they are in memory."""
         return None if isinstance(self.source, ModelInMemory) else self.source.path
-
-    @property
-    def loading(self) -> Loading:
-        """How the decoder was, or will be, loaded."""
-        return self._loading
 
     @property
     def mesh(self) -> Mesh | None:
@@ -327,7 +323,6 @@ def result(destination: Path | InMemory, given: ModelOrPath, report: Any = None)
 P = ParamSpec("P")
 S = TypeVar("S", bound=Spec)
 S_contra = TypeVar("S_contra", bound=Spec, contravariant=True)
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ModelVerb(Protocol[P, S_contra]):  # pyright: ignore[reportInvalidTypeVarUse]
@@ -350,14 +345,14 @@ class FileVerb(Protocol[P, S_contra]):  # pyright: ignore[reportInvalidTypeVarUs
 
 def model_verb(spec: Callable[P, S]) -> Callable[[Callable[[ModelOrPath, OutPath, S], Model]], ModelVerb[P, S]]:
     """Decorates `do(model, out, spec)`, so that it is also called with the options of the spec as keywords."""
-    return lambda do: cast(ModelVerb[P, S], _with_options(spec, do, out=None))
+    return lambda do: with_options(spec, do, out=None)
 
 
 def file_verb(
     spec: Callable[P, S],
 ) -> Callable[[Callable[[ModelOrPath, str | os.PathLike[str], S], Path]], FileVerb[P, S]]:
     """Decorates `do(model, out, spec)` as `model_verb` does, for a verb that requires `out`."""
-    return lambda do: cast(FileVerb[P, S], _with_options(spec, do, out=inspect.Parameter.empty))
+    return lambda do: with_options(spec, do)
 
 
 def work_bars() -> AbstractContextManager[Bars]:
@@ -365,13 +360,11 @@ def work_bars() -> AbstractContextManager[Bars]:
     return progress_bars(shown=shows_work() and is_first_process())
 
 
-def _with_options(spec: Any, do: F, *, out: Any) -> F:
-    # With the verb's parameters but the spec, the options of the spec.
+def with_options(spec: Any, do: Callable[..., Any], *, out: Any = inspect.Parameter.empty) -> Any:
+    """Makes a verb of `do(model, second, spec)` that also takes the options of the spec as keywords."""
     first, second, _ = inspect.signature(do).parameters.values()
     parameters = [first, second.replace(default=out), *spec.parameters()]
-    empty, name = out is not inspect.Parameter.empty, spec.verb()
-
-    names = (first.name, second.name, "spec")
+    name, names, required = spec.verb(), (first.name, second.name, "spec"), 2 if out is inspect.Parameter.empty else 1
 
     @functools.wraps(do)
     def verb(*given: Any, **options: Any) -> Any:
@@ -380,11 +373,10 @@ def _with_options(spec: Any, do: F, *, out: Any) -> F:
                 f"{name}() takes {', '.join(names)}, and options by their names; got {len(given)} arguments"
             )
         places = dict(zip(names, given, strict=False))
-        for place in names:
-            if place in options and place in places:
-                raise TypeError(f"{name}() got two values for {place}")
+        if twice := places.keys() & options.keys():
+            raise TypeError(f"{name}() got two values for {' and '.join(sorted(twice))}")
         places |= {place: options.pop(place) for place in names if place in options}
-        missing = [place for place in names[: 1 if empty else 2] if place not in places]
+        missing = [place for place in names[:required] if place not in places]
         if missing:
             but = f"; it has no option {', '.join(options)}" if options else ""
             raise TypeError(f"{name}() is missing {' and '.join(missing)}{but}")
@@ -402,7 +394,7 @@ def _with_options(spec: Any, do: F, *, out: Any) -> F:
     returned = inspect.signature(do).return_annotation
     verb.__signature__ = inspect.Signature(parameters, return_annotation=returned)  # pyright: ignore[reportAttributeAccessIssue]
     verb.__doc__ = _documented(inspect.getdoc(do) or "", spec.list_options())
-    return cast(F, verb)
+    return verb
 
 
 def _documented(text: str, options: list[Option]) -> str:

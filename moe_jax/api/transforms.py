@@ -39,7 +39,7 @@ from moe_jax.peft.merge import merge as _merge
 from moe_jax.peft.spec import AdaptSpec, MergeSpec
 from moe_jax.upcycling.beginnings import Prompt
 from moe_jax.upcycling.dense_to_moe import upcycle as _upcycle
-from moe_jax.upcycling.new_config import upcycled_config
+from moe_jax.upcycling.dense_to_moe import upcycled_config
 from moe_jax.upcycling.spec import UpcycleSpec
 
 
@@ -276,13 +276,9 @@ sixths, which makes five sixths.
 def _probe_text(
     source: ModelSource, config: ModelConfig, file: str | os.PathLike[str] | None, *, check: bool
 ) -> ProbeText | None:
-    """Returns the text to compare a model and its source on; None if there is nothing to compare, or no way to.
+    """Returns the text on which a model of a config and its source are compared; None if there is none, or no way to.
 
-    Args:
-      source: the model that a new one is made from.
-      config: config of the new model.
-      file: the user's text; None: the built-in one.
-      check: whether the models will be compared.
+    Without a file of the user's, that is the built-in one.
     """
     if file is None:
         if not check or not has_nf4_kernels(config) or not _predicts_texts(source.config):

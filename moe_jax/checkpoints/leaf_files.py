@@ -9,7 +9,6 @@ whole is cut along its last axis: a process that needs some columns can ask for 
 
 import itertools
 import json
-import math
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,13 +45,10 @@ class LeafWriter:
     """
 
     def __init__(self, directory: Path, expected: Iterable[str], *, marks: Marks | None = None):
-        """Starts or resumes a checkpoint. Every process makes this call.
+        """Starts a checkpoint of leaves ("layers/0/mlp/up/kernel"), or goes on. Every process makes this call.
 
-        Args:
-          directory: where the checkpoint will be; empty, or left by an interrupted writer of the same leaves.
-          expected: paths of all leaves ("layers/0/mlp/up/kernel").
-          marks: for the first process, the record of the leaves that an interrupted writer has written; None: a leaf
-            counts as written if its files are whole.
+        The directory is empty, or left by an interrupted writer of the same leaves. With `marks` the first process has
+        the record of those that it has written; without, a leaf counts as written if its files are whole.
         """
         self._directory = as_path(directory).absolute()
         self._expected = sorted(expected)
@@ -85,16 +81,10 @@ class LeafWriter:
         grid: tuple[int, ...],
         shards: Iterable[tuple[tuple[int, ...], np.ndarray]],
     ) -> None:
-        """Writes the shards of a leaf that this process has. All processes make the call.
+        """Writes the shards of a leaf that this process has, as `write` does. All processes make the call.
 
-        Args:
-          path: path of the leaf.
-          spec: its shape and dtype.
-          grid: the shape of every shard.
-          shards: the shards with their positions in the grid; every shard is given by one process only.
-
-        Raises:
-          OSError: if the disk is full or cannot be written, or the bucket does not answer.
+        The `spec` is that of the leaf, and `grid` the shape of every shard; the shards have positions in the grid, and
+        every one is given by one process only.
         """
         for shard in shards:
             self._write_chunks(path, [shard])
@@ -119,7 +109,12 @@ class LeafWriter:
         folder = self._directory / array_folder(path)
         folder.mkdir(parents=True, exist_ok=True)
         count_traffic(written=sum(chunk.nbytes for _, chunk in chunks))
-        folder.map(lambda chunk: self._store(folder / chunk_name(chunk[0]), _bytes_of(chunk[1])), chunks)
+
+        def store(chunk: tuple[tuple[int, ...], np.ndarray]) -> None:
+            content: Any = np.ascontiguousarray(chunk[1]).reshape(-1).view(np.uint8)
+            self._store(folder / chunk_name(chunk[0]), memoryview(content))
+
+        folder.map(store, chunks)
 
     def _write_metadata(self, path: str, shape: tuple[int, ...], dtype: np.dtype, grid: tuple[int, ...]) -> None:
         metadata = {
@@ -186,11 +181,6 @@ def _columns(array: np.ndarray) -> tuple[int, ...]:
     return (*array.shape[:-1], array.shape[-1] // parts)
 
 
-def _bytes_of(array: np.ndarray) -> memoryview:
-    flat: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return memoryview(flat)
-
-
 def shard_positions(array: jax.Array) -> dict[tuple[int, ...], jax.Array]:
     """Returns the shards that this process writes, by position in the grid; each is written by one process only."""
     shape = array.sharding.shard_shape(array.shape)
@@ -215,11 +205,7 @@ class LeafReader:
     specs: dict[str, jax.ShapeDtypeStruct]
 
     def __init__(self, directory: Path, *, inside: Directory | None = None):
-        """Opens the checkpoint at `directory`; no weights are read.
-
-        Args:
-          directory: the directory of the checkpoint.
-          inside: the directory that a relative path begins at; None: the current one.
+        """Opens the checkpoint at `directory`, which begins at `inside` if it is relative; no weights are read.
 
         Raises:
           FileNotFoundError: if there is no directory.
@@ -249,11 +235,7 @@ class LeafReader:
         return self.read_part(path, None)
 
     def read_part(self, path: str, part: Part | None) -> np.ndarray:
-        """Reads a box of a leaf; if `LeafWriter` wrote the leaf, reads no bytes but those of the box.
-
-        Raises:
-          InputError: as in `read`.
-        """
+        """Reads a box of a leaf as `read` does; if `LeafWriter` wrote the leaf, no bytes but those of the box."""
         if path not in self.specs:
             raise InputError(f"{self._directory} has no leaf {path!r}")
         if path in self._raw:
@@ -271,9 +253,9 @@ class LeafReader:
         if path in self._raw:
             return self._raw[path].stored_bytes()
         folder = self._directory / array_folder(path)
-        files = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
+        nbytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         # Orbax's database keeps many leaves in one file.
-        return sum(files) if files else math.prod(self.specs[path].shape) * self.specs[path].dtype.itemsize
+        return nbytes or self.specs[path].size * self.specs[path].dtype.itemsize
 
     def fingerprint(self) -> str:
         """Returns the identity of the weights: a SHA-256 of names, shapes, dtypes, and samples of the content."""

@@ -9,6 +9,7 @@ import glob
 import json
 import logging
 import sys
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -19,10 +20,13 @@ import numpy as np
 from absl import logging as absl_logging
 from etils.epath.gpath import PosixGPath
 
-from moe_jax.checkpoints.saved_state import StepsInBucket
+from moe_jax.checkpoints.saved_state import INDEX, read_index
+from moe_jax.checkpoints.zarr_arrays import STATE
 from moe_jax.core.errors import InputError, first_line
 from moe_jax.distributed.processes import first_decides, is_first_process
-from moe_jax.files.storage_path import StoragePath, as_path
+from moe_jax.files.epath_backend import BucketGPath, register
+from moe_jax.files.objects import ABSENT
+from moe_jax.files.storage_path import StoragePath, as_path, write_over
 
 
 class _Orbax:
@@ -84,7 +88,7 @@ class _LiteralPath(PosixGPath):
 
 
 class _StepsOnDisk:
-    """The checkpoints of a run on a disk, where Orbax manages them, with the methods of `StepsInBucket`."""
+    """The checkpoints of a run on a disk, where Orbax manages them. With several processes all make the same calls."""
 
     def __init__(self, directory: StoragePath, *, keep: int, context: Any):
         self._directory = directory
@@ -96,6 +100,7 @@ class _StepsOnDisk:
         self.remove_unfinished()
 
     def save(self, step: int, leaves: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
+        """Begins to save a checkpoint, which counts when `finish` has returned."""
         self._saving = self._checkpointer.save_async(step, leaves, force=True, custom_metadata=dict(extra))
 
     def finish(self) -> None:
@@ -122,6 +127,79 @@ class _StepsOnDisk:
                 path.remove_tree()
 
 
+class _StepsInBucket:
+    """The checkpoints of a run in a bucket, with the methods of `_StepsOnDisk`; see `saved_state`."""
+
+    def __init__(self, directory: StoragePath, *, keep: int, context: Any):
+        register()
+        self._directory, self._keep = directory, keep
+        context.file.path_class = BucketGPath
+        context.array.saving.use_ocdbt = False
+        self._context = context
+        self._saving: tuple[int, StoragePath, Any] | None = None
+        self._steps: dict[int, StoragePath] = {}
+        self._generation = ABSENT
+        first_decides(self._open)
+
+    def save(self, step: int, leaves: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
+        folder = self._directory / f"{step}-{first_decides(self._token)}"
+        with self._context:
+            saving = ocp.save_async(BucketGPath(str(folder)), dict(leaves), custom_metadata=dict(extra))
+        self._saving = step, folder, saving
+
+    def finish(self) -> None:
+        if self._saving is None:
+            return
+        (step, folder, saving), self._saving = self._saving, None
+        saving.result()
+        first_decides(lambda: self._add(step, folder))
+
+    def steps(self) -> list[int]:
+        return first_decides(lambda: sorted(self._steps))
+
+    def metadata(self, step: int) -> Any:
+        with self._context:
+            return ocp.metadata(self._folder(step), checkpointable_name=STATE)
+
+    def load(self, step: int, wanted: Mapping[str, Any]) -> Any:
+        with self._context:
+            return ocp.load(self._folder(step), dict(wanted), checkpointable_name=STATE)
+
+    def close(self) -> None:
+        """Does nothing: no threads are left when all is saved."""
+
+    def remove_unfinished(self) -> None:
+        """Does nothing: the next run removes what does not count."""
+
+    def _token(self) -> str:
+        # A folder that cannot be made would be waited for by threads of Orbax, for minutes.
+        (self._directory / ".attempt").write_bytes(b"")
+        return uuid.uuid4().hex[:8]
+
+    def _folder(self, step: int) -> BucketGPath:
+        return BucketGPath(first_decides(lambda: str(self._steps[step])))
+
+    def _open(self) -> None:
+        self._steps, self._generation = read_index(self._directory)
+        kept = {folder.name for folder in self._steps.values()} | {INDEX}
+        for child in self._directory.iterdir():
+            if child.name not in kept:
+                child.remove_tree()
+
+    def _add(self, step: int, folder: StoragePath) -> None:
+        assert is_first_process()
+        steps = dict(sorted({**self._steps, step: folder}.items()))
+        gone = [steps.pop(old) for old in list(steps)[: -self._keep]]
+        gone += [old for number, old in self._steps.items() if number == step]
+        index = json.dumps({str(number): place.name for number, place in steps.items()})
+        generation = write_over(self._directory / INDEX, index.encode(), self._generation)
+        if generation is None:
+            raise InputError(f"another process has saved a checkpoint in {self._directory} meanwhile; this run ends")
+        self._steps, self._generation = steps, generation
+        for old in gone:
+            old.remove_tree()
+
+
 class TrainingCheckpoints:
     """Checkpoints of one training run: written in the background, the last `keep` are kept.
 
@@ -133,11 +211,8 @@ class TrainingCheckpoints:
     def __init__(self, directory: Path, *, keep: int, in_slices: Callable[[str], bool] = lambda name: False):
         """Opens or creates `directory`.
 
-        Args:
-          directory: directory of the checkpoints.
-          keep: number of checkpoints that are kept.
-          in_slices: whether the array of a name is saved in one piece for each index of its leading axis, so that
-            `SavedState` can read each alone.
+        If `in_slices` says so, the array of a name is saved in one piece for each index of its leading axis, so that
+        `SavedState` can read each alone.
 
         Raises:
           InputError: if `keep` is below 1.
@@ -157,18 +232,14 @@ class TrainingCheckpoints:
 
         context.array.saving.scoped_storage_options_creator = pieces
         with _writing(self._directory):
-            if self._directory.renames:
-                self._kept = _StepsOnDisk(self._directory, keep=keep, context=context)
-            else:
-                self._kept = StepsInBucket(self._directory, keep=keep, orbax=ocp, context=context)
+            kind = _StepsOnDisk if self._directory.renames else _StepsInBucket
+            self._kept = kind(self._directory, keep=keep, context=context)
 
     def save(self, step: int, state: Any, extra: Mapping[str, Any]) -> None:
         """Starts writing a checkpoint and returns before it is written. Waits for the previous one first.
 
-        Args:
-          step: number of the step; a step is saved once.
-          state: pytree of arrays. Its buffers may be donated as soon as this returns.
-          extra: JSON-able; `restore` returns it as JSON gives it back.
+        A step is saved once. The buffers of `state`, a pytree of arrays, may be donated as soon as this returns;
+        `extra` is JSON-able, and `restore` returns it as JSON gives it back.
 
         Raises:
           OSError: if this or the previous checkpoint could not be written.
@@ -194,15 +265,12 @@ class TrainingCheckpoints:
         return max(self.steps(), default=None)
 
     def restore(self, step: int, like: Any, *, part: bool = False) -> tuple[Any, dict[str, Any]]:
-        """Reads a checkpoint.
+        """Returns the state of a checkpoint, in the tree structure of `like`, and the extra data.
 
         Args:
           step: one of `steps()`.
           like: pytree of `jax.ShapeDtypeStruct`, each with the sharding to restore onto (without: the default device).
           part: whether the checkpoint may have more leaves than `like`, which are not read.
-
-        Returns:
-          The state, in the tree structure of `like`, and the extra data.
 
         Raises:
           InputError: if there is no such step, or its leaves are not those of `like`.
@@ -284,7 +352,10 @@ def _plain_spec(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 @contextlib.contextmanager
 def _writing(directory: Path) -> Iterator[None]:
-    """Raises disk errors as `OSError`, and keeps other threads from printing a traceback for them."""
+    """Raises an error whose text says "No space left on device" or the like as an `OSError` that names the path.
+
+    TensorStore reports a full disk as `ValueError`, and Orbax may wrap it. Other threads print no traceback for it.
+    """
     usual = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
@@ -293,35 +364,23 @@ def _writing(directory: Path) -> Iterator[None]:
             usual(unraisable)
 
     sys.unraisablehook = hook
-    with _disk_errors(directory):
-        yield
-    # After an error the hook stays: the other writes are still going on.
-    sys.unraisablehook = usual
-
-
-@contextlib.contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
-    """Raises an error whose text says "No space left on device" or the like as an `OSError` that names the path.
-
-    TensorStore reports a full disk as `ValueError`, and Orbax may wrap it.
-    """
     try:
         yield
     except (InputError, OSError):
         raise
     except Exception as error:
-        explained = as_path(path).storage_error("\n".join(str(cause) for cause in _causes(error)))
+        explained = as_path(directory).storage_error("\n".join(str(cause) for cause in _causes(error)))
         if explained is None:
             raise
         raise explained from error
+    # After an error the hook stays: the other writes are still going on.
+    sys.unraisablehook = usual
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    causes: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in causes:
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
         causes.append(cause)
-        cause = cause.__cause__ or cause.__context__
     return causes
 
 

@@ -58,7 +58,7 @@ class ZarrArray(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.spec.shape) * np.dtype(self.spec.dtype).itemsize
+        return self.spec.size * np.dtype(self.spec.dtype).itemsize
 
     def check_size(self) -> None:
         """Raises `InputError` if a file of a raw array is missing, or has not as many bytes as its shape says."""
@@ -67,8 +67,7 @@ class ZarrArray(NamedTuple):
             self._check_file(self._file(position))
 
     def _check_file(self, name: str) -> None:
-        expected = math.prod(self._chunk_shape) * np.dtype(self.spec.dtype).itemsize
-        size = expected
+        size = expected = math.prod(self._chunk_shape) * np.dtype(self.spec.dtype).itemsize
         try:
             if isinstance(self.checkpoint, HeldDirectory):
                 size = self.checkpoint.size(name)
@@ -116,11 +115,10 @@ class ZarrArray(NamedTuple):
 
     def _flat(self, start: int, length: int) -> bytes:
         """Returns a range of the content's bytes in C order."""
-        itemsize = np.dtype(self.spec.dtype).itemsize
-        first, last = start // itemsize, -(-(start + length) // itemsize)  # elements
-        begin = first
+        itemsize, shape = np.dtype(self.spec.dtype).itemsize, self.spec.shape
+        begin = first = start // itemsize  # elements
+        last = -(-(start + length) // itemsize)
         part: list[slice] = []
-        shape = self.spec.shape
         for axis, size in enumerate(shape):
             stride = math.prod(shape[axis + 1 :])
             low, high = first // stride, -(-last // stride)
@@ -191,14 +189,11 @@ def _leaf_names(metadata: dict[str, Any]) -> list[str] | None:
     paths = []
     for leaf in metadata["tree_metadata"].values():
         keys = [key["key"] for key in leaf["key_metadata"]]
-        if not keys or not all(map(_is_name, keys)):
+        are_texts = bool(keys) and all(isinstance(key, str) for key in keys)
+        if not are_texts or not all(key.isprintable() and key.strip(".") and "/" not in key for key in keys):
             raise ValueError("the name of an array")
         paths.append("/".join(keys))
     return paths
-
-
-def _is_name(key: object) -> bool:
-    return isinstance(key, str) and key.isprintable() and bool(key.strip(".")) and "/" not in key
 
 
 def _read_array(checkpoint: Directory, folder: str) -> ZarrArray:

@@ -5,6 +5,7 @@ predictions, since a difference of logits may be equal for all tokens, or affect
 so before the new model appears on disk.
 """
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -37,13 +38,9 @@ class ProbeText(NamedTuple):
 
 
 class TextComparison(NamedTuple):
-    """Comparison of the predictions of a text; natural logarithms, means over the scored tokens.
+    """Comparison of the predictions of a text by two models; natural logarithms, means over the scored tokens.
 
-    Attributes:
-      text: its name.
-      tokens: number of tokens scored.
-      kl: KL divergence of the distributions of a next token, from the first model's to the second's.
-      loss_before, loss_after: negative log-likelihood of a token, by the first model and the second.
+    `kl` is the KL divergence of the distributions of a next token, from the first model's to the second's.
     """
 
     text: str
@@ -104,12 +101,9 @@ TOLERANCE_PER_LAYER = 1e-6
 
 
 class Step0(NamedTuple):
-    """The difference between the logits of the new model and those of its source.
+    """The largest absolute difference between logits of the new model and of its source; infinite if one is not finite.
 
-    Attributes:
-      difference: largest absolute difference of two logits; infinite where one is not finite.
-      largest: largest absolute logit of the source.
-      allowed: the difference that rounding can explain (see `compare_logits`).
+    `largest` is the largest absolute logit of the source; see `compare_logits` for the difference that is allowed.
     """
 
     difference: float
@@ -128,8 +122,7 @@ def compare_logits(before: Float[np.ndarray, "B T V"], after: Float[np.ndarray, 
     measured on 24 layers of width 256, 1e-6 relative with well-scaled weights and 1e-5 with weights three times as
     large. So beyond 10 layers 1e-6 per layer is allowed. A wrong leaf or gate shows as 1e-2 or more.
     """
-    difference = float(np.max(np.abs(before - after)))
-    largest = float(np.max(np.abs(before)))
+    difference, largest = float(np.max(np.abs(before - after))), float(np.max(np.abs(before)))
     allowed = max(TOLERANCE, TOLERANCE_PER_LAYER * num_layers) * max(1.0, largest)
     return Step0(difference if np.isfinite(difference) else np.inf, largest, allowed)
 
@@ -144,10 +137,8 @@ def probe_tokens(config: ModelConfig, seed: int) -> Int[np.ndarray, "B T"]:
 class Comparisons(NamedTuple):
     """The comparisons that `Probe` makes.
 
-    Attributes:
-      step0: the new model compared with its source, or with the source with NF4 kernels if the new model has such.
-      quantization: the source with NF4 kernels compared with the source; None: there are no NF4 kernels.
-      on_text: the same on a text.
+    In `step0` the new model is compared with its source, or with the source with NF4 kernels if the new model has such;
+    in `quantization` that with the source, and in `on_text` the same on a text.
     """
 
     step0: Step0
@@ -175,16 +166,9 @@ class Probe:
     ):
         """Compiles; no weights are read.
 
-        Args:
-          source: the original model.
-          config: of the new model.
-          specs: shape and dtype of the leaves of the new model, by path.
-          seed: of the tokens.
-          text: on which the source with NF4 kernels is compared with the source; not used without NF4 kernels.
-          allow_nonfinite: whether the source's weights may be NaN or infinite.
-
-        Raises:
-          InputError: if the largest layer does not fit into this machine's memory.
+        `config` and `specs` are of the new model, and `seed` of the tokens. Without NF4 kernels, `text` is not used.
+        With `allow_nonfinite`, the source's weights may be NaN or infinite. Raises `InputError` if the largest layer
+        does not fit into this machine's memory.
         """
         probe = probe_tokens(source.config, seed)
         nf4 = as_base(base_config(config, keep_nf4=True))
@@ -195,8 +179,7 @@ class Probe:
             self._text = text.name, rows, scored
             # One batch: the layers are read, and compiled, once for both.
             tokens = np.concatenate([np.pad(probe, ((0, 0), (0, rows.shape[1] - probe.shape[1]))), rows])
-        self._source = source
-        self._allow_nonfinite = allow_nonfinite
+        self._source, self._allow_nonfinite = source, allow_nonfinite
         self._before = StreamedModel(source.config, source.specs(), tokens)
         self._after = StreamedModel(config, specs, tokens, like=self._before)
         models = [self._before, self._after]
@@ -216,22 +199,17 @@ class Probe:
     def compare(
         self, read: Callable[[str], np.ndarray], progress: Progress, *, may_differ: bool = False
     ) -> Comparisons:
-        """Compares the new model that `read` reads with the source.
+        """Compares the new model, whose leaves `read` reads, with the source; `progress` is called after every layer.
 
-        Args:
-          read: reads a leaf of the new model.
-          progress: called after every layer.
-          may_differ: the new model is meant to compute something else; its logits must be finite all the same.
+        If it `may_differ`, it is meant to compute something else; its logits must be finite all the same.
 
         Raises:
           InputError: if they should be equal and are not, or the source has weights or logits that are not finite.
         """
-        done = 0
+        done = itertools.count(1)
 
         def on_layer() -> None:
-            nonlocal done
-            done += 1
-            progress("checking step 0", done, self._total)
+            progress("checking step 0", next(done), self._total)
 
         num_layers, quantization, on_text = self._source.config.num_layers, None, None
         expected = before = self._before.logits(self._read_source, on_layer)

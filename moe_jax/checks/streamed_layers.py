@@ -97,15 +97,11 @@ def apply_layer(
     watch: Watch,
     valid: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T d"], list[Any]]:
-    """Returns the output of a layer, and the values recorded by `watch`.
+    """Returns the output of a layer for activations `x`, and the values recorded by `watch`.
 
     Args:
-      config: of the model.
-      layer: config of the layer.
       leaves: of the layer, by their paths below it; for a relative bias, also the model's `TABLE`.
-      x: activations.
       source: output of the encoder, for a layer with cross-attention.
-      watch: records something.
       valid: tokens that are not padding; None: all.
     """
     config = dataclasses.replace(config, layers=(layer,))
@@ -119,18 +115,17 @@ def apply_layer(
 
 
 def apply_final_norm(
-    config: ModelConfig, leaves: Mapping[str, Array], x: Float[Array, "B T d"]
+    config: ModelConfig, leaves: Mapping[str, Array], x: Float[Array, "B T d"], where: str = "final_norm/"
 ) -> Float[Array, "B T d"]:
-    """Applies the norm after an encoder."""
-    norm: Any = module_with_leaves(lambda _: make_final_norm(config), leaves, "encoder_norm/")
+    """Applies the norm after the last layer of a model, or of its encoder (`encoder_norm/`)."""
+    norm: Any = module_with_leaves(lambda _: make_final_norm(config), leaves, where)
     return norm(x)
 
 
 def output_logits(config: ModelConfig, leaves: Mapping[str, Array], x: Float[Array, "B T d"]) -> Float[Array, "B T V"]:
     """Returns the logits: applies the norm after the last layer, and the head."""
-    norm = module_with_leaves(lambda _: make_final_norm(config), leaves, "final_norm/")
-    head = module_with_leaves(lambda rngs: Head(config, rngs=rngs), leaves, "lm_head/")
-    return head(norm(x), leaves.get(EMBEDDING))
+    head: Any = module_with_leaves(lambda rngs: Head(config, rngs=rngs), leaves, "lm_head/")
+    return head(apply_final_norm(config, leaves, x), leaves.get(EMBEDDING))
 
 
 def text_loss(
@@ -140,11 +135,11 @@ def text_loss(
 
     The leaves are those of the norm after the last layer, and of the head; `x` are the activations after that layer.
     """
-    norm: Any = module_with_leaves(lambda _: make_final_norm(config), leaves, "final_norm/")
     head: Any = module_with_leaves(lambda rngs: Head(config, rngs=rngs), leaves, "lm_head/")
     last = jnp.arange(tokens.shape[1], dtype=jnp.int32) == tokens.shape[1] - 1
     weights = jnp.broadcast_to(jnp.where(last, jnp.float32(0), jnp.float32(1)), tokens.shape)
-    return head.weighted_loss(norm(x), jnp.roll(tokens, -1, axis=1), weights, leaves.get(EMBEDDING))
+    x, targets = apply_final_norm(config, leaves, x), jnp.roll(tokens, -1, axis=1)
+    return head.weighted_loss(x, targets, weights, leaves.get(EMBEDDING))
 
 
 def module_with_leaves(
@@ -199,12 +194,8 @@ class StreamedModel:
     ):
         """Compiles every distinct layer; no weights are needed.
 
-        Args:
-          config: of the model.
-          specs: shape and dtype, as stored, of every leaf, by path.
-          tokens: the batch; in a model with an encoder, the encoder's.
-          like: a model that runs the same batch and differs only in its layers; equal parts are not compiled again.
-          with_logits: whether `logits` will be called.
+        In a model with an encoder, `tokens` are the encoder's. `like` is a model that runs the same batch and differs
+        only in its layers: equal parts are not compiled again. `with_logits`: whether `logits` will be called.
         """
         self._config = config
         self._stacks = _stacks(config, tokens)
@@ -222,13 +213,11 @@ class StreamedModel:
                 [self._layer(part, i, specs) for i in range(part.config.num_layers)] for part in self._stacks
             ]
             if config.has_encoder:
-                self._norm = self._program(
-                    "norm", lambda: jax.jit(partial(apply_final_norm, config)).lower(norm, self._x)
-                )
+                apply = partial(apply_final_norm, config, where="encoder_norm/")
+                self._norm = self._program("norm", lambda: jax.jit(apply).lower(norm, self._x))
             if with_logits:
-                self._finish = self._program(
-                    "finish", lambda: jax.jit(partial(output_logits, config)).lower(last, self._x)
-                )
+                finish = partial(output_logits, config)
+                self._finish = self._program("finish", lambda: jax.jit(finish).lower(last, self._x))
         self.memory = max(map(_memory, self._programs.values()))
 
     def _layer(self, part: _Stack, index: int, specs: Specs) -> tuple[dict[str, str], jax.stages.Compiled]:

@@ -6,7 +6,7 @@ lineage.json. `plan` takes the same options, except for MODEL and OUT.
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -24,8 +24,6 @@ class _Command:
     The output holds only the adapters and refers to the model, which has to stay where it is. Several adapter
     directories can share one model.
     """
-
-    in_buckets: ClassVar[tuple[str, ...]] = ("model", "out")
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
     """A model directory or a Hugging Face directory."""
@@ -51,7 +49,7 @@ def run(options: _Command) -> None:
     import moe_jax
     from moe_jax.conversion.to_peft import problems_of_peft
     from moe_jax.core.terminal import console_for_tables
-    from moe_jax.peft.trained_table import print_trained
+    from moe_jax.peft.trained import print_trained
     from moe_jax.planning.model_costs import trained_leaves
 
     spec = given_to(AdaptSpec, options)

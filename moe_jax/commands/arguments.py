@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import tyro
 
+from moe_jax.commands.options import value_word, words_of
 from moe_jax.core.errors import InputError, clipped, flag_of, nearest, shown
 from moe_jax.core.formatting import full_name
 from moe_jax.core.verb_spec import field_texts
@@ -41,8 +42,6 @@ def parse_arguments(options: type[T], arguments: Sequence[str], *, command: str)
       InputError: for arguments that are unknown, missing or cannot be read, numbers that are not finite or have more
         than 64 bits, and paths that are not on a local disk.
     """
-    import tyro
-
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed), _parser_reports_to(options):
@@ -52,23 +51,22 @@ def parse_arguments(options: type[T], arguments: Sequence[str], *, command: str)
                 prog=f"moe-jax {command}",
                 config=(tyro.conf.FlagCreatePairsOff,),
             )
-        _check_values(parsed)
-        return _with_addresses(parsed)
+        return _checked(parsed)
     except SystemExit as stop:
         if not stop.code:
             return None
-        raise _usage_error(_words(printed.getvalue()), command) from None
+        problem = _words(printed.getvalue())
     except _Rejected as rejected:
         problem = str(rejected)
         unknown = _unknown_flags(arguments, options)
         if unknown and problem.startswith(_MISSING):  # the parser may have taken what follows for its value
             problem = _unknown(unknown, options)
-        raise _usage_error(problem, command) from None
+    raise InputError(f"{problem}; see moe-jax {command} --help")
 
 
 def _with_full_names(options: type, arguments: Sequence[str]) -> list[str]:
     """Returns the arguments with the full names of dtypes: `--dtype bf16` becomes `--dtype bfloat16`."""
-    choices = {flag_of(name): _words_of(hint) for name, hint in typing.get_type_hints(options).items()}
+    choices = {flag_of(name): words_of(hint) for name, hint in typing.get_type_hints(options).items()}
     full, flag = [], ""
     for argument in arguments:
         before, equals, value = argument.partition("=")
@@ -80,19 +78,8 @@ def _with_full_names(options: type, arguments: Sequence[str]) -> list[str]:
     return full
 
 
-def _words_of(hint: Any) -> tuple[str, ...]:
-    """Returns the words that an option chooses from."""
-    if typing.get_origin(hint) is typing.Literal:
-        return typing.get_args(hint)
-    return tuple(word for part in typing.get_args(hint) for word in _words_of(part))
-
-
 class _Rejected(Exception):
     """The arguments are wrong; the message says how."""
-
-
-def _usage_error(problem: str, command: str) -> InputError:
-    return InputError(f"{problem}; see moe-jax {command} --help")
 
 
 @contextlib.contextmanager
@@ -192,31 +179,27 @@ def _words(box: str) -> str:
     return clipped(" ".join(re.sub(r"[^\x20-\x7e]|-{3,}", " ", box).split()))
 
 
-def _check_values(options: Any) -> None:
-    """Raises `_Rejected` or `InputError` for a value that no option can have."""
+def _checked(options: Any) -> Any:
+    """Returns the options, with paths in a bucket for its addresses; an error for a value that no option can have."""
+    paths, local_only = {}, getattr(options, "local_only", ())
     for field in dataclasses.fields(options):
         given = getattr(options, field.name)
-        for value in given if isinstance(given, tuple) else (given,):
+        values = given if isinstance(given, tuple) else (given,)
+        for value in values:
             if isinstance(value, float) and not math.isfinite(value):
                 raise _Rejected(f"{flag_of(field.name)}: expected a finite number, got {value}")
             if isinstance(value, int) and not fits_64_bits(value):
                 raise _Rejected(f"{flag_of(field.name)}: {shown(value)} does not fit into 64 bits")
             if isinstance(value, Path):
-                check_local(value, buckets=field.name in getattr(options, "in_buckets", ()))
-
-
-def _with_addresses(options: Any) -> Any:
-    """Returns the options with every path that is an address of a bucket as a path in that bucket."""
-    given = {name: getattr(options, name) for name in getattr(options, "in_buckets", ())}
-    paths: dict[str, Any] = {name: as_path(value) for name, value in given.items() if isinstance(value, Path)}
-    paths |= {name: tuple(map(as_path, value)) for name, value in given.items() if isinstance(value, tuple)}
-    return dataclasses.replace(options, **paths) if paths else options
+                check_local(value, buckets=field.name not in local_only)
+        if any(isinstance(value, Path) for value in values) and field.name not in local_only:
+            paths[field.name] = tuple(map(as_path, values)) if values is given else as_path(given)
+    return dataclasses.replace(options, **paths)
 
 
 WIDEST = 110
 """Columns of the help on a wide terminal; longer lines are hard to read."""
 _POSITIONAL = typing.get_args(tyro.conf.Positional[int])[1]
-_WORDS = {int: "N", float: "X", str: "TEXT"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,12 +207,9 @@ class Explained:
     """An argument of a command, as the help shows it.
 
     Attributes:
-      name: name of the field.
       call: how users write it, such as `--top-k N` or `MODEL`.
       text: its help; line breaks are kept, so that the meaning for each of several methods stands on its own line.
       default: the default in parentheses, or nothing.
-      is_positional: whether it is written without a name.
-      is_switch: whether it takes no value.
     """
 
     name: str
@@ -257,12 +237,8 @@ def help_of(
 ) -> str:
     """Returns the help of a command, whose texts are the docstrings of its class and fields.
 
-    Args:
-      options: its dataclass.
-      command: its name, as in `moe-jax train`.
-      groups: names of fields by the title of their group; fields without a group come last.
-      examples: lines of commands, and of comments on them.
-      width: number of columns; by default that of the terminal, but at most `WIDEST`.
+    `groups` are names of fields by the title of their group; fields without a group come last. The width is by default
+    that of the terminal, but at most `WIDEST`.
     """
     width = min(width or shutil.get_terminal_size().columns, WIDEST)
     arguments = explained(options)
@@ -300,34 +276,15 @@ def _filled(text: str, width: int) -> str:
 
 
 def _explained(field: dataclasses.Field, hint: Any, text: str) -> Explained:
-    given = [extra for extra in getattr(hint, "__metadata__", ()) if hasattr(extra, "help_behavior_hint")]
-    metavar = next((extra.metavar for extra in given if extra.metavar), None)
-    text = next((extra.help for extra in given if extra.help), text)
-    behavior = next((extra.help_behavior_hint for extra in given if extra.help_behavior_hint is not None), None)
-    is_positional = _POSITIONAL in getattr(hint, "__metadata__", ())
-    kind = typing.get_args(hint)[0] if hasattr(hint, "__metadata__") else hint
-    is_switch = kind is bool
-    value = "" if is_switch else _plain(metavar) if metavar else _value(kind)
+    extras = getattr(hint, "__metadata__", ())
+    arg: Any = next((extra for extra in extras if hasattr(extra, "help_behavior_hint")), tyro.conf.arg())
+    kind = typing.get_args(hint)[0] if extras else hint
+    is_positional, is_switch = _POSITIONAL in extras, kind is bool
+    value = "" if is_switch else arg.metavar or value_word(kind)
     call = value if is_positional else f"{flag_of(field.name)} {value}".strip()
-    is_repeated = any("append" in repr(extra).lower() for extra in getattr(hint, "__metadata__", ()))
-    default = "(repeatable)" if is_repeated else _default(field) if behavior is None and not is_switch else behavior
-    return Explained(field.name, call, text, default or "", is_positional, is_switch)
-
-
-def _plain(metavar: str) -> str:
-    """Returns a metavar with N for an integer and X for a number, so that all commands use the same words."""
-    return re.sub(r"\bINT\b", "N", re.sub(r"\bFLOAT\b", "X", metavar)).replace("N [N ...]", "N ...")
-
-
-def _default(field: dataclasses.Field) -> str:
-    return "" if field.default in (dataclasses.MISSING, None, ()) else f"(default: {field.default})"
-
-
-def _value(kind: Any) -> str:
-    """Returns the placeholder for a value of a type, such as `N` for an integer, or the words to choose from."""
-    parts = [part for part in typing.get_args(kind) if part is not types.NoneType]
-    if typing.get_origin(kind) is typing.Literal:
-        return "|".join(map(str, parts))
-    if typing.get_origin(kind) is tuple:
-        return f"{_value(parts[0])} ..."
-    return _value(parts[0]) if parts else _WORDS.get(kind, "PATH")
+    default = arg.help_behavior_hint
+    if any("append" in repr(extra).lower() for extra in extras):
+        default = "(repeatable)"
+    elif default is None and not is_switch and field.default not in (dataclasses.MISSING, None, ()):
+        default = f"(default: {field.default})"
+    return Explained(field.name, call, arg.help or text, default or "", is_positional, is_switch)

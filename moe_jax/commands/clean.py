@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import tyro
 
@@ -10,8 +10,6 @@ import tyro
 @dataclasses.dataclass(frozen=True)
 class Options:
     """Removes files of commands that were killed, or found a full disk, and that will not be given again."""
-
-    in_buckets: ClassVar[tuple[str, ...]] = ("target",)
 
     target: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
     """The target of the command, or the folder in which it was to make its target, such as a run directory."""
@@ -26,7 +24,7 @@ moe-jax clean run
 def run(options: Options) -> None:
     """Removes the files, and prints which."""
     from moe_jax.core.formatting import show_bytes
-    from moe_jax.files.resume import leftovers, remove_leftover
+    from moe_jax.files.staging import leftovers, remove_leftover
 
     found = leftovers(options.target)
     for folder in found:

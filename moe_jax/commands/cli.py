@@ -90,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _interruptions():
             _run(arguments)
-            _leave_others()
+            if (processes := sys.modules.get("moe_jax.distributed.processes")) is not None:
+                processes.leave_processes()
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader of our output went away (`| head`). Python would complain once more when it flushes at exit.
@@ -157,12 +158,6 @@ def _end(code: int, message: str, short: str | None = None) -> int:
 def _others_wait() -> bool:
     processes = sys.modules.get("moe_jax.distributed.processes")
     return processes is not None and processes.has_joined()
-
-
-def _leave_others() -> None:
-    processes = sys.modules.get("moe_jax.distributed.processes")
-    if processes is not None:
-        processes.leave_processes()
 
 
 def _notes(error: BaseException) -> str:

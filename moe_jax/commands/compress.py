@@ -12,15 +12,13 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
-from rich.table import Table
 
 from moe_jax.commands.options import (
     Field,
     by_name,
-    choices_of,
     command_options,
     field_name,
     field_value,
@@ -29,13 +27,14 @@ from moe_jax.commands.options import (
     parts_of,
     shown_default,
     switch_field,
+    words_of,
 )
 from moe_jax.compression import METHODS, Method, make_method, make_swept_methods
 from moe_jax.compression.report import WORDS, layer_columns
 from moe_jax.compression.spec import CompressSpec, SweepSpec
 from moe_jax.core.errors import InputError, check_member, flag_of, shown
 from moe_jax.core.formatting import parse_bytes, show_bytes
-from moe_jax.core.terminal import console_for_tables
+from moe_jax.core.terminal import console_for_tables, table_of_figures
 from moe_jax.core.verb_spec import Option, attribute_texts, options_of
 
 if TYPE_CHECKING:
@@ -54,8 +53,6 @@ class _Command:
     Interrupted, even killed, it goes on where it was when the same command is given again. Several processes share the
     layers.
     """
-
-    in_buckets: ClassVar[tuple[str, ...]] = ("model", "out")
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
     """A model with MoE layers: a model directory, an adapter directory, a Hugging Face directory, or RUN@STEP: a
@@ -221,7 +218,7 @@ def _values(option: Option, text: str) -> tuple[Any, ...]:
 
 
 def _value(option: Option, text: str) -> Any:
-    (kind, *_), words = parts_of(option.kind), choices_of(option)
+    (kind, *_), words = parts_of(option.kind), words_of(option.kind)
     if option.name.endswith("_bytes"):
         return parse_bytes(text, flag=flag_of(option.name))
     if words:
@@ -248,7 +245,7 @@ def print_report(model: Path, out: Path, report: "Report", *, as_json: bool) -> 
         return
     shown = layer_columns(report.layers)
     alike = {title: shown.pop(title)[0] for title in WORDS if len(set(shown.get(title, ()))) == 1}
-    table = _table(*shown)
+    table = table_of_figures(*shown, words=WORDS)
     for row in zip(*shown.values(), strict=True):
         table.add_row(*row)
     terminal = console_for_tables(cuts_nothing=True)
@@ -282,7 +279,7 @@ def print_sweep(out: Path, sweep: "Sweep", *, as_json: bool) -> None:
     if as_json:
         print((out / "sweep.json").read_text())
         return
-    table = _table("method", "", "bytes of experts", "kept", "error", "perplexity")
+    table = table_of_figures("method", "", "bytes of experts", "kept", "error", "perplexity")
     table.add_row("not compressed", "", show_bytes(sweep.expert_bytes), "", "", f"{sweep.perplexity:.4f}")
     for point in sweep.points:
         table.add_row(
@@ -301,11 +298,3 @@ def print_sweep(out: Path, sweep: "Sweep", *, as_json: bool) -> None:
 def _warn(warnings: Iterable[str]) -> None:
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for index, column in enumerate(columns):
-        words = index == 0 or column in ("", *WORDS)
-        table.add_column(column, justify="left" if words else "right", vertical="bottom", no_wrap=True)
-    return table

@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import tyro
 
@@ -13,8 +13,6 @@ from moe_jax.conversion.spec import ConvertSpec
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Command:
     """Reads a Hugging Face checkpoint or a GGUF file, tensor by tensor, and writes it as a model directory."""
-
-    in_buckets: ClassVar[tuple[str, ...]] = ("src", "dst")
 
     src: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SRC")]
     """Hugging Face directory: config.json, and safetensors or PyTorch files. Or a GGUF file; or ORG/NAME[@REVISION], a

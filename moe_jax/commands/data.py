@@ -3,15 +3,14 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from moe_jax.core.errors import InputError
 
 if TYPE_CHECKING:  # they import JAX, and `--help` should answer without it
-    from moe_jax.data.opening import Part, SourcePreview
-    from moe_jax.data.tokenize_sources import Task
+    from moe_jax.data.tokenize_sources import Part, Task
 
 _MOST_SHOWN = 2000  # characters of a document
 
@@ -26,8 +25,6 @@ class Options:
     tokenize: writes the tokens of all sources to OUT, array_record files that a recipe names as its sources. Training
     on them gives the same batches without the tokenizer's work. After a kill the same command goes on.
     """
-
-    in_buckets: ClassVar[tuple[str, ...]] = ("recipe", "out")
 
     task: Annotated[tyro.conf.Positional[Literal["inspect", "tokenize"]], tyro.conf.arg(metavar="inspect|tokenize")]
     """What to do."""
@@ -76,7 +73,7 @@ def _inspect(task: "Task", options: Options) -> None:
     from rich.table import Table
 
     from moe_jax.core.terminal import console_for_tables
-    from moe_jax.data.opening import preview
+    from moe_jax.data.tokenize_sources import preview
 
     found = preview(
         task.section, task.config, task.tokenizer_path, batch_size=task.batch_size, count=options.examples
@@ -89,7 +86,9 @@ def _inspect(task: "Task", options: Options) -> None:
         for number, document in enumerate(source.shown, start=1):
             console.print(f"[bold]--- {escape(source.path)}: document {number} ---[/bold]", soft_wrap=True)
             console.print(_text(document, in_colour=console.is_terminal), soft_wrap=True)
-    table = Table("source", "format", *_COUNTS, caption=_caption(found, task.section.seq_len))
+    caption = f"too long: longer than data.seq_len = {task.section.seq_len}, and cut there"
+    is_cut = any(source.too_long for source in found)
+    table = Table("source", "format", *_COUNTS, caption=caption if is_cut else None)
     for source in found:
         table.add_row(escape(source.path), source.form, *(count(source) for count in _COUNTS.values()))
     console.print(table)
@@ -103,12 +102,6 @@ _COUNTS = {
     "tokens of the longest": lambda source: f"{source.longest:,}",
     "too long": lambda source: f"{source.too_long:,}",
 }
-
-
-def _caption(found: "list[SourcePreview]", seq_len: int) -> str | None:
-    if not any(source.too_long for source in found):
-        return None
-    return f"too long: longer than data.seq_len = {seq_len}, and cut there"
 
 
 def _text(document: "tuple[Part, ...]", *, in_colour: bool):

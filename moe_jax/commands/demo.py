@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import tyro
 
@@ -13,6 +13,8 @@ class Options:
 
     Without --model, a small model is trained on Python's own source first, offline.
     """
+
+    local_only: ClassVar[tuple[str, ...]] = ("model", "dir")
 
     model: Annotated[Path | None, tyro.conf.arg(metavar="GGUF|DIR|ORG/NAME")] = None
     """A dense language model with a chat template, such as SmolLM2-135M-Instruct, which `make demo` fetches. By

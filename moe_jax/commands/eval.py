@@ -45,7 +45,7 @@ class Options(OneModel):
     local files, and those of lm-eval, whose data is on the Hugging Face Hub. pip install 'moe-jax[eval]'.
     """
 
-    in_buckets: ClassVar[tuple[str, ...]] = ("model", "base", "text", "classify", "tokenizer")
+    local_only: ClassVar[tuple[str, ...]] = ("tasks_dir", "data_dir", "cache", "output", "samples")
 
     text: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """A text file; or documents, pairs or conversations as JSON lines or a table."""
@@ -65,9 +65,9 @@ class Options(OneModel):
         Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: $MOE_JAX_EVAL_DATA)")
     ] = None
     """With --tasks: where the data files of task files begin. Without it, at the task file."""
-    limit: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    limit: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """With --tasks: so many examples of every task, the first; by default all."""
-    num_fewshot: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    num_fewshot: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """With --tasks: so many examples with their answers before a question, unless a task says 0. By default as
     the task says."""
     apply_chat_template: bool = False
@@ -84,7 +84,7 @@ class Options(OneModel):
     input_len: Annotated[int | None, tyro.conf.arg(metavar="TOKENS")] = None
     """Length of an encoder's inputs, or of texts to label; by default the same. Longer ones are cut, and counted."""
     batch_size: Annotated[
-        int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="(default: 8; with --tasks 32)")
+        int | None, tyro.conf.arg(metavar="N", help_behavior_hint="(default: 8; with --tasks 32)")
     ] = None
     """Number of windows, pairs or requests computed at once. Does not change the result."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"

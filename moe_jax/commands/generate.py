@@ -7,28 +7,27 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from moe_jax.commands.options import OneModel, parse_mesh
+from moe_jax.commands.options import OneModel, command_options, given_to, parse_mesh
 from moe_jax.core.errors import InputError, shown
 from moe_jax.data.chat_template import Message, load_chat_template
+from moe_jax.generation.spec import GenerateSpec
 
 if TYPE_CHECKING:
-    from moe_jax.api.generate import Continuation, Speed, Wanted
+    from moe_jax.api.generate import Continuation, Speed
     from moe_jax.api.model import Model
 
 
-@dataclasses.dataclass(frozen=True)
-class Options(OneModel):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Command(OneModel):
     """Continues prompts, or answers them: with a model that has an encoder, which is given the prompt.
 
     Greedy unless a temperature is given; a prompt's result does not depend on the others. Why every text ended, and how
     many tokens a second there were, is said on standard error.
     """
-
-    in_buckets: ClassVar[tuple[str, ...]] = ("model", "base", "prompts_file")
 
     prompt: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = ()
     """A prompt; may be given several times. BOS is put before it where the tokenizer does so, and for an encoder EOS
@@ -43,21 +42,6 @@ class Options(OneModel):
     terminal, or from standard input, are answered one after the other, with all that was said before."""
     system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
     """With --chat, the message that says what the model is to be."""
-    max_new_tokens: int = 128
-    """The largest number of tokens to add."""
-    temperature: float = 0.0
-    """Divides the logits before sampling; 0 takes the most likely token."""
-    top_k: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Samples from this many of the most likely tokens; by default from all."""
-    top_p: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
-    """Samples from the most likely tokens whose probabilities sum to this; by default from all."""
-    seed: int = 0
-    """Seed of the sampling."""
-    stop: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = ()
-    """A text that ends what is generated, and is no part of it; may be given several times."""
-    stop_ids: tuple[int, ...] = ()
-    """Tokens that end a text, besides those that the model names as EOS, in its config or in generation_config.json
-    (of which nothing else is used); by default no others."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the activations."""
     mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
@@ -71,6 +55,7 @@ class Options(OneModel):
     length) and ended_by of every prompt."""
 
 
+Options = command_options(_Command, GenerateSpec)
 GROUPS = {
     "what the model is given": ("prompt", "prompts_file", "ids", "chat", "system"),
     "which tokens are taken": ("temperature", "top_k", "top_p", "seed"),
@@ -86,9 +71,9 @@ moe-jax generate model-dir --chat --prompts-file questions.jsonl --json
 """
 
 
-def run(options: Options) -> None:
+def run(options: _Command) -> None:
     """Prints the continued prompts, or leads a conversation."""
-    from moe_jax.api.generate import Prompt, Wanted, continue_prompts, prompt_ids
+    from moe_jax.api.generate import Prompt, continue_prompts, prompt_ids
     from moe_jax.api.model import Loading, Model
     from moe_jax.distributed.job_place import find_place
     from moe_jax.distributed.processes import is_first_process, join_processes, let_first_work
@@ -119,7 +104,7 @@ def run(options: Options) -> None:
     source = options.open()
     loading = Loading.for_generation(source, compute_dtype=options.compute_dtype, mesh=mesh)
     model = Model.of_source(source, loading)
-    wanted = Wanted(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Wanted)})
+    wanted = given_to(GenerateSpec, options)
     if converses:
         _converse(model, system, wanted)
         return
@@ -177,7 +162,7 @@ def _advice(model: "Model", results: Sequence["Continuation"]) -> list[str]:
     return ["note: the model takes the prompt for a text that is finished; to ask it something, add --chat"]
 
 
-def _notes_on_length(model: "Model", results: Sequence["Continuation"], wanted: "Wanted") -> list[str]:
+def _notes_on_length(model: "Model", results: Sequence["Continuation"], wanted: GenerateSpec) -> list[str]:
     """Returns a note if texts may become longer than those that the model was trained for."""
     longest, added = max(len(result.prompt_ids) for result in results), wanted.max_new_tokens
     longest, most = max(longest, added) if model.config.has_encoder else longest + added, model.config.max_positions
@@ -266,7 +251,7 @@ def _parse_ids(text: str) -> list[int]:
 _HELP = "/clear forgets what was said, /exit ends; Ctrl-C ends an answer"
 
 
-def _converse(model: "Model", system: Sequence[Message], wanted: "Wanted") -> None:
+def _converse(model: "Model", system: Sequence[Message], wanted: GenerateSpec) -> None:
     """Answers the lines of standard input one after the other, until the input ends or a line is /exit.
 
     For every answer the whole conversation, which begins with the messages of `system`, is read anew, because a

@@ -28,7 +28,7 @@ class Options(OneModel):
     The lineage is how the model was made: commands, options, sources, and measured figures.
     """
 
-    in_buckets: ClassVar[tuple[str, ...]] = ("model", "base", "text")
+    local_only: ClassVar[tuple[str, ...]] = ("plots",)
 
     json: bool = False
     """Prints JSON and nothing else, with one entry per leaf."""
@@ -109,9 +109,7 @@ def run(options: Options) -> None:
 def _examine(source: "ModelSource") -> dict[str, Any]:
     """Reads all weights, one leaf at a time.
 
-    Returns:
-      `not_finite`: the number of NaN and infinite entries of the leaves with such, by path; `zero_experts`: the experts
-      with nothing but zeros, by layer.
+    Returns the number of entries that are not finite, by the path of the leaf, and by layer the experts of zeros.
     """
     import numpy as np
 
@@ -164,27 +162,19 @@ def _describe_experts(
     for layer in config.moe_layers:
         moe = config.moe(layer)
         prefix = f"layers/{layer}/mlp/experts/"
-        experts.append(
-            {
-                "layer": layer,
-                "num_experts": moe.num_experts,
-                "merged_experts": moe.merged_experts,
-                "top_k": moe.top_k,
-                "gate": moe.gate if moe.universal == "none" else None,
-                "universal": moe.universal,
-                "extended": moe.extended,
-                "bank": moe.bank.given(),
-                "parameters": sum(size for path, size in sizes.items() if path.startswith(prefix)),
-                "bytes": count_bytes(spec for path, spec in specs.items() if path.startswith(prefix)),
-            }
-        )
+        names = ("num_experts", "merged_experts", "top_k", "gate", "universal", "extended")
+        given = {name: getattr(moe, name) for name in names} | ({} if moe.universal == "none" else {"gate": None})
+        parameters = sum(size for path, size in sizes.items() if path.startswith(prefix))
+        nbytes = count_bytes(spec for path, spec in specs.items() if path.startswith(prefix))
+        bank = moe.bank.given()
+        experts.append({"layer": layer, **given, "bank": bank, "parameters": parameters, "bytes": nbytes})
     return experts
 
 
 def _sizes(config: "ModelConfig", specs: "Mapping[str, jax.ShapeDtypeStruct]") -> dict[str, int]:
     """Returns the number of parameters by leaf path; an NF4 kernel counts as the kernel that it was quantised from."""
     if any("/nf4/" in path or "/coded_nf4/" in path for path in specs):
-        from moe_jax.peft.trained_table import parameter_sizes
+        from moe_jax.peft.trained import parameter_sizes
 
         return parameter_sizes(config)
     return {path: spec.size for path, spec in specs.items() if is_parameter(spec)}
@@ -203,21 +193,17 @@ def _print(
     base: Mapping[str, Any],
 ) -> None:
     from rich.markup import escape
-    from rich.table import Table
 
-    from moe_jax.core.terminal import console_for_tables
+    from moe_jax.core.terminal import console_for_tables, table_of_figures
 
     console, config = console_for_tables(), source.config
     console.print(f"[bold]{escape(str(source.path))}[/bold]")
     console.print(_summary(config), markup=False)
-    table = Table(box=None, pad_edge=False)
-    for name in ("leaf", "shape", "dtype", "layers", "bytes"):
-        table.add_column(name, justify="right" if name in ("layers", "bytes") else "left", no_wrap=True)
+    table = table_of_figures("leaf", "shape", "dtype", "layers", "bytes", words=("shape", "dtype"))
     for name, (spec, count) in collapse(specs).items():
         layers = str(count) if name.startswith("layers/") else ""
-        table.add_row(
-            name, escape(str(list(spec.shape))), str(spec.dtype), layers, show_bytes(count * count_bytes([spec]))
-        )
+        size = show_bytes(count * count_bytes([spec]))
+        table.add_row(name, escape(str(list(spec.shape))), str(spec.dtype), layers, size)
     console.print(table)
     total = sum(sizes.values())
     console.print(f"total: {total:,} parameters, {show_bytes(count_bytes(specs.values()))}")
@@ -234,11 +220,11 @@ def _print(
 
 
 def _summary(config: "ModelConfig") -> str:
-    attention = config.layers[0].attention
+    heads = _heads(config.layers[0].attention)
+    tied = "tied" if config.tie_embeddings else "untied"
     return (
         f"{config.family}: {config.num_layers} layers, d {config.d_model}, vocabulary {config.vocab_size}, "
-        f"{_heads(attention)}, "
-        f"context {config.max_positions}, {'tied' if config.tie_embeddings else 'untied'} embeddings"
+        f"{heads}, context {config.max_positions}, {tied} embeddings"
     )
 
 
@@ -264,31 +250,26 @@ def _joined(lines: Iterable[tuple[int, str]]) -> list[str]:
 def _expert_line(entry: Mapping[str, Any]) -> str:
     bank = ", ".join(f"{name} {_in_words(value)}" for name, value in entry["bank"].items())
     merged = "" if entry["merged_experts"] is None else f" merged into {entry['merged_experts']}"
+    weighting = f"gate {entry['gate']}"
+    if entry["universal"] != "none":
+        weighting = f"universal {entry['universal']} ({'in the bank' if entry['extended'] else 'beside the bank'})"
     return (
-        f"experts of {{layers}}: {entry['num_experts']} experts{merged}, top {entry['top_k']}, {_weighting(entry)}; "
+        f"experts of {{layers}}: {entry['num_experts']} experts{merged}, top {entry['top_k']}, {weighting}; "
         f"{bank}; {entry['parameters']:,} parameters, {show_bytes(entry['bytes'])} per layer"
     )
-
-
-def _weighting(entry: Mapping[str, Any]) -> str:
-    if entry["universal"] == "none":
-        return f"gate {entry['gate']}"
-    return f"universal {entry['universal']} ({'in the bank' if entry['extended'] else 'beside the bank'})"
 
 
 def _lineage_line(entry: Mapping[str, Any]) -> str:
     options = " ".join(f"{name}={value}" for name, value in entry.get("options", {}).items())
     sources = ", ".join(f"{source['path']} ({source['fingerprint'][:12]})" for source in entry.get("sources", ()))
-    measured = ", ".join(f"{name} {_short(value)}" for name, value in entry.get("measured", {}).items())
+    # Of a list only the length: lineage.json and --json have its figures.
+    figures = entry.get("measured", {}).items()
+    short = (f"{name} [{len(one)}]" if isinstance(one, list | dict) else f"{name} {one}" for name, one in figures)
+    measured = ", ".join(short)
     parts = [f"{entry.get('date', '')}  {entry['command']} {options}".rstrip()]
     parts += [f"    from {sources}"] if sources else []
     parts += [f"    measured: {measured}"] if measured else []
     return "\n".join(parts)
-
-
-def _short(value: Any) -> str:
-    """Returns a measured figure as text; for a list only its length, since lineage.json and --json have its figures."""
-    return f"[{len(value)}]" if isinstance(value, list | dict) else str(value)
 
 
 def _in_words(value: Any) -> str:
@@ -340,13 +321,12 @@ def _draw(source: "ModelSource", options: Options, plots: Path) -> list[Path]:
     """Measures the experts, writes the plots and returns their files; without a text, only those that need none."""
     from moe_jax.api.measure import default_seq_len
     from moe_jax.core.terminal import progress_bars
-    from moe_jax.figures import comparable_layers, measure_similarity, write_figures
+    from moe_jax.figures import comparable_layers, measure_layers, write_figures
 
     config = source.config
     if not config.moe_layers:
         raise InputError(f"{source.path} is dense: --plots draws experts, and it has none")
-    compared = comparable_layers(config)
-    if not compared and options.text is None:
+    if not comparable_layers(config) and options.text is None:
         raise InputError(
             f"--plots compares the kernels of experts, and those of {source.path} are adapters, or have LoRA or NF4; "
             "draw those of its base, or give --text FILE to draw their load alone"
@@ -354,13 +334,11 @@ def _draw(source: "ModelSource", options: Options, plots: Path) -> list[Path]:
     seq_len = default_seq_len(config) if options.seq_len is None else options.seq_len
     if seq_len > config.max_positions:
         print(f"warning: {source.path} was made for {config.max_positions} positions, not {seq_len}", file=sys.stderr)
-    layers, load = [], {}
+    load = {}
     with progress_bars() as progress:
         if options.text is not None:  # first, because it checks the text
             load = _measure_load(source, options.text, seq_len, split=options.split)
-        for done, layer in enumerate(compared, start=1):
-            layers.append(measure_similarity(source, layer))
-            progress("comparing experts", done, len(compared))
+        layers = measure_layers(source, progress)
     return write_figures(plots, layers, name="/".join(source.path.resolve().parts[-2:]), **load)
 
 

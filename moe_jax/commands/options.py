@@ -21,7 +21,7 @@ C = TypeVar("C")
 K = TypeVar("K")
 S = TypeVar("S", bound=Spec)
 Field = tuple[str, Any, dataclasses.Field]
-_METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
+_VALUES = {int: "N", float: "X", str: "TEXT"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,20 +43,16 @@ class OneModel:
 
 
 def command_options(command: type[C], *specs: type[Spec], more: Collection[Field] = ()) -> type[C]:
-    """Makes the options of a command: its own, and those of the specs.
+    """Makes the options of a command: its own, those of the specs, and `more` fields.
 
-    Args:
-      command: a dataclass with the arguments of the command itself; its docstring is the command's.
-      specs: the specs whose fields become options; a field of `command` with the same name takes precedence.
-      more: further fields.
+    The docstring is that of `command`, whose fields take precedence over those of the specs.
     """
     own: Any = command
     taken = {field.name for field in dataclasses.fields(own)}
     fields = [field for spec in specs for field in map(option_field, spec.list_options()) if field[0] not in taken]
     made = dataclasses.make_dataclass("Options", [*fields, *more], bases=(command,), frozen=True, kw_only=True)
     made.__doc__ = command.__doc__
-    buckets = [name for one in (command, *specs) for name in getattr(one, "in_buckets", ())]
-    made.in_buckets = tuple(dict.fromkeys(buckets))
+    made.local_only = tuple(name for one in (command, *specs) for name in getattr(one, "local_only", ()))
     return made
 
 
@@ -78,7 +74,7 @@ def either_options(specs: Mapping[type[Spec], Collection[str]]) -> list[Field]:
         if option.kind is bool:
             fields.append(option_field(option))
             continue
-        words = [word for one in same.values() for word in choices_of(one)]
+        words = [word for one in same.values() for word in words_of(one.kind)]
         kind = typing.Literal[tuple(words)] if words else option.kind  # pyright: ignore[reportInvalidTypeArguments]
         texts = [f"{spec.verb()}: {_with_default(one)}" for spec, one in same.items()]
         text = "\n".join(texts) if len(same) > 1 else _with_default(option)
@@ -113,6 +109,8 @@ def option_field(option: Option) -> Field:
         return switch_field(option, text)
     required = option.default is dataclasses.MISSING
     kind = option.kind | None if required else option.kind
+    if option.shown is not None and option.shown.repeats:
+        kind = tyro.conf.UseAppendAction[kind]
     hint = shown_default(option)
     behavior = "(required)" if required else f"(default: {hint})" if hint else ""
     arg = tyro.conf.arg(metavar=metavar(option), help=help_text(option.text), help_behavior_hint=behavior)
@@ -130,8 +128,17 @@ def metavar(option: Option) -> str:
         return option.shown.metavar
     if option.name.endswith("_bytes"):
         return "BYTES"
-    words, (kind, *_) = choices_of(option), parts_of(option.kind)
-    return "|".join(map(str, words)) if words else _METAVARS[kind]
+    return value_word(option.kind)
+
+
+def value_word(kind: Any) -> str:
+    """Returns the placeholder for a value of a type, such as `N` for an integer, or the words to choose from."""
+    parts = [part for part in typing.get_args(kind) if part is not types.NoneType]
+    if typing.get_origin(kind) is typing.Literal:
+        return "|".join(map(str, parts))
+    if typing.get_origin(kind) is tuple:
+        return f"{value_word(parts[0])} ..."
+    return value_word(parts[0]) if parts else _VALUES.get(kind, "PATH")
 
 
 def shown_default(option: Option) -> str:
@@ -170,14 +177,11 @@ def parts_of(kind: Any) -> list[Any]:
     return [part for part in typing.get_args(kind) if part is not types.NoneType] if united else [kind]
 
 
-def choices_of(option: Option) -> tuple[Any, ...]:
-    """Returns the words that an option chooses from."""
-    return tuple(
-        word
-        for kind in parts_of(option.kind)
-        if typing.get_origin(kind) is typing.Literal
-        for word in typing.get_args(kind)
-    )
+def words_of(kind: Any) -> tuple[Any, ...]:
+    """Returns the words that an option of a type chooses from."""
+    if typing.get_origin(kind) is typing.Literal:
+        return typing.get_args(kind)
+    return tuple(word for part in typing.get_args(kind) for word in words_of(part))
 
 
 def _default(value: Any) -> dataclasses.Field:

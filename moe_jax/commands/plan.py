@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
 import tyro
 
@@ -33,8 +33,6 @@ class _Command:
     the experts in every form in which they can be stored; with --train, memory and time of training by a recipe.
     Weights are not read, and need not be there.
     """
-
-    in_buckets: ClassVar[tuple[str, ...]] = ("model", "train", "experts_from")
 
     model: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="CONFIG_OR_MODEL")] = None
     """A config.json, ours or Hugging Face's, a directory that holds one, with weights or without, or RUN@STEP. With
@@ -69,7 +67,7 @@ class _Command:
     centre_bits: Annotated[Literal["8", "4", "3", "2", "nf4"] | None, tyro.conf.arg(metavar="8|4|3|2|nf4")] = None
     """With --compress: bits of a code of the centre, which has the dtype of all parameters by default, and 4 bits
     with allocate."""
-    centre_group_size: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    centre_group_size: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """With --centre-bits: entries that share a scale, by default 128."""
     levels: Annotated[Literal["any", "even", "fitted"] | None, tyro.conf.arg(metavar="any|even|fitted")] = None
     """With --compress: of codes (default any); fitted ones take a table for every kernel."""
@@ -90,7 +88,7 @@ class _Command:
     """A TPU generation, a GPU, or cpu. Adds the strategy by which the experts of each kind of layer would be applied
     there, for a training batch and for decoding, and the least time of every one. By default none; with --train, by
     default this machine, and also a topology such as v5e:4x4 or h100:2x8: where to train."""
-    tokens: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    tokens: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """With --platform: tokens of a training batch on one device (default 8192), in rows of the model's context length
     or shorter."""
     json: bool = False
@@ -141,7 +139,7 @@ def run(options: _Command) -> None:
     from moe_jax.commands.planned_tables import print_compression, print_plan, print_strategies, print_training
     from moe_jax.peft.adapt import adapted_config
     from moe_jax.training.recipe import OptimizerSection
-    from moe_jax.upcycling.new_config import upcycled_config
+    from moe_jax.upcycling.dense_to_moe import upcycled_config
 
     given, spec = read_config(model), _spec(options)
     config = given

@@ -7,13 +7,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from moe_jax.core.formatting import show_bytes, show_duration
-from moe_jax.core.terminal import console_for_tables
+from moe_jax.core.terminal import console_for_tables, table_of_figures
 
 if TYPE_CHECKING:
-    from moe_jax.api.measure import ModelPlan
     from moe_jax.compression.coding.storage import Stored
     from moe_jax.models import ModelConfig
-    from moe_jax.planning.model_costs import LayerStrategies, PlannedStrategies
+    from moe_jax.planning.model_costs import LayerStrategies, ModelPlan, PlannedStrategies
     from moe_jax.planning.planned_compression import PlannedCompression
     from moe_jax.planning.planned_training import PlannedTraining
 
@@ -78,13 +77,9 @@ def print_compression(planned: "PlannedCompression") -> None:
         f"{planned.method}{kept}, in {planned.dtype}: experts of layer {planned.layers[0]}, and the model with "
         f"{len(planned.layers)} layers compressed, in MiB; bits per expert weight"
     )
-    table = Table(box=None, pad_edge=False)
     biases = any(form.layer.biases for form in planned.stored)
-    table.add_column("form", no_wrap=True)
-    columns = ["values", "places", "row pointers", "centre", *(["biases"] if biases else []), "layer", "model"]
-    for column in (*columns, "of the experts", "bits"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    columns = ("values", "places", "row pointers", "centre", *(["biases"] if biases else []), "layer", "model")
+    table = table_of_figures("form", *columns, "of the experts", "bits", "")
     for form in planned.stored:
         layer = form.layer
         parts = (layer.values, layer.places, layer.row_pointers, layer.centre, *([layer.biases] if biases else []))
@@ -137,11 +132,8 @@ def _strategies_title(layer: "LayerStrategies") -> str:
 
 
 def _strategies_table(layer: "LayerStrategies") -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("  strategy", no_wrap=True)
-    for column in ("products, µs", "bytes, µs", "making, µs", "in all, µs"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("bound by", no_wrap=True)
+    columns = ("products, µs", "bytes, µs", "making, µs", "in all, µs")
+    table = table_of_figures("  strategy", *columns, "bound by", words=("bound by",))
     for name, time in layer.times.items():
         numbers = (time.products, time.bytes, time.making, time.total)
         mark = "*" if name == layer.chosen else " "

@@ -3,7 +3,7 @@
 import dataclasses
 import socket
 import sys
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -18,8 +18,6 @@ class Options(OneModel):
     Requests are answered together: one that comes takes a free slot, and gets tokens with all others. No answer depends
     on the others. Whoever can reach the address can use the model: there is no password.
     """
-
-    in_buckets: ClassVar[tuple[str, ...]] = ("model", "base")
 
     host: Annotated[str, tyro.conf.arg(metavar="ADDRESS")] = "127.0.0.1"
     """Address to listen at; 0.0.0.0: all of this machine's."""

@@ -5,7 +5,7 @@ import dataclasses
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import tyro
 
@@ -16,8 +16,6 @@ class Options:
 
     Paths in the recipe are relative to the current directory. Ctrl-C and SIGTERM save a checkpoint before the end.
     """
-
-    in_buckets: ClassVar[tuple[str, ...]] = ("recipe", "config")
 
     recipe: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="RECIPE.toml")] = None
     """The recipe: a file, or the name of one that comes with the library, such as upcycle_small. --keys explains its

@@ -6,7 +6,7 @@ lineage.json. `plan` takes the same options, except for SRC and DST.
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -29,8 +29,6 @@ class _Command:
     With --method pesc, unless --rest is full, the output is an adapter directory: it holds only the adapters and refers
     to the dense model, which has to stay where it is.
     """
-
-    in_buckets: ClassVar[tuple[str, ...]] = ("src", "dst")
 
     src: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SRC")]
     """A dense model: a model directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint of a training
@@ -67,7 +65,7 @@ def run(options: _Command) -> None:
     import moe_jax
     from moe_jax.core.terminal import console_for_tables
     from moe_jax.distributed.processes import join_processes
-    from moe_jax.peft.trained_table import print_trained
+    from moe_jax.peft.trained import print_trained
     from moe_jax.planning.model_costs import trained_leaves
 
     spec = given_to(UpcycleSpec, options)

@@ -15,15 +15,15 @@ from etils import epy as _epy
 with _epy.lazy_api_imports(globals()):
     from moe_jax.compression.alignment.barycenter import Barycenter as Barycenter
     from moe_jax.compression.alignment.barycenter import free_support_barycenter as free_support_barycenter
-    from moe_jax.compression.calibration.recorded import Calibration as Calibration
+    from moe_jax.compression.calibration.recording import Calibration as Calibration
     from moe_jax.compression.method_sweep import Score as Score
     from moe_jax.compression.method_sweep import sweep as sweep
     from moe_jax.compression.methods.interface import Method as Method
-    from moe_jax.compression.methods.registry import METHODS as METHODS
-    from moe_jax.compression.methods.registry import make_method as make_method
-    from moe_jax.compression.methods.registry import make_swept_methods as make_swept_methods
-    from moe_jax.compression.methods.registry import option_names as option_names
     from moe_jax.compression.report import LayerReport as LayerReport
     from moe_jax.compression.report import Report as Report
     from moe_jax.compression.report import Sweep as Sweep
+    from moe_jax.compression.spec import METHODS as METHODS
+    from moe_jax.compression.spec import make_method as make_method
+    from moe_jax.compression.spec import make_swept_methods as make_swept_methods
+    from moe_jax.compression.spec import option_names as option_names
     from moe_jax.compression.stream import compress as compress

@@ -1,6 +1,6 @@
-"""The form and size that every layer gets: the same for all, or what a budget leaves for it (methods.md 5).
+"""The form and size that a budget leaves for every layer (methods.md 5).
 
-Under a budget, forms and sizes are tried on every layer (`trials`): how far each would move the experts. Of a large
+Forms and sizes are tried on every layer (`trials`): how far each would move the experts. Of a large
 layer only a sample of the neurons is used, in whole groups of 128: where groups of scales lie along the neurons, the
 sample then has the same ones. Factorisations use all neurons.
 """
@@ -8,8 +8,8 @@ sample then has the same ones. Factorisations use all neurons.
 import dataclasses
 import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,31 +17,24 @@ from jaxtyping import Float, Int
 
 from moe_jax.compression.coding.coder import LeastError
 from moe_jax.compression.coding.factorization import truncated_svd
-from moe_jax.compression.coding.pruning import concat_counts, prune, squared
+from moe_jax.compression.coding.pruning import mean_shares, prune, squared
 from moe_jax.compression.coding.quantizer import quantize
 from moe_jax.compression.coding.storage import disk_bytes
 from moe_jax.compression.source_layer import SourceLayer, aligned_experts, aligned_kernels, mean_kernel, neuron_rows
-from moe_jax.compression.threads import ahead
 from moe_jax.core.errors import InputError
 from moe_jax.experts import BankConfig, BaseCodes
 from moe_jax.experts.forms import JointLowRank, LowRank, Matrix, Sparse
 from moe_jax.experts.forms.coding import DEFAULT_GROUP_SIZE, Encodable, Residual, Wanted
 from moe_jax.experts.forms.optional import SideBySide
-from moe_jax.models import FFNConfig, MoEConfig
+from moe_jax.models import MoEConfig
 
 
 class Candidate(NamedTuple):
-    """One way to compress a layer.
+    """One way to compress a layer."""
 
-    Attributes:
-      nbytes: size of the layer, compressed in this way.
-      error: of the layer, compressed in this way; errors of layers are added up.
-      choice: whatever the caller needs to recognise it.
-    """
-
-    nbytes: int
-    error: float
-    choice: Any = None
+    nbytes: int  # size of the layer, compressed in this way
+    error: float  # of the layer, compressed in this way; errors of layers are added up
+    choice: Any = None  # whatever the caller needs to recognise it
 
 
 def allocate(candidates: Mapping[int, Sequence[Candidate]], budget_bytes: int) -> dict[int, Candidate]:
@@ -84,53 +77,14 @@ def allocate(candidates: Mapping[int, Sequence[Candidate]], budget_bytes: int) -
     return chosen
 
 
-def all_alike(
-    layers: Sequence[SourceLayer],
-    wanted: Wanted,
-    analyses: Mapping[int, Mapping[str, np.ndarray]],
-    *,
-    base: Literal["shared", "none"],
-    codes: BaseCodes | None = None,
-) -> dict[int, MoEConfig]:
-    """The new config of every layer, by index, if all get the same. Layers of equal shape stay equal.
-
-    Args:
-      layers: as they are.
-      wanted: the form of their experts, and how much stays.
-      analyses: by index; where that is needed, with `shares` of the matrices, float[m], as `mean_shares` gives
-        them. They are averaged over layers of one shape.
-      base: whether experts share a base.
-      codes: of the centre; None: it has the dtype of the model.
-    """
-    shares: dict[FFNConfig, list[np.ndarray]] = {}
-    for layer in layers if wanted.needs_shares else ():
-        shares.setdefault(layer.moe.expert, []).append(analyses[layer.index]["shares"])
-    means = {expert: np.mean(found, axis=0).tolist() for expert, found in shares.items()}
-    banks = {
-        layer.index: BankConfig(layer.wanted(wanted, means.get(layer.moe.expert)), base=base, base_codes=codes)
-        for layer in layers
-    }
-    return {layer.index: layer.target(banks[layer.index]) for layer in layers}
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Room for the experts of all compressed layers, everything included.
+    """Room for the experts of all compressed layers, everything included; `InputError` unless it is above 0."""
 
-    Attributes:
-      target_bytes: of all layers together; or
-      budget_bits: for every weight that the experts have before the compression, on average.
-      sizes: forms and sizes that a layer can get.
-      codes: of the centres; None: they have the dtype of the model.
-
-    Raises:
-      InputError: unless the one that is given is above 0.
-    """
-
-    target_bytes: int | None = None
-    budget_bits: float | None = None
-    sizes: tuple[Wanted, ...] = ()
-    codes: BaseCodes | None = None
+    target_bytes: int | None = None  # of all layers together; or
+    budget_bits: float | None = None  # for every weight that the experts have before the compression, on average
+    sizes: tuple[Wanted, ...] = ()  # forms and sizes that a layer can get
+    codes: BaseCodes | None = None  # of the centres; None: they have the dtype of the model
 
     def __post_init__(self) -> None:
         assert (self.target_bytes is None) != (self.budget_bits is None)
@@ -165,13 +119,8 @@ class Budget:
     ) -> dict[int, MoEConfig]:
         """The new config of every layer, by index, so that the relative squared errors of all add up to little.
 
-        Args:
-          layers: as they are.
-          analyses: by index, for each size of the budget what its trial found: `errors`, float[n], and `shares`,
-            float[n, m].
-
-        Raises:
-          InputError: if the budget is below the smallest sizes of all layers.
+        Analyses have, for each size of the budget, what its trial found: `errors`, float[n], and `shares`, float[n, m].
+        A budget below the smallest sizes of all layers is an `InputError`.
         """
         candidates: dict[int, list[Candidate]] = {}
         for layer in layers:
@@ -202,17 +151,11 @@ Matrices = Mapping[str, Float[np.ndarray, "E i o"]]
 
 
 class Trial(NamedTuple):
-    """The result of trying a form and size on a layer.
+    """The result of trying a form and size on a layer."""
 
-    Attributes:
-      wanted: what was tried.
-      error: ||W^ - W||^2 / ||W||^2 over all experts.
-      shares: of the matrices in the entries that stay, where these are needed; else zeros.
-    """
-
-    wanted: Wanted
-    error: float
-    shares: Float[np.ndarray, " m"]
+    wanted: Wanted  # what was tried
+    error: float  # ||W^ - W||^2 / ||W||^2 over all experts
+    shares: Float[np.ndarray, " m"]  # of the matrices in the entries that stay, where these are needed; else zeros
 
 
 def trials(
@@ -225,12 +168,8 @@ def trials(
 ) -> list[Trial]:
     """Tries forms and sizes on a layer, around the mean of its aligned experts: a trial for each, in their order.
 
-    Args:
-      layer: its experts.
-      permutations: the order of every expert's neurons.
-      tried: the forms and sizes.
-      refit: the centre is refitted to what is pruned; to codes, it is not for a trial.
-      codes: of the centre; None: it has the dtype of the model.
+    With `refit`, the centre is refitted to what is pruned; to codes, it is not for a trial. Without codes of its own it
+    has the dtype of the model.
     """
     sampled = _sampled(layer, permutations)
     centres = {name: mean_kernel(kernels) for name, kernels in sampled.items()}
@@ -305,30 +244,6 @@ def _prune(
 def _stored(centre: np.ndarray, codes: BaseCodes | None) -> np.ndarray:
     """The centre that its codes stand for."""
     return centre if codes is None else codes.form.stored(centre, Matrix("", centre.shape), LeastError())[1]
-
-
-def mean_shares(
-    experts: Iterable[Mapping[str, np.ndarray]], centres: Mapping[str, np.ndarray], keep: float
-) -> Float[np.ndarray, " m"]:
-    """Share of every matrix in the largest residuals of an expert, averaged over the experts.
-
-    Args:
-      experts: the aligned kernels of each; they are overwritten.
-      centres: of the matrices.
-      keep: share of all entries that stays.
-    """
-    shares = []
-    for magnitudes in ahead(_magnitudes(kernels, centres) for kernels in experts):
-        counts = concat_counts(magnitudes, keep)
-        shares.append(np.array(list(counts.values())) / sum(counts.values()))
-    return np.mean(shares, axis=0)
-
-
-def _magnitudes(kernels: Mapping[str, np.ndarray], centres: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-    """The magnitudes of residuals, in the place of the kernels: two experts in memory are enough."""
-    for name, kernel in kernels.items():
-        np.abs(np.subtract(kernel, centres[name], out=kernel), out=kernel)
-    return kernels
 
 
 def _encoded_error(layer: SourceLayer, sampled: Matrices, centres: Mapping[str, np.ndarray], wanted: Wanted) -> float:

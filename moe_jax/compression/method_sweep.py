@@ -15,8 +15,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.distributed.processes import first_decides
 from moe_jax.figures.plots import DrawnTo, ink, new_figure
-from moe_jax.files.resume import staged_directory
-from moe_jax.files.staging import check_target
+from moe_jax.files.staging import check_target, staged_directory
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.lineage import new_lineage_entry
 from moe_jax.model_io.model_dir import ModelDirectory
@@ -34,8 +33,7 @@ _LOG_FROM = 3.0
 def plot_sweep(sweep: Sweep, file: DrawnTo, *, title: str) -> None:
     """Draws perplexity and error over the bytes of the experts: a line per method, and the original model.
 
-    The values of the varied option are in the legend, in the order of the points: labels at the points would cover each
-    other. The title names the model.
+    The values of the varied option are in the legend: labels at the points would cover each other.
     """
     unit, name = _unit(sweep.expert_bytes)
     methods: dict[str, list[Point]] = {}
@@ -121,8 +119,7 @@ def sweep(
       dst: the folder, which appears when all is done.
       methods: methods to try, by name; those of one name differ in the option that is varied.
       score: see `Score`.
-      described: the options as the user gave them.
-      sources: the models and the text that were read.
+      described, sources: the options as the user gave them, and the models and the text that were read.
       progress: called at the start and after every model.
       **options: of `compress`: base, extended, layers, calibration.
 

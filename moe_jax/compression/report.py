@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
@@ -58,10 +59,11 @@ class LayerFigures:
 
 
 class Measure:
-    """Adds up the figures of a layer, one kernel after another, in any order."""
+    """Adds up the figures of a layer, one kernel after another, in any order; and measures the time."""
 
     def __init__(self, num_experts: int, num_neurons: int):
-        """Starts with no matrix added; E experts, whose hidden width was `num_neurons`."""
+        """Starts with no matrix added, and the clock; E experts, whose hidden width was `num_neurons`."""
+        self._began = time.monotonic()
         # Per expert: |W|^2, |base|^2, W.base, |W - base|^2, |W^ - W|^2.
         self._sums = np.zeros((num_experts, 5))
         # Of all of them: tr(W^T H W), tr(E^T H E).
@@ -105,14 +107,15 @@ class Measure:
         self._outputs += other._outputs
         self._has_base &= other._has_base
 
-    def figures(self, **others: Any) -> LayerFigures:
-        """The figures of everything that was added, and `others`, which are passed on."""
+    def figures(self, *, analysed: np.ndarray | float | None = 0.0, **others: Any) -> LayerFigures:
+        """The figures of everything that was added, and `others`; `analysed` are seconds before, None: no time."""
         weight, base, dot, delta, error = self._sums.T
         figures = LayerFigures(
             relative_error=_ratio(error.sum(), weight.sum()) or 0.0,
             error_per_neuron=float(error.mean()) / self._num_neurons,
             zero_experts=tuple(np.flatnonzero(weight == 0).tolist()),
             output_error=_ratio(self._outputs[1], self._outputs[0]),
+            seconds=None if analysed is None else float(analysed) + time.monotonic() - self._began,
             **others,
         )
         if not self._has_base:
@@ -258,24 +261,15 @@ class Report:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Point:
-    """One compressed model.
+    """One compressed model."""
 
-    Attributes:
-      method: its name.
-      option, value: the option that was varied, such as `drop` and 0.9.
-      expert_bytes: of the compressed layers' experts on the disk.
-      kept: their share of the bytes before compression.
-      relative_error: ||W^ - W|| / ||W||, averaged over layers.
-      nll, perplexity: of the text; at most `sweep.WORST_NLL`, which also stands for values that are not finite.
-    """
-
-    method: str
-    option: str
+    method: str  # its name
+    option: str  # the option that was varied, such as `drop` and 0.9
     value: float
-    expert_bytes: int
-    kept: float
-    relative_error: float
-    nll: float
+    expert_bytes: int  # of the compressed layers' experts on the disk
+    kept: float  # their share of the bytes before compression
+    relative_error: float  # ||W^ - W|| / ||W||, averaged over layers
+    nll: float  # of the text; at most `sweep.WORST_NLL`, which also stands for values that are not finite
     perplexity: float
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from jaxtyping import Float, Int
 
-from moe_jax.compression.calibration.recorded import LayerCalibration, LayerRows
+from moe_jax.compression.calibration.recording import LayerCalibration, LayerRows
 from moe_jax.compression.threads import ahead, in_threads
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import cast, check_finite, largest_magnitude
@@ -49,14 +49,7 @@ class SourceLayer:
         with_universal: bool = False,
         calibration: LayerCalibration | None = None,
     ):
-        """Uses the config only; nothing is read yet.
-
-        Args:
-          source: the model.
-          index: of one of its MoE layers.
-          with_universal: the universal FFN beside the bank counts as its last expert.
-          calibration: what its bank was given on a text.
-        """
+        """Reads nothing yet. With `with_universal` the universal FFN beside the bank counts as its last expert."""
         self.index = index
         self.moe: MoEConfig = source.config.moe(index)
         self.matrices = ffn_matrices(self.moe.expert, source.config.d_model)
@@ -72,11 +65,6 @@ class SourceLayer:
     def rows(self) -> LayerRows | None:
         """The inputs of its bank on the calibration text; None: not known."""
         return None if self.calibration is None else self.calibration.rows
-
-    @property
-    def has_base(self) -> bool:
-        """Whether the bank has a base already."""
-        return self.moe.bank.has_base
 
     def target(self, bank: BankConfig) -> MoEConfig:
         """The layer with its experts, all `num_experts` of them, in another bank."""
@@ -215,11 +203,11 @@ def aligned_experts(
 
 
 def aligned_biases(
-    layer: SourceLayer, name: str, permutations: Int[np.ndarray, "E f"]
+    layer: SourceLayer, name: str, permutations: Int[np.ndarray, "E f"] | None
 ) -> Float[np.ndarray, "E o"] | None:
-    """The biases that belong to `aligned_kernels`; None if the FFN has none."""
+    """The biases that belong to `aligned_kernels`, or to the kernels as they are stored; None if the FFN has none."""
     biases = layer.biases(name)
-    if biases is None or name == "down":  # an output bias belongs to no neuron
+    if biases is None or permutations is None or name == "down":  # an output bias belongs to no neuron
         return biases
     return np.take_along_axis(biases, permutations, axis=1)
 

@@ -1,20 +1,114 @@
-"""The options of `compress`, and of a sweep over several methods."""
+"""The table of the methods of compression, and the options of `compress` and of a sweep over several methods."""
 
 import dataclasses
 import inspect
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
+from moe_jax.compression.methods.bits_by_matrix import Allocate
+from moe_jax.compression.methods.deltas import D2MoE, Quantize, Sparsify
+from moe_jax.compression.methods.fewer_experts import MEO, REAP, GitReBasin, HCSMoE, MSMoE
 from moe_jax.compression.methods.interface import Method
-from moe_jax.compression.methods.registry import METHODS, make_method, option_names
-from moe_jax.core.errors import InputError, flag_of, nearest, shown
+from moe_jax.compression.methods.mobe import MoBE
+from moe_jax.compression.methods.narrower import MLPFusion, StructuredPruning
+from moe_jax.compression.methods.resmoe import ResMoE
+from moe_jax.compression.methods.without_base import HQQ, NF4, SVD, PlainQuantize, UnstructuredPruning
+from moe_jax.core.errors import InputError, check_member, flag_of, nearest, shown
 from moe_jax.core.formatting import parse_bytes
 from moe_jax.core.verb_spec import Option, Shown, Spec, name_of
 from moe_jax.model_io.model_source import ModelLike
 from moe_jax.models import ModelConfig
+
+METHODS: dict[str, type[Method]] = {
+    "ders-sparsify": Sparsify,
+    "ders-quantize": Quantize,
+    "resmoe": ResMoE,
+    "up": UnstructuredPruning,
+    "sp": StructuredPruning,
+    "svd": SVD,
+    "msmoe": MSMoE,
+    "meo": MEO,
+    "git-rebasin": GitReBasin,
+    "mlp-fusion": MLPFusion,
+    "quantize": PlainQuantize,
+    "reap": REAP,
+    "hc-smoe": HCSMoE,
+    "d2-moe": D2MoE,
+    "hqq": HQQ,
+    "nf4": NF4,
+    "mobe": MoBE,
+    "allocate": Allocate,
+}
+# What other libraries have as methods of their own.
+_NAMES_ELSEWHERE = {
+    "awq": "quantize with --calibrate, --row-scales and --no-feedback",
+    "gptq": "quantize with --calibrate",
+    "rtn": "quantize without --calibrate",
+    "wanda": "up with --calibrate",
+}
+
+
+def check_method(name: str) -> None:
+    """Raises `InputError` for an unknown method; it says what is nearest, or how what others call so is asked for."""
+    if isinstance(name, str) and (asked := _NAMES_ELSEWHERE.get(name.lower())):
+        raise InputError(f"unknown method {shown(name)}: here it is {asked}")
+    check_member("method", name, tuple(METHODS))
+
+
+def option_names() -> tuple[str, ...]:
+    """Options of all methods."""
+    return tuple(dict.fromkeys(name for method in METHODS for name in options_of(method)))
+
+
+def make_method(name: str, options: Mapping[str, Any]) -> Method:
+    """Makes a method, by its key in `METHODS`, from the options that the user gave, by name.
+
+    Raises:
+      InputError: for an unknown method, an option of another one, one that is missing, or a value out of range.
+    """
+    check_method(name)
+    check_options([name], options)
+    for field in dataclasses.fields(METHODS[name]):
+        if field.default is dataclasses.MISSING and field.name not in options:
+            raise InputError(f"{name} needs {flag_of(field.name)}")
+    return METHODS[name](**options)
+
+
+def make_swept_methods(names: Sequence[str], options: Mapping[str, Any]) -> list[tuple[str, Method]]:
+    """Makes the methods that a sweep tries, one for every name and value; errors as of `make_method`.
+
+    Without names, these are the methods whose swept option is given, or else all. Of a swept option, `options` have all
+    the values to try, by default the method's own.
+    """
+    for name in names:
+        check_method(name)
+    names = names or [name for name, method in METHODS.items() if method.swept[0] in options] or list(METHODS)
+    check_options(names, options)
+    made = []
+    for name in dict.fromkeys(names):
+        swept, values = METHODS[name].swept
+        fixed = {option: value for option, value in options.items() if option in options_of(name)}
+        for value in dict.fromkeys(fixed.pop(swept, values)):
+            made.append((name, make_method(name, fixed | {swept: value})))
+    return made
+
+
+def check_options(names: Sequence[str], options: Iterable[str]) -> None:
+    """Raises `InputError` for an option that none of the methods takes."""
+    for option in options:
+        takers = [method for method in METHODS if option in options_of(method)]
+        if not set(takers) & set(names):
+            belongs = f"it belongs to {', '.join(takers)}" if takers else "no method takes it"
+            raise InputError(f"{flag_of(option)} does not go with {', '.join(names)}: {belongs}")
+
+
+def options_of(method: str) -> tuple[str, ...]:
+    """The options of a method."""
+    return tuple(field.name for field in dataclasses.fields(METHODS[method]))
+
 
 MethodOption = str | int | float | bool | None
 """A value of an option of a method; which ones a method has are the fields of its class."""
@@ -32,7 +126,7 @@ class CompressSpec(Spec):
       InputError: for options that do not go together.
     """
 
-    in_buckets: ClassVar[tuple[str, ...]] = ("base", "model_base", "calibrate")
+    local_only: ClassVar[tuple[str, ...]] = ("calibration_dir",)
     reads_windows: ClassVar[bool] = False
 
     method: Annotated[str | Method | None, Shown("NAME", read_as=str | None)] = None
@@ -55,9 +149,9 @@ class CompressSpec(Spec):
     (but sp and mlp-fusion, which do not look at it) what the experts are given, and keep what changes outputs least.
     Without it, all experts and all inputs count alike, and methods that look at outputs (reap, hc-smoe, d2-moe) can do
     nothing."""
-    samples: Annotated[int | None, Shown("INT", "128, or as many as there are")] = None
+    samples: Annotated[int | None, Shown("N", "128, or as many as there are")] = None
     """With `calibrate`: windows that are drawn of the text."""
-    calibration_seed: Annotated[int | None, Shown("INT", "0")] = None
+    calibration_seed: Annotated[int | None, Shown("N", "0")] = None
     """With `calibrate`: seed of the draw."""
     gradients: bool = False
     """With `calibrate`: tokens count by the squared gradient of the text's loss with respect to what a layer gives for
@@ -71,7 +165,7 @@ class CompressSpec(Spec):
     """Dtype of what is not in codes, in experts and in all else; by default as stored."""
     seq_len: Annotated[int | None, Shown("TOKENS", "1024, or what the model can do")] = None
     """With `calibrate` or a sweep: tokens that the model sees at a time."""
-    batch_size: Annotated[int | None, Shown("INT", "8")] = None
+    batch_size: Annotated[int | None, Shown("N", "8")] = None
     """With `calibrate` or a sweep: windows computed at once. Does not change the result."""
 
     def __post_init__(self) -> None:
@@ -116,15 +210,14 @@ class CompressSpec(Spec):
         return [*super().parameters(), *(one.replace(default=None) for one in of_methods if one.name not in taken)]
 
     def named_method(self) -> tuple[str, Method]:
-        """Returns the method with its name.
-
-        Raises:
-          InputError: if there is none, or its options do not go with it.
-        """
+        """Returns the method with its name; `InputError` if there is none, or its options do not go with it."""
         if self.method is None:
             raise InputError("--method is missing; see moe-jax compress --help")
         if not isinstance(self.method, Method):
-            return self.method, method_of(self.method, self.options or {})
+            given = {key: value for key, value in (self.options or {}).items() if value is not None}
+            if isinstance(size := given.get("target_bytes"), str):
+                given["target_bytes"] = parse_bytes(size, flag="target_bytes")
+            return self.method, make_method(self.method, given)
         if self.options:
             raise InputError(f"{', '.join(self.options)}: options of a method that is given itself")
         return next(name for name, kind in METHODS.items() if kind is type(self.method)), self.method
@@ -145,7 +238,6 @@ class CompressSpec(Spec):
 class SweepSpec(CompressSpec):
     """The options of a sweep: those of `compress`, and the text that its models are scored by."""
 
-    in_buckets: ClassVar[tuple[str, ...]] = (*CompressSpec.in_buckets, "text")
     reads_windows: ClassVar[bool] = True
 
     text: Annotated[str | os.PathLike[str] | None, Shown("FILE", read_as=Path | None)] = None
@@ -157,29 +249,13 @@ class SweepSpec(CompressSpec):
         super().__post_init__()
 
 
-def method_of(name: str, options: Mapping[str, MethodOption]) -> Method:
-    """Makes a method from options by their names; a size in bytes may be text, such as `12GB`.
-
-    Raises:
-      InputError: for an unknown method, an option of another one, one that is missing, or a value out of range.
-    """
-    given = {key: value for key, value in options.items() if value is not None}
-    if isinstance(size := given.get("target_bytes"), str):
-        given["target_bytes"] = parse_bytes(size, flag="target_bytes")
-    return make_method(name, given)
-
-
 def parse_layers(text: str, config: ModelConfig) -> tuple[int, ...] | None:
     """Reads which layers a user means.
 
-    Args:
-      text: `all`; `top:N`, the last N MoE layers; or layers and ranges of layers, counted from 0, separated by commas.
-        A range stands for the MoE layers in it. Of a model with an encoder, layers are counted through both stacks; or
-        in each of them, if any of these stands after `encoder:` or `decoder:`.
-      config: of the model.
-
-    Returns:
-      Indices in the order given; a layer named on its own need not be an MoE layer. None: all MoE layers.
+    The text is `all`; `top:N`, the last N MoE layers; or layers and ranges of layers, counted from 0, separated by
+    commas. A range stands for the MoE layers in it. Of a model with an encoder, layers are counted through both stacks;
+    or in each of them, if any of these stands after `encoder:` or `decoder:`. Returns indices in the order given, of
+    which one named on its own need not be an MoE layer; None: all MoE layers.
 
     Raises:
       InputError: if it cannot be read, asks for more MoE layers than there are, or names a range without any, or a

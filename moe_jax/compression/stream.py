@@ -4,13 +4,12 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import jax
 import numpy as np
 
-from moe_jax.compression.board import AnalysisStore, Board
-from moe_jax.compression.calibration.recorded import NOT_YET_RECORDED, Calibration
+from moe_jax.compression.calibration.recording import NOT_YET_RECORDED, Calibration
 from moe_jax.compression.calibration.sensitivities import check_full_experts
 from moe_jax.compression.methods.interface import Analysis, Base, Method, check_base
 from moe_jax.compression.report import LayerFigures, LayerReport, Report
@@ -19,8 +18,18 @@ from moe_jax.core.errors import InputError
 from moe_jax.core.finite import DoesNotFit
 from moe_jax.core.formatting import count_bytes
 from moe_jax.core.terminal import Progress, no_progress
-from moe_jax.distributed.processes import check_equal, first_decides, gathered, gathered_arrays, is_first_process
-from moe_jax.files.staging import check_target
+from moe_jax.distributed.processes import (
+    check_equal,
+    fail_together,
+    first_decides,
+    gathered,
+    gathered_arrays,
+    has_coordination,
+    is_first_process,
+    news,
+    tell_first,
+)
+from moe_jax.files.staging import ANALYSIS, Workplace, check_target
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.in_memory import Destination, InMemory, ModelWriter, open_writer
 from moe_jax.model_io.leaves_to_write import dealt
@@ -29,8 +38,6 @@ from moe_jax.model_io.loading import check_leaves, leaf_specs
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.model_io.tuned_base import is_tuned
 from moe_jax.models import ModelConfig, config_to_json
-
-T = TypeVar("T")
 
 OnLayer = Callable[[int, LayerFigures, int], None]
 """Called with the index of a finished layer, its figures, and the bytes of its experts now."""
@@ -53,10 +60,9 @@ def compress(
 
     A job that was killed continues when it is started again with the same options.
 
-    Several processes that make the same call write one directory together. A layer is the work of one of them, which
-    reads, analyses, compresses and writes it; each process copies its share of the other leaves. All processes get the
-    analyses, by which the layers share a budget, and plan the same. The result is that of one process, to the last bit.
-    If the target is in memory, every process makes and has all of it.
+    Several processes that make the same call write one directory together. A layer is the work of one of them; each
+    copies its share of the other leaves. All get the analyses, by which the layers share a budget, and plan the same.
+    The result is that of one process, to the last bit. If the target is in memory, every process makes all of it.
 
     Args:
       source: a model with MoE layers, whatever their banks.
@@ -143,6 +149,115 @@ def compress(
     return report
 
 
+# Seconds between two looks of the first process for messages of the others, while it waits for them.
+_LOOKS_EVERY = 0.5
+
+
+class Board:
+    """The progress of the work on layers, which the first process shows, also of those that other processes work on.
+
+    `in_turn` is called there for every layer, in order, with its result, as soon as the layers before it are done.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        layers: Sequence[int],
+        progress: Progress,
+        *,
+        in_turn: Callable[[int, Any], object] = lambda layer, found: None,
+        shared: bool,
+    ):
+        self._what, self._layers, self._in_turn = what, tuple(layers), in_turn
+        self._shared = shared and jax.process_count() > 1
+        self._shows = is_first_process() or not self._shared
+        self._progress = progress if self._shows else no_progress
+        self._found: dict[int, Any] = {}
+        self._shown = 0
+        self._progress(what, 0, len(layers))
+
+    def working(self, share: float) -> None:
+        """Reports what share of the next layer this process has done."""
+        self._hear()
+        self._progress(self._what, min(len(self._found) + share, len(self._layers)), len(self._layers))
+
+    def done(self, layer: int, found: Any) -> None:
+        """Reports a layer that is done. Its result is JSON-able if the work is shared."""
+        if self._shows:
+            self._hear()
+            self._put(layer, found)
+        else:
+            tell_first([self._what, layer, found])
+
+    def wait(self) -> None:
+        """Waits, in the first process, for the others, and shows their progress."""
+        while self._shows and self._shared and has_coordination() and len(self._found) < len(self._layers):
+            self._hear(_LOOKS_EVERY)
+
+    def complete(self, found: Mapping[int, Any]) -> None:
+        """Shows all layers that have not been shown yet."""
+        for layer in self._layers:
+            if self._shows and layer not in self._found:
+                self._put(layer, found[layer])
+
+    def _hear(self, seconds: float = 0.0) -> None:
+        for what, layer, found in news(seconds) if self._shared else ():
+            if what == self._what:
+                self._put(layer, found)
+
+    def _put(self, layer: int, found: Any) -> None:
+        self._found[layer] = found
+        self._progress(self._what, len(self._found), len(self._layers))
+        while self._shown < len(self._layers) and self._layers[self._shown] in self._found:
+            layer = self._layers[self._shown]
+            self._shown += 1
+            self._in_turn(layer, self._found[layer])
+
+
+class AnalysisStore:
+    """A context manager for the folder `.NAME.analysis`, a `Workplace` with a file for every analysed layer.
+
+    With several processes the first one makes and removes the folder, and all of them enter the block.
+    """
+
+    def __init__(self, dst: Path, job: Mapping[str, Any]):
+        self._work = Workplace(dst, job, suffix=ANALYSIS)
+
+    def __enter__(self) -> Self:
+        def begin() -> None:  # what it gives cannot be sent to other processes
+            self._work.__enter__()
+
+        first_decides(begin)
+        return self
+
+    def known(self, layers: Iterable[int]) -> dict[int, Analysis]:
+        """The stored analyses of some layers; only the first process returns them, and then sends them to others."""
+        found = {i: self.get(i) for i in layers} if is_first_process() else {}
+        return {i: analysis for i, analysis in found.items() if analysis is not None}
+
+    def get(self, layer: int) -> Analysis | None:
+        """The analysis of a layer stored by this process, or an earlier one of the same job; else None."""
+        file = self._file(layer)
+        if not file.is_file():
+            return None
+        with np.load(file, allow_pickle=False) as arrays:
+            return dict(arrays)
+
+    def put(self, layer: int, analysis: Analysis) -> None:
+        """Stores the analysis of a layer, whole or not at all."""
+        with as_path(self._file(layer)).replacing() as file:
+            np.savez(file, allow_pickle=False, **analysis)
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if is_first_process():
+            if isinstance(error, InputError):
+                fail_together(2, str(error))  # at once: the folder that the others work in is about to be removed
+            self._work.__exit__(kind, error, traceback)
+
+    def _file(self, layer: int) -> Path:
+        return self._work.folder / f"{layer}.npz"
+
+
 def _analyse(
     method: Method,
     open_layer: Callable[[int], SourceLayer],
@@ -180,11 +295,7 @@ def _analyse(
 
 
 def choose_layers(config: ModelConfig, layers: Iterable[int] | None) -> tuple[int, ...]:
-    """Returns the layers to compress, ascending.
-
-    Raises:
-      InputError: if the model has no experts, or adapters, or a layer is not one of its MoE layers; all are listed.
-    """
+    """Returns the layers to compress, ascending; `InputError` if the model has none of them, or has adapters."""
     if not config.moe_layers:
         raise InputError("the model is dense: it has no experts to compress; moe-jax upcycle makes an MoE of it")
     if is_tuned(config):
@@ -200,14 +311,7 @@ def choose_layers(config: ModelConfig, layers: Iterable[int] | None) -> tuple[in
 
 
 def check_before_calibration(source: ModelSource, method: Method, layers: Iterable[int], *, extended: bool) -> None:
-    """Raises `InputError` if a method does not fit a model on any text, before a calibration that takes long.
-
-    Args:
-      source: the model.
-      method: the method of compression.
-      layers: to compress, from `choose_layers`.
-      extended: see `compress`.
-    """
+    """Raises `InputError` if a method does not fit a model on any text, before a calibration that takes long."""
     layers = tuple(layers)
     if method.needs_sensitivities:
         check_full_experts(source.config)
@@ -297,7 +401,7 @@ def _distribute(
     stored, sizes = source.specs(), _expert_sizes(source, left)
     of_experts = {path for i in left for path in by_layer[i] if path.startswith(f"layers/{i}/mlp/")}
     copied = [path for paths in by_layer.values() for path in paths if path not in of_experts | writer.done]
-    owners = dealt({**sizes, **{path: _nbytes(stored[path]) for path in copied if path in stored}})
+    owners = dealt({**sizes, **{path: count_bytes([stored[path]]) for path in copied if path in stored}})
     layers = {i: owners[i] for i in left}
     writer.deal(
         {path: owners[path] for path in copied if path in owners}
@@ -312,12 +416,8 @@ def _expert_sizes(source: ModelSource, layers: Iterable[int]) -> dict[int, int]:
     for path, spec in source.specs().items():
         names = path.split("/")
         if names[0] == "layers" and names[2] == "mlp" and int(names[1]) in sizes:
-            sizes[int(names[1])] += _nbytes(spec)
+            sizes[int(names[1])] += count_bytes([spec])
     return sizes
-
-
-def _nbytes(spec: jax.ShapeDtypeStruct) -> int:
-    return spec.size * np.dtype(spec.dtype).itemsize
 
 
 def _sizes(paths: Iterable[str], stored_bytes: Callable[[str], int], layers: Sequence[int]) -> list[int]:

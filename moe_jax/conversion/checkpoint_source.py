@@ -9,7 +9,7 @@ import os
 import re
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from moe_jax.conversion.families import family_named
-from moe_jax.conversion.table import Ignored, Mapped, Piece, Table, Tied, apply_table, detect_layout
+from moe_jax.conversion.table import Ignored, Piece, Table, Tied, apply_table, detect_layout
 from moe_jax.conversion.tensors import DTYPES, TensorEntry, TensorFiles, as_bits, copy_transposed
 from moe_jax.core.errors import InputError, clipped, raise_if_any, shown
 from moe_jax.core.finite import DoesNotFit, cast, check_fits
@@ -56,38 +56,29 @@ def match_weights(
     """
     table = family_named(config.family).table_of(config) if table is None else table
     layout = detect_layout(table, tensors)
-    mapped = apply_table(
-        table, leaves, config.num_layers, layout, config.family, num_encoder_layers=config.num_encoder_layers
-    )
+    counts = config.num_layers, layout, config.family
+    mapped = apply_table(table, leaves, *counts, num_encoder_layers=config.num_encoder_layers)
+    tied = {entry.tensor: entry.equals for entry in table if isinstance(entry, Tied)}
     duplicates, ignored, unexpected = {}, {}, []
-    for name in tensors:
-        if name not in mapped.tensors:
-            entry = _declared(table, name)
-            if isinstance(entry, Tied):
-                duplicates[name] = entry.equals
-            elif isinstance(entry, Ignored):
-                ignored[name] = entry.why
-            else:
-                unexpected.append(f"{clipped(name)} is unexpected")
+    for name in (name for name in tensors if name not in mapped.tensors):
+        why = next((one.why for one in table if isinstance(one, Ignored) and re.fullmatch(one.pattern, name)), None)
+        if name in tied:
+            duplicates[name] = tied[name]
+        elif why is not None:
+            ignored[name] = why
+        else:
+            unexpected.append(f"{clipped(name)} is unexpected")
 
     problems = [f"{name} is missing" for name in mapped.tensors if name not in tensors] + unexpected
     expected = {**mapped.tensors, **{name: mapped.tensors[other] for name, other in duplicates.items()}}
     problems += _shape_problems(tensors, expected, described_by)
-    if not problems:
-        problems = _mixed_dtypes(tensors, mapped)
+    if not problems:  # a leaf that is stacked from several dtypes could not hold them bit for bit
+        dtypes = {leaf: {tensors[piece.tensor].dtype for piece in pieces} for leaf, pieces in mapped.pieces.items()}
+        mixed = {leaf: ", ".join(sorted(found)) for leaf, found in dtypes.items() if len(found) > 1}
+        problems = [f"{leaf} would be stacked from tensors of dtypes {found}" for leaf, found in mixed.items()]
     raise_if_any(problems, f"{where} does not hold the model its {described_by} describes")
     return Weights({name: tensors[name] for name in (*mapped.tensors, *duplicates)}, mapped.pieces,
                    layout, duplicates, ignored)  # fmt: skip
-
-
-def _declared(table: Any, name: str) -> Tied | Ignored | None:
-    """Returns the entry of the table that allows a tensor although it fills no leaf."""
-    for entry in table:
-        if isinstance(entry, Tied) and entry.tensor == name:
-            return entry
-        if isinstance(entry, Ignored) and re.fullmatch(entry.pattern, name):
-            return entry
-    return None
 
 
 def _shape_problems(
@@ -103,18 +94,7 @@ def _shape_problems(
     return problems
 
 
-def _mixed_dtypes(tensors: Mapping[str, TensorEntry], mapped: Mapped) -> list[str]:
-    """Returns a problem for each leaf stacked from tensors of several dtypes, which it cannot hold bit for bit."""
-    problems = []
-    for leaf, pieces in mapped.pieces.items():
-        dtypes = {tensors[piece.tensor].dtype for piece in pieces}
-        if len(dtypes) > 1:
-            problems.append(f"{leaf} would be stacked from tensors of dtypes {', '.join(sorted(dtypes))}")
-    return problems
-
-
-# Bytes that each thread reads at a time.
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 8 << 20  # that each thread reads at a time
 WORKERS = min(4, os.cpu_count() or 1)
 
 
@@ -128,6 +108,7 @@ class CheckpointSource(abc.ABC):
     def __init__(self) -> None:
         self._files = TensorFiles()
         self._pool = ThreadPoolExecutor(WORKERS)
+        self._made: tuple[Path, ...] | None = None
 
     @cached_property
     @abc.abstractmethod
@@ -138,27 +119,30 @@ class CheckpointSource(abc.ABC):
     def _check_in_place(self) -> None:
         """Raises `InputError` if something else took the checkpoint's place since it was opened."""
 
-    def _made_files(self, contents: Mapping[str, str]) -> tuple[Path, ...]:
-        """Writes texts to files of these names, which vanish with the object."""
-        folder = tempfile.TemporaryDirectory(prefix="moe-jax-")
-        weakref.finalize(self, folder.cleanup)
-        for name, content in contents.items():
-            (Path(folder.name) / name).write_text(content, encoding="utf-8")
-        return tuple(Path(folder.name) / name for name in contents)
+    def _made_files(self, make: Callable[[], Mapping[str, str]]) -> tuple[Path, ...]:
+        """Returns files with the texts that `make` returns by name; written once, they vanish with the object."""
+        if self._made is None:
+            contents, folder = make(), tempfile.TemporaryDirectory(prefix="moe-jax-")
+            weakref.finalize(self, folder.cleanup)
+            self._made = tuple(Path(folder.name) / name for name in contents)
+            for file in self._made:
+                file.write_text(contents[file.name], encoding="utf-8")
+        return self._made
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns shape and dtype, as stored, of every leaf, by path."""
-        specs = {}
-        for leaf, pieces in self.weights.pieces.items():
-            first = pieces[0]
-            dtype = DTYPES[self.weights.tensors[first.tensor].dtype]
-            specs[leaf] = jax.ShapeDtypeStruct(_leaf_shape(first, len(pieces)), dtype)
-        return specs
+        return {leaf: self._spec(pieces) for leaf, pieces in self.weights.pieces.items()}
+
+    def _spec(self, pieces: list[Piece]) -> jax.ShapeDtypeStruct:
+        first = pieces[0]
+        shape = first.shape[::-1] if first.transpose else first.shape
+        shape = shape if first.expert is None else (len(pieces), *shape)
+        return jax.ShapeDtypeStruct(shape, DTYPES[self.weights.tensors[first.tensor].dtype])
 
     def read(self, path: str, dtype: np.dtype | None = None, buffer: np.ndarray | None = None) -> np.ndarray:
         """Reads one leaf, and no bytes but its own; casts to `dtype` while reading.
 
-        The memory of the result is that of `buffer`, a uint8 array, at least as large as the leaf, if one is given.
+        The result is in `buffer`, a uint8 array, at least as large as the leaf, if one is given.
 
         Raises:
           InputError: if there is no such leaf, a tied tensor differs from its twin, a cast overflows, or the checkpoint
@@ -169,11 +153,11 @@ class CheckpointSource(abc.ABC):
             raise InputError(f"{self.path} has no leaf {path!r}")
         for piece in pieces:
             self._check_duplicates(piece.tensor)
-        first = pieces[0]
-        stored = DTYPES[self.weights.tensors[first.tensor].dtype]
-        shape, dtype = _leaf_shape(first, len(pieces)), dtype or stored
-        buffer = np.empty(math.prod(shape) * dtype.itemsize, np.uint8) if buffer is None else buffer
-        out = buffer[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+        spec = self._spec(pieces)
+        dtype = dtype or np.dtype(spec.dtype)
+        nbytes = spec.size * dtype.itemsize
+        buffer = np.empty(nbytes, np.uint8) if buffer is None else buffer
+        out = buffer[:nbytes].view(dtype).reshape(spec.shape)
         try:
             list(self._pool.map(lambda chunk: self._fill(out, *chunk), self._chunks(pieces)))
         except DoesNotFit:  # found in one chunk; reported for the whole leaf
@@ -216,17 +200,18 @@ class CheckpointSource(abc.ABC):
         if entry.strides is not None:
             whole = np.ascontiguousarray(self._files.read_strided(entry)).reshape(-1)
             return whole[piece.offset :][start * row : stop * row].reshape(stop - start, *piece.shape[1:])
+        order: Any = slice(None)
         if entry.interleaved is not None:
-            places = _interleaved_places(entry.shape[0] // entry.interleaved, start, stop)
-            first = int(places.min())
-            return self._run(entry, piece, first, int(places.max()) + 1)[places - first]
-        return self._run(entry, piece, start, stop)
-
-    def _run(self, entry: TensorEntry, piece: Piece, start: int, stop: int) -> np.ndarray:
-        """Reads rows of a piece as they are stored."""
+            # Of the stored rows of a head, first the even ones, then the odd ones.
+            width = entry.shape[0] // entry.interleaved
+            head, index = np.divmod(np.arange(start, stop), width)
+            half, index = np.divmod(index, width // 2)
+            places = head * width + 2 * index + half
+            start, stop = int(places.min()), int(places.max()) + 1
+            order = places - start
         rows = np.empty((stop - start, *piece.shape[1:]), DTYPES[entry.dtype])
-        self._files.read_into(entry, piece.offset + start * math.prod(piece.shape[1:]), rows)
-        return rows
+        self._files.read_into(entry, piece.offset + start * row, rows)
+        return rows[order]
 
     def _check_duplicates(self, tensor: str) -> None:
         for duplicate, original in self.weights.duplicates.items():
@@ -245,18 +230,6 @@ class CheckpointSource(abc.ABC):
             np.array_equal(as_bits(self._rows(first, whole, *rows)), as_bits(self._rows(second, whole, *rows)))
             for rows in row_chunks(first.shape, DTYPES[first.dtype].itemsize)
         )
-
-
-def _leaf_shape(piece: Piece, count: int) -> tuple[int, ...]:
-    shape = piece.shape[::-1] if piece.transpose else piece.shape
-    return shape if piece.expert is None else (count, *shape)
-
-
-def _interleaved_places(width: int, start: int, stop: int) -> np.ndarray:
-    """Returns where rows of interleaved heads are stored: in every head, first the even ones, then the odd ones."""
-    head, row = np.divmod(np.arange(start, stop), width)
-    half, index = np.divmod(row, width // 2)
-    return head * width + 2 * index + half
 
 
 def row_chunks(shape: tuple[int, ...], itemsize: int) -> list[tuple[int, int]]:

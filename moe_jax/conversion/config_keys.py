@@ -104,9 +104,7 @@ class HFConfig:
     def required_integer(self, key: str) -> int:
         """Takes an integer that must be there; raises as `require` does."""
         self.require(key)
-        value = self.integer(key)
-        assert value is not None
-        return value
+        return self._take(key, "an integer", is_integer)
 
     def number(self, key: str) -> float | None:
         """Takes a number, finite in float32, as a float, or None."""
@@ -116,9 +114,7 @@ class HFConfig:
     def required_number(self, key: str) -> float:
         """Takes a number as a float, which must be there; raises as `require` does."""
         self.require(key)
-        value = self.number(key)
-        assert value is not None
-        return value
+        return float(self._take(key, "a number", is_finite))
 
     def flag(self, key: str) -> bool:
         """Takes true or false; None counts as false."""
@@ -134,19 +130,16 @@ class HFConfig:
 
     def integers(self, key: str, *, lists_only: bool = False) -> tuple[int, ...]:
         """Takes a list of integers or, unless `lists_only`, an integer; None is the empty tuple."""
-        if lists_only:
-            value = self._take(key, "a list of integers", lambda v: isinstance(v, list) and _is_integers(v))
-        else:
-            value = self._take(key, "an integer or a list of integers", _is_integers)
-        if value is None:
-            return ()
-        return tuple(value) if isinstance(value, list) else (value,)
+        value = self._take(
+            key,
+            "a list of integers" if lists_only else "an integer or a list of integers",
+            lambda v: all(map(is_integer, v)) if isinstance(v, list) else not lists_only and is_integer(v),
+        )
+        return tuple(value) if isinstance(value, list) else () if value is None else (value,)
 
     def texts(self, key: str) -> tuple[str, ...] | None:
         """Takes a list of strings, or None."""
-        value = self._take(
-            key, "a list of strings", lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v)
-        )
+        value = self._take(key, "a list of strings", lambda v: isinstance(v, list) and {*map(type, v)} <= {str})
         return None if value is None else tuple(value)
 
     def keep(self, key: str, value: Any) -> None:
@@ -187,7 +180,3 @@ class HFConfig:
 def is_integer(value: Any) -> bool:
     """Whether a JSON value is an integer of 64 bits."""
     return isinstance(value, int) and not isinstance(value, bool) and fits_64_bits(value)
-
-
-def _is_integers(value: Any) -> bool:
-    return all(map(is_integer, value if isinstance(value, list) else [value]))

@@ -1,8 +1,9 @@
 """Converts a checkpoint, a Hugging Face directory or a GGUF file, to a model directory."""
 
+import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,15 +18,14 @@ from moe_jax.conversion.gguf.gguf_model import GGUFModel
 from moe_jax.conversion.hf_config import read_hf_config
 from moe_jax.conversion.hugging_face_dir import HuggingFaceDirectory, has_weights
 from moe_jax.conversion.spec import ConvertSpec
-from moe_jax.conversion.table import PER_EXPERT, apply_table, print_mapping
+from moe_jax.conversion.table import PER_EXPERT, Mapped, print_mapping
 from moe_jax.conversion.tensors import DTYPES_BY_NAME
 from moe_jax.core.errors import InputError, check_member
 from moe_jax.core.formatting import count_bytes
 from moe_jax.core.terminal import ByteProgress, console_for_tables
-from moe_jax.distributed.processes import first_decides, gathered, is_first_process
+from moe_jax.distributed.processes import first_decides, is_first_process
 from moe_jax.files.json_toml import read_json_object
-from moe_jax.files.resume import require_space
-from moe_jax.files.staging import check_target, refuse_existing
+from moe_jax.files.staging import check_target, refuse_existing, require_space
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.in_memory import InMemory, open_writer
 from moe_jax.model_io.leaves_to_write import ZeroExperts, zero_experts_line
@@ -82,13 +82,8 @@ def convert(
     for why, count in Counter(source.weights.ignored.values()).items():
         console.print(f"left out: {count} tensors, {why}")
     if dry_run:
-        print_mapping(
-            source.weights.pieces,
-            {name: entry.shape for name, entry in source.weights.tensors.items()},
-            specs,
-            source.specs(),
-            console,
-        )
+        shapes = {name: entry.shape for name, entry in source.weights.tensors.items()}
+        print_mapping(Mapped(shapes, source.weights.pieces), specs, source.specs(), console)
         return
 
     config = replace(source.config, dtype=dtype) if dtype else source.config
@@ -117,7 +112,7 @@ def convert(
                 writer.write({path: leaf})
                 zero.add(path, leaf)
                 progress.advance(leaf.nbytes)
-            zero = ZeroExperts.joined(gathered(zero.found))
+            zero.gather()
             found = {"zero_experts": zero.by_layer} if zero.by_layer else {}
             writer.lineage[-1]["measured"] = {**progress.measured(), **found}
     if zero.by_layer:
@@ -136,16 +131,9 @@ def _print_expected(path: Path, dtype: str | None, ignored_keys: Collection[str]
     except InputError as error:
         raise InputError(f"{file}: {error}") from None
     stored, leaves = leaf_specs(config), leaf_specs(config, dtype)
-    mapped = apply_table(
-        family_named(config.family).table_of(config),
-        stored,
-        config.num_layers,
-        PER_EXPERT,
-        config.family,
-        num_encoder_layers=config.num_encoder_layers,
-    )
+    mapped = family_named(config.family).mapped(config, stored, PER_EXPERT)
     console.print(f"{file} has no weights beside it; a checkpoint of this config holds:", markup=False)
-    print_mapping(mapped.pieces, mapped.tensors, leaves, stored, console)
+    print_mapping(mapped, leaves, stored, console)
 
 
 def _read_ahead(
@@ -155,19 +143,13 @@ def _read_ahead(
 
     New memory for every leaf would cost as much as reading it, because the system has to clear it.
     """
-    if not specs:
-        return
-    largest = max(count_bytes([spec]) for spec in specs.values())
-    buffers = [np.empty(largest, np.uint8) for _ in range(2)]
-    paths = list(specs)
+    largest = max((count_bytes([spec]) for spec in specs.values()), default=0)
+    buffers = itertools.cycle([np.empty(largest, np.uint8) for _ in range(2)])
     with ThreadPoolExecutor(1) as pool:
-
-        def start(index: int) -> Future[np.ndarray]:
-            return pool.submit(source.read, paths[index], specs[paths[index]].dtype, buffers[index % 2])
-
-        upcoming = start(0)
-        for index, path in enumerate(paths):
-            leaf = upcoming.result()
-            if index + 1 < len(paths):
-                upcoming = start(index + 1)
+        # Lazily: the reading of a leaf begins when it is taken from here.
+        started = ((path, pool.submit(source.read, path, spec.dtype, next(buffers))) for path, spec in specs.items())
+        upcoming = next(started, None)
+        while upcoming is not None:
+            path, reading = upcoming
+            leaf, upcoming = reading.result(), next(started, None)
             yield path, leaf

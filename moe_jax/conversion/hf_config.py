@@ -12,9 +12,6 @@ from moe_jax.models import ModelConfig
 # Settings of training and storage, which Hugging Face formats do not store and which do not change the logits.
 _NOT_COMPARED = {"family", "foreign", "dtype", "balance_coef", "z_coef", "cv_coef", "capacity_factor"}
 
-# The number of classes in a config of Transformers that gives none.
-_NUM_LABELS = 2
-
 
 def read_hf_config(data: Mapping[str, Any], *, ignored: Collection[str] = ()) -> ModelConfig:
     """Reads a config.json, parsed, in the style of Transformers 4 or 5. Keys that are not used are kept in `foreign`.
@@ -97,8 +94,7 @@ def _as_classifier(config: ModelConfig, family: Family, data: Mapping[str, Any])
         if not isinstance(named, Mapping) or set(named) != {str(i) for i in range(len(named))} or not named:
             raise InputError(f"config.json: 'id2label' is {shown(named)}, expected a name for each of 0, 1, ...")
         count = len(named)
-    if count is None:
-        count = _NUM_LABELS
+    count = 2 if count is None else count  # as in Transformers
     if not is_integer(count) or count < 1:
         raise InputError(f"config.json: 'num_labels' is {shown(count)}, expected a number from 1 on")
     tied = {key: data[key] for key in ("tie_word_embeddings",) if key in data}
@@ -122,8 +118,7 @@ def _family_name(data: Mapping[str, Any]) -> str:
     name = data.get("model_type")
     if name is None:
         by_architecture = {family.architecture: family.name for family in FAMILIES.values()}
-        scoring_classes = {family.classifier_architecture: family.name for family in FAMILIES.values()}
-        known = scoring_classes | by_architecture
+        known = {family.classifier_architecture: family.name for family in FAMILIES.values()} | by_architecture
         name = next((known[one] for one in _architectures(data) if one in known), None)
         if name is None:
             raise InputError(
@@ -154,14 +149,14 @@ def _merged(written: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, An
 def _differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
     """Returns what a config lost by being written, a sentence per field; layers with equal losses share a sentence."""
     found = _fields_that_differ("", ours, theirs)
+    by_loss: dict[str, list[int]] = {}
     if ours.num_layers == theirs.num_layers:
-        by_loss: dict[str, list[int]] = {}
         for i, (a, b) in enumerate(zip(ours.layers, theirs.layers, strict=True)):
             for loss in _fields_that_differ("", a, b):
                 by_loss.setdefault(loss, []).append(i)
-        for loss, indices in by_loss.items():
-            where = f"layer {indices[0]}" if len(indices) == 1 else f"{len(indices)} layers (first: {indices[0]})"
-            found.append(f"{where}: {loss}")
+    for loss, indices in by_loss.items():
+        where = f"layer {indices[0]}" if len(indices) == 1 else f"{len(indices)} layers (first: {indices[0]})"
+        found.append(f"{where}: {loss}")
     return found
 
 

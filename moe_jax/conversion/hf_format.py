@@ -52,20 +52,20 @@ def exported_config(config: ModelConfig, *, replicate_dense: bool) -> ModelConfi
         held = _in_form_of(config, family, replicate_dense=replicate_dense)
         write_hf_config(held)
         return held
-    refusals: list[tuple[bool, str, list[str]]] = []  # whether not even its form is possible, the format, and why
+    refusals: list[tuple[bool, int, str, list[str]]] = []  # whether its form is impossible, how much, the format, why
     for name in family.moe_formats:
         try:
             held = _in_form_of(config, family_named(name), replicate_dense=replicate_dense)
         except InputError as error:
-            refusals.append((True, name, [str(error)]))
+            refusals.append((True, 1, name, [str(error)]))
             continue
         lost = inexpressible(held)
         if not lost:
             return held
-        refusals.append((False, name, lost))
+        refusals.append((False, len(lost), name, lost))
     nearest = ""
     if refusals:
-        _, name, why = min(refusals, key=lambda refusal: (refusal[0], len(refusal[2])))
+        *_, name, why = min(refusals, key=lambda refusal: refusal[:2])
         more = f" (and {len(why) - 1} more)" if len(why) > 1 else ""
         nearest = f". The nearest is that of {name!r}: {why[0]}{more}"
     raise InputError(
@@ -88,8 +88,7 @@ def _in_form_of(config: ModelConfig, family: Family, *, replicate_dense: bool) -
     layers = [_expressed(layer, family, width, max(beside, default=NARROWEST)) for layer in config.layers]
     held = replace(config, family=family.name, layers=tuple(layers))
     if family.name != config.family:
-        # Keys of the old format could mean something in the new one; `auto_map` names code, which must not be run for
-        # it.
+        # Other keys of the old format could mean something in the new one; `auto_map` names code.
         kept = {key: value for key, value in config.foreign.items() if is_harmless(key, value) and key != "auto_map"}
         held = replace(held, foreign=kept)
     return replace(held, layers=_replicated(held, dense, width)) if dense else held
@@ -97,9 +96,9 @@ def _in_form_of(config: ModelConfig, family: Family, *, replicate_dense: bool) -
 
 def _expressed(layer: LayerConfig, family: Family, width: int, beside: int) -> LayerConfig:
     """Returns a layer with full experts and a universal FFN beside them, as Hugging Face formats can express it."""
-    if not isinstance(layer.mlp, MoEConfig):
-        return layer
     mlp = layer.mlp
+    if not isinstance(mlp, MoEConfig):
+        return layer
     universal = "one" if mlp.universal == "med" else mlp.universal
     if family.universal is not None and universal in ("none", "one"):
         # An FFN of zeros; or one of half the output, as the sigmoid of 0 is 1/2.
@@ -217,8 +216,7 @@ class MergedModel:
         elif path in self._stored:
             yield None, self._source.read(path)
         else:
-            # Zeros do for a router among equal experts, and for the gate of a universal FFN, whose weight is then
-            # constant.
+            # Zeros do for a router among equal experts, and for the gate of a universal FFN of constant weight.
             yield None, self._zeros(path)
 
     def codes(self, path: str, packing: Packing) -> Iterator[tuple[int, Codes]]:
@@ -269,8 +267,7 @@ class MergedModel:
         else:
             matrix = ffn_matrices(mlp.expert, self.config.d_model)[name.removesuffix("/kernel")]
             read, bank, dtype = self._source.read, f"{block}/experts", self._dtype(path)
-            # The range of float16 is so small that a sum of two numbers may well lie outside.
-            made = np.dtype(np.float32) if dtype == np.float16 else dtype
+            made = np.dtype(np.float32) if dtype == np.float16 else dtype  # whose range a sum may well leave
             kernels = expert_kernels(read, mlp.bank, bank, matrix, dtype=made, experts=experts)
             for expert, kernel in zip(experts, kernels, strict=True):
                 yield cast(f"{path}[{expert}]", kernel, dtype)

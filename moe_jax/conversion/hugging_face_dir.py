@@ -23,6 +23,7 @@ from moe_jax.models.serialize import FORMAT
 
 # In the order in which Transformers looks for them.
 SINGLE_TORCH, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_WEIGHTS = (SINGLE_SAFETENSORS, SAFETENSORS_INDEX, SINGLE_TORCH, TORCH_INDEX)
 MAX_SHARDS = 10_000
 _AT_ONCE = 8  # files that are opened at the same time
 _MAX_NAME = 255  # bytes, of most file systems
@@ -49,16 +50,13 @@ def open_checkpoint(directory: Path) -> CheckpointFiles:
             return _open_sharded(directory / index)
     shards = sorted(path.name for path in directory.glob("*-of-*.*"))
     found = f"only {shown(shards[0])} without an index; fetch {SAFETENSORS_INDEX}" if shards else "none of these"
-    raise InputError(
-        f"{directory} has no weights: looked for {SINGLE_SAFETENSORS}, {SAFETENSORS_INDEX}, {SINGLE_TORCH} "
-        f"and {TORCH_INDEX}, found {found}"
-    )
+    looked_for = f"{', '.join(_WEIGHTS[:-1])} and {TORCH_INDEX}"
+    raise InputError(f"{directory} has no weights: looked for {looked_for}, found {found}")
 
 
 def has_weights(directory: Path) -> bool:
     """Whether there are weight files in a directory, complete or not."""
-    names = (SINGLE_SAFETENSORS, SAFETENSORS_INDEX, SINGLE_TORCH, TORCH_INDEX)
-    return any((directory / name).exists() for name in names) or any(directory.glob("*-of-*.*"))
+    return any((directory / name).exists() for name in _WEIGHTS) or any(directory.glob("*-of-*.*"))
 
 
 def _open_sharded(index: Path) -> CheckpointFiles:
@@ -68,20 +66,17 @@ def _open_sharded(index: Path) -> CheckpointFiles:
     shards = sorted(set(weight_map.values()))
     if len(shards) > MAX_SHARDS:
         raise InputError(f"{index} names {len(shards):,} files, at most {MAX_SHARDS:,} are read")
-    raise_if_any(
-        [f"it names {shown(name)}, which is not inside its folder" for name in shards if not _is_inside(name)],
-        str(index),
-    )
+    outside = [f"it names {shown(name)}, which is not inside its folder" for name in shards if not _is_inside(name)]
+    raise_if_any(outside, str(index))
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        there = list(pool.map(lambda name: (index.parent / name).is_file(), shards))
-    absent = [name for name, is_there in zip(shards, there, strict=True) if not is_there]
-    missing = [f"{shown(name)} is missing; fetch it" for name in absent]
-    raise_if_any(missing, f"{index} names files that are not there")
+        there = pool.map(lambda name: (index.parent / name).is_file(), shards)
+        absent = [name for name, is_there in zip(shards, there, strict=True) if not is_there]
+        missing = [f"{shown(name)} is missing; fetch it" for name in absent]
+        raise_if_any(missing, f"{index} names files that are not there")
+        found = list(pool.map(lambda shard: _read_file(index.parent / shard), shards))
 
     tensors: dict[str, TensorEntry] = {}
     problems: list[str] = []
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        found = list(pool.map(lambda shard: _read_file(index.parent / shard), shards))
     for shard, entries in zip(shards, found, strict=True):
         for name, entry in entries.items():
             if name in tensors:
@@ -148,17 +143,11 @@ class HuggingFaceDirectory(CheckpointSource):
         """
         self._held.check_in_place()
         files = tokenizer_files_in(self.path)
-        vocabulary = family_named(self.config.family).vocabulary
-        if vocabulary is None or any(file.name == TOKENIZER for file in files):
+        names = {file.name for file in files}
+        own, make = family_named(self.config.family).vocabulary or ("", None)
+        if make is None or TOKENIZER in names or own not in names:
             return files
-        return (*files, *(self._made_tokenizer for file in files if file.name == vocabulary[0]))
-
-    @cached_property
-    def _made_tokenizer(self) -> Path:
-        vocabulary = family_named(self.config.family).vocabulary
-        assert vocabulary is not None
-        name, make = vocabulary
-        return self._made_files({TOKENIZER: make(self.path / name)})[0]
+        return (*files, *self._made_files(lambda: {TOKENIZER: make(self.path / own)}))
 
     @property
     def lineage(self) -> list[dict[str, Any]]:

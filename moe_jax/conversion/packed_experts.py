@@ -24,7 +24,6 @@ from moe_jax.models import ModelConfig, MoEConfig
 
 BITS = (4, 8)
 DEFAULT_GROUP_SIZE = 128
-
 _SUFFIX = ".weight"
 
 
@@ -49,13 +48,7 @@ class Packing:
 
     @classmethod
     def of(
-        cls,
-        config: ModelConfig,
-        written: ModelConfig,
-        *,
-        quantise: Quantise,
-        bits: int | None = None,
-        group_size: int | None = None,
+        cls, config: ModelConfig, written: ModelConfig, *, quantise: Quantise, bits: int | None, group_size: int | None
     ) -> "Packing":
         """Returns the packing asked for, else that of the experts' codes if all are alike, else 4 bits, groups of 128.
 
@@ -107,10 +100,10 @@ class Packing:
         }
         planned: dict[str, PlannedTensor] = {}
         for name, tensor in tensors.items():
-            if name not in packed:
+            piece = packed.get(name)
+            if piece is None:
                 planned[name] = tensor
                 continue
-            piece = packed[name]
             if len(tensor.shape) != 2 or not name.endswith(_SUFFIX) or not piece.transpose or piece.offset:
                 raise InputError(f"{name} cannot be in codes: experts need a matrix each, so that of another family")
             (rows, columns), scale = tensor.shape, DTYPE_NAMES[np.dtype(dtypes[piece.leaf])]
@@ -123,8 +116,7 @@ class Packing:
 
     def tensors(self, piece: Piece, codes: Codes, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
         """Yields the tensors of one kernel, with their names; `dtype` is that of the scales."""
-        missing = -len(codes.packed) % 4
-        packed = np.pad(codes.packed, ((0, missing), (0, 0)))
+        packed = np.pad(codes.packed, ((0, -len(codes.packed) % 4), (0, 0)))
         yield f"{piece.tensor}_packed", np.ascontiguousarray(packed.T).view("<i4")
         scales = 2 * codes.scales.astype(np.float32)
         yield f"{piece.tensor}_scale", np.ascontiguousarray(scales.T).astype(dtype)
@@ -134,17 +126,16 @@ class Packing:
         """Returns the `quantization_config` of config.json."""
         packed = (piece for path, pieces in mapped.pieces.items() if self.is_packed(path) for piece in pieces)
         ends = sorted({piece.template.removesuffix(_SUFFIX).rpartition(".")[2] for piece in packed})
-        weights = {
-            "num_bits": self.bits,
-            "type": "int",
-            "symmetric": True,
-            "strategy": "group",
-            "group_size": self.group_size,
-            "dynamic": False,
-        }
         group = {
             "targets": [rf"re:.*\.experts\.\d+\.({'|'.join(ends)})$"],
-            "weights": weights,
+            "weights": {
+                "num_bits": self.bits,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "group",
+                "group_size": self.group_size,
+                "dynamic": False,
+            },
             "input_activations": None,
             "output_activations": None,
             "format": "pack-quantized",
@@ -172,13 +163,13 @@ def codes_of(source: ModelSource, path: str, shape: tuple[int, int], packing: Pa
     Raises:
       InputError: if groups are on the odd grid, which compressed-tensors does not have.
     """
-    layer, (block, _, name) = int(path.split("/")[1]), path.partition("/experts/")
-    mlp = source.config.layers[layer].mlp
+    block, _, name = path.removesuffix("/kernel").partition("/experts/")
+    mlp = source.config.layers[int(path.split("/")[1])].mlp
     if not isinstance(mlp, MoEConfig) or stored_codes(mlp) != (packing.bits, packing.group_size):
         return None
-    if mlp.expert.shapes(source.config.d_model)[name.removesuffix("/kernel")] != shape:
+    if mlp.expert.shapes(source.config.d_model)[name] != shape:
         return None
-    folder = f"{block}/experts/delta/{name.removesuffix('/kernel')}"
+    folder = f"{block}/experts/delta/{name}"
     codes, scales = source.read(f"{folder}/codes"), source.read(f"{folder}/scales")
     if (scales.astype(np.float32) > 0).any():
         raise InputError(

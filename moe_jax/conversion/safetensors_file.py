@@ -6,6 +6,7 @@ Source: https://github.com/huggingface/safetensors, `Format`.
 """
 
 import abc
+import contextlib
 import json
 import math
 import os
@@ -22,13 +23,11 @@ from moe_jax.files.byte_files import open_bytes
 from moe_jax.files.json_toml import MAX_BYTES, parse_json
 from moe_jax.files.regular_files import count_traffic
 from moe_jax.files.remote_work import RemoteWork
-from moe_jax.files.resume import Workplace
+from moe_jax.files.staging import Workplace
 from moe_jax.files.storage_path import as_path
 
 SINGLE_SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
-
-# The reference implementation accepts three times as much. A hundred thousand tensors need less.
-MAX_HEADER = MAX_BYTES
+MAX_HEADER = MAX_BYTES  # a third of what the reference implementation accepts; a hundred thousand tensors need less
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
@@ -154,20 +153,14 @@ class Layout(NamedTuple):
         return cls(first, len(first) + end, {name: len(first) + start for name, start in starts.items()})
 
 
-class ShardWriter(abc.ABC):
-    """Writes planned shards. A context manager.
-
-    Existing shards of the same plan are continued: what was written to them stays.
-    """
+class ShardWriter(contextlib.AbstractContextManager):
+    """Writes planned shards; what was written to existing ones of the same plan stays. A context manager."""
 
     def __init__(self, directory: Path, tensors: Mapping[str, PlannedTensor], max_bytes: int):
         self._directory = directory
         self._tensors = tensors
         self._plan = plan_shards(tensors, max_bytes)
         self._file_of = {name: file for file, names in self._plan.items() for name in names}
-
-    def __enter__(self) -> Self:
-        return self
 
     def write(self, name: str, offset: int, values: np.ndarray) -> None:
         """Writes a contiguous run of a tensor, from element `offset` on, with values in the tensor's dtype.
@@ -176,10 +169,6 @@ class ShardWriter(abc.ABC):
         """
         assert values.dtype == _WRITTEN[self._tensors[name].dtype] and values.flags.c_contiguous
         self._write(name, offset * values.itemsize, values.reshape(-1).view(np.uint8))
-
-    def nbytes(self, name: str) -> int:
-        """Number of bytes of a tensor."""
-        return self._tensors[name].nbytes
 
     @abc.abstractmethod
     def _write(self, name: str, begin: int, content: np.ndarray) -> None:
@@ -219,13 +208,19 @@ class DiskShards(ShardWriter):
             shard = self._layout(file)
             descriptor = os.open(self._directory / file, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             self._descriptors.append(descriptor)
-            _write_all(descriptor, shard.header, 0)
+            self._write_at(descriptor, 0, shard.header)
             self._starts |= {name: (descriptor, start) for name, start in shard.starts.items()}
         return self
 
     def _write(self, name: str, begin: int, content: np.ndarray) -> None:
         descriptor, start = self._starts[name]
-        _write_all(descriptor, content, start + begin)
+        self._write_at(descriptor, start + begin, content)
+
+    def _write_at(self, descriptor: int, position: int, content: Any) -> None:
+        view = memoryview(content)
+        while view:
+            count = os.pwrite(descriptor, view, position)
+            view, position = view[count:], position + count
 
     def sync(self) -> bool:
         for descriptor in self._descriptors:
@@ -293,17 +288,8 @@ class BucketShards(ShardWriter):
         super().__exit__(kind, *error)
 
 
-def shard_writer(
-    work: Workplace | RemoteWork, tensors: Mapping[str, PlannedTensor], max_bytes: int
-) -> DiskShards | BucketShards:
+def shard_writer(work: Workplace | RemoteWork, tensors: Mapping[str, PlannedTensor], max_bytes: int) -> ShardWriter:
     """Returns a writer of shards for the place where a command works."""
     if isinstance(work, RemoteWork):
         return BucketShards(work, tensors, max_bytes)
     return DiskShards(work.folder, tensors, max_bytes)
-
-
-def _write_all(descriptor: int, data: bytes | np.ndarray, position: int) -> None:
-    view = memoryview(data)  # pyright: ignore[reportArgumentType] NumPy has the buffer protocol on every Python
-    while view:
-        count = os.pwrite(descriptor, view, position)
-        view, position = view[count:], position + count

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from moe_jax.core.errors import InputError, flag_of
 from moe_jax.core.verb_spec import Shown, TakesMovedBase, TakesNonfinite
@@ -43,8 +43,6 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
       InputError: for options that do not go with the format.
     """
 
-    in_buckets: ClassVar[tuple[str, ...]] = ("base",)
-
     max_shard_size: Annotated[str | int | None, Shown("SIZE", "5GB, in a bucket 500MB", str | None)] = None
     """Largest size of a file, such as 5GB, 500MB or 2GiB; a larger tensor has a file of its own. In a bucket, a few of
     them are in memory at a time."""
@@ -59,7 +57,7 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
     bits: Annotated[Literal[4, 8] | None, Shown("4|8", "those that the experts have, or 4")] = None
     """With `format` compressed-tensors: of the codes. Experts that are such codes already keep them; others are
     rounded."""
-    group_size: Annotated[int | None, Shown("INT", "that of the experts, or 128")] = None
+    group_size: Annotated[int | None, Shown("N", "that of the experts, or 128")] = None
     """With `format` compressed-tensors: inputs that share a scale."""
     dtype: Dtype | None = None
     """Dtype of all tensors; by default each keeps its own, bit for bit."""

@@ -89,6 +89,15 @@ def norm(tensor: str, leaf: str) -> tuple[Row, ...]:
     return (Row(f"{tensor}.weight", f"{leaf}/scale"), Row(f"{tensor}.bias", f"{leaf}/bias"))
 
 
+def joined_qkv(tensor: str, layout: str | None = None) -> tuple[Row, ...]:
+    """Returns the rows of a linear map whose outputs are queries, keys and values."""
+    kernels, biases = (tuple(f"layers/{{i}}/attention/{one}/{part}" for one in "qkv") for part in ("kernel", "bias"))
+    return (
+        Row(f"{tensor}.weight", kernels, transpose=True, layout=layout),
+        Row(f"{tensor}.bias", biases, layout=layout),
+    )
+
+
 class Piece(NamedTuple):
     """A run of elements in a tensor that fills one leaf, or one expert of a leaf."""
 
@@ -119,10 +128,8 @@ def apply_table(
 ) -> Mapped:
     """Determines the tensors of a model, and the pieces of its leaves, each covered exactly once.
 
-    The `leaves` have a `shape`; `num_layers` are those of the encoder and the decoder; `family` is for messages.
-
-    Raises:
-      InputError: if the table has no row for a leaf.
+    The `leaves` have a `shape`; `num_layers` are those of the encoder and the decoder; `family` is for messages. Raises
+    `InputError` if the table has no row for a leaf.
     """
     mapped = Mapped({}, {})
     rows = [row for row in table if isinstance(row, Row) and row.layout in (None, layout)]
@@ -180,10 +187,7 @@ def _tensor_shape(row: Row, shapes: list[tuple[int, ...]], *, stacked: bool) -> 
 
 
 def detect_layout(table: Table, names: Iterable[str]) -> str:
-    """Detects the expert layout of a checkpoint from the names of its tensors; per-expert if they do not tell.
-
-    Raises `InputError` if both layouts occur.
-    """
+    """Returns the expert layout that names of tensors show, per-expert if none; raises `InputError` for both."""
     found = {layout: _first_match(table, names, layout) for layout in LAYOUTS}
     if all(found.values()):
         examples = " and ".join(f"{shown(name)} ({layout})" for layout, name in found.items())
@@ -200,26 +204,16 @@ def _first_match(table: Table, names: Iterable[str], layout: str) -> str | None:
     return next((name for name in names if pattern.fullmatch(name)), None)
 
 
-def print_mapping(
-    pieces: Mapping[str, Iterable[Piece]],
-    tensor_shapes: Mapping[str, tuple[int, ...]],
-    leaves: Mapping[str, Any],
-    stored: Mapping[str, Any],
-    console: Console,
-) -> None:
+def print_mapping(mapped: Mapped, leaves: Mapping[str, Any], stored: Mapping[str, Any], console: Console) -> None:
     """Prints which tensors and leaves correspond, by which operations, and their sizes; a line for all of a kind.
 
-    Args:
-      pieces: leaf path -> its pieces.
-      tensor_shapes: by name of tensor.
-      leaves: leaf path -> shape and dtype, as they are written.
-      stored: leaf path -> dtype as it is read.
-      console: where to print.
+    The `leaves` have shapes and dtypes as they are written, `stored` the dtypes as they are read.
     """
+    tensor_shapes, pieces = mapped
     counts: dict[tuple[str, ...], tuple[set[str], set[str]]] = {}
     for leaf, parts in pieces.items():
+        before, after = stored[leaf].dtype, leaves[leaf].dtype
         for piece in parts:
-            before, after = stored[leaf].dtype, leaves[leaf].dtype
             line = (
                 piece.template,
                 "x".join(map(str, tensor_shapes[piece.tensor])),
@@ -247,9 +241,8 @@ def print_mapping(
 
 def _operations(piece: Piece, tensor_shape: tuple[int, ...]) -> str:
     names = ["transpose"] if piece.transpose else []
-    is_joined = tensor_shape[-len(piece.shape) :] != piece.shape
     if piece.expert is not None and len(tensor_shape) == len(piece.shape):
         names.append("stack")
-    if is_joined:
+    if tensor_shape[-len(piece.shape) :] != piece.shape:
         names.append("split")
     return ", ".join(names) or "rename"

@@ -89,16 +89,13 @@ class TensorEntry(NamedTuple):
 
 
 class TensorFiles:
-    """Open files that are read by position. Nothing is memory-mapped, so only requested bytes count as memory.
-
-    Safe to use from several threads.
-    """
+    """Open files, read by position and by several threads. Without memory maps, only requested bytes are in memory."""
 
     def __init__(self) -> None:
         self._files: dict[Path, ByteFile] = {}
         self._verified: set[tuple[Path, Checksum]] = set()
         self._opening, self._verifying = threading.Lock(), threading.Lock()
-        weakref.finalize(self, _close_all, self._files)
+        weakref.finalize(self, lambda files: [file.close() for file in files.values()], self._files)
 
     def read_into(self, entry: TensorEntry, offset: int, out: np.ndarray) -> None:
         """Fills a contiguous array with the elements of a row-major tensor that begin at element `offset`.
@@ -121,8 +118,7 @@ class TensorFiles:
 
     def read_strided(self, entry: TensorEntry) -> np.ndarray:
         """Reads a whole tensor of any strides; returns it with those strides."""
-        dtype = DTYPES[entry.dtype]
-        strides = entry.strides if entry.strides is not None else row_major(entry.shape)
+        dtype, strides = DTYPES[entry.dtype], entry.strides or row_major(entry.shape)
         if 0 in entry.shape:
             return np.empty(entry.shape, dtype)
         extent = 1 + sum((n - 1) * stride for n, stride in zip(entry.shape, strides, strict=True))
@@ -160,11 +156,6 @@ def dequantized(stored: np.ndarray, blocks: Blocks) -> np.ndarray:
         return dequantize(stored, kind)
 
 
-def _close_all(files: dict[Path, ByteFile]) -> None:
-    for file in files.values():
-        file.close()
-
-
 def check_crc(file: ByteFile, expected: Checksum) -> None:
     """Raises `InputError` unless the bytes of a file have this checksum."""
     crc, buffer = 0, memoryview(bytearray(min(_CRC_BYTES, expected.size)))
@@ -174,9 +165,8 @@ def check_crc(file: ByteFile, expected: Checksum) -> None:
         crc = zlib.crc32(piece, crc)
     if crc != expected.crc:
         raise InputError(
-            f"{file.path} is damaged: the checksum of its bytes {expected.start} to "
-            f"{expected.start + expected.size} is "
-            f"{crc:08x}, the file says {expected.crc:08x}; fetch it again, or, if it was saved without checksums "
+            f"{file.path} is damaged: the checksum of its bytes {expected.start} to {expected.start + expected.size} "
+            f"is {crc:08x}, the file says {expected.crc:08x}; fetch it again, or, if it was saved without checksums "
             "(`set_crc32_options`), save it with them"
         )
 
@@ -238,15 +228,11 @@ _BITS = {2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
 
 
 def copy_transposed(source: np.ndarray, out: np.ndarray) -> None:
-    """Writes `source.T` into `out`, casting if the dtypes differ.
+    """Writes `source.T` [m, n] into `out`, casting if the dtypes differ.
 
     `out[:] = source.T` runs at 0.3 GB/s on the machine this was written on: it misses the cache at every element, and
     if rows are a multiple of 4 KiB apart, as in most models, all rows of a column compete for the same cache lines.
     Copying through a small tile whose rows are an odd number of cache lines apart reaches 2-3 GB/s.
-
-    Args:
-      source: [n, m].
-      out: [m, n].
     """
     if source.dtype == out.dtype:
         source, out = as_bits(source), as_bits(out)

@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,17 +20,16 @@ from moe_jax.conversion.hugging_face_dir import open_checkpoint
 from moe_jax.conversion.packed_experts import Packing
 from moe_jax.conversion.safetensors_file import PlannedTensor, ShardWriter, shard_writer
 from moe_jax.conversion.spec import ExportSpec
-from moe_jax.conversion.table import LAYOUTS, Mapped, Piece, apply_table, print_mapping
+from moe_jax.conversion.table import LAYOUTS, Mapped, Piece, print_mapping
 from moe_jax.conversion.tensors import DTYPE_NAMES, DTYPES_BY_NAME, TensorEntry, copy_transposed
 from moe_jax.core.errors import InputError, check_member
 from moe_jax.core.finite import REMEDY, check_finite, check_fits
 from moe_jax.core.formatting import count_bytes, parse_bytes
 from moe_jax.core.terminal import ByteProgress, console_for_tables
 from moe_jax.files.remote_work import RemoteWork
-from moe_jax.files.resume import Workplace, open_work, require_space
-from moe_jax.files.staging import check_beside, check_target, refuse_existing
+from moe_jax.files.staging import Workplace, check_beside, check_target, open_work, refuse_existing, require_space
 from moe_jax.files.storage_path import as_path
-from moe_jax.files.tokenizer_files import list_tokenizer_files, read_tokenizer_file
+from moe_jax.files.tokenizer_files import copy_tokenizer_files
 from moe_jax.model_io.lineage import LINEAGE_FILE, job_of, new_lineage_entry
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_source import ModelSource
@@ -40,7 +39,6 @@ from moe_jax.models import ModelConfig
 Pack = Callable[[ModelConfig, ModelConfig], Packing]
 """Returns how the experts of a model are written in codes, given its config and the config that is written."""
 
-DENSE_LAYERS = ("replicate", "refuse")
 SHARD_SIZE, SHARD_SIZE_IN_BUCKETS = "5GB", "500MB"
 
 
@@ -64,7 +62,7 @@ def export(
     console = console or console_for_tables(stderr=not dry_run)
     dtype, max_shard_size = spec.dtype, spec.max_shard_size
     check_member("expert layout", spec.expert_layout, LAYOUTS)
-    check_member("choice for dense layers", spec.dense_layers, DENSE_LAYERS)
+    check_member("choice for dense layers", spec.dense_layers, ("replicate", "refuse"))
     if dtype is not None:
         check_member("dtype", dtype, tuple(DTYPES_BY_NAME))
     dst = as_path(dst)
@@ -83,40 +81,24 @@ def export(
     config = exported_config(source.config, replicate_dense=spec.dense_layers == "replicate")
     model = MergedModel(source, config)
     stored = model.specs()
-    specs = {
-        path: jax.ShapeDtypeStruct(leaf.shape, DTYPES_BY_NAME[dtype] if dtype else leaf.dtype)
-        for path, leaf in stored.items()
-    }
-    family = family_named(config.family)
-    mapped = apply_table(
-        family.table_of(config),
-        specs,
-        config.num_layers,
-        spec.expert_layout,
-        family.name,
-        num_encoder_layers=config.num_encoder_layers,
-    )
-    tensors = {name: PlannedTensor(DTYPE_NAMES[dtype_], mapped.tensors[name])
-               for name, dtype_ in _tensor_dtypes(mapped, specs).items()}  # fmt: skip
+    target = DTYPES_BY_NAME[dtype] if dtype else None
+    specs = {path: jax.ShapeDtypeStruct(leaf.shape, target or leaf.dtype) for path, leaf in stored.items()}
+    mapped = family_named(config.family).mapped(config, specs, spec.expert_layout)
+    tensors = _planned(mapped, specs)
     packing = None if packed is None else packed(source.config, config)
     if packing is not None:
         tensors = packing.planned(mapped, tensors, {path: leaf.dtype for path, leaf in specs.items()})
     print_changes(source.config, config, specs, console)
     if dry_run:
-        print_mapping(mapped.pieces, mapped.tensors, specs, stored, console)
+        print_mapping(mapped, specs, stored, console)
         if packing is not None:
             console.print(f"kernels of experts in {packing.bits} bits, {packing.group_size} inputs to a scale")
         return
 
     total = sum(tensor.nbytes for tensor in tensors.values())
     require_space(dst, total)
-    options = {
-        "max_shard_size": max_bytes,
-        "expert_layout": spec.expert_layout,
-        "dense_layers": spec.dense_layers,
-        "dtype": dtype,
-        "allow_nonfinite": spec.allow_nonfinite,
-    }
+    kept = ("expert_layout", "dense_layers", "dtype", "allow_nonfinite")
+    options = {"max_shard_size": max_bytes, **{name: getattr(spec, name) for name in kept}}
     if packing is not None:
         options |= {"bits": packing.bits, "group_size": packing.group_size}
     lineage = [*source.lineage, new_lineage_entry("export", options, [source])]
@@ -124,12 +106,10 @@ def export(
         with open_work(dst, job_of(lineage)) as work:
             folder = work.folder
             # Before the weights, so that no copied file can take their place.
-            files = source.tokenizer_files
-            for file in files:
-                (folder / file.name).write_durably(read_tokenizer_file(file))
-            list_tokenizer_files(folder, [file.name for file in files])
+            copy_tokenizer_files({file.name: file for file in source.tokenizer_files}, folder)
             with shard_writer(work, tensors, max_bytes) as writer:
-                _Writing(model, mapped, specs, writer, progress, packing, spec.allow_nonfinite).write_layers(work)
+                writing = _Writing(model, mapped, specs, tensors, writer, progress, packing, spec.allow_nonfinite)
+                writing.write_layers(work)
             keys = write_hf_config(replace(config, dtype=_main_dtype(specs)))
             lineage[-1]["measured"] = progress.measured()
             (folder / LINEAGE_FILE).write_durably((json.dumps(lineage, indent=2) + "\n").encode())
@@ -154,6 +134,7 @@ class _Writing:
     model: MergedModel
     mapped: Mapped
     specs: Mapping[str, jax.ShapeDtypeStruct]
+    tensors: Mapping[str, PlannedTensor]
     writer: ShardWriter
     progress: ByteProgress
     packing: Packing | None
@@ -167,7 +148,7 @@ class _Writing:
         written = work.notes(by_layer)
         for layer, paths in by_layer.items():
             names = {name for path in paths for name in self._tensors_of(path)}
-            size = sum(self.writer.nbytes(name) for name in names)
+            size = sum(self.tensors[name].nbytes for name in names)
             if layer in written or self.writer.are_kept(names):
                 self.progress.skip(size)
                 continue
@@ -199,20 +180,19 @@ class _Writing:
         """Writes one leaf. The next expert is made while the previous one is written; two are in memory."""
         pieces, dtype = self.mapped.pieces[path], self.specs[path].dtype
         with ThreadPoolExecutor(WORKERS) as pool:
-            before: list[Future[None]] = []
+            writing: list[Future[None]] = []
             waiting = {piece.expert: piece for piece in pieces}
             for expert, part in self._parts_of(path, pieces):
                 piece, name = waiting.pop(expert), path if expert is None else f"{path}[{expert}]"
                 if not self.allow_nonfinite:
                     check_finite(name, part, REMEDY)
                 check_fits(name, part, dtype)
-                writing = [
-                    pool.submit(self._write_rows, part, piece, rows, dtype)
-                    for rows in row_chunks(piece.shape, dtype.itemsize)
-                ]
-                _finish(before)
-                before = writing
-            _finish(before)
+                chunks = row_chunks(piece.shape, dtype.itemsize)
+                before, writing = writing, [pool.submit(self._write_rows, part, piece, rows, dtype) for rows in chunks]
+                for future in before:
+                    future.result()
+            for future in writing:
+                future.result()
             assert not waiting, (path, waiting)
 
     def _parts_of(self, path: str, pieces: list[Piece]) -> Iterator[tuple[int | None, np.ndarray]]:
@@ -237,11 +217,6 @@ class _Writing:
         self.progress.advance(values.nbytes)
 
 
-def _finish(writing: Iterable[Future[None]]) -> None:
-    for future in writing:
-        future.result()
-
-
 def _check_planned(found: Mapping[str, TensorEntry], tensors: Mapping[str, PlannedTensor]) -> None:
     """Raises `InputError` unless files hold the tensors that were planned: somebody else has written into them."""
     wrong = {name for name, entry in found.items() if tensors.get(name) != (entry.dtype, entry.shape)}
@@ -249,8 +224,8 @@ def _check_planned(found: Mapping[str, TensorEntry], tensors: Mapping[str, Plann
         raise InputError(f"{', '.join(sorted(wrong)[:3]) or 'a tensor'} is not what was written; export again")
 
 
-def _tensor_dtypes(mapped: Mapped, specs: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, np.dtype]:
-    """Returns the dtype of every tensor, in the order of the table; a fused tensor needs leaves of one dtype."""
+def _planned(mapped: Mapped, specs: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, PlannedTensor]:
+    """Returns every tensor, in the order of the table; a fused tensor needs leaves of one dtype."""
     dtypes: dict[str, np.dtype] = {}
     for path, pieces in mapped.pieces.items():
         for piece in pieces:
@@ -260,12 +235,12 @@ def _tensor_dtypes(mapped: Mapped, specs: Mapping[str, jax.ShapeDtypeStruct]) ->
                     f"{piece.tensor} would be joined from leaves of dtypes {dtype} and {specs[path].dtype}; "
                     "choose one with --dtype"
                 )
-    return dtypes
+    return {name: PlannedTensor(DTYPE_NAMES[dtype], mapped.tensors[name]) for name, dtype in dtypes.items()}
 
 
 def _main_dtype(specs: Mapping[str, jax.ShapeDtypeStruct]) -> str:
     """Returns the dtype of most bytes: Transformers loads a checkpoint in the single dtype that its config names."""
-    sizes: Counter[str] = Counter()
+    sizes = Counter[str]()
     for spec in specs.values():
         sizes[str(spec.dtype)] += count_bytes([spec])
     return sizes.most_common(1)[0][0]

@@ -19,14 +19,13 @@ from moe_jax.conversion.families import family_named
 from moe_jax.conversion.hf_format import exported_config
 from moe_jax.conversion.hugging_face_dir import HuggingFaceDirectory
 from moe_jax.conversion.safetensors_file import Layout, PlannedTensor, read_header
-from moe_jax.conversion.table import FUSED, apply_table
+from moe_jax.conversion.table import FUSED
 from moe_jax.conversion.tensors import DTYPE_NAMES
 from moe_jax.core.errors import InputError, raise_if_any
 from moe_jax.core.finite import REMEDY, check_finite
 from moe_jax.core.terminal import console_for_tables
 from moe_jax.experts.shapes import LoRAConfig
-from moe_jax.files.resume import staged_directory
-from moe_jax.files.staging import check_beside, check_target
+from moe_jax.files.staging import check_beside, check_target, staged_directory
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.lineage import LINEAGE_FILE, hub_origin, new_lineage_entry
 from moe_jax.model_io.loading import leaf_specs
@@ -105,7 +104,10 @@ def export_peft(
     options = {"format": "peft", "allow_nonfinite": allow_nonfinite}
     lineage = [*source.lineage, new_lineage_entry("export", options, [source])]
     with staged_directory(dst) as folder:
-        (folder / WEIGHTS_FILE).write_durably(_safetensors(tensors))
+        # In memory, because adapters are small.
+        layout = Layout.of({name: PlannedTensor(DTYPE_NAMES[one.dtype], one.shape) for name, one in tensors.items()})
+        content = layout.header + b"".join(tensors[name].tobytes() for name in layout.starts)
+        (folder / WEIGHTS_FILE).write_durably(content)
         (folder / LINEAGE_FILE).write_durably(_json(lineage))
         read_header(folder / WEIGHTS_FILE)  # compares it with the file
         (folder / CONFIG_FILE).write_durably(_json(config))  # last: in a bucket the adapter counts from then on
@@ -119,14 +121,13 @@ def export_peft(
 
 
 def peft_config(targets: Sequence[Target], *, model: ModelConfig, base: str | None) -> dict[str, Any]:
-    """Returns the adapter_config.json of a model, with its tensors that have LoRA, and their ranks and scales.
+    """Returns the adapter_config.json of a model; `base` is the Hugging Face checkpoint of its base, if known.
 
     PEFT has one dropout for all linear modules, and none for parameters. It does not affect inference; that of the
-    first target is written if all are linear modules. `base` is the Hugging Face checkpoint of the base, if known.
+    first target is written if all are linear modules.
     """
     rank, scale = _common(targets)
-    modules = [target for target in targets if not target.is_parameter]
-    parameters = [target for target in targets if target.is_parameter]
+    modules, parameters = ([one for one in targets if one.is_parameter == which] for which in (False, True))
     alpha = _alpha(scale, rank)
     return {
         "peft_type": "LORA",
@@ -167,8 +168,7 @@ def problems_of_peft(config: ModelConfig) -> list[str]:
         "adapter experts (PESC)": [not moe.bank.form.has_expert_kernels for moe in moes],
         "PERFT experts": [moe.perft is not None for moe in moes],
     }
-    problems = [f"{kind} have no place in it" for kind, found in kinds.items() if any(found)]
-    if problems:
+    if problems := [f"{kind} have no place in it" for kind, found in kinds.items() if any(found)]:
         return problems
     if not any(_loras(layer) for layer in config.layers):
         return ["it has no LoRA"]
@@ -188,9 +188,7 @@ def targets_of(config: ModelConfig) -> list[Target]:
     base = exported_config(base_config(config), replicate_dense=True)
     family = family_named(base.family)
     specs = leaf_specs(base)
-    mapped = apply_table(
-        family.table_of(base), specs, base.num_layers, FUSED, family.name, num_encoder_layers=base.num_encoder_layers
-    )
+    mapped = family.mapped(base, specs, FUSED)
     stored = leaf_specs(config)
     found: dict[str, Target] = {}
     for i, layer in enumerate(config.layers):
@@ -225,17 +223,21 @@ def factors(target: Target, read: Callable[[str], np.ndarray], *, rank: int, sca
     experts, rows of A are ordered by expert first, and columns of B by column first. PEFT will multiply the product by
     `scale`; a part with another scale gets the quotient into its B.
     """
-    one = [_with_experts(read(f"{part.path}/lora/a")) for part in target.parts]
+
+    def with_experts(path: str) -> np.ndarray:
+        factor = read(path)
+        return factor if factor.ndim == 3 else factor[None]
+
+    one = [with_experts(f"{part.path}/lora/a") for part in target.parts]
     count, inputs, dtype = one[0].shape[0], one[0].shape[1], one[0].dtype
     a = np.zeros((count, rank, inputs), dtype)
     b = np.zeros((count, target.outputs, rank), dtype)
-    begin = 0
+    end = 0
     for part, of_part in zip(target.parts, one, strict=True):
-        end = begin + part.lora.rank
-        other = _with_experts(read(f"{part.path}/lora/b"))
+        begin, end = end, end + part.lora.rank
+        other = with_experts(f"{part.path}/lora/b")
         a[:, begin:end] = of_part.swapaxes(1, 2)
         b[:, part.first : part.last, begin:end] = other.swapaxes(1, 2) * dtype.type(part.lora.scale / scale)
-        begin = end
     return a.reshape(-1, inputs), np.ascontiguousarray(b.transpose(1, 2, 0)).reshape(target.outputs, -1)
 
 
@@ -246,12 +248,12 @@ def tensor_names(targets: Sequence[Target]) -> Iterator[tuple[Target, str]]:
     """
     inner = Counter(target.tensor.rpartition(".")[0] for target in targets if target.is_parameter)
     for target in targets:
-        if not target.is_parameter:
-            yield target, target.name
-            continue
-        module = target.tensor.rpartition(".")[0]
-        inner[module] -= 1
-        yield target, module + ".base_layer" * inner[module]
+        name = target.name
+        if target.is_parameter:
+            name = target.tensor.rpartition(".")[0]
+            inner[name] -= 1
+            name += ".base_layer" * inner[name]
+        yield target, name
 
 
 def _loras(layer: LayerConfig) -> dict[str, LoRAConfig]:
@@ -270,10 +272,6 @@ def _loras(layer: LayerConfig) -> dict[str, LoRAConfig]:
     elif mlp.lora is not None:
         found |= {f"mlp/{name}": mlp.lora for name in mlp.lora.targets}
     return found
-
-
-def _with_experts(factor: np.ndarray) -> np.ndarray:
-    return factor if factor.ndim == 3 else factor[None]
 
 
 def _common(targets: Sequence[Target]) -> tuple[int, float]:
@@ -323,12 +321,6 @@ def _tensors(
         own = (rank, scale) if target.is_parameter else (target.rank, target.scale)
         for theirs, factor in zip(("lora_A", "lora_B"), factors(target, read, rank=own[0], scale=own[1]), strict=True):
             yield f"base_model.model.{name}.{theirs}.weight", np.ascontiguousarray(factor)
-
-
-def _safetensors(tensors: Mapping[str, np.ndarray]) -> bytes:
-    """Returns the content of a safetensors file, in memory because adapters are small."""
-    layout = Layout.of({name: PlannedTensor(DTYPE_NAMES[one.dtype], one.shape) for name, one in tensors.items()})
-    return layout.header + b"".join(tensors[name].tobytes() for name in layout.starts)
 
 
 def _json(content: Any) -> bytes:

@@ -43,17 +43,10 @@ _MAX_PICKLE_BYTES = 32 << 20
 _MAX_OPERATIONS = 1_000_000  # some twenty-five thousand tensors in one file
 
 _STORAGES = {
-    "FloatStorage": "F32",
-    "HalfStorage": "F16",
-    "BFloat16Storage": "BF16",
-    "DoubleStorage": "F64",
-    "LongStorage": "I64",
-    "IntStorage": "I32",
-    "ShortStorage": "I16",
-    "CharStorage": "I8",
-    "ByteStorage": "U8",
+    "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16", "DoubleStorage": "F64",
+    "LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8", "ByteStorage": "U8",
     "BoolStorage": "BOOL",
-}
+}  # fmt: skip
 
 
 class Storage(NamedTuple):
@@ -132,14 +125,10 @@ def _entry(archive: "_Zip", name: str, tensor: StoredTensor, places: dict[Storag
             f"{shown(name)} takes {shown(needed * itemsize)} bytes of its storage, which has {place.size}"
         )
     start = place.start + tensor.offset * itemsize
-    strides = None if _is_row_major(tensor) else tensor.strides
+    # An axis of length 1 may have any stride.
+    expected = zip(tensor.shape, tensor.strides, row_major(tensor.shape), strict=True)
+    strides = None if all(n <= 1 or a == b for n, a, b in expected) else tensor.strides
     return TensorEntry(archive.path, storage.dtype, tensor.shape, start, archive.identity, strides, place)
-
-
-def _is_row_major(tensor: StoredTensor) -> bool:
-    """Whether the strides are those of a contiguous tensor; an axis of length 1 may have any."""
-    expected = row_major(tensor.shape)
-    return all(n <= 1 or a == b for n, a, b in zip(tensor.shape, tensor.strides, expected, strict=True))
 
 
 def _kind(value: Any) -> str:
@@ -202,11 +191,9 @@ class _Zip:
         _, _, flags, method, _, _, crc, stored, size, name_length, extra_length = _LOCAL_HEADER.unpack(header)
         name = self._file.read(name_length)
         here = (flags, method, name.decode("utf-8" if flags & _NAME_IS_UTF8 else "cp437", "replace"))
-        same = here == (info.flag_bits, info.compress_type, info.orig_filename)
         unsaid = (0,) if flags & _SIZES_FOLLOW else ()
-        same = same and crc in (info.CRC, *unsaid)
-        same = same and all(n in (info.file_size, _SIZE_ELSEWHERE, *unsaid) for n in (stored, size))
-        if not same:
+        same = here == (info.flag_bits, info.compress_type, info.orig_filename) and crc in (info.CRC, *unsaid)
+        if not same or not all(n in (info.file_size, _SIZE_ELSEWHERE, *unsaid) for n in (stored, size)):
             raise self.damaged(f"its two headers of the member {shown(info.filename)} differ")
         return info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
 
@@ -232,10 +219,9 @@ def _table(file: io.BufferedReader, path: Path) -> list[zipfile.ZipInfo]:
     except _ZIP_ERRORS as error:
         if isinstance(error, OSError) and error.filename:
             raise  # an error of the disk, not of the file
-        reason = shown(first_line(error))
         raise InputError(
-            f"{path} is not a PyTorch zip checkpoint ({reason}): it is damaged, or older than PyTorch 1.6; "
-            "fetch it again, or load and save it with a newer PyTorch"
+            f"{path} is not a PyTorch zip checkpoint ({shown(first_line(error))}): it is damaged, or older than "
+            "PyTorch 1.6; fetch it again, or load and save it with a newer PyTorch"
         ) from None
 
 
@@ -290,7 +276,8 @@ def _run(data: bytes) -> Any:
             raise IndexError
         return taken_from(len(stack) - count)
 
-    for count, (operation, argument, _) in enumerate(pickletools.genops(data)):
+    operations: Any = pickletools.genops(data)
+    for count, (operation, argument, _) in enumerate(operations):
         if count >= _MAX_OPERATIONS:
             raise _Unexpected(f"more than {_MAX_OPERATIONS:,} operations")
         match operation.name:
@@ -316,18 +303,8 @@ def _run(data: bytes) -> Any:
                 stack.append(_named(*argument.split(" ", 1)))
             case "STACK_GLOBAL":
                 stack.append(_named(*last(2)))
-            case "NONE":
-                stack.append(None)
-            case "NEWTRUE":
-                stack.append(True)
-            case "NEWFALSE":
-                stack.append(False)
-            case "EMPTY_DICT":
-                stack.append({})
-            case "EMPTY_LIST":
-                stack.append([])
-            case "EMPTY_TUPLE":
-                stack.append(())
+            case name if name in _CONSTANTS:
+                stack.append(_CONSTANTS[name]())
             case "APPEND":
                 _append(last(1), stack[-1])
             case "APPENDS":
@@ -346,6 +323,12 @@ def _run(data: bytes) -> Any:
                 return stack.pop()
             case name:
                 raise _Unexpected(f"the operation {name}")
+
+
+_CONSTANTS: dict[str, Callable[[], Any]] = {
+    **{"NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False},
+    **{"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple},
+}
 
 
 def _append(items: list[Any], target: Any) -> None:

@@ -49,12 +49,7 @@ class TemplateFails(Exception):
 
 
 class Written(NamedTuple):
-    """The text that a template makes.
-
-    Attributes:
-      text: all of it.
-      generations: begin and end of what `{% generation %}` blocks wrote, in characters.
-    """
+    """The text that a template makes, and begin and end, in characters, of what its `{% generation %}` blocks wrote."""
 
     text: str
     generations: tuple[tuple[int, int], ...]

@@ -6,12 +6,13 @@ import contextvars
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, ProgressColumn, Task, TaskProgressColumn, TextColumn
 from rich.progress import Progress as RichProgress
+from rich.table import Table
 from rich.text import Text
 
 from moe_jax.core.data_sheets import peak_memory_bytes
@@ -45,6 +46,15 @@ def console_for_tables(*, stderr: bool = False, cuts_nothing: bool = False) -> C
     if cuts_nothing:
         return Console(stderr=stderr, highlight=False, width=max(_WIDTH_OF_FILES, console.width))
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=_WIDTH_OF_FILES)
+
+
+def table_of_figures(*columns: str, words: Collection[str] = ("",)) -> Table:
+    """A table without lines: the first column and those of `words` are aligned on the left, figures on the right."""
+    table = Table(box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        justify = "left" if index == 0 or column in words else "right"
+        table.add_column(column, justify=justify, vertical="bottom", no_wrap=True)
+    return table
 
 
 _SHOWN = contextvars.ContextVar("shown", default=False)

@@ -6,6 +6,7 @@ The command line is generated from a spec (`commands.options`), the Python verb 
 
 import ast
 import builtins
+import collections
 import dataclasses
 import inspect
 import os
@@ -30,22 +31,19 @@ class Shown(NamedTuple):
       metavar: what stands for the value, such as `low-rank:R`.
       default: what holds if the option is not given, of a field whose default is None.
       read_as: the type that the command line reads, if Python takes more than that.
+      repeats: whether the option may be given several times.
     """
 
     metavar: str
     default: str = ""
     read_as: Any = None
+    repeats: bool = False
 
 
 class Option(NamedTuple):
-    """An option of a verb.
+    """An option of a verb: a field, its type as the command line reads it, and the docstring under it.
 
-    Attributes:
-      name: of the field.
-      kind: its type, as the command line reads it.
-      default: of the field.
-      text: the docstring under the field.
-      shown: its annotation; None: its type says all.
+    `shown` is its annotation; None: its type says all.
     """
 
     name: str
@@ -58,12 +56,11 @@ class Option(NamedTuple):
 class Spec:
     """Base of all specs.
 
-    Attributes:
-      in_buckets: the options that can name a file or directory in a bucket.
-      example: what the command line could be given, for the message that an option is missing.
+    `local_only` are the options that name a file or directory which cannot be in a bucket; `example` is what the
+    command line could be given, for the message that an option is missing.
     """
 
-    in_buckets: ClassVar[tuple[str, ...]] = ()
+    local_only: ClassVar[tuple[str, ...]] = ()
     example: ClassVar[str] = ""
 
     @classmethod
@@ -104,17 +101,6 @@ class Spec:
 def name_of(model: Any) -> str:
     """Returns a model's name for the lineage: the path as it was given, or where a model in memory came from."""
     return str(model) if isinstance(model, str | os.PathLike) else str(model.source.path)
-
-
-class _Names(dict[str, Any]):
-    """Names for annotations: what a module imports only for type checkers is `Any`."""
-
-    def __init__(self, module: str):
-        super().__init__()
-        self._known = {**vars(builtins), **vars(sys.modules[module])}
-
-    def __missing__(self, name: str) -> Any:
-        return self._known.get(name, Any)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,7 +150,10 @@ def attribute_texts(cls: type) -> dict[str, str]:
 
 def options_of(spec: type, texts_of: Callable[[type], dict[str, str]] = field_texts) -> list[Option]:
     """The options of a dataclass, in the order of its fields; `texts_of` finds their texts."""
-    hints = typing.get_type_hints(spec, localns=_Names(spec.__module__), include_extras=True)
+    # What a module imports only for type checkers is `Any`.
+    rest = collections.defaultdict(lambda: Any)
+    names = collections.ChainMap(vars(sys.modules[spec.__module__]), vars(builtins), rest)
+    hints = typing.get_type_hints(spec, localns=names, include_extras=True)
     texts = texts_of(spec)
     options = []
     for field in dataclasses.fields(spec):

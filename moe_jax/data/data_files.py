@@ -16,7 +16,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 
@@ -30,35 +30,9 @@ _NEAR = 64 << 10  # bytes that may be skipped between two reads which follow eac
 _REMEMBERED = 64  # most remembered positions where reading ended
 
 
-class _Window(NamedTuple):
-    file: "DataFile"
-    start: int
-    content: bytes
-
-
-class _Windows:
-    """The windows of all files; the most recently used ones are kept."""
-
-    def __init__(self) -> None:
-        self._kept: collections.deque[_Window] = collections.deque(maxlen=MOST_WINDOWS)
-        self._guard = threading.Lock()
-
-    def find(self, file: "DataFile", start: int, stop: int) -> bytes | None:
-        """Returns the bytes from `start` to `stop` of a file if one window holds them, else None."""
-        with self._guard:
-            for window in self._kept:
-                if window.file is file and window.start <= start and stop <= window.start + len(window.content):
-                    self._kept.remove(window)
-                    self._kept.append(window)
-                    return window.content[start - window.start : stop - window.start]
-        return None
-
-    def add(self, window: _Window) -> None:
-        with self._guard:
-            self._kept.append(window)
-
-
-_windows = _Windows()
+# File, start and content of the windows of all files, the most recently used ones.
+_windows: "collections.deque[tuple[DataFile, int, bytes]]" = collections.deque(maxlen=MOST_WINDOWS)
+_windows_guard = threading.Lock()
 
 
 class DataFile:
@@ -93,17 +67,29 @@ class DataFile:
                 return file.bytes_at(start, length)
         if length == 0 or length >= WINDOW_BYTES:
             return self._object.bytes_at(start, length)
-        content = _windows.find(self, start, start + length)
+        content = self._in_window(start, start + length)
         if content is not None or not self._follows(start, start + length):
             return self._object.bytes_at(start, length) if content is None else content
         with self._reading_ahead:  # what another thread is reading ahead just now probably contains these bytes
-            content = _windows.find(self, start, start + length)
+            content = self._in_window(start, start + length)
             if content is None:
                 begin = 0 if self.size <= WINDOW_BYTES else start
                 ahead = self._object.bytes_at(begin, min(WINDOW_BYTES, self.size - begin))
-                _windows.add(_Window(self, begin, ahead))
+                with _windows_guard:
+                    _windows.append((self, begin, ahead))
                 content = ahead[start - begin : start - begin + length]
         return content
+
+    def _in_window(self, start: int, stop: int) -> bytes | None:
+        """Returns the bytes from `start` to `stop` if one window holds them, else None."""
+        with _windows_guard:
+            for window in _windows:
+                file, begin, content = window
+                if file is self and begin <= start and stop <= begin + len(content):
+                    _windows.remove(window)
+                    _windows.append(window)
+                    return content[start - begin : stop - begin]
+        return None
 
     def chunks(self, size: int) -> Iterator[bytes]:
         """Yields the whole file, in pieces of this many bytes."""

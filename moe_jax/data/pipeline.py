@@ -8,81 +8,64 @@ offset) per row.
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import grain
 import numpy as np
 
 from moe_jax.core.errors import InputError
-from moe_jax.data.examples import Example
-from moe_jax.data.opening import open_sources
 from moe_jax.data.sections import DataSection, SourceSection, input_length
-from moe_jax.data.text_and_tables import Files
-from moe_jax.data.tokenizer import Pair, Pairs, Tokenizer
+from moe_jax.data.sources import Files, open_sources
+from moe_jax.data.tokenizer import Example, Pair, Pairs, Tokenizer
 from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig
 
 Batch = dict[str, np.ndarray]
 
 
-class PackedBatches(grain.IterDataset):
-    """An endless iterator over batches of packed sequences; after the last record, everything is padding.
-
-    Every batch holds, for the R rows of this process and T = `seq_len`:
-      tokens Int32[R, T], targets Int32[R, T], weights Float32[R, T] (0: not scored),
-      segment_ids Int32[R, T] (documents of a row count from 1; 0 is padding), positions Int32[R, T] (from 0 in every
-      segment).
+class Row:
+    """One row of the global batch, and its position: a record, and an offset in it.
 
     Args:
-      records: the records in training order, each as `Pairs`.
-      rows: the rows of the global batch that this process prepares.
-      num_rows: B, rows of the global batch.
-      seq_len: T.
-      whole: start a new sequence rather than cut a document that fits into one.
-      identity: identifies the data; a position that belongs to other data is refused.
-      at_once: number of rows that are filled at the same time, if records have to be waited for.
+      records: in training order.
+      number: of the row.
+      stride: B, rows of the global batch.
     """
 
-    def __init__(
-        self,
-        records: grain.MapDataset,
-        *,
-        rows: Sequence[int],
-        num_rows: int,
-        seq_len: int,
-        whole: bool = False,
-        identity: Mapping[str, int] | None = None,
-        at_once: int = 1,
-    ):
+    def __init__(self, records: grain.MapDataset, number: int, stride: int):
+        self.number, self._stride, self._records = number, stride, records
+        self.seek(number, 0)
+
+    def seek(self, record: int, offset: int) -> None:
+        """Moves to a position."""
+        self.record, self.offset = record, offset
+
+    def fill(self) -> Batch:
+        """Returns the arrays of the next sequence."""
+        raise NotImplementedError
+
+
+class RowBatches(grain.IterDataset):
+    """An endless iterator over batches of rows that are filled one by one; after the last record, all is padding.
+
+    Its position consists of those of the rows; one that belongs to data with another `identity` is refused. If records
+    have to be waited for, so many rows are filled `at_once`.
+    """
+
+    def __init__(self, rows: Callable[[], Sequence[Row]], *, identity: Mapping[str, int], at_once: int = 1):
         super().__init__()
-        self._make = lambda: RowsIterator(
-            [_Row(records, row, num_rows, seq_len, whole) for row in rows], dict(identity or {}), at_once
-        )
+        self._make = lambda: _RowsIterator(rows(), dict(identity), at_once)
 
     def __iter__(self) -> grain.DatasetIterator:
         return self._make()
 
 
-class Row(Protocol):
-    """One row of the batch, and its position in the records."""
-
-    number: int
-    record: int
-    offset: int
-
-    def seek(self, record: int, offset: int) -> None: ...
-
-    def fill(self) -> Batch: ...
-
-
-class RowsIterator(grain.DatasetIterator):
-    """An iterator over batches whose rows are filled one by one; its position consists of the positions of the rows."""
-
-    def __init__(self, rows: Sequence[Row], identity: dict[str, int], at_once: int = 1):
+class _RowsIterator(grain.DatasetIterator):
+    def __init__(self, rows: Sequence[Row], identity: dict[str, int], at_once: int):
         super().__init__()
-        self._rows = rows
-        self._identity = identity
+        self._rows, self._identity = rows, identity
         self._pool = ThreadPoolExecutor(at_once, thread_name_prefix="rows") if at_once > 1 else None
 
     def __next__(self) -> Batch:
@@ -103,28 +86,27 @@ class RowsIterator(grain.DatasetIterator):
             row.seek(*state["rows"][str(row.number)])
 
 
-class _Row:
-    def __init__(self, records: grain.MapDataset, number: int, stride: int, seq_len: int, whole: bool):
-        self.number = number
-        self.record = number
-        self.offset = 0
-        self._records = records
-        self._stride = stride
-        self._seq_len = seq_len
-        self._whole = whole
-        self._pairs: Pairs | None = None
+class PackedRow(Row):
+    """A row of packed sequences of T = `seq_len` tokens. Its records are `Pairs`.
+
+    A batch of R such rows holds:
+      tokens Int32[R, T], targets Int32[R, T], weights Float32[R, T] (0: not scored),
+      segment_ids Int32[R, T] (documents of a row count from 1; 0 is padding), positions Int32[R, T] (from 0 in every
+      segment).
+
+    `whole`: a new sequence is started rather than a document cut that fits into one.
+    """
+
+    def __init__(self, records: grain.MapDataset, number: int, stride: int, *, seq_len: int, whole: bool):
+        super().__init__(records, number, stride)
+        self._seq_len, self._whole = seq_len, whole
 
     def seek(self, record: int, offset: int) -> None:
-        self.record, self.offset, self._pairs = record, offset, None
+        super().seek(record, offset)
+        self._pairs: Pairs | None = None
 
     def fill(self) -> Batch:
-        """Returns the next sequence; every array has length `seq_len`."""
-        row = Pairs(
-            np.zeros(self._seq_len, np.int32),
-            np.zeros(self._seq_len, np.int32),
-            np.zeros(self._seq_len, np.float32),
-            np.zeros(self._seq_len, bool),
-        )
+        row = Pairs(*(np.zeros(self._seq_len, dtype) for dtype in (np.int32, np.int32, np.float32, bool)))
         filled = 0
         while filled < self._seq_len and self.record < len(self._records):
             pairs: Any = self._records[self.record] if self._pairs is None else self._pairs
@@ -164,73 +146,32 @@ class _Row:
         return 0 if space < self._seq_len else space
 
 
-class PairBatches(grain.IterDataset):
-    """An endless iterator over batches of pairs, padded to equal lengths; after the last pair, everything is padding.
+class PairRow(Row):
+    """A row of pairs, padded to equal lengths; its records are lists of one pair or none. `offset` is always 0.
 
-    Every batch holds what a batch of `PackedBatches` holds (a row has at most one segment) and, for the R rows of this
-    process and S = `input_len`:
+    A batch of R such rows holds what one of `PackedRow` holds (a row has at most one segment) and, for S = `input_len`:
       inputs Int32[R, S], inputs_valid Bool[R, S] (false: padding),
       cut Int32[R, 2]: whether input and target were cut.
 
-    Args:
-      records: the records in training order, each a list of pairs, one or none.
-      input_len: S; no input is longer.
-      seq_len: T; no target is longer.
-      rows, num_rows, identity, at_once: see `PackedBatches`.
+    No input is longer than S, and no target than T = `seq_len`.
     """
 
-    def __init__(
-        self,
-        records: grain.MapDataset,
-        *,
-        rows: Sequence[int],
-        num_rows: int,
-        input_len: int,
-        seq_len: int,
-        identity: Mapping[str, int] | None = None,
-        at_once: int = 1,
-    ):
-        super().__init__()
-        self._make = lambda: RowsIterator(
-            [_PairRow(records, row, num_rows, input_len, seq_len) for row in rows], dict(identity or {}), at_once
-        )
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return self._make()
-
-
-class _PairRow:
-    """One row of the batch. `offset` is always 0: a pair is never divided between two rows."""
-
-    def __init__(self, records: grain.MapDataset, number: int, stride: int, input_len: int, seq_len: int):
-        self.number = self.record = number
-        self.offset = 0
-        self._records = records
-        self._stride = stride
-        self._lengths = input_len, seq_len
-
-    def seek(self, record: int, offset: int) -> None:
-        self.record, self.offset = record, offset
+    def __init__(self, records: grain.MapDataset, number: int, stride: int, *, input_len: int, seq_len: int):
+        super().__init__(records, number, stride)
+        self._lengths = {"input_len": input_len, "seq_len": seq_len}
 
     def fill(self) -> Batch:
-        """Returns the arrays of the next pair, padded; at the end of the data all padding."""
         found: Any = []
         while not found and self.record < len(self._records):
             found = self._records[self.record]
             self.record += self._stride
-        input_len, seq_len = self._lengths
-        batch = stack_pairs(found, 1, input_len=input_len, seq_len=seq_len)
-        return {name: array[0] for name, array in batch.items()}
+        return {name: array[0] for name, array in stack_pairs(found, 1, **self._lengths).items()}
 
 
 def stack_pairs(pairs: Sequence[Pair], rows: int, *, input_len: int | None, seq_len: int) -> Batch:
-    """Returns pairs as a batch, as `PairBatches` describes it.
+    """Returns pairs, at most one for every row, as a batch with the arrays of `PairRow`; further rows are padding.
 
-    Args:
-      pairs: at most one for every row; further rows are padding.
-      rows: R.
-      input_len: S; None: the model has no encoder, and the batch no inputs.
-      seq_len: T.
+    Without `input_len`, the model has no encoder, and the batch no inputs.
     """
     counted = ("tokens", "targets", "segment_ids", "positions")
     batch: Batch = {name: np.zeros((rows, seq_len), np.int32) for name in counted}
@@ -268,14 +209,12 @@ def open_data(
     rows: Sequence[int],
     note: Callable[[str], object] = lambda line: None,
 ) -> grain.DatasetIterator:
-    """Opens the files of a recipe as an iterator over batches: `PackedBatches`, or `PairBatches` for an encoder.
+    """Opens the files of a recipe as an iterator over batches: of `PackedRow`, or of `PairRow` for an encoder.
 
     The iterator's `get_state()` is JSON-able and `set_state()` continues with the very next batch.
 
     Args:
-      section: the recipe's `[data]`.
-      config: the model trained.
-      tokenizer_path: a `tokenizer.json`.
+      config: of the model trained.
       seed: decides the order of the records.
       batch_size: B, rows of the global batch.
       rows: rows of it that this process prepares.
@@ -288,13 +227,6 @@ def open_data(
     sources = open_sources(section, config, batch_size, tokenizer_path)
     sizes = [source.size for source in sources]
     tokenizer = Tokenizer(tokenizer_path, config, bos=section.bos, eos=section.eos)
-    given: dict[str, Any] = dict(
-        rows=rows,
-        num_rows=batch_size,
-        seq_len=section.seq_len,
-        identity={"records": sum(map(len, sources)), "bytes": sum(sizes)},
-        at_once=max(as_path(source.path).at_once for source in section.sources),
-    )
     records = _ordered(section, sources, sizes, seed)
     if config.has_encoder:
         lengths = {"input_len": input_length(section), "seq_len": section.seq_len}
@@ -305,7 +237,7 @@ def open_data(
         cuts = _describe_cuts(section, sources, make_pairs)
         if cuts is not None:
             note(cuts)
-        dataset = PairBatches(records.map(make_pairs), input_len=input_length(section), **given)
+        make = partial(PairRow, records.map(make_pairs), stride=batch_size, **lengths)
     else:
         for source, found in zip(section.sources, sources, strict=True):
             _check_length(source, found, tokenizer, section.seq_len)
@@ -313,7 +245,13 @@ def open_data(
         def tokenise(examples: list) -> Pairs:
             return tokenizer.pairs(examples)
 
-        dataset = PackedBatches(records.map(tokenise), whole=section.packing == "whole", **given)
+        packing = {"seq_len": section.seq_len, "whole": section.packing == "whole"}
+        make = partial(PackedRow, records.map(tokenise), stride=batch_size, **packing)
+    dataset: grain.IterDataset = RowBatches(
+        lambda: [make(row) for row in rows],
+        identity={"records": sum(map(len, sources)), "bytes": sum(sizes)},
+        at_once=max(as_path(source.path).at_once for source in section.sources),
+    )
     if section.prefetch:
         dataset = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=section.prefetch)
     return iter(dataset)

@@ -42,22 +42,14 @@ def qwen_tokenizer(file: Path) -> str:
         tokens are not joined from others.
     """
     ranks = read_ranks(file)
-    merges = merges_of(file, ranks)
-    names = [_as_characters(token) for token in ranks]
+    merges = [(_as_characters(left), _as_characters(right)) for left, right in merges_of(file, ranks)]
+    vocab = {_as_characters(token): rank for token, rank in ranks.items()}
     try:
-        made = tokenizers.Tokenizer(
-            models.BPE(
-                vocab=dict(zip(names, ranks.values(), strict=True)),
-                merges=[(_as_characters(left), _as_characters(right)) for left, right in merges],
-            )
-        )
+        made = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
         made.normalizer = normalizers.NFC()
-        made.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(QWEN_PIECES), "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
+        pieces = pre_tokenizers.Split(Regex(QWEN_PIECES), "isolated")
+        of_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        made.pre_tokenizer = pre_tokenizers.Sequence([pieces, of_bytes])
         made.decoder = decoders.ByteLevel()
         made.add_special_tokens([AddedToken(name, special=True, normalized=True) for name in QWEN_SPECIAL])
         return made.to_str()

@@ -17,13 +17,13 @@ import itertools
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from moe_jax.core.errors import InputError, first_sentence
 from moe_jax.data.data_files import DataFile, import_pyarrow
-from moe_jax.data.examples import Document
+from moe_jax.data.tokenizer import Document
 from moe_jax.files.json_toml import parse, read_json_object, without_format
 from moe_jax.files.storage_path import as_path
 
@@ -34,14 +34,6 @@ _MAGIC = 0x71930E704FDAE05E  # of the last block
 _SIMPLE = ord("r")
 _CODECS = {ord("z"): "zstd", ord("b"): "brotli"}
 _MAX_BYTES = 1 << 30  # of a record, and of the footer: that of a hundred million records has less
-
-
-class _Chunk(NamedTuple):
-    """The stored records of a chunk: their number, their uncompressed bytes, and the data."""
-
-    count: int
-    decoded: int
-    data: bytes
 
 
 class ArrayRecords:
@@ -79,18 +71,6 @@ class ArrayRecords:
 
     def _records(self, start: int, stop: int) -> list[bytes]:
         """Returns the records of the chunk from `start` to `stop` in the file."""
-        chunk = self._chunk(start, stop)
-        kind, data = chunk.data[0], chunk.data[1:]
-        length, data = _varint(data)
-        sizes = self._uncompressed(kind, data[:length], most=min(10 * chunk.count, _MAX_BYTES))
-        values = self._uncompressed(kind, data[length:], most=chunk.decoded)
-        lengths = list(_varints(sizes))
-        ends = list(itertools.accumulate(lengths))
-        if len(ends) != chunk.count or ends[-1] != len(values):
-            raise ValueError("the sizes of its records are not those of its chunk")
-        return [values[end - size : end] for size, end in zip(lengths, ends, strict=True)]
-
-    def _chunk(self, start: int, stop: int) -> _Chunk:
         if stop - start > _MAX_BYTES:
             raise ValueError(f"it has a chunk of {stop - start:,} bytes, more than {_MAX_BYTES:,}")
         stored = _without_block_headers(self._file.read(start, stop - start), start)
@@ -99,7 +79,14 @@ class ArrayRecords:
         count = kind >> 8
         if kind & 0xFF != _SIMPLE or not count or max(decoded, count) > _MAX_BYTES or len(data) < max(size, 2):
             raise ValueError("a chunk of it is not what its header says, or of another kind")
-        return _Chunk(count, decoded, data)
+        compression, (length, data) = data[0], _varint(data[1:])
+        sizes = self._uncompressed(compression, data[:length], most=min(10 * count, _MAX_BYTES))
+        values = self._uncompressed(compression, data[length:], most=decoded)
+        lengths = list(_varints(sizes))
+        ends = list(itertools.accumulate(lengths))
+        if len(ends) != count or ends[-1] != len(values):
+            raise ValueError("the sizes of its records are not those of its chunk")
+        return [values[end - size : end] for size, end in zip(lengths, ends, strict=True)]
 
     def _uncompressed(self, kind: int, data: bytes, *, most: int) -> bytes:
         if kind == 0:
@@ -167,13 +154,7 @@ _HEADER = struct.Struct("<BBxxI")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenFile:
-    """The entry of a file in tokens.json.
-
-    Attributes:
-      source: index, from 0, of the source in the recipe.
-      records, documents, tokens, scored: their numbers.
-      source_bytes: of the text that it was made from.
-    """
+    """The entry of a file in tokens.json: the index of its source, counts, and the bytes of text it was made from."""
 
     source: int
     records: int
@@ -212,40 +193,27 @@ def read_index(folder: Path) -> TokenIndex:
     file = folder / INDEX
     if not file.is_file():
         raise InputError(f"{folder} has no {INDEX}: files of tokens are made by moe-jax data tokenize")
-    return parse(
-        TokenIndex, without_format(read_json_object(file), FORMAT, VERSION, where=str(file)), where=str(file),
-        language="JSON",
-    )  # fmt: skip
+    fields = without_format(read_json_object(file), FORMAT, VERSION, where=str(file))
+    return parse(TokenIndex, fields, where=str(file), language="JSON")
 
 
 class TokenRecords:
-    """The records of one file of tokens.
+    """The records of one file of tokens, which lies beside its tokens.json.
 
-    Args:
-      file: the file, beside its tokens.json.
-      expected: required values in tokens.json: `tokenizer`, `bos` and `eos`.
-      vocab_size: of the model.
-
-    Raises:
-      InputError: if it was made with another tokenizer, or is incomplete.
+    `expected` are required values in tokens.json: `tokenizer`, `bos` and `eos`. Raises `InputError` if it was made with
+    another tokenizer, or is incomplete.
     """
 
-    def __init__(self, file: Path | DataFile, expected: Mapping[str, str], vocab_size: int):
-        self._file = DataFile.of(file)
-        path = self._file.path
+    def __init__(self, file: DataFile, expected: Mapping[str, str], vocab_size: int):
+        self._file, self._vocab_size, self.path = file, vocab_size, file.path
+        path, where = file.path, file.path.parent / INDEX
         index = read_index(path.parent)
-        where = path.parent / INDEX
-        self.path = path
         self._about = index.file(path.name, where)
-        self._vocab_size = vocab_size
         if index.tokenizer != expected["tokenizer"]:
             raise InputError(f"{where}: the tokens were made with another tokenizer, or another chat template")
         for edge in ("bos", "eos"):
-            if getattr(index, edge) != expected[edge]:
-                raise InputError(
-                    f'{where}: the tokens were made with data.{edge} = "{getattr(index, edge)}", and not '
-                    f'"{expected[edge]}"'
-                )
+            if (made := getattr(index, edge)) != (wanted := expected[edge]):
+                raise InputError(f'{where}: the tokens were made with data.{edge} = "{made}", and not "{wanted}"')
         if len(self._records) != self._about.records:
             raise InputError(f"{path} has {len(self._records):,} records, {where} says {self._about.records:,}")
 

@@ -1,4 +1,4 @@
-"""Tokenises the sources of a recipe once, in several processes, into files of tokens (`token_files`).
+"""Previews the sources of a recipe, or tokenises them once, in several processes, into files of tokens (`token_files`).
 
 The records of a source are divided into shards, a file each, in a way that does not depend on the number of processes.
 A finished shard stays when the command is killed; the same command then makes the others.
@@ -15,21 +15,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from moe_jax.core.errors import InputError
 from moe_jax.core.terminal import Progress, no_progress
-from moe_jax.data.opening import open_sources
-from moe_jax.data.sections import DataSection
-from moe_jax.data.text_and_tables import Files, find_files
+from moe_jax.data.sections import DataSection, input_length
+from moe_jax.data.sources import Files, find_files, open_sources
 from moe_jax.data.token_files import FORMAT, INDEX, SUFFIX, VERSION, TokenFile, TokenIndex, pack
-from moe_jax.data.tokenizer import Tokenizer, tokenizer_identity
+from moe_jax.data.tokenizer import Document, Example, Tokenizer, tokenizer_identity
 from moe_jax.files.byte_files import fingerprint_contents
-from moe_jax.files.resume import open_work
-from moe_jax.files.staging import check_target
+from moe_jax.files.staging import check_target, open_work
 from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig
-
-LEAST_BYTES, MOST_BYTES, ENOUGH_SHARDS = 1 << 20, 256 << 20, 64
-"""Least and most text in a shard, about; and a number of shards that is enough for any number of processes."""
 
 
 class Task(NamedTuple):
@@ -39,6 +36,119 @@ class Task(NamedTuple):
     config: ModelConfig
     tokenizer_path: Path
     batch_size: int
+
+
+# Most documents of a source that are counted.
+MOST_DOCUMENTS = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Neighbouring tokens as text; either all of them are scored or none is."""
+
+    text: str
+    scored: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SourcePreview:
+    """A source: counts, and its first documents.
+
+    Attributes:
+      records, bytes: of the whole source.
+      counted_records, documents, tokens, scored: of the first records, which were tokenised.
+      longest: number of tokens of the longest of these documents.
+      too_long: number of these documents that do not fit into a sequence.
+      estimated_tokens: of all records, if the others are like the first.
+    """
+
+    path: str
+    form: str
+    records: int
+    bytes: int
+    counted_records: int
+    documents: int
+    tokens: int
+    scored: int
+    longest: int
+    too_long: int
+    estimated_tokens: int
+    shown: tuple[tuple[Part, ...], ...]
+
+
+def preview(
+    section: DataSection, config: ModelConfig, tokenizer_path: Path, *, batch_size: int, count: int
+) -> list[SourcePreview]:
+    """Looks at every source of a recipe's `[data]`, and shows its first `count` documents.
+
+    Raises:
+      FileNotFoundError, InputError: see `open_sources`; also for text that the tokenizer cannot encode.
+    """
+    tokenizer = Tokenizer(tokenizer_path, config, bos=section.bos, eos=section.eos)
+    sources = open_sources(section, config, batch_size, tokenizer_path)
+    length = section.seq_len + (input_length(section) if config.has_encoder else 0)
+    found = []
+    for settings, files in zip(section.sources, sources, strict=True):
+        counted, documents = _first_documents(files, tokenizer)
+        lengths = [len(document.ids) for document in documents]
+        found.append(
+            SourcePreview(
+                path=settings.path,
+                form=settings.form,
+                records=len(files),
+                bytes=files.size,
+                counted_records=counted,
+                documents=len(documents),
+                tokens=sum(lengths),
+                scored=sum(int(document.scored.sum()) for document in documents),
+                longest=max(lengths, default=0),
+                too_long=sum(size > length for size in lengths),
+                estimated_tokens=sum(lengths) * len(files) // max(counted, 1),
+                shown=tuple(tuple(parts(document, tokenizer)) for document in documents[:count]),
+            )
+        )
+    return found
+
+
+def parts(document: Document, tokenizer: Tokenizer) -> Iterator[Part]:
+    """Yields a document as text, cut where scored parts begin and end. The first token is never scored."""
+    scored = document.scored > 0
+    scored[:1] = False
+    edges = [0, *(np.flatnonzero(np.diff(scored)) + 1).tolist(), len(scored)]
+    before = ""
+    for begin, end in zip(edges[:-1], edges[1:], strict=True):
+        # Tokenizers of SentencePiece leave out the space at the beginning of a decoded text.
+        text = tokenizer.decode(document.ids[:end].tolist(), special=True)
+        if not text.startswith(before):  # a character is divided between tokens of both parts
+            yield Part(tokenizer.decode(document.ids[begin:end].tolist(), special=True), bool(scored[begin]))
+        elif end > begin:
+            yield Part(text[len(before) :], bool(scored[begin]))
+        before = text
+
+
+def _first_documents(files: Files, tokenizer: Tokenizer) -> tuple[int, list[Document]]:
+    """Returns the number of records read, and their documents."""
+    documents: list[Document] = []
+    for index in range(len(files)):
+        if len(documents) >= MOST_DOCUMENTS:
+            return index, documents
+        documents += _documents(files[index], tokenizer)
+    return len(files), documents
+
+
+def _documents(examples: Sequence[Example | Document], tokenizer: Tokenizer) -> list[Document]:
+    if not tokenizer.has_encoder:
+        return tokenizer.documents(examples)
+    found = []
+    for pair in (tokenizer.pair(example) for example in examples if isinstance(example, Example)):
+        assert pair.inputs is not None
+        ids = np.concatenate([pair.inputs, pair.targets])
+        found.append(Document(ids, (np.arange(len(ids)) >= len(pair.inputs)).astype(np.float32)))
+    return found
+
+
+LEAST_BYTES, MOST_BYTES, ENOUGH_SHARDS = 1 << 20, 256 << 20, 64
+"""Least and most text in a shard, about; and a number of shards that is enough for any number of processes."""
 
 
 class Shard(NamedTuple):
@@ -53,11 +163,7 @@ class Shard(NamedTuple):
 def tokenize(task: Task, out: Path, *, processes: int = 1, progress: Progress = no_progress) -> TokenIndex:
     """Writes the tokens of all sources into a new directory, and returns the content of its tokens.json.
 
-    Args:
-      task: the sources to tokenise, and how.
-      out: the directory; it appears when everything is done, and not before.
-      processes: number of processes that work.
-      progress: told of the shards.
+    The directory appears when everything is done, and not before. `progress` is told of the shards.
 
     Raises:
       FileNotFoundError, InputError: as `open_sources`; also for a model with an encoder, a source of tokens, or an
@@ -74,7 +180,10 @@ def tokenize(task: Task, out: Path, *, processes: int = 1, progress: Progress = 
             raise InputError(f"{source.path} is tokenised already")
     identity = tokenizer_identity(task.tokenizer_path, section.chat_template)
     described = dataclasses.asdict(section) | {"tokenizer": None, "chat_template": None, "prefetch": None}
-    with open_work(out, _job(task, identity, described)) as work:
+    files = [fingerprint_contents(find_files(source.path)) for source in section.sources]
+    job = {"command": "data tokenize", "tokenizer": identity, "data": described, "files": files}
+    job |= {"batch_size": task.batch_size, "vocab_size": task.config.vocab_size, "eos": task.config.eos_ids}
+    with open_work(out, job) as work:
         shards = list(_shards(open_sources(section, task.config, task.batch_size, task.tokenizer_path)))
         notes = work.notes(shard.name for shard in shards)
         done: dict[str, Any] = {name: note for name, note in notes.items() if (work.folder / name).is_file()}
@@ -106,12 +215,6 @@ def totals(index: TokenIndex) -> list[Mapping[str, int]]:
     for about in index.files.values():
         sums[about["source"]].update(about)
     return [sums[source] for source in sorted(sums)]
-
-
-def _job(task: Task, identity: str, described: Mapping[str, Any]) -> Any:
-    files = [fingerprint_contents(find_files(source.path)) for source in task.section.sources]
-    given = {"batch_size": task.batch_size, "vocab_size": task.config.vocab_size, "eos": task.config.eos_ids}
-    return {"command": "data tokenize", "tokenizer": identity, "data": described, "files": files, **given}
 
 
 def _stem(source: int) -> str:

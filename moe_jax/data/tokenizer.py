@@ -1,22 +1,168 @@
-"""Converts examples to token ids with a Hugging Face `tokenizer.json`."""
+"""Examples from rows of data (a text, a prompt and its response, or a conversation), and their token ids.
+
+Rows are objects of a JSON file, or rows of a table. The keys that hold the content are known by their names, or given.
+Token ids are made with a Hugging Face `tokenizer.json`.
+"""
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import tokenizers
 
-from moe_jax.core.errors import InputError, first_sentence, shown
+from moe_jax.core.errors import InputError, clipped, first_sentence, shown
 from moe_jax.data.chat_template import FILE as CHAT_TEMPLATE
-from moe_jax.data.chat_template import read_settings
-from moe_jax.data.examples import Document, Example
+from moe_jax.data.chat_template import ChatTemplate, read_settings
+from moe_jax.data.sections import FieldsSection
+from moe_jax.files.json_toml import is_unicode
 from moe_jax.files.regular_files import read_regular
 from moe_jax.files.storage_path import as_path
 from moe_jax.files.tokenizer_files import TOKENIZER, read_tokenizer_file, tokenizer_files
 from moe_jax.models import ModelConfig
+
+PAIR_KEYS = (("prompt", "response"), ("input", "target"))
+"""Keys of rows that are pairs: the input, and the response to it."""
+
+CHAT_KEYS = ("messages", "conversations")
+"""Keys of rows that are conversations."""
+
+# Names of roles in conversations of ShareGPT and of data sets in its format.
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
+_ROLE_KEYS = (("role", "content"), ("from", "value"))
+
+
+class Example(NamedTuple):
+    """A document, or a part of one.
+
+    Attributes:
+      text: the text.
+      prompt_chars: characters at its beginning that are not scored.
+      begins, ends: whether the document begins and ends here; otherwise it continues in a neighbouring record.
+      is_response: whether it is an answer to a prompt.
+      spans: in a conversation, begin and end of the scored parts, in characters, in order. The text of a conversation
+        has all its special tokens already.
+    """
+
+    text: str
+    prompt_chars: int = 0
+    begins: bool = True
+    ends: bool = True
+    is_response: bool = False
+    spans: tuple[tuple[int, int], ...] | None = None
+
+
+class Document(NamedTuple):
+    """A document, or a part of one, as tokens: ids Int32[n], and scored Float32[n], 0 for tokens that are not."""
+
+    ids: np.ndarray
+    scored: np.ndarray
+
+
+class RowReader:
+    """Makes examples from rows.
+
+    Args:
+      fields: the keys that hold the content; None: known by their names, and a row may have keys of one kind only.
+      template: returns the template that conversations are written with; called when the first conversation comes.
+      chat: pairs are written with the template as well, as a conversation of two turns.
+      kinds: the kinds of rows that are accepted.
+    """
+
+    def __init__(
+        self,
+        fields: FieldsSection | None = None,
+        *,
+        template: Callable[[], ChatTemplate] | None = None,
+        chat: bool = False,
+        kinds: Sequence[str] = ("text", "pair", "chat"),
+    ):
+        self._template = template
+        self._chat = chat
+        self._role_keys = _ROLE_KEYS
+        by_kind = {"text": (("text",),), "pair": PAIR_KEYS, "chat": tuple((key,) for key in CHAT_KEYS)}
+        if fields is not None:
+            by_kind = {kind: (keys,) if keys else () for kind, keys in fields.keys_by_kind().items()}
+            self._role_keys = ((fields.role, fields.content),)
+        self._kind_of = {keys: kind for kind in kinds for keys in by_kind[kind]}
+        self._is_told = fields is not None
+        self._known = {"text", *itertools.chain(*PAIR_KEYS), *CHAT_KEYS}
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """All keys of rows that are read."""
+        return frozenset(itertools.chain(*self._kind_of))
+
+    @property
+    def expected(self) -> str:
+        """The rows that are accepted, in words."""
+
+        def shape(keys: tuple[str, ...]) -> str:
+            value = "[...]" if self._kind_of[keys] == "chat" else '"..."'
+            return "{" + ", ".join(f'"{clipped(key)}": {value}' for key in keys) + "}"
+
+        return " or ".join(map(shape, self._kind_of))
+
+    def __call__(self, row: Any) -> list[Example]:
+        """Returns the examples of a row: one, or for a conversation as many as `ChatTemplate.scored` returns.
+
+        Raises:
+          InputError: if the row holds something else.
+        """
+        if not isinstance(row, Mapping):
+            raise InputError(f"expected {self.expected}, got a JSON {type(row).__name__}")
+        known = {key for key in self._known & row.keys() if row[key] is not None}
+        of_row = next((keys for keys in self._kind_of if known == set(keys)), None)
+        if self._is_told:
+            of_row = next((keys for keys in self._kind_of if set(keys) <= row.keys()), None)
+        if of_row is None:
+            keys = clipped(", ".join(map(shown, row))) or "(none)"
+            told = "" if self._is_told or not row else "; a source's fields = { ... } says which keys hold what"
+            raise InputError(f"expected {self.expected}, got an object with the keys {keys}{told}")
+        kind = self._kind_of[of_row]
+        if kind == "chat":
+            messages = row[of_row[0]]
+            if not isinstance(messages, list) or not messages:
+                got = f"{shown(of_row[0])} holding {shown(messages)} that should be a list of messages"
+                raise InputError(f"expected {self.expected}, got {got}")
+            return self._conversation([self._message(one, number) for number, one in enumerate(messages, start=1)])
+        for key in sorted(of_row):
+            got = None
+            if not isinstance(row[key], str):
+                got = f"a {type(row[key]).__name__} that should be a string"
+            elif not is_unicode(row[key]):
+                got = "one half of a character in UTF-16"
+            if got is not None:
+                raise InputError(f"expected {self.expected}, got {shown(key)} holding {got}")
+        if kind == "text":
+            return [Example(row[of_row[0]])]
+        prompt, response = (row[key] for key in of_row)
+        if self._chat:
+            question, answer = {"role": "user", "content": prompt}, {"role": "assistant", "content": response}
+            return self._conversation([question, answer])
+        return [Example(prompt + response, len(prompt), is_response=True)]
+
+    def _conversation(self, messages: list[dict[str, Any]]) -> list[Example]:
+        if self._template is None:
+            raise InputError("a conversation needs a tokenizer with a chat template")
+        return [Example(scored.text, spans=scored.spans) for scored in self._template().scored(messages)]
+
+    def _message(self, message: Any, number: int) -> dict[str, Any]:
+        """Converts a message to the form that chat templates take; null values, as tables have them, are left out."""
+        if not isinstance(message, Mapping):
+            raise InputError(f"message {number} is {shown(message)}, expected an object")
+        names = next((names for names in self._role_keys if names[0] in message), None)
+        if names is None:
+            wanted = " or ".join(shown(role) for role, _ in self._role_keys)
+            raise InputError(f"message {number} has no {wanted}, but {clipped(', '.join(map(shown, message)))}")
+        role, content = (message.get(name) for name in names)
+        others = {key: item for key, item in message.items() if key not in names and item is not None}
+        known = _ROLES.get(role, role) if isinstance(role, str) else role
+        return {"role": known, "content": content, **others}
+
 
 Edge = Literal["auto", "always", "never"]
 MAX_BYTES = 64 << 20  # of a tokenizer.json; those of 250,000 tokens have half
@@ -59,12 +205,7 @@ class Pair(NamedTuple):
 
 
 class Tokenizer:
-    """A `tokenizer.json` together with the special tokens a model uses.
-
-    Args:
-      path: the file.
-      config: the model the ids are for.
-      bos, eos: see `DataSection`.
+    """A `tokenizer.json` together with the special tokens a model uses; `bos` and `eos` are as in `DataSection`.
 
     Raises:
       FileNotFoundError, InputError: no such file, not a tokenizer, or a special token that is asked for but unknown.
@@ -90,6 +231,7 @@ class Tokenizer:
         self._bos = {"auto": own_bos, "always": known_bos, "never": None}[bos]
         last = config.eos_ids[0] if config.eos_ids and eos != "never" else None
         self._eos_after_response = last
+        self._response_end = np.array([] if last is None else [last], np.int32)
         self._eos_after_text = last if eos == "always" or self._bos is None else None
 
     @property
@@ -135,8 +277,7 @@ class Tokenizer:
     def pairs(self, examples: Sequence[Example | Document]) -> Pairs:
         """Returns the `documents` of a record as pairs; a document of a single token has none."""
         parts = [document for document in self.documents(examples) if len(document.ids) > 1]
-        if not parts:
-            return Pairs(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, bool))
+        parts = parts or [Document(np.zeros(1, np.int32), np.zeros(1, np.float32))]
         return Pairs(
             np.concatenate([ids[:-1] for ids, _ in parts]),
             np.concatenate([ids[1:] for ids, _ in parts]),
@@ -146,8 +287,7 @@ class Tokenizer:
 
     def inputs(self, text: str) -> np.ndarray:
         """Returns the ids, Int32[n], of `text` for an encoder, with EOS at the end where the model names one."""
-        eos = [] if self._eos_after_response is None else [self._eos_after_response]
-        return np.concatenate([self.prompt(text), np.asarray(eos, np.int32)])
+        return np.append(self.prompt(text), self._response_end)
 
     def pair(self, example: Example, *, input_len: int | None = None, seq_len: int | None = None) -> Pair:
         """Tokenises an input and its target, each of which ends with EOS where the model names one.
@@ -156,8 +296,7 @@ class Tokenizer:
         encoder, both are one document, whose beginning is left out.
 
         Args:
-          example: its prompt is the input.
-          input_len: most tokens of the encoder's input; None: no limit.
+          input_len: most tokens of the encoder's input, the prompt of the example; None: no limit.
           seq_len: most tokens of the target, or without an encoder of both; None: no limit.
 
         Raises:
@@ -169,22 +308,18 @@ class Tokenizer:
                 raise InputError(f"a pair whose target {shown(example.text[example.prompt_chars :])} has no tokens")
             was_cut, kept = seq_len is not None and len(tokens) > seq_len, slice(-(seq_len or 0), None)
             return Pair(tokens[kept], targets[kept], weights[kept], target_was_cut=was_cut)
+        eos = self._response_end
         inputs = self.inputs(example.text[: example.prompt_chars])
         input_was_cut = input_len is not None and len(inputs) > input_len
-        if input_was_cut:
-            assert input_len is not None
-            ends = int(self._eos_after_response is not None)
-            inputs = np.concatenate([inputs[: input_len - ends], inputs[len(inputs) - ends :]])
-        target = example.text[example.prompt_chars :]
-        targets = self.encode(target)
-        if self._eos_after_response is not None:
-            targets = np.append(targets, np.int32(self._eos_after_response))
+        if input_len is not None and input_was_cut:
+            inputs = np.append(inputs[: input_len - len(eos)], inputs[len(inputs) - len(eos) :])
+        targets = np.append(self.encode(example.text[example.prompt_chars :]), eos)
         for name, ids in (("input", inputs), ("target", targets)):
             if not len(ids):
                 raise InputError(f"a pair whose {name} has no tokens, for it is empty and no EOS ends it")
         target_was_cut = seq_len is not None and len(targets) > seq_len
         targets = targets[:seq_len]
-        tokens = np.concatenate([np.asarray([self._decoder_start], np.int32), targets[:-1]])
+        tokens = np.append(np.int32(self._decoder_start), targets[:-1])
         return Pair(tokens, targets, np.ones(len(targets), np.float32), inputs, input_was_cut, target_was_cut)
 
     def _document(self, example: Example) -> tuple[np.ndarray, np.ndarray]:

@@ -45,14 +45,10 @@ def plot(path: Path, dense: Path, others: dict[str, Path]) -> None:
     """Draws the loss over steps as a PNG: of the dense model's run, and of those by name that began with its result."""
     figure = new_figure(11, 4.2)
     left, right = figure.subplots(1, 2)
-    first = read_metrics(dense / "metrics.jsonl")
-    begin = first[-1]["step"]
-    curves = {
-        "dense": (0, first),
-        **{name: (begin, read_metrics(run / "metrics.jsonl")) for name, run in others.items()},
-    }
-    for index, (name, (offset, records)) in enumerate(curves.items()):
-        style = {"label": name, "linewidth": 1.2, "color": f"C{index}"}
+    curves = {name: read_metrics(run / "metrics.jsonl") for name, run in {"dense": dense, **others}.items()}
+    first, begin = curves["dense"], curves["dense"][-1]["step"]
+    for index, (name, records) in enumerate(curves.items()):
+        offset, style = 0 if name == "dense" else begin, {"label": name, "linewidth": 1.2, "color": f"C{index}"}
         left.plot([offset + r["step"] for r in records], [r["loss"] for r in records], **style)
         held_out = [(offset + r["step"], r["eval_loss"]) for r in records if "eval_loss" in r]
         if name != "dense":

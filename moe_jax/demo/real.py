@@ -17,7 +17,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import show_bytes
 from moe_jax.demo.shell import Shell, comparison, make_folder
 from moe_jax.figures.plots import Curve, DrawnTo, plot_curves
-from moe_jax.peft.trained_table import parameter_sizes
+from moe_jax.peft.trained import parameter_sizes
 from moe_jax.report.elements import html_page, picture, said, section, table
 from moe_jax.training.metrics import Record, read_metrics
 
@@ -31,14 +31,9 @@ class Answers(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One model.
+    """One model, named by what was done to it; codes and positions are no parameters.
 
-    Attributes:
-      name: what was done to it.
-      params: parameters; codes and positions are none.
-      nbytes: of its weights on the disk.
-      perplexity: per token, of the answers to held-out problems.
-      tokens_per_second: that were scored.
+    `nbytes` are of its weights on the disk, the perplexity is per token of the answers to held-out problems.
     """
 
     name: str
@@ -262,7 +257,7 @@ def run_real_demo(folder: Path, model: Path, *, steps: int, shell: Shell) -> Non
 def _ask(shell: Shell, model: Path) -> list[str]:
     """The answers to `QUESTIONS`, in one batch."""
     prompts = [word for question in QUESTIONS for word in ("--prompt", question)]
-    answers = shell.quietly("generate", model, "--chat", *prompts, "--max-new-tokens", NEW_TOKENS, "--json")
+    answers = shell.json("generate", model, "--chat", *prompts, "--max-new-tokens", NEW_TOKENS, "--json", shows=False)
     return [answer["text"].strip() for answer in answers]
 
 

@@ -22,11 +22,7 @@ MARKER = ".made-by-moe-jax-demo"
 
 
 def make_folder(folder: Path) -> None:
-    """Makes an empty folder; one that an earlier demo made is replaced.
-
-    Raises:
-      InputError: if it holds something else.
-    """
+    """Makes an empty folder; one that an earlier demo made is replaced, `InputError` if it holds something else."""
     if folder.exists():
         if not (folder / MARKER).is_file():
             raise InputError(f"{folder} exists and was not made by a demo; choose another --dir")
@@ -46,12 +42,7 @@ def comparison(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str
 
 
 class Shell:
-    """Runs commands: prints each as a user would type it, and stops at the first that fails.
-
-    Args:
-      console: where commands are shown.
-      main: runs the command with these arguments, and returns its exit code.
-    """
+    """Runs commands by `main`: shows each on the console as a user would type it, and stops at the first that fails."""
 
     def __init__(self, console: rich.console.Console, main: Callable[[list[str]], int]):
         self.console, self._main = console, main
@@ -71,26 +62,19 @@ class Shell:
         self._typed(words)
         run_recipe(load_recipe(recipe, overrides), continue_command=again)
 
-    def json(self, *words: object) -> dict:
-        """Runs a command that prints JSON; prints and returns the JSON."""
-        printed = self._printed_by(words)
-        self.console.print(printed.strip(), highlight=False, soft_wrap=True, markup=False)
-        return json.loads(printed)
-
-    def quietly(self, *words: object) -> Any:
-        """Runs a command that prints JSON, and returns it."""
-        return json.loads(self._printed_by(words))
+    def json(self, *words: object, shows: bool = True) -> Any:
+        """Runs a command that prints JSON, and returns that; `shows`: it is printed here, too."""
+        arguments, printed = self._typed(words), io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            self._run(arguments)
+        if shows:
+            self.console.print(printed.getvalue().strip(), highlight=False, soft_wrap=True, markup=False)
+        return json.loads(printed.getvalue())
 
     def _typed(self, words: Iterable[object]) -> list[str]:
         arguments = [str(word) for word in words]
         self.console.print(f"\n[bold]$ moe-jax {escape(shlex.join(arguments))}[/bold]", highlight=False, soft_wrap=True)
         return arguments
-
-    def _printed_by(self, words: Iterable[object]) -> str:
-        arguments, printed = self._typed(words), io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            self._run(arguments)
-        return printed.getvalue()
 
     def _run(self, arguments: list[str]) -> None:
         if self._main(arguments) != 0:

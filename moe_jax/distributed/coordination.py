@@ -30,26 +30,22 @@ from moe_jax.distributed.job_place import Place
 _FOREVER = 20 * 24 * 3600 * 1000  # milliseconds
 _HELLO, _ENDED, _NEWS, _STOP, _LAST = (f"moe_jax/{name}" for name in ("hello", "ended", "news", "stop", "last"))
 _SECONDS_TO_BE_HEARD = 1.0
+_GONE = "is gone: it was killed, or its host stopped, or the network"
 
 
 class Coordination:
     """The connection of this process with the others.
 
-    Args:
-      place: the place of this process in the job.
-      wait: seconds after which processes that have not come are given up.
-      silence: seconds after which a process without heartbeats is considered dead.
+    After `wait` seconds, processes that have not come are given up; after `silence` without a heartbeat, one is
+    considered dead.
     """
 
     def __init__(self, place: Place, *, wait: float, silence: float):
-        self._place = place
-        self._wait = wait
-        self._silence = silence
+        self._place, self._wait, self._silence = place, wait, silence
         self._client: Any = None
         self._hosts: list[str] = []
         self._watches: list[threading.Thread] = []
-        self._ending = threading.Lock()
-        self._leaving = threading.Event()
+        self._ending, self._leaving = threading.Lock(), threading.Event()
         self._meetings, self._told = itertools.count(), itertools.count()
         self._signal: int | None = None
         self._last_step: int | None = None
@@ -93,9 +89,10 @@ class Coordination:
         hellos = [self._hello(0)]
         hellos += map(self._hello, range(1, int(hellos[0]["equal"][number])))
         self._hosts = [printable(hello["host"]) for hello in hellos]
-        for watch in (self._await_end, self._watch_others):
-            self._watches.append(threading.Thread(target=watch, name="coordination", daemon=True))
-            self._watches[-1].start()
+        watches = (self._await_end, self._watch_others)
+        self._watches = [threading.Thread(target=watch, name="coordination", daemon=True) for watch in watches]
+        for watch in self._watches:
+            watch.start()
         first = hellos[0]["equal"]
         problems = [
             f"process {index} (on {self._hosts[index]}) and the first do not fit: {name} is "
@@ -223,7 +220,7 @@ class Coordination:
             names = ", ".join(map(self._name, sorted(gone)))
             if self._place.index == 0:
                 time.sleep(_SECONDS_TO_BE_HEARD)
-            self._end(1, f"{names} is gone: it was killed, or its host stopped, or the network")
+            self._end(1, f"{names} {_GONE}")
 
     def _lost(self, *_: object) -> None:
         """Ends this process; called by JAX's client, in a thread of its own, where it would abort.
@@ -231,10 +228,9 @@ class Coordination:
         That is when it could not join, or has lost the service.
         """
         if self._hosts:
-            self._end(1, f"{self._name(0)} is gone: it was killed, or its host stopped, or the network")
-        else:
-            if self._ending.acquire(blocking=False):
-                _exit(2, f"error: {self._apart()}")
+            self._end(1, f"{self._name(0)} {_GONE}")
+        elif self._ending.acquire(blocking=False):
+            _exit(2, f"error: {self._apart()}")
         threading.Event().wait()  # this process is ending, and has its own reason
 
     def _apart(self) -> str:

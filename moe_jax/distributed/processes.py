@@ -41,10 +41,8 @@ def join_processes() -> None:
         there are fewer devices or processes than there should be.
     """
     place = find_place()
-    if place is None:
-        _check_devices(None)
-        return
-    _connect(place)
+    if place is not None:
+        _connect(place)
     _check_devices(place)
 
 
@@ -203,40 +201,35 @@ def first_decides(action: Callable[[], T]) -> T:
     """
     if jax.process_count() == 1:
         return action()
-    if not is_first_process():
-        meet()
-        return _hear()
-    try:
-        result = action()
-    except BaseException as error:
-        number = error.errno if isinstance(error, OSError) else None
-        kind = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "RuntimeError")
-        _tell({"kind": kind, "message": str(error), "errno": number})
-        raise
-    _tell({"result": result})
-    return result
-
-
-_KINDS = {"InputError": InputError, "FileNotFoundError": FileNotFoundError, "OSError": OSError}
-
-
-def _tell(said: Any) -> None:
-    meet()
-    content = np.frombuffer(json.dumps(said).encode(), np.uint8)
-    multihost_utils.broadcast_one_to_all(np.int64(content.size))
-    multihost_utils.broadcast_one_to_all(content)
-
-
-def _hear() -> Any:
-    size = int(multihost_utils.broadcast_one_to_all(np.int64(0)))
-    content = multihost_utils.broadcast_one_to_all(np.zeros(size, np.uint8))
-    said = json.loads(np.asarray(content, np.uint8).tobytes())
+    if is_first_process():
+        try:
+            result = action()
+        except BaseException as error:
+            number = error.errno if isinstance(error, OSError) else None
+            kind = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "RuntimeError")
+            _said_by_first({"kind": kind, "message": str(error), "errno": number})
+            raise
+        _said_by_first({"result": result})
+        return result
+    said = _said_by_first()
     if "kind" not in said:
         return said["result"]
     message = f"the first process: {said['message']}"
     if said["errno"] is not None:
         raise OSError(said["errno"], message)
     raise _KINDS.get(said["kind"], RuntimeError)(message)
+
+
+_KINDS = {"InputError": InputError, "FileNotFoundError": FileNotFoundError, "OSError": OSError}
+
+
+def _said_by_first(said: Any = None) -> Any:
+    """Returns what the first process says here, JSON-able."""
+    meet()
+    content = np.frombuffer(json.dumps(said).encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int64(content.size)))
+    content = content if is_first_process() else np.zeros(size, np.uint8)
+    return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(content), np.uint8).tobytes())
 
 
 def check_equal(values: Mapping[str, Any]) -> None:

@@ -16,8 +16,7 @@ from jaxtyping import Array, Float
 
 from moe_jax.core.errors import InputError, clipped, shown
 from moe_jax.data.data_files import read_through
-from moe_jax.data.examples import Example
-from moe_jax.data.tokenizer import Pair, Tokenizer
+from moe_jax.data.tokenizer import Example, Pair, Tokenizer
 from moe_jax.evaluation.held_out import Batch, RowScore, model_inputs, target_losses
 from moe_jax.files.json_toml import ANYTHING, is_unicode, parse_json
 from moe_jax.files.storage_path import as_path
@@ -124,24 +123,20 @@ def names_of_labels(
 ) -> tuple[str, ...]:
     """Returns the names of all labels, in the order of their numbers.
 
-    Args:
-      labels: names given by the user.
-      known: names that the model has for its classes.
-      count: number of classes of the model's head; None: it scores tokens.
+    `labels` are names given by the user, `known` those that the model has for its classes, of which its head has
+    `count`; None: it scores tokens.
 
     Raises:
       InputError: if there are too few, or more than classes, or names are needed and none are known.
     """
     used = {example.label for example in examples}
     numbers, texts = {one for one in used if isinstance(one, int)}, {one for one in used if isinstance(one, str)}
-    names = tuple(labels) if labels is not None else None
-    if names is None and count is not None:
+    if labels is None and count is not None:
         # Labels that are strings are looked for among the model's own names.
-        names = tuple(known) if known is not None else tuple(str(i) for i in range(count))
-    if names is None:
-        if numbers:
-            raise InputError('the labels are numbers: say with --labels "negative,positive" what 0, 1, ... mean')
-        names = tuple(sorted(texts))
+        labels = known if known is not None else list(map(str, range(count)))
+    if labels is None and numbers:
+        raise InputError('the labels are numbers: say with --labels "negative,positive" what 0, 1, ... mean')
+    names = tuple(sorted(texts) if labels is None else labels)
     if count is not None and len(names) != count:
         raise InputError(f"{len(names)} names of labels for a head that scores {count} classes")
     if len(set(names)) != len(names) or (len(names) < 2 and count is None) or not all(names):
@@ -174,7 +169,7 @@ def _text_row(ids: np.ndarray, start: int | None) -> Pair:
     nothing = np.zeros(len(ids), np.float32)
     if start is None:
         return Pair(ids, ids, nothing)
-    return Pair(np.concatenate([np.asarray([start], np.int32), ids[:-1]]), ids, nothing, ids)
+    return Pair(np.append(np.int32(start), ids[:-1]), ids, nothing, ids)
 
 
 def scores_by_head(
@@ -205,13 +200,11 @@ def scores_by_likelihood(
 
     Without an encoder, a blank stands between text and label unless the text ends with white space.
     """
-    pairs = []
+    pairs, lengths = [], {"input_len": input_len} if config.has_encoder else {"seq_len": input_len}
     for text in texts:
         before = text if config.has_encoder or not text or text[-1].isspace() else f"{text} "
-        for label in labels:
-            example = Example(before + label, len(before), is_response=True)
-            lengths = {"input_len": input_len} if config.has_encoder else {"seq_len": input_len}
-            pairs.append(tokenizer.pair(example, **lengths))
+        examples = (Example(before + label, len(before), is_response=True) for label in labels)
+        pairs += [tokenizer.pair(example, **lengths) for example in examples]
     losses = score_rows(target_losses, pairs)
     cut = sum(pair.input_was_cut or pair.target_was_cut for pair in pairs[:: len(labels)])
     return -losses.reshape(len(texts), len(labels)), cut
@@ -233,17 +226,9 @@ def count_labels(
     confusion = np.zeros((len(labels), len(labels)), int)
     np.add.at(confusion, (wanted, given), 1)
     correct, count = int(np.trace(confusion)), len(examples)
-    return Classification(
-        correct / count,
-        wilson_interval(correct, count),
-        correct,
-        count,
-        tuple(labels),
-        tuple(map(tuple, confusion.tolist())),
-        tuple(given.tolist()),
-        by,
-        cut,
-    )
+    matrix, predictions = tuple(map(tuple, confusion.tolist())), tuple(given.tolist())
+    interval = wilson_interval(correct, count)
+    return Classification(correct / count, interval, correct, count, tuple(labels), matrix, predictions, by, cut)
 
 
 def wilson_interval(correct: int, count: int) -> tuple[float, float]:

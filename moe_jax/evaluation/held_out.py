@@ -16,10 +16,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from moe_jax.core.errors import InputError
-from moe_jax.data.examples import Document, Example
-from moe_jax.data.opening import check_form, named_files, open_files, template_loader
 from moe_jax.data.sections import DataSection, SourceSection, input_length
-from moe_jax.data.tokenizer import Pair, Tokenizer
+from moe_jax.data.sources import check_form, named_files, open_files, template_loader
+from moe_jax.data.tokenizer import Document, Example, Pair, Tokenizer
 from moe_jax.distributed.sharding import batch_shards, local_rows, make_mesh, place
 from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig
@@ -28,8 +27,8 @@ from moe_jax.nn.moe import RouterStatistics, RouterSums, StackedStats, stats_per
 from moe_jax.nn.stack import StackOutput
 
 Batch = dict[str, Array]
-"""tokens, targets, segment_ids, positions Int32[B, T] and weights Float32[B, T]; see `PackedBatches`. For a model with
-an encoder also the arrays that `PairBatches` adds.
+"""tokens, targets, segment_ids, positions Int32[B, T] and weights Float32[B, T]; see `PackedRow`. For a model with
+an encoder also the arrays that `PairRow` adds.
 """
 
 
@@ -85,7 +84,6 @@ class Evaluator:
     from the input and the tokens before it.
 
     Args:
-      graphdef: of the model.
       held_out: Int32[n], the text, from `read_text`; or at least one pair, as `Tokenizer.pair` makes them.
       seq_len: N, at least 2; of a text.
       batch_size: windows or pairs computed at once, rounded up to a multiple of the mesh's batch shards. Affects only
@@ -164,13 +162,11 @@ def text_windows(ids: np.ndarray, *, seq_len: int, batch_size: int) -> Iterator[
 
     The last batch is filled up with padding, which has segment 0.
     """
-    size = batch_size * seq_len
+    size, shape = batch_size * seq_len, (batch_size, seq_len)
     for start in range(0, len(ids), size):
         chunk = ids[start : start + size]
-        tokens, inside = np.zeros(size, np.int32), np.zeros(size, np.int32)
-        tokens[: len(chunk)] = chunk
-        inside[: len(chunk)] = 1
-        shape = (batch_size, seq_len)
+        tokens, inside = np.zeros((2, size), np.int32)
+        tokens[: len(chunk)], inside[: len(chunk)] = chunk, 1
         yield {"tokens": tokens.reshape(shape), "segment_ids": inside.reshape(shape)}
 
 
@@ -201,10 +197,7 @@ def score_rows(
 ) -> Float[np.ndarray, "n ..."]:
     """Returns the score of each of many rows, float64; they are padded and batched with others of similar length.
 
-    Args:
-      score: a function of this library, `score(graphdef, states, batch) -> [B, ...]`.
-      graphdef, states: of the model, `nnx.merge(graphdef, *states)`.
-      pairs, batch_size, mesh: see `Evaluator`.
+    `score` is a function of this library, `score(graphdef, states, batch) -> [B, ...]`; for the rest see `Evaluator`.
     """
     # Imported here because it imports Grain, which commands that evaluate nothing should not load.
     from moe_jax.data.pipeline import stack_pairs

@@ -3,4 +3,5 @@
 from moe_jax.figures.plots import write_figures as write_figures
 from moe_jax.figures.similarity import LayerSimilarity as LayerSimilarity
 from moe_jax.figures.similarity import comparable_layers as comparable_layers
+from moe_jax.figures.similarity import measure_layers as measure_layers
 from moe_jax.figures.similarity import measure_similarity as measure_similarity

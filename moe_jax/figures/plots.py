@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from moe_jax.figures.similarity import MEAN, LayerSimilarity
-from moe_jax.files.resume import staged_directory
+from moe_jax.files.staging import staged_directory
 from moe_jax.files.storage_path import as_path
 
 if TYPE_CHECKING:
@@ -221,12 +221,7 @@ _FEW_POINTS = 40
 
 
 class Curve(NamedTuple):
-    """One curve; values that are not finite leave a gap.
-
-    Attributes:
-      name: stands in the legend.
-      steps, values: as many of each.
-    """
+    """One curve with its name in the legend; values that are not finite leave a gap."""
 
     name: str
     steps: Sequence[float]
@@ -312,20 +307,14 @@ def write_figures(
     shares: Mapping[int, Float[np.ndarray, " E"]] | None = None,
     text: Mapping[str, Any] | None = None,
 ) -> list[Path]:
-    """Writes the plots and `figures.json`, all or nothing.
+    """Writes the plots and `figures.json` to a new folder, all or nothing, and returns the files.
 
     Args:
-      dst: the folder to make.
+      dst: the folder.
       layers: similarities of experts; empty if they cannot be compared, and then there are no plots of them.
       name: of the model, for the titles.
       shares: by layer index, the share of the assignments per expert; None: no plot of it.
       text: the text on which they were measured: `path`, `tokens` and `seq_len`.
-
-    Returns:
-      The files.
-
-    Raises:
-      InputError: if there is anything at `dst`.
     """
     dst = Path(dst)
     with staged_directory(dst) as folder:

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Float
 
 from moe_jax.core.errors import InputError
+from moe_jax.core.terminal import Progress
 from moe_jax.experts.forms import ffn_matrices
 from moe_jax.experts.on_host import base_kernel, expert_kernels
 from moe_jax.model_io.model_source import ModelSource
@@ -62,15 +63,7 @@ def comparable_layers(config: ModelConfig) -> list[int]:
 
 
 def measure_similarity(source: ModelSource, layer: int) -> LayerSimilarity:
-    """Measures one MoE layer. One matrix of its experts is in memory at a time.
-
-    Args:
-      source: the model; one leaf is read at a time.
-      layer: index of one of its MoE layers.
-
-    Raises:
-      InputError: if a weight is not finite.
-    """
+    """Measures one MoE layer, one matrix of its experts at a time; raises `InputError` if a weight is not finite."""
     moe = source.config.moe(layer)
     assert isinstance(moe, MoEConfig)
     has_base = moe.bank.has_base
@@ -91,6 +84,15 @@ def measure_similarity(source: ModelSource, layer: int) -> LayerSimilarity:
         between=_cosine(experts, np.outer(norms, norms)),
         universal=moe.extended,
     )
+
+
+def measure_layers(source: ModelSource, progress: Progress) -> list[LayerSimilarity]:
+    """Measures every layer whose experts can be compared, one after the other; there may be none."""
+    layers, found = comparable_layers(source.config), []
+    for done, layer in enumerate(layers, start=1):
+        found.append(measure_similarity(source, layer))
+        progress("comparing experts", done, len(layers))
+    return found
 
 
 def gram_matrix(vectors: Sequence[np.ndarray]) -> Float[np.ndarray, "n n"]:

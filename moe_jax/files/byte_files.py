@@ -9,10 +9,10 @@ import errno
 import hashlib
 import io
 import os
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,15 +26,6 @@ HEAD_BYTES = 64 << 10
 """Number of bytes of an object that are read when it is opened: enough for headers and small files."""
 PIECE_BYTES = 8 << 20
 """Number of bytes of an object that one request asks for."""
-
-
-class FileIdentity(NamedTuple):
-    """The identity of a file on a disk: it changes when another file takes its place, or when it is written to."""
-
-    device: int
-    inode: int
-    size: int
-    modified_ns: int
 
 
 class ByteFile(io.RawIOBase, abc.ABC):
@@ -79,8 +70,7 @@ class ByteFile(io.RawIOBase, abc.ABC):
     def readable(self) -> bool:
         return True
 
-    def seekable(self) -> bool:
-        return True
+    seekable = readable
 
     def readinto(self, buffer: Any) -> int:
         got = self.read_at(self._position, memoryview(buffer).cast("B"))
@@ -102,18 +92,18 @@ class ByteFile(io.RawIOBase, abc.ABC):
 class DiskFile(ByteFile):
     """A file of a disk."""
 
-    identity: FileIdentity
-
     def __init__(self, path: Path):
         super().__init__()
         self.path = path
         self._file = open_regular(path)
         found = os.fstat(self._file.fileno())
-        self.identity = FileIdentity(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        self._size = found.st_size
+        # It changes when another file takes the place of this one, or when this one is written to.
+        self.identity = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
     @property
     def size(self) -> int:
-        return self.identity.size
+        return self._size
 
     def read_at(self, position: int, out: Any) -> int:
         return pread_into(self._file.fileno(), position, np.frombuffer(out, np.uint8)) if len(out) else 0
@@ -143,9 +133,9 @@ class ObjectFile(ByteFile):
     def size(self) -> int:
         if self._size is None:
             found = self._objects.size(self._key, at_least=len(self._head))
-            if found is None or found.generation != self.identity:
+            if found is None or found[1] != self.identity:
                 raise self._replaced()
-            self._size = found.size
+            self._size = found[0]
         return self._size
 
     def ends_at(self, size: int) -> bool:
@@ -158,13 +148,12 @@ class ObjectFile(ByteFile):
 
     def read_at(self, position: int, out: Any) -> int:
         view = memoryview(out)
-        if position + len(view) <= len(self._head) or self._size is not None and self._size <= len(self._head):
-            part = self._head[position : position + len(view)]
+        stop = position + len(view)
+        if stop <= len(self._head) or self._size is not None and self._size <= len(self._head):
+            part = self._head[position:stop]
             view[: len(part)] = part
             return len(part)
-        stop = position + len(view)
-        if self._size is not None:
-            stop = min(stop, self._size)
+        stop = stop if self._size is None else min(stop, self._size)
         pieces = [(at, min(at + PIECE_BYTES, stop)) for at in range(position, stop, PIECE_BYTES)]
         try:
             if len(pieces) < 2:
@@ -187,11 +176,9 @@ class ObjectFile(ByteFile):
 
     def _has(self, position: int) -> bool:
         try:
-            found = self._objects.read(self._key, position, position + 1)
+            return bool(self._check(self._objects.read(self._key, position, position + 1)))
         except TooShort:
             return False
-        self._check(found)
-        return True
 
     def _read(self, view: memoryview, begin: int, start: int, stop: int) -> int:
         content = self._check(self._objects.read(self._key, start, stop)).content
@@ -243,14 +230,8 @@ _PIECES = 16
 _AT_ONCE = 8
 
 
-def sample_file(file: Path) -> bytes:
-    """Returns the size of a file and its content: all of it up to 1 MiB, else 16 evenly spread pieces of 64 KiB."""
-    with open_bytes(file) as handle:
-        return sample_bytes(handle.size, handle.bytes_at)
-
-
 def sample_array(array: np.ndarray) -> bytes:
-    """Returns the same bytes as `sample_file` for a file that holds only this array in C order."""
+    """Returns the same bytes as `sample_bytes` for a file that holds only this array in C order."""
     content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return sample_bytes(array.nbytes, lambda start, length: content[start : start + length].tobytes())
 
@@ -266,30 +247,32 @@ def fingerprint_leaves(specs: Mapping[str, jax.ShapeDtypeStruct], sample: Callab
 
 def fingerprint_files(files: Iterable[Path]) -> str:
     """Returns a SHA-256 of the names, sizes and samples of files, whatever their order and folder."""
-    digest = hashlib.sha256()
     files = sorted(files, key=lambda file: file.name)
-    for file, sample in zip(files, _hashed_samples(files), strict=True):
-        digest.update(f"{file.name}\n".encode())
-        digest.update(sample)
-    return digest.hexdigest()
+    named = (f"{file.name}\n".encode() + one for file, one in zip(files, _hashed_samples(files), strict=True))
+    return hashlib.sha256(b"".join(named)).hexdigest()
 
 
 def fingerprint_contents(files: Iterable[Path]) -> str:
     """Returns a SHA-256 of the sizes and samples of files in their order, whatever they are called."""
-    digest = hashlib.sha256()
-    for sample in _hashed_samples(list(files)):
-        digest.update(sample)
-    return digest.hexdigest()
+    return hashlib.sha256(b"".join(_hashed_samples(files))).hexdigest()
 
 
-def _hashed_samples(files: Sequence[Path]) -> list[bytes]:
+def _hashed_samples(files: Iterable[Path]) -> list[bytes]:
     """Returns the hashed samples of files. Reads several at the same time: those in buckets take many requests."""
+
+    def hashed(file: Path) -> bytes:
+        with open_bytes(file) as handle:
+            return hashlib.sha256(sample_bytes(handle.size, handle.bytes_at)).digest()
+
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return list(pool.map(lambda file: hashlib.sha256(sample_file(file)).digest(), files))
+        return list(pool.map(hashed, files))
 
 
 def sample_bytes(size: int, read: Callable[[int, int], bytes]) -> bytes:
-    """Returns the same bytes as `sample_file`, for `size` bytes that `read` returns by their start and length."""
+    """Returns the size of a file and its content: all of it up to 1 MiB, else 16 evenly spread pieces of 64 KiB.
+
+    `read` returns bytes of it by their start and length.
+    """
     header = f"{size}\n".encode()
     if size <= _PIECE * _PIECES:
         return header + read(0, size)

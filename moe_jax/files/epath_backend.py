@@ -5,7 +5,6 @@ Etils itself would use gcsfs, which caches listings for as long as the process l
 
 import io
 import posixpath
-from collections.abc import Callable, Iterator
 from typing import Any
 
 from etils import epath
@@ -40,8 +39,7 @@ class _Writing(io.BytesIO):
 class _Buckets(backend.Backend):
     """Our buckets as a file system of `epath`.
 
-    Orbax makes folders, and expects to find them whatever listings show. A folder that was made is an object whose
-    name ends with "/", as in other tools for buckets.
+    Orbax expects to find the folders that it made, whatever listings show: they are objects whose names end with "/".
     """
 
     def open(self, path: Any, mode: str) -> Any:
@@ -72,31 +70,13 @@ class _Buckets(backend.Backend):
         folder, pattern = posixpath.split(str(path))
         return [str(child) for child in _place(folder).glob(pattern)]
 
-    def walk(
-        self, top: Any, *, top_down: bool = True, on_error: Callable[[OSError], object] | None = None
-    ) -> Iterator[tuple[Any, list[str], list[str]]]:
-        place = _place(top)
-        names = place.objects.names(place.key)
-        folders = sorted({name.split("/")[0] for name in names if "/" in name})
-        here = (str(place), folders, [name for name in names if "/" not in name])
-        if top_down:
-            yield here
-        for folder in folders:
-            yield from self.walk(place / folder, top_down=top_down)
-        if not top_down:
-            yield here
-
-    def makedirs(self, path: Any, *, exist_ok: bool = False, mode: int | None = None) -> None:
-        self.mkdir(path, exist_ok=exist_ok, mode=mode)
-
     def mkdir(self, path: Any, *, exist_ok: bool = False, mode: int | None = None) -> None:
-        place = _place(path)
-        place.objects.write(f"{place.key}/", b"")
+        _place(path).mark_folder()
+
+    makedirs = mkdir
 
     def rmtree(self, path: Any) -> None:
-        place = _place(path)
-        place.objects.remove_all(place.key)
-        place.objects.remove(f"{place.key}/")
+        _place(path).remove_tree()
 
     def remove(self, path: Any) -> None:
         _place(path).unlink()
@@ -104,8 +84,10 @@ class _Buckets(backend.Backend):
     def rename(self, path: Any, dst: Any) -> None:
         raise OSError(f"{path} is in a bucket, where nothing is renamed")
 
-    def replace(self, path: Any, dst: Any) -> None:
-        self.rename(path, dst)
+    replace = rename
+
+    def walk(self, top: Any, **_: Any) -> Any:
+        raise NotImplementedError  # Orbax does not ask for it here
 
     def copy(self, path: Any, dst: Any, overwrite: bool) -> None:
         _place(dst).write_bytes(_place(path).read_bytes())

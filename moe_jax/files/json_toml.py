@@ -18,7 +18,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 from moe_jax.core.errors import MAX_SHOWN, InputError, clipped, nearest, raise_if_any, shown
 from moe_jax.core.formatting import full_name
@@ -55,16 +55,9 @@ def read_json(
     return parse_json(_content(file, max_bytes, inside), where=where, allow=allow, max_values=max_values)
 
 
-def read_json_object(
-    file: Path,
-    *,
-    allow: Collection[Unusual] = (),
-    max_bytes: int = MAX_BYTES,
-    max_values: int = MAX_VALUES,
-    inside: Directory | None = None,
-) -> dict[str, Any]:
+def read_json_object(file: Path, *, inside: Directory | None = None, **limits: Any) -> dict[str, Any]:
     """Returns the content of a JSON file that must hold one object, as `read_json` does."""
-    data = read_json(file, allow=allow, max_bytes=max_bytes, max_values=max_values, inside=inside)
+    data = read_json(file, inside=inside, **limits)
     if not isinstance(data, dict):
         where = inside.path / file if inside else file
         raise InputError(f"{where} holds a JSON {type(data).__name__}, expected an object")
@@ -123,7 +116,11 @@ def parse_json(text: bytes, *, where: str, allow: Collection[Unusual] = (), max_
         raise InputError(f"{where} is not valid JSON: {error}") from None
     _check_depth(value, where)
     if "surrogates" not in allow and re.search(r"\\u[dD][89a-fA-F]", decoded):
-        _check_unicode(value, where)
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = str(error.object)[error.start]
+            raise InputError(f"{where}: a string holds {half!r}, one half of a character in UTF-16") from None
     return value
 
 
@@ -141,12 +138,7 @@ def read_toml(file: Path) -> dict[str, Any]:
 
 
 def parse_toml(text: str, *, where: str) -> dict[str, Any]:
-    """Returns the table that a TOML text stands for.
-
-    Raises:
-      InputError: if it is not TOML, or is nested more than `MAX_DEPTH` levels deep, or a key has more than
-        `MAX_KEY_PARTS` parts.
-    """
+    """Returns the table that a TOML text stands for; raises `InputError` for other texts, and beyond the limits."""
     # The time that Python takes grows with the square of a key's parts.
     if _LONG_KEY.search(_STRING_OR_COMMENT.sub("_", text)):
         raise InputError(f"{where}: a key has more than {MAX_KEY_PARTS} parts joined by dots")
@@ -197,23 +189,10 @@ def _too_deep(where: str) -> InputError:
     return InputError(f"{where} is nested more than {MAX_DEPTH} levels deep")
 
 
-def _check_unicode(value: Any, where: str) -> None:
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = str(error.object)[error.start]
-        raise InputError(f"{where}: a string holds {half!r}, one half of a character in UTF-16") from None
-
-
 T = TypeVar("T")
 
 
-class _Words(NamedTuple):
-    table: str
-    array: str
-
-
-_WORDS = {"TOML": _Words("a table", "an array"), "JSON": _Words("an object", "a list")}
+_WORDS = {"TOML": ("a table", "an array"), "JSON": ("an object", "a list")}
 
 
 def without_format(data: Mapping[str, Any], name: str, version: int, *, where: str) -> dict[str, Any]:
@@ -230,7 +209,7 @@ def without_format(data: Mapping[str, Any], name: str, version: int, *, where: s
 
 
 def parse(cls: type[T], table: Mapping[str, Any], *, where: str, language: Literal["TOML", "JSON"]) -> T:
-    """Builds `cls`, a dataclass whose fields may be dataclasses, from a parsed file.
+    """Builds `cls`, a dataclass whose fields may be dataclasses, from a parsed file; messages use its language's terms.
 
     Accepts fields of type bool, int (of 64 bits), float (finite; an integer is taken too), str (Unicode), `Literal` (of
     dtypes also short names: `bf16`), `X | None` (null in JSON), `tuple[X, ...]` (an array), dataclasses (a table),
@@ -238,17 +217,11 @@ def parse(cls: type[T], table: Mapping[str, Any], *, where: str, language: Liter
     Values that are already instances of a dataclass are taken as they are. A dataclass whose fields are not the keys of
     its table has a class method `from_json(table, build)`, where `build(cls, table)` makes another one in the same way.
 
-    Args:
-      cls: the dataclass.
-      table: the content of the file.
-      where: the file, named at the beginning of the message.
-      language: the language of the file; messages use its terms.
-
     Raises:
       InputError: one error that lists every unknown key, missing key and value of a wrong type by its key path,
         and what the dataclasses' own checks (`InputError` from `__post_init__`) found.
     """
-    reader, built = _Reader(_WORDS[language]), None
+    reader, built = _Reader(language), None
     with contextlib.suppress(_Enough):
         built = reader.build(cls, table, "")
     raise_if_any(reader.problems, where)
@@ -267,9 +240,9 @@ class _Enough(Exception):
 class _Reader:
     """Builds values, and collects the problems found, one sentence each."""
 
-    def __init__(self, words: _Words):
+    def __init__(self, language: str):
         self.problems: list[str] = []
-        self._words = words
+        self._table, self._array = _WORDS[language]
 
     def build(self, cls: type, table: Mapping[str, Any], path: str) -> Any:
         """Builds the dataclass that a table describes; None if there is a problem."""
@@ -305,9 +278,8 @@ class _Reader:
             value = full_name(value, _words_of(annotation))
         option = next((option for option in _options(annotation) if _fits(option, value)), None)
         if option is None:
-            hint = ""
-            if typing.get_origin(annotation) is Literal and isinstance(value, str):
-                hint = nearest(value, typing.get_args(annotation))
+            is_word = typing.get_origin(annotation) is Literal and isinstance(value, str)
+            hint = nearest(value, typing.get_args(annotation)) if is_word else ""
             self._note(f"{path}: expected {self._describe(annotation)}, got {self._show(value)}{hint}")
             return None
         if (needed := _needed_besides(value)) is not None:
@@ -333,15 +305,15 @@ class _Reader:
         if typing.get_origin(option) is Literal:
             return "one of " + ", ".join(repr(arg) for arg in typing.get_args(option))
         if typing.get_origin(option) is tuple:
-            return f"{self._words.array}, each item {self._describe(typing.get_args(option)[0])}"
-        return _SIMPLE.get(option, self._words.table)
+            return f"{self._array}, each item {self._describe(typing.get_args(option)[0])}"
+        return _SIMPLE.get(option, self._table)
 
     def _show(self, value: Any) -> str:
         if value is None:
             return "null"
         if isinstance(value, Mapping):
-            return self._words.table
-        kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: self._words.array.split()[1]}
+            return self._table
+        kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: self._array.split()[1]}
         kind = kinds.get(type(value), "date or time" if isinstance(value, datetime.date | datetime.time) else "value")
         if isinstance(value, str):
             return f"the {kind} {clipped(json.dumps(value[:MAX_SHOWN], ensure_ascii=False))}"
@@ -349,11 +321,7 @@ class _Reader:
 
 
 _SIMPLE = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
-
-
-@functools.cache
-def _annotations(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+_annotations = functools.cache(typing.get_type_hints)
 
 
 def _options(annotation: Any) -> tuple[Any, ...]:

@@ -75,7 +75,6 @@ _DEFAULT_SECONDS = 60.0
 _BYTES_PER_SECOND = 2 << 20  # the slowest connection that is not taken for a dead one
 _RETRIES = {"max_retries": 10, "initial_delay": "100ms", "max_delay": "8s"}
 AT_ONCE = 16
-_LARGEST = 5 << 40  # bytes of an object that Google stores
 _REST = 256 << 10  # bytes that are rather read than asked about further
 _PARTS = 4
 ABSENT = b"\2"
@@ -86,13 +85,6 @@ class Found(NamedTuple):
     """The bytes read from an object, all or those of a range, and its generation, which changes with every write."""
 
     content: bytes
-    generation: bytes
-
-
-class Sized(NamedTuple):
-    """The number of bytes of an object, and its generation."""
-
-    size: int
     generation: bytes
 
 
@@ -130,8 +122,8 @@ class Objects:
 
     def generation(self, name: str) -> bytes | None:
         """Returns the generation of an object without reading its content; None if there is none."""
-        result = self._done(name, lambda: self._store.read(name, byte_range=slice(0, 0)))
-        return result.stamp.generation if result.state == "value" else None
+        found = self.read(name, 0, 0)
+        return None if found is None else found.generation
 
     def has(self, name: str, position: int) -> bool:
         """Whether there is an object that has a byte at a position."""
@@ -140,8 +132,8 @@ class Objects:
         except TooShort:
             return False
 
-    def size(self, name: str, *, at_least: int = 0) -> Sized | None:
-        """Returns the number of bytes of an object, which are known to be `at_least` so many; None if there is none.
+    def size(self, name: str, *, at_least: int = 0) -> tuple[int, bytes] | None:
+        """Returns the number of bytes of an object, known to be `at_least` so many, and its generation; or None.
 
         TensorStore does not tell it, so requests for single bytes, several at the same time, search for the end: first
         for a power of 16 above it, then for the part of that range, until the rest is small enough to be read.
@@ -149,7 +141,7 @@ class Objects:
         Raises:
           InputError: as in `read`, or if the object is written meanwhile.
         """
-        low, high = at_least, _LARGEST
+        low, high = at_least, 5 << 40  # the largest object that Google stores
         places = [_REST * 16**power for power in range(8)]
         while high - low > _REST:
             low, high = self._narrowed(name, [place for place in places if low < place < high], low, high)
@@ -159,7 +151,7 @@ class Objects:
         except TooShort:  # it ends just there
             found = self.read(name, low - 1) if low else self.read(name)
             low = max(0, low - 1)
-        return None if found is None else Sized(low + len(found.content), found.generation)
+        return None if found is None else (low + len(found.content), found.generation)
 
     def _narrowed(self, name: str, places: list[int], low: int, high: int) -> tuple[int, int]:
         """Returns the two neighbours among some places between which an object ends."""
@@ -178,15 +170,10 @@ class Objects:
             return dict(zip(names, pool.map(self.read, names), strict=True))
 
     def write(self, name: str, content: bytes | memoryview, *, over: bytes | None = None) -> bytes | None:
-        """Writes an object as a whole.
+        """Writes an object as a whole; returns its new generation.
 
-        Args:
-          name: name of the object.
-          content: all of it.
-          over: write only if the object has this generation (`ABSENT`: if there is no object); None: write always.
-
-        Returns:
-          The new generation; None if the object has another one than `over`.
+        If `over` is a generation (`ABSENT`: that of no object), it is written only if the object has this one; returns
+        None if it has another.
 
         Raises:
           InputError: if it may not be written, or there is no such bucket.
@@ -214,14 +201,11 @@ class Objects:
         found = self._done(folder, lambda: self._store.list(within, strip_prefix_length=len(begin.encode())))
         return sorted(name.decode() for name in found)
 
-    def remove_all(self, folder: str) -> None:
-        """Removes the objects in a folder and below that a listing shows."""
-        self.remove_each(folder, self.names(folder))
-
-    def remove_each(self, folder: str, names: Iterable[str]) -> None:
-        """Removes objects in a folder, by their names without it; some of them may not be there."""
+    def remove_all(self, folder: str, names: Iterable[str] | None = None) -> None:
+        """Removes objects by their names in a folder, absent ones too; None: all that a listing shows."""
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            list(pool.map(lambda name: self.remove(f"{folder}/{name}"), sorted(names)))
+            found = self.names(folder) if names is None else names
+            list(pool.map(lambda name: self.remove(f"{folder}/{name}"), sorted(found)))
 
     def _done(self, name: str, start: Callable[[], Any], size: int = 0) -> Any:
         """Waits for the request that `start` sends, and returns its result."""
@@ -302,9 +286,7 @@ class GrowingObjects:
             self._objects.write(part_name(self._name, self._part), self._text.encode())
         self._changed, self._written = False, time.monotonic()
 
-    def close(self) -> None:
-        """Stores all lines."""
-        self.flush()
+    close = flush
 
     def _add(self, line: str) -> None:
         if len(self._text) >= self.PART_BYTES:

@@ -48,11 +48,8 @@ def traffic_so_far() -> Traffic:
 
 
 _KINDS = {
-    stat.S_IFDIR: "a directory",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFSOCK: "a socket",
+    **dict.fromkeys((stat.S_IFCHR, stat.S_IFBLK), "a device"),
+    **{stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"},
 }
 
 
@@ -118,39 +115,35 @@ class BucketDirectory:
 
     def __init__(self, path: BucketPath):
         self.path = path
-        self._objects, self._folder = path.objects, path.key
 
     def check_in_place(self) -> None:
         """Does nothing: objects are not replaced together, and of each that is read, the size is checked."""
 
     def is_file(self, name: str) -> bool:
         """Whether the folder has an object of this name."""
-        return self._objects.generation(self._key(name)) is not None
+        return (self.path / name).is_file()
 
     def read(self, name: str, *, max_bytes: int) -> bytes:
         """Returns the content of an object, of at most `max_bytes`; raises errors as `read_regular` does."""
-        if self._objects.has(self._key(name), max_bytes):
-            raise InputError(f"{self.path / name} has more than {max_bytes:,} bytes, which is more than it can need")
-        found = self._objects.read(self._key(name))
-        if found is None:
-            raise FileNotFoundError(f"{self.path / name} does not exist")
-        return found.content
+        file = self.path / name
+        if file.objects.has(file.key, max_bytes):
+            raise InputError(f"{file} has more than {max_bytes:,} bytes, which is more than it can need")
+        return file.read_bytes()
 
     def read_ranges(self, name: str, ranges: Sequence[tuple[int, np.ndarray]]) -> None:
         """Fills bytes with parts of an object, all at the same time, as `HeldDirectory.read_ranges` does."""
+        file = self.path / name
+        key = file.key
 
         def read(part: tuple[int, np.ndarray]) -> None:
             start, out = part
-            found = self._objects.read(self._key(name), start, start + out.size)
+            found = file.objects.read(key, start, start + out.size)
             if found is None:
-                raise FileNotFoundError(f"{self.path / name} does not exist")
+                raise FileNotFoundError(f"{file} does not exist")
             out[...] = np.frombuffer(found.content, np.uint8)
             count_traffic(read=out.size)
 
         self.path.map(read, ranges)
-
-    def _key(self, name: str) -> str:
-        return f"{self._folder}/{name}" if self._folder else name
 
 
 Directory = HeldDirectory | BucketDirectory
@@ -181,11 +174,7 @@ def pread_into(descriptor: int, start: int, out: np.ndarray) -> int:
 
 
 def open_regular(path: Path | str, *, inside: HeldDirectory | None = None) -> BinaryIO:
-    """Opens a file to read its bytes; links are followed.
-
-    Args:
-      path: path of the file.
-      inside: the directory that a relative path begins at; None: the current one.
+    """Opens a file to read its bytes; links are followed. A relative path begins at `inside`, or the current directory.
 
     Raises:
       FileNotFoundError: if there is none.
@@ -211,16 +200,11 @@ def open_regular(path: Path | str, *, inside: HeldDirectory | None = None) -> Bi
 
 
 def read_regular(path: Path | str, *, max_bytes: int, inside: Directory | None = None) -> bytes:
-    """Returns the whole content of a file, or of an object in a bucket; links are followed.
-
-    Args:
-      path: path of the file.
-      max_bytes: a larger file is refused before it is read.
-      inside: as in `open_regular`.
+    """Returns the whole content of a file, or of an object in a bucket, found as in `open_regular`.
 
     Raises:
       FileNotFoundError: if there is none.
-      InputError: if it is not a regular file, or larger.
+      InputError: if it is not a regular file, or larger than `max_bytes`; it is not read then.
     """
     whole = None if inside is not None else as_path(path)
     if isinstance(whole, BucketPath):
@@ -243,28 +227,22 @@ _OWN_MEMORY = 1 << 20
 
 
 def read_box(directory: Directory, file: str, shape: Sequence[int], box: Sequence[slice], out: np.ndarray) -> None:
-    """Reads a box of an array.
+    """Reads a box of an array of this `shape` to `out`, which has the shape of the box and the dtype of the array.
 
-    Args:
-      directory: where the file is.
-      file: it holds the array's bytes in C order and nothing else.
-      shape: shape of the array.
-      box: a slice with both ends for each axis.
-      out: filled; it has the shape of the box and the dtype of the array.
+    The `file` in the directory holds the array's bytes in C order and nothing else; the box has a slice with both ends
+    for each axis.
     """
-    direct = out.flags.c_contiguous
-    content = out if direct else fresh(out.shape, out.dtype)
+    content = out if out.flags.c_contiguous else fresh(out.shape, out.dtype)
     itemsize = out.dtype.itemsize
     target = content.reshape(-1).view(np.uint8)
     run, starts = _runs(shape, box)
-    starts = [start * itemsize for start in starts]
-    run *= itemsize
+    run, starts = run * itemsize, [start * itemsize for start in starts]
     if isinstance(directory, BucketDirectory) and len(starts) > 1 and starts[1] - starts[0] - run <= _GAP:
         _read_spans(directory, file, starts, run, target)
     else:
         parts = [(start, target[i * run : (i + 1) * run]) for i, start in enumerate(starts)]
         directory.read_ranges(file, parts)
-    if not direct:
+    if content is not out:
         out[...] = content
 
 

@@ -27,7 +27,6 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any, Self
 
 from moe_jax.core.errors import InputError, clipped, shown
@@ -44,15 +43,11 @@ class Lease:
 
     def __init__(self, name: BucketPath, target: BucketPath):
         """Sends no request yet; `name` is the object of the lease, `target` the place that it is for, in messages."""
-        self.name = name
-        self._target = target
-        self._seconds = SECONDS
+        self.name, self._target = name, target
+        self._seconds, self._identity = SECONDS, uuid.uuid4().hex
         self._generation: bytes | None = None
-        self._renewed = time.monotonic()
-        self._ended = threading.Event()
-        self._lost = False
-        self._guard = threading.Lock()
-        self._identity = uuid.uuid4().hex
+        self._renewed, self._lost = time.monotonic(), False
+        self._ended, self._guard = threading.Event(), threading.Lock()
 
     def take(self) -> None:
         """Takes the lease; if there is one already, waits until it is clear whether its owner renews it.
@@ -63,11 +58,10 @@ class Lease:
         found = self._read()
         if found is not None and not _owner_is_dead(found):
             self._watch(found)
-        over = ABSENT if found is None else found.generation
-        generation = self._write(over)
-        if generation is None:
+        self._generation = self._write(ABSENT if found is None else found.generation)
+        if self._generation is None:
             raise self._taken(self._read())
-        self._generation, self._renewed = generation, time.monotonic()
+        self._renewed = time.monotonic()
         threading.Thread(target=self._renew, name="lease", daemon=True).start()
 
     def check(self) -> None:
@@ -163,12 +157,11 @@ def _owner_is_dead(found: Found) -> bool:
     said = _said(found)
     if said.get("host") != _machine() or type(said.get("pid")) is not int:
         return False
-    try:
-        os.kill(said["pid"], 0)
-    except ProcessLookupError:
-        return True
-    except (OSError, OverflowError):
-        return False
+    with contextlib.suppress(OSError, OverflowError):
+        try:
+            os.kill(said["pid"], 0)
+        except ProcessLookupError:
+            return True
     return False
 
 
@@ -177,20 +170,34 @@ MARKERS = ("config.json", "adapter_config.json", "tokens.json", "run.json")
 _JOB, _LEASE, _NOTES, _DONE = "job.json", "lease.json", "notes", "done"
 
 
-class RemoteWork:
-    """The place in a bucket in which a command works, alone. It has the methods of `files.resume.Workplace`.
+class Work:
+    """The work on a target; `job` is JSON-able, or None for work that begins anew every time."""
 
-    Attributes:
-      folder: where to write: the target itself.
-    """
-
-    def __init__(self, target: BucketPath, job: Any, *, suffix: str):
-        self.folder = target
-        self._control = control_of(target, suffix)
+    def __init__(self, target: StoragePath, job: Any):
+        self._target = target
         self._goes_on = job is not None
         self._job = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
-        self._lease = Lease(self._control / _LEASE, target)
         self._completed = False
+
+    def _is_kept_after(self, error: BaseException | None) -> bool:
+        """Whether the same job can go on with what is done before an error, which gets a note that says so."""
+        # Bad input is corrected by other input, and then it is another job.
+        if error is None or not self._goes_on or isinstance(error, InputError):
+            return False
+        note = f"what is done of it is kept: the same command goes on, moe-jax clean {self._target} removes it"
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        return True
+
+
+class RemoteWork(Work):
+    """The place in a bucket, the target itself, in which a command works, alone; as `files.staging.Workplace`."""
+
+    def __init__(self, target: BucketPath, job: Any, *, suffix: str):
+        super().__init__(target, job)
+        self.folder = target
+        self._control = target.beside(suffix)
+        self._lease = Lease(self._control / _LEASE, target)
         self._done: set[str] = set()
         self._noted: set[str] = set()
         self.beginning = ""
@@ -206,10 +213,11 @@ class RemoteWork:
         self._lease.take()
         try:
             refuse_finished(self.folder)  # by now another command may have finished
-            begun = self._read(_JOB)
-            if begun is None and self.folder.is_dir():
+            job = self._control.objects.read((self._control / _JOB).key)
+            if job is None and self.folder.is_dir():
                 raise InputError(f"{self.folder} already exists; choose another name or remove it")
-            if begun is not None and begun.get("job") == self._job and self._goes_on:
+            begun = {} if job is None else json.loads(job.content)
+            if begun.get("job") == self._job and self._goes_on:
                 self.beginning = str(begun.get("beginning"))
             else:
                 self.begin_anew()
@@ -261,16 +269,9 @@ class RemoteWork:
         """Raises `InputError` if another command has taken over the work; to be called before the last file."""
         self._lease.check()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         try:
-            # As on a disk: when the user corrects the input, it is another job.
-            if error is not None and self._goes_on and not isinstance(error, InputError):
-                note = f"what is done of it is kept: the same command goes on, moe-jax clean {self.folder} removes it"
-                if note not in getattr(error, "__notes__", ()):
-                    error.add_note(note)
-            elif not self._completed:
+            if not self._is_kept_after(error) and not self._completed:
                 self._lease.check()  # what another command is writing is not removed
                 self.folder.objects.remove_all(self.folder.key)
                 self._remove_control()
@@ -282,23 +283,11 @@ class RemoteWork:
 
     def _remove_control(self) -> None:
         names = [_JOB, *(f"{_DONE}/{name}" for name in self._done), *(f"{_NOTES}/{name}.json" for name in self._noted)]
-        lease = self._lease.name.name
-        listed = [name for name in self._control.objects.names(self._control.key) if name != lease]
-        self._control.objects.remove_each(self._control.key, {*names, *listed})
-
-    def _read(self, name: str) -> dict[str, Any] | None:
-        try:
-            return json.loads((self._control / name).read_bytes())
-        except FileNotFoundError:
-            return None
+        listed = self._control.objects.names(self._control.key)
+        self._control.objects.remove_all(self._control.key, {*names, *listed} - {self._lease.name.name})
 
     def _write(self, name: str, data: Any) -> None:
         (self._control / name).write_bytes(json.dumps(data).encode())
-
-
-def control_of(target: BucketPath, suffix: str) -> BucketPath:
-    """Returns the folder beside a target that exists while a command works on the target."""
-    return target.beside(suffix)
 
 
 def refuse_finished(target: BucketPath) -> None:
@@ -324,7 +313,7 @@ def is_begun(target: StoragePath, suffix: str) -> bool:
     """Whether a command has begun to make a target in a bucket and has not finished it."""
     if not isinstance(target, BucketPath):
         return False
-    control = control_of(target, suffix)
+    control = target.beside(suffix)
     return bool(target.key) and any((control / name).is_file() for name in (_JOB, _LEASE))
 
 
@@ -334,13 +323,13 @@ def remove_begun(target: BucketPath, suffix: str) -> None:
     Raises:
       InputError: if a command is working there.
     """
-    control = control_of(target, suffix)
+    control = target.beside(suffix)
     lease = Lease(control / _LEASE, target)
     lease.take()
     try:
         if not _is_finished(target):
             target.objects.remove_all(target.key)
-        names = [name for name in control.objects.names(control.key) if name != lease.name.name]
-        control.objects.remove_each(control.key, {_JOB, *names})
+        names = {_JOB, *control.objects.names(control.key)} - {lease.name.name}
+        control.objects.remove_all(control.key, names)
     finally:
         lease.release()

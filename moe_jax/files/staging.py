@@ -1,36 +1,48 @@
-"""Checks places before anything is made there, and writes directories atomically: beside them, renamed at the end.
+"""Checks places before anything is made there, and makes files and directories there whole or not at all.
 
-`resume` does so for work that goes on after a kill.
+Work that takes long goes on after a kill or a full disk, when the same command is given again. Until a target is
+complete, its files lie in a folder beside it, which is renamed at the end:
+
+    .NAME.partial/job.sha256    which work it is; another work empties the folder
+    .NAME.partial/notes/        results that the work has noted
+    .NAME.partial/...           the finished parts of the target
 """
 
 import contextlib
 import datetime
 import errno
 import fcntl
+import json
 import os
+import re
 import shutil
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any, Self
 
 from moe_jax.core.errors import InputError, shown
+from moe_jax.core.formatting import show_bytes
 from moe_jax.files.objects import is_in_bucket, parse_address, written_out
-from moe_jax.files.remote_work import Lease, refuse_finished, remove_finished
+from moe_jax.files.remote_work import (
+    Lease,
+    RemoteWork,
+    Work,
+    is_begun,
+    refuse_finished,
+    remove_begun,
+    remove_finished,
+)
 from moe_jax.files.storage_path import BucketPath, StoragePath, as_path
-
-_LONGEST = 4096
 
 
 def check_local(path: Path | str, *, buckets: bool = False) -> None:
-    """Raises `InputError` for a text that cannot be a path, and for an address such as `gs://bucket/model`.
-
-    With `buckets`, addresses of buckets are accepted.
-    """
+    """Raises `InputError` for a text that cannot be a path, and without `buckets` for `gs://bucket/model`."""
     text = os.fspath(path)
     if buckets and is_in_bucket(path):
         parse_address(path)
         return
-    if len(text) > _LONGEST:
+    if len(text) > 4096:
         raise InputError(f"{shown(text)} has {len(text):,} characters, more than a path can have")
     address = written_out(text)
     if address is not None:
@@ -63,10 +75,7 @@ def check_beside(target: Path, sources: Iterable[Path]) -> None:
 
 
 def refuse_existing(target: Path, *, buckets: bool = False) -> None:
-    """Raises `InputError` if there is anything at `target` already, or it is no place to write to, such as a bucket.
-
-    With `buckets`, it can be in one.
-    """
+    """Raises `InputError` if there is anything at `target`, or it is in a bucket and not meant to (`buckets`)."""
     target = as_path(target)
     if buckets and isinstance(target, BucketPath):
         refuse_finished(target)
@@ -86,8 +95,8 @@ def check_target(target: Path, *, buckets: bool = False) -> None:
 def check_writable(target: Path) -> None:
     """Raises `InputError` if the folder in which `target` would be made, or the folders above it, cannot be written.
 
-    A folder is made there and removed, because access rights say nothing about file systems such as /proc, or about
-    what root may do. In a bucket, an object is written and removed.
+    A folder (in a bucket, an object) is made there and removed, because access rights say nothing about file systems
+    such as /proc, or about what root may do.
     """
     target = as_path(target).absolute()
     if isinstance(target, BucketPath):
@@ -122,11 +131,8 @@ def rename_durably(directory: StoragePath, target: StoragePath) -> None:
 
 
 def place_to_replace(target: StoragePath) -> StoragePath:
-    """Returns the place to make a directory that will replace another one; removes what a killed command left there.
-
-    In a bucket nothing is replaced at once: it is the same place, and the old directory is removed.
-    """
-    if isinstance(target, BucketPath):
+    """Returns the place to make a directory that will replace another one; removes what a killed command left there."""
+    if isinstance(target, BucketPath):  # where nothing is replaced at once
         remove_finished(target)
         return target
     fresh = target.with_name(f"{target.name}.new")
@@ -157,11 +163,7 @@ def remove_replaced(target: StoragePath) -> None:
 
 
 def lock_directory(directory: Path, target: Path) -> int:
-    """Locks a directory against other processes, for as long as the returned descriptor is open.
-
-    Raises:
-      InputError: if another process has locked it; the message names `target`.
-    """
+    """Locks a directory while the returned descriptor is open; raises `InputError`, about `target`, if another has."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -196,9 +198,7 @@ class DirectoryLock:
 def hold_alone(directory: StoragePath, holder: str) -> DirectoryLock | Lease:
     """Keeps all other processes out of a directory, which is created if necessary, until `release`.
 
-    Args:
-      directory: on a disk, where it is locked; or in a bucket, where the file is a lease.
-      holder: the name of a file that says which process is at work.
+    The file `holder` says which process is at work; on a disk the directory is locked, in a bucket the file is a lease.
 
     Raises:
       InputError: if another process is at work; the message says which. If a lease is no longer renewed, this waits
@@ -211,10 +211,195 @@ def hold_alone(directory: StoragePath, holder: str) -> DirectoryLock | Lease:
     return lease
 
 
-def remove_content(directory: Path) -> None:
-    """Empties a directory."""
-    for child in directory.iterdir():
-        if child.is_dir() and not child.is_symlink():
-            shutil.rmtree(child)
-        else:
-            child.unlink()
+# --- work that goes on ----------------------------------------------------------------------------
+
+_JOB = "job.sha256"
+_NOTES = "notes"
+PARTIAL, ANALYSIS = "partial", "analysis"
+
+
+class Workplace(Work):
+    """The folder beside a target in which a command works, alone. A context manager.
+
+        with Workplace(target, job={"command": "export", ...}) as work:
+            ...                # writes below work.folder; what the same job wrote before a kill is there
+            work.complete()
+
+    At the end of the block the folder is the target, or is gone if `complete` was not called. After an error it is gone
+    too, unless the same job can go on with what is there; then the error has a note that says so.
+    """
+
+    def __init__(self, target: Path, job: Any = None, *, suffix: str = PARTIAL):
+        """Touches no file yet. The folder will be called `.NAME.SUFFIX`.
+
+        The `job` is JSON-able, and the same for the same work only: command, options, identities of the sources. If it
+        is None, the work begins anew every time.
+        """
+        check_local(target)
+        super().__init__(as_path(target).absolute(), job)
+        self.folder = self._target.beside(suffix)
+
+    def __enter__(self) -> Self:
+        """Locks the folder, and empties it unless its files are of the same job.
+
+        Raises:
+          InputError: if the target exists, or another command is writing it.
+        """
+        self._made = [parent for parent in self.folder.parents if not parent.exists()]
+        self._lock = _make_and_lock(self.folder, self._target)
+        try:
+            refuse_existing(self._target)
+            job = self.folder / _JOB
+            if not (self._goes_on and job.is_file() and job.read_text() == self._job):
+                self.begin_anew()
+        except BaseException:
+            _remove_empty([self.folder, *self._made])
+            os.close(self._lock)
+            raise
+        return self
+
+    def begin_anew(self) -> None:
+        """Removes the files that an earlier command left in the folder."""
+        for child in self.folder.iterdir():
+            if child.is_dir() and not child.is_symlink():
+                shutil.rmtree(child)
+            else:
+                child.unlink()
+        (self.folder / _JOB).write_durably(self._job.encode())
+
+    def note(self, name: str, data: Any) -> None:
+        """Stores JSON-able data for when the job goes on. Any process of it may do so, each under its own names."""
+        (self.folder / _NOTES).mkdir(exist_ok=True)
+        (self.folder / _NOTES / f"{name}.json").replace_content(json.dumps(data).encode())
+
+    def notes(self, names: Iterable[str]) -> dict[str, Any]:
+        """Returns the data stored by `note` under some names, including data from before a kill."""
+        found = {file.stem: file for file in (self.folder / _NOTES).glob("*.json")}
+        return {name: json.loads(found[name].read_bytes()) for name in names if name in found}
+
+    def check_alone(self) -> None:
+        """Does nothing: the folder is locked."""
+
+    def complete(self) -> None:
+        """Makes the folder the target; raises `InputError` if something has appeared there."""
+        (self.folder / _JOB).unlink()
+        if (self.folder / _NOTES).exists():
+            (self.folder / _NOTES).remove_tree()
+        rename_durably(self.folder, self._target)
+        self._completed = True
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        try:
+            if not self._is_kept_after(error) and not self._completed:
+                if error is not None and hasattr(error, "__notes__"):  # which may speak of work inside the folder
+                    error.__notes__ = [note for note in error.__notes__ if str(self.folder) not in note]
+                self.folder.remove_tree()
+                _remove_empty(self._made)
+        finally:
+            os.close(self._lock)
+
+
+def open_work(target: Path, job: Any = None) -> Workplace | RemoteWork:
+    """Returns the place to work on a target, on a disk or in a bucket."""
+    target = as_path(target)
+    return RemoteWork(target, job, suffix=PARTIAL) if isinstance(target, BucketPath) else Workplace(target, job)
+
+
+def require_space(target: Path, needed: int) -> None:
+    """Raises `InputError` if a target of `needed` bytes has no room on its disk. Buckets have room.
+
+    The files that an interrupted command wrote of it count as free space: they are used again, or removed.
+    """
+    target = as_path(target).absolute()
+    if isinstance(target, BucketPath):
+        return
+    existing = next(parent for parent in target.parents if parent.exists())
+    free = shutil.disk_usage(existing).free + _bytes_on_disk(Workplace(target).folder)
+    if free < needed:
+        raise InputError(
+            f"{target} takes {show_bytes(needed)}, but {existing} has {show_bytes(free)} free; "
+            "free some or choose another disk"
+        )
+
+
+def _bytes_on_disk(folder: Path) -> int:
+    """Returns the bytes of all files below a folder. A file that another command removes meanwhile counts 0."""
+    blocks = 0
+    for parent, _, names in os.walk(folder):  # skips a folder that has gone
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                blocks += os.lstat(os.path.join(parent, name)).st_blocks
+    return blocks * 512
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    """Removes folders, innermost first, up to one that is not empty."""
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
+@contextlib.contextmanager
+def staged_directory(target: Path) -> Iterator[StoragePath]:
+    """Yields a folder beside the target, which becomes the target if the block ends without an error, else is removed.
+
+    The remains of a killed command are removed first. In a bucket the folder is the target itself, and the file that is
+    written last makes it count.
+
+    Raises:
+      InputError: if the target exists, or another command is writing it.
+    """
+    with open_work(target) as work:
+        yield work.folder
+        work.check_alone()
+        work.complete()
+
+
+def leftovers(directory: Path) -> list[StoragePath]:
+    """Returns the folders that interrupted commands left of a target, or of the targets in a directory."""
+    directory = as_path(directory).absolute()
+    if isinstance(directory, BucketPath):
+        matches = (re.fullmatch(rf"\.(.+)\.{PARTIAL}", child.name) for child in directory.iterdir())
+        targets = [directory, *(directory / match[1] for match in matches if match)]
+        return [target for target in targets if is_begun(target, PARTIAL)]
+    beside = [directory.beside(suffix) for suffix in (PARTIAL, ANALYSIS)]
+    inside = sorted(file for suffix in (PARTIAL, ANALYSIS) for file in directory.glob(f".*.{suffix}"))
+    return [folder for folder in (*beside, *inside) if _is_workplace(folder)]
+
+
+def remove_leftover(folder: StoragePath) -> int | None:
+    """Removes one of the `leftovers`; returns the number of bytes that this frees, None in a bucket.
+
+    Raises:
+      InputError: if a command is working there.
+    """
+    if isinstance(folder, BucketPath):
+        remove_begun(folder, PARTIAL)
+        return None
+    freed = sum(file.lstat().st_size for file in folder.rglob("*"))
+    lock = _make_and_lock(folder, folder)
+    try:
+        folder.remove_tree()
+    finally:
+        os.close(lock)
+    return freed
+
+
+def _is_workplace(folder: StoragePath) -> bool:
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    return (folder / _JOB).is_file() or not any(folder.iterdir())
+
+
+def _make_and_lock(folder: StoragePath, target: StoragePath) -> int:
+    """Makes a folder and locks it, as `lock_directory` does."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = lock_directory(folder, target)
+        except FileNotFoundError:
+            continue  # another command has just completed or removed it
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(folder)):
+                return descriptor
+        os.close(descriptor)  # it was renamed before it was locked

@@ -25,20 +25,8 @@ from pathlib import Path, PosixPath
 from typing import IO, Any, Self, TextIO, TypeVar
 
 from moe_jax.core.errors import InputError
-from moe_jax.files.objects import (
-    AT_ONCE,
-    DRIVERS,
-    Address,
-    Found,
-    GrowingObjects,
-    Objects,
-    explained,
-    is_in_bucket,
-    objects_of,
-    parse_address,
-    part_name,
-    written_out,
-)
+from moe_jax.files import objects as buckets
+from moe_jax.files.objects import AT_ONCE, Found, GrowingObjects
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -202,7 +190,7 @@ class BucketPath(StoragePath):
     absence = ": there is no config.json, or no such bucket"
 
     def __str__(self) -> str:
-        return written_out(super().__str__()) or super().__str__()
+        return buckets.written_out(super().__str__()) or super().__str__()
 
     def __repr__(self) -> str:
         return f"BucketPath({str(self)!r})"
@@ -221,29 +209,29 @@ class BucketPath(StoragePath):
         return None
 
     @property
-    def address(self) -> Address:
+    def address(self) -> buckets.Address:
         """The scheme, the bucket and the key of this address."""
-        return parse_address(str(self))
+        return buckets.parse_address(str(self))
 
     @property
-    def objects(self) -> Objects:
+    def objects(self) -> buckets.Objects:
         """The bucket of this address."""
         address = self.address
-        return objects_of(address.scheme, address.bucket)
+        return buckets.objects_of(address.scheme, address.bucket)
 
     @property
     def key(self) -> str:
         """The name of the object, or of the folder, in its bucket."""
         return self.address.key
 
+    def resolve(self, strict: bool = False) -> "BucketPath":
+        return self
+
     def absolute(self) -> "BucketPath":
         return self
 
     def is_absolute(self) -> bool:
         return True
-
-    def resolve(self, strict: bool = False) -> "BucketPath":
-        return self
 
     def is_symlink(self) -> bool:
         return False
@@ -259,8 +247,8 @@ class BucketPath(StoragePath):
         return self.is_file() or self.is_dir()
 
     def iterdir(self) -> Iterator["BucketPath"]:
-        for name in sorted({name.split("/")[0] for name in self.objects.names(self.key)} - {""}):
-            yield self / name
+        names = {name.split("/")[0] for name in self.objects.names(self.key)} - {""}
+        return (self / name for name in sorted(names))
 
     def glob(self, pattern: str, **_: Any) -> Iterator["BucketPath"]:
         """Yields the entries of the folder whose names match a pattern; not entries of folders in it."""
@@ -270,10 +258,13 @@ class BucketPath(StoragePath):
         """Does nothing: a folder exists as soon as it has an object."""
 
     def read_bytes(self) -> bytes:
-        found = self.objects.read(self.key)
+        return self._found(None).content
+
+    def _found(self, stop: int | None) -> Found:
+        found = self.objects.read(self.key, 0, stop)
         if found is None:
             raise FileNotFoundError(f"{self} does not exist")
-        return found.content
+        return found
 
     def read_text(self, encoding: str | None = None, *_: Any, **__: Any) -> str:
         return self.read_bytes().decode(encoding or "utf-8")
@@ -297,8 +288,7 @@ class BucketPath(StoragePath):
     def write_durably(self, content: bytes | memoryview) -> None:
         self.write_bytes(content)
 
-    def replace_content(self, content: bytes) -> None:
-        self.write_bytes(content)
+    replace_content = write_durably
 
     def sync(self) -> None:
         """Does nothing: written objects are stored."""
@@ -322,10 +312,7 @@ class BucketPath(StoragePath):
         return "by what listings show"
 
     def version(self) -> str:
-        generation = self.objects.generation(self.key)
-        if generation is None:
-            raise FileNotFoundError(f"{self} does not exist")
-        return generation.hex()
+        return self._found(0).generation.hex()
 
     def mark_folder(self) -> None:
         self.objects.write(f"{self.key}/", b"")
@@ -347,10 +334,10 @@ class BucketPath(StoragePath):
 
     def kvstore(self) -> dict[str, Any]:
         scheme, bucket, key = self.address
-        return {"driver": DRIVERS[scheme], "bucket": bucket, "path": f"{key}/"}
+        return {"driver": buckets.DRIVERS[scheme], "bucket": bucket, "path": f"{key}/"}
 
     def storage_error(self, text: str) -> Exception | None:
-        return explained(str(self), self.objects.where, text)
+        return buckets.explained(str(self), self.objects.where, text)
 
     def local_folder(self) -> "LocalFolder":
         return _CopiedFolder(self)
@@ -359,7 +346,7 @@ class BucketPath(StoragePath):
         return GrowingObjects(self.objects, self.key, kept)
 
     def read_grown(self) -> bytes:
-        parts = (self.objects.read(part_name(self.key, number)) for number in itertools.count())
+        parts = (self.objects.read(buckets.part_name(self.key, number)) for number in itertools.count())
         return b"".join(found.content for found in itertools.takewhile(lambda found: found is not None, parts) if found)
 
     def write_grown(self, content: bytes) -> None:
@@ -408,7 +395,7 @@ def as_path(path: str | os.PathLike[str]) -> StoragePath:
     """
     if isinstance(path, StoragePath):
         return path
-    return BucketPath(str(parse_address(path))) if is_in_bucket(path) else StoragePath(path)
+    return BucketPath(str(buckets.parse_address(path))) if buckets.is_in_bucket(path) else StoragePath(path)
 
 
 def read_generation(path: StoragePath) -> Found | None:

@@ -1,7 +1,8 @@
 """The files that go wherever a model goes, by their standard names: its tokenizer's, and settings for generation."""
 
+import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from moe_jax.core.errors import InputError
@@ -10,49 +11,36 @@ from moe_jax.files.storage_path import BucketPath, StoragePath, as_path
 
 TOKENIZER = "tokenizer.json"
 MAX_BYTES = 256 << 20
-_OF_TOKENIZER = frozenset(
-    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json "
-    "vocab.json vocab.txt merges.txt".split()
+_OF_TOKENIZER = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt"),
 )
 _LIST = "files.json"
-_OTHERS = frozenset({"generation_config.json"})
 
 
 def tokenizer_files_in(directory: Path) -> tuple[Path, ...]:
     """Returns the files in the directory of a model that are copied unchanged with it, sorted. No others are copied.
 
     Raises:
-      InputError: for a link to a file elsewhere, as in `refuse_links_out`.
+      InputError: for a link to a file elsewhere.
     """
     directory = as_path(directory)
     if isinstance(directory, BucketPath):
         return tuple(file for file in _in_bucket(directory) if goes_with_model(file.name))
     files = sorted(file for file in directory.iterdir() if goes_with_model(file.name) and file.is_file())
-    refuse_links_out(directory, files)
+    _refuse_links_out(directory, files)
     return tuple(files)
 
 
-def list_tokenizer_files(directory: StoragePath, names: Iterable[str]) -> None:
-    """Writes a list of the files that go with a model in a bucket, where listings may not show them yet."""
-    if not isinstance(directory, BucketPath):
-        return
-    (directory / _LIST).write_bytes(json.dumps({"files": sorted(names)}).encode())
+def copy_tokenizer_files(files: Mapping[str, Path], directory: StoragePath) -> None:
+    """Copies files that go with a model, given by their new names, to its directory.
 
-
-def _in_bucket(directory: BucketPath) -> list[Path]:
-    """Returns the files that a listing shows, and those that `list_tokenizer_files` has recorded."""
-    names = {child.name for child in directory.iterdir()} | set(_listed(directory))
-    return [directory / name for name in sorted(names)]
-
-
-def _listed(directory: BucketPath) -> list[str]:
-    try:
-        content = json.loads((directory / _LIST).read_bytes())
-        return [name for name in content["files"] if isinstance(name, str) and "/" not in name]
-    except FileNotFoundError:
-        return []  # it was copied there from a disk
-    except (ValueError, KeyError, TypeError):
-        raise InputError(f"{directory / _LIST} is damaged: it does not list files") from None
+    In a bucket, where listings may not show them yet, a list of them is written too.
+    """
+    for name, file in files.items():
+        (directory / name).write_durably(read_tokenizer_file(file))
+    if isinstance(directory, BucketPath):
+        (directory / _LIST).write_bytes(json.dumps({"files": sorted(files)}).encode())
 
 
 def read_tokenizer_file(file: Path) -> bytes:
@@ -60,7 +48,19 @@ def read_tokenizer_file(file: Path) -> bytes:
     return read_regular(file, max_bytes=MAX_BYTES)
 
 
-def refuse_links_out(directory: Path, files: Iterable[Path]) -> None:
+def _in_bucket(directory: BucketPath) -> list[Path]:
+    """Returns the files that a listing shows, and those that `copy_tokenizer_files` has recorded."""
+    names = {child.name for child in directory.iterdir()}
+    with contextlib.suppress(FileNotFoundError):  # it was copied there from a disk
+        try:
+            listed = json.loads((directory / _LIST).read_bytes())["files"]
+            names |= {name for name in listed if isinstance(name, str) and "/" not in name}
+        except (ValueError, KeyError, TypeError):
+            raise InputError(f"{directory / _LIST} is damaged: it does not list files") from None
+    return [directory / name for name in sorted(names)]
+
+
+def _refuse_links_out(directory: Path, files: Iterable[Path]) -> None:
     """Raises `InputError` for a link to a file elsewhere: a private file could be published under its name.
 
     In the cache of the Hugging Face hub, the files of a snapshot are links into the folder `blobs` beside `snapshots`.
@@ -75,7 +75,7 @@ def refuse_links_out(directory: Path, files: Iterable[Path]) -> None:
 
 def goes_with_model(name: str) -> bool:
     """Whether a file of this name goes wherever its model goes."""
-    return name in _OTHERS or is_of_tokenizer(name)
+    return name == "generation_config.json" or is_of_tokenizer(name)
 
 
 def is_of_tokenizer(name: str) -> bool:
@@ -87,13 +87,13 @@ def tokenizer_files(file: Path) -> dict[str, Path]:
     """Returns the files of a tokenizer by their standard names: `file` itself, whatever its name, and those beside it.
 
     Raises:
-      InputError: for a link to a file elsewhere, as in `refuse_links_out`.
+      InputError: for a link to a file elsewhere.
     """
     directory, own = as_path(file).parent, {TOKENIZER: file}
     if isinstance(directory, BucketPath):
         return {path.name: path for path in _in_bucket(directory) if is_of_tokenizer(path.name)} | own
     beside = [path for path in sorted(file.parent.iterdir()) if is_of_tokenizer(path.name) and path.is_file()]
-    refuse_links_out(file.parent, [path for path in beside if path != file])
+    _refuse_links_out(file.parent, [path for path in beside if path != file])
     return {path.name: path for path in beside} | own
 
 

@@ -89,10 +89,7 @@ def linear_float32(x: Float[Array, "... i"], kernel: Float[Array, "i o"]) -> Flo
     long on an accelerator.
     """
     y = jax.lax.dot_general(
-        x.reshape(-1, x.shape[-1]),
-        kernel.astype(x.dtype),
-        (((1,), (0,)), ((), ())),
-        preferred_element_type=jnp.float32,
+        x.reshape(-1, x.shape[-1]), kernel.astype(x.dtype), (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
     )
     return y.reshape(*x.shape[:-1], kernel.shape[-1])
 

@@ -210,12 +210,8 @@ def continue_rows(
 
     def one_step(carry: tuple) -> tuple:
         step, rows, block, told = carry
-        out = model(
-            rows.tokens[:, None],
-            positions=rows.positions[:, None],
-            caches=rows.caches,
-            encoder_valid=rows.encoder_valid,
-        )
+        tokens, positions = rows.tokens[:, None], rows.positions[:, None]
+        out = model(tokens, positions=positions, caches=rows.caches, encoder_valid=rows.encoder_valid)
         rows, tokens, found = _advance(rows._replace(caches=out.caches), out.logits[:, 0], draws, scores)
         told = jax.tree.map(lambda all_, one: all_.at[step].set(one), told, found)
         return step + 1, rows, block.at[step].set(tokens), told
@@ -236,13 +232,7 @@ def _advance(
     asked, key = rows.asked, rows.asked.key
     # Rows that share a key are at the same step, those that have ended apart.
     key = jax.vmap(jax.random.fold_in)(key, rows.steps) if key.ndim else jax.random.fold_in(key, jnp.max(rows.steps))
-    chosen = sample(
-        logits,
-        key,
-        temperature=asked.temperature if draws else 0.0,
-        top_k=asked.top_k,
-        top_p=asked.top_p,
-    )
+    chosen = sample(logits, key, temperature=asked.temperature if draws else 0.0, top_k=asked.top_k, top_p=asked.top_p)
     given, finite = rows.active.astype(jnp.int32), jnp.all(jnp.isfinite(logits), axis=-1)
     finite = rows.finite & (finite | ~rows.active)
     ends = jnp.any(chosen[:, None] == asked.stop_ids, axis=1) | (rows.steps + given >= asked.most) | ~finite
@@ -321,13 +311,9 @@ def _put(rows: Array, row: Array, slot: Int[Array, ""], axis: int) -> Array:
 
 
 class Block(NamedTuple):
-    """Tokens that rows were given in one call.
+    """Tokens that rows were given in one call, -1 where a row was given none, and scores if the engine scores.
 
-    Attributes:
-      tokens: of every step; -1 where a row was given none.
-      finite: rows whose logits always were finite.
-      active: rows that may be given more.
-      scores: of the tokens; None unless the engine scores.
+    `finite` are rows whose logits always were finite, `active` those that may be given more.
     """
 
     tokens: Int[np.ndarray, "n B"]

@@ -13,8 +13,9 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int, PRNGKeyArray
 
-from moe_jax.core.errors import MAX_SIZE, InputError, is_finite
+from moe_jax.core.errors import InputError
 from moe_jax.generation.engine import MOST_STEPS, Block, Engine, ask
+from moe_jax.generation.spec import GenerateSpec
 from moe_jax.nn import Decoder
 
 FIRST_BLOCK = 8
@@ -25,54 +26,11 @@ class NonFiniteLogits(InputError):
     """Logits are NaN or infinite: no token can be chosen by them."""
 
 
-def generate(
-    model: Decoder,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    key: PRNGKeyArray | None = None,
-    eos_ids: Sequence[int] = (),
-) -> list[list[int]]:
-    """Continues every prompt, or with an encoder answers it. A prompt's result does not depend on its neighbours.
-
-    The layers of a model that is stacked are copied into arrays of their own first, which takes as much memory again;
-    of a model that was loaded for generation (`load_model(..., stacked=False)`) they need not be.
-
-    Args:
-      model: the decoder.
-      prompts: token ids, at least one per prompt.
-      max_new_tokens: at most this many are added.
-      temperature, top_k, top_p: see `functional.sampling.sample`; temperature 0 is greedy.
-      key: needed unless greedy.
-      eos_ids: a row ends before the first of these; they are not returned.
-
-    Returns:
-      The new tokens of every prompt.
-
-    Raises:
-      InputError: for an empty prompt, ids outside the vocabulary, or bad sampling options.
-      NonFiniteLogits: if logits are not finite.
-    """
-    results: list[list[int]] = [[] for _ in prompts]
-    how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "key": key}
-    for tokens in stream(model, prompts, max_new_tokens=max_new_tokens, eos_ids=eos_ids, **how):
-        for result, token in zip(results, tokens.tolist(), strict=True):
-            if token >= 0 and token not in eos_ids:
-                result.append(token)
-    return results
-
-
 def stream(
     model: Decoder,
     prompts: Sequence[Sequence[int]],
+    wanted: GenerateSpec,
     *,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
     key: PRNGKeyArray | None = None,
     eos_ids: Sequence[int] = (),
     ended: Bool[np.ndarray, " B"] | None = None,
@@ -80,17 +38,33 @@ def stream(
 ) -> Iterator[Int[np.ndarray, " B"]]:
     """Yields the next token of every row, step after step, until every row was given one of `eos_ids` or has ended.
 
-    The first comes at once, the others in blocks, which grow. A row that has ended is given -1.
+    The first comes at once, the others in blocks, which grow. A row that has ended is given -1. A row's tokens do not
+    depend on its neighbours.
+
+    The layers of a model that is stacked are copied into arrays of their own first, which takes as much memory again;
+    of a model that was loaded for generation (`load_model(..., stacked=False)`) they need not be.
 
     Args:
+      model: the decoder.
+      prompts: token ids, at least one per prompt; with an encoder, its inputs.
+      wanted: how the prompts are continued; `stop_ids` and `stop` are the caller's.
+      key: of sampling; by default that of the seed.
+      eos_ids: a row ends with the first of these.
       ended: rows that the caller wants no more of, which it may say while it is given tokens; looked at before a block.
       seconds: that a block should take, so that somebody can read along; None: blocks are as long as they can be.
 
-    The other arguments, and errors: see `generate`.
+    Raises:
+      InputError: for an empty prompt, or ids outside the vocabulary.
+      NonFiniteLogits: if logits are not finite.
     """
-    _check(model, prompts, max_new_tokens, temperature, top_k, top_p, key)
-    engine = Engine(model, draws=temperature > 0)
-    longest = max(map(len, prompts))
+    model.config.check_scores_tokens("generation")
+    if not prompts or not all(len(prompt) for prompt in prompts):
+        raise InputError("generation needs at least one token in every prompt; give a text, or the BOS token")
+    vocab_size = model.config.vocab_size
+    if outside := sorted({token for prompt in prompts for token in prompt if not 0 <= token < vocab_size}):
+        raise InputError(f"token ids {outside[:5]} lie outside the vocabulary of {vocab_size}")
+    engine = Engine(model, draws=wanted.temperature > 0)
+    longest, max_new_tokens = max(map(len, prompts)), wanted.max_new_tokens
     if model.config.has_encoder:
         cache_length = engine.room(max_new_tokens)
     else:
@@ -98,10 +72,10 @@ def stream(
     asked = ask(
         len(prompts),
         max_new_tokens,
-        key=jax.random.key(0) if key is None else key,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
+        key=jax.random.key(wanted.seed) if key is None else key,
+        temperature=wanted.temperature,
+        top_k=wanted.top_k,
+        top_p=wanted.top_p,
         stop_ids=eos_ids,
     )
     rows, block, _ = engine.read(prompts, asked, cache_length)
@@ -124,36 +98,6 @@ def _checked(block: Block, before: int) -> Iterator[Int[np.ndarray, " B"]]:
         if bad is not None and bad[0] == step:
             raise NonFiniteLogits(f"prompt {bad[1] + 1} has logits that are not finite at token {before + step + 1}")
         yield tokens
-
-
-def _check(
-    model: Decoder,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    key: PRNGKeyArray | None,
-) -> None:
-    model.config.check_scores_tokens("generation")
-    if not prompts or not all(len(prompt) for prompt in prompts):
-        raise InputError("generation needs at least one token in every prompt; give a text, or the BOS token")
-    vocab_size = model.config.vocab_size
-    outside = sorted({token for prompt in prompts for token in prompt if not 0 <= token < vocab_size})
-    if outside:
-        raise InputError(f"token ids {outside[:5]} lie outside the vocabulary of {vocab_size}")
-    if max_new_tokens < 1:
-        raise InputError(f"{max_new_tokens=} must be at least 1")
-    if max_new_tokens > MAX_SIZE:
-        raise InputError(f"{max_new_tokens=} must be at most {MAX_SIZE:,}")
-    if not (is_finite(temperature) and temperature >= 0):
-        raise InputError(f"{temperature=} must be 0 (greedy) or above")
-    if top_k is not None and top_k < 1:
-        raise InputError(f"{top_k=} must be at least 1, or left out")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise InputError(f"{top_p=} must lie in (0, 1], or be left out")
-    if temperature > 0 and key is None:
-        raise InputError("sampling with a temperature needs a random key")
 
 
 _BROKEN = "\ufffd"  # how bytes are shown that are no character
@@ -206,7 +150,7 @@ class StreamedText:
 
     Args:
       decode: gives the text of ids; None: there is no tokenizer, and no text.
-      stop: strings that end the text, none of them empty (`checked_stops`); of two, the one that begins first.
+      stop: strings that end the text, none of them empty; of two, the one that begins first.
       before: tokens of the text before.
       eos_ids: tokens that end the text.
 
@@ -256,6 +200,7 @@ class StreamedText:
 def stream_texts(
     model: Decoder,
     prompts: Sequence[Sequence[int]],
+    wanted: GenerateSpec,
     texts: Sequence[StreamedText],
     on_text: OnText | None = None,
     **how: Any,
@@ -266,7 +211,7 @@ def stream_texts(
     of one and its next piece.
     """
     ended = np.zeros(len(texts), bool)
-    for tokens in stream(model, prompts, ended=ended, **how):
+    for tokens in stream(model, prompts, wanted, ended=ended, **how):
         yield int((~ended).sum())
         for index in np.flatnonzero(~ended).tolist():
             piece = texts[index].push(int(tokens[index]))
@@ -278,18 +223,6 @@ def stream_texts(
     for index, text in enumerate(texts):
         if (piece := text.finish()) and on_text is not None:
             on_text(index, piece)
-
-
-def checked_stops(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """Returns the stop strings as a tuple.
-
-    Raises:
-      InputError: if one is empty, or none is a string.
-    """
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(isinstance(one, str) and one for one in stops):
-        raise InputError("a stop string must be a text of at least one character")
-    return stops
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -22,10 +22,16 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from moe_jax.core.errors import InputError, first_sentence, nearest, shown
 from moe_jax.core.terminal import Progress, no_progress
-from moe_jax.data.chat_template import ChatTemplate, find_chat_template, load_chat_template
+from moe_jax.data.chat_template import (
+    ChatTemplate,
+    find_chat_template,
+    load_chat_template,
+    read_settings,
+    special_tokens,
+)
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.distributed.processes import check_equal, first_decides, gathered, is_first_process
-from moe_jax.files.json_toml import ANYTHING, read_json_object
+from moe_jax.generation.spec import GenerateSpec
 from moe_jax.generation.texts import StreamedText, stream_texts
 from moe_jax.harness.likelihood import Continuation, Likelihoods
 from moe_jax.nn import Decoder, unstacked
@@ -36,14 +42,9 @@ Answer = tuple[float, bool] | float | str
 class AnswerCache:
     """Answers to requests, in a file, so that an interrupted or repeated evaluation does not ask again.
 
-    The file is an SQLite database of JSON. lm-eval's own cache consists of pickles, which execute their content.
-
-    Args:
-      path: of the file, which is created if there is none.
-      model: identifies the model, as answers of several models may be in the same file.
-
-    Raises:
-      InputError: if there is something else at the path.
+    The file is an SQLite database of JSON, created if there is none; lm-eval's own cache consists of pickles, which
+    execute their content. Answers of several models may be in the same file. Raises `InputError` if there is something
+    else at the path.
     """
 
     def __init__(self, path: Path, model: str):
@@ -52,9 +53,8 @@ class AnswerCache:
         with self._errors():
             self._database = sqlite3.connect(path, isolation_level=None)
             self._database.execute("PRAGMA synchronous = OFF")
-            self._database.execute(
-                "CREATE TABLE IF NOT EXISTS answers (request TEXT PRIMARY KEY, answer TEXT NOT NULL)"
-            )
+            columns = "request TEXT PRIMARY KEY, answer TEXT NOT NULL"
+            self._database.execute(f"CREATE TABLE IF NOT EXISTS answers ({columns})")
 
     def close(self) -> None:
         """Closes the file; the cache cannot be used afterwards."""
@@ -62,10 +62,9 @@ class AnswerCache:
 
     def find(self, kind: str, request: Sequence[Any]) -> Answer | None:
         """Returns the stored answer to a request; None if there is none."""
+        key = hash_args(kind, [self._model, *request])
         with self._errors():
-            row = self._database.execute(
-                "SELECT answer FROM answers WHERE request = ?", (self._key(kind, request),)
-            ).fetchone()
+            row = self._database.execute("SELECT answer FROM answers WHERE request = ?", (key,)).fetchone()
         if row is None:
             return None
         try:
@@ -75,13 +74,9 @@ class AnswerCache:
 
     def keep(self, kind: str, request: Sequence[Any], answer: Answer) -> None:
         """Stores an answer."""
+        row = hash_args(kind, [self._model, *request]), json.dumps(answer)
         with self._errors():
-            self._database.execute(
-                "INSERT OR REPLACE INTO answers VALUES (?, ?)", (self._key(kind, request), json.dumps(answer))
-            )
-
-    def _key(self, kind: str, request: Sequence[Any]) -> str:
-        return hash_args(kind, [self._model, *request])
+            self._database.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", row)
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
@@ -130,14 +125,11 @@ class HarnessModel(TemplateLM):
     """The model that lm-eval evaluates.
 
     Args:
-      model: the decoder.
-      tokenizer: of the model.
       max_length: most tokens of an input; the beginning of longer ones is left out. Default: the model's context
         length.
       batch_size: rows computed at once. Does not change a result.
       mesh: the mesh that the model is on, with devices of this process alone or of all; None: its first device.
       cache: stores answers and finds stored ones, in the first of several processes; None: there is none.
-      progress: is told of the progress.
 
     Raises:
       InputError: if the model has an encoder or a head for classes, or names neither BOS nor EOS.
@@ -240,23 +232,21 @@ class HarnessModel(TemplateLM):
             self._unstacked = unstacked(self._model)
         prompts = [self.tok_encode(request.args[0]) for request in requests]
         settings = [_settings(_generation_options(request)) for request in requests]
-        groups: dict[str, list[int]] = {}
+        groups: dict[GenerateSpec, list[int]] = {}
         for index in sorted(range(len(requests)), key=lambda index: -len(prompts[index])):
-            groups.setdefault(repr(settings[index]), []).append(index)
+            groups.setdefault(settings[index], []).append(index)
         texts: dict[int, str] = {}
         self._progress("generating", 0, len(requests))
-        for indices in groups.values():
-            how = settings[indices[0]]
-            stop = how.pop("stop")
-            room = self.max_length - how["max_new_tokens"]
+        for wanted, indices in groups.items():
+            room = self.max_length - wanted.max_new_tokens
             if room < 1:
-                raise InputError(f"{how['max_new_tokens']:,} tokens to generate do not fit into {self.max_length:,}")
+                raise InputError(f"{wanted.max_new_tokens:,} tokens to generate do not fit into {self.max_length:,}")
             for start in range(0, len(indices), self.batch_size):
                 chunk = indices[start : start + self.batch_size]
                 self._key, key = jax.random.split(self._key)
                 ids = [prompts[index][-room:] or [self.prefix_token_id] for index in chunk]
-                made = [StreamedText(self._tokens.decode, stop, eos_ids=self._eos_ids) for _ in ids]
-                for _ in stream_texts(self._unstacked, ids, made, key=key, eos_ids=self._eos_ids, **how):
+                made = [StreamedText(self._tokens.decode, wanted.stops, eos_ids=self._eos_ids) for _ in ids]
+                for _ in stream_texts(self._unstacked, ids, wanted, made, key=key, eos_ids=self._eos_ids):
                     pass
                 for index, one in zip(chunk, made, strict=True):
                     texts[index] = one.text
@@ -341,11 +331,11 @@ def _generation_options(request: Instance) -> dict[str, Any]:
 
 
 def _is_random(kind: str, request: Instance) -> bool:
-    return kind == "generate_until" and _settings(_generation_options(request))["temperature"] > 0
+    return kind == "generate_until" and _settings(_generation_options(request)).temperature > 0
 
 
-def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts a task's settings for texts to stop strings (`stop`) and arguments of `generation.texts.stream`."""
+def _settings(given: Mapping[str, Any]) -> GenerateSpec:
+    """Converts a task's settings for texts to options of `generate`."""
     for name in given:
         if name not in _KEYS:
             raise InputError(f"generation_kwargs: {name!r} is not known{nearest(name, _KEYS)}: {', '.join(_KEYS)}")
@@ -356,20 +346,16 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
         temperature = 0.0
     elif given.get("do_sample") and not temperature:
         temperature = 1.0
-    sampling = {"top_k": given.get("top_k"), "top_p": given.get("top_p")} if temperature else {}
+    sampling: dict[str, Any] = {"top_k": given.get("top_k"), "top_p": given.get("top_p")} if temperature else {}
     most = int(lengths[0]) if lengths else MAX_NEW_TOKENS
-    stop = [one for one in ([until] if isinstance(until, str) else until) if one]
-    return {"stop": stop, "max_new_tokens": most, "temperature": temperature, **sampling}
+    stop = tuple(one for one in ([until] if isinstance(until, str) else until) if one)
+    return GenerateSpec(stop=stop, max_new_tokens=most, temperature=temperature, **sampling)
 
 
 def _special_ids(tokenizer: Tokenizer, bos: int | None, eos: Sequence[int]) -> tuple[int | None, int | None]:
     """Returns BOS and EOS: from tokenizer_config.json, as `hf` takes them, or else from the model."""
-    file = tokenizer.path.with_name("tokenizer_config.json")
-    settings = read_json_object(file, allow=ANYTHING) if file.exists() else {}
-    found = []
-    for name, of_model in (("bos_token", bos), ("eos_token", eos[0] if eos else None)):
-        token = settings.get(name)
-        token = token.get("content") if isinstance(token, Mapping) else token
-        named = tokenizer.id_of(token) if isinstance(token, str) else None
-        found.append(named if name in settings else of_model)
-    return found[0], found[1]
+    settings = read_settings(tokenizer.path.with_name("tokenizer_config.json"))
+    named = {name: tokenizer.id_of(token) for name, token in special_tokens(settings).items()}
+    of_model = {"bos_token": bos, "eos_token": eos[0] if eos else None}
+    found = {name: named.get(name) if name in settings else given for name, given in of_model.items()}
+    return found["bos_token"], found["eos_token"]

@@ -50,7 +50,6 @@ class Likelihoods:
     """Scores continuations with a model.
 
     Args:
-      model: the decoder.
       max_length: most tokens of an input; the beginning of a longer row is left out.
       batch_size: rows computed at once, rounded up to a multiple of the mesh's batch shards. Affects only the last bits
         of the result.
@@ -135,11 +134,9 @@ class Likelihoods:
 
     def _batch(self, rows: Sequence["_Row"], most_scored: int) -> dict[str, np.ndarray]:
         """Returns rows padded on the right, and empty rows up to the size of a batch."""
-        shape = (self._batch_size, self._length(rows[0]))
-        scored_shape = (self._batch_size, most_scored)
-        tokens, inside = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-        at, targets = np.zeros(scored_shape, np.int32), np.zeros(scored_shape, np.int32)
-        counts = np.zeros(scored_shape, bool)
+        tokens, inside = np.zeros((2, self._batch_size, self._length(rows[0])), np.int32)
+        at, targets = np.zeros((2, self._batch_size, most_scored), np.int32)
+        counts = np.zeros((self._batch_size, most_scored), bool)
         for index, (ids, scored) in enumerate(rows):
             length = len(ids) - 1
             tokens[index, :length], inside[index, :length] = ids[:-1], 1

@@ -37,7 +37,19 @@ def read_examples(path: Path) -> list[dict[str, Any]]:
     content = read_regular(path, max_bytes=MAX_BYTES)
     if path.suffix == ".gz":
         content = _unpacked(content, path)
-    examples = _read_list(content, path) if content.lstrip()[:1] == b"[" else _read_lines(content, path)
+    what, items = "line", content.split(b"\n")
+    if content.lstrip()[:1] == b"[":
+        what, items = "example", parse_json(content, where=str(path), allow=ANYTHING, max_values=len(content))
+    examples = []
+    for number, item in enumerate(items, start=1):
+        where = f"{path}, {what} {number}"
+        if isinstance(item, bytes):
+            if not item.strip():
+                continue
+            item = parse_json(item, where=where, allow=ANYTHING, max_values=len(item))
+        if not isinstance(item, dict):
+            raise InputError(f"{where}: expected an object, got a JSON {type(item).__name__}")
+        examples.append(item)
     if not examples:
         raise InputError(f"{path} holds no examples")
     return examples
@@ -52,28 +64,6 @@ def _unpacked(content: bytes, path: Path) -> bytes:
     if len(unpacked) > MAX_BYTES:
         raise InputError(f"{path} unpacks to more than {MAX_BYTES:,} bytes")
     return unpacked
-
-
-def _read_list(content: bytes, path: Path) -> list[dict[str, Any]]:
-    found = parse_json(content, where=str(path), allow=ANYTHING, max_values=len(content))
-    for number, example in enumerate(found, start=1):
-        _check(example, f"{path}, example {number}")
-    return found
-
-
-def _read_lines(content: bytes, path: Path) -> list[dict[str, Any]]:
-    examples = []
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        if line and not line.isspace():
-            where = f"{path}, line {number}"
-            examples.append(_check(parse_json(line, where=where, allow=ANYTHING, max_values=len(line)), where))
-    return examples
-
-
-def _check(example: Any, where: str) -> dict[str, Any]:
-    if not isinstance(example, dict):
-        raise InputError(f"{where}: expected an object, got a JSON {type(example).__name__}")
-    return example
 
 
 SHIPPED = Path(__file__).parent / "tasks"
@@ -359,14 +349,6 @@ def sandboxed_templates() -> Iterator[None]:
         utils.env = before
 
 
-class _Sandbox:
-    """The part of a Jinja environment that lm-eval uses."""
-
-    def from_string(self, source: str) -> "_Prompt":
-        """Compiles a template."""
-        return _compiled(source)
-
-
 class _Prompt:
     def __init__(self, source: str):
         self._source = source
@@ -379,8 +361,10 @@ class _Prompt:
             return self._template.render(example).text
 
 
-# lm-eval compiles a template anew for every example.
-_compiled = functools.lru_cache(maxsize=256)(_Prompt)
+class _Sandbox:
+    """The part of a Jinja environment that lm-eval uses, which compiles a template anew for every example."""
+
+    from_string = staticmethod(functools.lru_cache(maxsize=256)(_Prompt))
 
 
 @contextlib.contextmanager

@@ -67,10 +67,8 @@ def load_tasks(names: Sequence[str], known: TaskFolder) -> dict[str, Any]:
     for name in sorted(needed - ours - theirs):
         options = [*known.names(), *theirs]
         raise InputError(f"unknown task {shown(name)}{nearest(name, options)}; here are {', '.join(known.names())}")
-    for name, config in known.tasks.items():
-        manager.task_index[name] = Entry(name, Kind.TASK, None, config)
-    for name, config in known.groups.items():
-        manager.task_index[name] = Entry(name, Kind.GROUP, None, config)
+    for kind, configs in ((Kind.TASK, known.tasks), (Kind.GROUP, known.groups)):
+        manager.task_index.update({name: Entry(name, kind, None, config) for name, config in configs.items()})
     on_hub = [name for name in sorted(needed) if "custom_dataset" not in known.tasks.get(name, {}) and
               name not in known.groups]  # fmt: skip
     with _quiet(), _hub_errors(on_hub):
@@ -93,7 +91,6 @@ def evaluate_tasks(
     """Evaluates an `lm_eval.api.model.LM` on tasks that `load_tasks` loaded.
 
     Args:
-      model, tasks: see above.
       limit: number of examples of every task, the first ones; None: all.
       num_fewshot: number of examples with answers before a question; None: as the task says. A task that says 0 keeps
         0, as with lm-eval.
@@ -113,14 +110,9 @@ def evaluate_tasks(
         task.set_config("num_fewshot", own or 0 if num_fewshot is None or own == 0 else num_fewshot)
         task.set_fewshot_seed(seed=_SEED)
     began = time.time()
+    chat: dict[str, Any] = {"apply_chat_template": apply_chat_template, "fewshot_as_multiturn": apply_chat_template}
     with _quiet():
-        found = lm_eval.evaluator.evaluate(
-            lm=model,
-            task_dict=dict(tasks),
-            limit=limit,
-            apply_chat_template=apply_chat_template,
-            fewshot_as_multiturn=apply_chat_template,
-        )
+        found = lm_eval.evaluator.evaluate(lm=model, task_dict=dict(tasks), limit=limit, **chat)
     assert found is not None
     return dict(found) | {"date": began, "lm_eval_version": importlib.metadata.version("lm_eval")}
 

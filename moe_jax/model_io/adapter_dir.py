@@ -49,11 +49,10 @@ class ModelReference:
     @classmethod
     def to(cls, source: ModelSource, directory: Path) -> Self:
         """Makes a reference to a model on the disk from a directory, which need not exist yet."""
-        place, here = as_path(source.path).resolve(), as_path(directory).resolve()
-        way = here.way_to(place)
-        if way is None:
-            return cls(path=str(place), fingerprint=source.fingerprint())
-        return cls(path=way, fingerprint=source.fingerprint(), absolute=str(place))
+        place = as_path(source.path).resolve()
+        way = as_path(directory).resolve().way_to(place)
+        absolute = None if way is None else str(place)
+        return cls(path=way or str(place), fingerprint=source.fingerprint(), absolute=absolute)
 
     def locate(self, directory: Path) -> Path:
         """Returns the path of the model, for a reference in this directory; there may be nothing at the path."""
@@ -145,11 +144,8 @@ class AdapterDirectoryWriter(ModelDirectoryWriter):
     ):
         """Checks base and target; nothing is written yet. See `ModelDirectoryWriter` for the other arguments.
 
-        Args:
-          config: config of the tuned model.
-          base: its base, which the directory refers to.
-          trained: leaves of the base that were trained, and are stored here with their new values. All leaves that the
-            base does not have must be written too.
+        The directory refers to `base`. Leaves of it that were `trained` are stored with their new values; all leaves
+        that the base does not have must be written too.
 
         Raises:
           InputError: if `config` does not belong to `base`, `base` is an adapter directory itself, or `dst` exists.
@@ -160,7 +156,7 @@ class AdapterDirectoryWriter(ModelDirectoryWriter):
             raise InputError(f"the config of {dst} is not one of adapters over {base.path}")
         if not as_path(base.path).is_dir():
             raise InputError(f"{base.path} is no directory that {dst} could refer to; save it as one first")
-        reference = ModelReference.to(base, as_path(dst))
+        reference = dataclasses.asdict(ModelReference.to(base, as_path(dst)))
         super().__init__(
             dst,
             config,
@@ -169,7 +165,7 @@ class AdapterDirectoryWriter(ModelDirectoryWriter):
             resume=resume,
             leaves=own_leaves(config) | frozenset(trained),
             allow_nonfinite=allow_nonfinite,
-            documents={BASE_FILE: {"format": _FORMAT, "version": _VERSION, **dataclasses.asdict(reference)}},
+            documents={BASE_FILE: {"format": _FORMAT, "version": _VERSION, **reference}},
         )
 
 

@@ -3,8 +3,7 @@
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,6 @@ from moe_jax.core.errors import InputError, check_member
 from moe_jax.core.finite import DoesNotFit, cast
 from moe_jax.files.byte_files import fingerprint_leaves, sample_array
 from moe_jax.model_io.adapter_dir import AdapterDirectoryWriter
-from moe_jax.model_io.leaves_to_write import ExpectedLeaves
 from moe_jax.model_io.loading import layer_of, may_be_cast, stacked_leaves
 from moe_jax.model_io.model_dir import ModelDirectoryWriter, ModelWriter, fingerprint_model
 from moe_jax.model_io.model_source import ModelSource, StoredLeaves
@@ -60,8 +58,7 @@ class DecoderLeaves:
 
     def stored_bytes(self, path: str) -> int:
         """Bytes of one leaf."""
-        spec = self.specs[path]
-        return spec.size * spec.dtype.itemsize
+        return self.specs[path].size * self.specs[path].dtype.itemsize
 
 
 class ModelInMemory:
@@ -77,12 +74,9 @@ class ModelInMemory:
         base: ModelSource | None = None,
         path: Path = IN_MEMORY,
     ):
-        self.config = config
-        self.leaves = leaves
+        self.config, self.leaves, self.base, self.path = config, leaves, base, path
         self.tokenizer_files = tuple(tokenizer_files)
         self.lineage = [dict(entry) for entry in lineage]
-        self.base = base
-        self.path = path
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns leaf path -> shape and dtype."""
@@ -103,11 +97,7 @@ class ModelInMemory:
 
 
 class InMemory:
-    """A destination for a model that is not to be written to a directory.
-
-    Attributes:
-      source: the model, once it is complete.
-    """
+    """A destination for a model that stays in memory; `source` is the model, once it is complete."""
 
     source: ModelInMemory | None = None
 
@@ -144,7 +134,8 @@ def open_writer(
     given: Any = {"tokenizer_files": tokenizer_files, "lineage": lineage, "allow_nonfinite": allow_nonfinite}
     if isinstance(dst, InMemory):
         assert not trained, "what was trained in memory is in memory already"
-        return _MemoryWriter(dst, config, base=base, **given)
+        own = None if base is None else own_leaves(config)
+        return _MemoryWriter(dst, base, config, tokenizer_files, lineage, own, allow_nonfinite)
     if isinstance(base, ModelInMemory):
         raise InputError(f"{dst} would refer to a model that is in memory only; save it first, and give its path")
     if base is None:
@@ -155,22 +146,9 @@ def open_writer(
 class _MemoryWriter(ModelWriter):
     """Collects leaves, and makes a `ModelInMemory` of them when the block ends without an error."""
 
-    def __init__(
-        self,
-        dst: InMemory,
-        config: ModelConfig,
-        *,
-        base: ModelSource | None,
-        tokenizer_files: Sequence[Path],
-        lineage: Sequence[Mapping[str, Any]],
-        allow_nonfinite: bool,
-    ):
-        own = None if base is None else own_leaves(config)
-        super().__init__(ExpectedLeaves(config, own, allow_nonfinite=allow_nonfinite), lineage)
-        self._dst = dst
-        self._config = config
-        self._base = base
-        self._files = tokenizer_files
+    def __init__(self, dst: InMemory, base: ModelSource | None, *described: Any):
+        super().__init__(*described)
+        self._dst, self._base = dst, base
         self._leaves: dict[str, np.ndarray] = {}
         self._notes: dict[str, Any] = {}
 
@@ -200,12 +178,7 @@ class _MemoryWriter(ModelWriter):
         self._expected.check_all(self._leaves)
         return LeavesInMemory(self._leaves)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if error is not None:
             return
         own = self.read_back()
@@ -220,29 +193,21 @@ def differing_leaves(model: ModelSource, base: ModelSource) -> list[str]:
 
     NF4 kernels are compared with the codes of the base's kernels.
     """
-    specs, fresh = model.specs(), LeavesOverBase(model.config, base)
-    shared = [path for path in specs if path in fresh.specs]
-    return [path for path in shared if not _equal(model.read(path), fresh.read(path))]
+    fresh = LeavesOverBase(model.config, base)
 
+    def differs(path: str) -> bool:
+        leaf = model.read(path)
+        other = fresh.read(path).astype(leaf.dtype)
+        return not np.array_equal(leaf.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8))
 
-def _equal(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether two leaves are bitwise equal in the dtype of the first."""
-    return np.array_equal(one.reshape(-1).view(np.uint8), other.astype(one.dtype).reshape(-1).view(np.uint8))
+    return [path for path in model.specs() if path in fresh.specs and differs(path)]
 
 
 class CastSource(ModelSource):
     """Casts another source's leaves when they are read. Base, stored sizes and fingerprint are that source's."""
 
     def __init__(self, source: ModelSource, dtype: str):
-        """Reads no weights yet.
-
-        Args:
-          source: the model.
-          dtype: `float32`, `bfloat16` or `float16`, for all floating-point leaves that may be cast.
-
-        Raises:
-          InputError: for another dtype.
-        """
+        """Reads no weights yet; raises `InputError` unless `dtype` is float32, bfloat16 or float16."""
         check_member("dtype", dtype, ("float32", "bfloat16", "float16"))
         self.config = dataclasses.replace(source.config, dtype=dtype)
         self._source = source
@@ -271,11 +236,7 @@ class CastSource(ModelSource):
         }
 
     def read(self, path: str) -> np.ndarray:
-        """Reads one leaf and casts it.
-
-        Raises:
-          InputError: if it cannot be read, or is too large for the dtype.
-        """
+        """Reads one leaf and casts it; raises `InputError` if it cannot be read, or is too large for the dtype."""
         leaf = self._source.read(path)
         if not may_be_cast(path, leaf.dtype):
             return leaf

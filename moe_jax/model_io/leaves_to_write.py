@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from moe_jax.core.finite import REMEDY, check_finite, largest_magnitude
+from moe_jax.distributed.processes import gathered
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.models import ModelConfig
 
@@ -92,18 +93,12 @@ class ZeroExperts:
         layer = int(match[1])
         self._zero[layer] = self._zero.get(layer, zero) & zero
 
-    @property
-    def found(self) -> list[tuple[int, list[int]]]:
-        """Returns for each layer whose kernels were added the experts that had only zeros in all of them."""
-        return [(layer, sorted(experts)) for layer, experts in self._zero.items()]
-
-    @classmethod
-    def joined(cls, found: Iterable[Iterable[tuple[int, Iterable[int]]]]) -> "ZeroExperts":
-        """Joins the results of `found` from several processes."""
-        joined = cls()
-        for layer, experts in (item for one in found for item in one):
-            joined._zero[layer] = joined._zero.get(layer, set(experts)) & set(experts)
-        return joined
+    def gather(self) -> None:
+        """Adds what other processes have found. All processes make the call."""
+        own = [(layer, sorted(experts)) for layer, experts in self._zero.items()]
+        self._zero.clear()
+        for layer, experts in (item for found in gathered(own) for item in found):
+            self._zero[layer] = self._zero.get(layer, set(experts)) & set(experts)
 
     @property
     def by_layer(self) -> dict[int, list[int]]:

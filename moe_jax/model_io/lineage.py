@@ -8,6 +8,7 @@ cache, which is also used when there is no network.
 
 import contextlib
 import datetime
+import glob
 import importlib.metadata
 import importlib.util
 import logging
@@ -59,11 +60,9 @@ def _name(text: str) -> re.Match[str] | None:
 
 
 def local_model(path: Path | str, *, weights: bool = True) -> Path:
-    """Returns a path as it is; for a name on the Hub, downloads the files and returns their folder.
+    """Returns a path as it is; for `org/name[@revision]` on the Hub, downloads the files and returns their folder.
 
-    Args:
-      path: a path, or `org/name[@revision]`.
-      weights: whether the weights and the tokenizer are needed too, and not only the config.
+    Without `weights` only the config is needed, and neither the weights nor the tokenizer.
 
     Raises:
       InputError: if the package is absent, or the Hub has no such model, does not give it, or cannot be reached and the
@@ -117,20 +116,14 @@ def _fetch(repository: str, revision: str | None, weights: bool) -> Path:
         about = huggingface_hub.HfApi().model_info(repository, revision=revision)
     except Exception as error:
         try:
-            return _cached(repository, revision)
+            config = huggingface_hub.hf_hub_download(repository, CONFIG, revision=revision, local_files_only=True)
         except LocalEntryNotFoundError:
             raise error from None
+        return Path(config).parent
     if not weights:
         return Path(huggingface_hub.hf_hub_download(repository, CONFIG, revision=revision)).parent
     names = [file.rfilename for file in about.siblings or ()]
     return Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=_wanted(names)))
-
-
-def _cached(repository: str, revision: str | None) -> Path:
-    import huggingface_hub
-
-    config = huggingface_hub.hf_hub_download(repository, CONFIG, revision=revision, local_files_only=True)
-    return Path(config).parent
 
 
 def _wanted(names: Iterable[str]) -> list[str]:
@@ -141,9 +134,7 @@ def _wanted(names: Iterable[str]) -> list[str]:
     if not weights:
         raise InputError("it has neither safetensors nor PyTorch files there; if it has a GGUF file, fetch that alone")
     # The library takes names as patterns.
-    return [
-        re.sub(r"([*?[])", r"[\1]", name) for name in here if name == CONFIG or name in weights or goes_with_model(name)
-    ]
+    return [glob.escape(name) for name in here if name == CONFIG or name in weights or goes_with_model(name)]
 
 
 def _why(error: Exception) -> str:
@@ -162,10 +153,8 @@ def _why(error: Exception) -> str:
         (errors.EntryNotFoundError, f"the model on {hub} has no {CONFIG}"),
         (InputError, f"of the model on {hub}: {error}"),
     )  # fmt: skip
-    for kind, why in kinds:
-        if isinstance(error, kind):
-            return why
-    return f"{hub} cannot be reached: {type(error).__name__}, {first_sentence(error)}"
+    otherwise = f"{hub} cannot be reached: {type(error).__name__}, {first_sentence(error)}"
+    return next((why for kind, why in kinds if isinstance(error, kind)), otherwise)
 
 
 LINEAGE_FILE = "lineage.json"

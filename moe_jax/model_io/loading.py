@@ -101,7 +101,7 @@ def load_model(
     If the source can read parts, only the part of a sharded leaf that this process's devices need is read and held.
 
     Args:
-      source: a model directory, an adapter directory or a Hugging Face directory.
+      source: the model.
       param_dtype: dtype of floating-point parameters, or a function from a path in memory to it; None: as stored (the
         widest, where stacked layers differ). Codes and scales of NF4 kernels are always as stored.
       compute_dtype: dtype of the activations.
@@ -118,10 +118,8 @@ def load_model(
     graphdef, state = nnx.split(model if stacked else unstacked(model))
     specs = source.specs()
     check_leaves(leaf_specs(source.config), specs, str(source.path))
-    if mesh is None:
-        shardings = jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), state)
-    else:
-        shardings = state_shardings(state, mesh)
+    here = SingleDeviceSharding(jax.devices()[0])
+    shardings = jax.tree.map(lambda _: here, state) if mesh is None else state_shardings(state, mesh)
 
     def reader(name: str, dtype: jnp.dtype) -> Callable[[Index], np.ndarray]:
         """Returns a function that returns boxes of a leaf; it reads the leaf once."""
@@ -223,11 +221,7 @@ def stacked_leaves(model: Decoder) -> dict[str, tuple[jax.Array, int | None]]:
 
 
 def check_leaves(expected: dict[str, Any], found: dict[str, Any], where: str) -> None:
-    """Compares the leaves that a config describes with those of a source; both are leaf path -> object with a `shape`.
-
-    Raises:
-      InputError: listing every leaf that is missing, unexpected or misshapen.
-    """
+    """Raises `InputError` that lists every leaf, by path, which is missing, unexpected or misshapen in a source."""
     problems = [f"{name} is missing" for name in expected if name not in found]
     problems += [f"{name} is unexpected" for name in found if name not in expected]
     problems += [
@@ -267,9 +261,7 @@ def _without_leading_axis(sharding: jax.sharding.Sharding) -> jax.sharding.Shard
 
 # Cached: many leaves of a model have the same shape, and compiling takes longer than filling all but the largest.
 @lru_cache(maxsize=256)
-def _zeros_program(
-    shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.Sharding
-) -> Callable[[], jax.Array]:
+def _zeros_program(shape: tuple[int, ...], dtype: jnp.dtype, sharding: jax.sharding.Sharding) -> Any:
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
 

@@ -10,12 +10,12 @@ final place, config.json last: without it there is no model. `model_io/adapter_d
 """
 
 import abc
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -29,14 +29,11 @@ from moe_jax.distributed.processes import fail_together, first_decides, is_first
 from moe_jax.files.json_toml import read_json_object
 from moe_jax.files.regular_files import hold
 from moe_jax.files.remote_work import RemoteWork
-from moe_jax.files.resume import open_work
-from moe_jax.files.staging import check_beside, check_target
+from moe_jax.files.staging import check_beside, check_target, open_work
 from moe_jax.files.storage_path import StoragePath, as_path
-from moe_jax.files.tokenizer_files import list_tokenizer_files, read_tokenizer_file, tokenizer_files_in
+from moe_jax.files.tokenizer_files import copy_tokenizer_files, tokenizer_files_in
 from moe_jax.model_io.leaves_to_write import ExpectedLeaves
-from moe_jax.model_io.lineage import LINEAGE_FILE, job_of
-from moe_jax.model_io.lineage import new_lineage_entry as new_lineage_entry
-from moe_jax.model_io.lineage import read_lineage as read_lineage
+from moe_jax.model_io.lineage import LINEAGE_FILE, job_of, read_lineage
 from moe_jax.model_io.loading import check_leaves, leaf_specs
 from moe_jax.model_io.model_source import ModelSource, StoredLeaves, read_part
 from moe_jax.models import ModelConfig, config_from_json, config_to_json
@@ -131,15 +128,23 @@ def fingerprint_model(config: ModelConfig, leaves: str) -> str:
     return hashlib.sha256(f"{described}{leaves}".encode()).hexdigest()
 
 
-class ModelWriter(abc.ABC):
+class ModelWriter(contextlib.AbstractContextManager["ModelWriter"]):
     """Writes a model leaf by leaf, to a directory or into memory. A context manager, whose block completes the model.
 
     Attributes:
       lineage: written at the end; until then, measurements can be added to its last entry.
     """
 
-    def __init__(self, expected: ExpectedLeaves, lineage: Sequence[Mapping[str, Any]]):
-        self._expected = expected
+    def __init__(
+        self,
+        config: ModelConfig,
+        files: Sequence[Path],
+        lineage: Sequence[Mapping[str, Any]],
+        leaves: Iterable[str] | None,
+        allow_nonfinite: bool,
+    ):
+        self._config, self._files = config, files
+        self._expected = ExpectedLeaves(config, leaves, allow_nonfinite=allow_nonfinite)
         self.lineage = [dict(entry) for entry in lineage]
 
     @property
@@ -158,10 +163,7 @@ class ModelWriter(abc.ABC):
 
     @abc.abstractmethod
     def notes(self, names: Iterable[str]) -> dict[str, Any]:
-        """Returns the data stored by `note` under some names; in a resumed job, also that of the interrupted one.
-
-        All processes make the call.
-        """
+        """Returns the data of `note`, in a resumed job also the interrupted one's. All processes make the call."""
 
     @abc.abstractmethod
     def mine(self, path: str) -> bool:
@@ -189,14 +191,6 @@ class ModelWriter(abc.ABC):
           OSError: if the disk is full or cannot be written.
           ValueError: if leaves are missing.
         """
-
-    @abc.abstractmethod
-    def __enter__(self) -> Self: ...
-
-    @abc.abstractmethod
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
 
 
 class ModelDirectoryWriter(ModelWriter):
@@ -229,10 +223,10 @@ class ModelDirectoryWriter(ModelWriter):
         documents: Mapping[str, Any] | None = None,
         allow_nonfinite: bool = False,
     ):
-        """Checks the target; nothing is written yet.
+        """Checks the target, where the directory will appear; nothing is written yet.
 
         Args:
-          dst: where the directory appears.
+          dst: the target.
           config: config of the model.
           tokenizer_files: files to copy.
           lineage: all entries, the last one for the command that writes.
@@ -245,10 +239,8 @@ class ModelDirectoryWriter(ModelWriter):
         Raises:
           InputError: if `dst` exists, or a file to copy does not.
         """
-        super().__init__(ExpectedLeaves(config, leaves, allow_nonfinite=allow_nonfinite), lineage)
+        super().__init__(config, list(map(as_path, tokenizer_files)), lineage, leaves, allow_nonfinite)
         self._dst = as_path(dst).absolute()
-        self._config = config
-        self._files = tuple(as_path(file) for file in tokenizer_files)
         self._work = open_work(self._dst, [config_to_json(config), job_of(self.lineage)] if resume else None)
         first_decides(self._check_files)
         self._documents = dict(documents or {})
@@ -267,9 +259,9 @@ class ModelDirectoryWriter(ModelWriter):
     def __enter__(self) -> Self:
         beginning = first_decides(self._begin)
         try:
-            marks = None
-            if isinstance(self._work, RemoteWork):
-                self._work.beginning, marks = beginning, self._work
+            marks = self._work if isinstance(self._work, RemoteWork) else None
+            if marks is not None:
+                marks.beginning = beginning
             self._leaves = LeafWriter(self._params, self._expected.paths, marks=marks)
         except BaseException as error:
             self._leave(error)
@@ -287,8 +279,7 @@ class ModelDirectoryWriter(ModelWriter):
 
     def write(self, leaves: Mapping[str, np.ndarray | jax.Array]) -> None:
         self._expected.check(leaves)
-        again = sorted(leaves.keys() & self._done)
-        if again:
+        if again := sorted(leaves.keys() & self._done):
             raise ValueError(f"leaf {again[0]} was written already")
         self._done |= leaves.keys()
         leaves = {path: leaf for path, leaf in leaves.items() if self.mine(path)}
@@ -296,15 +287,9 @@ class ModelDirectoryWriter(ModelWriter):
         self._leaves.write(leaves)
 
     def write_sharded(self, path: str, leaf: jax.Array, dtype: np.dtype) -> None:
-        """Writes the shards that this process has of a leaf; every process makes the call.
+        """Writes the shards that this process has of a leaf, in a dtype; raises errors as `write` does.
 
-        Args:
-          path: path of the leaf.
-          leaf: the leaf, sharded over all processes.
-          dtype: the dtype in which it is written; `core.finite.cast` casts it.
-
-        Raises:
-          OSError, ValueError, InputError: as in `write`.
+        All processes make the call.
         """
         self._expected.check({path: leaf})
         if path in self._done:
@@ -324,9 +309,7 @@ class ModelDirectoryWriter(ModelWriter):
         self._finish_leaves()
         return LeafReader(self._params)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if error is None:
             try:
                 self._finish_leaves()
@@ -351,16 +334,11 @@ class ModelDirectoryWriter(ModelWriter):
         raise_if_any(missing, f"cannot write {self._dst}")
 
     def _begin(self) -> str:
-        """Prepares the folder; returns the name of this beginning of the work, empty on a disk.
-
-        Only the first process calls this.
-        """
+        """Prepares the folder; returns the name of this beginning of the work, empty on a disk."""
         self._work.__enter__()
         try:
             # Copied before the weights are written, so that no copied file can replace them.
-            for file in self._files:
-                (self._work.folder / file.name).write_durably(read_tokenizer_file(file))
-            list_tokenizer_files(self._work.folder, [file.name for file in self._files])
+            copy_tokenizer_files({file.name: file for file in self._files}, self._work.folder)
             return self._work.beginning if isinstance(self._work, RemoteWork) else ""
         except BaseException as error:
             self._leave(error)

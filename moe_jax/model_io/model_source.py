@@ -78,11 +78,7 @@ ModelLike = str | os.PathLike[str] | HoldsSource
 """A model, or the path of one."""
 
 
-class _Readable(Protocol):
-    def read(self, path: str) -> np.ndarray: ...
-
-
-def read_part(leaves: _Readable, path: str, part: tuple[slice, ...]) -> np.ndarray:
+def read_part(leaves: ModelSource | StoredLeaves, path: str, part: tuple[slice, ...]) -> np.ndarray:
     """Returns a box of a leaf, a slice of step 1 with both ends for each axis.
 
     Reads only the bytes of the box if the model, or set of leaves, has a method `read_part`.

@@ -156,11 +156,7 @@ class LeavesOverBase:
         return specs
 
     def read(self, path: str) -> np.ndarray:
-        """Reads one leaf.
-
-        Raises:
-          InputError: if neither side has it, or it has to be quantised and is not finite.
-        """
+        """Reads one leaf; raises `InputError` if neither side has it, or it is to be quantised and not finite."""
         own = self._own_leaves(path)
         if own is not None:
             return own.read(path)
@@ -198,11 +194,7 @@ class LeavesOverBase:
         return self._own if self._own is not None and path in self._own.specs else None
 
     def _quantize(self, kernel: str, folder: str) -> None:
-        """Quantises a kernel of the base.
-
-        Raises:
-          InputError: if it is not finite, or so large that the mean of its blocks' scales is not.
-        """
+        """Quantises a kernel; raises `InputError` if it, or the mean of its blocks' scales, is not finite."""
         values = self._base.read(kernel)
         check_finite(kernel, values, "NF4 has no code for them; mend the base, or leave it as it is stored")
         with jax.default_device(host_cpu()):

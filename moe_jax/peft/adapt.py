@@ -21,7 +21,7 @@ from moe_jax.model_io.model_source import ModelSource
 from moe_jax.model_io.tuned_base import LeavesOverBase, as_base, is_tuned, own_leaves, with_nf4
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig, PerftConfig
 from moe_jax.peft.spec import AdaptSpec
-from moe_jax.peft.trained_table import parameter_sizes
+from moe_jax.peft.trained import parameter_sizes
 
 METHODS = {"perft-r": "routed", "perft-e": "embedded", "perft-d": "dense", "perft-s": "single", "lora": "lora"}
 BASES = ("stored", "nf4")

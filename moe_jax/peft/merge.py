@@ -44,11 +44,7 @@ class Merged:
 
 
 def merge(
-    source: ModelSource,
-    out: Destination,
-    spec: MergeSpec = MergeSpec(),
-    *,
-    progress: Progress = no_progress,
+    source: ModelSource, out: Destination, spec: MergeSpec = MergeSpec(), *, progress: Progress = no_progress
 ) -> Merged:
     """Writes a tuned model as a model directory that needs no base, leaf by leaf; says what was merged, and what kept.
 

@@ -19,7 +19,6 @@ class AdaptSpec(TakesNonfinite):
     True
     """
 
-    in_buckets: ClassVar[tuple[str, ...]] = ("text",)
     example: ClassVar[str] = "--method perft-s --adapter lora:16"
 
     method: Literal["perft-r", "perft-e", "perft-d", "perft-s", "lora"]
@@ -35,18 +34,18 @@ class AdaptSpec(TakesNonfinite):
     """lora, which requires it: which kernels get LoRA, out of q, k, v, o (of attention; in latent attention q_down,
     q_up, kv_down and kv_up instead of q, k and v), gate, up, down (of FFNs and experts) and router; in every layer that
     has them."""
-    scale: Annotated[float | None, Shown("FLOAT", "2 of lora:R, 1 of parallel:R")] = None
+    scale: Annotated[float | None, Shown("X", "2 of lora:R, 1 of parallel:R")] = None
     """The factor by which the adapters' outputs are multiplied."""
-    alpha: Annotated[float | None, Shown("FLOAT", "2R")] = None
+    alpha: Annotated[float | None, Shown("X", "2R")] = None
     """lora:R: sets the scale to ALPHA/R; instead of `scale`."""
-    dropout: Annotated[float | None, Shown("FLOAT", "0.05; of LoRA on full experts 0")] = None
+    dropout: Annotated[float | None, Shown("X", "0.05; of LoRA on full experts 0")] = None
     """Dropout rate on the adapters' inputs in training."""
     base: Literal["stored", "nf4"] = "stored"
     """How the frozen base is kept: as stored, or with the kernels of attention, FFNs and experts quantised to NF4,
     4-bit codes of normally distributed weights."""
-    balance_coef: Annotated[float | None, Shown("FLOAT", "0.01")] = None
+    balance_coef: Annotated[float | None, Shown("X", "0.01")] = None
     """perft-r: coefficient of the loss that makes the adapters' router use them alike."""
-    z_coef: Annotated[float | None, Shown("FLOAT", "0")] = None
+    z_coef: Annotated[float | None, Shown("X", "0")] = None
     """perft-r: coefficient of the z-loss of the adapters' router, which keeps its logits small."""
     seed: int = 0
     """Seed of the initial adapters and routers."""
@@ -83,8 +82,6 @@ class MergeSpec(TakesMovedBase, TakesNonfinite):
     >>> moe_jax.MergeSpec().partly
     False
     """
-
-    in_buckets: ClassVar[tuple[str, ...]] = ("base",)
 
     partly: bool = False
     """Keeps adapters that cannot be merged (PESC, PERFT) as they are, instead of refusing."""

@@ -36,11 +36,8 @@ def compile_only(
 ) -> dict[str, Any]:
     """Compiles the step of a recipe for a topology such as `v5e:4x4` or `h100:8`.
 
-    Args:
-      recipe, config: of the run; its data is not read.
-      topology: generation and shape of the slice.
-      teacher: config of the model that the recipe's `distill` names, if it does. The compiled step and its bytes
-        include the teacher's parameters and forward pass; `model_flops` and `estimate` do not.
+    `teacher` is the config of the model that the recipe's `distill` names, if it does. The compiled step and its bytes
+    include the teacher's parameters and forward pass; `model_flops` and `estimate` do not.
 
     Returns:
       JSON-able: `topology`, `device_kind`, `chips`, `mesh`; per chip `bytes` (`arguments`, `outputs`, `aliased`,
@@ -92,9 +89,7 @@ def compile_only(
 class DoesNotFit(Exception):
     """The compiler finds no room for the step in the memory of a device.
 
-    Attributes:
-      used: bytes that the step would need; None: the compiler does not say.
-      largest: the largest arrays that it would hold, each in words; empty: the compiler does not say.
+    `used` are the bytes that it would need, if the compiler says, and `largest` its largest arrays, each in words.
     """
 
     def __init__(self, message: str, used: int | None, largest: Sequence[str] = ()):
@@ -124,15 +119,10 @@ def bytes_of(compiled: Any) -> dict[str, int]:
     """
     memory = compiled.memory_analysis()
     assert memory is not None, "these compilers all say it"
-    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return {
-        "arguments": memory.argument_size_in_bytes,
-        "outputs": memory.output_size_in_bytes,
-        "aliased": memory.alias_size_in_bytes,
-        "temporaries": memory.temp_size_in_bytes,
-        "code": memory.generated_code_size_in_bytes,
-        "total": held + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes,
-    }
+    names = {"arguments": "argument", "outputs": "output", "aliased": "alias", "temporaries": "temp"}
+    names["code"] = "generated_code"
+    sizes = {name: getattr(memory, f"{what}_size_in_bytes") for name, what in names.items()}
+    return sizes | {"total": sum(sizes.values()) - 2 * sizes["aliased"]}
 
 
 def is_tight(used: int, memory: int) -> bool:

@@ -24,6 +24,7 @@ adds them up there:
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -67,14 +68,9 @@ _COPIES = {
 
 
 class PlacedLeaf(NamedTuple):
-    """A parameter as it would lie on a mesh of any size, which need not exist.
+    """A parameter, one of `layers` of this shape, as it would lie on a mesh of any size, which need not exist.
 
-    Attributes:
-      path: in memory, see `distributed.sharding.leaf_spec`.
-      shape: of the parameter of one of `layers` layers.
-      dtype: as it is stored.
-      axes: mesh axes that split it, with their sizes above 1.
-      trained: whether a step changes it.
+    `axes` are the mesh axes that split it, with their sizes above 1; `trained`: whether a step changes it.
     """
 
     path: str
@@ -101,7 +97,6 @@ class PlacedLeaf(NamedTuple):
 
     @property
     def is_in_stack(self) -> bool:
-        """Whether it belongs to a layer."""
         return "segments/" in self.path
 
 
@@ -154,19 +149,13 @@ def expected_step(
 ) -> ExpectedStep:
     """Estimates a step.
 
-    Args:
-      program: of the recipe, on one device.
-      leaves: its parameters, as they lie on the mesh.
-      mesh: size of every axis.
-      chip: of the mesh, on which depends how experts are applied.
-      changed: bytes on a device that a step changes, see `StateNumbers`.
-      per_host: devices of a host; None: all are in one slice.
+    `program` is that of the recipe on one device, and `leaves` its parameters as they lie on the mesh with these sizes.
+    The step changes `changed` bytes on a device. `per_host` as in `step_roofline`.
     """
     devices = math.prod(mesh.values())
     step = _Step(recipe, config, leaves, mesh, chip)
     if recipe.model.remat == "full":
-        # The input of every layer.
-        kept = math.ceil(len(config.layers) * step.tokens * config.d_model * step.number)
+        kept = len(config.layers) * step.tokens * config.d_model * step.number  # the input of every layer
     else:
         kept = math.ceil(_kept_bytes(program, recipe) / (devices // mesh["tensor"]))
     temporaries, sent = step.temporaries(kept), step.transfers()
@@ -195,7 +184,6 @@ class _Step:
 
     @property
     def _exchange(self) -> Exchange:
-        """How tokens come to experts if they travel."""
         named = self._recipe.model.exchange
         return exchange_from_environment() if named is None else Exchange.parse(named, "model.exchange")
 
@@ -204,11 +192,11 @@ class _Step:
         trained = [leaf for leaf in self._leaves if leaf.trained]
         gradients = sum(4 * leaf.held * leaf.layers for leaf in trained)
         rounded = [leaf for leaf in trained if leaf.dtype.itemsize < 4]
-        if self._microbatches > 1:
+        if self._microbatches > 1 and rounded:
             # Gradients of a microbatch, if all parameters are bfloat16 and nothing is added in place; or a float32 copy
             # of the few that are (`sum_of_gradients`).
-            size = sum(leaf.held * leaf.layers for leaf in rounded)
-            gradients += size * (rounded[0].dtype.itemsize if len(rounded) == len(trained) else 4) if rounded else 0
+            itemsize = rounded[0].dtype.itemsize if len(rounded) == len(trained) else 4
+            gradients += itemsize * sum(leaf.held * leaf.layers for leaf in rounded)
         # Kernels of all layers are converted before the loop over layers.
         converted = sum(
             self.number * leaf.held * leaf.layers
@@ -256,10 +244,12 @@ class _Step:
 
     def _parameter_transfers(self) -> Iterator[Transfer]:
         moes = {layer.mlp for layer in self._config.layers if isinstance(layer.mlp, MoEConfig)}
-        makes_kernels = any(self._is_synthesised(moe) for moe in moes)
+        base = "(base/)?" if any(self._is_synthesised(moe) for moe in moes) else ""
+        explicit = re.compile(rf"(.*/)?experts/{base}[^/]*/kernel")
         for leaf in self._leaves:
             runs, over = self._microbatches * leaf.layers, leaf.gathered_over
-            gathered_explicitly = _is_gathered_explicitly(leaf, makes_kernels=makes_kernels)
+            # `over_mesh` gathers kernels [E, i, o] of experts without a base, and the base of synthesised kernels.
+            gathered_explicitly = explicit.fullmatch(leaf.path) is not None
             if over:
                 is_float = leaf.dtype.kind == "f" or leaf.dtype.name == "bfloat16"
                 itemsize = self.number if is_float else leaf.dtype.itemsize
@@ -341,17 +331,6 @@ class _Step:
         sizes = [self._mesh[axis] for axis in AXES]
         along = tuple(slice(None) if axis in axes else 0 for axis in AXES)
         return tuple(np.arange(math.prod(sizes)).reshape(sizes)[along].reshape(-1).tolist())
-
-
-def _is_gathered_explicitly(leaf: PlacedLeaf, *, makes_kernels: bool) -> bool:
-    """Whether `over_mesh` gathers the parameter explicitly.
-
-    It gathers kernels [E, i, o] of experts without a base, and the base of experts whose kernels are synthesised.
-    """
-    path = leaf.path.split("/")
-    if path[-1] != "kernel":
-        return False
-    return path[-3:-2] == ["experts"] or makes_kernels and path[-4:-2] == ["experts", "base"]
 
 
 def _kept_bytes(program: Program, recipe: Recipe) -> int:

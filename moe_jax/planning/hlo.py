@@ -38,12 +38,10 @@ _NAMES = re.compile(r"%([\w.-]+)")
 
 
 class Collectives(NamedTuple):
-    """All collectives of one kind in one run of the program.
+    """All collectives of one kind in one run of the program: how often they run, and their bytes on one device in all.
 
-    Attributes:
-      count: number of runs.
-      bytes: the sum over these runs of the bytes on one device. The bytes of a collective are those of the whole array:
-        the result of an all-gather, the operand of a reduce-scatter.
+    The bytes of a collective are those of the whole array: the result of an all-gather, the operand of a
+    reduce-scatter.
     """
 
     count: int
@@ -51,13 +49,9 @@ class Collectives(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One collective of a program.
+    """One collective of a program: its kind, of `KINDS`, number of runs, and bytes of one run (see `Collectives`).
 
-    Attributes:
-      kind: one of `KINDS`.
-      count: number of runs.
-      bytes: of one run; see `Collectives`.
-      group: numbers of devices that take part together; other groups do the same. Empty: all devices, or unknown.
+    `group` are numbers of devices that take part together; other groups do the same. Empty: all devices, or unknown.
     """
 
     kind: str
@@ -98,12 +92,13 @@ def transfers(hlo: str) -> list[Transfer]:
                     chains.add(key)
                 # It also writes a reduce-scatter as a fusion of all-reduce and slice.
                 kind = "reduce-scatter" if name.startswith("all-reduce-scatter") else kind
-                if found[2] == "reduce-scatter":
-                    shape = operands if _SHAPE.search(operands) else _shape_of(operands, computations[name])
+                given = operands
+                if found[2] in ("reduce-scatter", "ragged-all-to-all") and not _SHAPE.search(operands):
+                    given = _shape_of(operands, computations[name])
+                shape = given if found[2] == "reduce-scatter" else shape
                 size = _bytes(shape, operands, asynchronous=start is not None)
                 if kind == "ragged-all-to-all":
                     # Either the operand or the result is a buffer with room for more than usually travels.
-                    given = operands if _SHAPE.search(operands) else _shape_of(operands, computations[name])
                     size = min(_size(*shape) for shape in _SHAPE.findall(given)[:2])
                 found_all.append(Transfer(kind, times, size, _group(attributes)))
             for callee, trips in _calls(line, computations):

@@ -9,6 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,15 +27,18 @@ from moe_jax.model_io.loading import abstract_model, disk_paths, leaf_specs
 from moe_jax.model_io.tuned_base import base_config, own_leaves
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.peft import split_model, trainable_paths
-from moe_jax.peft.trained_table import active_size, parameter_sizes
+from moe_jax.peft.trained import active_size, parameter_sizes
 from moe_jax.training.flops import train_flops_per_token
 from moe_jax.training.optimizer import Placed, make_optimizer, state_specs
 from moe_jax.training.recipe import OptimizerSection
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """The counts of a model.
+class ModelPlan:
+    """The costs of a model, as `plan` returns them.
+
+        >>> moe_jax.plan(moe_jax.tiny_model(experts=4)).expert_params
+        12288
 
     Parameters are floating-point numbers that could be trained; positions of sparse deltas do not count. A kernel kept
     as NF4 counts the weights that it stands for.
@@ -58,6 +62,9 @@ class Plan:
         without LoRA, which is merged, and without rounding the entries of a sparse delta per matrix, `N*P*(1-p)` per
         layer.
       train_flops_per_token: of one training step at the full context length (see `training.flops`).
+      peft: the parameters that are trained beside a frozen base; None: there is no frozen base.
+      training_bytes_per_chip: bytes per chip of training over a mesh; None: no mesh was given.
+      strategies: how experts would be applied on a platform; None: none was given.
     """
 
     dense_params: int
@@ -72,17 +79,17 @@ class Plan:
     param_bytes: int
     formula_added_params: int
     train_flops_per_token: float
+    peft: "TunedParameters | None" = None
+    training_bytes_per_chip: "TrainingMemory | None" = None
+    strategies: "PlannedStrategies | None" = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingMemory:
     """Bytes per chip that training holds all the time, without activations.
 
-    Attributes:
-      params: of all parameters, positions included.
-      gradients: of trained parameters.
-      optimizer: of its state: two moments of AdamW per trained parameter, float32, or what another optimizer keeps.
-      total: the sum.
+    `params` are all parameters, positions included; `gradients` those of trained ones; `optimizer` is its state: two
+    moments of AdamW per trained parameter, float32, or what another optimizer keeps.
     """
 
     params: int
@@ -91,30 +98,28 @@ class TrainingMemory:
     total: int
 
 
-def make_plan(config: ModelConfig, origin: ModelConfig | None = None) -> Plan:
+def make_plan(config: ModelConfig, origin: ModelConfig | None = None) -> ModelPlan:
     """Counts a model; `origin` is the dense model that it is made from, if known. No weights are needed or made."""
-    params = parameter_sizes(config)
-    total = sum(params.values())
-    dense = sum(parameter_sizes(dense_config(origin or config)).values())
-    routers = sum(size for path, size in params.items() if "/router/" in path)
-    experts = sum(size for path, size in params.items() if "/mlp/experts/" in path)
-    universal = sum(size for path, size in params.items() if "/mlp/universal/" in path)
-    lora = sum(size for path, size in params.items() if "/lora/" in path)
-    norms = _norms(params)
+    params, trained = parameter_sizes(config), trained_leaves(config)
+
+    def below(folder: str) -> int:
+        return sum(size for path, size in params.items() if folder in path)
+
+    added = sum(params.values()) - sum(parameter_sizes(dense_config(origin or config)).values())
+    norms, universal = _norms(params), below("/mlp/universal/")
     rounded_away = sum(_rounded_away(config, layer) for layer in config.layers)
-    trained = trained_leaves(config)
-    return Plan(
-        dense_params=dense,
-        total_params=total,
-        added_params=total - dense,
-        router_params=routers,
-        expert_params=experts,
+    return ModelPlan(
+        dense_params=sum(params.values()) - added,
+        total_params=sum(params.values()),
+        added_params=added,
+        router_params=below("/router/"),
+        expert_params=below("/mlp/experts/"),
         universal_params=universal,
         norm_params=norms,
         active_params=_active(config, params) - norms,
         trainable_params=sum(size for path, size in params.items() if path in trained),
         param_bytes=count_bytes(leaf_specs(config).values()),
-        formula_added_params=total - dense - universal - lora + round(rounded_away),
+        formula_added_params=added - universal - below("/lora/") + round(rounded_away),
         train_flops_per_token=train_flops_per_token(config, config.max_positions),
     )
 
@@ -139,16 +144,11 @@ def tuned_parameters(config: ModelConfig) -> TunedParameters | None:
     """Counts the parameters that tuning trains; None for a model whose base is not frozen."""
     if not config.frozen_base:
         return None
-    added = own_leaves(config)
+    added, base = own_leaves(config), base_config(config)
     own = {path: size for path, size in parameter_sizes(config).items() if path in added}
-    base = base_config(config)
-    below = parameter_sizes(base)
-    active = _active(config, own)
-    return TunedParameters(
-        total_params=sum(own.values()),
-        active_params=active,
-        active_fraction=active / (_active(base, below) - _norms(below)),
-    )
+    active, below = _active(config, own), parameter_sizes(base)
+    share = active / (_active(base, below) - _norms(below))
+    return TunedParameters(total_params=sum(own.values()), active_params=active, active_fraction=share)
 
 
 def training_memory(
@@ -159,13 +159,8 @@ def training_memory(
 ) -> TrainingMemory:
     """Returns the bytes that training holds on each chip, sharded by the rule table.
 
-    Args:
-      mesh: size of every axis; absent ones are 1.
-      param_dtype: of trained parameters and gradients; frozen ones are in the dtype of the config.
-      optimizer: section of a recipe; by default AdamW.
-
-    Raises:
-      InputError: for unknown axes or sizes, or a dimension that its axes do not divide; all are listed.
+    Axes that `mesh` lacks have size 1. Trained parameters and gradients are in `param_dtype`, frozen ones in the dtype
+    of the config. Raises `InputError` for unknown axes or sizes, or a dimension that its axes do not divide.
     """
     problems = unknown_axes(mesh)
     problems += [f"{name}={size} must be at least 1" for name, size in mesh.items() if size < 1]
@@ -255,8 +250,7 @@ class StrategyTime:
       products: in the matrix unit, at its peak.
       bytes: for reading parameters, and rows that are sorted, at the bandwidth of the memory.
       making: for entries of kernels that are synthesised from stored arrays; estimated.
-      total: the sum, by which strategies are compared.
-      bound: the largest part: `products`, `bytes` or `making`.
+      total, bound: the sum, by which strategies are compared, and the name of its largest part.
     """
 
     products: float
@@ -268,16 +262,9 @@ class StrategyTime:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerStrategies:
-    """The strategies of one kind of expert bank under one load.
+    """The strategies of one kind of experts, such as `low-rank experts`, in some layers, under one load.
 
-    Attributes:
-      experts: kind of the experts, such as `low-rank experts`.
-      layers: indices of the layers that have such a bank.
-      use: `training` or `decoding`.
-      tokens: of the call.
-      num_experts, top_k: of the layers.
-      chosen: the strategy that takes least.
-      times: of all strategies that the bank has.
+    `use` is `training` or `decoding`; `chosen` is the strategy that takes least, among all that the bank has.
     """
 
     experts: str
@@ -296,8 +283,7 @@ class PlannedStrategies:
 
     Attributes:
       platform: its name, a key of `CHIPS`.
-      operations_per_second: of products in the dtype of the config.
-      bytes_per_second: of the memory.
+      operations_per_second, bytes_per_second: of products in the dtype of the config, and of the memory.
       source: of these two numbers.
       dtype: of the config, in which activations and parameters are counted.
       layers: one for every kind of bank and load.
@@ -329,26 +315,15 @@ def planned_strategies(config: ModelConfig, platform: str, tokens: int | None = 
     loads = (("training", TOKENS if tokens is None else tokens), ("decoding", DECODED))
     planned, left_out, costs = [], Counter[str](), {}
     for moe, layers in kinds.items():
-        experts = f"{moe.bank.kind} experts"
+        of_bank: dict[str, Any] = {"experts": f"{moe.bank.kind} experts", "layers": tuple(layers)}
         for use, n in loads:
             load = Load(moe.bank_experts, n, moe.top_k)
             costs = strategy_costs(moe.bank, moe.expert, config.d_model, load, Platform.of(chip, itemsize))
-            if not costs:
-                continue
-            planned.append(
-                LayerStrategies(
-                    experts=experts,
-                    layers=tuple(layers),
-                    use=use,
-                    tokens=load.tokens,
-                    num_experts=load.num_experts,
-                    top_k=load.top_k,
-                    chosen=cheapest(costs),
-                    times={name: _time(cost) for name, cost in costs.items()},
-                )
-            )
+            if costs:
+                of_load = {**load._asdict(), "times": {name: _time(cost) for name, cost in costs.items()}}
+                planned.append(LayerStrategies(**of_bank, **of_load, use=use, chosen=cheapest(costs)))
         if not costs:
-            left_out[experts] += len(layers)
+            left_out[f"{moe.bank.kind} experts"] += len(layers)
     return PlannedStrategies(
         platform=platform,
         operations_per_second=chip.operations_per_second(itemsize),

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 from moe_jax.compression.coding.coder import Levels, check_levels
 from moe_jax.compression.coding.storage import FULL, AnyLayout, Fewer, Stored, stored_bytes
 from moe_jax.compression.coding.write_experts import codes_of_options
-from moe_jax.compression.methods.registry import METHODS, check_method, check_options, options_of
 from moe_jax.compression.methods.resmoe import DEFAULT_BITS, residual_forms
 from moe_jax.compression.report import NO_BASE
-from moe_jax.compression.spec import parse_layers
+from moe_jax.compression.spec import METHODS, check_method, check_options, options_of, parse_layers
 from moe_jax.compression.stream import choose_layers
 from moe_jax.core.errors import InputError, check_member
 from moe_jax.experts.forms.coding import Layout
@@ -21,14 +20,9 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedCompression:
-    """The bytes of the experts in the forms of a method.
+    """The bytes of the experts of some layers in the forms of a method, one entry for every form.
 
-    Attributes:
-      method: name of the method.
-      keep: the share of the entries that is kept; None if all are kept, in fewer bits.
-      dtype: dtype of the parameters.
-      layers: indices of the compressed layers.
-      stored: the bytes, one entry for every form.
+    `keep` is the share of the entries that is kept; None if all are kept, in fewer bits.
     """
 
     method: str
@@ -45,16 +39,11 @@ class PlannedCompression:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the forms as JSON, with sizes in bytes."""
-        forms = [
-            {
-                **dataclasses.asdict(form),
-                "layer": {**dataclasses.asdict(form.layer), "total": form.layer.total},
-                "fewest": form.form == self.fewest,
-            }
-            for form in self.stored
-        ]
-        named = {"method": self.method, "keep": self.keep, "dtype": self.dtype, "layers": list(self.layers)}
-        return {**named, "forms": forms}
+        described = dataclasses.asdict(self)
+        forms = described.pop("stored")
+        for form, of_form in zip(self.stored, forms, strict=True):
+            of_form["layer"]["total"], of_form["fewest"] = form.layer.total, form.form == self.fewest
+        return {**described, "layers": list(self.layers), "forms": forms}
 
 
 def planned_compression(

@@ -41,21 +41,13 @@ def prepare_environment() -> None:
 
 
 class GPU(NamedTuple):
-    """A GPU as XLA has to know it, from CUDA's device properties; its memory is in `moe_jax.core.data_sheets`.
-
-    Attributes:
-      capability: compute capability.
-      cores: number of streaming multiprocessors.
-      fpus: float32 units of each.
-      shared_kib: shared memory of each; a program may have 1 KiB less.
-      l2_mib: second-level cache.
-    """
+    """A GPU as XLA has to know it, from CUDA's device properties; its memory is in `moe_jax.core.data_sheets`."""
 
     name: str
     capability: tuple[int, int]
-    cores: int
-    fpus: int
-    shared_kib: int
+    cores: int  # streaming multiprocessors
+    fpus: int  # float32 units of each
+    shared_kib: int  # of each; a program may have 1 KiB less
     l2_mib: float
     clock_ghz: float
 
@@ -113,41 +105,34 @@ def described_devices(topology: str) -> list[Any]:
 
     Raises `InputError` if there is no compiler for the topology, or it is unknown.
     """
+    wanted = {"platform": "tpu", "topology_name": topology}
+    refused = f"unknown topology {shown(topology)}, expected for example v5e:4x4, v5p:2x2x4, v6e:8x8 or h100:8"
     if is_gpu(topology):
-        return _described_gpus(topology)
-    if not has_tpu_compiler():
+        wanted, refused = _described_gpus(topology), f"XLA:GPU has no devices {shown(topology)}"
+    elif not has_tpu_compiler():
         raise InputError("--compile-only needs the TPU compiler: pip install 'moe-jax[tpu]' (libtpu, x86 Linux)")
     from jax.experimental import topologies
 
     try:
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
-    except Exception as error:  # libtpu's own errors have no common class
-        raise InputError(
-            f"unknown topology {shown(topology)}, expected for example v5e:4x4, v5p:2x2x4, v6e:8x8 or h100:8: "
-            f"{first_line(error)}"
-        ) from None
+        return list(topologies.get_topology_desc(**wanted).devices)
+    except Exception as error:  # the plugins' own errors have no common class
+        raise InputError(f"{refused}: {first_line(error)}") from None
 
 
-def _described_gpus(topology: str) -> list[Any]:
+def _described_gpus(topology: str) -> dict[str, Any]:
+    """Returns a topology of GPUs as XLA takes it."""
     name = topology.partition(":")[0]
     hosts, on_each = gpu_hosts(topology)
     if not has_gpu_compiler():
         raise InputError("--compile-only for GPUs needs XLA:GPU: pip install 'moe-jax[gpu]' (Linux; no GPU is needed)")
-    from jax.experimental import topologies
-
     gpu, chip = GPUS[name], chip_of_kind(GPUS[name].name)
     assert chip is not None, f"{gpu.name} is not in the table of chips"
     shared, l2, bandwidth = gpu.shared_kib * 1024, round(gpu.l2_mib * 2**20), round(chip.bandwidth)
     target = _TARGET.format(
         gpu=gpu, chip=chip, bandwidth=bandwidth, shared=shared, shared_by_request=shared - 1024, l2=l2
     )
-    try:
-        described = topologies.get_topology_desc(
-            platform="cuda", topology_name=name, target_config=target, topology=f"1x{hosts}x{on_each}"
-        )
-    except Exception as error:  # the plugin's own errors have no common class
-        raise InputError(f"XLA:GPU has no devices {shown(topology)}: {first_line(error)}") from None
-    return list(described.devices)
+    shape = f"1x{hosts}x{on_each}"
+    return {"platform": "cuda", "topology_name": name, "target_config": target, "topology": shape}
 
 
 # The smallest slices that the TPU compiler knows; a step for fewer chips uses some of them.
@@ -160,9 +145,7 @@ class PlannedDevices(NamedTuple):
     """The devices that training is planned for.
 
     Attributes:
-      name: as it is printed.
       devices: for the mesh; None: their compiler is not installed, or none is needed.
-      count: number of devices.
       chip: in the table of data sheets; None: it is not there.
       missing: the compiler that is not installed; empty: the step is not to be compiled.
       per_host: devices of a host, if others are reached over the network.

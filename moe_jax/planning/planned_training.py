@@ -34,7 +34,7 @@ from moe_jax.training.recipe import CheckpointSection, MeshSection, ModelSection
 _USUAL_PROGRAM = 100 << 20
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class MemoryItem:
     """Bytes on every device, or on a CPU of the process: what they are, and in `note` how the number is known."""
 
@@ -106,9 +106,7 @@ def planned_training(
     """Predicts what a run will take. No weights and no data are read, and nothing is written.
 
     Args:
-      recipe, config: of the run.
-      platform: `cpu`, the name of a chip, or a topology such as `v5e:4x4` or `h100:2x8`. None: the devices of this
-        machine. For the name of a chip, the number of devices is the least that the recipe's mesh needs.
+      platform: see `planned_devices`.
       compiles: whether the step is compiled, if there is a compiler for the platform. If not, its memory is estimated
         from shapes (`expected_step`), which takes seconds for any mesh. For a CPU it is always compiled.
       teacher: config of the model that the recipe's `distill` names, if it does. Its parameters are counted, and if the
@@ -163,10 +161,10 @@ def _planned_by_compiling(
         items += _temporary_items(held, sizes["temporaries"])
         padding = sizes["arguments"] - held.total
         if padding > 0:
-            items.append(MemoryItem(name="padding", bytes=padding, note="of the above, as arrays lie in this memory"))
-        items.append(MemoryItem(name="results", bytes=sizes["outputs"] - sizes["aliased"], note="metrics of the step"))
+            items.append(MemoryItem("padding", padding, "of the above, as arrays lie in this memory"))
+        items.append(MemoryItem("results", sizes["outputs"] - sizes["aliased"], "metrics of the step"))
         if sizes["code"]:
-            items.append(MemoryItem(name="program", bytes=sizes["code"], note="the compiled step"))
+            items.append(MemoryItem("program", sizes["code"], "the compiled step"))
     except DoesNotFit as error:
         fits = False
         note = "the compiler says no more than that there is too little room"
@@ -178,13 +176,13 @@ def _planned_by_compiling(
             # Buffers that are read cannot be donated to the step, whose results then lie in new ones; and the writer
             # makes a copy of its own. For accelerators this is memory of their host.
             note = "the state before, which is written while the next step runs, and the writer's copy of it"
-            items.append(MemoryItem(name="checkpoint", bytes=2 * held.changed, note=note))
+            items.append(MemoryItem("checkpoint", 2 * held.changed, note))
         # All devices of a CPU are in one process.
         items = [dataclasses.replace(item, bytes=item.bytes * target.count) for item in items]
         # With the step compiled; the process that trains will have as much.
         if (resident := resident_memory()) is not None:
             note = "Python, its libraries and the compiled step, as measured here"
-            items.append(MemoryItem(name="process", bytes=resident, note=note))
+            items.append(MemoryItem("process", resident, note))
     return _planned(recipe, config, target, teacher, program, held, items, activations, fits=fits)
 
 
@@ -202,11 +200,8 @@ def _planned_from_shapes(
     why = f", for {target.missing} is not installed" if target.missing else ""
     without = "" if teacher is None else ", without what the teacher's forward pass holds"
     note = f"and what else a step holds; from shapes, not compiled{why}{without}"
-    items = [
-        *_held_items(held, recipe),
-        *_temporary_items(held, expected.temporaries, note),
-        MemoryItem(name="program", bytes=_USUAL_PROGRAM, note="the compiled step; usually as much"),
-    ]
+    items = [*_held_items(held, recipe), *_temporary_items(held, expected.temporaries, note)]
+    items.append(MemoryItem("program", _USUAL_PROGRAM, "the compiled step; usually as much"))
     planned = _planned(recipe, config, target, teacher, program, held, items, expected.kept, fits=True)
     sent = {kind: Sent(runs=one.count, bytes=one.bytes) for kind, one in sums_by_kind(expected.sent).items()}
     return dataclasses.replace(planned, sent=sent, model_flops=expected.model_flops, roofline=expected.roofline)
@@ -224,8 +219,7 @@ def _planned(
     *,
     fits: bool,
 ) -> PlannedTraining:
-    total = sum(item.bytes for item in items)
-    rates, time, source = None, None, None
+    total, rates, time, source = sum(item.bytes for item in items), None, None, None
     if target.is_cpu:
         assert target.devices is not None
         rates = measured_rates(config, recipe.model.compute_dtype, target.devices[0])
@@ -298,23 +292,18 @@ def _held_items(held: HeldBytes, recipe: Recipe) -> list[MemoryItem]:
     moments = "float32" if section.moments == "float32" else f"first moments {section.moments}, the rest float32"
     rows = f"{recipe.train.batch_size} rows of {recipe.data.seq_len} tokens, over all devices"
     items = (
-        MemoryItem(name="parameters, trained", bytes=held.params, note=recipe.model.param_dtype),
-        MemoryItem(
-            name="parameters, frozen", bytes=held.frozen, note=recipe.model.frozen_dtype or "as the model's config says"
-        ),
-        MemoryItem(name=TEACHER_ITEM, bytes=held.teacher, note="as its config says"),
-        MemoryItem(name="optimizer", bytes=held.optimizer, note=f"{section.kind}, {moments}"),
-        MemoryItem(name="moving average", bytes=held.average, note="float32"),
-        MemoryItem(name="batch", bytes=held.batch, note=rows),
+        ("parameters, trained", held.params, recipe.model.param_dtype),
+        ("parameters, frozen", held.frozen, recipe.model.frozen_dtype or "as the model's config says"),
+        (TEACHER_ITEM, held.teacher, "as its config says"),
+        ("optimizer", held.optimizer, f"{section.kind}, {moments}"),
+        ("moving average", held.average, "float32"),
+        ("batch", held.batch, rows),
     )
-    return [item for item in items if item.bytes]
+    return [MemoryItem(*item) for item in items if item[1]]
 
 
 def _temporary_items(held: HeldBytes, temporaries: int, note: str = "") -> list[MemoryItem]:
     """Returns the temporary memory of a step. XLA may reuse memory of gradients: they take no more than all of it."""
     gradients = min(held.gradients, temporaries)
     note = note or "and what else the compiled step holds meanwhile"
-    return [
-        MemoryItem(name="gradients", bytes=gradients, note="float32"),
-        MemoryItem(name=_ACTIVATIONS, bytes=temporaries - gradients, note=note),
-    ]
+    return [MemoryItem("gradients", gradients, "float32"), MemoryItem(_ACTIVATIONS, temporaries - gradients, note)]

@@ -34,8 +34,7 @@ class StepRoofline(NamedTuple):
       matrix: seconds of the products, with those that `remat` does again.
       memory: seconds for the bytes that are moved to and from its memory.
       links: seconds for the bytes that it sends; None: the links of the chip are unknown.
-      seconds: the longest of them.
-      bound: the name of the longest.
+      seconds, bound: the longest of them, and its name.
       utilisation: share of the peak that the model's own operations would reach in this time.
     """
 
@@ -63,12 +62,11 @@ class StateNumbers(NamedTuple):
     @classmethod
     def of(cls, program: Program) -> "StateNumbers":
         """Returns the numbers of a program on its mesh."""
-        parameters = jax.tree.leaves((program.state.params, program.frozen))
-        changed = jax.tree.leaves((program.state.params, program.state.opt_state, program.state.ema))
+        trained, *more = program.state.params, program.state.opt_state, program.state.ema
         return cls(
-            used=sum(_shard(leaf, gathered=("fsdp", "sequence")) for leaf in parameters),
-            changed=sum(_shard(leaf) * np.dtype(leaf.dtype).itemsize for leaf in changed),
-            trained=sum(_shard(leaf) for leaf in jax.tree.leaves(program.state.params)),
+            used=sum(_shard(leaf, ("fsdp", "sequence")) for leaf in jax.tree.leaves((trained, program.frozen))),
+            changed=sum(_shard(leaf) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves((trained, more))),
+            trained=sum(map(_shard, jax.tree.leaves(trained))),
         )
 
 
@@ -91,22 +89,17 @@ def step_roofline(
     Args:
       model_flops: operations of a chip in a step, without those done again.
       temporaries: bytes that a step holds temporarily.
-      sent: the collectives of the step.
       per_host: devices of a host, which reach others over the network; None: all are in one slice.
     """
-    itemsize = np.dtype(recipe.model.compute_dtype).itemsize
+    itemsize, again = np.dtype(recipe.model.compute_dtype).itemsize, recipe.model.remat == "full"
     peak = chip.operations_per_second(itemsize)
-    again = recipe.model.remat == "full"
     matrix = model_flops * (8 / 6 if again else 1) / peak
     passes = recipe.train.accumulation * (3 if again else 2)
     moved = passes * state.used * itemsize + 2 * (state.changed + 4 * state.trained)
     memory = (moved + 2 * temporaries) / chip.bandwidth
-    links = None
-    if chip.link:
-        links = sum(one.count * sending_seconds(one, chip, devices, per_host) for one in sent)
+    links = sum(one.count * sending_seconds(one, chip, devices, per_host) for one in sent) if chip.link else None
     parts = {"matrix units": matrix, "memory": memory} | ({} if links is None else {"links": links})
-    bound = max(parts, key=lambda name: parts[name])
-    seconds = parts[bound]
+    bound, seconds = max(parts.items(), key=lambda part: part[1])
     return StepRoofline(matrix, memory, links, seconds, bound, model_flops / peak / seconds)
 
 
@@ -135,13 +128,10 @@ def _shard(leaf: jax.ShapeDtypeStruct, gathered: tuple[str, ...] = ()) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rates:
-    """The rates of a device, per second.
+    """The rates of a device, per second, and their source.
 
-    Attributes:
-      operations: of matrix products in the recipe's dtype.
-      bytes: of its memory, read or written.
-      source: of these two numbers.
-      overlap: whether the memory is read while products are computed.
+    `operations` are of matrix products in the recipe's dtype, `bytes` of its memory, read or written, and `overlap`
+    says whether the memory is read while products are computed.
     """
 
     operations: float
@@ -152,19 +142,9 @@ class Rates:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeldBytes:
-    """Bytes on one device that training holds.
+    """Bytes on one device that training holds; `gradients` are part of what a step holds temporarily."""
 
-    Attributes:
-      params: trained parameters.
-      frozen: the other parameters.
-      optimizer: its state.
-      average: the moving average.
-      gradients: float32; part of what a step holds temporarily.
-      teacher: parameters of a teacher.
-      batch: of a step.
-    """
-
-    params: int
+    params: int  # trained ones
     frozen: int
     optimizer: int
     average: int
@@ -188,9 +168,7 @@ class StepTime:
     """Time of one step on every device.
 
     Attributes:
-      seconds: of the whole step.
-      products: seconds of the matrix products alone; None: steps were timed, not their parts.
-      bytes: seconds of the memory alone; None as above.
+      products, bytes: seconds of the matrix products and of the memory alone; None: steps were timed, not their parts.
       operations: floating-point operations of the products on one device, with those done again (`remat`).
       tokens_per_second: on all devices, with every row of a batch full.
     """
@@ -212,17 +190,11 @@ def step_time(
     optimizer: float = 0.0,
     teacher: ModelConfig | None = None,
 ) -> StepTime:
-    """Estimates a step.
+    """Estimates a step on `devices` that share the products, each with these rates.
 
-    Weights are read by every microbatch forward and backward, and once more where a layer is computed again;
-    activations are written and read; gradients too; and the optimizer reads and writes all that it changes.
-
-    Args:
-      held: bytes on one device, all of which a step moves from or to memory.
-      activations: bytes that a microbatch leaves for its backward pass.
-      devices: that share the products, each with these rates.
-      optimizer: operations of the optimizer's own products, see `optimizer_operations`.
-      teacher: config of a teacher, if there is one; it only goes forward.
+    Weights are read by every microbatch forward and backward, and once more where a layer is computed again; the
+    `activations` of a microbatch, in bytes, are written and read; gradients too; and the optimizer reads and writes all
+    that it changes. `optimizer` is from `optimizer_operations`; a teacher only goes forward.
     """
     rows, seq_len, input_len = recipe.train.batch_size, recipe.data.seq_len, input_length(recipe.data)
     model = batch_flops(recipe, config) / devices
@@ -240,13 +212,8 @@ def step_time(
     # The optimizer waits for the last gradient.
     seconds = (max(products, passes) if rates.overlap else products + passes) + update
     tokens = rows * (seq_len + (input_len if config.has_encoder else 0))
-    return StepTime(
-        seconds=seconds,
-        products=products,
-        bytes=passes + update,
-        operations=operations,
-        tokens_per_second=tokens / seconds,
-    )
+    moved, speed = passes + update, tokens / seconds
+    return StepTime(seconds=seconds, products=products, bytes=moved, operations=operations, tokens_per_second=speed)
 
 
 def optimizer_operations(section: OptimizerSection, shapes: Mapping[str, tuple[int, ...]]) -> float:
@@ -258,8 +225,7 @@ def optimizer_operations(section: OptimizerSection, shapes: Mapping[str, tuple[i
     if section.kind != "muon":
         return 0.0
     total = 0.0
-    for shape in (shape for path, shape in shapes.items() if is_orthogonalised(path)):
-        *stacked, rows, columns = shape
+    for *stacked, rows, columns in (shape for path, shape in shapes.items() if is_orthogonalised(path)):
         m, n = sorted((rows, columns))
         total += math.prod(stacked) * 5 * (2 * m * m * n + 2 * m**3 + 2 * m * m * n)
     return total

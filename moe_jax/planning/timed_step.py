@@ -12,6 +12,7 @@ import numpy as np
 
 from moe_jax.core.data_sheets import available_memory
 from moe_jax.core.errors import InputError
+from moe_jax.core.formatting import count_bytes
 from moe_jax.distributed.sharding import path_name
 from moe_jax.models import ModelConfig
 from moe_jax.models.config import segments_of
@@ -58,12 +59,7 @@ _HELD = 3
 
 @dataclasses.dataclass(frozen=True)
 class TimedStep:
-    """The measured time of a step.
-
-    Attributes:
-      seconds: for the whole model.
-      layers: numbers of layers of the models that were run.
-    """
+    """The measured time of a step of the whole model, and the numbers of layers of the models that were run."""
 
     seconds: float
     layers: tuple[int, ...]
@@ -82,24 +78,17 @@ def timed_step(
 ) -> TimedStep | None:
     """Runs some steps, with random weights and tokens; takes seconds, most of them to compile.
 
-    Args:
-      recipe, config: of the run.
-      devices: for the mesh.
-      teacher: config of the model that the recipe's `distill` names, if it does; it has all its layers beside each of
-        the models that are run, so that its time counts once.
-
-    Returns:
-      None if even a model of few layers may not find room in the memory that is free, or lacks the layers that the
-      recipe names.
+    A teacher has all its layers beside each of the models that are run, so that its time counts once. Returns None if
+    even a model of few layers may not find room in the memory that is free, or lacks the layers that the recipe names.
     """
     segments = segments_of(config.layers)
     shallow = [min(segment.repeats, _SHALLOW) for segment in segments]
     deeper = [shallow[:i] + [min(segment.repeats, _DEEPER)] + shallow[i + 1 :] for i, segment in enumerate(segments)]
     # Multiples of the difference between a deeper model and the shallow one that are missing.
     lacking = {
-        index: (segment.repeats - shallow[index]) / (deeper[index][index] - shallow[index])
-        for index, segment in enumerate(segments)
-        if segment.repeats > shallow[index]
+        i: (segment.repeats - shallow[i]) / (deeper[i][i] - shallow[i])
+        for i, segment in enumerate(segments)
+        if segment.repeats > shallow[i]
     }
     models = [_with_repeats(config, repeats) for repeats in (*(deeper[index] for index in lacking), shallow)]
     try:
@@ -108,7 +97,7 @@ def timed_step(
         return None
     leaves = jax.tree.leaves([(program.state, program.frozen, program.arguments) for program in programs])
     free = available_memory()
-    if free is not None and _HELD * sum(leaf.size * np.dtype(leaf.dtype).itemsize for leaf in leaves) > free:
+    if free is not None and _HELD * count_bytes(leaves) > free:
         return None
     found = []
     for *times, least in _rounds(programs, recipe):
@@ -167,12 +156,11 @@ def _drawn(tree: Any) -> Any:
     random = np.random.default_rng(0)
 
     def one(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            values = np.zeros(leaf.shape, np.int32)
-        elif path_name(path).endswith("norm/scale"):
-            values = np.ones(leaf.shape, np.float32)
-        else:
+        values = np.zeros(leaf.shape, np.float32)
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
             values = random.uniform(-0.03, 0.03, leaf.shape).astype(np.float32)
+        if path_name(path).endswith("norm/scale"):
+            values = np.ones(leaf.shape, np.float32)
         return jax.device_put(values.astype(leaf.dtype), leaf.sharding)
 
     return jax.tree_util.tree_map_with_path(one, tree)

@@ -9,13 +9,36 @@ import base64
 import functools
 import io
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jinja2
 from markupsafe import Markup
 
 Cell = str | Markup
+
+
+@functools.cache
+def _macros() -> Any:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("moe_jax.report", "."),
+        autoescape=True,
+        finalize=_showable,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template("elements.html").module
+
+
+def _macro(name: str) -> Callable[..., Markup]:
+    return lambda *given: getattr(_macros(), name)(*given)
+
+
+# What each of them is given, and writes, is in `elements.html`.
+_NAMES = ("facts", "side_by_side", "folded", "code", "note", "warning", "lines", "with_spread", "steps", "said")
+facts, side_by_side, folded, code, note, warning, lines, with_spread, steps, said = map(_macro, _NAMES)
 
 # What no page may hold: control characters, halves of characters, and what is no character.
 _CONTROLS = {*range(0x20), *range(0x7F, 0xA0)} - {0x09, 0x0A}
@@ -48,19 +71,11 @@ def table(
     return _macros().table(caption, columns, list(rows), left, last_is_total, class_)
 
 
-def facts(pairs: Mapping[str, Cell | None]) -> Markup:
-    """Returns a short list of names and values; those that are None are left out."""
-    return _macros().facts({name: value for name, value in pairs.items() if value is not None})
-
-
 def picture(draw: Callable[[Any], None], alt: str, caption: str, *, wide: bool = False) -> Markup:
-    """Returns a picture, drawn for a light page and for a dark one.
+    """Returns a picture, drawn for a light page and for a dark one; a wide one needs the whole width of the page.
 
-    Args:
-      draw: draws it with matplotlib and saves it to the file that it is given.
-      alt: what it shows, in words, for those who do not see it.
-      caption: stands below it.
-      wide: whether it needs the whole width of the page.
+    `draw` draws it with matplotlib and saves it to the file that it is given; `alt` says what it shows to those who do
+    not see it, and `caption` stands below it.
     """
     return _macros().picture(_as_address(draw, _LIGHT), _as_address(draw, _DARK), alt, caption, wide)
 
@@ -75,81 +90,14 @@ def section(title: str, *content: Markup, level: int = 2, id_: str | None = None
     return _macros().section(title, joined(*content), level, id_)
 
 
-def side_by_side(*pictures: Markup) -> Markup:
-    """Returns pictures in as many columns as there is room for."""
-    return _macros().side_by_side(joined(*pictures))
-
-
-def folded(title: str, *content: Markup) -> Markup:
-    """Returns what is shown when its title is clicked, and on paper, if there is anything."""
-    return _macros().folded(title, joined(*content))
-
-
-def code(text: str, label: str) -> Markup:
-    """Returns text with the line breaks that it has, in a font of even width."""
-    return _macros().code(text, label)
-
-
-def note(text: Cell) -> Markup:
-    """Returns a line in a low voice."""
-    return _macros().note(text)
-
-
-def warning(text: Cell) -> Markup:
-    """Returns a line that must not be missed."""
-    return _macros().warning(text)
-
-
-def lines(texts: Iterable[str]) -> Markup:
-    """Returns a cell with a line for every text."""
-    return _macros().lines(texts)
-
-
-def with_spread(value: str, spread: str) -> Markup:
-    """Returns a cell with a figure and how sure it is, which may be empty."""
-    return _macros().with_spread(value, spread)
-
-
-def steps(entries: Sequence[Mapping[str, Any]]) -> Markup:
-    """Returns the commands of a lineage in their order.
-
-    Args:
-      entries: each with `command`, `date`, `sources` (pairs of a name and a fingerprint) and `content`.
-    """
-    return _macros().steps(entries)
-
-
-def said(answer: Any) -> Markup:
-    """Returns a `question`, and what a model said to it `before` and `after` it was tuned."""
-    return _macros().said(answer)
-
-
 def html_page(
     title: str, *content: Markup, subtitle: str | None = None, contents: Sequence[tuple[str, str]] = ()
 ) -> str:
     """Returns a page as the text of one file that needs nothing else: no script, no font, no request to a network.
 
-    Args:
-      title: of the page.
-      content: what is below the title.
-      subtitle: a line below the title.
-      contents: id and title of the sections that a list of contents leads to; none without at least two.
+    `contents` has id and title of the sections that a list of contents leads to; none without at least two.
     """
     return str(_macros().page(title, joined(*content), subtitle, contents))
-
-
-@functools.cache
-def _macros() -> Any:
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("moe_jax.report", "."),
-        autoescape=True,
-        finalize=_showable,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    return environment.get_template("elements.html").module
 
 
 def _showable(value: Any) -> Any:
@@ -188,26 +136,17 @@ def _as_address(draw: Callable[[Any], None], ink: _Ink) -> str:
 def _style(ink: _Ink) -> dict[Any, Any]:
     from cycler import cycler
 
-    return {
+    colours = (
+        (ink.paper, ("savefig.facecolor", "figure.facecolor", "axes.facecolor", "legend.facecolor")),
+        (ink.text, ("axes.titlecolor", "legend.labelcolor", "text.color")),
+        (ink.soft, ("axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor")),
+        (ink.line, ("axes.edgecolor", "grid.color", "legend.edgecolor", "xtick.color", "ytick.color")),
+    )
+    return {name: colour for colour, names in colours for name in names} | {
         "savefig.format": "svg",
-        "savefig.facecolor": ink.paper,
-        "figure.facecolor": ink.paper,
-        "axes.facecolor": ink.paper,
-        "axes.edgecolor": ink.line,
-        "axes.labelcolor": ink.soft,
-        "axes.titlecolor": ink.text,
         "axes.prop_cycle": cycler(color=ink.cycle),
         "axes.spines.top": False,
         "axes.spines.right": False,
-        "grid.color": ink.line,
-        "legend.facecolor": ink.paper,
-        "legend.edgecolor": ink.line,
-        "legend.labelcolor": ink.text,
-        "text.color": ink.text,
-        "xtick.color": ink.line,
-        "ytick.color": ink.line,
-        "xtick.labelcolor": ink.soft,
-        "ytick.labelcolor": ink.soft,
         # The same numbers give the same bytes. Letters are shapes: another machine has other fonts.
         "svg.hashsalt": "moe_jax",
         "svg.fonttype": "path",

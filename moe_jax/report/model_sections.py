@@ -13,25 +13,20 @@ from moe_jax.compression.method_sweep import plot_sweep
 from moe_jax.compression.report import WORDS, layer_columns
 from moe_jax.core.errors import InputError, shown
 from moe_jax.core.formatting import count_bytes, index_set, is_parameter, show_bytes
-from moe_jax.core.terminal import Progress
-from moe_jax.figures import LayerSimilarity, comparable_layers, measure_similarity
+from moe_jax.figures import LayerSimilarity
 from moe_jax.figures.plots import plot_between, plot_load, plot_to_base
 from moe_jax.files.json_toml import parse
 from moe_jax.model_io.model_source import ModelSource, OverBase
 from moe_jax.models import ModelConfig
-from moe_jax.peft.trained_table import active_size, parameter_sizes
-from moe_jax.report.elements import facts, folded, joined, picture, steps, table, warning
+from moe_jax.peft.trained import active_size, parameter_sizes
+from moe_jax.report.elements import facts, folded, joined, picture, table, warning
 from moe_jax.report.subjects import Measured
 
 
 class Sizes(NamedTuple):
-    """Sizes of a model.
+    """Sizes of a model: parameters, its base's too, and those that one token meets; bytes stored on the disk.
 
-    Attributes:
-      parameters: all of them, its base's too.
-      active: those that one token meets.
-      stored: bytes on the disk, of what it does not take from a base.
-      own: parameters that it does not take from a base; None: it stands on none.
+    `own` are the parameters that it does not take from a base; None: it stands on none.
     """
 
     parameters: int
@@ -95,7 +90,8 @@ def parts_table(source: ModelSource) -> Markup:
     sizes = parameter_sizes(source.config)
     parts: dict[str, list[str]] = {}
     for path in specs:
-        parts.setdefault(part_of(path), []).append(path)
+        part = next(name for name, mark in _PARTS.items() if mark in path)
+        parts.setdefault(part, []).append(path)
     whole = count_bytes(specs.values())
     rows = [_row(name, paths, specs, sizes, whole) for name, paths in parts.items()]
     rows.append(_row("all", list(specs), specs, sizes, whole))
@@ -106,18 +102,10 @@ def parts_table(source: ModelSource) -> Markup:
 def _row(name: str, paths: list[str], specs: Mapping, sizes: Mapping[str, int], whole: int) -> tuple[str, ...]:
     nbytes = count_bytes(specs[path] for path in paths)
     dtypes = ", ".join(dict.fromkeys(str(specs[path].dtype) for path in paths)) if name != "all" else ""
-    params = sum(sizes[kernel] for kernel in dict.fromkeys(map(_kernel_of, paths)) if kernel in sizes)
+    # `parameter_sizes` has the path of a kernel for its NF4 codes and scales.
+    kernels = dict.fromkeys(path.split("/nf4/")[0] + "/kernel" if "/nf4/" in path else path for path in paths)
+    params = sum(sizes[kernel] for kernel in kernels if kernel in sizes)
     return (name, f"{params:,}", dtypes, show_bytes(nbytes), f"{nbytes / max(whole, 1):.1%}")
-
-
-def _kernel_of(path: str) -> str:
-    """The path that `parameter_sizes` has for a leaf: of NF4 codes and scales that of their kernel."""
-    return path.split("/nf4/")[0] + "/kernel" if "/nf4/" in path else path
-
-
-def part_of(path: str) -> str:
-    """The part of a model that a leaf belongs to, in words."""
-    return next(name for name, mark in _PARTS.items() if mark in path)
 
 
 # What the paths of their leaves contain; the first that fits counts.
@@ -140,12 +128,8 @@ _MAX_TEXT = 400
 _ELSEWHERE = ("layers", "warnings", "points")
 
 
-def lineage_steps(lineage: Sequence[Mapping[str, Any]]) -> Markup:
-    """Returns the commands in their order, each with sources, figures, options and versions."""
-    return steps([_step(entry) for entry in lineage])
-
-
-def _step(entry: Mapping[str, Any]) -> dict[str, Any]:
+def lineage_step(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a command of a lineage for `steps`, with its sources, figures, options and versions."""
     command = entry["command"]
     measured = {name: value for name, value in entry.get("measured", {}).items() if name not in _ELSEWHERE}
     scalars = {name: _figure(name, value) for name, value in measured.items() if not isinstance(value, list | dict)}
@@ -257,15 +241,6 @@ def _bytes(measured: Mapping[str, Any], key: str, where: str) -> int:
     found = measured.get(key)
     if type(found) is not int or found < 1:
         raise InputError(f"{where}: {key} is {shown(found)}, expected a number of bytes")
-    return found
-
-
-def measure_layers(source: ModelSource, progress: Progress) -> list[LayerSimilarity]:
-    """Reads the experts of every layer whose experts can be compared, one matrix at a time; there may be none."""
-    layers, found = comparable_layers(source.config), []
-    for done, layer in enumerate(layers, start=1):
-        found.append(measure_similarity(source, layer))
-        progress("comparing experts", done, len(layers))
     return found
 
 

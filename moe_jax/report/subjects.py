@@ -1,9 +1,11 @@
 """Subjects of a report: paths of any kind, recognised and read, but for weights."""
 
 import dataclasses
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -15,7 +17,6 @@ from moe_jax.files.json_toml import ANYTHING, parse, read_json
 from moe_jax.files.regular_files import read_regular
 from moe_jax.files.staging import check_model_path
 from moe_jax.files.storage_path import as_path
-from moe_jax.report.evaluation_files import Evaluation, is_evaluation, parse_evaluation
 from moe_jax.training.metrics import Record, read_metrics
 from moe_jax.training.run_directory import METRICS, MODEL, RECIPE, describe_run, saved_steps, split_step
 
@@ -31,15 +32,33 @@ _EXPECTED = (
 )
 
 
+class Score(NamedTuple):
+    """One figure of a task: perhaps with a standard error or a 95% interval, and the count of examples or tokens."""
+
+    task: str
+    metric: str
+    value: float
+    error: float | None = None
+    count: int | None = None
+    interval: tuple[float, float] | None = None
+
+
+class Evaluation(NamedTuple):
+    """An evaluation of a model, a path or a name, as the file at `path` holds it.
+
+    Of a classification there are the names of the labels, and how often a label (row) was given which (column).
+    """
+
+    path: Path
+    model: str
+    scores: tuple[Score, ...]
+    labels: tuple[str, ...] = ()
+    confusion: tuple[tuple[int, ...], ...] = ()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A training run.
-
-    Attributes:
-      recipe: as resolved, TOML.
-      records: of the steps, as `training.metrics.to_record` makes them.
-      checkpoints: steps of those that there are.
-    """
+    """A training run: its recipe as resolved, TOML, records of its steps (`training.metrics`), and its checkpoints."""
 
     recipe: str
     records: Sequence[Record]
@@ -48,13 +67,9 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Measurements of `inspect --plots`.
+    """Measurements of `inspect --plots`, of which there may be none of a kind.
 
-    Attributes:
-      model: its name.
-      layers: similarities of experts; there may be none.
-      shares: by layer index, the share of the assignments per expert; there may be none.
-      text: on which they were measured.
+    `shares` are by layer index, of the assignments per expert, measured on `text`.
     """
 
     model: str
@@ -65,16 +80,9 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subject:
-    """One path. What it does not have is None, or empty.
+    """One path, and what it is in words. What it does not have is None, or empty.
 
-    Attributes:
-      path: as it was given.
-      name: what to call it.
-      kind: what it is, in words.
-      model: the model at the path, or the one that a run has made.
-      run, sweep, measured: see their classes.
-      sweep_entry: the lineage entry of a sweep.
-      evaluations: of the model, or the one that lies at the path.
+    `model` is the one at the path, or the one that a run has made; `evaluations` are of that, or the one at the path.
     """
 
     path: Path
@@ -233,3 +241,87 @@ def _array(values: Any, rank: int) -> np.ndarray:
     if array.ndim != rank or not array.size or not np.isfinite(array).all():
         raise ValueError("not an array of numbers")
     return array
+
+
+def is_evaluation(data: Any) -> bool:
+    """Whether a JSON value looks like one."""
+    return isinstance(data, dict) and ("perplexity" in data or "accuracy" in data or "results" in data)
+
+
+def parse_evaluation(data: Mapping[str, Any], path: Path) -> Evaluation:
+    """Reads one of the three kinds.
+
+    Raises:
+      InputError: if a figure that there must be is absent or of another kind.
+    """
+    if "results" in data:
+        return _of_tasks(data, path)
+    if "perplexity" in data:
+        text, tokens = Path(_field(data, "text", "a text", path)).name, _count(data.get("tokens"))
+        figures = {name: float(_field(data, name, "a number", path)) for name in ("perplexity", "nll")}
+        scores = tuple(Score(text, name, value, count=tokens) for name, value in figures.items())
+        return Evaluation(path, _field(data, "model", "a text", path), scores)
+    low, high = map(float, _field(data, "interval", "two numbers", path))
+    file = Path(_field(data, "file", "a text", path)).name
+    accuracy = float(_field(data, "accuracy", "a number", path))
+    score = Score(file, "accuracy", accuracy, count=_count(data.get("count")), interval=(low, high))
+    labels, confusion = data.get("labels"), data.get("confusion")
+    names = tuple(map(str, labels)) if isinstance(labels, list) else ()
+    model = _field(data, "model", "a text", path)
+    return Evaluation(path, model, (score,), names, _matrix(confusion, len(names)))
+
+
+def _of_tasks(data: Mapping[str, Any], path: Path) -> Evaluation:
+    """lm-eval has `metric,filter` and `metric_stderr,filter` as keys of a task."""
+    results, samples = data["results"], data.get("n-samples")
+    if not isinstance(results, dict) or not all(isinstance(found, dict) for found in results.values()):
+        raise InputError(f"{path}: results is {shown(results)}, expected an object with an object for every task")
+    scores = []
+    for task, found in results.items():
+        counted = samples.get(task) if isinstance(samples, dict) else None
+        count = _count(counted.get("effective")) if isinstance(counted, dict) else None
+        for key, value in found.items():
+            metric, comma, how = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not is_number(value):
+                continue
+            error = found.get(f"{metric}_stderr,{how}")
+            named = metric if how == "none" else f"{metric} ({how})"
+            scores.append(Score(task, named, float(value), float(error) if is_number(error) else None, count))
+    config = data.get("config")
+    arguments = config.get("model_args") if isinstance(config, dict) else None
+    if isinstance(arguments, dict):
+        name = arguments.get("path") or arguments.get("pretrained")
+    else:
+        given = re.search(r"(?:^|,)pretrained=([^,]*)", str(arguments or ""))
+        name = given[1] if given else None
+    return Evaluation(path, str(name or data.get("model_name") or path), tuple(scores))
+
+
+_RIGHT: dict[str, Callable[[Any], bool]] = {
+    "a text": lambda value: isinstance(value, str),
+    "a number": lambda value: is_number(value),
+    "two numbers": lambda value: isinstance(value, list) and len(value) == 2 and all(map(is_number, value)),
+}
+
+
+def _field(data: Mapping[str, Any], key: str, expected: str, path: Path) -> Any:
+    if not _RIGHT[expected](data.get(key)):
+        raise InputError(f"{path}: {key} is {shown(data.get(key))}, expected {expected}")
+    return data[key]
+
+
+def _count(value: Any) -> int | None:
+    return value if type(value) is int else None
+
+
+def is_number(value: Any) -> bool:
+    """Whether a JSON value is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _matrix(rows: Any, size: int) -> tuple[tuple[int, ...], ...]:
+    """Counts for every pair of labels; nothing if there are others."""
+    whole = isinstance(rows, list) and len(rows) == size
+    if not whole or not all(isinstance(row, list) and list(map(_count, row)) == row for row in rows):
+        return ()
+    return tuple(map(tuple, rows))

@@ -4,7 +4,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -28,14 +28,7 @@ _SECONDS_TO_RETRY = 1
 
 
 class App(Starlette):
-    """The application of the server.
-
-    Args:
-      model: that is served.
-      tokenizer: its own.
-      scheduler: that runs it; whoever started it closes it.
-      name: of the model, in requests and answers.
-    """
+    """The application of the server of one model, called `name`; whoever started its scheduler closes it."""
 
     def __init__(self, model: Model, tokenizer: Tokenizer, scheduler: Scheduler, name: str):
         self._model, self._tokenizer, self._scheduler, self._name = model, tokenizer, scheduler, name
@@ -46,10 +39,11 @@ class App(Starlette):
             Route("/health", self._health),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._one_model),
-            Route("/v1/completions", self._answering(self._completions), methods=["POST"]),
-            Route("/v1/chat/completions", self._answering(self._chat), methods=["POST"]),
+            Route("/v1/completions", self._completions, methods=["POST"]),
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
         ]
-        super().__init__(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _bug})
+        handlers = {ProtocolError: _error, HTTPException: _http_error, Exception: _bug}
+        super().__init__(routes=routes, exception_handlers=handlers)
 
     async def _health(self, request: Request) -> Response:
         failure = self._scheduler.failure
@@ -61,10 +55,7 @@ class App(Starlette):
         return JSONResponse({"object": "list", "data": [self._described()]})
 
     async def _one_model(self, request: Request) -> Response:
-        try:
-            self._check_model(request.path_params["name"])
-        except ProtocolError as error:
-            return _error(error)
+        self._check_model(request.path_params["name"])
         return JSONResponse(self._described())
 
     def _described(self) -> dict[str, Any]:
@@ -77,22 +68,8 @@ class App(Starlette):
                 404, f"the model {name!r} does not exist; this server has {self._name!r}", code="model_not_found"
             )
 
-    def _answering(
-        self, answer: Callable[[Request, Any], Awaitable[Response]]
-    ) -> Callable[[Request], Awaitable[Response]]:
-        async def endpoint(request: Request) -> Response:
-            try:
-                body = await _body(request)
-                self._check_model(model_of(body))
-                return await answer(request, body)
-            except ProtocolError as error:
-                return _error(error)
-            except ClientDisconnect:
-                return Response(status_code=499)  # which nobody will read
-
-        return endpoint
-
-    async def _completions(self, http: Request, body: Any) -> Response:
+    async def _completions(self, http: Request) -> Response:
+        body = await self._body(http)
         asked = read_completion(body)
         answers = self._submit(asked, [self._ids(prompt) for prompt in asked.prompts])
         head = self._head("cmpl", "text_completion")
@@ -111,7 +88,8 @@ class App(Starlette):
         choices = [choice(index, piece) for index, piece in enumerate(pieces)]
         return JSONResponse({**head, "choices": choices, "usage": _usage(answers)})
 
-    async def _chat(self, http: Request, body: Any) -> Response:
+    async def _chat(self, http: Request) -> Response:
+        body = await self._body(http)
         asked = read_chat(body)
         answers = self._submit(asked, [self._ids(asked.messages)])
         head = self._head("chatcmpl", "chat.completion.chunk" if asked.stream else "chat.completion")
@@ -130,6 +108,22 @@ class App(Starlette):
         message = {"role": "assistant", "content": piece.text, "refusal": None}
         choice = {"index": 0, "message": message, **rest(piece)}
         return JSONResponse({**head, "choices": [choice], "usage": _usage(answers)})
+
+    async def _body(self, http: Request) -> Any:
+        """The JSON of a request, for the model that is served; raises `ProtocolError` for any other."""
+        content = b""
+        try:
+            async for chunk in http.stream():
+                content += chunk
+                if len(content) > MOST_BYTES:
+                    raise ProtocolError(413, f"a request may have {MOST_BYTES:,} bytes")
+            body = parse_json(content, where="the request", allow=ANYTHING)
+        except ClientDisconnect:
+            raise _gone() from None
+        except InputError as error:
+            raise ProtocolError(400, str(error)) from None
+        self._check_model(model_of(body))
+        return body
 
     def _head(self, prefix: str, kind: str) -> dict[str, Any]:
         name = f"{prefix}-{secrets.token_hex(12)}"
@@ -229,7 +223,7 @@ async def _merged(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Piece]]
 
 
 async def _collected(http: Request, answers: Sequence[Answer]) -> list[Piece]:
-    """All answers, whole; if the client goes away, they are cancelled, and `ClientDisconnect` is raised."""
+    """All answers, whole; if the client goes away, they are cancelled, and an error says so that nobody will read."""
 
     async def collect() -> list[Piece]:
         found = [Piece("", [], None) for _ in answers]
@@ -246,26 +240,13 @@ async def _collected(http: Request, answers: Sequence[Answer]) -> list[Piece]:
     try:
         await asyncio.wait((collecting, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not collecting.done():
-            raise ClientDisconnect
+            raise _gone()
         return collecting.result()
     finally:
         for task in (collecting, leaving):
             task.cancel()
         for answer in answers:
             answer.cancel()
-
-
-async def _body(http: Request) -> Any:
-    """The JSON of a request; raises `ProtocolError` if it is too large, or no JSON."""
-    content = b""
-    async for chunk in http.stream():
-        content += chunk
-        if len(content) > MOST_BYTES:
-            raise ProtocolError(413, f"a request may have {MOST_BYTES:,} bytes")
-    try:
-        return parse_json(content, where="the request", allow=ANYTHING)
-    except InputError as error:
-        raise ProtocolError(400, str(error)) from None
 
 
 def _usage(answers: Sequence[Answer]) -> dict[str, int]:
@@ -277,15 +258,21 @@ def _event(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
 
-def _error(error: ProtocolError) -> Response:
+def _gone() -> ProtocolError:
+    return ProtocolError(499, "the client has gone away")
+
+
+async def _error(request: Request, error: Any) -> Response:
     headers = {"Retry-After": str(_SECONDS_TO_RETRY)} if error.status == 429 else None
     return JSONResponse(error.body(), error.status, headers)
 
 
 async def _http_error(request: Request, error: Any) -> Response:
     """Paths and methods that there are not."""
-    return _error(ProtocolError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+    return await _error(
+        request, ProtocolError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+    )
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    return _error(ProtocolError(500, f"the server failed: {type(error).__name__}"))
+    return await _error(request, ProtocolError(500, f"the server failed: {type(error).__name__}"))

@@ -6,12 +6,12 @@ what this server does not do, are errors.
 
 import asyncio
 import dataclasses
-import math
+import itertools
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from moe_jax.core.errors import MAX_SIZE, InputError, shown
+from moe_jax.core.errors import MAX_SIZE, InputError, is_finite, shown
 from moe_jax.data.chat_template import check_messages
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.generation.engine import MOST_SCORES, MOST_STOP_IDS
@@ -38,14 +38,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class ProtocolError(Exception):
-    """A request that is answered with an error.
-
-    Attributes:
-      status: of HTTP.
-      message: for people.
-      param: the field at fault.
-      code: for programs.
-    """
+    """A request that is answered with an error: status of HTTP, message for people, the field at fault, a code."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
         super().__init__(message)
@@ -93,7 +86,6 @@ class Request:
 
 def read_completion(body: Any) -> Request:
     """Returns a request to `/v1/completions`, checked; raises `ProtocolError` with status 400."""
-    _check_object(body)
     logprobs = _integer(body, "logprobs", None, 0, MOST_SCORES)
     max_tokens = _integer(body, "max_tokens", 16, 0, MAX_SIZE)
     return Request(
@@ -107,7 +99,6 @@ def read_completion(body: Any) -> Request:
 
 def read_chat(body: Any) -> Request:
     """Returns a request to `/v1/chat/completions`, checked; errors as of `read_completion`."""
-    _check_object(body)
     try:
         messages = check_messages(body.get("messages"))
     except InputError as error:
@@ -134,50 +125,40 @@ def _as_one_text(message: dict[str, Any]) -> dict[str, Any]:
 
 def model_of(body: Any) -> str | None:
     """Returns the name of the model that a request asks for; None if it names none, and takes the one there is."""
-    _check_object(body)
-    model = body.get("model")
-    if model is not None and not isinstance(model, str):
-        raise _bad("model", model, "a name")
-    return model
-
-
-def _check_object(body: Any) -> None:
     if not isinstance(body, dict):
         raise ProtocolError(400, f"expected a JSON object, got {shown(body)}")
+    return _field(body, "model", None, "a name", lambda model: isinstance(model, str))
 
 
 def _common(body: Mapping[str, Any]) -> dict[str, Any]:
     for name, allowed in _UNSUPPORTED.items():
         if body.get(name) not in allowed:
             raise ProtocolError(400, f"{name}={shown(body[name])} is not supported", param=name, code="unsupported")
-    options = body.get("stream_options")
-    if options is not None and not isinstance(options, dict):
-        raise _bad("stream_options", options, "an object")
+    options = _field(body, "stream_options", {}, "an object", lambda value: isinstance(value, dict))
     seed = _integer(body, "seed", None, -(1 << 63), (1 << 63) - 1)
+    temperature = _field(body, "temperature", 1.0, "a number from 0 to 2", lambda t: is_finite(t) and 0 <= t <= 2)
+    top_p = _field(body, "top_p", 1.0, "a number above 0 and up to 1", lambda p: is_finite(p) and 0 < p <= 1)
     return {
-        "temperature": _number(body, "temperature", 1.0, 0.0, 2.0),
-        "top_p": _number(body, "top_p", 1.0, 0.0, 1.0, open_below=True),
+        "temperature": float(temperature),
+        "top_p": float(top_p),
         "seed": secrets.randbits(32) if seed is None else seed % (1 << 32),
         "stop": _stops(body.get("stop")),
-        "stop_ids": _stop_ids(body.get("stop_token_ids")),
+        "stop_ids": _stop_ids(body),
         "ignore_eos": _boolean(body, "ignore_eos"),
         "stream": _boolean(body, "stream"),
-        "include_usage": _boolean(options or {}, "include_usage"),
+        "include_usage": _boolean(options, "include_usage"),
     }
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, list) and value and all(_is_integer(one) for one in value):
+    if isinstance(value, str) or _is_ids(value):
         return [value]
     if not isinstance(value, list) or not value:
         raise _bad("prompt", value, "a text, token ids, or a list of them")
     if len(value) > MOST_PROMPTS:
         raise ProtocolError(400, f"{len(value)} prompts in a request, at most {MOST_PROMPTS} are taken", param="prompt")
     for one in value:
-        is_ids = isinstance(one, list) and one and all(_is_integer(token) for token in one)
-        if not (isinstance(one, str) or is_ids):
+        if not (isinstance(one, str) or _is_ids(one)):
             raise _bad("prompt", one, "a text or token ids")
     return value
 
@@ -191,47 +172,39 @@ def _stops(value: Any) -> tuple[str, ...]:
     return tuple(stop for stop in stops if stop)  # some clients send empty ones
 
 
-def _stop_ids(value: Any) -> tuple[int, ...]:
-    ids = [] if value is None else value
-    if not isinstance(ids, list) or not all(_is_integer(one) and 0 <= one < MAX_SIZE for one in ids):
-        raise _bad("stop_token_ids", value, "a list of token ids")
+def _stop_ids(body: Mapping[str, Any]) -> tuple[int, ...]:
+    def is_right(ids: Any) -> bool:
+        return isinstance(ids, list) and all(_is_integer(one) and 0 <= one < MAX_SIZE for one in ids)
+
+    ids = _field(body, "stop_token_ids", [], "a list of token ids", is_right)
     if len(ids) > MOST_STOP_IDS // 2:
         raise ProtocolError(400, f"at most {MOST_STOP_IDS // 2} stop_token_ids are taken", param="stop_token_ids")
     return tuple(ids)
 
 
+def _field(body: Mapping[str, Any], name: str, default: Any, expected: str, is_right: Callable[[Any], bool]) -> Any:
+    """Returns a field of a request, the default where it is absent or null; `ProtocolError` if it is not right."""
+    value = body.get(name)
+    if value is not None and not is_right(value):
+        raise _bad(name, value, expected)
+    return default if value is None else value
+
+
 def _integer(body: Mapping[str, Any], name: str, default: int | None, low: int, high: int) -> int | None:
-    value = body.get(name)
-    if value is None:
-        return default
-    if not _is_integer(value) or not low <= value <= high:
-        raise _bad(name, value, f"an integer from {low} to {high}")
-    return value
-
-
-def _number(
-    body: Mapping[str, Any], name: str, default: float, low: float, high: float, *, open_below: bool = False
-) -> float:
-    value = body.get(name)
-    if value is None:
-        return default
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or not low <= value <= high or (open_below and value == low):
-        raise _bad(
-            name, value, f"a number {'above' if open_below else 'from'} {low:g} {'and up ' * open_below}to {high:g}"
-        )
-    return float(value)
+    expected = f"an integer from {low} to {high}"
+    return _field(body, name, default, expected, lambda value: _is_integer(value) and low <= value <= high)
 
 
 def _boolean(body: Mapping[str, Any], name: str) -> bool:
-    value = body.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise _bad(name, value, "true or false")
-    return bool(value)
+    return _field(body, name, False, "true or false", lambda value: isinstance(value, bool))
 
 
 def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_integer, value))
 
 
 def _bad(name: str, value: Any, expected: str) -> ProtocolError:
@@ -246,12 +219,9 @@ class Told(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A part of an answer.
+    """A part of an answer: text that was added, and its tokens if log-probabilities were asked for.
 
-    Attributes:
-      text: that was added.
-      told: the tokens that were added, also the one that ended the answer, if log-probabilities were asked for.
-      finish: `stop` or `length` with the last piece, else None.
+    The token that ended the answer is told too; `finish` is `stop` or `length` with the last piece, else None.
     """
 
     text: str
@@ -260,18 +230,9 @@ class Piece(NamedTuple):
 
 
 class Answer:
-    """The answer to a prompt: makes its job, in a running event loop, and asks nobody yet.
+    """The answer to a prompt: makes its `job` for the scheduler, in a running event loop, and asks nobody yet.
 
-    Args:
-      request: what is asked for.
-      ids: tokens of the prompt.
-      most: tokens to add at most.
-      stop_ids: tokens that end the answer.
-      tokenizer: of the model.
-
-    Attributes:
-      job: what the scheduler is asked.
-      made: tokens that the answer took so far, the one that ended it included.
+    `made` counts the tokens that the answer took so far, the one that ended it included.
     """
 
     def __init__(self, request: Request, ids: Sequence[int], most: int, stop_ids: Sequence[int], tokenizer: Tokenizer):
@@ -360,15 +321,11 @@ class TokenTexts:
     def completion_logprobs(self, told: Sequence[Told], count: int, offset: int) -> dict[str, Any]:
         """The form of `/v1/completions`, with `count` of the most likely tokens; `offset` characters stand before."""
         tokens = [self(one.token) for one in told]
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
         return {
             "tokens": tokens,
             "token_logprobs": [None if one.scored is None else one.scored.chosen for one in told],
             "top_logprobs": [None if one.scored is None else self._most_likely(one, count) for one in told],
-            "text_offset": offsets,
+            "text_offset": list(itertools.accumulate(map(len, tokens), initial=offset))[:-1],
         }
 
     def chat_logprobs(self, told: Sequence[Told], count: int) -> dict[str, Any]:

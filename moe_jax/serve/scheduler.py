@@ -34,12 +34,7 @@ class Closed(Exception):
 
 
 class Scored(NamedTuple):
-    """Log-probabilities where a token stands.
-
-    Attributes:
-      chosen: of the token.
-      top: of the most likely tokens, by id, the most likely one first.
-    """
+    """Log-probabilities where a token stands: of it, and of the most likely ones by id, the most likely one first."""
 
     chosen: float
     top: dict[int, float]
@@ -49,11 +44,10 @@ class News(NamedTuple):
     """Tokens that a request was given since the last news of it, and whether it has ended.
 
     Attributes:
-      tokens: that it was given; the last is the one that ended it if it ended with `stop`.
+      tokens: the last is the one that ended it if it ended with `stop`.
       scores: of these tokens; empty if nobody asked.
       prompt_scores: of the prompt's tokens from the second on, with the first news; None if nobody asked.
-      ended: why there will be no more news; None: there will be.
-      problem: what went wrong, if it ended with an `error`.
+      ended: why there will be no more news; None: there will be. `problem` says what went wrong with an `error`.
     """
 
     tokens: list[int]
@@ -71,8 +65,7 @@ class Job:
       ids: tokens of the prompt.
       most: tokens to add at most; 0: the prompt is only scored.
       on_news: called by the scheduler's thread.
-      temperature, top_p, seed: of sampling; see `functional.sampling.sample`.
-      stop_ids: tokens that end it, at most `rows.MOST_STOP_IDS`.
+      stop_ids: tokens that end it, at most `engine.MOST_STOP_IDS`.
       scores, scores_prompt: whether tokens that are added, and those of the prompt, are scored.
       cancelled: set by anyone when nobody wants it any more.
       added: how many tokens it was given.

@@ -17,14 +17,10 @@ def active_matmul_params(config: ModelConfig) -> int:
 
     Experts over a shared base count the base once and the deltas of the k chosen experts (methods.md 3).
     """
-    layers = sum(_mlp_params(layer, config) for layer in config.layers)
-    attention = sum(
-        _attention_params(attention, config.d_model)
-        for layer in config.layers
-        for attention in (layer.attention, layer.cross)
-        if attention is not None
-    )
-    return layers + attention + config.d_model * config.num_outputs
+    attentions = (one for layer in config.layers for one in (layer.attention, layer.cross) if one is not None)
+    matrices = sum(_entries(attention, config.d_model) for attention in attentions)
+    matrices += sum(_mlp_params(layer, config) for layer in config.layers)
+    return matrices + config.d_model * config.num_outputs
 
 
 def train_flops_per_token(config: ModelConfig, seq_len: int) -> float:
@@ -84,16 +80,16 @@ def _key_value_params(attention: AttentionConfig, d_model: int) -> int:
     return 2 * source * attention.num_kv_heads * attention.head_dim
 
 
-def _attention_params(attention: AttentionConfig, d_model: int) -> int:
-    shapes = attention.shapes(d_model)
-    return sum(map(math.prod, shapes.values())) + _lora_params(attention.lora, shapes)
+def _entries(part: AttentionConfig | FFNConfig, d_model: int) -> int:
+    shapes = part.shapes(d_model)
+    return sum(map(math.prod, shapes.values())) + _lora_params(part.lora, shapes)
 
 
 def _mlp_params(layer: LayerConfig, config: ModelConfig) -> int:
     mlp, d_model = layer.mlp, config.d_model
     if isinstance(mlp, FFNConfig):
-        return _ffn_params(mlp, d_model)
-    beside = _ffn_params(mlp.universal_ffn, d_model) if mlp.universal_beside else 0
+        return _entries(mlp, d_model)
+    beside = _entries(mlp.universal_ffn, d_model) if mlp.universal_beside else 0
     bank = mlp.bank.multiplied_entries(mlp.expert, d_model, mlp.bank_top_k)
     return _router_params(mlp, d_model) + beside + bank + _perft_params(mlp, d_model)
 
@@ -112,11 +108,6 @@ def _perft_params(mlp: MoEConfig, d_model: int) -> int:
         return 0
     router = d_model * perft.num_experts if perft.variant == "routed" else 0
     return router + mlp.perft_top_k * 2 * d_model * perft.adapter.rank
-
-
-def _ffn_params(ffn: FFNConfig, d_model: int) -> int:
-    shapes = ffn.shapes(d_model)
-    return sum(map(math.prod, shapes.values())) + _lora_params(ffn.lora, shapes)
 
 
 def _lora_params(lora: LoRAConfig | None, shapes: Mapping[str, tuple[int, int]]) -> int:

@@ -15,20 +15,14 @@ from moe_jax.distributed.sharding import local_rows, place
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
-from moe_jax.training.loop import Diverged
+from moe_jax.training.loop import Diverged, divergence
 from moe_jax.training.metrics import Record, is_finite, to_record
 from moe_jax.training.program import first_state, initial_states, load_teacher, make_program
 from moe_jax.training.recipe import Recipe
 
 Tokens = Int[np.ndarray, "B T"]
 Batch = Tokens | Mapping[str, np.ndarray]
-_DTYPES = {
-    "tokens": np.int32,
-    "targets": np.int32,
-    "weights": np.float32,
-    "segment_ids": np.int32,
-    "positions": np.int32,
-}
+_DTYPES = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), np.int32) | {"weights": np.float32}
 # Further arrays for a model with an encoder.
 _INPUTS = {"inputs": np.int32, "inputs_valid": np.bool_}
 
@@ -52,20 +46,17 @@ def train_on_batches(
       source: the model to begin with, which is not changed.
       batches: see `read_batch`; all of one shape, with the recipe's number of rows.
       devices: of the mesh; default all.
-      on_step: called with the record of every step.
-      teacher: the model that the recipe's `distill` names.
 
     Raises:
       InputError: for a batch that cannot be read, and as `make_program`; `Diverged` if the loss is no longer finite.
     """
     program = make_program(recipe, source.config, devices, teacher=None if teacher is None else teacher.config)
-    rows, last = local_rows(program.mesh, recipe.train.batch_size), {}
+    size = recipe.train.batch_size
+    rows, last = local_rows(program.mesh, size), {}
 
     def report(record: Record) -> Record:
         if not is_finite(record):
-            raise Diverged(
-                f"step {record['step']}: loss is {record['loss']} and the gradient norm {record['grad_norm']}"
-            )
+            raise Diverged(divergence(record))
         on_step(record)
         return record
 
@@ -76,11 +67,9 @@ def train_on_batches(
         # No batch is taken from the iterator that is not used.
         for step, batch in enumerate(itertools.islice(batches, recipe.train.steps), start=1):
             arrays = read_batch(batch, source.config)
-            if len(arrays["tokens"]) != recipe.train.batch_size:
-                expected = f"train.batch_size = {recipe.train.batch_size}"
-                raise InputError(f"batch {step} has {len(arrays['tokens'])} rows, expected {expected}")
-            local = {name: array[rows] for name, array in arrays.items()}
-            placed = place(local, rows, program.mesh, recipe.train.batch_size)
+            if (found := len(arrays["tokens"])) != size:
+                raise InputError(f"batch {step} has {found} rows, expected train.batch_size = {size}")
+            placed = place({name: array[rows] for name, array in arrays.items()}, rows, program.mesh, size)
             state, metrics = program.step(state, frozen, placed, *taught)
             # The devices are at work on this step while the previous one is reported.
             if pending is not None:
@@ -155,7 +144,7 @@ def _checked(given: dict[str, np.ndarray], vocab_size: int) -> dict[str, np.ndar
     return {name: np.asarray(given[name], dtype) for name, dtype in _DTYPES.items()}
 
 
-_OPTIONAL = tuple(name for name in _DTYPES if name not in ("tokens", "targets"))
+_OPTIONAL = ("weights", "segment_ids", "positions")
 
 
 def _check_ids(name: str, ids: np.ndarray, vocab_size: int) -> None:

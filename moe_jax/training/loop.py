@@ -5,7 +5,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 import grain
 import jax
 import jax.numpy as jnp
-import numpy as np
 import rich.console
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
@@ -33,21 +33,20 @@ from moe_jax.training.metrics import MetricsWriter, Record, StepLine, StepTrace,
 from moe_jax.training.program import Program, metrics_of
 from moe_jax.training.recipe import Recipe
 from moe_jax.training.run_directory import CHECKPOINTS
-from moe_jax.training.step import StepMetrics, TrainState, in_dtypes_of
+from moe_jax.training.step import StepMetrics, TrainState, averaged_params
 
 
 class BatchesOnDevices:
     """The batches of the data as global arrays on a mesh, up to the end of the data if `ends`, else for ever.
 
-    With several processes, only all of them together know whether any has data left. They find out one batch ahead, by
-    a program of its own that the devices run before the step, so that no process waits for the answer before a step.
-
-    `data` yields local rows of endless batches, padding after the last record.
+    `data` yields local rows of endless batches, padding after the last record. With several processes, only all of them
+    together know whether any has data left. They find out one batch ahead, by a program of its own that the devices run
+    before the step, so that no process waits for the answer before a step.
     """
 
     def __init__(self, data: grain.DatasetIterator, mesh: Mesh, batch_size: int, *, ends: bool):
-        self._data, self._mesh, self._batch_size, self._ends = data, mesh, batch_size, ends
-        self._rows = local_rows(mesh, batch_size)
+        self._data, self._batch_size, self._ends = data, batch_size, ends
+        self._place = partial(place, rows=local_rows(mesh, batch_size), mesh=mesh, batch_size=batch_size)
         self._asks = ends and jax.process_count() > 1
         # The batch after the last one returned, with the answer, and the position before it.
         self._ahead: tuple[dict[str, jax.Array], jax.Array] | None = None
@@ -58,7 +57,7 @@ class BatchesOnDevices:
         """Returns the next batch; None: the data has ended. Every process makes this call."""
         if not self._asks:
             batch = next(self._data)
-            return None if self._ends and not batch["segment_ids"].any() else self._placed(batch)
+            return None if self._ends and not batch["segment_ids"].any() else self._place(batch)
         batch, holds_some = self._ahead or self._read()
         self._before = self._data.get_state()
         self._ahead = self._read()
@@ -69,11 +68,8 @@ class BatchesOnDevices:
         return merge_positions(self._before or self._data.get_state(), self._batch_size)
 
     def _read(self) -> tuple[dict[str, jax.Array], jax.Array]:
-        batch = self._placed(next(self._data))
+        batch = self._place(next(self._data))
         return batch, self._any(batch["segment_ids"])
-
-    def _placed(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        return place(batch, self._rows, self._mesh, self._batch_size)
 
 
 class StopSignals:
@@ -142,12 +138,7 @@ class Stopped(Exception):
 class Loop:
     """Runs the steps of a recipe.
 
-    Args:
-      recipe, program, checkpoints: of the run.
-      frozen, teacher: the parameters that are not trained, and those of the program's teacher, if it has one.
-      data: batches, positioned where training continues.
-      evaluator: scores held-out data; None: no evaluation.
-      continue_command: the command that continues the run.
+    `data` is positioned where training continues; `frozen` and `teacher` are the parameters that are not trained.
     """
 
     def __init__(
@@ -163,16 +154,11 @@ class Loop:
         continue_command: str,
         teacher: nnx.State | None = None,
     ):
-        self._recipe = recipe
-        self._program = program
-        self._frozen = frozen
-        self._teacher = () if teacher is None else (teacher,)
+        self._recipe, self._program, self._checkpoints, self._evaluator = recipe, program, checkpoints, evaluator
+        self._frozen, self._teacher = frozen, () if teacher is None else (teacher,)
+        self._console, self._continue_command = console, continue_command
         batch_size, ends = recipe.train.batch_size, recipe.data.epochs is not None
         self._batches = BatchesOnDevices(data, program.mesh, batch_size, ends=ends)
-        self._checkpoints = checkpoints
-        self._evaluator = evaluator
-        self._console = console
-        self._continue_command = continue_command
         self._flops = step_flops(program.config, recipe.data.seq_len, input_length(recipe.data))
         device = program.mesh.devices.flat[0]
         peak = peak_flops(device.device_kind, device.platform, recipe.model.compute_dtype, recipe.log.peak_flops)
@@ -201,12 +187,9 @@ class Loop:
                 config = recipe_toml.flatten(recipe)
                 wandb = partial(WandbWriter, run_dir, mode=log.wandb, project=log.wandb_project, config=config)
             writer = MetricsWriter(run_dir, last_step=first, tensorboard=log.tensorboard, wandb=wandb)
-            try:
-                progress = StepLine(self._console, first=first, steps=recipe.train.steps, every=log.every)
-                with progress, StepTrace(run_dir / "profile", log.profile_steps) as trace:
-                    return self._steps(state, signals, writer, progress, trace), self._last
-            finally:
-                writer.close()
+            progress = StepLine(self._console, first=first, steps=recipe.train.steps, every=log.every)
+            with closing(writer), progress, StepTrace(run_dir / "profile", log.profile_steps) as trace:
+                return self._steps(state, signals, writer, progress, trace), self._last
 
     def _steps(
         self, state: TrainState, signals: StopSignals, writer: MetricsWriter, progress: StepLine, trace: StepTrace
@@ -239,8 +222,7 @@ class Loop:
             step += 1
             pending = step, metrics
             if trace.after(step, metrics):
-                directory = as_path(recipe.run_dir) / "profile"
-                self._console.print(f"wrote a trace to {directory}", highlight=False, soft_wrap=True)
+                self._say(f"wrote a trace to {as_path(recipe.run_dir) / 'profile'}")
             stop = signals.stop_after(step)
             due = recipe.eval is not None and (step % recipe.eval.every == 0 or step == steps)
             if self._evaluator is not None and due:
@@ -261,8 +243,7 @@ class Loop:
     def _finish(self, step: int, metrics: StepMetrics, evaluate: TrainState | None) -> Record:
         """Waits for a step and checks it; adds the speed, and the held-out loss if a state is given."""
         record = to_record(self._program.config, step, metrics)
-        if not is_finite(record):
-            raise Diverged(self._divergence(record))
+        self._check_finite(record)
         seconds = time.monotonic() - self._clock
         record["seconds"] = seconds
         tokens, inputs = record["tokens"], record.get("input_tokens", 0)
@@ -272,13 +253,10 @@ class Loop:
             record["mfu"] = record["flops_per_second"] / self._peak
         if evaluate is not None:
             assert self._evaluator is not None
-            params, ema = evaluate.params, self._recipe.ema
-            if ema is not None and ema.evaluate:
-                assert evaluate.ema is not None
-                params = in_dtypes_of(params, evaluate.ema)
+            ema = self._recipe.ema
+            params = averaged_params(evaluate, ema is not None and ema.evaluate)
             record["eval_loss"] = self._evaluator(params, self._frozen).nll
-            if not is_finite(record):
-                raise Diverged(self._divergence(record))
+            self._check_finite(record)
         self._clock = time.monotonic()
         self._last = record
         return record
@@ -288,25 +266,22 @@ class Loop:
         self._saved = step
         self._clock = time.monotonic()
 
+    def _say(self, line: str) -> None:
+        self._console.print(line, highlight=False, soft_wrap=True)
+
     def _say_stopping(self, name: str) -> None:
-        self._console.print(
-            f"{name}: saving a checkpoint after this step; a second one ends the run at once, without",
-            highlight=False,
-            soft_wrap=True,
-        )
+        self._say(f"{name}: saving a checkpoint after this step; a second one ends the run at once, without")
 
     def _stop(self, step: int, signals: StopSignals) -> None:
         assert signals.received is not None
         self._checkpoints.wait()
-        name = signal.Signals(signals.received).name
-        self._console.print(
-            f"{name}: saved step {step} of {self._recipe.train.steps}; continue with: {self._continue_command}",
-            highlight=False,
-            soft_wrap=True,
-        )
+        steps, name = self._recipe.train.steps, signal.Signals(signals.received).name
+        self._say(f"{name}: saved step {step} of {steps}; continue with: {self._continue_command}")
         raise Stopped(signals.received)
 
-    def _divergence(self, record: Record) -> str:
+    def _check_finite(self, record: Record) -> None:
+        if is_finite(record):
+            return
         run_dir, last = as_path(self._recipe.run_dir), self._checkpoints.latest_step()
         go_on = "no checkpoint had been saved yet"
         if last is not None:
@@ -316,24 +291,20 @@ class Loop:
                 "--skip-batches"
             )
         held_out = f", the held-out loss {record['eval_loss']}" if "eval_loss" in record else ""
-        return (
-            f"step {record['step']}: loss is {record['loss']} and the gradient norm {record['grad_norm']}{held_out}; "
-            f"{go_on}"
-        )
+        raise Diverged(f"{divergence(record)}{held_out}; {go_on}")
 
 
-# Relative tolerance of the loss and of the gradient's norm: the order of sums differs.
-_TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}
+def divergence(record: Record) -> str:
+    """Returns a sentence on a step that is not finite."""
+    return f"step {record['step']}: loss is {record['loss']} and the gradient norm {record['grad_norm']}"
 
 
 def exchange_check(recipe: Recipe, program: Program) -> Callable[..., Callable[[StepMetrics], None]] | None:
     """Makes the check of a run's first step; None: there is nothing to check.
 
     By default there is a check on GPUs if tokens come to experts by all-to-all; `model.check_exchange` overrides this.
-
-    Returns:
-      A function of the step's arguments. It computes the step by all-gather, without an update, and returns another
-      function, which compares the metrics of the real step, and raises `InputError` where they differ.
+    It is a function of the step's arguments, which computes the step by all-gather, without an update, and returns
+    another function, which compares the metrics of the real step, and raises `InputError` where they differ.
     """
     asked = recipe.model.check_exchange
     platform = program.mesh.devices.flat[0].platform
@@ -346,13 +317,12 @@ def exchange_check(recipe: Recipe, program: Program) -> Callable[..., Callable[[
         return None
     by_gather = metrics_of(recipe, program, lambda model: set_exchange(model, "all-gather"))
 
-    def before(
-        state: TrainState, frozen: nnx.State, batch: dict[str, jax.Array], *teacher: nnx.State
-    ) -> Callable[[StepMetrics], None]:
-        expected = jax.device_get(by_gather(state, frozen, batch, *teacher))
+    def before(*arguments: Any) -> Callable[[StepMetrics], None]:
+        expected = jax.device_get(by_gather(*arguments))
 
         def after(metrics: StepMetrics) -> None:
-            tolerance = _TOLERANCE[recipe.model.compute_dtype]
+            # Relative, of the loss and of the gradient's norm: the order of sums differs.
+            tolerance = {"float32": 1e-3, "bfloat16": 2e-2}[recipe.model.compute_dtype]
             for name in ("loss", "grad_norm"):
                 found, right = float(getattr(metrics, name)), float(getattr(expected, name))
                 # A loss that is not finite either way is no fault of the exchange, and the loop reports it.

@@ -77,9 +77,6 @@ class EventWriter:
         self._folder.close()
 
 
-_RUN_ID = "wandb_id"
-
-
 def import_wandb() -> Any:
     """Imports the library, which nothing else imports; raises `InputError` if it is not installed."""
     try:
@@ -96,7 +93,7 @@ class WandbWriter:
     """
 
     def __init__(self, run_dir: Path, *, mode: Literal["online", "offline"], project: str, config: Mapping[str, Any]):
-        wandb, file = import_wandb(), run_dir / _RUN_ID
+        wandb, file = import_wandb(), run_dir / "wandb_id"
         if not file.is_file():
             as_path(file).replace_content(secrets.token_hex(4).encode())
         self._run = wandb.init(
@@ -123,7 +120,6 @@ class WandbWriter:
 
 
 Record = dict[str, Any]
-_FINITE = ("loss", "aux_loss", "distill_loss", "grad_norm", "eval_loss")
 
 
 def to_record(config: ModelConfig, step: int, metrics: StepMetrics) -> Record:
@@ -166,7 +162,8 @@ def to_record(config: ModelConfig, step: int, metrics: StepMetrics) -> Record:
 
 def is_finite(record: Record) -> bool:
     """Whether the losses and the gradient are finite; if not, that step's update has ruined the parameters."""
-    return all(math.isfinite(record.get(key, 0.0)) for key in _FINITE)
+    numbers = ("loss", "aux_loss", "distill_loss", "grad_norm", "eval_loss")
+    return all(math.isfinite(record.get(key, 0.0)) for key in numbers)
 
 
 class MetricsWriter:
@@ -199,26 +196,18 @@ class MetricsWriter:
         """Writes the record of a step to all places."""
         if self._file:
             self._file.write(json.dumps(record) + "\n")
-        if self._events:
-            self._events.write(record["step"], _flat(record))
-        if self._wandb:
-            self._wandb.write(record["step"], _flat(record))
+        for writer in filter(None, (self._events, self._wandb)):
+            writer.write(record["step"], _flat(record))
 
     def flush(self) -> None:
         """Returns when all records are stored; a line of a file always is."""
-        if self._file:
-            self._file.flush()
-        if self._events:
-            self._events.flush()
+        for writer in filter(None, (self._file, self._events)):
+            writer.flush()
 
     def close(self) -> None:
         """Stores what was written, and closes all files."""
-        if self._file:
-            self._file.close()
-        if self._events:
-            self._events.close()
-        if self._wandb:
-            self._wandb.close()
+        for writer in filter(None, (self._file, self._events, self._wandb)):
+            writer.close()
 
 
 def read_metrics(path: Path) -> list[Record]:
@@ -232,28 +221,21 @@ def read_metrics(path: Path) -> list[Record]:
     return records
 
 
-class StepLine:
+class StepLine(contextlib.ExitStack):
     """Shows the metrics of the current step: beside a bar on a terminal, otherwise as a line every few steps.
 
-    A context manager. `first` steps of all `steps` were done before. Steps with an evaluation and the last step always
-    have a line.
+    `first` steps of all `steps` were done before. Steps with an evaluation and the last step always have a line.
     """
 
     def __init__(self, console: rich.console.Console, *, first: int, steps: int, every: int):
-        self._console = console
-        self._first = first
-        self._steps = steps
-        self._every = every
+        super().__init__()
+        self._console, self._first, self._steps, self._every = console, first, steps, every
         self._pace = Pace(first, steps)
-        self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> "StepLine":
-        self._bars = self._exit.enter_context(progress_bars(self._console))
+        self._bars = self.enter_context(progress_bars(self._console))
         self._bars("training", self._first, self._steps, "compiling")
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self._exit.close()
 
     def show(self, record: Record) -> None:
         """Shows the record of a step that was just done."""
@@ -269,22 +251,15 @@ class StepLine:
 
 def _line(record: Record) -> str:
     parts = [f"loss {record['loss']:.4f}"]
-    if "distill_loss" in record:
-        parts.append(f"distill {record['distill_loss']:.4f}")
-    if "eval_loss" in record:
-        parts.append(f"eval {record['eval_loss']:.4f}")
+    parts += [f"{name} {record[f'{name}_loss']:.4f}" for name in ("distill", "eval") if f"{name}_loss" in record]
     parts.append(f"lr {record['learning_rate']:.2e}")
     if "tokens_per_second" in record:
-        parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
-        parts.append(_flops(record["flops_per_second"]))
+        rate = record["flops_per_second"]
+        unit, size = ("TFLOP/s", 1e12) if rate >= 1e12 else ("GFLOP/s", 1e9)
+        parts += [f"{record['tokens_per_second']:,.0f} tokens/s", f"{rate / size:.3g} {unit}"]
     if "mfu" in record:
         parts.append(f"{record['mfu']:.1%} MFU")
     return "  ".join(parts)
-
-
-def _flops(rate: float) -> str:
-    unit, size = ("TFLOP/s", 1e12) if rate >= 1e12 else ("GFLOP/s", 1e9)
-    return f"{rate / size:.3g} {unit}"
 
 
 def _flat(record: Mapping[str, Any]) -> list[tuple[str, float]]:
@@ -301,8 +276,8 @@ def _flat(record: Mapping[str, Any]) -> list[tuple[str, float]]:
     return [(tag, value) for tag, value in scalars if tag != "step"]
 
 
-class StepTrace:
-    """Traces steps `first` to `last`, both included; without them, nothing. A context manager.
+class StepTrace(contextlib.AbstractContextManager):
+    """Traces steps `first` to `last`, both included; without them, nothing.
 
     Steps that are not run are not waited for. Every process writes a trace of its own devices, by the profiler as
     `plugins/profile/TIME/` in the directory; in a bucket when the trace ends.
@@ -311,35 +286,25 @@ class StepTrace:
     def __init__(self, directory: Path, steps: tuple[int, ...]):
         self._directory = directory
         self._first, self._last = steps or (0, -1)
-        self._traces = False
-        self._folder: LocalFolder | None = None
-
-    def __enter__(self) -> "StepTrace":
-        return self
+        self._folder: LocalFolder | None = None  # of the trace that is being made
 
     def step(self, number: int) -> contextlib.AbstractContextManager:
         """Call before each step, and run the step inside."""
-        if not self._traces and self._first <= number <= self._last:
+        if self._folder is None and self._first <= number <= self._last:
             self._folder = as_path(self._directory).local_folder()
             jax.profiler.start_trace(self._folder.path)
-            self._traces = True
-        return jax.profiler.StepTraceAnnotation("train", step_num=number) if self._traces else contextlib.nullcontext()
+        return jax.profiler.StepTraceAnnotation("train", step_num=number) if self._folder else contextlib.nullcontext()
 
     def after(self, number: int, result: Any) -> bool:
         """Ends the trace after its last step, when `result` is computed; returns whether it did."""
-        if not self._traces or number < self._last:
+        if self._folder is None or number < self._last:
             return False
         jax.block_until_ready(result)
-        self._stop()
+        self.__exit__()
         return True
 
     def __exit__(self, *_: object) -> None:
-        # The run ended, or stopped, during the trace.
-        if self._traces:
-            self._stop()
-
-    def _stop(self) -> None:
-        self._traces = False
-        jax.profiler.stop_trace()
         if self._folder is not None:
+            jax.profiler.stop_trace()
             self._folder.close()
+            self._folder = None

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.core.errors import clipped, nearest, raise_if_any, shown
 from moe_jax.distributed.sharding import path_name
-from moe_jax.peft.partition import full_matches
+from moe_jax.peft.trained import full_matches
 from moe_jax.training.recipe import OptimizerSection, ScheduleSection
 
 # If its updates have this root mean square, as AdamW's have on average, Muon can share AdamW's learning rate and weight
@@ -27,19 +28,16 @@ def learning_rate(section: OptimizerSection, schedule: ScheduleSection, steps: i
     The first step uses the first value of the warm-up above 0, and the last step uses the final value.
     """
     peak = section.learning_rate
-    after_warmup = max(1, steps - schedule.warmup_steps)
+    last = after_warmup = max(1, steps - schedule.warmup_steps)
     if schedule.kind == "cosine":
         decay = optax.cosine_decay_schedule(peak, after_warmup, alpha=schedule.final_ratio)
-    elif schedule.kind == "linear":
-        decay = optax.linear_schedule(peak, peak * schedule.final_ratio, after_warmup)
-    elif schedule.kind == "wsd":
-        wanted = schedule.decay_steps if schedule.decay_steps is not None else max(1, steps // 10)
-        last = max(1, min(wanted, steps - schedule.warmup_steps))
-        decay = optax.linear_schedule(
-            peak, peak * schedule.final_ratio, last, transition_begin=max(0, after_warmup - last)
-        )
-    else:
+    elif schedule.kind == "constant":
         decay = optax.constant_schedule(peak)
+    else:
+        if schedule.kind == "wsd":
+            wanted = schedule.decay_steps if schedule.decay_steps is not None else max(1, steps // 10)
+            last = min(wanted, after_warmup)
+        decay = optax.linear_schedule(peak, peak * schedule.final_ratio, last, transition_begin=after_warmup - last)
     if schedule.warmup_steps:
         warmup = optax.linear_schedule(0.0, peak, schedule.warmup_steps)
         decay = optax.join_schedules([warmup, decay], [schedule.warmup_steps])
@@ -53,9 +51,7 @@ PerLayer = float | tuple[float, ...]
 class Rates(NamedTuple):
     """Rates of a parameter in memory; if they differ between the layers stacked in it, one number for each.
 
-    Attributes:
-      factor: its learning rate, relative to that of the optimizer.
-      decay: its weight decay.
+    `factor` is its learning rate, relative to that of the optimizer, and `decay` its weight decay.
     """
 
     factor: PerLayer
@@ -90,11 +86,8 @@ def _direction(section: OptimizerSection) -> optax.GradientTransformation:
     if section.kind == "adamw":
         return adam
 
-    def labels(params: Any) -> Any:
-        def label(path: tuple, _: Any) -> str:
-            return "muon" if is_orthogonalised(path_name(path)) else "adamw"
-
-        return jax.tree_util.tree_map_with_path(label, params)
+    def label(path: tuple, _: Any) -> str:
+        return "muon" if is_orthogonalised(path_name(path)) else "adamw"
 
     def with_rms_of_adam(update: Any, _: Any) -> Any:
         # The root mean square of an orthogonal [i, o] is `1 / sqrt(max(i, o))`.
@@ -104,7 +97,7 @@ def _direction(section: OptimizerSection) -> optax.GradientTransformation:
         beta=section.momentum, mu_dtype=first, weight_dimension_numbers=optax.contrib.MuonDimensionNumbers()
     )
     muon = _per_matrix(optax.chain(orthogonal, optax.stateless_with_tree_map(with_rms_of_adam)))
-    return optax.partition({"muon": muon, "adamw": adam}, labels)
+    return optax.partition({"muon": muon, "adamw": adam}, partial(jax.tree_util.tree_map_with_path, label))
 
 
 def is_orthogonalised(path: str) -> bool:
@@ -121,21 +114,17 @@ def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransforma
     def cast(tree):
         return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
 
-    def init(params):
-        return inner.init(cast(params))
-
     def update(updates, state, params=None):
         return inner.update(cast(updates), state, cast(params))
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(lambda params: inner.init(cast(params)), update)
 
 
 def group_rates(section: OptimizerSection, leaves: Mapping[str, Sequence[str]]) -> dict[str, Rates]:
     """Returns the rates of trained parameters, by path in memory.
 
-    Args:
-      section: of the recipe; if several groups name a parameter, the first one counts.
-      leaves: path of a parameter in memory -> its leaf paths, one for each layer stacked in it.
+    If several groups name a parameter, the first one counts. `leaves`: path of a parameter in memory -> its leaf paths,
+    one for each layer stacked in it.
 
     Raises:
       InputError: for a pattern that is not a regular expression, takes too long, or matches no trained parameter.
@@ -209,13 +198,10 @@ def _shaped(number: PerLayer, like: jax.Array) -> float | jax.Array:
     return jnp.asarray(np.array(number, np.float32).reshape(-1, *(1,) * (like.ndim - 1)), like.dtype)
 
 
-# Last names of parameters whose last two axes are a matrix; the last axis of all others (norms, biases, values of
-# sparse deltas) is a vector.
-_MATRIX = re.compile(r"(^|/)(kernel|a|b|factor|neurons|embedding|positions|table)$|/adapters/(down|up)$")
-
-
 def _is_matrix(path: str) -> bool:
-    return _MATRIX.search(path) is not None
+    """Whether a parameter's last two axes are a matrix; the last axis of others (norms, biases, values) is a vector."""
+    matrix = r"(^|/)(kernel|a|b|factor|neurons|embedding|positions|table)$|/adapters/(down|up)$"
+    return re.search(matrix, path) is not None
 
 
 def _per_matrix(inner: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -292,10 +278,8 @@ def at_step(opt_state: optax.OptState, step: jax.Array) -> optax.OptState:
     def is_schedule(node: Any) -> bool:
         return isinstance(node, optax.ScaleByScheduleState)
 
-    def moved(node: Any) -> Any:
-        return optax.ScaleByScheduleState(count=step) if is_schedule(node) else node
-
-    return jax.tree.map(moved, opt_state, is_leaf=is_schedule)
+    new = optax.ScaleByScheduleState(count=step)
+    return jax.tree.map(lambda node: new if is_schedule(node) else node, opt_state, is_leaf=is_schedule)
 
 
 class Placed(NamedTuple):
@@ -330,12 +314,9 @@ def _spec_like(shape: tuple[int, ...], param: Placed, *, is_column: bool) -> P:
         return param.spec
     ndim = len(param.shape)
     axes = (*param.spec, *(None,) * (ndim - len(param.spec)))
-    fitting = [axis for axis in range(max(0, ndim - 2), ndim) if _without(param.shape, axis) == shape]
+    without = [(*range(axis), *range(axis + 1, ndim)) for axis in range(max(0, ndim - 2), ndim)]
+    fitting = [kept for kept in without if tuple(param.shape[axis] for axis in kept) == shape]
     if not fitting:
         return P()
     # Both fit a square matrix. Optax then takes the means of rows along the last axis.
-    return P(*_without(axes, fitting[0] if is_column else fitting[-1]))
-
-
-def _without(items: tuple, index: int) -> tuple:
-    return items[:index] + items[index + 1 :]
+    return P(*(axes[axis] for axis in fitting[0 if is_column else -1]))

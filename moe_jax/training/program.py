@@ -5,7 +5,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import optax
@@ -34,11 +34,9 @@ class Program:
 
     Attributes:
       config: of the model; its dtype is that of the trained parameters.
-      mesh: the devices.
       model: the decoder with abstract parameters.
       trainable: paths in memory of the trained parameters.
       graphdef: of the model, for the states below.
-      optimizer: over the trained parameters.
       state: abstract `TrainState`, every leaf with its sharding.
       frozen: abstract state of the parameters that are not trained, with shardings. Its dtypes are the recipe's or the
         config's; a checkpoint's may differ.
@@ -99,9 +97,7 @@ def make_program(
     mesh = mesh_for(recipe, config, devices)
     frozen_dtype = recipe.model.frozen_dtype or config.dtype
     config = dataclasses.replace(config, dtype=recipe.model.param_dtype)
-    model = abstract_model(config, compute_dtype=recipe.model.compute_dtype, remat=recipe.model.remat)
-    if recipe.model.exchange is not None:
-        set_exchange(model, recipe.model.exchange)
+    model = _model(recipe, config, remat=recipe.model.remat)
     trainable = trainable_paths(model, train=recipe.partition.train, freeze=recipe.partition.freeze)
     graphdef, params, frozen = split_model(model, trainable)
     groups = {path: disk_paths(config, path) for path in sorted(trainable)} if recipe.optimizer.groups else None
@@ -134,15 +130,19 @@ def check_teacher(config: ModelConfig, teacher: ModelConfig) -> None:
         )
 
 
-def _teacher(recipe: Recipe, config: ModelConfig, mesh: Mesh) -> Teacher:
-    model = abstract_model(config, compute_dtype=recipe.model.compute_dtype)
+def _model(recipe: Recipe, config: ModelConfig, **how: Any) -> Decoder:
+    model = abstract_model(config, compute_dtype=recipe.model.compute_dtype, **how)
     if recipe.model.exchange is not None:
         set_exchange(model, recipe.model.exchange)
-    graphdef, state = nnx.split(model)
+    return model
+
+
+def _teacher(recipe: Recipe, config: ModelConfig, mesh: Mesh) -> Teacher:
     section = recipe.distill
     assert section is not None
-    shardings = state_shardings(state, mesh)
-    return Teacher(graphdef, _with_shardings(state, shardings), section.weight, section.temperature)
+    graphdef, state = nnx.split(_model(recipe, config))
+    state = _with_shardings(state, state_shardings(state, mesh))
+    return Teacher(graphdef, state, section.weight, section.temperature)
 
 
 def load_teacher(program: Program, source: ModelSource) -> nnx.State:
@@ -173,16 +173,9 @@ def _make_step(
     optimizer: optax.GradientTransformation,
     teacher: Teacher | None,
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
-    return make_step(
-        graphdef,
-        config,
-        optimizer,
-        _schedule(recipe),
-        seed=recipe.seed,
-        accumulation=recipe.train.accumulation,
-        ema_decay=None if recipe.ema is None else recipe.ema.decay,
-        teacher=teacher,
-    )
+    ema_decay = None if recipe.ema is None else recipe.ema.decay
+    options = {"seed": recipe.seed, "accumulation": recipe.train.accumulation, "ema_decay": ema_decay}
+    return make_step(graphdef, config, optimizer, _schedule(recipe), teacher=teacher, **options)
 
 
 def _schedule(recipe: Recipe) -> optax.Schedule:
@@ -191,12 +184,8 @@ def _schedule(recipe: Recipe) -> optax.Schedule:
 
 def abstract_batch(recipe: Recipe, config: ModelConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shapes, dtypes and shardings of a recipe's batch for a model."""
-    like = stack_pairs(
-        [],
-        recipe.train.batch_size,
-        input_len=input_length(recipe.data) if config.has_encoder else None,
-        seq_len=recipe.data.seq_len,
-    )
+    input_len = input_length(recipe.data) if config.has_encoder else None
+    like = stack_pairs([], recipe.train.batch_size, input_len=input_len, seq_len=recipe.data.seq_len)
     return {
         name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=batch_sharding(mesh, array.shape[1]))
         for name, array in like.items()
@@ -210,14 +199,12 @@ def initial_states(program: Program, recipe: Recipe, source: ModelSource | None)
     """
     if recipe.model.init == "checkpoint":
         assert source is not None
-        dtypes = recipe.model
 
         def param_dtype(path: str) -> str | None:
-            return dtypes.param_dtype if path in program.trainable else dtypes.frozen_dtype
+            return recipe.model.param_dtype if path in program.trainable else recipe.model.frozen_dtype
 
         loaded = load_model(source, param_dtype=param_dtype, mesh=program.mesh, finite=True)
-        _, params, frozen = split_model(loaded, program.trainable)
-        return params, frozen
+        return split_model(loaded, program.trainable)[1:]
 
     def draw() -> tuple[nnx.State, nnx.State]:
         model = Decoder(program.config, rngs=nnx.Rngs(recipe.seed))
@@ -236,13 +223,11 @@ def draw_model(config: ModelConfig, seed: int) -> Decoder:
 
 def first_state(program: Program, params: nnx.State) -> TrainState:
     """Returns the state before the first step; donates the buffers of `params`."""
-    ema = program.state.ema is not None
-    make = jax.jit(
-        lambda params: init_state(params, program.optimizer, ema=ema),
-        donate_argnums=0,
-        out_shardings=_shardings(program.state),
-    )
-    return make(params)
+
+    def make(params: nnx.State) -> TrainState:
+        return init_state(params, program.optimizer, ema=program.state.ema is not None)
+
+    return jax.jit(make, donate_argnums=0, out_shardings=_shardings(program.state))(params)
 
 
 def completed_state(program: Program, state: TrainState) -> TrainState:
@@ -264,18 +249,13 @@ def completed_state(program: Program, state: TrainState) -> TrainState:
 def _abstract_state(params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh, *, ema: bool) -> TrainState:
     """Returns the train state with shardings; that of the optimizer is split as `state_specs` says."""
     shardings = state_shardings(params, mesh)
-    replicated = NamedSharding(mesh, P())
     state = jax.eval_shape(lambda params: init_state(params, optimizer, ema=ema), params)
-    placed = {
-        path_name(path): Placed(leaf.shape, sharding.spec)
-        for (path, leaf), sharding in zip(
-            jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings), strict=True
-        )
-    }
+    leaves = jax.tree_util.tree_leaves_with_path(_with_shardings(params, shardings))
+    placed = {path_name(path): Placed(leaf.shape, leaf.sharding.spec) for path, leaf in leaves}
     specs = state_specs(state.opt_state, placed)
     moments = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda node: isinstance(node, P))
-    lying: Any = TrainState(cast(Any, replicated), shardings, moments, shardings if ema else None)
-    return _with_shardings(state, lying)
+    replicated: Any = NamedSharding(mesh, P())
+    return _with_shardings(state, TrainState(replicated, shardings, moments, shardings if ema else None))
 
 
 def _cast(frozen: nnx.State, dtype: str) -> nnx.State:

@@ -16,24 +16,24 @@ While a process works on the run it holds a lock on the directory, and `.lock` s
 A run is continued or restarted where certain keys of its recipe, and the contents of its files, are equal.
 """
 
+import contextlib
 import dataclasses
 import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from moe_jax.checkpoints.saved_state import read_steps
 from moe_jax.core.errors import InputError, raise_if_any, shown
 from moe_jax.data.sections import at_least
-from moe_jax.data.text_and_tables import find_files
+from moe_jax.data.sources import find_files
 from moe_jax.data.tokenizer import tokenizer_identity
 from moe_jax.files.byte_files import fingerprint_contents
 from moe_jax.files.json_toml import parse, read_json_object, without_format
-from moe_jax.files.remote_work import Lease
-from moe_jax.files.staging import DirectoryLock, hold_alone
+from moe_jax.files.staging import hold_alone
 from moe_jax.files.storage_path import as_path
-from moe_jax.files.tokenizer_files import list_tokenizer_files, read_tokenizer_file, tokenizer_files_in
+from moe_jax.files.tokenizer_files import copy_tokenizer_files, tokenizer_files_in
 from moe_jax.model_io.adapter_dir import ModelReference
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig, config_to_json
@@ -51,18 +51,15 @@ _FORMAT = "moe_jax.run"
 _VERSION = 1
 
 
-class RunLock:
-    """Keeps all other processes out of a run directory, from `take` to the end of the block. A context manager.
+class RunLock(contextlib.ExitStack):
+    """Keeps all other processes out of a run directory, from `take` to the end of the block.
 
     In a run with several processes the first one holds the lock.
     """
 
     def __init__(self, run_dir: Path):
-        self._run_dir = as_path(run_dir)
-        self._held: DirectoryLock | Lease | None = None
-
-    def __enter__(self) -> Self:
-        return self
+        super().__init__()
+        self._run_dir, self._is_held = as_path(run_dir), False
 
     def take(self) -> None:
         """Locks the directory, which is created if necessary; does nothing if the lock is held already.
@@ -70,12 +67,9 @@ class RunLock:
         Raises `InputError` if another process holds the lock, and says which. In a bucket that is a lease: one that
         nobody renews any more is waited for.
         """
-        if self._held is None:
-            self._held = hold_alone(self._run_dir, _HOLDER)
-
-    def __exit__(self, *_: object) -> None:
-        if self._held is not None:
-            self._held.release()
+        if not self._is_held:
+            self.callback(hold_alone(self._run_dir, _HOLDER).release)
+            self._is_held = True
 
 
 def read_run(run_dir: Path, *, resume: bool) -> Recipe | None:
@@ -105,7 +99,7 @@ def split_step(path: Path) -> tuple[Path, int] | None:
     return as_path(path).with_name(match[1]), int(match[2])
 
 
-def saved_steps(run_dir: Path) -> dict[int, Path]:
+def saved_steps(run_dir: Path) -> Mapping[int, Path]:
     """Returns the folders of the checkpoints of a run by step, ascending."""
     return read_steps(as_path(run_dir) / CHECKPOINTS)
 
@@ -147,9 +141,7 @@ def write_run(run_dir: Path, recipe: Recipe, record: "RunRecord", files: Mapping
         folder = as_path(run_dir / _TOKENIZER)
         folder.remove_tree()
         folder.mkdir()
-        list_tokenizer_files(folder, files)
-        for name, file in files.items():
-            (folder / name).write_durably(read_tokenizer_file(file))
+        copy_tokenizer_files(files, folder)
     write_record(run_dir, record)
 
 
@@ -160,13 +152,9 @@ def files_of_run(run_dir: Path) -> tuple[Path, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restart:
-    """The record that a run began with a checkpoint of another run.
+    """The record that a run began with a checkpoint of another run, at the path `run`.
 
-    Attributes:
-      run: path of the other run.
-      step: of the checkpoint.
-      skipped_batches: number of batches that were left out after it.
-      changed: key of the recipe -> value before and after.
+    So many batches were left out after it, and keys of the recipe `changed`: key -> value before and after.
     """
 
     run: str
@@ -236,14 +224,12 @@ def read_record(run_dir: Path) -> RunRecord | None:
 def write_record(run_dir: Path, record: RunRecord) -> None:
     """Writes the record into a run directory."""
     content = {"format": _FORMAT, "version": _VERSION, **dataclasses.asdict(record)}
-    as_path(as_path(run_dir) / RECORD).replace_content(json.dumps(content, indent=2).encode())
+    as_path(run_dir / RECORD).replace_content(json.dumps(content, indent=2).encode())
 
 
 # Keys that may differ between a run and its continuation, because they do not change what a step computes. (Another
 # mesh sums in another order, so the last bits may differ; restoring onto it is a feature.)
-CHANGEABLE = (
-    "train.steps", "checkpoint.", "log.", "eval", "mesh.", "data.prefetch", "ema.evaluate", "ema.export",
-)  # fmt: skip
+CHANGEABLE = ("train.steps", "checkpoint.", "log.", "eval", "mesh.", "data.prefetch", "ema.evaluate", "ema.export")
 # Paths may differ too: `RunRecord` compares the contents of the files.
 _PLACES = (
     "run_dir", "model.path", "model.base", "model.config", "data.tokenizer", "data.chat_template", "distill.teacher",
@@ -276,8 +262,7 @@ def changed_keys(before: Recipe, now: Recipe) -> dict[str, tuple[Any, Any]]:
 
 def check_continues(before: Recipe, now: Recipe) -> None:
     """Raises `InputError` if `now` differs from the run it continues in keys that must not change; names them."""
-    changed = changed_keys(before, now)
-    if changed:
+    if changed := changed_keys(before, now):
         restartable = all(key.startswith(_RESTARTABLE) for key in changed)
         instead = "begin a new run with --restart" if restartable else "choose another run_dir"
         raise InputError(
@@ -324,10 +309,11 @@ def described_record(record: RunRecord) -> dict[str, Any]:
 def check_same(before: RunRecord, now: RunRecord, recipe: Recipe) -> None:
     """Raises `InputError` unless a run continues with the same model, tokenizer and data; names what changed."""
     problems = []
+    model = recipe.model.path or recipe.model.config
     if _identity(before.source) != _identity(now.source):
-        problems.append(f"{recipe.model.path or recipe.model.config} is not the model that it was begun with")
+        problems.append(f"{model} is not the model that it was begun with")
     elif before.config != now.config:
-        problems.append(f"{recipe.model.path or recipe.model.config} describes another model than at its beginning")
+        problems.append(f"{model} describes another model than at its beginning")
     if recipe.distill is not None and _identity(before.teacher) != _identity(now.teacher):
         problems.append(f"{recipe.distill.teacher} is not the teacher that it was begun with")
     if before.tokenizer != now.tokenizer:

@@ -60,13 +60,9 @@ _ROUNDING = 0x7FFFFFFF
 
 
 class TrainState(NamedTuple):
-    """Everything that a step changes.
+    """Everything that a step changes; `step` is the number of steps done.
 
-    Attributes:
-      step: number of optimizer steps done.
-      params: trained parameters (`nnx.State`).
-      opt_state: state of the optimizer.
-      ema: the moving average of `params`, float32; None: the recipe asks for none.
+    `ema` is the moving average of the trained parameters `params`, float32, if the recipe asks for one.
     """
 
     step: Int[Array, ""]
@@ -148,9 +144,7 @@ def make_step(
 
     Args:
       graphdef: from `peft.split_model`.
-      optimizer: over the trained parameters.
       schedule: learning rate by steps done, as the optimizer uses it (reported only).
-      seed: of everything random in a step (the noise of routers).
       accumulation: number of microbatches, a divisor of B.
       ema_decay: of the average, if the state has one.
       teacher: its parameters are then a fourth argument of the step, which leaves them as they are.
@@ -196,8 +190,7 @@ def make_step(
         )
         params = updated_params(state.params, updates, jax.random.fold_in(key, _ROUNDING))
         average = state.ema
-        if average is not None:
-            assert ema_decay is not None
+        if average is not None and ema_decay is not None:
             average = _next_average(average, params, state.step + 1, ema_decay)
         return TrainState(state.step + 1, params, opt_state, average), metrics
 
@@ -227,15 +220,9 @@ def make_loss(
         else:
             right = nnx.merge(teacher.graphdef, taught)
             # Without a key, as at evaluation, nothing in the teacher is random.
-            right_x = run_to_head(right, batch).x
+            of_teacher = {"teacher": right, "teacher_x": run_to_head(right, batch).x, "weight": teacher.weight}
             loss, cross_entropy, divergence = model.distilled_loss(
-                out.x,
-                targets,
-                weights,
-                teacher=right,
-                teacher_x=right_x,
-                weight=teacher.weight,
-                temperature=teacher.temperature,
+                out.x, targets, weights, temperature=teacher.temperature, **of_teacher
             )
         auxiliary = auxiliary_loss(config, out.router) / accumulation
         return loss + auxiliary, (cross_entropy, auxiliary, out.router, divergence)
@@ -271,9 +258,11 @@ def _next_average(average: nnx.State, params: nnx.State, step: Int[Array, ""], d
     return cast(nnx.State, optax.incremental_update(cast(Any, params), cast(Any, average), new))
 
 
-def in_dtypes_of(params: nnx.State, average: nnx.State) -> nnx.State:
-    """Returns the average as parameters: in the dtypes of `params`."""
-    return jax.tree.map(lambda like, leaf: leaf.astype(like.dtype), params, average)
+def averaged_params(state: TrainState, wanted: bool) -> nnx.State:
+    """Returns the trained parameters, or if it is wanted their average, in their dtypes."""
+    if not wanted:
+        return state.params
+    return jax.tree.map(lambda like, leaf: leaf.astype(like.dtype), state.params, state.ema)
 
 
 def step_key(seed: int, step: int | Int[Array, ""]) -> Array:

@@ -26,7 +26,7 @@ from moe_jax.files.tokenizer_files import with_tokenizer
 from moe_jax.model_io.loading import disk_paths
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
-from moe_jax.peft.trained_table import print_trained
+from moe_jax.peft.trained import print_trained
 from moe_jax.training import recipe_toml
 from moe_jax.training.loop import Loop
 from moe_jax.training.metrics import NO_TENSORBOARD, has_tensorboard, import_wandb
@@ -61,7 +61,7 @@ from moe_jax.training.run_directory import (
     write_run,
 )
 from moe_jax.training.saved_model import is_saved_by_layer, trained_config, write_model
-from moe_jax.training.step import TrainState, in_dtypes_of
+from moe_jax.training.step import TrainState, averaged_params
 
 # Published models pad their vocabulary by less; a larger difference means another model's tokenizer.
 _USED_OF_VOCABULARY = 0.5
@@ -86,9 +86,7 @@ def train(
       resume: continue the run in the run directory; without one, a new run starts.
       restart: begin with this checkpoint of another run, `RUN@STEP`; with `resume`, continue a run that was begun so.
       skip_batches: with `restart`: leave out this many batches after the checkpoint.
-      continue_command: the command that continues the run, printed when a signal stops it.
-      console: for everything that is printed.
-      teacher: the model that the recipe's `distill` names.
+      continue_command: printed when a signal stops the run.
 
     Raises:
       InputError: bad input of any kind, found before anything is written; `loop.Diverged` during training.
@@ -190,15 +188,9 @@ def _train(
         notes.append(f"{counts}: is it this model's?")
     if recipe.log.tensorboard and not has_tensorboard():
         notes.append(NO_TENSORBOARD)
-    data = open_data(
-        recipe.data,
-        config,
-        tokenizer,
-        seed=recipe.seed,
-        batch_size=recipe.train.batch_size,
-        rows=local_rows(mesh, recipe.train.batch_size),
-        note=notes.append,
-    )
+    size = recipe.train.batch_size
+    of_batch = {"seed": recipe.seed, "batch_size": size, "rows": local_rows(mesh, size)}
+    data = open_data(recipe.data, config, tokenizer, note=notes.append, **of_batch)
     held_out, evaluator, eval_len = None, None, recipe.data.seq_len
     if recipe.eval is not None:
         eval_len = recipe.eval.seq_len or eval_len
@@ -207,11 +199,9 @@ def _train(
     print_trained(
         console, program.config, {leaf for path in program.trainable for leaf in disk_paths(program.config, path)}
     )
-    schedule = recipe.schedule
-    if schedule.kind != "constant" and schedule.steps is not None and schedule.steps < recipe.train.steps:
-        console.print(
-            f"the learning rate does not change after step {schedule.steps} (schedule.steps)", highlight=False
-        )
+    last = recipe.schedule.steps
+    if recipe.schedule.kind != "constant" and last is not None and last < recipe.train.steps:
+        console.print(f"the learning rate does not change after step {last} (schedule.steps)", highlight=False)
     for note in notes:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     if recipe.eval is not None and held_out is not None:
@@ -255,24 +245,11 @@ def _train(
             restarted_here = record.restarts[-1] if record.restarts and record.restarts[-1].step == step else None
             state, frozen = _restore(recipe, program, source, data, checkpoints, step, restarted_here, console)
         taught = None if teacher is None else load_teacher(program, teacher)
-        loop = Loop(
-            recipe,
-            program,
-            frozen=frozen,
-            data=data,
-            checkpoints=checkpoints,
-            evaluator=evaluator,
-            console=console,
-            continue_command=continue_command,
-            teacher=taught,
-        )
+        reports = {"evaluator": evaluator, "console": console, "continue_command": continue_command}
+        loop = Loop(recipe, program, frozen=frozen, teacher=taught, data=data, checkpoints=checkpoints, **reports)
         state, last = loop.run(state)
-    params, average, steps = state.params, state.ema, int(state.step)
+    params, steps = averaged_params(state, recipe.ema is not None and recipe.ema.export), int(state.step)
     del state, loop, taught  # neither moments nor teacher need be kept while the model is written
-    if recipe.ema is not None and recipe.ema.export:
-        assert average is not None
-        params = in_dtypes_of(params, average)
-    del average
     model = nnx.merge(program.graphdef, params, frozen)
     model.config = trained_config(config, recipe)
     measured = {"steps": steps} | {key: last[key] for key in ("loss", "eval_loss") if key in last}

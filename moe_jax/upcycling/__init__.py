@@ -15,10 +15,10 @@ from etils import epy as _epy
 
 with _epy.lazy_api_imports(globals()):
     from moe_jax.upcycling.dense_to_moe import Upcycled as Upcycled
+    from moe_jax.upcycling.dense_to_moe import keeps_the_function as keeps_the_function
     from moe_jax.upcycling.dense_to_moe import upcycle as upcycle
+    from moe_jax.upcycling.dense_to_moe import upcycled_config as upcycled_config
     from moe_jax.upcycling.expert_leaves import moe_leaves as moe_leaves
-    from moe_jax.upcycling.new_config import keeps_the_function as keeps_the_function
-    from moe_jax.upcycling.new_config import upcycled_config as upcycled_config
     from moe_jax.upcycling.spec import DenseParameters as DenseParameters
     from moe_jax.upcycling.spec import UpcycleSpec as UpcycleSpec
     from moe_jax.upcycling.spec import parse_delta as parse_delta

@@ -56,10 +56,7 @@ class Branches:
     def __init__(self, base: ModelSource, models: Sequence[ModelSource], rest_from: Literal["mean", "base"]):
         """Checks the models, one for every copy of the FFN of the model `base` that is upcycled; reads no weights.
 
-        Leaves that are not of experts are from the mean over the models, or from the base.
-
-        Raises:
-          InputError: if a model has another architecture or tokenizer than the base.
+        A model that has another architecture or tokenizer than the base is an `InputError`.
         """
         for model in models:
             _check_alike(base, model)

@@ -61,7 +61,8 @@ def moe_leaves(
             yield f"experts/{path}", leaf
         for name in kernels:
             if f"{name}/bias" in ffn:
-                yield f"experts/{name}/bias", _repeat(ffn[f"{name}/bias"], moe.bank_experts)
+                bias = ffn[f"{name}/bias"]
+                yield f"experts/{name}/bias", np.broadcast_to(bias, (moe.bank_experts, *bias.shape))
     else:
         for path, leaf in changed_leaves(branches or [ffn], moe, spec, layer=layer):
             yield f"experts/{path}", leaf
@@ -82,15 +83,9 @@ def _router(up: np.ndarray, moe: MoEConfig, spec: UpcycleSpec, layer: int, given
         yield "router/kernel", np.repeat(first, spec.granularity, axis=1)
         return
     yield "router/hidden/kernel", first
-    yield (
-        "router/out/kernel",
-        draw_router(stream(spec.seed, layer, ROUTER, 1), num_experts, num_experts).astype(up.dtype),
-    )
+    out = draw_router(stream(spec.seed, layer, ROUTER, 1), num_experts, num_experts)
+    yield "router/out/kernel", out.astype(up.dtype)
     yield "router/noise/kernel", np.zeros_like(first)
-
-
-def _repeat(leaf: np.ndarray, num_experts: int) -> np.ndarray:
-    return np.broadcast_to(leaf, (num_experts, *leaf.shape))
 
 
 def changed_leaves(
@@ -98,16 +93,9 @@ def changed_leaves(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields kernels [E, in, out] and biases [E, out] of experts that are not plain copies of an FFN.
 
-    With granularity G, the experts of one copy are G consecutive ones. The result has the dtypes of the first FFN.
-
-    Args:
-      ffns: leaves of dense FFNs by path below `mlp`, `up/kernel` and so on: one for every copy, or one for all of them.
-      moe: the layer to make, of full experts.
-      spec: the changes of the copies, and the seed of all draws.
-      layer: index of the layer; different layers draw differently.
-
-    Raises:
-      InputError: if the spread of a kernel is not finite, so that nothing can be drawn like it.
+    There is an FFN for every copy, or one for all of them; the result has the dtypes of the first. With granularity G,
+    the experts of one copy are G consecutive ones. A kernel whose spread is not finite, so that nothing can be drawn
+    like it, is an `InputError`.
     """
     pieces = spec.granularity
     scale = output_scale(moe.gate, moe.num_experts, moe.top_k, pieces)
@@ -147,8 +135,8 @@ def output_scale(gate: str, num_experts: int, top_k: int, granularity: int) -> f
 def piece_of(leaf: Leaf, path: str, index: int, pieces: int, scale: float) -> Leaf:
     """Returns the piece of a dense FFN's leaf for consecutive neurons; down kernels are multiplied by `scale`.
 
-    The bias of the output belongs to no neuron. Every piece has all of it, `scale / pieces` times as large: weights
-    of the experts sum to `pieces / scale`.
+    The bias of the output belongs to no neuron. Every piece has all of it, `scale / pieces` times as large: weights of
+    the experts sum to `pieces / scale`.
     """
     if path == "down/bias":
         return leaf if scale == pieces else leaf * np.float32(scale / pieces)

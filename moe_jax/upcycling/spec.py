@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from moe_jax.core.errors import (
     InputError,
@@ -26,18 +26,13 @@ if TYPE_CHECKING:  # they import JAX, and the command line should read options w
     from moe_jax.experts.shapes import LoRAConfig
     from moe_jax.model_io.model_source import ModelLike
 
-_NOT_OF_PESC = (
-    *("delta", "freeze_base", "universal", "extended", "gate", "noise", "drop", "experts_from", "rest_from"),
-    "granularity",
-)
+_NOT_OF_PESC = "delta freeze_base universal extended gate noise drop experts_from rest_from granularity".split()
 _WHY_FULL = {
     "noise": "noise is no delta of low rank, nor of few entries",
     "drop": "neurons drawn anew are no delta of low rank, nor of few entries",
     "granularity": "experts that are different pieces of the FFN have no base in common",
     "experts_from": "what different models have learnt is no delta of low rank, nor of few entries",
 }
-
-
 _RESTS = ("qlora", "lora", "frozen", "full")
 
 
@@ -113,27 +108,25 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
       InputError: for options that cannot be read or contradict each other.
     """
 
-    in_buckets: ClassVar[tuple[str, ...]] = ("base", "text", "experts_from")
-
     method: Annotated[Literal["vanilla", "ders", "pesc"] | None, Shown("vanilla|ders|pesc", "by --delta")] = None
     """vanilla: every expert is a copy of the FFN; ders: the experts share the FFN, and each adds a `delta` to it; pesc:
     the experts share the FFN, and each has an adapter after it (Camelidae)."""
-    experts: Annotated[int | None, Shown("INT", "8")] = None
+    experts: Annotated[int | None, Shown("N", "8")] = None
     """Experts per MoE layer; with `granularity`, copies of the FFN that are cut into experts."""
     top_k: int = 2
     """Experts that a token is routed to."""
-    every: Annotated[int | None, Shown("INT", "2, of pesc 1")] = None
+    every: Annotated[int | None, Shown("N", "2, of pesc 1")] = None
     """Every N-th layer becomes an MoE: with 2, the layers 1, 3, 5, ... counted from 0; with 1, all layers."""
-    layers: Annotated[Sequence[int] | None, Shown("INT [INT ...]", "by --every", tuple[int, ...] | None)] = None
+    layers: Annotated[Sequence[int] | None, Shown("N ...", "by --every", tuple[int, ...] | None)] = None
     """The layers that become MoEs, counted from 0."""
     delta: Annotated[
         "str | ExpertForm | BankConfig | None", Shown("full|low-rank:R|sparse:RATE", "full", str | None)
     ] = None
     """The form of an expert: full, a copy of the FFN; or the shared FFN plus a delta per matrix, either of rank R or
     sparse, with the share RATE of its entries (such as 0.9) fixed to zero."""
-    adapter: Annotated[str | int | None, Shown("INT", "512", str | None)] = None
+    adapter: Annotated[str | int | None, Shown("N", "512", str | None)] = None
     """pesc: the width of an adapter."""
-    scale: Annotated[float | None, Shown("FLOAT", "0.25")] = None
+    scale: Annotated[float | None, Shown("X", "0.25")] = None
     """pesc: the factor by which the adapters' outputs are multiplied."""
     rest: Annotated[str | DenseParameters | None, Shown("qlora:R|lora:R|frozen|full", "qlora:64", str | None)] = None
     """pesc: how the parameters of the dense model are treated. lora: frozen, with LoRA of rank R on every kernel of
@@ -141,8 +134,7 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
     freeze_base: bool = False
     """Freezes the shared FFN in training (low-rank and sparse)."""
     gate: Annotated[
-        Literal["topk_softmax", "softmax_topk", "top1"] | None,
-        Shown("topk_softmax|softmax_topk|top1", "topk_softmax"),
+        Literal["topk_softmax", "softmax_topk", "top1"] | None, Shown("topk_softmax|softmax_topk|top1", "topk_softmax")
     ] = None
     """Weights of the chosen experts: the softmax over their logits (topk_softmax); their part of the softmax over all
     experts (softmax_topk); or that of the first alone (top1)."""

@@ -10,8 +10,7 @@ import pytest
 import moe_jax
 from moe_jax.commands.arguments import explained
 from moe_jax.commands.cli import COMMANDS
-from moe_jax.compression.methods.registry import METHODS, option_names
-from moe_jax.compression.spec import SweepSpec
+from moe_jax.compression.spec import METHODS, SweepSpec, option_names
 from moe_jax.core.verb_spec import Spec, field_texts
 
 SPECS = {
@@ -21,6 +20,7 @@ SPECS = {
     "adapt": moe_jax.AdaptSpec,
     "merge": moe_jax.MergeSpec,
     "compress": moe_jax.CompressSpec,
+    "generate": moe_jax.GenerateSpec,
 }
 # What a command says beside the options of its verb: where files are, and how results are shown.
 OF_COMMANDS = {
@@ -30,6 +30,21 @@ OF_COMMANDS = {
     "adapt": {"model", "out"},
     "merge": {"adapter", "out"},
     "compress": {"model", "out", "json", "sweep", "text"},
+    "generate": {
+        *(
+            "model",
+            "base",
+            "prompt",
+            "prompts_file",
+            "ids",
+            "chat",
+            "system",
+            "compute_dtype",
+            "mesh",
+            "stream",
+            "json",
+        ),
+    },
 }
 # Verbs without a spec: the options of the verb that its command calls otherwise, or has not.
 RENAMED = {"classify": "examples"}
@@ -39,7 +54,6 @@ OF_TASKS = {
 WITHOUT_SPEC = {
     "evaluate": OF_TASKS | {"base", "json", "compute_dtype", "split", "tokenizer", "classify", "labels", "template"},
     "classify": OF_TASKS | {"base", "json", "compute_dtype", "split", "tokenizer", "text", "seq_len"},
-    "generate": {"base", "json", "compute_dtype", "mesh", "prompts_file", "ids", "stream", "chat", "system"},
 }
 
 
@@ -54,13 +68,13 @@ def test_command_verb_and_spec_have_the_same_options(verb):
     flags = {field.name.removeprefix("no_") for field in dataclasses.fields(options_of_command(verb))}
     switches = {name for name in of_methods if name not in options}
     assert flags - OF_COMMANDS[verb] - switches == options
-    keywords = set(inspect.signature(getattr(moe_jax, verb)).parameters) - {"src", "model", "out", "options"}
+    keywords = set(inspect.signature(getattr(moe_jax, verb)).parameters) - {"src", "model", "out", "prompt", "options"}
     assert keywords - switches == options
 
 
 @pytest.mark.parametrize("verb", WITHOUT_SPEC)
 def test_options_of_a_verb_without_a_spec_are_those_of_its_command(verb):
-    flags = [field.name for field in dataclasses.fields(options_of_command(verb if verb == "generate" else "eval"))]
+    flags = [field.name for field in dataclasses.fields(options_of_command("eval"))]
     parameters = inspect.signature(getattr(moe_jax, verb)).parameters
     assert {RENAMED.get(name, name) for name in flags if name not in WITHOUT_SPEC[verb]} == set(parameters)
 
@@ -83,7 +97,7 @@ def test_no_option_is_written_down_twice():
     found = collections.defaultdict(list)
     for cls, name, text in written_texts():
         found[name, text].append(cls.__name__)
-    # Where files are, and how results are shown; and what generate and serve, which have no spec, have in common.
+    # Where files are, and how results are shown; and what generate and serve have in common.
     common = {"model", "dst", "json", "compute_dtype"}
     twice = {name: classes for (name, _), classes in found.items() if len(classes) > 1 and name not in common}
     assert not twice

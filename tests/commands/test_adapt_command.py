@@ -11,7 +11,7 @@ from moe_jax.commands import cli
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.model_io.tuned_base import own_leaves
 from moe_jax.peft import adapt as adapt_module
-from moe_jax.peft.trained_table import parameter_sizes
+from moe_jax.peft.trained import parameter_sizes
 from moe_jax.upcycling import UpcycleSpec, upcycled_config
 from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.peft_models import FFN, FULL, SHARED, model_of

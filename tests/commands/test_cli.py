@@ -7,7 +7,7 @@ import sys
 import time
 import types
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import pytest
 import tyro
@@ -21,6 +21,8 @@ from tests.support.disks import ROOT, run_python
 @dataclasses.dataclass(frozen=True)
 class Options:
     """What convert does."""
+
+    local_only: ClassVar[tuple[str, ...]] = ("src",)
 
     src: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SRC")]
     """Where from."""

@@ -71,7 +71,7 @@ def test_one_kind_of_value_has_one_name():
 
 
 def test_options_are_grouped_and_every_line_of_a_text_is_its_own():
-    several = Annotated[str | None, tyro.conf.arg(metavar="INT", help="a: one.\nb: two.")]
+    several = Annotated[str | None, tyro.conf.arg(metavar="N", help="a: one.\nb: two.")]
     made = dataclasses.make_dataclass("Options", [("keep", several, None), ("dry_run", bool, False)])
     made.__doc__ = "Does it."
     shown = help_of(made, "do", groups={"how": ["keep"]}, examples="\nmoe-jax do\n", width=60)

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from moe_jax.api.open_source import open_source
 from moe_jax.commands import cli
-from moe_jax.compression.methods.registry import METHODS
 from moe_jax.compression.source_layer import SourceLayer
+from moe_jax.compression.spec import METHODS
 from moe_jax.compression.stream import compress
 from moe_jax.conversion import export, read_hf_config
 from moe_jax.model_io.loading import load_model

@@ -7,7 +7,7 @@ import pytest
 
 from moe_jax.commands import compress
 from moe_jax.commands.compress import command_fields, given_options, one_method, swept_methods
-from moe_jax.compression.methods import registry
+from moe_jax.compression import spec
 from moe_jax.core.errors import InputError
 
 
@@ -45,7 +45,7 @@ class Places:
 
 @pytest.fixture(autouse=True)
 def two_methods(monkeypatch):
-    for module in (compress, registry):
+    for module in (compress, spec):
         monkeypatch.setattr(module, "METHODS", {"shares": Shares, "places": Places})
 
 
@@ -58,7 +58,7 @@ def test_fields_have_the_texts_of_the_docstrings():
     fields = {name: kind.__metadata__[0] for name, kind, _ in command_fields()}
     assert list(fields) == ["keep", "no_fit", "room_bytes", "count"]
     assert fields["keep"].help == "shares: how much stays, in (0, 1].\nplaces: how many, and which."
-    assert fields["keep"].metavar == "FLOAT|first|last" and fields["count"].metavar == "INT"
+    assert fields["keep"].metavar == "X|first|last" and fields["count"].metavar == "N"
     assert fields["room_bytes"].metavar == "BYTES" and "fits the rest" in fields["no_fit"].help
 
 

@@ -9,7 +9,7 @@ from moe_jax.api.open_source import open_source
 from moe_jax.commands import cli
 from moe_jax.conversion.families import FAMILIES
 from moe_jax.conversion.families.family import Family
-from moe_jax.conversion.families.usual_keys import (
+from moe_jax.conversion.families.usual import (
     dense_ffn,
     read_attention,
     read_decoder,

@@ -1,5 +1,6 @@
 """Packing: every pair once and in order, segments and positions right, and any position resumable."""
 
+import functools
 import itertools
 import json
 
@@ -8,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.data.pipeline import PackedBatches
+from moe_jax.data.pipeline import PackedRow, RowBatches
 from moe_jax.data.tokenizer import Pairs
 
 KEYS = ("tokens", "targets", "weights", "segment_ids", "positions")
@@ -35,15 +36,9 @@ def make_records(lengths: list[list[int]]) -> tuple[list[Pairs], list[np.ndarray
 
 
 def batches_of(records, *, num_rows, seq_len, whole, rows=None):
-    return iter(
-        PackedBatches(
-            grain.MapDataset.source(records),
-            rows=range(num_rows) if rows is None else rows,
-            num_rows=num_rows,
-            seq_len=seq_len,
-            whole=whole,
-        )
-    )
+    numbers, dataset = range(num_rows) if rows is None else rows, grain.MapDataset.source(records)
+    make = functools.partial(PackedRow, dataset, stride=num_rows, seq_len=seq_len, whole=whole)
+    return iter(RowBatches(lambda: list(map(make, numbers)), identity={}))
 
 
 def read_all(iterator) -> list[dict[str, np.ndarray]]:

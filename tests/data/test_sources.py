@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.core.errors import InputError
-from moe_jax.data.text_and_tables import Files, JsonLines, TextFile, find_files
+from moe_jax.data.sources import Files, JsonLines, TextFile, find_files
 
 text = st.text(alphabet="ab\n\u00e9\u6f22|", max_size=80)
 

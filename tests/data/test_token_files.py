@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from moe_jax.core.errors import InputError
 from moe_jax.data import tokenize_sources as tokenizing
-from moe_jax.data.examples import Document
 from moe_jax.data.pipeline import open_data
 from moe_jax.data.sections import DataSection, SourceSection
 from moe_jax.data.token_files import INDEX, pack, unpack
 from moe_jax.data.tokenize_sources import Task, source_patterns, tokenize, totals
-from moe_jax.files.resume import leftovers
+from moe_jax.data.tokenizer import Document
+from moe_jax.files.staging import leftovers
 from tests.data.test_chat_data import CONFIG
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.chat_templates import TURNS, plain

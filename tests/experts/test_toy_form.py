@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.api.open_source import open_source
 from moe_jax.commands import cli
-from moe_jax.compression.methods.registry import make_method
+from moe_jax.compression.spec import make_method
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import leaf_spec, make_mesh
 from moe_jax.experts import BankConfig, make_bank

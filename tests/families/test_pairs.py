@@ -8,9 +8,9 @@ from flax import nnx
 
 from moe_jax.data.tokenizer import Pair  # noqa: E402
 from moe_jax.evaluation.held_out import Evaluator, score_rows, target_losses  # noqa: E402
-from moe_jax.generation.texts import generate, stream  # noqa: E402
 from moe_jax.model_io.loading import load_model  # noqa: E402
 from tests.families.test_encoder_decoder import NEW_TOKENS, random_model  # noqa: E402
+from tests.support.generated import generate, stream  # noqa: E402
 from tests.support.tiers import long, one_in  # noqa: E402
 
 random = np.random.default_rng(1)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from flax import nnx
 
-from moe_jax.generation.texts import generate  # noqa: E402
 from moe_jax.model_io.loading import load_model, model_leaves  # noqa: E402
 from tests.families.cases import CASES, SMALL, first_of_each  # noqa: E402
 from tests.families.reference import first_difference, gradients, mean_loss, random_model, saved  # noqa: E402
+from tests.support.generated import generate  # noqa: E402
 from tests.support.tiers import one_in  # noqa: E402
 
 TOKENS = np.random.default_rng(0).integers(0, SMALL["vocab_size"], (2, 40))

@@ -12,9 +12,9 @@ from flax import nnx
 
 from moe_jax.conversion import HuggingFaceDirectory, read_hf_config, write_hf_config
 from moe_jax.core.errors import InputError
-from moe_jax.generation.texts import generate
 from moe_jax.model_io.loading import load_model, model_leaves
 from tests.families import plain_qwen
+from tests.support.generated import generate
 from tests.support.hf_checkpoints import CONFIGS, expected_tensors, write_checkpoint
 from tests.support.losses import next_token_loss
 from tests.support.numerics import logits_of

@@ -12,7 +12,7 @@ from moe_jax.checkpoints.leaf_files import LeafWriter
 from moe_jax.conversion import HuggingFaceDirectory, convert, export, to_hugging_face
 from moe_jax.conversion.spec import ExportSpec
 from moe_jax.core.errors import InputError
-from moe_jax.files import resume
+from moe_jax.files import staging
 from moe_jax.model_io import in_memory
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.model_io.model_source import ModelSource
@@ -107,24 +107,24 @@ def test_an_export_goes_on_at_the_layer(tmp_path, monkeypatch):
     before = content_of(source)
     export(HuggingFaceDirectory(source), tmp_path / "undisturbed", ExportSpec(max_shard_size="40kB"), console=QUIET)
     written: list[str] = []
-    write = to_hugging_face._write_leaf
+    write = to_hugging_face._Writing._write_leaf
 
-    def write_leaf(model, path, *rest, **named):
+    def write_leaf(writing, path):
         if path.startswith("layers/1/"):
             raise OSError(28, "No space left on device", "out")
         written.append(path)
-        write(model, path, *rest, **named)
+        write(writing, path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(to_hugging_face, "_write_leaf", write_leaf)
+        patch.setattr(to_hugging_face._Writing, "_write_leaf", write_leaf)
         with pytest.raises(OSError, match="No space left") as stopped:
             export(HuggingFaceDirectory(source), tmp_path / "out", ExportSpec(max_shard_size="40kB"), console=QUIET)
     assert "moe-jax clean" in stopped.value.__notes__[0]
     again: list[str] = []
     monkeypatch.setattr(
-        to_hugging_face,
+        to_hugging_face._Writing,
         "_write_leaf",
-        lambda model, path, *rest, **named: (again.append(path), write(model, path, *rest, **named)),
+        lambda writing, path: (again.append(path), write(writing, path)),
     )
     export(HuggingFaceDirectory(source), tmp_path / "out", ExportSpec(max_shard_size="40kB"), console=QUIET)
     assert not set(again) & set(written) and {path.split("/")[0] for path in written} > {"layers"}
@@ -134,15 +134,15 @@ def test_an_export_goes_on_at_the_layer(tmp_path, monkeypatch):
 
 def test_an_export_of_other_options_begins_anew(tmp_path, monkeypatch):
     source = HuggingFaceDirectory(write_checkpoint(tmp_path / "m", CONFIGS["llama"], random_tensors(CONFIGS["llama"])))
-    write = to_hugging_face._write_leaf
+    write = to_hugging_face._Writing._write_leaf
 
-    def stop(model, path, *rest, **named):
-        write(model, path, *rest, **named)
+    def stop(writing, path):
+        write(writing, path)
         if path.startswith("layers/1/"):
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(to_hugging_face, "_write_leaf", stop)
+        patch.setattr(to_hugging_face._Writing, "_write_leaf", stop)
         with pytest.raises(KeyboardInterrupt):
             export(source, tmp_path / "out", console=QUIET)
     for dst in ("out", "undisturbed"):
@@ -162,8 +162,8 @@ def test_files_that_another_command_moves_away_do_not_disturb_the_look_for_room(
             (begun / "moved").unlink(missing_ok=True)
             yield parent, folders, names
 
-    monkeypatch.setattr(resume.os, "walk", walk_while_another_moves)
+    monkeypatch.setattr(staging.os, "walk", walk_while_another_moves)
     free = shutil.disk_usage(tmp_path).free
-    resume.require_space(tmp_path / "target", free // 2)
+    staging.require_space(tmp_path / "target", free // 2)
     with pytest.raises(InputError, match="choose another disk"):
-        resume.require_space(tmp_path / "target", 2 * free + 10**9)
+        staging.require_space(tmp_path / "target", 2 * free + 10**9)

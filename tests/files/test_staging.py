@@ -9,10 +9,16 @@ import pytest
 from moe_jax.commands import cli
 from moe_jax.conversion import HuggingFaceDirectory
 from moe_jax.core.errors import InputError
-from moe_jax.data import opening as open_sources
-from moe_jax.files import resume
-from moe_jax.files.resume import Workplace, staged_directory
-from moe_jax.files.staging import check_target, check_writable, remove_replaced, replace_directory
+from moe_jax.data import sources
+from moe_jax.files import staging
+from moe_jax.files.staging import (
+    Workplace,
+    check_target,
+    check_writable,
+    remove_replaced,
+    replace_directory,
+    staged_directory,
+)
 from moe_jax.files.storage_path import as_path
 from tests.support.hf_checkpoints import CONFIGS, random_tensors, write_checkpoint
 
@@ -86,7 +92,7 @@ def test_commands_say_at_once_that_nothing_can_be_written(tmp_path, monkeypatch,
 
     monkeypatch.setattr(HuggingFaceDirectory, "fingerprint", read)
     monkeypatch.setattr(HuggingFaceDirectory, "read", read)
-    monkeypatch.setattr(open_sources, "find_files", read)
+    monkeypatch.setattr(sources, "find_files", read)
     assert cli.main(command.split()) == 2
     err = capsys.readouterr().err
     assert "cannot be made: " in err and "/F is not a" in err and err.count("\n") == 1
@@ -172,17 +178,17 @@ def test_work_inside_of_what_is_removed_is_not_said_to_be_kept(tmp_path):
 def test_a_folder_that_was_renamed_before_it_was_locked_is_left_alone(tmp_path, monkeypatch):
     """Two commands with one target: the first completes while the second waits between opening and locking."""
     first = Workplace(tmp_path / "out")
-    lock = resume.lock_directory
+    lock = staging.lock_directory
 
     def complete_first(folder, target):
-        monkeypatch.setattr(resume, "lock_directory", lock)
+        monkeypatch.setattr(staging, "lock_directory", lock)
         descriptor = os.open(folder, os.O_RDONLY)
         first.complete()
         return descriptor
 
     with first:
         (first.folder / "file").write_text("whole")
-        monkeypatch.setattr(resume, "lock_directory", complete_first)
+        monkeypatch.setattr(staging, "lock_directory", complete_first)
         with pytest.raises(InputError, match="out already exists"), Workplace(tmp_path / "out"):
             pass
     assert (tmp_path / "out" / "file").read_text() == "whole" and names(tmp_path) == ["out"]

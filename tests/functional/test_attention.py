@@ -157,7 +157,7 @@ def test_the_program_does_not_grow_with_the_length(options):
 
 def test_bands_need_little_more_arithmetic_than_the_mask():
     for length, window, bound in ((32768, None, 1.13), (32768, 1024, 1.15), (1024, None, 1.13)):
-        bands = chunks._bands(length, length, mask="causal", window=window, aligned=True)
+        bands = chunks._bands(length, length, chunks.AttentionOptions("causal", window, 1.0, None, aligned=True))
         assert sum(band.size * band.count for band in bands) == length
         done = sum(band.count * band.size * band.span for band in bands)
         seen = sum(min(t + 1, window or length) for t in range(length))

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import moe_jax
-from moe_jax.generation.texts import generate
 from moe_jax.harness.likelihood import Continuation, Likelihoods, _compiled
 from moe_jax.harness.task_files import sandboxed_templates
 from tests.support.byte_tokenizer import EOS
+from tests.support.generated import generate
 from tests.support.task_files import TASKS
 
 FEWSHOT = 2

@@ -194,10 +194,12 @@ def test_the_shipped_tasks(data_dir):
 
 
 def test_a_task_that_samples_from_a_temperature_is_told_so():
+    from moe_jax.generation.spec import GenerateSpec
     from moe_jax.harness.language_model import _settings
 
-    assert _settings(WRITTEN["generation_kwargs"]) == {"stop": ["\n\n", "q"], "max_new_tokens": 12, "temperature": 0.0}
-    assert _settings({"until": "a", "do_sample": True, "top_p": 0.5})["temperature"] == 1.0
+    wanted = GenerateSpec(stop=("\n\n", "q"), max_new_tokens=12, temperature=0.0)
+    assert _settings(WRITTEN["generation_kwargs"]) == wanted
+    assert _settings({"until": "a", "do_sample": True, "top_p": 0.5}).temperature == 1.0
     with pytest.raises(InputError, match="'temprature' is not known .did you mean 'temperature'"):
         _settings({"temprature": 1})
 

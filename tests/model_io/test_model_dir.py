@@ -319,7 +319,7 @@ def test_what_was_written_is_opened_before_it_appears(tmp_path, leaves, monkeypa
 
 def test_when_all_leaves_are_there_none_is_written_again(tmp_path, leaves, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("moe_jax.files.resume.Workplace.complete", lambda *_: (_ for _ in ()).throw(OSError(5, "gone")))
+        patch.setattr("moe_jax.files.staging.Workplace.complete", lambda *_: (_ for _ in ()).throw(OSError(5, "gone")))
         with pytest.raises(OSError, match="gone") as failed:
             write(tmp_path / "model", leaves, resume=True)
     assert failed.value.__notes__ == [

@@ -14,7 +14,7 @@ from moe_jax.model_io.tuned_base import base_config, own_leaves
 from moe_jax.models import config_to_json
 from moe_jax.peft.adapt import adapted_config
 from moe_jax.peft.spec import AdaptSpec
-from moe_jax.peft.trained_table import active_size, parameter_sizes, print_trained, trained_groups
+from moe_jax.peft.trained import active_size, parameter_sizes, print_trained, trained_groups
 from moe_jax.planning.model_costs import dense_config, make_plan, trained_leaves, training_memory, tuned_parameters
 from moe_jax.training.flops import active_matmul_params
 from moe_jax.upcycling import UpcycleSpec, upcycled_config

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from moe_jax.peft.partition import full_matches
+from moe_jax.peft.trained import full_matches
 
 NAMES = [f"layers/{i}/{part}" for i in range(12) for part in ("attention/q/kernel", "mlp/router/kernel", "norm/scale")]
 

@@ -16,7 +16,7 @@ from moe_jax.functional.routing import GATES
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.upcycling import UpcycleSpec, moe_leaves, upcycled_config
-from moe_jax.upcycling.new_config import why_different
+from moe_jax.upcycling.dense_to_moe import why_different
 from tests.support.dense_models import DTYPES, dense_config, random_leaves
 from tests.support.numerics import logits_of
 from tests.upcycling.test_start import lineage_of, run

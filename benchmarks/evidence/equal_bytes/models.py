@@ -18,8 +18,14 @@ from evidence.studies.models import Leaves
 from evidence.studies.scales import SCALES
 from evidence.studies.texts import DOMAINS, read_text
 from moe_jax.compression import Calibration
-from moe_jax.compression.calibration.layerwise_pass import record, sample_windows
-from moe_jax.compression.calibration.recorded import KEY_FILE, read_layer, read_sensitivities, write_sensitivities
+from moe_jax.compression.calibration.recording import (
+    KEY_FILE,
+    read_layer,
+    read_sensitivities,
+    record,
+    sample_windows,
+    write_sensitivities,
+)
 from moe_jax.compression.calibration.sensitivities import has_gradients, measure_sensitivities, record_gradients
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.distributed.sharding import make_mesh

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 
 from evidence.studies.jobs import Place
 from evidence.studies.training_job import kept_path
+from moe_jax.model_io.lineage import new_lineage_entry
 from moe_jax.model_io.loading import leaf_specs
-from moe_jax.model_io.model_dir import ModelDirectory, ModelDirectoryWriter, new_lineage_entry
+from moe_jax.model_io.model_dir import ModelDirectory, ModelDirectoryWriter
 
 DTYPE = "bfloat16"
 

@@ -33,7 +33,7 @@ from evidence.studies.trainer import Trainer
 from evidence.studies.training_job import DENSE, TEST, kept_path, start_config
 from evidence.studies.variants import NO_DELTAS
 from moe_jax.compression import Calibration, Report, compress, make_method
-from moe_jax.compression.calibration.recorded import LayerCalibration
+from moe_jax.compression.calibration.recording import LayerCalibration
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.evaluation.held_out import measure_router_statistics
 from moe_jax.model_io.in_memory import CastSource

@@ -8,8 +8,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from moe_jax.model_io.lineage import new_lineage_entry
 from moe_jax.model_io.loading import leaf_specs, load_model, model_leaves
-from moe_jax.model_io.model_dir import ModelDirectoryWriter, new_lineage_entry
+from moe_jax.model_io.model_dir import ModelDirectoryWriter
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.model_io.tuned_base import LeavesOverBase, is_tuned
 from moe_jax.models import ModelConfig, MoEConfig

@@ -15,7 +15,8 @@ from evidence.studies.scales import SCALES
 from evidence.studies.texts import DOMAINS
 from evidence.studies.training_job import TEST
 from moe_jax.data.tokenizer import Tokenizer
-from moe_jax.generation.texts import generate
+from moe_jax.generation.spec import GenerateSpec
+from moe_jax.generation.texts import stream
 from moe_jax.model_io.loading import load_model
 from moe_jax.nn import Decoder
 
@@ -84,7 +85,8 @@ def answers(place: Place, model: Decoder, tokenizer: Tokenizer, questions: int) 
 
 def continued(leaves: Leaves, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     """The greedy tokens after every prompt."""
-    return generate(load_model(leaves, stacked=False), prompts, max_new_tokens=NEW_TOKENS)
+    steps = stream(load_model(leaves, stacked=False), prompts, GenerateSpec(max_new_tokens=NEW_TOKENS))
+    return np.stack(list(steps), axis=1).tolist()
 
 
 def agreement(these: Sequence[Sequence[int]], those: Sequence[Sequence[int]]) -> dict[str, Any]:

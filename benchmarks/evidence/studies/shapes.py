@@ -15,7 +15,7 @@ from moe_jax.nn.moe import Perft
 from moe_jax.peft.adapt import adapted_config
 from moe_jax.peft.spec import AdaptSpec
 from moe_jax.upcycling import DenseParameters, UpcycleSpec, upcycled_config
-from moe_jax.upcycling.new_config import with_rest
+from moe_jax.upcycling.dense_to_moe import with_rest
 
 EXPERTS, TOP_K = 8, 2
 BTX, PROMPTED, DRAWN = "btx", "prompted", "drawn"

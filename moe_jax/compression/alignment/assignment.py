@@ -31,15 +31,9 @@ _BLOCK_VALUES = 2**22
 
 
 def align(points: Float[np.ndarray, "n D"], target: Float[np.ndarray, "n D"]) -> Int[np.ndarray, " n"]:
-    """Finds the order of points that is nearest to the target: one exact assignment.
+    """Returns the order, int32, of least ||points[order] - target||_F: one exact assignment.
 
-    Args:
-      points: the cloud to be ordered, float32, float64 or bfloat16.
-      target: the cloud that it is compared with.
-
-    Returns:
-      int32; `points[permutation]` has the least ||points[permutation] - target||_F. Among equal ones the order in which
-      the points are is preferred.
+    The clouds are float32, float64 or bfloat16. Among equal orders the one in which the points are is preferred.
 
     Raises:
       InputError: for clouds of different shapes or with values that are not finite.
@@ -61,8 +55,8 @@ def assign(costs: Float[np.ndarray, "n n"]) -> Int[np.ndarray, " n"]:
 def reduce_costs(costs: Float[np.ndarray, "n n"]) -> Float[np.ndarray, "n n"]:
     """The same assignment problem with minima of 0 in every row, then in every column; overwrites `costs`.
 
-    SciPy's search starts from dual prices of zero. If points lie far from their targets, better prices save a third of
-    its time; if nearly all are in place already, computing them takes longer than the search.
+    Better than SciPy's prices of zero: that saves a third of its time where points lie far from their targets, and
+    takes longer than the search where nearly all are in place already.
     """
     costs -= costs.min(axis=1, keepdims=True)
     costs -= costs.min(axis=0, keepdims=True)
@@ -75,10 +69,8 @@ def distinct_nearest(
     """The optimal assignment if it can be read off: every target has a nearest point, each another one.
 
     No assignment costs less than the sum of the least distances. Clouds of a common origin are nearly always of this
-    kind, and need no search. All arguments are float32, the costs those of `transport_costs`.
-
-    Returns:
-      int32; None if two targets have the same nearest point, or one has two that float32 cannot tell apart.
+    kind. All arguments are float32, the costs those of `transport_costs`. Returns None if two targets have the same
+    nearest point, or one has two that float32 cannot tell apart.
     """
     halves = 0.5 * np.einsum("jd,jd->j", points, points)
     largest = np.sqrt(np.einsum("id,id->i", target, target).max() * 2 * halves.max()) + halves.max()
@@ -141,29 +133,19 @@ _SETTLED = 1e-10
 
 
 class Pinned(NamedTuple):
-    """Rows for which only the nearest column is known, and a bound for all other columns.
+    """Rows for which only the nearest column is known, and a bound for all other columns."""
 
-    Attributes:
-      columns: int[n]; -1 for rows whose costs are all known. All others differ.
-      slack: float[n], how much more every other column costs, at least.
-    """
-
-    columns: Int[np.ndarray, " n"]
-    slack: Float[np.ndarray, " n"]
+    columns: Int[np.ndarray, " n"]  # -1 for rows whose costs are all known; all others differ
+    slack: Float[np.ndarray, " n"]  # how much more every other column costs, at least
 
 
 class Assignment(NamedTuple):
-    """An assignment, and a proof that its cost is at most `gap` above the least.
+    """An assignment, and a proof that its cost is at most `gap` above the least."""
 
-    Attributes:
-      order: int32[n], a column for every row.
-      gap: the unproven part, in units of the costs and over all rows.
-      wanted: pinned rows whose column other rows want so much that the proof needs their costs; if there are any, the
-        gap does not hold.
-    """
-
-    order: Int[np.ndarray, " n"]
-    gap: float
+    order: Int[np.ndarray, " n"]  # int32, a column for every row
+    gap: float  # the unproven part, in units of the costs and over all rows
+    # Pinned rows whose column other rows want so much that the proof needs their costs; if there are any, the gap does
+    # not hold.
     wanted: Int[np.ndarray, " w"]
 
 
@@ -176,11 +158,7 @@ def assign_proven(
 ) -> Assignment:
     """Returns a column for every row, all different, with the least sum of costs.
 
-    Args:
-      costs: float32 or float64, of the rows that are known.
-      rows: indices of these rows; None: all.
-      pinned: bounds for the other rows.
-      tolerance: a gap that is small enough. Without it the gap is zero, up to rounding.
+    The costs are those of `rows`, None: of all, and the others are `pinned`. A gap of the tolerance is small enough.
     """
     m, n = costs.shape
     if rows is None or pinned is None:

@@ -38,8 +38,6 @@ class Matching:
       objectives: (1/E) sum_k ||cloud k in its order - mean||_F^2 after every round.
       converged: whether the last search ended because no order changed any more.
       moved: number of points, over all clouds, that changed their position in the last round.
-      gap: how much, relative to the objective, the last assignments of all clouds together may be above the least,
-        apart from the rounding of products; None if they were searched among all pairs.
     """
 
     def __init__(
@@ -74,7 +72,10 @@ class Matching:
 
     @property
     def gap(self) -> float | None:
-        """How much the last assignments may be above the least, see the attribute."""
+        """How much, relative to the objective, the last assignments of all clouds together may be above the least.
+
+        Apart from the rounding of products; None if they were searched among all pairs.
+        """
         if self.is_small:
             return None
         unproven = sum(self._unproven.values())
@@ -295,13 +296,10 @@ def is_small(count: int, n: int, dim: int) -> bool:
 
 
 def canonical_order(clouds: Sequence[Float[np.ndarray, "n D"]]) -> tuple[list[int], Int[np.ndarray, "E n"]]:
-    """Sorts clouds by norm, the greatest first, and the points of each by norm, the least first.
+    """Returns clouds in the order of their norms, the greatest first, and the orders of their points, the least first.
 
     Points of equal norm are sorted by their coordinates. Whatever is computed from the sorted clouds is then the same,
     bit for bit, if the clouds or their points are given in another order.
-
-    Returns:
-      The order of the clouds, and int32[E, n], the order of the points of each, in that order.
     """
     orders, norms = [], []
     for k, cloud in enumerate(clouds):

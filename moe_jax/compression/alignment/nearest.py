@@ -43,19 +43,13 @@ _COARSE = jnp.bfloat16
 
 
 class NearestOrder(NamedTuple):
-    """An order, and a proof of it.
+    """An order, and a proof of it."""
 
-    Attributes:
-      order: int32[n]; `points[order]` is nearest to the target.
-      gap: how much sum_i <target_i, points_order(i)> may be below the greatest, apart from the rounding of products.
-      share: of the n^2 D multiplications, the share that was made.
-      is_common: whether the clouds have a common order, so that products were computed in float32.
-    """
-
-    order: Int[np.ndarray, " n"]
+    order: Int[np.ndarray, " n"]  # int32; `points[order]` is nearest to the target
+    # How much sum_i <target_i, points_order(i)> may be below the greatest, apart from the rounding of products.
     gap: float
-    share: float
-    is_common: bool
+    share: float  # of the n^2 D multiplications, the share that was made
+    is_common: bool  # whether the clouds have a common order, so that products were computed in float32
 
 
 def nearest_order(
@@ -66,14 +60,10 @@ def nearest_order(
     guess: Int[np.ndarray, " n"] | None = None,
     may_be_common: bool = True,
 ) -> NearestOrder:
-    """Returns the order of points that is nearest to the target.
+    """Returns the order of points that is nearest to the target, float32.
 
-    Args:
-      target: float32.
-      points: those of the cloud that is to be ordered.
-      squares: float64, their squared norms.
-      guess: an order that may be the nearest one; None: the nearest points by the first columns are tried.
-      may_be_common: whether the clouds may have a common order. False: this is not examined.
+    `squares` are the points' squared norms, float64; `guess` is an order that may be the nearest one, None: the nearest
+    points by the first columns are tried. Unless it `may_be_common`, the clouds' common order is not looked for.
     """
     search = _Search(target, points, squares, guess)
     is_common = may_be_common and search.prove()
@@ -89,13 +79,7 @@ def nearest_order(
 
 
 class _Search:
-    """Scores <t_i, x_j> - |x_j|^2 / 2, as far as they are known.
-
-    Attributes:
-      rows: rows whose scores are all known, or are being computed.
-      made: number of multiplications.
-      scale: the unit of costs of an assignment.
-    """
+    """Scores <t_i, x_j> - |x_j|^2 / 2, as far as they are known."""
 
     def __init__(self, target: np.ndarray, points: Points, squares: np.ndarray, guess: np.ndarray | None):
         self._target, self._points, self._squares, self._guess = target, points, squares, guess
@@ -105,9 +89,10 @@ class _Search:
         # Largest possible error of a sum of D products in float32.
         greatest = float(np.sqrt(self._target_squares.max() * squares.max()))
         self._rounding = 2 * self._dim * eps * (greatest + float(squares.max()) / 2)
+        # The unit of costs of an assignment.
         self.scale = float(np.sqrt(self._target_squares.sum() * squares.sum()))
-        self.rows = np.arange(n)
-        self.made = 0
+        self.rows = np.arange(n)  # whose scores are all known, or are being computed
+        self.made = 0  # number of multiplications
         # Memory is taken only where it is written: rows that are proven early take none.
         self._products = np.empty((n, n), np.float32)
         self._columns, self._slack = np.full(n, -1), np.zeros(n)
@@ -243,7 +228,6 @@ class _Search:
         return costs
 
     def pinned(self) -> Pinned:
-        """Returns the bounds of the other rows."""
         return Pinned(self._columns, self._slack)
 
     def _own_scores(self, rows: np.ndarray, columns: np.ndarray) -> Float[np.ndarray, " r"]:
@@ -297,7 +281,7 @@ def _look_on_host(
     halves: Float[np.ndarray, " n"],
     halves_so_far: Float[np.ndarray, " n"],
 ) -> tuple[Int[np.ndarray, " b"], Float[np.ndarray, " b"]]:
-    """Does the same as `_look_on_device`, a few rows at a time, which stay in the cache."""
+    """Does the same, a few rows at a time, which stay in the cache."""
     values = np.asarray(products)
     nearest, second = np.empty_like(guess), np.empty(len(values), np.float32)
     rows = max(1, _CACHED // values.shape[1])

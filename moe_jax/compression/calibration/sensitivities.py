@@ -27,17 +27,18 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
 from moe_jax.checks.streamed_layers import EMBEDDING, embed_tokens, output_logits, text_loss
-from moe_jax.compression.calibration.layerwise_pass import (
+from moe_jax.compression.calibration.recording import (
     NEXT,
+    LayerCalibration,
     PlacedLayer,
     apply_in_batches,
     batches_of,
     check_room,
+    gradients_file,
     note_progress,
     open_states,
 )
-from moe_jax.compression.calibration.recorded import LayerCalibration, gradients_file
-from moe_jax.compression.coding.coder import expert_coders
+from moe_jax.compression.coding.coder import LeastOutputError, expert_coders
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.core.data_sheets import available_memory
 from moe_jax.core.errors import InputError
@@ -69,11 +70,7 @@ def record_gradients(
 ) -> None:
     """Adds the weights of tokens by their squared gradients to a recording, or continues an interrupted pass.
 
-    Args:
-      source: the model.
-      windows: of the text, those of the recording.
-      folder: of the recording.
-      mesh, batch_size, progress: see `layerwise_pass.record`; layers are passed forwards and backwards.
+    The arguments are those of `recording.record`; layers are passed forwards and backwards.
 
     Raises:
       InputError: if windows have a single token, gradients are not finite or all zero, or there is no room on the disk.
@@ -223,11 +220,8 @@ def measure_sensitivities(
 ) -> dict[int, dict[str, float]]:
     """Returns the divergence, nats per token, per unit of `output_error(...)`; by layer index and name of the matrix.
 
-    Args:
-      source: a model whose MoE layers have full experts.
-      windows: of the calibration text; the first 2048 tokens are enough.
-      calibration: of every MoE layer.
-      mesh, batch_size, progress: see `layerwise_pass.record`.
+    The source has full experts, and `calibration` gives that of an MoE layer. Of the windows the first 2048 tokens are
+    enough. The other arguments are those of `recording.record`.
 
     Raises:
       InputError: if experts are not full, a divergence is not finite, or there is no room in memory.
@@ -294,12 +288,11 @@ def _coded(layer: SourceLayer, name: str) -> tuple[Float[np.ndarray, "E i o"], f
     """The kernels of a matrix in codes, and the error of their outputs."""
     stacked, error, norm = [], 0.0, 0.0
     for kernel, coder in zip(layer.kernels(name), expert_coders(layer, name), strict=True):
+        assert isinstance(coder, LeastOutputError)
         wide = kernel.astype(np.float32)
         made = coder.quantize(wide, bits=TRIED_BITS, group_size=TRIED_GROUP_SIZE).approximation
-        difference, moment = made - wide, coder.moment
-        assert moment is not None
-        error += float(np.sum(difference * (moment @ difference), dtype=np.float64))
-        norm += float(np.sum(wide * (moment @ wide), dtype=np.float64))
+        error += coder.squared(made - wide)
+        norm += coder.squared(wide)
         stacked.append(cast(f"the {name} kernels of layer {layer.index}", made, kernel.dtype))
     return np.stack(stacked), output_error(error, norm)
 

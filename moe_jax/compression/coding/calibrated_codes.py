@@ -68,14 +68,9 @@ def quantize_with_feedback(
     scale_bits: int = 16,
     zero_points: bool = False,
 ) -> Encoded:
-    """Quantises for the least change of the outputs.
+    """Quantises a float32 kernel for the least change of the outputs, given R of its inputs' second moment.
 
-    Args:
-      kernel: float32.
-      factor: R of the inputs' second moment, as `triangular_factor` gives it.
-      group_size: rows that share a scale; None: one scale for all entries, chosen for the kernel as it is.
-      table: the kernel has a table of levels of its own, fitted to the kernel as it is.
-      bits, fit, even, scale_bits, zero_points: as of `quantize`.
+    Options are those of `quantize`. A scale that all entries share, and a table, are chosen for the kernel as it is.
     """
     rows, width = kernel.shape
     size = min(rows, 128) if group_size is None else group_size
@@ -135,10 +130,8 @@ def scales_of_magnitudes(
     For codes of one bit, whose levels are -1 and 1, this is the least squared error of all (as in OneBit, arXiv
     2402.11295, section 3.2, but with a scale for every group of a column).
 
-    Args:
-      kernel: W.
-      group_size: rows that share scales s; None: all, of all columns.
-      weights: of the squared errors of rows, not negative; None: all alike.
+    Rows of a group share scales s; without a group size all, of all columns. Weights are those of the squared errors of
+    rows, not negative; None: all alike.
     """
     rows = len(kernel)
     size, sizes = group_size or rows, np.abs(kernel)
@@ -183,11 +176,7 @@ def best_row_scales(
 ) -> Float[np.ndarray, " i"]:
     """The `candidates` with which codes change the outputs least, tr(E^T H E), on some of the columns.
 
-    Args:
-      kernel: W.
-      group_size: rows that share scales; None: all, of all columns.
-      moment: H, the second moment of the inputs.
-      coded: of a kernel that is divided by row scales, and these, what its codes stand for.
+    `coded` returns what the codes of a kernel stand for, given the kernel divided by row scales, and these.
     """
     columns = np.unique(np.linspace(0, kernel.shape[1] - 1, min(kernel.shape[1], _COLUMNS)).astype(int))
     some = np.ascontiguousarray(kernel[:, columns])

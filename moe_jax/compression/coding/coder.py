@@ -71,18 +71,13 @@ class _Quantizing(Coder):
 
 @dataclass(frozen=True)
 class LeastError(_Quantizing):
-    """Codes and factors of the least squared error of the entries.
-
-    Attributes:
-      fit: grids and scales of codes are chosen so, and not for the largest absolute value.
-      even: the grid is always the even one.
-    """
+    """Codes and factors of the least squared error of the entries."""
 
     moment: ClassVar[None] = None
     importances: ClassVar[None] = None
 
-    fit: bool = True
-    even: bool = False
+    fit: bool = True  # grids and scales of codes are chosen so, and not for the largest absolute value
+    even: bool = False  # the grid is always the even one
 
     def factors(self, matrix: Float[np.ndarray, "n w"], rank: int) -> tuple[np.ndarray, np.ndarray]:
         """The singular values go to both factors alike."""
@@ -122,6 +117,10 @@ class LeastOutputError(_Quantizing):
         left, right = LeastError().factors(self._factor.T @ matrix, rank)
         return scipy.linalg.solve_triangular(self._factor, left, trans=1, check_finite=False), right
 
+    def squared(self, error: Float[np.ndarray, "i o"]) -> float:
+        """Returns tr(E^T H E)."""
+        return float(np.sum(error * (self.moment @ error), dtype=np.float64))
+
     def spectrum(self, matrix: Float[np.ndarray, "n w"], rank: int) -> tuple[Float[np.ndarray, " r"], float]:
         """Squares of these numbers are what each of the best `factors` takes from the error; and all that there is."""
         whitened = self._factor.T @ matrix
@@ -159,14 +158,11 @@ class LeastOutputError(_Quantizing):
 class LeastJointError(JointCoder):
     """Factors all matrices of an expert together; see `experts.forms.coding.JointCoder`.
 
-    Attributes:
-      moments: second moments of what the matrices are given, by name, float32. With them the outputs change least, and
-        without any the weights.
-      kernels: of which a centre leaves what is factored, by name, with a row for every neuron; None: there is none.
-        Errors are compared with the outputs of these.
+    With second moments, float32, of what the matrices are given, the outputs change least, and without any the weights.
     """
 
     moments: Mapping[str, Float[np.ndarray, "i i"]]
+    # With a row for every neuron: a centre leaves of them what is factored, and errors are compared with their outputs.
     kernels: Mapping[str, Float[np.ndarray, "f d"]] | None = None
 
     def factors(
@@ -191,15 +187,7 @@ def expert_coders(
     feedback: bool = True,
     even: bool = False,
 ) -> Iterator[ExpertCoder]:
-    """The coder of one expert after another.
-
-    Args:
-      layer: its experts.
-      name: of the matrix.
-      permutations: the order of every expert's neurons; None: as they are stored.
-      fit, even: see `LeastError`.
-      feedback: see `LeastOutputError`.
-    """
+    """Yields the coder of a matrix for one expert after another, whose neurons may be in another order than stored."""
     if layer.rows is None:
         yield from (LeastError(fit=fit, even=even) for _ in range(layer.num_experts))
         return
@@ -215,16 +203,13 @@ def shared_base_coder(
     feedback: bool = True,
     even: bool = False,
 ) -> ExpertCoder:
-    """The coder of a kernel that all experts share: an error of it is in the outputs of every expert.
-
-    It therefore has the sum of the experts' moments, each weighted by its tokens and their router weights.
-    """
+    """Returns the coder of a kernel that all experts share: with the sum of their moments, for all have its errors."""
     if layer.rows is None:
         return LeastError(even=even)
-    moment: np.ndarray | None = None
-    for own in _moments(layer, name, permutations):
-        moment = own.copy() if moment is None else np.add(moment, own, out=moment)
-    assert moment is not None
+    every = _moments(layer, name, permutations)
+    moment = next(every).copy()
+    for own in every:
+        moment += own
     return LeastOutputError(moment, feedback=feedback, even=even)
 
 

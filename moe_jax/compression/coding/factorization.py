@@ -51,17 +51,11 @@ _LOST = 1e-5
 
 
 class TruncatedSVD(NamedTuple):
-    """`u * s @ v.T`, float32.
+    """`u * s @ v.T`, float32."""
 
-    Attributes:
-      u: orthonormal columns.
-      s: singular values, descending.
-      v: orthonormal columns; zero where `s` is, or on the other side in a tall matrix.
-    """
-
-    u: Float[np.ndarray, "i r"]
-    s: Float[np.ndarray, " r"]
-    v: Float[np.ndarray, "o r"]
+    u: Float[np.ndarray, "i r"]  # orthonormal columns
+    s: Float[np.ndarray, " r"]  # singular values, descending
+    v: Float[np.ndarray, "o r"]  # orthonormal columns; zero where `s` is, or on the other side in a tall matrix
 
 
 def truncated_svd(matrix: Float[np.ndarray, "i o"], rank: int) -> TruncatedSVD:
@@ -69,11 +63,7 @@ def truncated_svd(matrix: Float[np.ndarray, "i o"], rank: int) -> TruncatedSVD:
 
     Small matrices are decomposed exactly. For large ones the vectors are looked for in a block Krylov subspace of a
     random start (Musco and Musco, 2015, arXiv 1504.05477, algorithm 2), always the same: `||A - u s v^T||_F` is then
-    within 0.1 % of the least. The memory is about four times the matrix at most.
-
-    Args:
-      matrix: finite; computed in float32.
-      rank: r, between 1 and min(i, o).
+    within 0.1 % of the least. The memory is about four times the matrix, in float32, at most.
     """
     matrix = np.asarray(matrix, np.float32)
     assert 1 <= rank <= min(matrix.shape), (rank, matrix.shape)
@@ -167,41 +157,24 @@ _NOTHING = 1e-7
 
 
 class Fit(NamedTuple):
-    """Factors, R being the best for L, in the units of a problem.
+    """Factors, R being the best for L, in the units of a problem."""
 
-    Attributes:
-      left: L, orthonormal columns.
-      weighed_left: S L.
-      into: R_1 C, ... side by side, C being the root of H.
-      down: R_D, float64.
-      error: of the outputs, as a share of those of the kernels, the mean over the matrices.
-    """
-
-    left: Float[Array, "f r"]
-    weighed_left: Float[Array, "f r"]
-    into: Float[Array, "r w"]
-    down: Float[np.ndarray, "r d"]
-    error: float
+    left: Float[Array, "f r"]  # L, orthonormal columns
+    weighed_left: Float[Array, "f r"]  # S L
+    into: Float[Array, "r w"]  # R_1 C, ... side by side, C being the root of H
+    down: Float[np.ndarray, "r d"]  # R_D, float64
+    error: float  # of the outputs, as a share of those of the kernels, the mean over the matrices
 
 
 class Problem(NamedTuple):
-    """The problem whose factors are sought; outputs of each kernel have a squared norm of 1 / number of matrices.
+    """The problem whose factors are sought; outputs of each kernel have a squared norm of 1 / number of matrices."""
 
-    Attributes:
-      into: A_1 C, ... side by side, in these units.
-      down: D, in these units.
-      moment: S, of which the mean of the diagonal is 1.
-      weighed_down: S D.
-      down_norm: tr(D^T S D).
-      down_unit: by which D was divided.
-    """
-
-    into: Float[Array, "f w"]
-    down: Float[Array, "f d"]
-    moment: Float[Array, "f f"]
-    weighed_down: Float[Array, "f d"]
-    down_norm: float
-    down_unit: float
+    into: Float[Array, "f w"]  # A_1 C, ... side by side, in these units
+    down: Float[Array, "f d"]  # D, in these units
+    moment: Float[Array, "f f"]  # S, of which the mean of the diagonal is 1
+    weighed_down: Float[Array, "f d"]  # S D
+    down_norm: float  # tr(D^T S D)
+    down_unit: float  # by which D was divided
 
 
 def joint_factors(
@@ -216,20 +189,16 @@ def joint_factors(
     Never worse than the truncated singular value decomposition of the design matrix, for moments with `DAMPING` times
     the mean of their diagonals on these; a moment of zeros counts as the identity.
 
-    It takes two truncated decompositions of the design matrix, Cholesky's of H, the product S D, and in every round
-    some 6 products of S with an [f, r] matrix and 4 of the size of L R: of an expert of Mixtral (f = 14336, d = 4096,
-    r = 1654), all rounds are 9e13 multiplications and additions, in float32 on the default device, which holds S
-    (0.8 GB) and about twice the design matrix.
+    A round makes some 6 products of S with an [f, r] matrix and 4 of the size of L R: of an expert of Mixtral
+    (f = 14336, d = 4096, r = 1654), all rounds are 9e13 multiplications and additions, in float32 on the default
+    device, which holds S (0.8 GB) and about twice the design matrix.
 
     Args:
       rows: the matrices of an expert with a row for each neuron, `down` and the others; finite, float32.
       kernels: of which these are what a centre leaves; None: there is no centre.
-      input_moment: H, of the inputs of all matrices but `down`; any multiple of a moment does the same; float32.
-      hidden_moment: S, of the inputs of `down`; float32.
+      input_moment, hidden_moment: H and S, float32; any multiple of a moment does the same. `InputError` if H is not
+        positive semi-definite.
       rank: r, at most f and at most the width of all matrices.
-
-    Raises:
-      InputError: if `input_moment` is not positive semi-definite.
     """
     unit = max(float(np.max(np.abs(matrix))) for of in (rows, kernels or {}) for matrix in of.values()) or 1.0
     rows, kernels = _divided(rows, unit), None if kernels is None else _divided(kernels, unit)
@@ -313,16 +282,7 @@ def _towards_best(problem: Problem, fit: Fit) -> Float[Array, "f r"]:
 
 
 @jax.jit
-def _products(
-    problem: Problem, left: Float[Array, "f r"]
-) -> tuple[
-    Float[Array, "f r"],
-    Float[Array, "f r"],
-    Float[Array, "r w"],
-    Float[Array, "r r"],
-    Float[Array, "r d"],
-    Float[Array, " w"],
-]:
+def _products(problem: Problem, left: Float[Array, "f r"]) -> tuple[Array, ...]:
     """L orthonormal, S L, R C, L^T S L, L^T S D and the squared errors of the columns of A C."""
     with jax.default_matmul_precision("highest"):
         left, _ = jnp.linalg.qr(left)
@@ -349,12 +309,8 @@ def _conjugate_gradients(
             length = _ratio(size, jnp.sum(direction * changed, axis=0))
             left_over = left_over - length * changed
             next_size = jnp.sum(left_over * scale * left_over, axis=0)
-            return (
-                found + length * direction,
-                left_over,
-                scale * left_over + _ratio(next_size, size) * direction,
-                next_size,
-            )
+            next_direction = scale * left_over + _ratio(next_size, size) * direction
+            return found + length * direction, left_over, next_direction, next_size
 
         left_over = gradient @ basis
         size = jnp.sum(left_over * scale * left_over, axis=0)

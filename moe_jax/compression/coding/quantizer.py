@@ -9,16 +9,7 @@ from jax.scipy.special import ndtri
 from jaxtyping import Array, Float, Int
 
 from moe_jax.experts.forms.coding import Encoded
-from moe_jax.functional.codes import (
-    SCALE_DTYPE,
-    Grid,
-    dequantize,
-    pack,
-    scale_leaves,
-    scales_of,
-    zero_leaf,
-    zeros_of,
-)
+from moe_jax.functional.codes import SCALE_DTYPE, Grid, dequantize, pack, scale_leaves, scales_of, zero_leaf, zeros_of
 
 # The span of the levels as a share of that of the entries, from which fitting begins.
 _SPAN_SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
@@ -31,8 +22,8 @@ def asymmetric_grid(
 ) -> Grid:
     """The grid of least squared error with zero points, as it will be read: scales and zero points [g, 1, o].
 
-    Without `fit`, the least and the greatest entry are the first and the last level (but for rounding). For the other
-    arguments see `best_scales`; rows without weight do not count.
+    Without `fit`, the least and the greatest entry are the first and the last level (but for rounding). Rows without
+    weight do not count.
     """
 
     def read(grid: Grid) -> Grid:
@@ -78,8 +69,7 @@ def spans(
 def read_grid(grid: Grid, bits: int, scale_bits: int) -> Grid:
     """A grid with zero points as it will be read once it is stored."""
     assert grid.zeros is not None
-    scales = grid.scales[:, 0, :]
-    scales = scales_of(scale_leaves(scales, scale_bits))[:, None, :]
+    scales = scales_of(scale_leaves(grid.scales[:, 0, :], scale_bits))[:, None, :]
     return Grid(scales, None, zeros_of(zero_leaf(grid.zeros, bits), bits))
 
 
@@ -171,13 +161,9 @@ def quantize(
 def stored(
     codes: Float[Array, "g s o"], grid: Grid, rows: int, bits: int, group_size: int | None, scale_bits: int
 ) -> Encoded:
-    """The leaves of a kernel and what they stand for, float32.
+    """The leaves of a kernel of so many rows (others only fill up the last group) and what they stand for, float32.
 
-    Args:
-      codes: as floats; group by group.
-      grid: of the groups, [g, 1, o], as it will be read.
-      rows: of the kernel; others only fill up the last group.
-      bits, group_size, scale_bits: as of `quantize`.
+    Codes are floats, group by group; the grid of the groups, [g, 1, o], is as it will be read.
     """
     packed = pack(codes.astype(jnp.int32).reshape(-1, codes.shape[-1])[:rows], bits)
     leaves = {"codes": packed, **scale_leaves(grid.scales[:, 0, :], scale_bits)}
@@ -269,15 +255,10 @@ def best_scales(
     even: bool = False,
     table: Float[Array, " n"] | None = None,
 ) -> Float[Array, "g 1 o"]:
-    """The scales of groups of entries, as they will be read: after rounding to bfloat16.
+    """The scales of groups of float32 entries, as they will be read: after rounding to bfloat16.
 
-    Args:
-      groups: entries that share scales; float32.
-      weights: of the squared errors of rows, not negative.
-      bits: of a code.
-      whole: all entries share one scale, [1, 1, 1].
-      fit, even: as of `quantize`.
-      table: of the levels, up to 1; None: those of `functional.codes`.
+    Weights are those of the squared errors of rows, not negative. If they are `whole`, all entries share one scale,
+    [1, 1, 1]. Without a table of levels, up to 1, these are those of `functional.codes`.
     """
 
     def total(terms: Float[Array, "g s o"]) -> Float[Array, "g 1 o"]:

@@ -59,21 +59,13 @@ NARROWED, MERGED, REMOVED = Fewer("narrowed", _narrowed), Fewer("merged", _merge
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerBytes:
-    """The bytes of the experts of one layer, by what they are for.
+    """The bytes of the experts of one layer, by what they are for."""
 
-    Attributes:
-      values: kernels, entries, factors, or codes and scales.
-      places: where sparse entries are: rows, columns, bits; and which expert an output of the router stands for.
-      row_pointers: ends of the rows of CSR.
-      centre: the base that the experts share.
-      biases: of the experts; they are not compressed.
-    """
-
-    values: int = 0
-    places: int = 0
-    row_pointers: int = 0
-    centre: int = 0
-    biases: int = 0
+    values: int = 0  # kernels, entries, factors, or codes and scales
+    places: int = 0  # where sparse entries are: rows, columns, bits; and the expert of every output of the router
+    row_pointers: int = 0  # ends of the rows of CSR
+    centre: int = 0  # the base that the experts share
+    biases: int = 0  # of the experts; they are not compressed
 
     @property
     def total(self) -> int:
@@ -83,25 +75,15 @@ class LayerBytes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stored:
-    """A model with its experts in one form.
+    """A model with its experts in one form."""
 
-    Attributes:
-      form: its name.
-      layer: bytes of the first layer that is compressed.
-      expert_bytes: of all layers that are.
-      model_bytes: of the model.
-      share: `expert_bytes` by what the same experts take as they are.
-      bits_per_weight: of the experts, everything included.
-      written: whether a model can be written in the form, or it is shown to compare with.
-    """
-
-    form: str
-    layer: LayerBytes
-    expert_bytes: int
-    model_bytes: int
-    share: float
-    bits_per_weight: float
-    written: bool
+    form: str  # its name
+    layer: LayerBytes  # bytes of the first layer that is compressed
+    expert_bytes: int  # of all layers that are
+    model_bytes: int  # of the model
+    share: float  # `expert_bytes` by what the same experts take as they are
+    bits_per_weight: float  # of the experts, everything included
+    written: bool  # whether a model can be written in the form, or it is shown to compare with
 
 
 def stored_bytes(
@@ -114,17 +96,14 @@ def stored_bytes(
     base_codes: BaseCodes | None = None,
     dtype: str | None = None,
 ) -> list[Stored]:
-    """Counts a model in several layouts.
+    """Counts a model with the experts of some MoE layers in several layouts.
 
     Args:
-      config: of the model.
-      layers: the MoE layers that are compressed.
-      layouts: of its experts.
+      config, layers, layouts: the model, and what is counted.
       asked: fields of `Wanted`, of which every form takes what it asks for. `keep` is the share, in (0, 1], of the
         entries of an expert that sparse forms keep; low-rank ones have as many numbers; or of neurons or experts, where
         these are fewer. `bits` are those of the entries of sparse forms.
-      base: whether the experts share a centre.
-      base_codes: of the centre, in forms that have one; None: it has the dtype of the model.
+      base, base_codes: whether experts share a centre, and its codes in forms that have one; None: the model's dtype.
       dtype: of all parameters; None: that of the config.
 
     Raises:
@@ -178,10 +157,7 @@ def layer_in(
     base: Literal["shared", "none"] = "shared",
     base_codes: BaseCodes | None = None,
 ) -> MoEConfig:
-    """A layer with its experts in a layout; of one that is never written, the one that it is compared with.
-
-    Arguments and errors are those of `stored_bytes`.
-    """
+    """Returns a layer in a layout, see `stored_bytes`; of one that is never written, in what it is compared with."""
     if isinstance(layout, Fewer):
         return layout.layer(moe, asked["keep"])
     own = {name: value for name, value in asked.items() if name in layout.form.asks_for}

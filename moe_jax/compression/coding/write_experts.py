@@ -40,15 +40,7 @@ from moe_jax.compression.source_layer import (
 from moe_jax.core.errors import InputError
 from moe_jax.experts import BankConfig, BaseCodes
 from moe_jax.experts.forms import KernelForm, Matrix
-from moe_jax.experts.forms.coding import (
-    ByExpert,
-    CodedJointly,
-    Coder,
-    Encodable,
-    Residual,
-    experts_with,
-    own_of,
-)
+from moe_jax.experts.forms.coding import ByExpert, CodedJointly, Coder, Encodable, Residual, experts_with, own_of
 
 REFITS = 2
 # What one refit has to gain of the error, for another to be tried.
@@ -59,12 +51,7 @@ Made = tuple[Mapping[str, np.ndarray], np.ndarray | Array]
 
 
 class SharedBase(NamedTuple):
-    """The base of one matrix, which all experts share.
-
-    Attributes:
-      leaves: as it is stored, by name.
-      kernel: [in, out], what they stand for: in the dtype of the experts, or of codes float32.
-    """
+    """The base of one matrix, as it is stored, and the kernel [in, out] that its leaves stand for."""
 
     leaves: Mapping[str, np.ndarray]
     kernel: np.ndarray
@@ -76,13 +63,7 @@ class SharedBase(NamedTuple):
 
 
 class Coded(NamedTuple):
-    """One matrix of all experts, coded.
-
-    Attributes:
-      base: None: there is none.
-      leaves: of the residuals, stacked over the experts, by name.
-      measure: what that did to the matrix.
-    """
+    """One matrix of all experts, coded: the leaves of the residuals are stacked over the experts, by name."""
 
     base: SharedBase | None
     leaves: dict[str, np.ndarray]
@@ -92,12 +73,7 @@ class Coded(NamedTuple):
 def codes_of_options(
     bits: Any, group_size: int | None, *, table: bool = False, scale_bits: int = 16
 ) -> BaseCodes | None:
-    """The codes that the options `centre_bits` and `centre_group_size` of a method ask for; None: none.
-
-    Args:
-      bits, group_size: these options.
-      table: codes that may have a table of levels have one.
-      scale_bits: of their scales; NF4 has its own.
+    """Reads `centre_bits` and `centre_group_size` of a method; None: no codes. With a table where codes may have one.
 
     Raises:
       InputError: if they are out of range, or the second stands alone.
@@ -126,25 +102,19 @@ def write_experts(
     even: bool = False,
     coder: ExpertCoder | None = None,
 ) -> Measure:
-    """Writes the experts of a layer in the form of a bank, around a shared base if it has one.
+    """Writes the experts of a layer in the form of a bank; returns the measure of the errors of all matrices.
 
     Memory holds one matrix of all experts; of aligned ones in float32.
 
     Args:
-      layer: the experts as they are.
-      bank: what they become.
-      write: takes the leaves.
+      layer, bank: the experts as they are, and what they become.
       permutations: the order of every expert's neurons; None: as they are stored.
-      base: returns the base of a matrix, [in, out]; None: the mean of the kernels.
+      base: returns the shared base of a matrix, [in, out], if there is one; None: the mean of the kernels.
       encode: `encode(matrix, expert, residual, coder)` codes a residual; None: as the form of the bank does.
       refit: the base is refitted to what a sparse bank leaves out; in codes, to the codes of the residuals.
       fit, even: see `LeastError`.
       feedback: see `LeastOutputError`; of a layer that was calibrated.
-      coder: of all kernels; None: those of `expert_coders`. Matrices that are encoded together have another, see
-        `LeastJointError`.
-
-    Returns:
-      The measure, to which the errors of all matrices were added.
+      coder: of all kernels; None: those of `expert_coders`, or of matrices that are encoded together `LeastJointError`.
     """
     form, measure = bank.form, Measure(layer.num_experts, layer.moe.expert.dim)
     assert isinstance(form, KernelForm)
@@ -288,16 +258,9 @@ def code_residuals(
 ) -> Coded:
     """Codes one matrix of all experts around a base, refitted as long as that helps: the round of least squared error.
 
-    Args:
-      kernels: gives the kernels of all experts, as often as it is called; any floating-point dtype.
-      base: [in, out]; None: there is none, and kernels are coded themselves.
-      store: how it is stored.
-      coders: gives those of all experts, likewise.
-      encode: codes the residual of an expert.
-      measure: an empty measure.
-      num_experts: E.
-      dtype: of floating-point leaves of the residuals.
-      refits: at most so many.
+    Without a base [in, out], kernels are coded themselves. `kernels` and `coders` give those of all experts as often as
+    they are called; `store` makes a base what is stored of it, `encode` codes the residual of an expert, and floating-
+    point leaves of the residuals have `dtype`.
     """
     best: Coded | None = None
     for refit in range(refits + 1):
@@ -323,7 +286,6 @@ def code_residuals(
 
 
 def _stack(stacked: dict[str, np.ndarray], leaves: Mapping[str, np.ndarray], expert: int, experts: int) -> None:
-    """Puts the leaves of one expert where those of all of them are."""
     for name, leaf in leaves.items():
         if name not in stacked:
             stacked[name] = np.empty((experts, *leaf.shape), leaf.dtype)

@@ -57,12 +57,9 @@ def _error(chosen: Mapping[int, Candidate]) -> float:
 def never_worse(
     candidates: Mapping[int, Sequence[Candidate]], alike: Mapping[int, Sequence[Candidate]], room: int
 ) -> dict[int, Candidate]:
-    """Returns the best of what `allocate` gives layers: as they are, with matrices of a layer alike, or with all alike.
+    """Returns the best that `allocate` gives layers in so many bytes: as they are, with matrices alike, or all alike.
 
-    Args:
-      candidates: by layer.
-      alike: by layer, those with the same choice for all matrices, in the same order of choices.
-      room: bytes of all layers.
+    `alike` are those with the same choice for all matrices of a layer, in the same order of choices in all layers.
     """
     ways = [allocate(candidates, room), allocate(alike, room)]
     for same in zip(*alike.values(), strict=True):
@@ -210,12 +207,11 @@ class Allocate(OfCodes, Method):
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
-        began = time.monotonic()
         shared = target.bank.has_base
         orders = analysis["permutations"] if shared else unaligned(layer)
         measure = write_experts(layer, target.bank, write, permutations=orders)
         return measure.figures(
-            seconds=float(analysis["seconds"]) + time.monotonic() - began,
+            analysed=analysis["seconds"],
             choice=target.bank.describe(),
             predicted_divergence=sum(
                 float(own[self._choices.index(_choice(layer, target.bank, layer.matrices[name], expert))])
@@ -252,9 +248,7 @@ class Allocate(OfCodes, Method):
 
     def _form(self, layer: SourceLayer, choices: Sequence[Choice]) -> KernelForm:
         keep = choices[0].keep
-        if keep is not None:
-            return LowRank(rank=rank_of(layer, keep))
-        return self._codes(layer, choices)
+        return self._codes(layer, choices) if keep is None else LowRank(rank=rank_of(layer, keep))
 
     def _codes(self, layer: SourceLayer, choices: Sequence[Choice]) -> Quantized:
         bits = {name: choice.bits or 0 for name, choice in zip(layer.shapes, choices, strict=True)}

@@ -29,24 +29,14 @@ TOKENS = 512
 
 
 class Together(NamedTuple):
-    """The error of all experts and matrices together, divided by the sum of what each makes on its own.
+    """The error of all experts and matrices together, divided by the sum of what each makes on its own."""
 
-    Attributes:
-      centre: for an error of the centre, which each matrix makes independently of the others.
-      residuals: for all residuals left out: every expert becomes the mean.
-    """
-
-    centre: float
-    residuals: float
+    centre: float  # for an error of the centre, which each matrix makes independently of the others
+    residuals: float  # for all residuals left out: every expert becomes the mean
 
 
 def together(layer: SourceLayer, permutations: Int[np.ndarray, "E f"]) -> Together:
-    """Measures both on the calibration text.
-
-    Args:
-      layer: a calibrated layer.
-      permutations: the order of every expert's neurons around their mean.
-    """
+    """Measures both on the calibration text, with the neurons of every expert in an order around their mean."""
     rows = layer.rows
     assert rows is not None
     picked = np.linspace(0, len(rows.experts) - 1, min(TOKENS, len(rows.experts))).astype(int)
@@ -114,19 +104,12 @@ Format = Callable[..., dict[str, Any]]
 
 
 class Choice(NamedTuple):
-    """How a matrix is stored.
+    """How a matrix is stored."""
 
-    Attributes:
-      centre: bits of the codes of a shared centre; None: there is none.
-      bits: of the codes of every expert; None: it has low-rank factors, and there is a centre.
-      added: of `ADDED`; the same for all matrices of an expert.
-      keep: the share of numbers in these factors, see `Wanted`; likewise.
-    """
-
-    centre: int | None
-    bits: int | None
-    added: tuple[str, ...] = ()
-    keep: float | None = None
+    centre: int | None  # bits of the codes of a shared centre; None: there is none
+    bits: int | None  # of the codes of every expert; None: it has low-rank factors, and there is a centre
+    added: tuple[str, ...] = ()  # of `ADDED`; the same for all matrices of an expert
+    keep: float | None = None  # the share of numbers in these factors, see `Wanted`; likewise
 
     @property
     def format(self) -> tuple[tuple[str, ...], float | None]:
@@ -154,13 +137,7 @@ def errors_of_choices(
     Codes are tried on some columns: with error feedback, too, the columns of a kernel are coded each on its own.
     Factors are made of whole kernels. They also take up some of what codes of the centre leave, which is not counted.
 
-    Args:
-      layer: a calibrated layer.
-      name: of the matrix.
-      permutations: the order of every expert's neurons around a centre.
-      choices: what is tried.
-      format_: of codes.
-      together: how errors add up that factors leave. Those of codes are independent.
+    `together` says how errors add up that factors leave. Those of codes, in a format, are independent.
     """
     width = layer.shapes[name][1]
     columns = np.unique(np.linspace(0, width - 1, min(width, _COLUMNS)).astype(int))
@@ -176,10 +153,10 @@ def errors_of_choices(
     for own, whole, coder in zip(errors, aligned_kernels(layer, name, permutations), coders, strict=True):
         assert isinstance(coder, LeastOutputError)
         kernel = whole[:, columns]
-        norm += _squared(coder, kernel)
+        norm += coder.squared(kernel)
         left = _left(coder, whole - mean, ranks) if ranks else {}
-        beside_mean = _squared(coder, kernel - mean[:, columns])
-        of_centre = {bits: _squared(coder, made - mean[:, columns]) for bits, made in of_factors.items()}
+        beside_mean = coder.squared(kernel - mean[:, columns])
+        of_centre = {bits: coder.squared(made - mean[:, columns]) for bits, made in of_factors.items()}
         for number, choice in enumerate(choices):
             if choice.keep is not None:
                 of_residuals = left[choice.keep] * beside_mean
@@ -188,7 +165,7 @@ def errors_of_choices(
             assert choice.bits is not None
             residual = kernel - of_codes[choice.centre]
             made = coder.quantize(residual, bits=choice.bits, **format_(choice.bits, added=choice.added))
-            own[number] = _squared(coder, np.asarray(made.approximation) - residual)
+            own[number] = coder.squared(np.asarray(made.approximation) - residual)
     return np.array([[output_error(error, norm) for error in own] for own in errors])
 
 
@@ -210,53 +187,32 @@ def _left(coder: LeastOutputError, residual: np.ndarray, ranks: Mapping[float, i
     return {keep: max(0.0, 1 - squares[:rank].sum() / norm) if norm else 0.0 for keep, rank in ranks.items()}
 
 
-def _squared(coder: LeastOutputError, error: np.ndarray) -> float:
-    """tr(E^T H E)."""
-    return float(np.sum(error * (coder.moment @ error), dtype=np.float64))
-
-
 MOST_SIZES = 16
 """Sizes of the second part that are tried for two choices."""
 
 
 class Alike(NamedTuple):
-    """Experts that all have one choice.
+    """Experts that all have one choice."""
 
-    Attributes:
-      nbytes: of the layer, all experts being stored so.
-      own: of these, bytes of one expert.
-      more: bytes that a layer takes more if it has such a part beside another, for what the disk knows of leaves.
-      errors: of every expert, float64[E]; those of experts are added up.
-      choice: see `Candidate`.
-    """
-
-    nbytes: int
-    own: int
-    more: int
-    errors: Float[np.ndarray, " E"]
-    choice: tuple
+    nbytes: int  # of the layer, all experts being stored so
+    own: int  # of these, bytes of one expert
+    more: int  # bytes that a layer takes more if it has such a part beside another, for what the disk knows of leaves
+    errors: Float[np.ndarray, " E"]  # of every expert, float64[E]; those of experts are added up
+    choice: tuple  # see `Candidate`
 
 
 class InParts(NamedTuple):
-    """The choice of a layer in two parts.
+    """The choice of a layer in two parts."""
 
-    Attributes:
-      parts: choices.
-      part_of: of every expert, the part that it is in.
-    """
-
-    parts: tuple[tuple, tuple]
-    part_of: tuple[int, ...]
+    parts: tuple[tuple, tuple]  # choices
+    part_of: tuple[int, ...]  # of every expert, the part that it is in
 
 
 def in_two_parts(some: Sequence[Alike], *, multiple: int = 1) -> list[Candidate]:
     """Every two of some choices, and of all ways to divide the experts into so many each, the one of least error.
 
-    Experts of a part take the same room, so that those belong into the larger codes whose error falls most.
-
-    Args:
-      some: choices around the same centre, or all without one.
-      multiple: the number of experts in every part is a multiple of it.
+    Experts of a part take the same room, so that those belong into the larger codes whose error falls most. The choices
+    are around the same centre, or all without one; the number of experts in every part is a multiple of `multiple`.
     """
     found = []
     for few, many in itertools.permutations(some, 2):

@@ -6,7 +6,6 @@ the result depends neither on the order in which these are processed nor on whet
 
 import dataclasses
 import math
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import ClassVar, Literal, NamedTuple
@@ -14,12 +13,19 @@ from typing import ClassVar, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from moe_jax.compression.budget import all_alike
 from moe_jax.compression.calibration.expert_statistics import moments
 from moe_jax.compression.coding.coder import ExpertCoder, Levels, check_levels
 from moe_jax.compression.coding.pruning import largest_mask
 from moe_jax.compression.coding.write_experts import write_experts
-from moe_jax.compression.methods.interface import Analysis, AroundCentre, Base, Method, OfCodes, check_calibrated
+from moe_jax.compression.methods.interface import (
+    Analysis,
+    AroundCentre,
+    Base,
+    Method,
+    OfCodes,
+    all_alike,
+    check_calibrated,
+)
 from moe_jax.compression.report import LayerFigures, Measure
 from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.core.draws import draw_positions
@@ -36,7 +42,7 @@ SCALES = ("mse", "absmax")
 
 
 def _figures(bank: BankConfig, measure: Measure) -> LayerFigures:
-    return measure.figures(choice=None if bank.base_codes is None else bank.describe())
+    return measure.figures(analysed=None, choice=None if bank.base_codes is None else bank.describe())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -239,9 +245,8 @@ class D2MoE(Method):
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
         """The coders of a calibrated layer whiten the deltas."""
-        began = time.monotonic()
         measure = write_experts(layer, target.bank, write, base=partial(weighted_mean, layer))
-        return measure.figures(seconds=time.monotonic() - began, choice=target.bank.form.describe())
+        return measure.figures(choice=target.bank.form.describe())
 
     @property
     def wanted(self) -> Wanted:

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -15,12 +15,12 @@ from moe_jax.compression.report import DENSE, MEAN, OWN, LayerFigures
 from moe_jax.compression.source_layer import SourceLayer, Write, check_weights, mean_kernel
 from moe_jax.conversion.families import FAMILIES
 from moe_jax.core.errors import InputError
-from moe_jax.experts import BaseCodes
+from moe_jax.experts import BankConfig, BaseCodes
 from moe_jax.experts.bank_config import Code
 from moe_jax.experts.forms import Quantized
 from moe_jax.experts.forms.coding import Wanted
 from moe_jax.model_io.model_source import ModelSource
-from moe_jax.models import ModelConfig, MoEConfig
+from moe_jax.models import FFNConfig, ModelConfig, MoEConfig
 
 Analysis = Mapping[str, np.ndarray]
 """Arrays by name, as `Method.analyse` returns them for a layer; small enough to be kept for all layers at once."""
@@ -29,17 +29,13 @@ Tick = Callable[[float], None]
 
 
 class Base:
-    """The base of one layer, and where it comes from.
-
-    Attributes:
-      origin: `DENSE`, `OWN` or `MEAN`.
-    """
+    """The base of one layer; its `origin` is `DENSE`, `OWN` or `MEAN`."""
 
     def __init__(self, layer: SourceLayer, dense: ModelSource | None):
         """Chooses: the dense model if there is one, else the bank's own base, else the mean of the experts."""
         self._layer = layer
         self._dense = dense
-        self.origin = DENSE if dense is not None else OWN if layer.has_base else MEAN
+        self.origin = DENSE if dense is not None else OWN if layer.moe.bank.has_base else MEAN
 
     def kernel(self, name: str) -> np.ndarray:
         """The base of one matrix, [in, out], as it is where it comes from; the mean is float32."""
@@ -116,15 +112,34 @@ class Method(abc.ABC):
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
-        """Computes and writes the leaves of one layer.
+        """Computes and writes the leaves of one layer, given what `plan` and `analyse` returned for it.
 
-        Args:
-          layer: its experts as they are.
-          base: what deltas may be taken from.
-          target: what `plan` said the layer becomes.
-          write: takes leaves by their paths below `mlp`. Leaves that it is not given stay as they are.
-          analysis: what `analyse` returned for the layer.
+        Deltas may be taken from the base. Leaves that `write` is not given stay as they are.
         """
+
+
+def all_alike(
+    layers: Sequence[SourceLayer],
+    wanted: Wanted,
+    analyses: Mapping[int, Analysis],
+    *,
+    base: Literal["shared", "none"],
+    codes: BaseCodes | None = None,
+) -> dict[int, MoEConfig]:
+    """The new config of every layer, by index, if all get the same. Layers of equal shape stay equal.
+
+    Where they are needed, analyses have `shares` of the matrices, as `mean_shares` gives them, which are averaged over
+    layers of one shape. Without codes, a base that experts share has the dtype of the model.
+    """
+    shares: dict[FFNConfig, list[np.ndarray]] = {}
+    for layer in layers if wanted.needs_shares else ():
+        shares.setdefault(layer.moe.expert, []).append(analyses[layer.index]["shares"])
+    means = {expert: np.mean(found, axis=0).tolist() for expert, found in shares.items()}
+    banks = {
+        layer.index: BankConfig(layer.wanted(wanted, means.get(layer.moe.expert)), base=base, base_codes=codes)
+        for layer in layers
+    }
+    return {layer.index: layer.target(banks[layer.index]) for layer in layers}
 
 
 def alignment_progress(tick: Tick, clouds: int) -> AlignmentProgress:

@@ -15,7 +15,6 @@ A [r, s].
 """
 
 import dataclasses
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -64,18 +63,10 @@ def mixed_factors(
     rate: float,
     store: Callable[[np.ndarray], np.ndarray] = lambda array: array,
 ) -> MixedFactors:
-    """Finds factors of little squared error. The same input gives the same result.
+    """Finds factors of rank r of little squared error, with m bases, by steps of Adam from a learning rate.
 
-    Memory on the default device: the kernels, and the factors five times, in float32.
-
-    Args:
-      kernels: finite, float32.
-      rank: r, at most min(w, s).
-      bases: m, at most E.
-      mix: mixes bases.
-      steps: of Adam.
-      rate: its learning rate at first.
-      store: rounds an array as it is to be stored.
+    The same input gives the same result. `store` rounds an array as it is to be stored. Memory on the default device:
+    the kernels, finite and float32, and the factors five times.
     """
     scale = float(np.std(kernels, dtype=np.float64)) or 1.0
     target = jnp.asarray(kernels / np.float32(scale))
@@ -92,7 +83,7 @@ def mixed_factors(
 
 
 def starting_factors(target: Float[np.ndarray, "E w s"], rank: int, bases: int, mix: Mix) -> MixedFactors:
-    """The factors that Adam begins with; arguments as of `mixed_factors`, kernels of standard deviation 1."""
+    """The factors that Adam begins with, of kernels of standard deviation 1."""
     experts, width, _ = target.shape
     groups = np.array_split(np.arange(experts), bases)
     logits = np.zeros((experts, bases), np.float32)
@@ -204,7 +195,6 @@ class MoBE(Method):
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
         """Memory holds one matrix of all experts."""
-        began = time.monotonic()
         form = target.bank.form
         assert isinstance(form, MixtureOfBases)
         measure = Measure(layer.num_experts, layer.moe.expert.dim)
@@ -235,7 +225,7 @@ class MoBE(Method):
             biases = layer.biases(name)
             if biases is not None:
                 write(f"experts/{name}/bias", biases)
-        return measure.figures(seconds=time.monotonic() - began, choice=form.describe())
+        return measure.figures(choice=form.describe())
 
     def _target(self, layer: SourceLayer) -> MoEConfig:
         form = MixtureOfBases.of_size(

@@ -1,7 +1,6 @@
 """Methods that leave full experts with fewer neurons: `sp` and `mlp-fusion` (methods.md 5)."""
 
 import dataclasses
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -124,7 +123,6 @@ class StructuredPruning(Method):
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
-        began = time.monotonic()
         measure = Measure(layer.moe.routed_experts, layer.moe.expert.dim)
         write_universal(layer, write)
         neurons, width = [np.flatnonzero(expert) for expert in _kept_by_all(analysis)], target.expert.dim
@@ -146,7 +144,7 @@ class StructuredPruning(Method):
                     biases[expert, : len(places)] = whole[expert, places]
             if biases is not None:
                 write(f"experts/{name}/bias", biases)
-        return measure.figures(seconds=time.monotonic() - began, choice=f"{width} neurons")
+        return measure.figures(choice=f"{width} neurons")
 
 
 def _kept_by_all(analysis: Analysis) -> Bool[np.ndarray, "E f"]:
@@ -195,7 +193,6 @@ class MLPFusion(Method):
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
-        began = time.monotonic()
         write_universal(layer, write)
         count, experts = target.expert.dim, layer.moe.routed_experts
         stored = {
@@ -230,19 +227,14 @@ class MLPFusion(Method):
             write(f"experts/{name}/kernel", kernels)
         for name, values in biases.items():
             write(f"experts/{name}/bias", values)
-        return measure.figures(seconds=time.monotonic() - began, choice=f"{count} neurons")
+        return measure.figures(choice=f"{count} neurons")
 
 
 def cluster(points: Float[np.ndarray, "n D"], count: int, *, seed: int) -> Int[np.ndarray, " n"]:
     """Cluster of every point, by Lloyd's algorithm; every point its own where there are as many clusters.
 
-    OTT's k-means traces its loop anew for every call, which takes seconds each; SciPy's distances are one matrix
-    product as well.
-
-    Args:
-      points: float32.
-      count: of clusters; some may stay empty where points coincide.
-      seed: of the points that are the first centroids.
+    OTT's k-means traces its loop anew for every call, which takes seconds each. The first centroids are points drawn
+    with the seed; clusters may stay empty where points coincide.
     """
     if count >= len(points):
         return np.arange(len(points))

@@ -14,9 +14,9 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from moe_jax.compression.alignment.barycenter import SOLVERS, free_support_barycenter
-from moe_jax.compression.budget import Budget, all_alike, mean_shares, trials
+from moe_jax.compression.budget import Budget, trials
 from moe_jax.compression.coding.coder import LEVELS, Levels, check_levels
-from moe_jax.compression.coding.pruning import squared
+from moe_jax.compression.coding.pruning import mean_shares, squared
 from moe_jax.compression.coding.write_experts import write_experts
 from moe_jax.compression.methods.interface import (
     Analysis,
@@ -26,6 +26,7 @@ from moe_jax.compression.methods.interface import (
     OfCodes,
     Tick,
     alignment_progress,
+    all_alike,
 )
 from moe_jax.compression.report import BARYCENTER, LayerFigures
 from moe_jax.compression.source_layer import (
@@ -194,15 +195,13 @@ class ResMoE(AroundCentre, OfCodes, Method):
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
-        began = time.monotonic()
-        permutations, objective = analysis["permutations"], float(analysis["objective"])
         options = {"refit": self.refit, "feedback": self.feedback, "even": self.levels == "even"}
-        measure = write_experts(layer, target.bank, write, permutations=permutations, **options)
+        measure = write_experts(layer, target.bank, write, permutations=analysis["permutations"], **options)
         return measure.figures(
-            objective=objective,
+            objective=float(analysis["objective"]),
             rounds=int(analysis["rounds"]),
             converged=bool(analysis["converged"]),
-            seconds=float(analysis["seconds"]) + time.monotonic() - began,
+            analysed=analysis["seconds"],
             choice=target.bank.describe(),
         )
 

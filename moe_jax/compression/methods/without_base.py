@@ -18,7 +18,6 @@ eight bits of `packing`, not the blocks and levels of the paper.
 
 import abc
 import dataclasses
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,11 +29,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from moe_jax.compression.budget import all_alike, mean_shares
 from moe_jax.compression.coding.coder import ExpertCoder, LeastError, Levels, check_levels
+from moe_jax.compression.coding.pruning import mean_shares
 from moe_jax.compression.coding.quantizer import nearest_codes, read_grid, stored
 from moe_jax.compression.coding.write_experts import write_experts
-from moe_jax.compression.methods.interface import Analysis, Base, Method, OfCodes, Tick
+from moe_jax.compression.methods.interface import Analysis, Base, Method, OfCodes, Tick, all_alike
 from moe_jax.compression.report import NO_BASE, LayerFigures
 from moe_jax.compression.source_layer import SourceLayer, Write, aligned_experts, unaligned
 from moe_jax.experts.forms import LowRank, Quantized, Sparse
@@ -75,20 +74,14 @@ def half_quadratic(kernel: Float[Array, "i o"], *, bits: int, group_size: int, s
 def zero_points(
     groups: Float[Array, "g s o"], counted: Array, *, bits: int
 ) -> tuple[Float[Array, "g 1 o"], Float[Array, "g 1 o"]]:
-    """The distances between levels, and the zero points, of groups.
-
-    Args:
-      groups: float32.
-      counted: bool [g, s, 1]: entries that are there.
-      bits: of a code.
-    """
+    """The distances between levels, and the zero points, of float32 groups; `counted` are entries that are there."""
     top = 2**bits - 1
     least = jnp.min(jnp.where(counted, groups, jnp.inf), axis=1, keepdims=True)
     greatest = jnp.max(jnp.where(counted, groups, -jnp.inf), axis=1, keepdims=True)
     # A group of equal entries has no span: one that reaches to zero, which has a level.
     has_span = greatest > least
-    least, greatest = (jnp.where(has_span, x, y) for x, y in ((least, jnp.minimum(least, 0)),
-                                                              (greatest, jnp.maximum(greatest, 0))))  # fmt: skip
+    least = jnp.where(has_span, least, jnp.minimum(least, 0))
+    greatest = jnp.where(has_span, greatest, jnp.maximum(greatest, 0))
     scales = (greatest - least) / top
     unit = jnp.where(scales > 0, scales, 1)
     members = jnp.sum(counted, axis=1, keepdims=True)
@@ -174,7 +167,6 @@ class WithoutBase(Method):
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
-        began = time.monotonic()
         measure = write_experts(
             layer,
             target.bank,
@@ -184,7 +176,7 @@ class WithoutBase(Method):
             even=self.levels == "even",
             coder=self.coder,
         )
-        return measure.figures(seconds=time.monotonic() - began, choice=target.bank.form.describe())
+        return measure.figures(choice=target.bank.form.describe())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,16 +9,8 @@ import math
 from typing import Any
 
 from moe_jax.conversion.config_keys import HFConfig
-from moe_jax.conversion.families import usual_keys as usual
-from moe_jax.conversion.families.family import (
-    EMBEDDING,
-    GATED_FFN,
-    HEAD,
-    PLAIN_ATTENTION,
-    Family,
-    gated_experts,
-    gated_ffn,
-)
+from moe_jax.conversion.families import usual
+from moe_jax.conversion.families.family import Family
 from moe_jax.conversion.families.rope_keys import read_rope
 from moe_jax.conversion.table import Ignored, Row, Table, linear, norm
 from moe_jax.core.errors import InputError, nearest, shown
@@ -33,11 +25,11 @@ from moe_jax.models import (
 )
 
 _MLP: Table = (
-    *linear("model.layers.{i}.mlp.gate", "layers/{i}/mlp/router"),
+    *usual.ROUTER,
     Row("model.layers.{i}.mlp.gate.e_score_correction_bias", "layers/{i}/mlp/router/selection_bias"),
-    *gated_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
-    *gated_ffn("model.layers.{i}.mlp.shared_experts", "layers/{i}/mlp/universal"),
-    *GATED_FFN,
+    *usual.gated_experts(),
+    *usual.gated_ffn("model.layers.{i}.mlp.shared_experts", "layers/{i}/mlp/universal"),
+    *usual.GATED_FFN,
 )
 
 _LATENT_ATTENTION: Table = (
@@ -53,11 +45,9 @@ _LATENT_ATTENTION: Table = (
     *norm("model.layers.{i}.post_attention_layernorm", "layers/{i}/mlp_norm"),
 )
 
+_DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "attention_bias": False}
 _LATENT_DEFAULTS = {
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "attention_bias": False,
+    **_DEFAULTS,
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,
     "qk_nope_head_dim": 128,
@@ -229,14 +219,11 @@ DEEPSEEK = Family(
     architecture="DeepseekForCausalLM",
     # From the config class that comes with the checkpoint.
     defaults={
-        "hidden_act": "silu",
+        **_DEFAULTS,
         "intermediate_size": 11008,
         "moe_intermediate_size": 1407,
         "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
         "num_key_value_heads": 32,
-        "attention_bias": False,
         "first_k_dense_replace": 0,
         "moe_layer_freq": 1,
         "norm_topk_prob": False,
@@ -248,7 +235,7 @@ DEEPSEEK = Family(
     harmless=_TRAINING_KEYS,
     read=_read_v1,
     write=_write_v1,
-    table=(*EMBEDDING, *PLAIN_ATTENTION, *_MLP, *HEAD),
+    table=(*usual.EMBEDDING, *usual.PLAIN_ATTENTION, *_MLP, *usual.HEAD),
 )
 
 # --- DeepSeek-V2: latent attention, and experts that may be chosen from the best groups of them ---
@@ -317,7 +304,7 @@ DEEPSEEK_V2 = Family(
     harmless=("n_group", "topk_group", *_DERIVED_WIDTHS, *_TRAINING_KEYS),
     read=_read_v2,
     write=_write_v2,
-    table=(*EMBEDDING, *_LATENT_ATTENTION, *_MLP, *HEAD),
+    table=(*usual.EMBEDDING, *_LATENT_ATTENTION, *_MLP, *usual.HEAD),
 )
 
 # --- DeepSeek-V3: sigmoid scores with a selection bias, which keeps experts in balance ------------
@@ -387,10 +374,10 @@ DEEPSEEK_V3 = Family(
     read=_read_v3,
     write=_write_v3,
     table=(
-        *EMBEDDING,
+        *usual.EMBEDDING,
         *_LATENT_ATTENTION,
         *_MLP,
-        *HEAD,
+        *usual.HEAD,
         # In the released checkpoint, the index after its last layer; Transformers also leaves it out by this name.
         Ignored(r"model\.layers\.61\..*", "the layer that predicts a second token, which is no part of the decoder"),
     ),

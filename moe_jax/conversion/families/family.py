@@ -1,4 +1,4 @@
-"""The description of a family of models, and rows that most families' tables have."""
+"""The description of a family of models."""
 
 import dataclasses
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moe_jax.conversion.config_keys import HFConfig
-from moe_jax.conversion.table import FUSED, PER_EXPERT, Ignored, Row, Table, Tied, linear, norm
+from moe_jax.conversion.table import Ignored, Mapped, Row, Table, Tied, apply_table
 from moe_jax.models import ModelConfig
 
 
@@ -87,6 +87,11 @@ class Family:
                 rest.append(Tied(prefix + entry.tensor, equals=prefix + entry.equals))
         return (*rest, *self.classifier.head)
 
+    def mapped(self, config: ModelConfig, leaves: Mapping[str, Any], layout: str) -> Mapped:
+        """Returns the tensors of a model in the format, and the pieces that fill its leaves (`apply_table`)."""
+        counts = config.num_layers, layout, self.name
+        return apply_table(self.table_of(config), leaves, *counts, num_encoder_layers=config.num_encoder_layers)
+
     @property
     def holds_experts(self) -> bool:
         """Whether the format has MoE layers."""
@@ -96,60 +101,3 @@ class Family:
     def holds_dense_layers(self) -> bool:
         """Whether the format has layers with an FFN of their own."""
         return any(isinstance(entry, Row) and entry.leaves == "layers/{i}/mlp/down/kernel" for entry in self.table)
-
-
-# --- rows -----------------------------------------------------------------------------------------
-
-EMBEDDING: Table = (Row("model.embed_tokens.weight", "embed/embedding"),)
-
-PROJECTIONS: Table = tuple(
-    row
-    for name in "qkvo"
-    for row in linear(f"model.layers.{{i}}.self_attn.{name}_proj", f"layers/{{i}}/attention/{name}")
-)
-
-QK_NORMS: Table = (
-    *norm("model.layers.{i}.self_attn.q_norm", "layers/{i}/attention/q_norm"),
-    *norm("model.layers.{i}.self_attn.k_norm", "layers/{i}/attention/k_norm"),
-)
-
-PLAIN_ATTENTION: Table = (
-    *norm("model.layers.{i}.input_layernorm", "layers/{i}/attention_norm"),
-    *PROJECTIONS,
-    *norm("model.layers.{i}.post_attention_layernorm", "layers/{i}/mlp_norm"),
-)
-
-ATTENTION: Table = (*PLAIN_ATTENTION, *QK_NORMS)
-
-
-def gated_ffn(theirs: str, ours: str) -> Table:
-    """Returns the rows of a gated FFN, of the module `theirs` in the checkpoint."""
-    return tuple(row for name in ("gate", "up", "down") for row in linear(f"{theirs}.{name}_proj", f"{ours}/{name}"))
-
-
-GATED_FFN = gated_ffn("model.layers.{i}.mlp", "layers/{i}/mlp")
-
-LM_HEAD: Table = (
-    *linear("lm_head", "lm_head"),
-    Tied("lm_head.weight", equals="model.embed_tokens.weight"),
-    Ignored(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq", "RoPE frequencies, recomputed from the config"),
-)
-
-HEAD: Table = (*norm("model.norm", "final_norm"), *LM_HEAD)
-
-
-def gated_experts(block: str, gate: str, up: str, down: str) -> Table:
-    """Returns the rows of the experts of an MoE layer, in both layouts in use.
-
-    In the per-expert layout, they are in the module `block`, and their linear maps are called `gate`, `up` and `down`.
-    """
-    theirs, ours = f"model.layers.{{i}}.{block}.experts.{{e}}", "layers/{i}/mlp/experts"
-    fused = "model.layers.{i}.mlp.experts"
-    return (
-        *linear(f"{theirs}.{gate}", f"{ours}/gate", PER_EXPERT),
-        *linear(f"{theirs}.{up}", f"{ours}/up", PER_EXPERT),
-        *linear(f"{theirs}.{down}", f"{ours}/down", PER_EXPERT),
-        # Transformers 5 keeps the experts of a layer in two tensors, [E, 2f, d] and [E, d, f].
-        Row(f"{fused}.gate_up_proj", (f"{ours}/gate/kernel", f"{ours}/up/kernel"), transpose=True, layout=FUSED),
-        Row(f"{fused}.down_proj", f"{ours}/down/kernel", transpose=True, layout=FUSED),
-    )

@@ -1,22 +1,14 @@
 """Gemma 1, 2, and the text model of 3: a scaled embedding, norms with factors of one plus their weight."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from moe_jax.conversion.config_keys import HFConfig
-from moe_jax.conversion.families import usual_keys as usual
-from moe_jax.conversion.families.family import (
-    EMBEDDING,
-    GATED_FFN,
-    HEAD,
-    PLAIN_ATTENTION,
-    PROJECTIONS,
-    QK_NORMS,
-    SCORE,
-    Family,
-)
+from moe_jax.conversion.families import usual
+from moe_jax.conversion.families.family import SCORE, Family
 from moe_jax.conversion.families.rope_keys import read_rope
-from moe_jax.conversion.families.usual_keys import FULL, SLIDING
+from moe_jax.conversion.families.usual import FULL, SLIDING
 from moe_jax.conversion.table import Table, norm
 from moe_jax.core.errors import InputError, shown
 from moe_jax.models import FFNConfig, LayerConfig, ModelConfig, RopeConfig
@@ -84,26 +76,30 @@ GEMMA = Family(
     defaults={**_DEFAULTS, "num_key_value_heads": 16, "hidden_act": "gelu_pytorch_tanh"},
     read=_read_gemma,
     write=_write_gemma,
-    table=(*EMBEDDING, *PLAIN_ATTENTION, *GATED_FFN, *HEAD),
+    table=(*usual.EMBEDDING, *usual.PLAIN_ATTENTION, *usual.GATED_FFN, *usual.HEAD),
 )
 
 # --- Gemma 2 and 3: four norms in a layer, a scale of scores, windows on some layers --------------
 
 _FOUR_NORMS: Table = (
     *norm("model.layers.{i}.input_layernorm", "layers/{i}/attention_norm"),
-    *PROJECTIONS,
-    *QK_NORMS,
+    *usual.PROJECTIONS,
+    *usual.QK_NORMS,
     *norm("model.layers.{i}.post_attention_layernorm", "layers/{i}/attention_output_norm"),
     *norm("model.layers.{i}.pre_feedforward_layernorm", "layers/{i}/mlp_norm"),
     *norm("model.layers.{i}.post_feedforward_layernorm", "layers/{i}/mlp_output_norm"),
 )
 
 
-def _read_types(config: HFConfig, full_every: int | None) -> tuple[tuple[str, ...], int | None]:
-    """Reads the type of every layer, and the window of those that have one.
+def _read_layers(
+    config: HFConfig, full_every: int | None, ropes: Mapping[str, RopeConfig | None], **kwargs: Any
+) -> list[LayerConfig]:
+    """Reads layers of two types, with a rotary embedding for each; further keywords are for the attention of all.
 
     If the types are left out, every layer with an index that `full_every` divides, counted from 1, has no window.
     """
+    _refuse_bidirectional(config)
+    config.require("head_dim")
     types = usual.read_layer_types(config)
     if types is None:
         if full_every is None or full_every < 1:
@@ -111,7 +107,14 @@ def _read_types(config: HFConfig, full_every: int | None) -> tuple[tuple[str, ..
                 f"config.json: without layer_types, sliding_window_pattern={full_every} must be at least 1"
             )
         types = tuple(SLIDING if (i + 1) % full_every else FULL for i in range(usual.num_layers(config)))
-    return types, config.required_integer("sliding_window") if SLIDING in types else None
+    windows = {FULL: None, SLIDING: config.required_integer("sliding_window") if SLIDING in types else None}
+    same: dict[str, Any] = {"biases": usual.read_biases(config), "scale": _read_scale(config), **kwargs}
+    attention = {
+        kind: usual.read_attention(config, **same, sliding_window=window, rope=ropes.get(kind))
+        for kind, window in windows.items()
+    }
+    ffn = usual.read_gated_ffn(config, activation="hidden_activation")
+    return [LayerConfig(attention=attention[kind], mlp=ffn, norm_position="both") for kind in types]
 
 
 def _read_scale(config: HFConfig) -> float:
@@ -133,31 +136,15 @@ def _write_scale(config: ModelConfig) -> dict[str, Any]:
 
 
 def _write_four_norms(config: ModelConfig) -> dict[str, Any]:
-    keys = usual.write_dense(config, activation="hidden_activation")
-    return {**keys, **usual.write_biases(config), **_write_scale(config)}
+    dense = usual.write_dense(config, activation="hidden_activation")
+    return dense | usual.write_biases(config) | _write_scale(config)
 
 
 # --- Gemma 2: soft caps on scores and logits, a window on every second layer ----------------------
 
 
 def _read_gemma2(config: HFConfig) -> ModelConfig:
-    _refuse_bidirectional(config)
-    config.require("head_dim")
-    types, window = _read_types(config, full_every=2)
-    same: dict[str, Any] = {
-        "biases": usual.read_biases(config),
-        "scale": _read_scale(config),
-        "score_soft_cap": config.number("attn_logit_softcapping"),
-    }
-    ffn = usual.read_gated_ffn(config, activation="hidden_activation")
-    layers = [
-        LayerConfig(
-            attention=usual.read_attention(config, **same, sliding_window=window if kind == SLIDING else None),
-            mlp=ffn,
-            norm_position="both",
-        )
-        for kind in types
-    ]
+    layers = _read_layers(config, 2, {}, score_soft_cap=config.number("attn_logit_softcapping"))
     return _read(config, "gemma2", layers, logit_soft_cap=config.number("final_logit_softcapping"))
 
 
@@ -188,34 +175,18 @@ GEMMA2 = Family(
     harmless=("cache_implementation", "hidden_act", "sliding_window_size"),
     read=_read_gemma2,
     write=_write_gemma2,
-    table=(*EMBEDDING, *_FOUR_NORMS, *GATED_FFN, *HEAD),
+    table=(*usual.EMBEDDING, *_FOUR_NORMS, *usual.GATED_FFN, *usual.HEAD),
 )
 
 # --- Gemma 3: q/k norm per head; most layers have a window and a rotary embedding of their own ----
 
 
 def _read_gemma3(config: HFConfig) -> ModelConfig:
-    _refuse_bidirectional(config)
     # Transformers reads it, and does not apply it.
     config.must_be("attn_logit_softcapping", None)
-    config.require("head_dim")
-    types, window = _read_types(config, full_every=config.integer("sliding_window_pattern"))
     ropes = _read_ropes(config)
-    same: dict[str, Any] = {"biases": usual.read_biases(config), "scale": _read_scale(config), "qk_norm": "head"}
-    ffn = usual.read_gated_ffn(config, activation="hidden_activation")
-    layers = [
-        LayerConfig(
-            attention=usual.read_attention(
-                config,
-                **same,
-                sliding_window=window if kind == SLIDING else None,
-                rope=ropes[SLIDING] if kind == SLIDING else None,
-            ),
-            mlp=ffn,
-            norm_position="both",
-        )
-        for kind in types
-    ]
+    every = config.integer("sliding_window_pattern")
+    layers = _read_layers(config, every, {SLIDING: ropes[SLIDING]}, qk_norm="head")
     soft_cap = config.number("final_logit_softcapping")
     return _read(config, "gemma3_text", layers, rope=ropes[FULL], logit_soft_cap=soft_cap)
 

@@ -1,12 +1,12 @@
-"""Llama and models in its format (Yi, DeepSeek-Coder and many others), Mistral, and Mixtral."""
+"""Llama and models in its format (Yi, DeepSeek-Coder and many others), Mistral, Mixtral, and OLMoE."""
 
 from typing import Any
 
 from moe_jax.conversion.config_keys import HFConfig
-from moe_jax.conversion.families import usual_keys as usual
-from moe_jax.conversion.families.family import ATTENTION, EMBEDDING, GATED_FFN, HEAD, SCORE, Family, gated_experts
+from moe_jax.conversion.families import usual
+from moe_jax.conversion.families.family import SCORE, Family
 from moe_jax.conversion.table import FUSED, PER_EXPERT, linear
-from moe_jax.models import ModelConfig, MoEConfig
+from moe_jax.models import ModelConfig
 
 _DEFAULTS = {
     "hidden_act": "silu",
@@ -25,18 +25,14 @@ def _read_llama(config: HFConfig) -> ModelConfig:
     return usual.read_decoder(config, "llama", usual.repeat_layers(config, attention, ffn))
 
 
-def _write_llama(config: ModelConfig) -> dict[str, Any]:
-    return {**usual.write_dense(config), **usual.write_biases(config), "mlp_bias": config.ffn(0).bias}
-
-
 LLAMA = Family(
     name="llama",
     architecture="LlamaForCausalLM",
     classifier=SCORE,
     defaults=_DEFAULTS,
     read=_read_llama,
-    write=_write_llama,
-    table=(*EMBEDDING, *ATTENTION, *GATED_FFN, *HEAD),
+    write=lambda config: usual.write_dense(config) | usual.write_biases(config) | {"mlp_bias": config.ffn(0).bias},
+    table=(*usual.EMBEDDING, *usual.ATTENTION, *usual.GATED_FFN, *usual.HEAD),
     moe_formats=("mixtral", "qwen2_moe", "deepseek"),
 )
 
@@ -48,17 +44,13 @@ def _read_mistral(config: HFConfig) -> ModelConfig:
     return usual.read_decoder(config, "mistral", usual.repeat_layers(config, attention, usual.read_gated_ffn(config)))
 
 
-def _write_mistral(config: ModelConfig) -> dict[str, Any]:
-    return {**usual.write_dense(config), **usual.write_window(config)}
-
-
 MISTRAL = Family(
     name="mistral",
     architecture="MistralForCausalLM",
     classifier=SCORE,
     defaults={**_MISTRAL_DEFAULTS, "sliding_window": 4096},
     read=_read_mistral,
-    write=_write_mistral,
+    write=lambda config: usual.write_dense(config) | usual.write_window(config),
     table=LLAMA.table,
     moe_formats=LLAMA.moe_formats,
 )
@@ -69,13 +61,7 @@ MISTRAL = Family(
 def _read_mixtral(config: HFConfig) -> ModelConfig:
     config.require("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef")
     attention = usual.read_attention(config, sliding_window=config.integer("sliding_window"))
-    moe = MoEConfig(
-        expert=usual.read_gated_ffn(config),
-        num_experts=config.required_integer("num_local_experts"),
-        top_k=config.required_integer("num_experts_per_tok"),
-        gate="topk_softmax",
-        balance_coef=config.required_number("router_aux_loss_coef"),
-    )
+    moe = usual.read_moe(config, config.required_integer("num_local_experts"), gate="topk_softmax")
     return usual.read_decoder(config, "mixtral", usual.repeat_layers(config, attention, moe))
 
 
@@ -84,9 +70,7 @@ def _write_mixtral(config: ModelConfig) -> dict[str, Any]:
     return {
         **usual.write_decoder(config),
         **usual.write_ffn(moe.expert),
-        "num_local_experts": moe.num_experts,
-        "num_experts_per_tok": moe.top_k,
-        "router_aux_loss_coef": moe.balance_coef,
+        **usual.write_moe(moe, "num_local_experts"),
         **usual.write_window(config),
     }
 
@@ -106,11 +90,52 @@ MIXTRAL = Family(
     read=_read_mixtral,
     write=_write_mixtral,
     table=(
-        *EMBEDDING,
-        *ATTENTION,
+        *usual.EMBEDDING,
+        *usual.ATTENTION,
         *linear("model.layers.{i}.block_sparse_moe.gate", "layers/{i}/mlp/router", PER_EXPERT),
         *linear("model.layers.{i}.mlp.gate", "layers/{i}/mlp/router", FUSED),
-        *gated_experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
-        *HEAD,
+        *usual.gated_experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
+        *usual.HEAD,
     ),
+)
+
+# --- OLMoE: q/k norm over the whole projection, MoEs whose gate weights are not renormalised ------
+
+
+def _read_olmoe(config: HFConfig) -> ModelConfig:
+    config.require("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
+    biases, clip_qkv = usual.read_biases(config), config.number("clip_qkv")
+    attention = usual.read_attention(config, biases=biases, qk_norm="projection", clip_qkv=clip_qkv)
+    moe = usual.read_moe(config, config.required_integer("num_experts"), gate=usual.read_gate(config))
+    return usual.read_decoder(config, "olmoe", usual.repeat_layers(config, attention, moe))
+
+
+def _write_olmoe(config: ModelConfig) -> dict[str, Any]:
+    moe = usual.uniform_moe(config)
+    return {
+        **usual.write_decoder(config),
+        **usual.write_ffn(moe.expert),
+        **usual.write_moe(moe),
+        **usual.write_biases(config),
+        "clip_qkv": usual.same_in_all_layers(config, "clip_qkv", lambda layer: layer.attention.clip_qkv),
+    }
+
+
+OLMOE = Family(
+    name="olmoe",
+    architecture="OlmoeForCausalLM",
+    defaults={
+        "hidden_act": "silu",
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "router_aux_loss_coef": 0.01,
+        "norm_topk_prob": False,
+        "eos_token_id": 50279,
+    },
+    read=_read_olmoe,
+    write=_write_olmoe,
+    table=(*usual.EMBEDDING, *usual.ATTENTION, *usual.ROUTER, *usual.gated_experts(), *usual.HEAD),
 )

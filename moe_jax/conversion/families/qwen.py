@@ -6,9 +6,9 @@ Transformers does not have it: the model's definition, `modeling_qwen.py`, is pu
 from typing import Any
 
 from moe_jax.conversion.config_keys import HFConfig
-from moe_jax.conversion.families import usual_keys as usual
+from moe_jax.conversion.families import usual
 from moe_jax.conversion.families.family import Family
-from moe_jax.conversion.table import Ignored, Row, Tied, linear, norm
+from moe_jax.conversion.table import Ignored, Row, Tied, joined_qkv, linear, norm
 from moe_jax.core.errors import InputError
 from moe_jax.data.tiktoken_file import qwen_tokenizer
 from moe_jax.models import AttentionConfig, FFNConfig, ModelConfig, RopeConfig
@@ -26,25 +26,22 @@ def _read(config: HFConfig) -> ModelConfig:
         config.keep(key, value)
     bias = not config.flag("no_bias")
     attention, ffn = _read_attention(config, bias=bias), _read_ffn(config, bias=bias)
-    rope = RopeConfig(
-        theta=config.required_number("rotary_emb_base"),
-        fraction=config.required_number("rotary_pct"),
-    )
+    theta, fraction = config.required_number("rotary_emb_base"), config.required_number("rotary_pct")
     return usual.read_decoder(
         config,
         "qwen",
         usual.repeat_layers(config, attention, ffn),
         eps="layer_norm_epsilon",
         positions="seq_length",
-        rope=rope,
+        rope=RopeConfig(theta=theta, fraction=fraction),
         bounded_positions=any(beyond.values()),
     )
 
 
 def _read_attention(config: HFConfig, *, bias: bool) -> AttentionConfig:
-    config.require("hidden_size", "num_attention_heads", "kv_channels")
-    heads, width = config.required_integer("num_attention_heads"), config.required_integer("kv_channels")
-    d_model = config.required_integer("hidden_size")
+    keys = ("hidden_size", "num_attention_heads", "kv_channels")
+    config.require(*keys)
+    d_model, heads, width = map(config.required_integer, keys)
     if heads * width != d_model:
         raise InputError(
             f"config.json: in the format of 'qwen' num_attention_heads * kv_channels is hidden_size = {d_model}, not "
@@ -109,29 +106,15 @@ QWEN = Family(
         "eos_token_id": 151643,
     },
     harmless=(
-        "attn_dropout_prob",
-        "bf16",
-        "emb_dropout_prob",
-        "fp16",
-        "fp32",
-        "onnx_safe",
-        "softmax_in_fp32",
+        *("attn_dropout_prob", "bf16", "emb_dropout_prob", "fp16", "fp32", "onnx_safe", "softmax_in_fp32"),
         "use_cache_kernel",
-    ),  # fmt: skip
+    ),
     read=_read,
     write=_write,
     table=(
         Row("transformer.wte.weight", "embed/embedding"),
         *norm("transformer.h.{i}.ln_1", "layers/{i}/attention_norm"),
-        Row(
-            "transformer.h.{i}.attn.c_attn.weight",
-            ("layers/{i}/attention/q/kernel", "layers/{i}/attention/k/kernel", "layers/{i}/attention/v/kernel"),
-            transpose=True,
-        ),
-        Row(
-            "transformer.h.{i}.attn.c_attn.bias",
-            ("layers/{i}/attention/q/bias", "layers/{i}/attention/k/bias", "layers/{i}/attention/v/bias"),
-        ),
+        *joined_qkv("transformer.h.{i}.attn.c_attn"),
         *linear("transformer.h.{i}.attn.c_proj", "layers/{i}/attention/o"),
         *norm("transformer.h.{i}.ln_2", "layers/{i}/mlp_norm"),
         # The activation is applied to the second of the two.

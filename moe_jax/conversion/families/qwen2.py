@@ -5,18 +5,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from moe_jax.conversion.config_keys import HFConfig
-from moe_jax.conversion.families import usual_keys as usual
-from moe_jax.conversion.families.family import (
-    ATTENTION,
-    EMBEDDING,
-    GATED_FFN,
-    HEAD,
-    SCORE,
-    Family,
-    gated_experts,
-    gated_ffn,
-)
-from moe_jax.conversion.families.usual_keys import FULL, SLIDING
+from moe_jax.conversion.families import usual
+from moe_jax.conversion.families.family import SCORE, Family
+from moe_jax.conversion.families.usual import FULL, SLIDING
 from moe_jax.conversion.table import linear
 from moe_jax.core.errors import InputError
 from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig, MoEConfig
@@ -29,14 +20,7 @@ _DEFAULTS = {
     "use_sliding_window": False,
     "sliding_window": 4096,
 }
-_MOE_DEFAULTS = {
-    **_DEFAULTS,
-    "decoder_sparse_step": 1,
-    "norm_topk_prob": False,
-    "router_aux_loss_coef": 0.001,
-}
-_ROUTER = linear("model.layers.{i}.mlp.gate", "layers/{i}/mlp/router")
-_EXPERTS = gated_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj")
+_MOE_DEFAULTS = _DEFAULTS | {"decoder_sparse_step": 1, "norm_topk_prob": False, "router_aux_loss_coef": 0.001}
 
 # --- windows --------------------------------------------------------------------------------------
 
@@ -85,15 +69,13 @@ def _read_layers(
 
 
 def _read_moe(config: HFConfig, shared_expert: str | None) -> MoEConfig:
-    config.require("num_experts_per_tok", "router_aux_loss_coef")
-    return MoEConfig(
-        expert=usual.read_gated_ffn(config, dim="moe_intermediate_size"),
-        num_experts=_read_num_experts(config),
-        top_k=config.required_integer("num_experts_per_tok"),
-        gate="topk_softmax" if config.flag("norm_topk_prob") else "softmax_topk",
+    return usual.read_moe(
+        config,
+        _read_num_experts(config),
+        dim="moe_intermediate_size",
+        gate=usual.read_gate(config),
         universal="none" if shared_expert is None else "sigmoid",
         universal_dim=None if shared_expert is None else config.required_integer(shared_expert),
-        balance_coef=config.required_number("router_aux_loss_coef"),
     )
 
 
@@ -111,13 +93,8 @@ def _read_num_experts(config: HFConfig) -> int:
 
 def _write_layers(config: ModelConfig, *, shared_expert: str | None = None) -> dict[str, Any]:
     def moe_keys(moe: MoEConfig) -> dict[str, Any]:
-        return {
-            "num_experts": moe.num_experts,
-            "num_experts_per_tok": moe.top_k,
-            "norm_topk_prob": moe.gate == "topk_softmax",
-            "router_aux_loss_coef": moe.balance_coef,
-            **({} if shared_expert is None else {shared_expert: moe.universal_ffn.dim}),
-        }
+        shared = {} if shared_expert is None else {shared_expert: moe.universal_ffn.dim}
+        return usual.write_moe(moe) | shared
 
     # The largest step that passes every MoE; without any, all layers are listed as dense.
     step = math.gcd(*(i + 1 for i in config.moe_layers)) or 1
@@ -128,17 +105,14 @@ def _write_layers(config: ModelConfig, *, shared_expert: str | None = None) -> d
 # --- Qwen2: biases on queries, keys and values; optionally a window on some layers ----------------
 
 
-def _read_qwen2(config: HFConfig) -> ModelConfig:
+def _read_dense(config: HFConfig, family: str, **kwargs: Any) -> ModelConfig:
+    """Reads a model of dense layers; further keywords are for the attention of all."""
     ffn = usual.read_gated_ffn(config)
     layers = [
-        LayerConfig(attention=usual.read_attention(config, biases=("q", "k", "v"), sliding_window=window), mlp=ffn)
+        LayerConfig(attention=usual.read_attention(config, **kwargs, sliding_window=window), mlp=ffn)
         for window in _read_windows(config)
     ]
-    return usual.read_decoder(config, "qwen2", layers)
-
-
-def _write_qwen2(config: ModelConfig) -> dict[str, Any]:
-    return {**usual.write_dense(config), **_write_windows(config)}
+    return usual.read_decoder(config, family, layers)
 
 
 QWEN2 = Family(
@@ -146,9 +120,9 @@ QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
     classifier=SCORE,
     defaults={**_DEFAULTS, "num_key_value_heads": 32, "max_window_layers": 28},
-    read=_read_qwen2,
-    write=_write_qwen2,
-    table=(*EMBEDDING, *ATTENTION, *GATED_FFN, *HEAD),
+    read=lambda config: _read_dense(config, "qwen2", biases=("q", "k", "v")),
+    write=lambda config: usual.write_dense(config) | _write_windows(config),
+    table=(*usual.EMBEDDING, *usual.ATTENTION, *usual.GATED_FFN, *usual.HEAD),
     moe_formats=("qwen2_moe",),
 )
 
@@ -157,19 +131,7 @@ QWEN2 = Family(
 
 def _read_qwen3(config: HFConfig) -> ModelConfig:
     config.require("head_dim")
-    biases, ffn = usual.read_biases(config), usual.read_gated_ffn(config)
-    layers = [
-        LayerConfig(
-            attention=usual.read_attention(config, biases=biases, qk_norm="head", sliding_window=window),
-            mlp=ffn,
-        )
-        for window in _read_windows(config)
-    ]
-    return usual.read_decoder(config, "qwen3", layers)
-
-
-def _write_qwen3(config: ModelConfig) -> dict[str, Any]:
-    return {**usual.write_dense(config), **usual.write_biases(config), **_write_windows(config)}
+    return _read_dense(config, "qwen3", biases=usual.read_biases(config), qk_norm="head")
 
 
 QWEN3 = Family(
@@ -178,7 +140,7 @@ QWEN3 = Family(
     classifier=SCORE,
     defaults={**QWEN2.defaults, "head_dim": 128, "attention_bias": False},
     read=_read_qwen3,
-    write=_write_qwen3,
+    write=lambda config: usual.write_dense(config) | usual.write_biases(config) | _write_windows(config),
     table=QWEN2.table,
     moe_formats=("qwen3_moe",),
 )
@@ -223,14 +185,14 @@ QWEN2_MOE = Family(
     read=_read_qwen2_moe,
     write=_write_qwen2_moe,
     table=(
-        *EMBEDDING,
-        *ATTENTION,
-        *_ROUTER,
+        *usual.EMBEDDING,
+        *usual.ATTENTION,
+        *usual.ROUTER,
         *linear("model.layers.{i}.mlp.shared_expert_gate", "layers/{i}/mlp/router/universal"),
-        *gated_ffn("model.layers.{i}.mlp.shared_expert", "layers/{i}/mlp/universal"),
-        *_EXPERTS,
-        *GATED_FFN,
-        *HEAD,
+        *usual.gated_ffn("model.layers.{i}.mlp.shared_expert", "layers/{i}/mlp/universal"),
+        *usual.gated_experts(),
+        *usual.GATED_FFN,
+        *usual.HEAD,
     ),
     universal="sigmoid",
 )
@@ -272,5 +234,5 @@ QWEN3_MOE = Family(
     harmless=("max_window_layers", "layer_types"),  # see `_read_qwen3_moe`
     read=_read_qwen3_moe,
     write=_write_qwen3_moe,
-    table=(*EMBEDDING, *ATTENTION, *_ROUTER, *_EXPERTS, *GATED_FFN, *HEAD),
+    table=(*usual.EMBEDDING, *usual.ATTENTION, *usual.ROUTER, *usual.gated_experts(), *usual.GATED_FFN, *usual.HEAD),
 )

@@ -6,7 +6,7 @@ family reads it.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.core.errors import InputError, is_finite, nearest, shown
@@ -15,10 +15,7 @@ from moe_jax.models import RopeConfig
 # Hugging Face's name -> our name. LongRoPE was called `su` in the first Phi-3 checkpoints.
 SCALINGS = {
     "default": "none",
-    "linear": "linear",
-    "dynamic": "dynamic",
-    "yarn": "yarn",
-    "longrope": "longrope",
+    **{name: name for name in ("linear", "dynamic", "yarn", "longrope")},
     "su": "longrope",
     "llama3": "llama3",
 }
@@ -35,8 +32,7 @@ _KEYS = {
     "llama3": ("factor", _ORIGINAL, "low_freq_factor", "high_freq_factor"),
 }  # fmt: skip
 _REQUIRED = {
-    "linear": ("factor",),
-    "dynamic": ("factor",),
+    **dict.fromkeys(("linear", "dynamic"), ("factor",)),
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
@@ -48,10 +44,8 @@ _WITH_ORIGINAL_LENGTH = ("yarn", "longrope", "llama3")
 def read_rope(config: HFConfig, *, max_positions: int, head_dim: int) -> RopeConfig:
     """Reads the rotary embedding of a config, which has a default for `rope_theta`, in either style.
 
-    Args:
-      config: the Hugging Face config.
-      max_positions: its context length, which a scaling without an original length or factor refers to.
-      head_dim: width of a head, against which the lengths of LongRoPE's factors are checked.
+    A scaling without an original length or factor refers to `max_positions`; with `head_dim`, the width of a head, the
+    lengths of LongRoPE's factors are compared.
 
     Raises:
       InputError: unknown type, missing or contradicting values.
@@ -159,32 +153,25 @@ def _is_positive(value: Any) -> bool:
     return is_finite(value) and value > 0
 
 
-class _Kind(NamedTuple):
-    """The requirement on a value, in words and as a test, and its conversion to the type in `RopeConfig`."""
-
-    expected: str
-    fits: Callable[[Any], bool]
-    convert: Callable[[Any], Any]
-
-
-_POSITIVE = _Kind("a number above 0", _is_positive, float)
-_NUMBERS = _Kind(
+# The requirement on a value, in words and as a test, and its conversion to the type in `RopeConfig`.
+_POSITIVE = ("a number above 0", _is_positive, float)
+_NUMBERS = (
     "a list of numbers above 0",
     lambda value: isinstance(value, list) and all(map(_is_positive, value)),
     lambda value: tuple(map(float, value)),
 )
-_KINDS = {
-    "truncate": _Kind("true or false", lambda value: isinstance(value, bool), bool),
-    "partial_rotary_factor": _Kind("a number", is_finite, float),
+_KINDS: dict[str, tuple[str, Callable[[Any], bool], Callable[[Any], Any]]] = {
+    "truncate": ("true or false", lambda value: isinstance(value, bool), bool),
+    "partial_rotary_factor": ("a number", is_finite, float),
     # Some configs write it as 8192.0.
-    _ORIGINAL: _Kind("a number of positions", lambda value: _is_positive(value) and value == int(value), int),
+    _ORIGINAL: ("a number of positions", lambda value: _is_positive(value) and value == int(value), int),
     **dict.fromkeys(_LISTS, _NUMBERS),
 }
 
 
 def _checked(key: str, value: Any) -> Any:
     """Returns the value of a key in the type that `RopeConfig` has for it."""
-    kind = _KINDS.get(key, _POSITIVE)
-    if not kind.fits(value):
-        raise InputError(f"config.json: rope {key} is {shown(value)}, expected {kind.expected}")
-    return kind.convert(value)
+    expected, fits, convert = _KINDS.get(key, _POSITIVE)
+    if not fits(value):
+        raise InputError(f"config.json: rope {key} is {shown(value)}, expected {expected}")
+    return convert(value)

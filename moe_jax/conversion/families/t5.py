@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from moe_jax.conversion.config_keys import HFConfig
-from moe_jax.conversion.families import usual_keys as usual
+from moe_jax.conversion.families import usual
 from moe_jax.conversion.families.family import Classifier, Family
 from moe_jax.conversion.table import Ignored, Row, Table, Tied, linear, norm
 from moe_jax.core.errors import InputError, shown
@@ -78,8 +78,7 @@ def _stack(stack: Literal["encoder", "decoder"], ffn_rows: Callable[[str], tuple
 
 def _read_lengths(config: HFConfig) -> tuple[int, int]:
     """Reads the numbers of layers of the encoder and the decoder, at least 1 each, and no more than possible."""
-    encoder = config.required_integer("num_layers")
-    decoder = config.integer("num_decoder_layers")
+    encoder, decoder = config.required_integer("num_layers"), config.integer("num_decoder_layers")
     decoder = encoder if decoder is None else decoder
     for key, count in (("num_layers", encoder), ("num_decoder_layers", decoder)):
         if count < 1:
@@ -266,21 +265,19 @@ def _read_switch(config: HFConfig) -> ModelConfig:
         # The step is written in addition to the number that it follows from.
         config.must_be(f"{stack}_sparse_step", _sparse_step(sparse, count))
         stacks.append(_is_sparse(sparse, count))
-    moe = _read_moe(config, ffn) if any(map(any, stacks)) else ffn
+    moe: FFNConfig | MoEConfig = ffn
+    if any(map(any, stacks)):
+        moe = MoEConfig(
+            expert=ffn,
+            num_experts=config.required_integer("num_experts"),
+            # The weight is p_1 of the full softmax, as with gate `top1`.
+            top_k=1,
+            gate="softmax_topk",
+            balance_coef=config.required_number("router_aux_loss_coef"),
+            z_coef=config.required_number("router_z_loss_coef"),
+        )
     encoder, decoder = ([moe if is_moe else ffn for is_moe in stack] for stack in stacks)
     return _read_encoder_decoder(config, "switch_transformers", encoder, decoder, scaled_head=True)
-
-
-def _read_moe(config: HFConfig, expert: FFNConfig) -> MoEConfig:
-    return MoEConfig(
-        expert=expert,
-        num_experts=config.required_integer("num_experts"),
-        # The weight is p_1 of the full softmax, as with gate `top1`.
-        top_k=1,
-        gate="softmax_topk",
-        balance_coef=config.required_number("router_aux_loss_coef"),
-        z_coef=config.required_number("router_z_loss_coef"),
-    )
 
 
 def _sparse_step(sparse: int, count: int) -> int:
@@ -300,7 +297,11 @@ def _write_switch(config: ModelConfig) -> dict[str, Any]:
     if not config.tie_embeddings:
         raise InputError(f"in the format of {config.family!r} the head is the embedding, and this model has its own")
     keys = _write_encoder_decoder(config)
-    ffn = usual.same_in_all_layers(config, "shape of FFNs and experts", _ffn)
+    ffn = usual.same_in_all_layers(
+        config,
+        "shape of FFNs and experts",
+        lambda layer: layer.mlp.expert if isinstance(layer.mlp, MoEConfig) else layer.mlp,
+    )
     keys |= {"d_ff": ffn.dim, "dense_act_fn": usual.write_activation(ffn)}
     first = config.num_encoder_layers
     for stack, layers in (("encoder", config.layers[:first]), ("decoder", config.layers[first:])):
@@ -321,10 +322,6 @@ def _write_switch(config: ModelConfig) -> dict[str, Any]:
             "router_z_loss_coef": moe.z_coef,
         }
     return keys
-
-
-def _ffn(layer: LayerConfig) -> FFNConfig:
-    return layer.mlp.expert if isinstance(layer.mlp, MoEConfig) else layer.mlp
 
 
 def _switch_ffn_rows(block: str) -> tuple[Row, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_jax.conversion.table import FUSED, PER_EXPERT, Ignored, Row, Table, linear, norm
+from moe_jax.conversion.table import FUSED, PER_EXPERT, Ignored, Row, Table, joined_qkv, linear, norm
 from moe_jax.conversion.tensors import DTYPES, TensorEntry
 from moe_jax.core.errors import InputError, is_finite, nearest, raise_if_any, shown
 
@@ -54,10 +54,6 @@ class Metadata:
     def has(self, *names: str) -> bool:
         """Whether the first layer has a tensor of one of these names."""
         return any(f"blk.0.{name}" in self._tensors for name in names)
-
-    def shared(self, key: str) -> Any:
-        """Returns the value of a key that has the same full name in all architectures."""
-        return self._data.get(key)
 
     def must_be(self, key: str, *values: Any) -> None:
         """Raises `InputError` unless the key has one of these values, or is left out."""
@@ -147,8 +143,6 @@ _HEAD: Table = (
 _LLAMA_LIKE: Table = (*_EMBEDDING, *_ATTENTION, *_FFN, *_HEAD)
 _LLAMA_LIKE_MOE: Table = (*_EMBEDDING, *_ATTENTION, *_EXPERTS, *_HEAD)
 
-_QKV = tuple(f"layers/{{i}}/attention/{name}" for name in "qkv")
-
 # --- the architectures ----------------------------------------------------------------------------
 
 
@@ -172,35 +166,27 @@ def _llama(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def _qwen2(metadata: Metadata) -> dict[str, Any]:
-    return {"model_type": "qwen2", "use_sliding_window": False}
-
-
 def _qwen3(metadata: Metadata) -> dict[str, Any]:
-    return {"model_type": "qwen3", "use_sliding_window": False, "attention_bias": metadata.has("attn_q.bias")}
+    return {"model_type": "qwen3", "attention_bias": metadata.has("attn_q.bias")}
+
+
+def _moe(metadata: Metadata) -> dict[str, Any]:
+    """Returns the keys of models with an MoE in every layer."""
+    return {
+        "attention_bias": metadata.has("attn_q.bias"),
+        "num_experts": metadata.number("expert_count"),
+        "num_experts_per_tok": metadata.number("expert_used_count"),
+    }
 
 
 def _qwen3_moe(metadata: Metadata) -> dict[str, Any]:
-    return {
-        "model_type": "qwen3_moe",
-        "use_sliding_window": False,
-        "attention_bias": metadata.has("attn_q.bias"),
-        "num_experts": metadata.number("expert_count"),
-        "num_experts_per_tok": metadata.number("expert_used_count"),
-        "moe_intermediate_size": metadata.number("expert_feed_forward_length"),
-        "norm_topk_prob": True,
-    }
+    width = metadata.number("expert_feed_forward_length")
+    return {"model_type": "qwen3_moe", **_moe(metadata), "moe_intermediate_size": width, "norm_topk_prob": True}
 
 
 def _olmoe(metadata: Metadata) -> dict[str, Any]:
-    return {
-        "model_type": "olmoe",
-        "attention_bias": metadata.has("attn_q.bias"),
-        "clip_qkv": metadata.get("attention.clamp_kqv") or None,
-        "num_experts": metadata.number("expert_count"),
-        "num_experts_per_tok": metadata.number("expert_used_count"),
-        "norm_topk_prob": False,
-    }
+    clip = metadata.get("attention.clamp_kqv") or None
+    return {"model_type": "olmoe", **_moe(metadata), "clip_qkv": clip, "norm_topk_prob": False}
 
 
 def _stablelm(metadata: Metadata) -> dict[str, Any]:
@@ -213,30 +199,25 @@ def _stablelm(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def _phi(metadata: Metadata) -> dict[str, Any]:
-    return {"model_type": "phi", "hidden_act": "gelu_new"}
-
-
 ARCHITECTURES = {
     "llama": Architecture(config=_llama, keys=RMS_NORM, interleaved=True,
                           table=(*_EMBEDDING, *_ATTENTION, *_FFN, *_EXPERTS, *_HEAD)),
-    "qwen2": Architecture(config=_qwen2, keys=RMS_NORM, table=_LLAMA_LIKE),
+    "qwen2": Architecture(config=lambda _: {"model_type": "qwen2"}, keys=RMS_NORM, table=_LLAMA_LIKE),
     "qwen3": Architecture(config=_qwen3, keys=RMS_NORM, table=_LLAMA_LIKE),
     "qwen3moe": Architecture(config=_qwen3_moe, keys=RMS_NORM, table=_LLAMA_LIKE_MOE),
     "olmoe": Architecture(config=_olmoe, keys=RMS_NORM, table=_LLAMA_LIKE_MOE),
     "stablelm": Architecture(config=_stablelm, keys=LAYER_NORM, table=_LLAMA_LIKE, partial=True),
     "phi2": Architecture(
-        config=_phi,
+        config=lambda _: {"model_type": "phi", "hidden_act": "gelu_new"},
         keys=LAYER_NORM,
         partial=True,
         table=(
             *_EMBEDDING,
             *norm("blk.{i}.attn_norm", "layers/{i}/attention_norm"),
-            *linear("blk.{i}.attn_q", _QKV[0], PER_EXPERT),
-            *linear("blk.{i}.attn_k", _QKV[1], PER_EXPERT),
-            *linear("blk.{i}.attn_v", _QKV[2], PER_EXPERT),
-            Row("blk.{i}.attn_qkv.weight", tuple(f"{leaf}/kernel" for leaf in _QKV), transpose=True, layout=FUSED),
-            Row("blk.{i}.attn_qkv.bias", tuple(f"{leaf}/bias" for leaf in _QKV), layout=FUSED),
+            *linear("blk.{i}.attn_q", "layers/{i}/attention/q", PER_EXPERT),
+            *linear("blk.{i}.attn_k", "layers/{i}/attention/k", PER_EXPERT),
+            *linear("blk.{i}.attn_v", "layers/{i}/attention/v", PER_EXPERT),
+            *joined_qkv("blk.{i}.attn_qkv", FUSED),
             *linear("blk.{i}.attn_output", "layers/{i}/attention/o"),
             *linear("blk.{i}.ffn_up", "layers/{i}/mlp/up"),
             *linear("blk.{i}.ffn_down", "layers/{i}/mlp/down"),
@@ -249,11 +230,7 @@ ARCHITECTURES = {
 
 
 def architecture_of(data: Mapping[str, Any]) -> tuple[str, Architecture]:
-    """Returns name and description of the architecture that metadata name.
-
-    Raises:
-      InputError: if they name none, or an unknown one, or the file holds something else than a model.
-    """
+    """Returns name and description of the architecture that metadata name; raises `InputError` if it is unknown."""
     name = data.get(ARCHITECTURE)
     if not isinstance(name, str) or name not in ARCHITECTURES:
         hint = nearest(name, ARCHITECTURES) if isinstance(name, str) else ""
@@ -288,8 +265,11 @@ def hugging_face_config(
     config["rope_scaling"] = _read_rope_scaling(metadata, factors, config)
     config |= {"hidden_act": "silu"} | architecture.config(metadata)
     config["tie_word_embeddings"] = "output.weight" not in tensors
-    config["vocab_size"] = _vocab_size(metadata, tensors)
-    config |= _special_tokens(metadata)
+    embedding = tensors.get(EMBEDDING)
+    if embedding is None or len(embedding.shape) != 2:
+        raise InputError(f"it has no {EMBEDDING} with two axes, whose rows are the vocabulary")
+    config["vocab_size"] = embedding.shape[0]
+    config |= _special_tokens(data)
     config["torch_dtype"] = _main_dtype(tensors)
     for key, *values in _AS_USUAL:
         metadata.must_be(key, *values)
@@ -322,24 +302,16 @@ _WITHOUT_EFFECT = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout",
                    "expert_weights_norm")  # fmt: skip
 
 
-def _vocab_size(metadata: Metadata, tensors: Mapping[str, TensorEntry]) -> int:
-    entry = tensors.get(EMBEDDING)
-    if entry is None or len(entry.shape) != 2:
-        raise InputError(f"it has no {EMBEDDING} with two axes, whose rows are the vocabulary")
-    return entry.shape[0]
-
-
-def _special_tokens(metadata: Metadata) -> dict[str, Any]:
+def _special_tokens(data: Mapping[str, Any]) -> dict[str, Any]:
     """Returns BOS, and the tokens that end a text: EOS, and the end tokens of chats if there are any."""
-    ends = [metadata.shared(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    bos, *ends = (data.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom"))
     found = list(dict.fromkeys(end for end in ends if end is not None))
-    bos = metadata.shared("tokenizer.ggml.bos_token_id")
     return {"bos_token_id": bos, "eos_token_id": found[0] if len(found) == 1 else found or None}
 
 
 def _main_dtype(tensors: Mapping[str, TensorEntry]) -> str:
     """Returns the dtype in which most elements are read."""
-    sizes: Counter[str] = Counter()
+    sizes = Counter[str]()
     for entry in tensors.values():
         sizes[entry.dtype] += math.prod(entry.shape)
     return str(DTYPES[sizes.most_common(1)[0][0]])
@@ -380,11 +352,6 @@ def _read_rope_scaling(
         return scaling
     if scaling is not None:
         raise InputError(f"it has both {ROPE_FACTORS} and rope.scaling.type {kind!r}, which is not supported")
-    return _scaling_of_factors(factors, config)
-
-
-def _scaling_of_factors(factors: np.ndarray, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the scaling that divides the frequencies by these factors."""
     if not (np.isfinite(factors).all() and (factors > 0).all()):
         raise InputError(f"{ROPE_FACTORS} holds numbers that are not finite and above 0")
     if (factors == 1).all():

@@ -11,7 +11,6 @@ the file has left before anything is read by it, and all tensors with the file b
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
-import importlib.util
 import struct
 from collections.abc import Hashable
 from pathlib import Path
@@ -49,12 +48,6 @@ OTHERS = {
 NAMES = (*PLAIN.values(), *(blocks.name for blocks in BLOCKS.values()))
 
 
-def require_gguf() -> None:
-    """Raises `InputError` unless the package that decodes blocks is installed."""
-    if importlib.util.find_spec("gguf") is None:
-        raise InputError("quantised tensors of GGUF files need the package gguf: pip install 'moe-jax[gguf]'")
-
-
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = "general.alignment"
@@ -69,11 +62,11 @@ _MAX_ALIGNMENT = 1 << 20
 _LENGTH = struct.Struct("<Q")
 _STEP = 1 << 20  # bytes that are read at a time
 
-# Type of a value -> dtype of a number.
+# Type of a value -> dtype of a number, or of true and false.
 _NUMBERS = {
     kind: np.dtype(code)
     for kind, code in {
-        0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8"
+        0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "u1", 10: "<u8", 11: "<i8", 12: "<f8"
     }.items()
 }  # fmt: skip
 _FLOAT32, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
@@ -126,7 +119,7 @@ def read_gguf_header(path: Path) -> GGUFHeader:
         alignment = metadata.get(ALIGNMENT, 32)
         if type(alignment) is not int or not 0 < alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
             raise header.bad(f"its {ALIGNMENT} is {shown(alignment)}, expected a power of two")
-        start = _aligned(header.position, alignment)
+        start = -(-header.position // alignment) * alignment
         entries = {name: _entry(header, file.identity, alignment, name, info) for name, info in infos.items()}
         tensors = {name: entry._replace(start=start + entry.start) for name, entry in entries.items()}
         check_cover(tensors, start, file.size, header.bad, alignment=alignment)
@@ -138,8 +131,7 @@ class _Header:
 
     def __init__(self, file: ByteFile):
         self.path, self._file = file.path, file
-        size = file.size
-        self._size, self._is_cut = min(size, MAX_HEADER), size > MAX_HEADER
+        self._size, self._is_cut = min(file.size, MAX_HEADER), file.size > MAX_HEADER
         self._data = bytearray()  # of the file, from its first byte on
         self.position = 0
         self._num_strings = 0
@@ -206,7 +198,7 @@ class _Header:
             return self.text(key, _MAX_TEXT)
         if kind == _ARRAY:
             return self._array(key)
-        if kind != _BOOL and kind not in _NUMBERS:
+        if kind not in _NUMBERS:
             raise self.bad(f"{key} has the unknown type {kind}")
         (value,) = self._numbers(key, kind, 1)
         # The shortest number that is the same in 32 bits: 1e-05, and not its long form in 64 bits.
@@ -216,12 +208,12 @@ class _Header:
         kind, count = self.integer(), self.integer(8)
         if kind == _STRING:
             return self._strings(key, count)
-        if kind != _BOOL and kind not in _NUMBERS:
+        if kind not in _NUMBERS:
             raise self.bad(f"{key} is an array of the type {kind}, which is not read")
         return self._numbers(key, kind, count)
 
     def _numbers(self, key: str, kind: int, count: int) -> np.ndarray:
-        dtype = np.dtype(np.uint8) if kind == _BOOL else _NUMBERS[kind]
+        dtype = _NUMBERS[kind]
         if count * dtype.itemsize > self._size - self.position:
             raise self.bad(f"{key} claims to hold {shown(count)} numbers, after which the file would end")
         values = np.frombuffer(self.take(count * dtype.itemsize), dtype)
@@ -286,7 +278,3 @@ def _entry(
             f"{shown(name)} has shape {shown(list(shape))}, rows of {blocks.name} are multiples of {blocks.elements}"
         )
     return TensorEntry(header.path, PLAIN.get(kind, "F32"), shape, offset, identity, blocks=blocks)
-
-
-def _aligned(position: int, alignment: int) -> int:
-    return -(-position // alignment) * alignment

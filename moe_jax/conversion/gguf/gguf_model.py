@@ -1,5 +1,6 @@
 """`GGUFModel`: a GGUF file, or several that one model was split into, read leaf by leaf."""
 
+import importlib.util
 import json
 import re
 from collections import Counter
@@ -11,7 +12,7 @@ import numpy as np
 
 from moe_jax.conversion.checkpoint_source import CheckpointSource, Weights, match_weights
 from moe_jax.conversion.gguf.gguf_architectures import ROPE_FACTORS, architecture_of, hugging_face_config
-from moe_jax.conversion.gguf.gguf_header import GGUFHeader, read_gguf_header, require_gguf
+from moe_jax.conversion.gguf.gguf_header import GGUFHeader, read_gguf_header
 from moe_jax.conversion.gguf.gguf_vocabulary import tokenizer_of
 from moe_jax.conversion.hf_config import read_hf_config
 from moe_jax.conversion.tensors import DTYPES, TensorEntry
@@ -55,8 +56,8 @@ class GGUFModel(CheckpointSource):
     def weights(self) -> Weights:
         from moe_jax.model_io.loading import leaf_specs
 
-        if self.quantized:
-            require_gguf()
+        if self.quantized and importlib.util.find_spec("gguf") is None:
+            raise InputError("quantised tensors of GGUF files need the package gguf: pip install 'moe-jax[gguf]'")
         tensors = dict(self._tensors)
         for i, layer in enumerate(self.config.layers if self._architecture.interleaved else ()):
             for which, heads in (("q", layer.attention.num_heads), ("k", layer.attention.num_kv_heads)):
@@ -66,17 +67,19 @@ class GGUFModel(CheckpointSource):
         leaves, table = leaf_specs(self.config), self._architecture.table
         return match_weights(tensors, self.config, leaves, str(self.path), table=table, described_by="metadata")
 
-    @cached_property
+    @property
     def tokenizer_files(self) -> tuple[Path, ...]:
         """The files tokenizer.json and tokenizer_config.json, made from the metadata; none if there is no tokenizer."""
+        return self._made_files(self._tokenizer)
+
+    def _tokenizer(self) -> dict[str, str]:
         try:
             made = tokenizer_of(self._metadata)
         except InputError as error:
             raise InputError(f"{self.path}: {error}") from None
         if made is None:
-            return ()
-        tokenizer, settings = made
-        return self._made_files({TOKENIZER: tokenizer, "tokenizer_config.json": json.dumps(settings, indent=2) + "\n"})
+            return {}
+        return {TOKENIZER: made[0], "tokenizer_config.json": json.dumps(made[1], indent=2) + "\n"}
 
     @property
     def lineage(self) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ pieces. `llama`: SentencePiece's BPE over characters, without merges but with a 
 characters without a token.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ _LIST, _TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _MAX_PIECE = 512  # characters of a token that merges are looked for in
 _SPACE = "\u2581"
+_Made = tuple[tokenizers.Tokenizer, dict[str, bool]]  # and whether BOS and EOS are added if the file does not say
 
 
 def tokenizer_of(metadata: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
@@ -41,9 +42,8 @@ def tokenizer_of(metadata: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | No
         return made.to_str(pretty=False), settings
     except BaseException as error:
         # The library raises bare `Exception`; a panic of its Rust code is not even that, and has no public name.
-        if isinstance(error, InputError) or (
-            not isinstance(error, Exception) and type(error).__name__ != "PanicException"
-        ):
+        expected = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        if isinstance(error, InputError) or not expected:
             raise
         raise InputError(f"its tokens and merges make no tokenizer: {first_sentence(error)}") from None
 
@@ -118,9 +118,7 @@ PIECES = {
 }
 
 
-def _byte_tokenizer(
-    metadata: Mapping[str, Any], vocabulary: _Vocabulary
-) -> tuple[tokenizers.Tokenizer, dict[str, bool]]:
+def _byte_tokenizer(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> _Made:
     pre = metadata.get(PRE)
     if not isinstance(pre, str) or pre not in PIECES:
         hint = nearest(pre, PIECES) if isinstance(pre, str) else ""
@@ -147,9 +145,7 @@ def _byte_tokenizer(
 # --- characters -----------------------------------------------------------------------------------
 
 
-def _character_tokenizer(
-    metadata: Mapping[str, Any], vocabulary: _Vocabulary
-) -> tuple[tokenizers.Tokenizer, dict[str, bool]]:
+def _character_tokenizer(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> _Made:
     scores = _numbers(metadata, "tokenizer.ggml.scores", len(vocabulary.tokens))
     ids = vocabulary.ids()
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
@@ -183,19 +179,15 @@ def _merges(vocabulary: _Vocabulary, scores: np.ndarray, ids: Mapping[str, int])
     return [(left, right) for *_, left, right in sorted(found, key=lambda merge: merge[:3])]
 
 
-_KINDS: dict[str, Callable[[Mapping[str, Any], _Vocabulary], tuple[tokenizers.Tokenizer, dict[str, bool]]]] = {
-    "gpt2": _byte_tokenizer,
-    "llama": _character_tokenizer,
-}
+_KINDS = {"gpt2": _byte_tokenizer, "llama": _character_tokenizer}
 
 # --- both -----------------------------------------------------------------------------------------
 
 
 def _add_tokens(made: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
     """Adds tokens that are found in a text before it is cut. Special ones are left out of decoded text."""
-    special = vocabulary.of_type(_CONTROL, _UNKNOWN)
+    special, others = vocabulary.of_type(_CONTROL, _UNKNOWN), vocabulary.of_type(_USER_DEFINED)
     made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    others = vocabulary.of_type(_USER_DEFINED)
     made.add_tokens([AddedToken(token, special=False, normalized=False) for token in others])
 
 
@@ -212,11 +204,9 @@ def _settings(metadata: Mapping[str, Any], vocabulary: _Vocabulary, defaults: Ma
         if metadata.get(key) is not None:
             settings[f"{name}_token"] = _token(vocabulary, metadata[key], key)
     template = metadata.get("tokenizer.chat_template")
-    if template is not None:
-        if not isinstance(template, str):
-            raise InputError(f"tokenizer.chat_template is {shown(template)}, expected a text")
-        settings["chat_template"] = template
-    return settings
+    if not isinstance(template, str | None):
+        raise InputError(f"tokenizer.chat_template is {shown(template)}, expected a text")
+    return settings if template is None else settings | {"chat_template": template}
 
 
 def _add_edges(made: tokenizers.Tokenizer, settings: dict[str, Any], vocabulary: _Vocabulary) -> None:
@@ -224,13 +214,9 @@ def _add_edges(made: tokenizers.Tokenizer, settings: dict[str, Any], vocabulary:
     edges = {edge: settings.get(f"{edge}_token") if settings[f"add_{edge}_token"] else None for edge in ("bos", "eos")}
     used = {token: vocabulary.tokens.index(token) for token in edges.values() if token is not None}
     if used:
-        parts = (edges["bos"], "$A", edges["eos"])
-        pair = (edges["bos"], "$A", edges["eos"], edges["bos"], "$B:1", edges["eos"])
-        made.post_processor = processors.TemplateProcessing(
-            single=[part for part in parts if part is not None],
-            pair=[part for part in pair if part is not None],
-            special_tokens=list(used.items()),
-        )
+        one, other = ([edges["bos"], text, edges["eos"]] for text in ("$A", "$B:1"))
+        single, pair = ([part for part in parts if part is not None] for parts in (one, one + other))
+        made.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=list(used.items()))
 
 
 def _numbers(metadata: Mapping[str, Any], key: str, count: int, default: int | None = None) -> np.ndarray:

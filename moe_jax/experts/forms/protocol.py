@@ -20,14 +20,27 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from moe_jax.core.draws import FRESH
 from moe_jax.core.errors import InputError, check_member, nearest, shown
 from moe_jax.core.formatting import count_bytes
 from moe_jax.experts.forms.coding import CodedJointly, Encodable
 from moe_jax.experts.forms.optional import FormTiles
-from moe_jax.experts.shapes import BASE, ORIGIN, Arrays, FFNConfig, Matrix, Part, Split, Window, ffn_matrices, shapes_of
+from moe_jax.experts.shapes import (
+    BASE,
+    ORIGIN,
+    Arrays,
+    FFNConfig,
+    GroupSizes,
+    Matrix,
+    Part,
+    Rows,
+    Split,
+    Window,
+    ffn_matrices,
+    shapes_of,
+)
 from moe_jax.functional.dense import linear
 from moe_jax.functional.synthesis import synthesised_matmul
 
@@ -241,13 +254,8 @@ class KernelForm(ExpertForm):
         return linear(x, self.materialise(None, arrays, matrix))
 
     def grouped(
-        self,
-        rows: Float[Array, "M i"],
-        arrays: Arrays,
-        group_sizes: Int[Array, " E"],
-        matrix: Matrix,
-        part: Part | None = None,
-    ) -> Float[Array, "M o"]:
+        self, rows: Rows, arrays: Arrays, group_sizes: GroupSizes, matrix: Matrix, part: Part | None = None
+    ) -> Rows:
         """Multiplies every row with the kernel of its expert, in the dtype of the rows.
 
         Args:
@@ -316,8 +324,8 @@ def registered() -> tuple[type[ExpertForm], ...]:
 
 
 def delta_options() -> dict[str, str]:
-    """The values of `upcycle --delta`, such as `low-rank:R`, by kind."""
-    return {kind: form.delta_option for kind, form in _FORMS.items() if form.delta_option is not None}
+    """The values of `upcycle --delta`, such as `low-rank:R`, by kind, in alphabetical order."""
+    return {kind: form.delta_option for kind, form in sorted(_FORMS.items()) if form.delta_option is not None}
 
 
 def form_of_option(text: str) -> ExpertForm:

@@ -32,14 +32,9 @@ from moe_jax.experts.forms.coding import Coder, Design, Encodable, EncodedKernel
 from moe_jax.experts.forms.optional import CostModel, Factored, MadeInPallas
 from moe_jax.experts.forms.protocol import KernelForm, Streams, register
 from moe_jax.experts.forms.quantized import check_group_size
-from moe_jax.experts.shapes import Arrays, FFNConfig, Load, Matrix, Part, Split, Window, ffn_matrices
+from moe_jax.experts.shapes import Arrays, FFNConfig, GroupSizes, Load, Matrix, Part, Rows, Split, Window, ffn_matrices
 from moe_jax.functional.codes import SCALE_DTYPE, dequantize, pack, scales_shape
-from moe_jax.functional.sparse_product import (
-    bitmap_tile,
-    entry_coordinates,
-    grouped_sparse_matmul,
-    scatter_tile,
-)
+from moe_jax.functional.sparse_product import bitmap_tile, entry_coordinates, grouped_sparse_matmul, scatter_tile
 from moe_jax.kernels.tpu.fused_tile import FusedTile
 
 Encoding = Literal["csr", "bitmap", "coo"]
@@ -328,14 +323,8 @@ class Sparse(Encodable, CostModel, MadeInPallas, Factored, KernelForm):
         return {name: stored[name] for name in (*POSITION_LEAVES[self.encoding], *values)}
 
     def grouped_delta(
-        self,
-        rows: Float[Array, "M i"],
-        arrays: Arrays,
-        group_sizes: Int[Array, " E"],
-        matrix: Matrix,
-        way: str,
-        part: Part | None = None,
-    ) -> Float[Array, "M o"]:
+        self, rows: Rows, arrays: Arrays, group_sizes: GroupSizes, matrix: Matrix, way: str, part: Part | None = None
+    ) -> Rows:
         # Where a kernel is divided, which entries are a device's is known only when they are placed in a tile.
         if way != "entrywise" or part is not None and part.shape != matrix.shape:
             return self.grouped(rows, arrays, group_sizes, matrix, part)

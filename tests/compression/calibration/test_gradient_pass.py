@@ -11,8 +11,7 @@ from flax import nnx
 import moe_jax
 from moe_jax.api.compress import calibrate
 from moe_jax.commands.cli import main
-from moe_jax.compression.calibration.layerwise_pass import record
-from moe_jax.compression.calibration.recorded import gradients_file, read_layer
+from moe_jax.compression.calibration.recording import gradients_file, read_layer, record
 from moe_jax.compression.calibration.sensitivities import has_gradients, record_gradients
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import make_mesh

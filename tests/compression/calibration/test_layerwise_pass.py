@@ -11,8 +11,7 @@ import pytest
 from moe_jax.api.compress import calibrate
 from moe_jax.checks.streamed_layers import StreamedModel
 from moe_jax.commands.cli import main
-from moe_jax.compression.calibration.layerwise_pass import DEFAULT_SAMPLES, record, sample_windows
-from moe_jax.compression.calibration.recorded import read_layer
+from moe_jax.compression.calibration.recording import DEFAULT_SAMPLES, read_layer, record, sample_windows
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.files.staging import lock_directory

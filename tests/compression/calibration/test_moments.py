@@ -6,7 +6,7 @@ import pytest
 
 from moe_jax.compression import compress, make_method
 from moe_jax.compression.calibration.expert_statistics import BACKGROUND, moments, tokens_per_expert
-from moe_jax.compression.calibration.recorded import Calibration, LayerCalibration, LayerRows
+from moe_jax.compression.calibration.recording import Calibration, LayerCalibration, LayerRows
 from moe_jax.compression.coding.coder import expert_coders, joint_moments
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.experts import BankConfig

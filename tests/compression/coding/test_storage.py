@@ -10,7 +10,7 @@ from flax import nnx
 
 from moe_jax.commands import cli
 from moe_jax.compression.coding.storage import FULL, layer_in, stored_bytes
-from moe_jax.compression.methods.registry import METHODS
+from moe_jax.compression.spec import METHODS
 from moe_jax.core.formatting import count_bytes
 from moe_jax.experts.forms import Matrix, Sparse
 from moe_jax.experts.forms.coding import Storable

@@ -5,7 +5,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from moe_jax.compression.calibration.recorded import Calibration, LayerCalibration, LayerRows
+from moe_jax.compression.calibration.recording import Calibration, LayerCalibration, LayerRows
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.nn.moe import RouterStatistics
 

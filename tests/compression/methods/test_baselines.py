@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from moe_jax.compression.methods.interface import Base
 from moe_jax.compression.methods.narrower import StructuredPruning, cluster
-from moe_jax.compression.methods.registry import METHODS
 from moe_jax.compression.source_layer import SourceLayer
+from moe_jax.compression.spec import METHODS
 from moe_jax.compression.stream import compress
 from moe_jax.core.errors import InputError
 from moe_jax.experts.forms.coding import Residual

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from moe_jax.api.compress import calibrate
 from moe_jax.compression import compress, make_method
 from moe_jax.compression.budget import Candidate, allocate
-from moe_jax.compression.calibration.layerwise_pass import sample_windows
-from moe_jax.compression.calibration.recorded import Calibration
+from moe_jax.compression.calibration.recording import Calibration, sample_windows
 from moe_jax.compression.calibration.sensitivities import TRIED_BITS, TRIED_GROUP_SIZE, measure_sensitivities
 from moe_jax.compression.coding import storage
 from moe_jax.compression.coding.coder import expert_coders

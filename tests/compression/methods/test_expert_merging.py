@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.compression.calibration.expert_statistics import statistics_of
-from moe_jax.compression.calibration.recorded import Calibration, LayerCalibration
-from moe_jax.compression.methods.expert_merging import count_groups, group_experts
-from moe_jax.compression.methods.registry import METHODS
+from moe_jax.compression.calibration.recording import Calibration, LayerCalibration
+from moe_jax.compression.methods.fewer_experts import count_groups, group_experts
 from moe_jax.compression.source_layer import SourceLayer
+from moe_jax.compression.spec import METHODS
 from moe_jax.compression.stream import compress
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig

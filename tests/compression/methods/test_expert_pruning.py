@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from moe_jax.compression import compress, make_method
-from moe_jax.compression.calibration.recorded import LayerCalibration
+from moe_jax.compression.calibration.recording import LayerCalibration
 from moe_jax.compression.coding.storage import REMOVED, stored_bytes
-from moe_jax.compression.methods.expert_pruning import weighted_output_norms
+from moe_jax.compression.methods.fewer_experts import weighted_output_norms
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.core.errors import InputError
 from moe_jax.functional.routing import route

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moe_jax.compression import compress, make_method
-from moe_jax.compression.calibration.recorded import Calibration
+from moe_jax.compression.calibration.recording import Calibration
 from moe_jax.compression.coding import storage
 from moe_jax.compression.coding.coder import LeastError, expert_coders
 from moe_jax.compression.coding.storage import disk_bytes, layer_bytes

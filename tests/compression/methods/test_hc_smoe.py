@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.compression import compress, make_method
-from moe_jax.compression.methods import expert_merging
-from moe_jax.compression.methods.expert_merging import cluster_by_distance, mean_outputs
+from moe_jax.compression.methods import fewer_experts
+from moe_jax.compression.methods.fewer_experts import cluster_by_distance, mean_outputs
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.core.errors import InputError
 from moe_jax.model_io.model_dir import ModelDirectory
@@ -55,7 +55,7 @@ def test_equal_points_still_make_as_many_clusters():
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("most", [TOKENS + 1, 100])
 def test_outputs_are_averaged_over_tokens_of_all_experts(shape, most, monkeypatch):
-    monkeypatch.setattr(expert_merging, "MOST_TOKENS", most)
+    monkeypatch.setattr(fewer_experts, "MOST_TOKENS", most)
     source = source_of(shape)
     known = recorded(source)
     layer = SourceLayer(source, 0, calibration=known)

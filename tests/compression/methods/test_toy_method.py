@@ -9,9 +9,9 @@ import pytest
 from moe_jax.compression.coding.storage import FULL, layer_bytes
 from moe_jax.compression.methods.interface import Method
 from moe_jax.compression.methods.narrower import check_full, full_target
-from moe_jax.compression.methods.registry import METHODS, make_method
 from moe_jax.compression.report import Measure
 from moe_jax.compression.source_layer import mean_kernel
+from moe_jax.compression.spec import METHODS, make_method
 from moe_jax.core.errors import InputError
 from moe_jax.experts.forms.coding import check_keep
 from moe_jax.model_io.loading import load_model

@@ -13,12 +13,11 @@ import pytest
 
 from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
-from moe_jax.data import data_files
-from moe_jax.data import text_and_tables as sources
+from moe_jax.data import data_files, sources
 from moe_jax.data.data_files import DataFile
 from moe_jax.data.pipeline import open_data
 from moe_jax.data.sections import DataSection, SourceSection
-from moe_jax.data.text_and_tables import JsonLines, TextFile, find_files
+from moe_jax.data.sources import JsonLines, TextFile, find_files
 from moe_jax.data.token_files import ArrayRecords
 from moe_jax.files import objects
 from moe_jax.files.byte_files import fingerprint_contents

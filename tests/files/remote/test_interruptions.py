@@ -7,7 +7,7 @@ from moe_jax.api.open_source import open_source
 from moe_jax.checkpoints.leaf_files import LeafReader
 from moe_jax.core.errors import InputError
 from moe_jax.files import remote_work
-from moe_jax.files.resume import leftovers, remove_leftover
+from moe_jax.files.staging import leftovers, remove_leftover
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.model_dir import ModelDirectoryWriter
 from tests.files.remote.kills import killed_at, no_waiting  # noqa: F401

@@ -1,4 +1,4 @@
-"""Text files, JSON lines and tables as random-access records, read piece by piece and never as a whole.
+"""The files of a recipe's sources as random-access records, read piece by piece and never as a whole.
 
 Records are the units of shuffling: a record is a piece of a text file, a line of a JSONL file, or a row of a table.
 
@@ -8,19 +8,25 @@ into memory, for direct access to every row. A file in arrow's file format is re
 """
 
 import bisect
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 import numpy as np
 
 from moe_jax.core.errors import InputError, clipped, first_sentence, shown
-from moe_jax.data.data_files import DataFile, cached_copy, import_pyarrow
-from moe_jax.data.examples import Document, Example, RowReader
+from moe_jax.data.chat_template import ChatTemplate, load_chat_template, read_chat_template
+from moe_jax.data.data_files import DataFile, cached_copy, import_pyarrow, uncompressed
+from moe_jax.data.sections import DataSection, SourceSection
+from moe_jax.data.token_files import TokenRecords
+from moe_jax.data.tokenizer import Document, Example, RowReader, tokenizer_identity
 from moe_jax.files.byte_files import open_bytes, size_of
 from moe_jax.files.json_toml import ANYTHING, parse_json
 from moe_jax.files.storage_path import as_path
+from moe_jax.models import ModelConfig
 
 # This much of every file is checked before training starts; the rest is checked when it is read.
 CHECKED_BYTES = 64 << 20
@@ -40,23 +46,29 @@ class Records(Protocol):
     def __getitem__(self, index: int) -> Sequence[Example | Document]: ...
 
 
-class TextFile:
+class _DataFileRecords:
+    """Records of a file, which has a name of its own in messages: it may be an uncompressed copy."""
+
+    def __init__(self, file: Path | DataFile, name: Path | None):
+        self._file = DataFile.of(file)
+        self.path = self._file.path
+        self._name = name or self.path
+
+    @property
+    def size(self) -> int:
+        """Number of bytes of the file."""
+        return self._file.size
+
+
+class TextFile(_DataFileRecords):
     """A text file in pieces of about `piece` bytes, cut after a separator, else a line end, else a character.
 
     Piece k begins at the first such boundary at or after byte `k * piece`, so that it is found without an index.
     """
 
     def __init__(self, file: Path | DataFile, *, piece: int, separator: str | None = None, name: Path | None = None):
-        self._file = DataFile.of(file)
-        self.path = self._file.path
-        self._name = name or self.path  # in messages: the file may be an uncompressed copy
-        self._piece = piece
-        self._separator = separator
-
-    @property
-    def size(self) -> int:
-        """Number of bytes of the file."""
-        return self._file.size
+        super().__init__(file, name)
+        self._piece, self._separator = piece, separator
 
     def __len__(self) -> int:
         return -(-self.size // self._piece)
@@ -102,52 +114,40 @@ class TextFile:
         return begin - back + next(later, len(window)), False
 
 
-class JsonLines:
+class JsonLines(_DataFileRecords):
     """A JSONL file; blank lines are skipped. Keeps one offset per line in memory (8 bytes).
 
     The reader makes examples from the objects on the lines; None: from texts, pairs and conversations with the usual
-    keys. The name is that of the file in messages, which may be an uncompressed copy.
+    keys.
     """
 
     def __init__(self, file: Path | DataFile, reader: RowReader | None = None, *, name: Path | None = None):
-        self._file = DataFile.of(file)
-        self.path = self._file.path
-        self._name = name or self.path
+        super().__init__(file, name)
         self._reader = reader or RowReader()
         self._bounds = line_bounds(self._file)
         lengths = np.diff(self._bounds)
         self._lines = None if np.all(lengths > 1) else np.flatnonzero(lengths > 1)  # lines that are not empty
-
-    @property
-    def size(self) -> int:
-        """Number of bytes of the file."""
-        return self._file.size
 
     def __len__(self) -> int:
         return len(self._bounds) - 1 if self._lines is None else len(self._lines)
 
     def __getitem__(self, index: int) -> list[Example]:
         start, stop = (int(bound) for bound in self._bounds[self._number(index) :][:2])
-        line = self._file.read(start, stop - start)
-        return [] if line.isspace() else self._examples(line, index)
+        line, is_json = self._file.read(start, stop - start), False
+        if line.isspace():
+            return []
+        try:
+            # A text may have any number of commas.
+            row = parse_json(line, where="a line that", allow=ANYTHING, max_values=len(line))
+            is_json = True
+            return self._reader(row)
+        except InputError as error:
+            problem = error if is_json else f"expected {self._reader.expected}, got {error}"
+            raise InputError(f"{self._name}, line {self._number(index) + 1}: {problem}") from None
 
     def _number(self, index: int) -> int:
         """Returns the number of the line of a record in the file, from 0."""
         return index if self._lines is None else int(self._lines[index])
-
-    def _examples(self, line: bytes, index: int) -> list[Example]:
-        try:
-            # A text may have any number of commas.
-            row = parse_json(line, where="a line that", allow=ANYTHING, max_values=len(line))
-        except InputError as error:
-            raise self._wrong(index, f"expected {self._reader.expected}, got {error}") from None
-        try:
-            return self._reader(row)
-        except InputError as error:
-            raise self._wrong(index, str(error)) from None
-
-    def _wrong(self, index: int, problem: str) -> InputError:
-        return InputError(f"{self._name}, line {self._number(index) + 1}: {problem}")
 
 
 def line_bounds(file: DataFile) -> np.ndarray:
@@ -179,9 +179,6 @@ class Files:
     def __getitem__(self, index: int) -> Sequence[Example | Document]:
         which = bisect.bisect_right(self._ends, index)
         return self._files[which][index - (self._ends[which - 1] if which else 0)]
-
-    def __repr__(self) -> str:
-        return f"Files({len(self._files)} files, {len(self)} records)"
 
 
 def find_files(pattern: str) -> list[Path]:
@@ -321,3 +318,96 @@ class TableRows:
         with self._arrow.ipc.open_file(self._source()) as file:
             for number in range(file.num_record_batches):
                 yield file.get_batch(number).select(names)
+
+
+# Each row of the batch should get at least this many pieces per epoch; otherwise rows would be nearly equal.
+_PIECES_PER_ROW = 8
+_SEQUENCES_PER_PIECE = 8
+_OPENED_AT_ONCE = 8  # files
+
+
+def open_sources(section: DataSection, config: ModelConfig, batch_size: int, tokenizer_path: Path) -> list[Files]:
+    """Opens the records of every source of a recipe's `[data]`. Most mistakes in them are found here.
+
+    Long texts are cut into enough pieces for the `batch_size` rows of a batch.
+
+    Raises:
+      FileNotFoundError: a path or pattern that matches no file.
+      InputError: no sources, a malformed file, or texts for a model with an encoder.
+    """
+    if not section.sources:
+        raise InputError('the recipe has no data: add [[data.sources]] with path = "..."')
+    if config.has_encoder:
+        for source in section.sources:
+            check_form(source, "trained")
+    files = [named_files(source.path) for source in section.sources]
+    total = sum(file.size for found in files for _, file in found)
+    wanted = total // (_PIECES_PER_ROW * batch_size)
+    piece = min(section.piece_kib * 1024, max(wanted, _SEQUENCES_PER_PIECE * section.seq_len))
+    template = template_loader(section, tokenizer_path)
+    return [
+        open_files(source, found, section, config, tokenizer_path, template=template, piece=piece)
+        for source, found in zip(section.sources, files, strict=True)
+    ]
+
+
+def named_files(pattern: str) -> list[tuple[Path, DataFile]]:
+    """Returns the files that match a pattern, at least one: the name of each, and its uncompressed content."""
+    names = find_files(pattern)
+    with ThreadPoolExecutor(_OPENED_AT_ONCE) as pool:
+        return list(zip(names, pool.map(lambda name: DataFile(uncompressed(name)), names), strict=True))
+
+
+def open_files(
+    source: SourceSection,
+    files: Sequence[tuple[Path, DataFile]],
+    section: DataSection,
+    config: ModelConfig,
+    tokenizer_path: Path,
+    *,
+    template: Callable[[], ChatTemplate],
+    piece: int,
+) -> Files:
+    """Opens the records of one source, whose `files` are from `named_files`; see `open_sources`.
+
+    Files of tokens must have been made with the special tokens and the template of `section`. `template` is from
+    `template_loader`, and `piece` the bytes of a record of text.
+    """
+    if source.form == "tokens":
+        expected = {"tokenizer": tokenizer_identity(tokenizer_path, section.chat_template)}
+        expected |= {"bos": section.bos, "eos": section.eos}
+        return Files([TokenRecords(file, expected, config.vocab_size) for _, file in files])
+    kinds = ("pair",) if config.has_encoder else ("text", "pair", "chat")
+    reader = RowReader(source.fields, template=template, chat=source.chat, kinds=kinds)
+    opened: list[TextFile] | list[JsonLines] | list[TableRows]
+    if source.form == "jsonl":
+        opened = [JsonLines(file, reader, name=name) for name, file in files]
+    elif source.form == "text":
+        opened = [TextFile(file, piece=piece, separator=source.separator, name=name) for name, file in files]
+    else:
+        opened = [TableRows(file.path, source.form, reader) for _, file in files]
+    check_beginning(opened)
+    return Files(opened)
+
+
+def template_loader(section: DataSection, tokenizer_path: Path) -> Callable[[], ChatTemplate]:
+    """Returns a function that loads the template for conversations once; see `load_chat_template` for its errors."""
+
+    @functools.cache
+    def load() -> ChatTemplate:
+        if section.chat_template is not None:
+            return read_chat_template(as_path(section.chat_template), tokenizer_path)
+        return load_chat_template(tokenizer_path)
+
+    return load
+
+
+def check_form(source: SourceSection, verb: str) -> None:
+    """Raises `InputError` for a source that a model with an encoder cannot be `verb`, trained or scored, on."""
+    if source.form in ("text", "tokens"):
+        raise InputError(
+            f'{source.path}: a model with an encoder is {verb} on pairs, JSON lines of {{"input": "...", "target": '
+            '"..."}, in files *.jsonl or with format = "jsonl"'
+        )
+    if source.chat:
+        raise InputError(f"{source.path}: a model with an encoder is given pairs as they are; leave out chat")

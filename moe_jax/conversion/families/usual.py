@@ -1,10 +1,11 @@
-"""Keys of config.json that most families have, read and written."""
+"""Keys of config.json that most families have, read and written; and rows that most of their tables have."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, TypeVar
 
 from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families.rope_keys import read_rope, write_rope
+from moe_jax.conversion.table import FUSED, PER_EXPERT, Ignored, Row, Table, Tied, linear, norm
 from moe_jax.core.errors import InputError, nearest, shown
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig
 from moe_jax.models.config import check_num_layers
@@ -30,8 +31,7 @@ def read_attention(config: HFConfig, *, biases: Projections = (), **kwargs: Any)
     """Reads numbers of heads and head widths; further keywords go to `AttentionConfig`."""
     config.require("hidden_size", "num_attention_heads")
     d_model, num_heads = config.required_integer("hidden_size"), config.required_integer("num_attention_heads")
-    num_kv_heads = config.integer("num_key_value_heads")
-    head_dim = config.integer("head_dim")
+    num_kv_heads, head_dim = config.integer("num_key_value_heads"), config.integer("head_dim")
     if head_dim is None:
         if num_heads < 1 or d_model % num_heads:
             raise InputError(
@@ -98,7 +98,7 @@ def read_decoder(
     rope: RopeConfig | None = None,
     **kwargs: Any,
 ) -> ModelConfig:
-    """Reads the settings that all layers share; further keywords go to `ModelConfig`.
+    """Reads the settings that all layers share; those without a key in config.json are further keywords.
 
     Args:
       config: the Hugging Face config.
@@ -108,7 +108,7 @@ def read_decoder(
       eps: key of their epsilon.
       positions: key of the context length.
       rope: rotary embedding of layers that have none of their own; None: read from the usual keys.
-      **kwargs: settings without a key in config.json, because they are the same in the whole family.
+      **kwargs: go to `ModelConfig`.
     """
     config.require("vocab_size", "hidden_size", positions, eps)
     max_positions = config.required_integer(positions)
@@ -161,12 +161,25 @@ def mixed_layers(
     """
     moe = read_moe() if moes else None
     ffn = read_gated_ffn(config) if len(moes) < num_layers(config) else None
-    layers = []
-    for i, one in enumerate(attention):
-        mlp = moe if i in moes else ffn
-        assert mlp is not None
-        layers.append(LayerConfig(attention=one, mlp=mlp))
-    return layers
+    mlps: list[Any] = [moe if i in moes else ffn for i in range(len(attention))]
+    return [LayerConfig(attention=one, mlp=mlp) for one, mlp in zip(attention, mlps, strict=True)]
+
+
+def read_moe(config: HFConfig, num_experts: int, *, dim: str = "intermediate_size", **kwargs: Any) -> MoEConfig:
+    """Reads the MoE of most families; further keywords go to `MoEConfig`."""
+    config.require("num_experts_per_tok", "router_aux_loss_coef")
+    return MoEConfig(
+        expert=read_gated_ffn(config, dim=dim),
+        num_experts=num_experts,
+        top_k=config.required_integer("num_experts_per_tok"),
+        balance_coef=config.required_number("router_aux_loss_coef"),
+        **kwargs,
+    )
+
+
+def read_gate(config: HFConfig) -> Literal["topk_softmax", "softmax_topk"]:
+    """Reads whether the weights of the chosen experts are renormalised."""
+    return "topk_softmax" if config.flag("norm_topk_prob") else "softmax_topk"
 
 
 def num_layers(config: HFConfig) -> int:
@@ -194,7 +207,11 @@ def read_layer_types(config: HFConfig) -> tuple[str, ...] | None:
 
 def write_decoder(config: ModelConfig, *, eps: str = "rms_norm_eps") -> dict[str, Any]:
     """Writes the keys that `read_decoder` and `read_attention` read."""
-    heads, kv_heads, width = same_in_all_layers(config, "choice of heads (query, key-value, width)", _heads)
+    heads, kv_heads, width = same_in_all_layers(
+        config,
+        "choice of heads (query, key-value, width)",
+        lambda layer: (layer.attention.num_heads, layer.attention.num_kv_heads, layer.attention.head_dim),
+    )
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.d_model,
@@ -213,8 +230,8 @@ def write_decoder(config: ModelConfig, *, eps: str = "rms_norm_eps") -> dict[str
 
 def write_dense(config: ModelConfig, *, eps: str = "rms_norm_eps", activation: str = "hidden_act") -> dict[str, Any]:
     """Writes what `write_decoder` and `write_ffn` write of a model whose layers all have the same FFN."""
-    ffn = dense_ffn(config)
-    return {**write_decoder(config, eps=eps), **write_ffn(ffn, activation=activation)}
+    ffn = write_ffn(dense_ffn(config), activation=activation)
+    return {**write_decoder(config, eps=eps), **ffn}
 
 
 def write_tokens(config: ModelConfig) -> dict[str, Any]:
@@ -226,6 +243,13 @@ def write_tokens(config: ModelConfig) -> dict[str, Any]:
 def write_ffn(ffn: FFNConfig, *, activation: str = "hidden_act") -> dict[str, Any]:
     """Writes the keys that `read_gated_ffn` reads."""
     return {"intermediate_size": ffn.dim, activation: write_activation(ffn)}
+
+
+def write_moe(moe: MoEConfig, num_experts: str = "num_experts") -> dict[str, Any]:
+    """Writes the keys that `read_moe` reads, and that `read_gate` reads beside `num_experts`."""
+    gate = {"norm_topk_prob": moe.gate == "topk_softmax"} if num_experts == "num_experts" else {}
+    top_k = {num_experts: moe.num_experts, "num_experts_per_tok": moe.top_k}
+    return {**top_k, **gate, "router_aux_loss_coef": moe.balance_coef}
 
 
 def write_mixed(config: ModelConfig, moe_keys: Callable[[MoEConfig], dict[str, Any]]) -> dict[str, Any]:
@@ -253,8 +277,9 @@ def write_biases(config: ModelConfig, key: str = "attention_bias", what: str = "
 
 def write_window(config: ModelConfig) -> dict[str, Any]:
     """Writes the sliding window of families in which all layers have it or none."""
-    window = same_in_all_layers(config, "sliding window", lambda layer: layer.attention.sliding_window)
-    return {"sliding_window": window}
+    return {
+        "sliding_window": same_in_all_layers(config, "sliding window", lambda layer: layer.attention.sliding_window)
+    }
 
 
 def write_layer_types(config: ModelConfig) -> dict[str, Any]:
@@ -314,6 +339,63 @@ def uniform_moe(config: ModelConfig, *, among: Sequence[int] | None = None) -> M
     return config.moe(indices[0])
 
 
-def _heads(layer: LayerConfig) -> tuple[int, int, int]:
-    attention = layer.attention
-    return attention.num_heads, attention.num_kv_heads, attention.head_dim
+# --- rows -----------------------------------------------------------------------------------------
+
+EMBEDDING: Table = (Row("model.embed_tokens.weight", "embed/embedding"),)
+
+PROJECTIONS: Table = tuple(
+    row
+    for name in "qkvo"
+    for row in linear(f"model.layers.{{i}}.self_attn.{name}_proj", f"layers/{{i}}/attention/{name}")
+)
+
+QK_NORMS: Table = (
+    *norm("model.layers.{i}.self_attn.q_norm", "layers/{i}/attention/q_norm"),
+    *norm("model.layers.{i}.self_attn.k_norm", "layers/{i}/attention/k_norm"),
+)
+
+PLAIN_ATTENTION: Table = (
+    *norm("model.layers.{i}.input_layernorm", "layers/{i}/attention_norm"),
+    *PROJECTIONS,
+    *norm("model.layers.{i}.post_attention_layernorm", "layers/{i}/mlp_norm"),
+)
+
+ATTENTION: Table = (*PLAIN_ATTENTION, *QK_NORMS)
+
+
+def gated_ffn(theirs: str, ours: str) -> Table:
+    """Returns the rows of a gated FFN, of the module `theirs` in the checkpoint."""
+    return tuple(row for name in ("gate", "up", "down") for row in linear(f"{theirs}.{name}_proj", f"{ours}/{name}"))
+
+
+GATED_FFN = gated_ffn("model.layers.{i}.mlp", "layers/{i}/mlp")
+
+LM_HEAD: Table = (
+    *linear("lm_head", "lm_head"),
+    Tied("lm_head.weight", equals="model.embed_tokens.weight"),
+    Ignored(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq", "RoPE frequencies, recomputed from the config"),
+)
+
+HEAD: Table = (*norm("model.norm", "final_norm"), *LM_HEAD)
+
+
+def gated_experts(
+    block: str = "mlp", *, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> Table:
+    """Returns the rows of the experts of an MoE layer, in both layouts in use.
+
+    In the per-expert layout, they are in the module `block`, and their linear maps have the names given.
+    """
+    theirs, ours = f"model.layers.{{i}}.{block}.experts.{{e}}", "layers/{i}/mlp/experts"
+    fused = "model.layers.{i}.mlp.experts"
+    return (
+        *linear(f"{theirs}.{gate}", f"{ours}/gate", PER_EXPERT),
+        *linear(f"{theirs}.{up}", f"{ours}/up", PER_EXPERT),
+        *linear(f"{theirs}.{down}", f"{ours}/down", PER_EXPERT),
+        # Transformers 5 keeps the experts of a layer in two tensors, [E, 2f, d] and [E, d, f].
+        Row(f"{fused}.gate_up_proj", (f"{ours}/gate/kernel", f"{ours}/up/kernel"), transpose=True, layout=FUSED),
+        Row(f"{fused}.down_proj", f"{ours}/down/kernel", transpose=True, layout=FUSED),
+    )
+
+
+ROUTER = linear("model.layers.{i}.mlp.gate", "layers/{i}/mlp/router")

@@ -1,15 +1,18 @@
-"""The calibration pass: runs a model over a text layer after layer, and stores the inputs of its banks on the disk.
+"""The recording of a model on a calibration text: for every MoE layer, the inputs of its bank.
 
-Memory holds one layer and one batch, whatever the sizes of model and text: the activations between two layers are a
-file. So one pass over the model's files is enough, and a pass that was killed continues at the layer where it was.
+The pass that makes it runs the model over the text layer after layer. Memory holds one layer and one batch, whatever
+the sizes of model and text: the activations between two layers are a file. So one pass over the model's files is
+enough, and a pass that was killed continues at the layer where it was.
 """
 
 import copy
+import json
 import shutil
+import zipfile
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +22,128 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
 from moe_jax.checks.streamed_layers import TABLE, BankCall, apply_layer, bank_calls, embed_tokens
-from moe_jax.compression.calibration.recorded import complete, create_inputs, layer_file, write_layer
 from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import show_bytes
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.distributed.sharding import batch_spec, leaf_spec
 from moe_jax.experts.devices import spec_on_mesh
+from moe_jax.files.json_toml import ANYTHING, read_json
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.model_source import ModelSource
-from moe_jax.nn.moe import RouterSums
+from moe_jax.nn.moe import RouterStatistics, RouterSums
+
+FORMAT = 2
+"""Version of the files of a recording. A recording of another version is made anew."""
+KEY_FILE = "calibration.json"
+# Sensitivities differ if tokens are weighted by gradients.
+_SENSITIVITIES = {False: "sensitivities.json", True: "sensitivities-gradients.json"}
+
+
+class LayerRows(NamedTuple):
+    """The inputs of the bank of a layer, for T tokens."""
+
+    inputs: Float[np.ndarray, "T d"]  # bfloat16, on the disk
+    experts: Int[np.ndarray, "T k"]  # of the bank; -1: none
+    weights: Float[np.ndarray, "T k"]  # of these experts, float32
+    # how much the loss depends on every token, see `sensitivities`; float32, 1 on average. None: all count alike.
+    gradients: Float[np.ndarray, " T"] | None = None
+
+
+class LayerCalibration(NamedTuple):
+    """Calibration data of one layer."""
+
+    statistics: RouterStatistics  # of its router
+    rows: LayerRows | None = None  # inputs of its bank; None: only the router was recorded
+    sensitivities: Mapping[str, float] | None = None  # of every matrix, see `sensitivities`; None: not measured
+
+
+NOT_YET_RECORDED = LayerCalibration(
+    RouterStatistics(np.zeros(0), np.zeros(0), np.zeros((0, 0))),
+    LayerRows(np.zeros((0, 0), np.float32), np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)),
+)
+"""Stands for a recording that does not exist yet, in checks beforehand; nobody reads its content."""
+
+
+class Calibration(NamedTuple):
+    """The recording of a model on a text.
+
+    Attributes:
+      text: the file.
+      layers: by the index of the MoE layer.
+      folder: of the recording; None: in memory.
+      keep: an object that must live as long as this: its folder, if that is a temporary one.
+    """
+
+    text: Path
+    layers: Mapping[int, LayerCalibration]
+    folder: Path | None = None
+    keep: Any = None
+
+
+def inputs_file(folder: Path, layer: int) -> Path:
+    """The file of the inputs of a layer's bank."""
+    return folder / f"{layer}.inputs.npy"
+
+
+def layer_file(folder: Path, layer: int) -> Path:
+    """The file of a layer's other data; if it exists, the layer is complete."""
+    return folder / f"{layer}.npz"
+
+
+def gradients_file(folder: Path, layer: int) -> Path:
+    """The file of the weights of tokens, see `sensitivities`."""
+    return folder / f"{layer}.gradients.npy"
+
+
+def read_layer(folder: Path, layer: int, *, gradients: bool = False) -> LayerCalibration:
+    """Reads a complete layer; with `gradients`, which must then be recorded, tokens are weighted by the loss's.
+
+    Raises:
+      InputError: if the files are not those of a recording.
+    """
+    try:
+        with np.load(layer_file(folder, layer), allow_pickle=False) as arrays:
+            found = dict(arrays)
+        inputs = np.load(inputs_file(folder, layer), mmap_mode="r", allow_pickle=False)
+        rows = LayerRows(inputs.view(jnp.bfloat16), found.pop("experts"), found.pop("weights"))
+        if gradients:
+            rows = rows._replace(gradients=np.load(gradients_file(folder, layer), allow_pickle=False))
+        if len({len(part) for part in rows if part is not None}) > 1:
+            raise ValueError("its files are of different texts")
+        return LayerCalibration(RouterStatistics(**found), rows)
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        raise InputError(f"the calibration {folder} is damaged (layer {layer}: {error}); remove it") from None
+
+
+def write_sensitivities(
+    folder: Path, sensitivities: Mapping[int, Mapping[str, float]], *, gradients: bool = False
+) -> None:
+    """Writes the results of `sensitivities`, by layer index and matrix; `gradients` as for `read_layer`."""
+    as_path(folder / _SENSITIVITIES[gradients]).replace_content(json.dumps(sensitivities).encode())
+
+
+def read_sensitivities(folder: Path, *, gradients: bool = False) -> dict[int, dict[str, float]] | None:
+    """Reads the results that `write_sensitivities` wrote; None: there are none. A damaged file is an `InputError`."""
+    file = folder / _SENSITIVITIES[gradients]
+    if not file.is_file():
+        return None
+    try:
+        read = read_json(file, allow=ANYTHING).items()
+        return {int(layer): {name: float(value) for name, value in own.items()} for layer, own in read}
+    except (AttributeError, TypeError, ValueError):
+        raise InputError(f"the calibration {folder} is damaged ({file.name}); remove it") from None
+
+
+def is_complete(folder: Path, key: Mapping[str, Any]) -> bool:
+    """Whether a folder holds the whole recording that `key` describes; `InputError` if it is another one."""
+    file = folder / KEY_FILE
+    if not file.is_file():
+        return False
+    found = read_json(file, allow=ANYTHING)
+    if found != dict(key):
+        raise InputError(f"{folder} is a calibration of something else; name another folder, or remove it")
+    return True
+
 
 DEFAULT_SAMPLES = 128
 """Default number of windows, if the text has as many: as many as GPTQ's authors took."""
@@ -36,16 +152,9 @@ DEFAULT_SAMPLES = 128
 def sample_windows(
     ids: Int[np.ndarray, " n"], *, seq_len: int, samples: int | None = None, seed: int = 0
 ) -> Int[np.ndarray, "N L"]:
-    """Draws windows [N, L], none of them twice; in the order of the text.
+    """Draws N windows, none of them twice, in the order of the text; None: `DEFAULT_SAMPLES`, or as many as there are.
 
-    Args:
-      ids: of the tokens of the text.
-      seq_len: L, tokens of a window; for a shorter text all of it.
-      samples: N; None: `DEFAULT_SAMPLES`, or as many as there are.
-      seed: of the draw.
-
-    Raises:
-      InputError: if the text has fewer windows than requested.
+    Windows have `seq_len` tokens, of a shorter text all. Fewer of them than requested are an `InputError`.
     """
     length = min(seq_len, len(ids))
     count = len(ids) // length
@@ -81,8 +190,7 @@ def record(
       folder: where it is written; of this recording alone.
       key: describes the recording; JSON.
       mesh: devices that share the windows of a batch; the weights of a layer are placed as in training.
-      batch_size: windows at a time, rounded up to a multiple of what the mesh divides. Affects only the last bits of
-        the result.
+      batch_size: windows at a time, rounded up to a multiple of what the mesh divides.
       progress: called after every layer.
 
     Raises:
@@ -119,7 +227,7 @@ def record(
     progress("calibrating", last + 1, last + 1)
     for parity in (0, 1):  # a pass that is stopped from here on has nothing left to do
         (folder / f"states{parity}.npy").unlink(missing_ok=True)
-    complete(folder, key)
+    as_path(folder / KEY_FILE).write_durably(json.dumps(dict(key), indent=1).encode())
     (folder / NEXT).unlink(missing_ok=True)
 
 
@@ -211,26 +319,27 @@ def _run(
     windows, length, width = before.shape
     # If a pass was stopped, the layer may be complete while the next layer's input is not.
     recorded = layer_file(folder, layer.index).is_file()
-    inputs = create_inputs(folder, layer.index, (windows * length, width)) if layer.moe and not recorded else None
+    inputs = None
+    if layer.moe and not recorded:  # bfloat16, which NumPy's format stores as 16 bits
+        inputs = open_states(inputs_file(folder, layer.index), np.uint16, (windows * length, width))
     experts, weights, sums = [], [], RouterSums()
     for batch in batches:
         y, calls = layer.apply(np.asarray(before[batch]), size)
         if not np.isfinite(y).all():
             raise InputError(f"calibration: what layer {layer.index} gives is not finite; mend the model")
         after[batch] = y
-        for call in calls:
-            if inputs is None:
-                break
+        for call in calls if inputs is not None else ():
             tokens = (batch.stop - batch.start) * length
-            inputs[batch.start * length : batch.start * length + tokens] = np.asarray(call.tokens)[:tokens].view(
-                np.uint16
-            )
+            begin = batch.start * length
+            inputs[begin : begin + tokens] = np.asarray(call.tokens)[:tokens].view(np.uint16)
             experts.append(np.asarray(call.routing.experts)[:tokens])
             weights.append(np.asarray(call.routing.weights)[:tokens])
             sums.add(call.stats, tokens)
     if inputs is not None:
         inputs.flush()
-        write_layer(folder, layer.index, np.concatenate(experts), np.concatenate(weights), sums.statistics())
+        found = {"experts": np.concatenate(experts), "weights": np.concatenate(weights), **sums.statistics()._asdict()}
+        with as_path(layer_file(folder, layer.index)).replacing() as file:
+            np.savez(file, allow_pickle=False, **found)
 
 
 def _states(folder: Path, index: int, shape: tuple[int, int, int] | None = None) -> np.memmap:
@@ -238,7 +347,7 @@ def _states(folder: Path, index: int, shape: tuple[int, int, int] | None = None)
     return open_states(folder / f"states{index % 2}.npy", np.float32, shape)
 
 
-def open_states(file: Path, dtype: Any, shape: tuple[int, int, int] | None) -> np.memmap:
+def open_states(file: Path, dtype: Any, shape: tuple[int, ...] | None) -> np.memmap:
     """Opens a file of activations: to read, or with a shape to fill."""
     if shape is None:
         return np.lib.format.open_memmap(file, mode="r")

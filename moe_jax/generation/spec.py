@@ -1,0 +1,52 @@
+"""The options of `generate`."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated
+
+from moe_jax.core.errors import MAX_SIZE, InputError, is_finite
+from moe_jax.core.verb_spec import Shown, Spec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateSpec(Spec):
+    """The options of `generate`: which tokens are taken, and when a text ends.
+
+    Raises:
+      InputError: for numbers that are out of range, or a stop string that is none.
+    """
+
+    max_new_tokens: int = 128
+    """The largest number of tokens to add."""
+    temperature: Annotated[float, Shown("X", "0.0")] = 0.0
+    """Divides the logits before sampling; 0 takes the most likely token."""
+    top_k: int | None = None
+    """Samples from this many of the most likely tokens; by default from all."""
+    top_p: float | None = None
+    """Samples from the most likely tokens whose probabilities sum to this; by default from all."""
+    seed: int = 0
+    """Seed of the sampling."""
+    stop: Annotated[str | Sequence[str], Shown("TEXT", read_as=tuple[str, ...], repeats=True)] = ()
+    """A text that ends what is generated, and is no part of it; may be given several times."""
+    stop_ids: Annotated[Sequence[int], Shown("N ...", read_as=tuple[int, ...])] = ()
+    """Tokens that end a text, besides those that the model names as EOS, in its config or in generation_config.json
+    (of which nothing else is used); by default no others."""
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(one, str) and one for one in self.stops):
+            raise InputError("a stop string must be a text of at least one character")
+        if self.max_new_tokens < 1:
+            raise InputError(f"max_new_tokens={self.max_new_tokens!r} must be at least 1")
+        if self.max_new_tokens > MAX_SIZE:
+            raise InputError(f"max_new_tokens={self.max_new_tokens!r} must be at most {MAX_SIZE:,}")
+        if not (is_finite(self.temperature) and self.temperature >= 0):
+            raise InputError(f"temperature={self.temperature!r} must be 0 (greedy) or above")
+        if self.top_k is not None and self.top_k < 1:
+            raise InputError(f"top_k={self.top_k!r} must be at least 1, or left out")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise InputError(f"top_p={self.top_p!r} must lie in (0, 1], or be left out")
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The strings that end a text."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
