@@ -14,11 +14,7 @@ from moe_jax.compression import compress, make_method
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.conversion import export, read_hf_config
 from moe_jax.figures.similarity import measure_similarity
-<<<<<<< HEAD
-from moe_jax.generation.texts import generate
 from moe_jax.model_io.loading import model_leaves
-=======
->>>>>>> main
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.training.in_memory_training import train_on_batches
 from moe_jax.training.recipe import MeshSection, ModelSection, OptimizerSection
