@@ -14,6 +14,7 @@ from moe_jax.functional.routing import NO_EXPERT, Routing
 from moe_jax.kernels.hardware import ANY_CORE
 from moe_jax.kernels.tpu import low_rank_hidden as kernel
 from tests.support.numerics import assert_close
+from tests.support.tiers import one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -59,6 +60,7 @@ def small_blocks(monkeypatch):
         monkeypatch.setattr(kernel, name, value)
 
 
+@one_in(3)
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize("tokens", [1, 77])
 def test_is_what_the_products_one_after_the_other_give(tokens, activation):
