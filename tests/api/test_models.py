@@ -21,7 +21,7 @@ from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.numerics import logits_of
 from tests.support.tiers import one_in
 
-TOKENS = jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
+TOKENS = np.arange(12, dtype=np.int32).reshape(2, 6)
 DELTA = {"experts": 4, "delta": "low-rank:2", "seed": 3}
 
 
@@ -119,7 +119,7 @@ def test_saving_what_was_upcycled_in_memory_gives_the_directory(dense, moe, tmp_
 def test_adapting_and_merging_in_memory_give_what_they_give_in_directories(moe, base, tmp_path):
     options = {"method": "lora", "adapter": "lora:2", "targets": ["q", "router"], "base": base, "seed": 5}
     written = moe_jax.adapt(moe, tmp_path / "tuned", **options)
-    of_path, of_model = moe_jax.adapt(moe, **options), moe_jax.adapt(moe_jax.load(moe), **options)
+    of_path, of_model = (moe_jax.adapt(given, **options, step0_check=False) for given in (moe, moe_jax.load(moe)))
     assert isinstance(written.source, AdapterDirectory)
     assert equal_to_the_last_bit(of_path.source, written.source)
     assert equal_to_the_last_bit(of_model.source, written.source)
@@ -279,7 +279,7 @@ def experts_of(model: moe_jax.Model, layer: int) -> dict[str, np.ndarray]:
     return {name: model.source.read(f"layers/{layer}/mlp/experts/{name}/kernel") for name in names}
 
 
-@one_in(3)
+@one_in(3, first=1)
 @pytest.mark.parametrize(
     "options", [{"method": "resmoe", "keep": 0.3}, {"method": "svd", "keep": 0.3}, {"method": "sp", "keep": 0.5}]
 )

@@ -39,13 +39,17 @@ SHALLOW = {
 }
 PESC = ("--method", "pesc", "--adapter", 8, "--rest", "lora:4")
 random = np.random.default_rng(0)
-TOKENS, INPUTS = (jnp.asarray(random.integers(1, 64, (8, length)), jnp.int32) for length in (7, 11))
-VALID = jnp.asarray(np.arange(11)[None] < random.integers(4, 12, (8, 1)))
+TOKENS, INPUTS = (random.integers(1, 64, (8, length)).astype(np.int32) for length in (7, 11))
+VALID = np.arange(11)[None] < random.integers(4, 12, (8, 1))
+
+
+@nnx.jit
+def call(model, inputs):
+    return model(TOKENS, inputs=inputs, inputs_valid=VALID)
 
 
 def outputs(source, **options):
-    model = load_model(source, **options)
-    return nnx.jit(lambda model: model(TOKENS, inputs=INPUTS, inputs_valid=VALID))(model)
+    return call(load_model(source, **options), INPUTS)
 
 
 def logits(source, **options) -> np.ndarray:
@@ -205,9 +209,11 @@ def _two_tables(config: ModelConfig) -> None:
 
 def test_a_call_brings_inputs_or_the_encoders_output(switch):
     model = load_model(ModelDirectory(switch))
-    encoded = model.encode(INPUTS, valid=VALID)
-    at_once = model(TOKENS, inputs=INPUTS, inputs_valid=VALID)
-    apart = model(TOKENS, encoder_output=encoded.output, encoder_valid=encoded.valid)
+    encoded = nnx.jit(lambda model: model.encode(INPUTS, valid=VALID))(model)
+    at_once = call(model, INPUTS)
+    apart = nnx.jit(lambda model, output, valid: model(TOKENS, encoder_output=output, encoder_valid=valid))(
+        model, encoded.output, encoded.valid
+    )
     np.testing.assert_array_equal(at_once.logits, apart.logits)
     assert len(at_once.router) == len(encoded.router) + len(apart.router)
     for given, message in (
@@ -222,7 +228,6 @@ def test_a_call_brings_inputs_or_the_encoders_output(switch):
 def test_padding_changes_nothing(switch):
     """What is not valid, wherever it stands, has no influence on any logit, nor on what the routers report."""
     model = load_model(ModelDirectory(switch))
-    call = nnx.jit(lambda model, inputs: model(TOKENS, inputs=inputs, inputs_valid=VALID))
     a, b = call(model, INPUTS), call(model, jnp.where(VALID, INPUTS, 63 - INPUTS))
     np.testing.assert_array_equal(a.logits, b.logits)
     chex.assert_trees_all_equal(a.router, b.router)

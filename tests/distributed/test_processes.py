@@ -74,23 +74,8 @@ def run_two(program: str, folder: Path) -> list[tuple[int, str, str]]:
     return [(process.returncode, *said) for process, said in zip(processes, ended, strict=True)]
 
 
-def test_two_processes_write_one_model_and_one_checkpoint(tmp_path):
-    for code, out, err in run_two(PROGRAM, tmp_path):
-        assert code == 0 and out.splitlines()[-1] == "done", err
-    model = ModelDirectory(tmp_path / "model")
-    assert all((model.read(path) == 3).all() for path in model.specs())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run"]
-
-
 FIRST_DECIDES = """
-import faulthandler, sys
-faulthandler.dump_traceback_later(120, exit=True)
-import jax
-jax.distributed.initialize(f"localhost:{sys.argv[2]}", 2, int(sys.argv[3]))
-from pathlib import Path
 from moe_jax.core.errors import InputError
-from moe_jax.model_io.model_dir import ModelDirectoryWriter
-from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig
 from moe_jax.distributed.processes import first_decides, is_first_process
 
 mine = is_first_process()
@@ -107,10 +92,8 @@ for error in (InputError("no"), OSError(28, "No space left on device"), FileNotF
         print(kind, getattr(heard, "errno", None), str(error) in str(heard))
 
 # A target that only one process sees is seen by all, or by none: here the first one sees it.
-layer = LayerConfig(attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8), mlp=FFNConfig(dim=24))
-config = ModelConfig(family="llama", vocab_size=32, d_model=16, max_positions=64, layers=(layer,))
 for seer in range(2):
-    target = Path(sys.argv[1]) / f"seen{seer}" / sys.argv[3] / "model"
+    target = folder / f"seen{seer}" / sys.argv[3] / "model"
     if int(sys.argv[3]) == seer:
         target.mkdir(parents=True)
     try:
@@ -121,13 +104,27 @@ for seer in range(2):
 """
 
 
-def test_the_first_process_decides_and_all_hear(tmp_path):
-    ended = run_two(FIRST_DECIDES, tmp_path)
+@pytest.fixture(scope="module")
+def both(tmp_path_factory) -> tuple[Path, list[list[str]]]:
+    """The folder of two processes that have run both programs, one after the other, and the lines that each printed."""
+    folder = tmp_path_factory.mktemp("both")
+    ended = run_two(PROGRAM + FIRST_DECIDES, folder)
     assert [code for code, _, _ in ended] == [0, 0], ended
+    return folder, [[line for line in out.splitlines() if "[Gloo]" not in line] for _, out, _ in ended]
+
+
+def test_two_processes_write_one_model_and_one_checkpoint(both):
+    folder, printed = both
+    assert [lines[0] for lines in printed] == ["done", "done"]
+    model = ModelDirectory(folder / "model")
+    assert all((model.read(path) == 3).all() for path in model.specs())
+    assert sorted(path.name for path in folder.iterdir()) == ["model", "run", "seen0", "seen1"]
+
+
+def test_the_first_process_decides_and_all_hear(both):
     heard = ["{'step': 3, 'of': [None, 'é']}", "InputError None True", "OSError 28 True", "FileNotFoundError None True"]
     heard += ["any None True", "True", "goes on"]
-    for _, out, _ in ended:
-        assert [line for line in out.splitlines() if "[Gloo]" not in line] == heard
+    assert [lines[1:] for lines in both[1]] == [heard, heard]
 
 
 DIFFER = 'processes.check_equal({"seed": 3} if sys.argv[3] == "0" else {"seed": 4, "steps": 5})'

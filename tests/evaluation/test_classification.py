@@ -16,6 +16,7 @@ from moe_jax.evaluation.classification import Labelled, count_labels, names_of_l
 from moe_jax.model_io.loading import model_leaves
 from moe_jax.training.program import draw_model
 from tests.support.dense_models import write_model
+from tests.support.numerics import logits_of
 from tests.support.tiers import long
 from tests.support.training_models import FFN, config_of, encoder_decoder
 
@@ -140,8 +141,10 @@ def test_a_head_scores_classes_and_nothing_else(tmp_path, tokenizer_path, capsys
     model = moe_jax.load(folder)
     decoder, predictions = model.decoder, []
     for text in [line["sentence"] for line in LINES] + [("good " * 20)[:40]]:
-        logits = decoder(np.frombuffer(text.encode(), np.uint8).astype(np.int32)[None]).logits
-        predictions.append(int(np.argmax(logits[0, -1])))
+        tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+        # What comes after the last token cannot matter to it.
+        logits = logits_of(decoder, np.pad(tokens, (0, 40 - len(tokens)))[None])
+        predictions.append(int(np.argmax(logits[0, len(tokens) - 1])))
     found = moe_jax.classify(folder, file, input_len=40, batch_size=3)
     assert list(found.predictions) == predictions and found.labels == ("bad", "good") and found.by == "head"
     for arguments, message in [

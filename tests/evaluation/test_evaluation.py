@@ -20,9 +20,9 @@ from moe_jax.model_io.model_dir import ModelDirectoryWriter
 from moe_jax.nn import Decoder
 from tests.support.losses import token_losses
 from tests.support.tiers import one_in
-from tests.support.training_models import FFN, config_of, moe
+from tests.support.training_models import config_of, moe
 
-CONFIG = config_of(FFN, moe())
+CONFIG = config_of(moe())
 TEXT = "the quick brown fox jumps over the lazy dog, and 17 times more.\n"
 
 

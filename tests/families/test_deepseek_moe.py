@@ -131,9 +131,9 @@ def test_logits_equal_the_definition(name, tmp_path, strict_numerics):
 def test_greedy_continuations_equal_the_definition(tmp_path):
     source, config, tensors = checkpoint(tmp_path / "m", "deepseek")
     reference, rows = Reference(config, tensors), TOKENS[:, :6]
-    for _ in range(64):
+    for _ in range(24):
         rows = np.concatenate([rows, reference.logits(rows)[:, -1].argmax(-1)[:, None]], axis=1)
-    assert generate(load_model(source), TOKENS[:, :6].tolist(), max_new_tokens=64) == rows[:, 6:].tolist()
+    assert generate(load_model(source), TOKENS[:, :6].tolist(), max_new_tokens=24) == rows[:, 6:].tolist()
 
 
 def test_loss_and_gradient_equal_the_definition(tmp_path, strict_numerics):
@@ -161,7 +161,7 @@ def test_loss_and_gradient_equal_the_definition(tmp_path, strict_numerics):
         )
         folder = write_checkpoint(tmp_path / f"along-{only}", config, direction)
         _, along = nnx.split(load_model(HuggingFaceDirectory(folder)))
-        slope = sum(jnp.sum(a * b) for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(along), strict=True))
+        slope = sum(np.vdot(a, b) for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(along), strict=True))
         np.testing.assert_allclose(slope, (ahead - behind) / 2e-6, rtol=1e-4, atol=1e-4, err_msg=only)
 
 

@@ -21,6 +21,7 @@ from tests.support.numerics import initialised
 from tests.support.tiers import one_in
 
 PROMPTS = [[5, 3, 8, 1, 9, 2, 2], [4], [7, 7, 30]]
+LONGER = [np.random.default_rng(n).integers(0, 40, n).tolist() for n in (1, 17, 30)]
 
 
 def make_model(*mlps, window=None):
@@ -53,6 +54,11 @@ def full_forward(model):
     return jax.jit(lambda tokens: nnx.merge(graphdef, state)(tokens).logits)
 
 
+@pytest.fixture(scope="module")
+def greedy(model) -> list[list[int]]:
+    return generate(model, LONGER, max_new_tokens=12)
+
+
 def greedy_without_cache(full_forward, prompt, steps):
     row = list(prompt)
     for _ in range(steps):
@@ -60,13 +66,6 @@ def greedy_without_cache(full_forward, prompt, steps):
         padded[0, : len(row)] = row
         row.append(int(jnp.argmax(full_forward(padded)[0, len(row) - 1])))
     return row[len(prompt) :]
-
-
-@one_in(2)
-def test_greedy_equals_recomputation_for_prompts_of_different_lengths(model, full_forward):
-    got = generate(model, PROMPTS, max_new_tokens=9)
-    assert got == [greedy_without_cache(full_forward, prompt, 9) for prompt in PROMPTS]
-    assert len({tuple(tokens) for tokens in got}) == 3
 
 
 @pytest.mark.parametrize("factors", [{}, {"short_factor": (1.0,) * 4, "long_factor": (9.0,) * 4}])
@@ -83,11 +82,10 @@ def test_a_prompt_does_not_depend_on_its_neighbours(factors):
     assert together == [generate(model, [prompt], max_new_tokens=6)[0] for prompt in PROMPTS]
 
 
-def test_a_row_stops_before_its_eos(model):
-    free = generate(model, PROMPTS, max_new_tokens=9)
-    eos = free[0][4]
-    stopped = generate(model, PROMPTS, max_new_tokens=9, eos_ids=[eos])
-    assert stopped == [tokens[: tokens.index(eos)] if eos in tokens else tokens for tokens in free]
+def test_a_row_stops_before_its_eos(model, greedy):
+    eos = greedy[0][4]
+    stopped = generate(model, LONGER, max_new_tokens=12, eos_ids=[eos])
+    assert stopped == [tokens[: tokens.index(eos)] if eos in tokens else tokens for tokens in greedy]
     assert len(stopped[0]) <= 4
 
 
@@ -97,16 +95,14 @@ def test_sampling_is_reproducible_and_follows_its_key(small):
     assert first == again != other
 
 
-@one_in(2)
-def test_neither_batch_nor_bucket_nor_block_changes_a_greedy_result(model, full_forward, monkeypatch):
+def test_greedy_equals_recomputation_whatever_batch_and_block(model, full_forward, greedy, monkeypatch):
     """Prompts shorter and longer than the window and the ring of slots that it has, and blocks of every kind."""
-    prompts = [np.random.default_rng(n).integers(0, 40, n).tolist() for n in (1, 17, 30)]
-    expected = [greedy_without_cache(full_forward, prompt, 12) for prompt in prompts]
-    assert generate(model, prompts, max_new_tokens=12) == expected
-    for first, most, chosen in ((3, 5, (1, 0)), (1, 1, (2,))):
+    assert greedy == [greedy_without_cache(full_forward, prompt, 12) for prompt in LONGER]
+    assert len({tuple(tokens) for tokens in greedy}) == 3
+    for first, most, chosen in ((3, 5, (1, 0, 2)), (1, 1, (2,))):
         monkeypatch.setattr(texts, "FIRST_BLOCK", first)
         monkeypatch.setattr(texts, "MOST_STEPS", most)
-        assert generate(model, [prompts[row] for row in chosen], max_new_tokens=12) == [expected[row] for row in chosen]
+        assert generate(model, [LONGER[row] for row in chosen], max_new_tokens=12) == [greedy[row] for row in chosen]
 
 
 def test_prompts_of_other_lengths_compile_nothing(small):
@@ -165,9 +161,9 @@ def test_logits_that_are_not_finite_are_told_with_prompt_and_token(small):
 
 @one_in(3)  # full attention with one row, and a window with three
 @pytest.mark.parametrize("batch", [1, 3])
-def test_caches_are_updated_in_place_and_rings_are_no_longer_than_their_window(model, batch):
-    parts = nnx.split(unstacked(model))
-    window = model.config.layers[0].attention.sliding_window
+@pytest.mark.parametrize("window", [None, 4])
+def test_caches_are_updated_in_place_and_rings_are_no_longer_than_their_window(window, batch):
+    parts = nnx.split(unstacked(make_model(DENSE, DENSE, window=window)))
     asked = engine.ask(batch, 9, key=jax.random.key(0))
     prompts, lengths = jnp.ones((batch, 48), jnp.int32), jnp.arange(48, 48 - batch, -1, dtype=jnp.int32)
     begin = partial(engine.read_prompts, *parts, prompts, lengths, asked, cache_length=96, draws=False)

@@ -40,9 +40,9 @@ def test_a_mesh_changes_no_token(model, axes, prompts):
     assert generate(split(model, make_mesh(axes)), prompts, max_new_tokens=10) == expected
 
 
-def test_caches_are_split_by_rows_and_heads_and_never_gathered(model):
+def test_caches_are_split_by_rows_and_heads_and_never_gathered():
     mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
-    parts = nnx.split(unstacked(split(model, mesh)))
+    parts = nnx.split(unstacked(split(make_model(DENSE, window=4), mesh)))
     asked = engine.ask(4, 9, key=jax.random.key(0))
     prompts, lengths = jnp.ones((4, 32), jnp.int32), jnp.full(4, 32, jnp.int32)
     with jax.set_mesh(mesh):

@@ -15,6 +15,7 @@ from moe_jax.nn import Decoder
 from moe_jax.serve import scheduler as scheduler_module
 from moe_jax.serve.scheduler import Closed, Job, Scheduler
 from tests.support.generated import generate
+from tests.support.numerics import initialised
 from tests.support.tiers import long
 
 
@@ -28,7 +29,7 @@ def make_model() -> Decoder:
         LayerConfig(attention=AttentionConfig(**heads), mlp=experts),
     )
     config = ModelConfig(family="llama", vocab_size=40, d_model=32, max_positions=512, layers=layers)
-    graphdef, state = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(initialised(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     # Larger than at initialisation, so that the choices are not near ties.
     return nnx.merge(graphdef, jax.tree.map(lambda a: a * 8 if a.ndim > 2 else a, state))
 

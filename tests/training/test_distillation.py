@@ -37,7 +37,7 @@ ROUTERS_AND_NORMS = (".*/router/.*", ".*norm/.*")
 STUDENT = config_of(FFN, moe(BANKS["low-rank"]))
 # Another width, experts of another form, a tied head. The scale makes it sure of something, so that the divergence is
 # no small difference of large numbers.
-TEACHER = config_of(moe(), FFN, d_model=24, tie_embeddings=True, logit_scale=20.0)
+TEACHER = config_of(moe(), d_model=24, tie_embeddings=True, logit_scale=20.0)
 DISTILL = DistillSection(teacher="teacher", weight=0.7, temperature=2.0)
 
 
@@ -76,13 +76,14 @@ def test_loss_and_gradient_of_routers_are_those_of_a_plain_reference():
     batch = random_batch(0)
     arguments = {"tokens": batch["tokens"], "positions": batch["positions"], "segment_ids": batch["segment_ids"]}
     assert program.teacher is not None
-    right = np.float64(nnx.merge(program.teacher.graphdef, drawn(TEACHER))(**arguments).logits)
+    taught = jax.jit(lambda state: nnx.merge(program.teacher.graphdef, state)(**arguments).logits)
+    right = np.float64(taught(drawn(TEACHER)))
 
     def forward(params):
         out = nnx.merge(program.graphdef, params, frozen)(**arguments)
         return out.logits, auxiliary_loss(STUDENT, out.router)
 
-    (logits, auxiliary), pull = jax.vjp(forward, params)
+    (logits, auxiliary), pull = jax.jit(lambda params: jax.vjp(forward, params))(params)
     logits = np.float64(logits)
 
     def log_shares(logits):
@@ -94,7 +95,8 @@ def test_loss_and_gradient_of_routers_are_those_of_a_plain_reference():
     divergence = t**2 * (np.exp(log_q) * (log_q - log_p)).sum(-1)
     targets = np.eye(264)[batch["targets"]]
     slope = weight * t * (np.exp(log_p) - np.exp(log_q)) + (1 - weight) * (np.exp(log_plain) - targets)
-    (expected,) = pull((jnp.asarray(slope * each[..., None], jnp.float32), jnp.ones(())))
+    cotangents = jnp.asarray(slope * each[..., None], jnp.float32), jnp.ones(())
+    (expected,) = jax.jit(lambda pull, cotangents: pull(cotangents))(pull, cotangents)
     norm = float(np.sqrt(sum(np.square(np.float64(leaf)).sum() for leaf in jax.tree.leaves(expected))))
 
     found, program, state = run(distilling(), steps=1)
@@ -134,7 +136,7 @@ def test_accumulation_an_average_and_bfloat16_go_with_a_teacher():
 
 
 def test_a_model_that_is_its_own_teacher_has_nothing_to_learn():
-    config = config_of(FFN, moe(balance_coef=0.0))
+    config = config_of(moe(balance_coef=0.0))
     found, *_ = run(distilling(DistillSection(teacher="itself")), config=config, teacher=config, steps=1)
     loss, divergence, auxiliary, norm = found[0]
     assert loss > 1 and abs(divergence) < 1e-6 and auxiliary == 0 and norm < 1e-5

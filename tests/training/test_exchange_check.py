@@ -1,5 +1,7 @@
 """The first step by all-to-all against the same one by all-gather: what a broken exchange gives is noticed."""
 
+import dataclasses
+
 import jax
 import pytest
 
@@ -11,9 +13,9 @@ from moe_jax.training.program import first_state, initial_states, make_program
 from moe_jax.training.recipe import MeshSection, ModelSection
 from tests.support.tiers import long
 from tests.support.training_models import config_of, moe, recipe_of
-from tests.training.test_step import random_batch
+from tests.training.test_step import PLAIN, random_batch
 
-MESH = MeshSection(data=1, fsdp=2, expert=4, tensor=1)
+MESH = MeshSection(data=1, fsdp=1, expert=2, tensor=1)
 
 
 def recipe_with(**keys):
@@ -22,8 +24,8 @@ def recipe_with(**keys):
 
 def first_step(recipe):
     """Compares the first step of a program, as the loop does."""
-    config = config_of(moe())
-    program = make_program(recipe, config)
+    config = config_of(dataclasses.replace(moe(), expert=PLAIN))
+    program = make_program(recipe, config, jax.devices()[:2])
     check = exchange_check(recipe, program)
     assert check is not None
     with jax.set_mesh(program.mesh):
@@ -55,4 +57,4 @@ def test_there_is_nothing_to_check_by_all_gather_or_on_cpus():
     config = config_of(moe())
     for keys in ({"exchange": "all-gather", "check_exchange": True}, {"exchange": "all-to-all"}):
         recipe = recipe_with(**keys)
-        assert exchange_check(recipe, make_program(recipe, config)) is None
+        assert exchange_check(recipe, make_program(recipe, config, jax.devices()[:2])) is None

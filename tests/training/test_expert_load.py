@@ -42,8 +42,8 @@ def test_the_load_is_that_of_every_window_on_its_own(model, ids):
 
 
 def test_a_mesh_does_not_change_it(model, ids):
-    one = measure_router_statistics(model, ids, seq_len=8, batch_size=2, mesh=make_mesh({}, jax.devices()[:1]))
-    many = measure_router_statistics(model, ids, seq_len=8, batch_size=2, mesh=make_mesh({"fsdp": -1}))
+    one = measure_router_statistics(model, ids, seq_len=16, batch_size=2, mesh=make_mesh({}, jax.devices()[:1]))
+    many = measure_router_statistics(model, ids, seq_len=16, batch_size=2, mesh=make_mesh({"fsdp": -1}))
     for layer, statistics in one.items():
         np.testing.assert_allclose(many[layer].usage, statistics.usage, atol=1e-6)
 

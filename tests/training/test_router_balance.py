@@ -20,6 +20,7 @@ from moe_jax.models import (
 from moe_jax.nn import Decoder, auxiliary_loss
 from moe_jax.nn.moe import stats_per_layer
 from moe_jax.peft import split_model, trainable_paths
+from tests.support.numerics import made_at_once
 from tests.support.tiers import one_in
 
 ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8)
@@ -37,13 +38,13 @@ MLPS = {
     ),
     "perft-r": MoEConfig(expert=EXPERT, num_experts=4, top_k=2, balance_coef=0.01, perft=PERFT_R),
 }
-TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 64, (8, 16)), jnp.int32)
+TOKENS = np.random.default_rng(0).integers(0, 64, (8, 16), np.int32)
 
 
 def tuned_model(name):
     layers = (LayerConfig(attention=ATTENTION, mlp=MLPS[name]),) * 2
     config = ModelConfig(family="llama", vocab_size=64, d_model=16, max_positions=16, layers=layers, frozen_base=True)
-    model = Decoder(config, rngs=nnx.Rngs(0))
+    model = made_at_once(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     return config, *split_model(model, trainable_paths(model))
 
 
@@ -94,18 +95,17 @@ def test_a_collapsed_router_is_pulled_back(name):
 def test_every_router_has_a_loss_of_its_own():
     """The frozen MoE's router keeps its loss, whose gradient reaches what comes before it; PERFT's adds its own."""
     config, graphdef, trained, frozen = tuned_model("perft-r")
-    router = jax.jit(lambda trained, frozen: nnx.merge(graphdef, trained, frozen)(TOKENS).router)(trained, frozen)
+
+    def base_loss(trained, frozen):
+        stats = nnx.merge(graphdef, trained, frozen)(TOKENS).router
+        return sum(one.balance for one in stats_per_layer(config, stats).values()), stats
+
+    up = trained["stack"]["segments"][0]["blocks"][0]["mlp"]["perft"]["adapters"]["up"]
+    up.set_value(jnp.asarray(np.random.default_rng(1).standard_normal(up[...].shape), jnp.float32))
+    gradient, router = jax.jit(jax.grad(base_loss, has_aux=True))(trained, frozen)
     base, own = (stats_per_layer(config, router, of_perft=of_perft) for of_perft in (False, True))
     expected = sum(0.01 * float(stats.balance) for stats in base.values())
     expected += sum(0.5 * float(stats.balance) for stats in own.values())
     np.testing.assert_allclose(float(auxiliary_loss(config, router)), expected, rtol=1e-6)
-
-    def base_loss(trained, frozen):
-        stats = nnx.merge(graphdef, trained, frozen)(TOKENS).router
-        return sum(one.balance for one in stats_per_layer(config, stats).values())
-
-    up = trained["stack"]["segments"][0]["blocks"][0]["mlp"]["perft"]["adapters"]["up"]
-    up.set_value(jax.random.normal(jax.random.key(0), up[...].shape))
-    gradient = jax.jit(jax.grad(base_loss))(trained, frozen)
     first_layer = gradient["stack"]["segments"][0]["blocks"][0]["mlp"]["perft"]["adapters"]["up"][0]
     assert float(jnp.max(jnp.abs(first_layer))) > 1e-5

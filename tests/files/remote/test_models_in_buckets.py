@@ -53,7 +53,7 @@ def test_config_json_is_written_last_and_nothing_else_is_left(bucket, dense):
 def test_every_command_that_takes_a_model(bucket, tmp_path, monkeypatch, capsys):
     """Also what goes with the model, its tokenizer, is read from the bucket."""
     monkeypatch.chdir(tmp_path)
-    config = config_of(FFN, FFN)
+    config = config_of(FFN)
     byte_tokenizer(tmp_path / "tokenizer.json")
     write_model(tmp_path / "dense", config, random_leaves(config), (tmp_path / "tokenizer.json",))
     (tmp_path / "text.txt").write_text("".join(f"the {i}th line says {i * i}\n" for i in range(60)))

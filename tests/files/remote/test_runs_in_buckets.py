@@ -198,7 +198,8 @@ def test_a_restart_is_killed_and_given_again(bucket, place, monkeypatch, no_wait
 
 
 def test_a_checkpoint_that_is_not_whole_is_not_copied(bucket, place):
-    assert cli.main(["train", "recipe.toml", "--set", "train.steps=2"]) == 0
+    write_config(place / "config.json", config_of(FFN))
+    assert cli.main(["train", "recipe.toml", "--set", "train.steps=2", "mesh.data=8", "mesh.fsdp=1"]) == 0
     chunk = next(name for name in bucket.names() if name.startswith("run/checkpoints/2-") and "/c/" in name)
     bucket.store(chunk, None)
     with pytest.raises(InputError, match="is not complete: state/.*/c/.* is missing"):
