@@ -126,9 +126,7 @@ class BankConfig:
         Args:
           form: default: full kernels.
           kind: the name of a form.
-          base: see above.
-          train_base: see above.
-          base_codes: see above.
+          base, train_base, base_codes: see above.
           options: of the form `kind`; None means that an option is not given.
 
         Raises:
@@ -141,10 +139,8 @@ class BankConfig:
         if form is None:
             form = _made(kind or Full.kind, given)
         form.check_base(base)
-        object.__setattr__(self, "form", form)
-        object.__setattr__(self, "base", base)
-        object.__setattr__(self, "train_base", train_base)
-        object.__setattr__(self, "base_codes", base_codes)
+        for name, value in dict(form=form, base=base, train_base=train_base, base_codes=base_codes).items():
+            object.__setattr__(self, name, value)
         is_added_to = self.has_base and isinstance(form, KernelForm) and form.adds_to_base
         if base_codes is not None and not is_added_to:
             raise InputError(

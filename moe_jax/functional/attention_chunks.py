@@ -81,11 +81,7 @@ class _Keys(NamedTuple):
 
 
 class _Band(NamedTuple):
-    """`count` chunks of `size` queries from `start` on, and the range of keys that at least one of them sees.
-
-    Attributes:
-      span: how many consecutive keys of the range one chunk needs.
-    """
+    """`count` chunks of `size` queries from `start` on, the keys that any of them sees, and how many a chunk needs."""
 
     start: int
     size: int

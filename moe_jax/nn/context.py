@@ -94,11 +94,7 @@ def _put_tokens(cache: Array, tokens: Array, slots: Int[Array, " B"]) -> Array:
 
 
 def _put_one_by_one(cache: Array, tokens: Array, slots: Int[Array, " B"]) -> Array:
-    """Does the same as a loop, which XLA:CPU leaves as it is.
-
-    XLA:CPU would fuse a plain update with everything that reads the cache afterwards, each time with a copy of the
-    cache.
-    """
+    """Does the same as a loop: XLA:CPU would fuse an update, and a copy, with all that reads the cache afterwards."""
 
     def put(row: Array, cache: Array) -> Array:
         token = jax.lax.dynamic_slice_in_dim(tokens, row, 1, 0)

@@ -20,13 +20,13 @@ from moe_jax.experts import BankConfig, BaseCodes, FFNConfig, Mixed, make_bank, 
 from moe_jax.experts.devices import Platform, current_chip, spec_on_mesh
 from moe_jax.experts.forms import Quantized
 from moe_jax.experts.forms.optional import costs_by_strategy
-from moe_jax.experts.forms.sparse import from_csr, to_csr
+from moe_jax.experts.forms.sparse import to_csr
 from moe_jax.experts.shapes import Load, ffn_matrices
 from moe_jax.experts.strategy import choose_strategy, strategy_costs, strategy_on
 from moe_jax.functional.dense import ffn
 from moe_jax.functional.routing import Routing
 from moe_jax.functional.sparse_product import entry_rows
-from tests.support.numerics import assert_close, made_at_once, randomised
+from tests.support.numerics import assert_close, from_csr, made_at_once, randomised
 from tests.support.tiers import examples, one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")

@@ -178,9 +178,6 @@ class KernelForm(ExpertForm):
         """How the stored leaves [E, ...] are sharded, by path; includes every leaf that the form has with any options.
 
         Unlike in `specs`, the axis `fsdp` may split a leaf, which is then gathered where it is used.
-
-        Args:
-          split: the axis of the kernel that `tensor` splits.
         """
 
     # ---- what is stored ---------------------------------------------------------------------------------------------

@@ -138,13 +138,7 @@ class Quantized(CodesOptions, Encodable, CostModel, MadeInPallas, MadeInTriton, 
         return self.uniform(jnp.broadcast_to(codes, (*stack, *codes_shape(matrix.shape, self.bits))), matrix, 0)
 
     def uniform(self, codes: UInt8[Array, "*stack b o"], matrix: Matrix, scale: float) -> dict[str, Array]:
-        """Leaves whose scales are all alike, and the levels the odd numbers.
-
-        Args:
-          codes: packed.
-          matrix: the matrix.
-          scale: half the step between the levels.
-        """
+        """Leaves of packed codes, whose levels are the odd numbers, with one scale: half the step between levels."""
         stack = codes.shape[:-2]
         shape = (*stack, *scales_shape(matrix.shape, self.group_size))
         leaves = {"codes": codes, "scales": jnp.full(shape, scale, SCALE_DTYPE)}

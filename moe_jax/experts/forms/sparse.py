@@ -81,13 +81,7 @@ def encode_positions(
 
 
 def encoding_bytes(encoding: str, shape: tuple[int, int], entries: int) -> int:
-    """The bytes that the positions of one sparse kernel take.
-
-    Args:
-      encoding: `csr`, `bitmap` or `coo`.
-      shape: [in, out] of the kernel.
-      entries: that are kept.
-    """
+    """The bytes that the positions of a sparse kernel [in, out] take in one of `ENCODINGS`, if so many are kept."""
     if encoding == "csr":
         return entries * columns_dtype(shape).itemsize + shape[0] * np.dtype(np.int32).itemsize
     if encoding == "bitmap":
@@ -97,12 +91,7 @@ def encoding_bytes(encoding: str, shape: tuple[int, int], entries: int) -> int:
 
 
 def smallest_encoding(shapes: Iterable[tuple[int, int]], entries: Sequence[int]) -> Encoding:
-    """The encoding in which the positions of all kernels of an expert take the fewest bytes; of equal ones the first.
-
-    Args:
-      shapes: [in, out] of the kernels.
-      entries: kept of each of them, in the same order.
-    """
+    """The encoding in which kept entries of all kernels [in, out] of an expert take the fewest bytes, or the first."""
     pairs = list(zip(shapes, entries, strict=True))
     return min(ENCODINGS, key=lambda encoding: sum(encoding_bytes(encoding, shape, count) for shape, count in pairs))
 
@@ -145,14 +134,6 @@ def to_csr(
     rows, columns = np.divmod(positions, shape[1])
     row_ends = np.searchsorted(rows, np.arange(shape[0]), side="right").astype(np.int32)
     return columns.astype(columns_dtype(shape)), row_ends
-
-
-def from_csr(
-    columns: Int[np.ndarray, " n"], row_ends: Int[np.ndarray, " i"], shape: tuple[int, int]
-) -> Int[np.ndarray, " n"]:
-    """The inverse of `to_csr`: flat positions, int64."""
-    rows = np.repeat(np.arange(shape[0]), np.diff(row_ends, prepend=0))
-    return rows * shape[1] + columns.astype(np.int64)
 
 
 def random_positions(

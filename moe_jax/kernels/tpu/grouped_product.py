@@ -159,12 +159,7 @@ def grouped_product(
 
 
 class _GridSteps(NamedTuple):
-    """The place of a step of the grid. Its first axis, of shares or of panels, is divided between cores.
-
-    Attributes:
-      plan: sizes of blocks.
-      of_share: number of visits in the list of a share.
-    """
+    """The place of a step of the grid, given the visits of a share; cores divide the first axis: shares or panels."""
 
     plan: Plan
     of_share: int

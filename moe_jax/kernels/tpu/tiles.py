@@ -25,11 +25,9 @@ class StoredTile(FusedTile):
     is_whole = True
 
     def operands(self, arrays: Arrays, dtype: Any) -> Sequence[Operand]:
-        """Returns the kernels themselves."""
         return (Operand(arrays["kernel"], rows=0, columns=1),)
 
     def make(self, refs: Sequence[Any], piece: Piece) -> Float[Array, "p q"]:
-        """Returns a piece of the kernel, float32."""
         from jax.experimental import pallas as pl
 
         (rows, columns), (kernel,) = piece.shape, refs
@@ -67,7 +65,6 @@ class LowRankTile(FusedTile):
         return Operand(a, rows=1), Operand(b, columns=1)
 
     def make(self, refs: Sequence[Any], piece: Piece) -> Float[Array, "p q"]:
-        """Returns a piece of `a b`, float32."""
         from jax.experimental import pallas as pl
 
         from moe_jax.kernels.tpu.parts import dot
@@ -174,7 +171,6 @@ class PackedTile(TileOfCodes):
     height: int
 
     def operands(self, arrays: Arrays, dtype: Any) -> Sequence[Operand]:
-        """Returns the codes, and the scales of every `shared` rows in float32."""
         return self.operands_of(arrays["codes"], self._scales(arrays["scales"], arrays))
 
     def _scales(self, scales: Array, arrays: Arrays) -> Float[Array, "E s o"]:
@@ -182,7 +178,6 @@ class PackedTile(TileOfCodes):
         return self.regrouped(scales, arrays["origin"][0, 0] if "origin" in arrays else None)
 
     def make(self, refs: Sequence[Any], piece: Piece) -> Float[Array, "p q"]:
-        """Returns a piece of levels times scales, float32."""
         levels, scales = self._levels(refs, piece)
         return (levels * scales).reshape(piece.shape)
 
@@ -274,7 +269,6 @@ class NF4Tile(TileOfCodes):
         return self.regrouped(scale_levels(codes) * each + offset[:, None, None], row)
 
     def make(self, refs: Sequence[Any], piece: Piece) -> Float[Array, "p q"]:
-        """Returns a piece of the kernels, float32."""
         from moe_jax.kernels.tpu.parts import looked_up
 
         codes, scales = self.read(refs[:2], piece)
