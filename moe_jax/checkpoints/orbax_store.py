@@ -238,10 +238,8 @@ class TrainingCheckpoints:
     def save(self, step: int, state: Any, extra: Mapping[str, Any]) -> None:
         """Starts writing a checkpoint and returns before it is written. Waits for the previous one first.
 
-        Args:
-          step: number of the step; a step is saved once.
-          state: pytree of arrays. Its buffers may be donated as soon as this returns.
-          extra: JSON-able; `restore` returns it as JSON gives it back.
+        A step is saved once. The buffers of `state`, a pytree of arrays, may be donated as soon as this returns;
+        `extra` is JSON-able, and `restore` returns it as JSON gives it back.
 
         Raises:
           OSError: if this or the previous checkpoint could not be written.
@@ -267,15 +265,12 @@ class TrainingCheckpoints:
         return max(self.steps(), default=None)
 
     def restore(self, step: int, like: Any, *, part: bool = False) -> tuple[Any, dict[str, Any]]:
-        """Reads a checkpoint.
+        """Returns the state of a checkpoint, in the tree structure of `like`, and the extra data.
 
         Args:
           step: one of `steps()`.
           like: pytree of `jax.ShapeDtypeStruct`, each with the sharding to restore onto (without: the default device).
           part: whether the checkpoint may have more leaves than `like`, which are not read.
-
-        Returns:
-          The state, in the tree structure of `like`, and the extra data.
 
         Raises:
           InputError: if there is no such step, or its leaves are not those of `like`.

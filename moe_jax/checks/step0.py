@@ -101,12 +101,9 @@ TOLERANCE_PER_LAYER = 1e-6
 
 
 class Step0(NamedTuple):
-    """The difference between the logits of the new model and those of its source.
+    """The largest absolute difference between logits of the new model and of its source; infinite if one is not finite.
 
-    Attributes:
-      difference: largest absolute difference of two logits; infinite where one is not finite.
-      largest: largest absolute logit of the source.
-      allowed: the difference that rounding can explain (see `compare_logits`).
+    `largest` is the largest absolute logit of the source; see `compare_logits` for the difference that is allowed.
     """
 
     difference: float
@@ -125,8 +122,7 @@ def compare_logits(before: Float[np.ndarray, "B T V"], after: Float[np.ndarray, 
     measured on 24 layers of width 256, 1e-6 relative with well-scaled weights and 1e-5 with weights three times as
     large. So beyond 10 layers 1e-6 per layer is allowed. A wrong leaf or gate shows as 1e-2 or more.
     """
-    difference = float(np.max(np.abs(before - after)))
-    largest = float(np.max(np.abs(before)))
+    difference, largest = float(np.max(np.abs(before - after))), float(np.max(np.abs(before)))
     allowed = max(TOLERANCE, TOLERANCE_PER_LAYER * num_layers) * max(1.0, largest)
     return Step0(difference if np.isfinite(difference) else np.inf, largest, allowed)
 
@@ -141,10 +137,8 @@ def probe_tokens(config: ModelConfig, seed: int) -> Int[np.ndarray, "B T"]:
 class Comparisons(NamedTuple):
     """The comparisons that `Probe` makes.
 
-    Attributes:
-      step0: the new model compared with its source, or with the source with NF4 kernels if the new model has such.
-      quantization: the source with NF4 kernels compared with the source; None: there are no NF4 kernels.
-      on_text: the same on a text.
+    In `step0` the new model is compared with its source, or with the source with NF4 kernels if the new model has such;
+    in `quantization` that with the source, and in `on_text` the same on a text.
     """
 
     step0: Step0

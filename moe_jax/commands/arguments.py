@@ -181,7 +181,8 @@ def _words(box: str) -> str:
 
 def _checked(options: Any) -> Any:
     """Returns the options, with paths in a bucket for its addresses; an error for a value that no option can have."""
-    paths, local_only = {}, getattr(options, "local_only", ())
+    paths: dict[str, Any] = {}
+    local_only = getattr(options, "local_only", ())
     for field in dataclasses.fields(options):
         given = getattr(options, field.name)
         values = given if isinstance(given, tuple) else (given,)
@@ -193,7 +194,8 @@ def _checked(options: Any) -> Any:
             if isinstance(value, Path):
                 check_local(value, buckets=field.name not in local_only)
         if any(isinstance(value, Path) for value in values) and field.name not in local_only:
-            paths[field.name] = tuple(map(as_path, values)) if values is given else as_path(given)
+            made = tuple(map(as_path, values))
+            paths[field.name] = made if isinstance(given, tuple) else made[0]
     return dataclasses.replace(options, **paths)
 
 

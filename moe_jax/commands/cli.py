@@ -168,7 +168,10 @@ def _run(arguments: list[str]) -> None:
     if arguments[:1] == ["help"] and len(arguments) > 1:
         arguments = [arguments[1], "--help"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(_overview())
+        width = max(map(len, COMMANDS))
+        lines = [f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items()]
+        about = "Makes Mixtures-of-Experts of dense models, and trains, tunes and shrinks them."
+        print("usage: moe-jax COMMAND ...", "", about, "", *lines, "", _WORDS, "", _FIRST_STEPS, sep="\n")
         return
     command, *rest = arguments
     if command == "--version":
@@ -199,13 +202,6 @@ def _run(arguments: list[str]) -> None:
 
     with shown_work():
         module.run(options)
-
-
-def _overview() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items()]
-    about = "Makes Mixtures-of-Experts of dense models, and trains, tunes and shrinks them."
-    return "\n".join(["usage: moe-jax COMMAND ...", "", about, "", *lines, "", _WORDS, "", _FIRST_STEPS])
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -238,6 +238,9 @@ def _print_layer(layer: int, figures: "LayerFigures", nbytes: int) -> None:
 
 def print_report(model: Path, out: Path, report: "Report", *, as_json: bool) -> None:
     """Prints the figures of a compression: a table and totals, or a line of JSON. Warnings go to standard error."""
+    from moe_jax.api.open_source import read_config
+    from moe_jax.compression.coding.storage import bytes_by_part
+
     _warn(report.warnings)
     if as_json:
         summary = {key: value for key, value in report.to_json().items() if key != "layers"}
@@ -257,20 +260,13 @@ def print_report(model: Path, out: Path, report: "Report", *, as_json: bool) -> 
         ("model", report.bytes_before, report.bytes_after),
     ):
         terminal.print(f"{what}: {show_bytes(before)} -> {show_bytes(after)} on the disk ({after / before:.1%})")
-    terminal.print(_parts_line(out, report), markup=False)
-    terminal.print(f"wrote {out}", markup=False)
-
-
-def _parts_line(out: Path, report: "Report") -> str:
-    """Returns a line that splits the bytes of the compressed experts into parts: there are more than the kept share."""
-    from moe_jax.api.open_source import read_config
-    from moe_jax.compression.coding.storage import bytes_by_part
-
-    config = read_config(out)
+    # There are more than the kept share.
+    config, before = read_config(out), report.expert_bytes_before
     sums = bytes_by_part(config, [layer.layer for layer in report.layers])
-    before = report.expert_bytes_before
-    shares = [f"{title} {nbytes / before:.1%}" for title, nbytes in sums.items() if nbytes]
-    return f"of the experts' bytes there stay: {', '.join(shares)} ({config.dtype} where there are no codes)"
+    shares = ", ".join(f"{title} {nbytes / before:.1%}" for title, nbytes in sums.items() if nbytes)
+    parts = f"of the experts' bytes there stay: {shares} ({config.dtype} where there are no codes)"
+    terminal.print(parts, markup=False)
+    terminal.print(f"wrote {out}", markup=False)
 
 
 def print_sweep(out: Path, sweep: "Sweep", *, as_json: bool) -> None:

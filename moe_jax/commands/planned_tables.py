@@ -176,9 +176,10 @@ def _print_time(planned: "PlannedTraining") -> None:
     parts = ""
     if time.products is not None and time.bytes is not None:
         parts = f" ({_seconds(time.products)} of products, {_seconds(time.bytes)} of memory)"
+    whole = _seconds(planned.run_seconds) if planned.run_seconds < 60 else show_duration(planned.run_seconds)
     out.print(
         f"time: {least}{_seconds(time.seconds)} a step{parts}, {most}{time.tokens_per_second:,.0f} tokens/s; "
-        f"{planned.steps:,} steps: {least}{_run(planned.run_seconds)}",
+        f"{planned.steps:,} steps: {least}{whole}",
         soft_wrap=True,
     )
     out.print(f"  {planned.rates}", soft_wrap=True)
@@ -201,10 +202,6 @@ def _print_estimate(planned: "PlannedTraining") -> None:
         soft_wrap=True,
     )
     out.print(f"  {planned.rates}", soft_wrap=True)
-
-
-def _run(seconds: float) -> str:
-    return _seconds(seconds) if seconds < 60 else show_duration(seconds)
 
 
 def _seconds(seconds: float) -> str:

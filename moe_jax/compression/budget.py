@@ -1,6 +1,6 @@
-"""The form and size that every layer gets: the same for all, or what a budget leaves for it (methods.md 5).
+"""The form and size that a budget leaves for every layer (methods.md 5).
 
-Under a budget, forms and sizes are tried on every layer (`trials`): how far each would move the experts. Of a large
+Forms and sizes are tried on every layer (`trials`): how far each would move the experts. Of a large
 layer only a sample of the neurons is used, in whole groups of 128: where groups of scales lie along the neurons, the
 sample then has the same ones. Factorisations use all neurons.
 """
@@ -8,8 +8,8 @@ sample then has the same ones. Factorisations use all neurons.
 import dataclasses
 import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,17 +17,16 @@ from jaxtyping import Float, Int
 
 from moe_jax.compression.coding.coder import LeastError
 from moe_jax.compression.coding.factorization import truncated_svd
-from moe_jax.compression.coding.pruning import concat_counts, prune, squared
+from moe_jax.compression.coding.pruning import mean_shares, prune, squared
 from moe_jax.compression.coding.quantizer import quantize
 from moe_jax.compression.coding.storage import disk_bytes
 from moe_jax.compression.source_layer import SourceLayer, aligned_experts, aligned_kernels, mean_kernel, neuron_rows
-from moe_jax.compression.threads import ahead
 from moe_jax.core.errors import InputError
 from moe_jax.experts import BankConfig, BaseCodes
 from moe_jax.experts.forms import JointLowRank, LowRank, Matrix, Sparse
 from moe_jax.experts.forms.coding import DEFAULT_GROUP_SIZE, Encodable, Residual, Wanted
 from moe_jax.experts.forms.optional import SideBySide
-from moe_jax.models import FFNConfig, MoEConfig
+from moe_jax.models import MoEConfig
 
 
 class Candidate(NamedTuple):
@@ -76,30 +75,6 @@ def allocate(candidates: Mapping[int, Sequence[Candidate]], budget_bytes: int) -
             left -= cost
         push_steepest(layer)
     return chosen
-
-
-def all_alike(
-    layers: Sequence[SourceLayer],
-    wanted: Wanted,
-    analyses: Mapping[int, Mapping[str, np.ndarray]],
-    *,
-    base: Literal["shared", "none"],
-    codes: BaseCodes | None = None,
-) -> dict[int, MoEConfig]:
-    """The new config of every layer, by index, if all get the same. Layers of equal shape stay equal.
-
-    Where they are needed, analyses have `shares` of the matrices, as `mean_shares` gives them, which are averaged over
-    layers of one shape. Without codes, a base that experts share has the dtype of the model.
-    """
-    shares: dict[FFNConfig, list[np.ndarray]] = {}
-    for layer in layers if wanted.needs_shares else ():
-        shares.setdefault(layer.moe.expert, []).append(analyses[layer.index]["shares"])
-    means = {expert: np.mean(found, axis=0).tolist() for expert, found in shares.items()}
-    banks = {
-        layer.index: BankConfig(layer.wanted(wanted, means.get(layer.moe.expert)), base=base, base_codes=codes)
-        for layer in layers
-    }
-    return {layer.index: layer.target(banks[layer.index]) for layer in layers}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -269,24 +244,6 @@ def _prune(
 def _stored(centre: np.ndarray, codes: BaseCodes | None) -> np.ndarray:
     """The centre that its codes stand for."""
     return centre if codes is None else codes.form.stored(centre, Matrix("", centre.shape), LeastError())[1]
-
-
-def mean_shares(
-    experts: Iterable[Mapping[str, np.ndarray]], centres: Mapping[str, np.ndarray], keep: float
-) -> Float[np.ndarray, " m"]:
-    """Share of every matrix in the largest residuals of an expert, averaged over the experts, which are overwritten."""
-    shares = []
-    for magnitudes in ahead(_magnitudes(kernels, centres) for kernels in experts):
-        counts = concat_counts(magnitudes, keep)
-        shares.append(np.array(list(counts.values())) / sum(counts.values()))
-    return np.mean(shares, axis=0)
-
-
-def _magnitudes(kernels: Mapping[str, np.ndarray], centres: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-    """The magnitudes of residuals, in the place of the kernels: two experts in memory are enough."""
-    for name, kernel in kernels.items():
-        np.abs(np.subtract(kernel, centres[name], out=kernel), out=kernel)
-    return kernels
 
 
 def _encoded_error(layer: SourceLayer, sampled: Matrices, centres: Mapping[str, np.ndarray], wanted: Wanted) -> float:

@@ -9,7 +9,7 @@ import os
 import re
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -94,8 +94,7 @@ def _shape_problems(
     return problems
 
 
-# Bytes that each thread reads at a time.
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 8 << 20  # that each thread reads at a time
 WORKERS = min(4, os.cpu_count() or 1)
 
 
@@ -109,6 +108,7 @@ class CheckpointSource(abc.ABC):
     def __init__(self) -> None:
         self._files = TensorFiles()
         self._pool = ThreadPoolExecutor(WORKERS)
+        self._made: tuple[Path, ...] | None = None
 
     @cached_property
     @abc.abstractmethod
@@ -119,13 +119,15 @@ class CheckpointSource(abc.ABC):
     def _check_in_place(self) -> None:
         """Raises `InputError` if something else took the checkpoint's place since it was opened."""
 
-    def _made_files(self, contents: Mapping[str, str]) -> tuple[Path, ...]:
-        """Writes texts to files of these names, which vanish with the object."""
-        folder = tempfile.TemporaryDirectory(prefix="moe-jax-")
-        weakref.finalize(self, folder.cleanup)
-        for name, content in contents.items():
-            (Path(folder.name) / name).write_text(content, encoding="utf-8")
-        return tuple(Path(folder.name) / name for name in contents)
+    def _made_files(self, make: Callable[[], Mapping[str, str]]) -> tuple[Path, ...]:
+        """Returns files with the texts that `make` returns by name; written once, they vanish with the object."""
+        if self._made is None:
+            contents, folder = make(), tempfile.TemporaryDirectory(prefix="moe-jax-")
+            weakref.finalize(self, folder.cleanup)
+            self._made = tuple(Path(folder.name) / name for name in contents)
+            for file in self._made:
+                file.write_text(contents[file.name], encoding="utf-8")
+        return self._made
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns shape and dtype, as stored, of every leaf, by path."""
@@ -140,7 +142,7 @@ class CheckpointSource(abc.ABC):
     def read(self, path: str, dtype: np.dtype | None = None, buffer: np.ndarray | None = None) -> np.ndarray:
         """Reads one leaf, and no bytes but its own; casts to `dtype` while reading.
 
-        The memory of the result is that of `buffer`, a uint8 array, at least as large as the leaf, if one is given.
+        The result is in `buffer`, a uint8 array, at least as large as the leaf, if one is given.
 
         Raises:
           InputError: if there is no such leaf, a tied tensor differs from its twin, a cast overflows, or the checkpoint
@@ -152,7 +154,7 @@ class CheckpointSource(abc.ABC):
         for piece in pieces:
             self._check_duplicates(piece.tensor)
         spec = self._spec(pieces)
-        dtype = dtype or spec.dtype
+        dtype = dtype or np.dtype(spec.dtype)
         nbytes = spec.size * dtype.itemsize
         buffer = np.empty(nbytes, np.uint8) if buffer is None else buffer
         out = buffer[:nbytes].view(dtype).reshape(spec.shape)
@@ -198,17 +200,18 @@ class CheckpointSource(abc.ABC):
         if entry.strides is not None:
             whole = np.ascontiguousarray(self._files.read_strided(entry)).reshape(-1)
             return whole[piece.offset :][start * row : stop * row].reshape(stop - start, *piece.shape[1:])
+        order: Any = slice(None)
         if entry.interleaved is not None:
-            places = _interleaved_places(entry.shape[0] // entry.interleaved, start, stop)
-            first = int(places.min())
-            return self._run(entry, piece, first, int(places.max()) + 1)[places - first]
-        return self._run(entry, piece, start, stop)
-
-    def _run(self, entry: TensorEntry, piece: Piece, start: int, stop: int) -> np.ndarray:
-        """Reads rows of a piece as they are stored."""
+            # Of the stored rows of a head, first the even ones, then the odd ones.
+            width = entry.shape[0] // entry.interleaved
+            head, index = np.divmod(np.arange(start, stop), width)
+            half, index = np.divmod(index, width // 2)
+            places = head * width + 2 * index + half
+            start, stop = int(places.min()), int(places.max()) + 1
+            order = places - start
         rows = np.empty((stop - start, *piece.shape[1:]), DTYPES[entry.dtype])
-        self._files.read_into(entry, piece.offset + start * math.prod(piece.shape[1:]), rows)
-        return rows
+        self._files.read_into(entry, piece.offset + start * row, rows)
+        return rows[order]
 
     def _check_duplicates(self, tensor: str) -> None:
         for duplicate, original in self.weights.duplicates.items():
@@ -227,13 +230,6 @@ class CheckpointSource(abc.ABC):
             np.array_equal(as_bits(self._rows(first, whole, *rows)), as_bits(self._rows(second, whole, *rows)))
             for rows in row_chunks(first.shape, DTYPES[first.dtype].itemsize)
         )
-
-
-def _interleaved_places(width: int, start: int, stop: int) -> np.ndarray:
-    """Returns where rows of interleaved heads are stored: in every head, first the even ones, then the odd ones."""
-    head, row = np.divmod(np.arange(start, stop), width)
-    half, index = np.divmod(row, width // 2)
-    return head * width + 2 * index + half
 
 
 def row_chunks(shape: tuple[int, ...], itemsize: int) -> list[tuple[int, int]]:

@@ -122,7 +122,6 @@ class HuggingFaceDirectory(CheckpointSource):
           InputError: if there is no config.json that we can read.
         """
         super().__init__()
-        self._made_tokenizer: Path | None = None
         self.path = as_path(path)
         if not self.path.is_dir():
             raise FileNotFoundError(f"no Hugging Face directory at {path}")
@@ -148,9 +147,7 @@ class HuggingFaceDirectory(CheckpointSource):
         own, make = family_named(self.config.family).vocabulary or ("", None)
         if make is None or TOKENIZER in names or own not in names:
             return files
-        if self._made_tokenizer is None:
-            (self._made_tokenizer,) = self._made_files({TOKENIZER: make(self.path / own)})
-        return (*files, self._made_tokenizer)
+        return (*files, *self._made_files(lambda: {TOKENIZER: make(self.path / own)}))
 
     @property
     def lineage(self) -> list[dict[str, Any]]:

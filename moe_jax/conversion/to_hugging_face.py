@@ -108,9 +108,8 @@ def export(
             # Before the weights, so that no copied file can take their place.
             copy_tokenizer_files({file.name: file for file in source.tokenizer_files}, folder)
             with shard_writer(work, tensors, max_bytes) as writer:
-                _Writing(model, mapped, specs, tensors, writer, progress, packing, spec.allow_nonfinite).write_layers(
-                    work
-                )
+                writing = _Writing(model, mapped, specs, tensors, writer, progress, packing, spec.allow_nonfinite)
+                writing.write_layers(work)
             keys = write_hf_config(replace(config, dtype=_main_dtype(specs)))
             lineage[-1]["measured"] = progress.measured()
             (folder / LINEAGE_FILE).write_durably((json.dumps(lineage, indent=2) + "\n").encode())

@@ -276,7 +276,8 @@ def _run(data: bytes) -> Any:
             raise IndexError
         return taken_from(len(stack) - count)
 
-    for count, (operation, argument, _) in enumerate(pickletools.genops(data)):
+    operations: Any = pickletools.genops(data)
+    for count, (operation, argument, _) in enumerate(operations):
         if count >= _MAX_OPERATIONS:
             raise _Unexpected(f"more than {_MAX_OPERATIONS:,} operations")
         match operation.name:

@@ -73,9 +73,11 @@ def check_fits(leaf: str, array: np.ndarray, dtype: npt.DTypeLike) -> None:
         largest = largest_magnitude(array[np.isfinite(array)])
     # Rounded, because numbers a little above the largest one still become it.
     if np.isinf(_rounded(largest, array.dtype, dtype)):
+        names = ("bfloat16", "float32")
+        fitting = [name for name in names if np.isfinite(_rounded(largest, array.dtype, jnp.dtype(name)))]
+        wider = " or ".join(fitting) or f"to keep {array.dtype}"
         raise DoesNotFit(
-            f"{leaf}: {largest:.6g} does not fit in {dtype}, whose largest number is {most:.6g}; "
-            f"choose {_wider(largest, array.dtype)}"
+            f"{leaf}: {largest:.6g} does not fit in {dtype}, whose largest number is {most:.6g}; choose {wider}"
         )
 
 
@@ -100,10 +102,3 @@ def _without_repeats(array: np.ndarray) -> np.ndarray:
 def _rounded(value: float, source: np.dtype, target: np.dtype) -> np.ndarray:
     with np.errstate(over="ignore"):  # said in our own words
         return np.array(value, source).astype(target)
-
-
-def _wider(largest: float, stored: np.dtype) -> str:
-    """The dtypes of parameters that can hold a number, in words."""
-    names = ("bfloat16", "float32")
-    fitting = [name for name in names if np.isfinite(_rounded(largest, stored, np.dtype(jnp.dtype(name))))]
-    return " or ".join(fitting) or f"to keep {stored}"

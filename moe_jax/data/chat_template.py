@@ -5,6 +5,8 @@ with the tokenizer: chat_template.jinja, or `chat_template` of tokenizer_config.
 put, too). It is rendered as Transformers does, in a sandbox and within bounds (`template_sandbox`).
 """
 
+import itertools
+import os.path
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,9 +50,7 @@ class ChatTemplate:
     def __init__(
         self, source: str, *, special_tokens: Mapping[str, Any] | None = None, where: str = "the chat template"
     ):
-        self.source = source
-        self._where = where
-        self._special = dict(special_tokens or {})
+        self.source, self._where, self._special = source, where, dict(special_tokens or {})
         try:
             self._template = Template(source)
         except TemplateFails as error:
@@ -104,7 +104,7 @@ class ChatTemplate:
         if not text.startswith(before) or len(text) == len(before):
             raise InputError(
                 f"{self._where} does not say where message {index + 1} begins: after the prompt for it, "
-                f"{shown(before[-30:])}, it writes {shown(text[_common(before, text) :][:30])}"
+                f"{shown(before[-30:])}, it writes {shown(text[len(os.path.commonprefix([before, text])) :][:30])}"
             )
         said, content = text[len(before) :], messages[index].get("content")
         if not isinstance(content, str) or said.strip() != content.strip():
@@ -153,10 +153,11 @@ def _texts(content: Any, number: int, *, optional: bool) -> list[str]:
     if content is None and optional:
         return []
     parts = content if isinstance(content, list | tuple) else [content]
-    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
-    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+    typed = (part for part in parts if isinstance(part, Mapping) and part.get("type") == "text")
+    texts = [text for part in typed if isinstance(text := part.get("text"), str)]
+    if len(texts) < len(parts):
         raise InputError(f"message {number} has the content {shown(content)}, expected a text")
-    return [str(text) for text in texts]
+    return texts
 
 
 def _plain(value: Any) -> Any:
@@ -168,11 +169,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     raise InputError(f"a message holds {shown(value)}, expected what JSON can hold")
-
-
-def _common(one: str, other: str) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def load_chat_template(tokenizer: Path) -> ChatTemplate:
@@ -242,10 +238,9 @@ def read_settings(file: Path) -> dict[str, Any]:
 def special_tokens(*files: Mapping[str, Any]) -> dict[str, str]:
     """Returns the special tokens by their names in templates; earlier files come before later ones."""
     found = {}
-    for name in _SPECIAL:
-        for file in files:
-            token = file.get(name)
-            token = token.get("content") if isinstance(token, Mapping) else token
-            if isinstance(token, str):
-                found.setdefault(name, token)
+    for name, file in itertools.product(_SPECIAL, files):
+        token = file.get(name)
+        token = token.get("content") if isinstance(token, Mapping) else token
+        if isinstance(token, str):
+            found.setdefault(name, token)
     return found

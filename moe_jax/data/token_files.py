@@ -154,13 +154,7 @@ _HEADER = struct.Struct("<BBxxI")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenFile:
-    """The entry of a file in tokens.json.
-
-    Attributes:
-      source: index, from 0, of the source in the recipe.
-      records, documents, tokens, scored: their numbers.
-      source_bytes: of the text that it was made from.
-    """
+    """The entry of a file in tokens.json: the index of its source, counts, and the bytes of text it was made from."""
 
     source: int
     records: int

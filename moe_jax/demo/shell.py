@@ -22,11 +22,7 @@ MARKER = ".made-by-moe-jax-demo"
 
 
 def make_folder(folder: Path) -> None:
-    """Makes an empty folder; one that an earlier demo made is replaced.
-
-    Raises:
-      InputError: if it holds something else.
-    """
+    """Makes an empty folder; one that an earlier demo made is replaced, `InputError` if it holds something else."""
     if folder.exists():
         if not (folder / MARKER).is_file():
             raise InputError(f"{folder} exists and was not made by a demo; choose another --dir")
@@ -46,12 +42,7 @@ def comparison(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str
 
 
 class Shell:
-    """Runs commands: prints each as a user would type it, and stops at the first that fails.
-
-    Args:
-      console: where commands are shown.
-      main: runs the command with these arguments, and returns its exit code.
-    """
+    """Runs commands by `main`: shows each on the console as a user would type it, and stops at the first that fails."""
 
     def __init__(self, console: rich.console.Console, main: Callable[[list[str]], int]):
         self.console, self._main = console, main

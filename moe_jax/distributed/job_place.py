@@ -18,13 +18,9 @@ _SECONDS = {"MOE_JAX_DISTRIBUTED_WAIT": 300.0, "MOE_JAX_DISTRIBUTED_SILENCE": 20
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The place of a process among all processes of a job.
+    """The place of a process, `index` from 0, among all processes of a job; the first one listens at `address`.
 
-    Attributes:
-      address: host and port at which the first process listens.
-      count: number of processes.
-      index: of this process, from 0.
-      local_devices: indices of this machine's accelerators that belong to this process; None: all.
+    `local_devices` are indices of this machine's accelerators that belong to this process; None: all.
     """
 
     address: str
@@ -143,8 +139,7 @@ def _tasks_on_node() -> int:
     counts: list[int] = []
     text = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE") or "1"
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if match:
+        if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part):
             counts += [int(match[1])] * int(match[2] or 1)
     node = int(os.environ.get("SLURM_NODEID", "0"))
     return max(1, counts[node] if node < len(counts) else 1)
@@ -153,11 +148,7 @@ def _tasks_on_node() -> int:
 def _digest_of_source() -> str:
     root = Path(moe_jax.__file__).parent
     digest = hashlib.sha256()
-    for folder, folders, files in os.walk(root, followlinks=True):
-        folders.sort()
-        for name in sorted(files):
-            if name.endswith(".py"):
-                file = Path(folder, name)
-                digest.update(f"{file.relative_to(root)}\n".encode())
-                digest.update(file.read_bytes())
+    for file in sorted(root.rglob("*.py")):
+        digest.update(f"{file.relative_to(root)}\n".encode())
+        digest.update(file.read_bytes())
     return digest.hexdigest()[:12]

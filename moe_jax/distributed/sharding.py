@@ -63,14 +63,9 @@ LINEAR_MAPS: tuple[tuple[str, Split], ...] = (
 
 
 def mesh_sizes(axes: Mapping[str, int], count: int) -> dict[str, int]:
-    """Returns the sizes of all axes of a mesh.
+    """Returns the sizes of all axes of a mesh; absent ones are 1, and one may be -1, for all remaining devices.
 
-    Args:
-      axes: size of every axis; absent ones are 1, and one may be -1, for all remaining devices.
-      count: number of devices.
-
-    Raises:
-      InputError: unknown axes, or sizes whose product is not the number of devices.
+    Raises `InputError` for unknown axes, or sizes whose product is not the number of devices.
     """
     raise_if_any(unknown_axes(axes), f"mesh (axes are {', '.join(AXES)})")
     sizes = {name: axes.get(name, 1) for name in AXES}
@@ -148,13 +143,11 @@ def state_shardings(state: nnx.State, mesh: Mesh) -> Any:
     problems: list[str] = []
 
     def sharding(path: tuple, leaf: Any) -> NamedSharding:
-        name = path_name(path)
+        name, spec = path_name(path), P()
         try:
-            spec = leaf_spec(name)
+            spec = spec_on_mesh(leaf_spec(name), leaf.shape, mesh.shape)
         except InputError as error:
             problems.append(str(error))
-            return NamedSharding(mesh, P())
-        spec = spec_on_mesh(spec, leaf.shape, mesh.shape)
         problems.extend(f"{name} {leaf.shape}: {problem}" for problem in undivided(leaf.shape, spec, mesh.shape))
         return NamedSharding(mesh, spec)
 

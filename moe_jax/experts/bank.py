@@ -19,7 +19,7 @@ from moe_jax.experts.factored import factored_ffn
 from moe_jax.experts.forms.coding import CodedJointly, own_of
 from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.forms.whole import whole_form
-from moe_jax.experts.hidden_rows import Kernels
+from moe_jax.experts.hidden_rows import FFNs, Kernels
 from moe_jax.experts.linear import BIAS, Leaves, ffn_linears, lora_for
 from moe_jax.experts.over_mesh import apply_experts
 from moe_jax.experts.shapes import BASE, FFNConfig, Load, Matrix, ffn_matrices
@@ -173,7 +173,8 @@ class KernelBank(ExpertBank):
 
     def __call__(self, x: Float[Array, "T d"], routing: Routing, key: Array | None = None) -> Float[Array, "T d"]:
         own = {name: Kernels(self._form(name), matrix, self._arrays(name)) for name, matrix in self._matrices.items()}
-        return self._applied(x, routing, own, self.stacked_biases(), self._strategy_for(x, routing), key)
+        experts = FFNs(own, self.stacked_biases(), self.expert.activation)
+        return self._applied(x, routing, experts, self._strategy_for(x, routing), key)
 
     def _strategy_for(self, x: Float[Array, "T d"], routing: Routing) -> str:
         if not self._own_form.over_base:
@@ -182,16 +183,10 @@ class KernelBank(ExpertBank):
         return choose_strategy(self.config, self.expert, x.shape[1], load, x.dtype.itemsize, self.strategy)
 
     def _applied(
-        self,
-        x: Float[Array, "T d"],
-        routing: Routing,
-        kernels: dict[str, Kernels],
-        biases: dict[str, Float[Array, "E o"]],
-        strategy: str,
-        key: Array | None,
+        self, x: Float[Array, "T d"], routing: Routing, experts: FFNs, strategy: str, key: Array | None
     ) -> Float[Array, "T d"]:
         """The weighted sum of the outputs of experts with these own kernels and biases, over the base."""
-        activation = self.expert.activation
+        kernels = dict(experts.kernels)
         if strategy == "synthesised":
             for name in filter(self.config.has_base_of, kernels):
                 if self.config.base_codes is not None:
@@ -199,9 +194,9 @@ class KernelBank(ExpertBank):
                     kernels[name] = kernels[name].over(codes, self.base[name].arrays())
                 else:
                     kernels[name].arrays[BASE] = self.base[name].materialise()
-            return apply_experts(x, routing, kernels, biases, activation, self.exchange)
+            return apply_experts(x, routing, experts._replace(kernels=kernels), self.exchange)
         bases = {name: self._base_product(name, fold_in(key, kernel.matrix.index)) for name, kernel in kernels.items()}
-        return factored_ffn(x, routing, bases, kernels, biases, activation, strategy.removeprefix("factored-"))
+        return factored_ffn(x, routing, bases, experts, strategy.removeprefix("factored-"))
 
     def kernels(self, expert: int) -> dict[str, Float[Array, "i o"]]:
         kernels = {}

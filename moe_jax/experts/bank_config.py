@@ -9,15 +9,7 @@ from moe_jax.experts.forms import ExpertForm, Full, KernelForm, ffn_matrices
 from moe_jax.experts.forms.coding import ByExpert
 from moe_jax.experts.forms.kernel_of_codes import NF4, Coded, CodedLevels, CodedNF4
 from moe_jax.experts.forms.protocol import form_named, kinds_with
-from moe_jax.experts.forms.quantized import (
-    TABLE_BITS,
-    Quantized,
-    check_group_size,
-    check_scale_bits,
-    more_in_words,
-    own_bits,
-    own_bits_in_words,
-)
+from moe_jax.experts.forms.quantized import TABLE_BITS, CodesOptions, Quantized, check_group_size, check_scale_bits
 from moe_jax.experts.forms.sparse import ENCODINGS
 from moe_jax.experts.shapes import FFNConfig
 
@@ -27,7 +19,7 @@ DEFAULT_GROUP_SIZE = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BaseCodes:
+class BaseCodes(CodesOptions):
     """The kernels of a base in codes, which the experts' own parts are added to (methods.md 4).
 
         >>> from moe_jax.experts import BaseCodes
@@ -61,53 +53,42 @@ class BaseCodes:
         check_scale_bits(self.scale_bits)
         if self.code == "nf4" and self.scale_bits != 16:
             raise InputError(f"scale_bits={self.scale_bits} does not go with an NF4 base, which has scales of its own")
-        for bits in self._own_bits.values():
+        for bits in self.own_bits.values():
             check_member("code of a base", str(bits), (*CODES, "0"))
             if self.code == "nf4":
                 raise InputError(f"a base in NF4 codes has no matrices of {bits} bits")
         if self.table and not self.may_have_table:
             raise InputError(f"a base in codes {self.code!r} has no table of levels: only 4, 3 or 2 bits have")
 
-    @property
-    def _own_bits(self) -> dict[str, int]:
-        return own_bits(self)
-
     def has(self, name: str) -> bool:
         """Whether the matrix of this name has a base."""
-        return self._own_bits.get(name) != 0
+        return self.own_bits.get(name) != 0
 
     @property
     def may_have_table(self) -> bool:
         """Whether codes are of so few bits that their levels may be those of a table."""
-        return any(code in map(str, TABLE_BITS) for code in (self.code, *map(str, self._own_bits.values())))
+        return any(code in map(str, TABLE_BITS) for code in (self.code, *map(str, self.own_bits.values())))
 
     @property
     def form(self) -> Coded:
         """The form of a kernel, of the matrices that have a base."""
         if self.group_size is None:
             return CodedNF4(codes=NF4())
-        form = Quantized(
-            bits=int(self.code),
-            group_size=self.group_size,
-            table=self.table,
-            scale_bits=self.scale_bits,
-            gate_bits=self.gate_bits or None,
-            up_bits=self.up_bits or None,
-            down_bits=self.down_bits or None,
-        )
-        return CodedLevels(codes=form)
+        own: Any = {f"{name}_bits": bits or None for name, bits in self.own_bits.items()}
+        codes = {"bits": int(self.code), "group_size": self.group_size, "table": self.table}
+        return CodedLevels(codes=Quantized(**codes, scale_bits=self.scale_bits, **own))
 
     @property
     def adjective(self) -> str:
         """The codes in one word, such as `4-bit`."""
         if self.group_size is None:
             return "NF4"
-        return f"{self.code}-bit{own_bits_in_words(self)}"
+        return f"{self.code}-bit{self.own_bits_in_words()}"
 
     def describe(self) -> str:
         """In words, for tables."""
         groups = "" if self.group_size in (None, DEFAULT_GROUP_SIZE) else f" in groups of {self.group_size}"
-        return f"{self.adjective} codes{groups}{more_in_words(self)}"
+        return f"{self.adjective} codes{groups}{self.more_in_words()}"
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -145,9 +126,7 @@ class BankConfig:
         Args:
           form: default: full kernels.
           kind: the name of a form.
-          base: see above.
-          train_base: see above.
-          base_codes: see above.
+          base, train_base, base_codes: see above.
           options: of the form `kind`; None means that an option is not given.
 
         Raises:
@@ -160,10 +139,8 @@ class BankConfig:
         if form is None:
             form = _made(kind or Full.kind, given)
         form.check_base(base)
-        object.__setattr__(self, "form", form)
-        object.__setattr__(self, "base", base)
-        object.__setattr__(self, "train_base", train_base)
-        object.__setattr__(self, "base_codes", base_codes)
+        for name, value in dict(form=form, base=base, train_base=train_base, base_codes=base_codes).items():
+            object.__setattr__(self, name, value)
         is_added_to = self.has_base and isinstance(form, KernelForm) and form.adds_to_base
         if base_codes is not None and not is_added_to:
             raise InputError(

@@ -175,28 +175,6 @@ def make_plan(counts: Int[Array, "n n e"], buffer: Buffer, number: Int[Array, ""
     return Plan(first[me], sent[me], place[me], place[:, me], sent[:, me], first[:, me], experts)
 
 
-def send(rows: Float[Array, "M d"], plan: Plan, buffer: Buffer) -> Float[Array, "B d"]:
-    """The rows of a round, as they arrive; zeros where there are none.
-
-    Args:
-      rows: of this device's tokens, sorted by expert.
-      plan: of the round.
-      buffer: of every device.
-    """
-    return _send(rows, plan, buffer)
-
-
-def send_back(rows: Float[Array, "B d"], plan: Plan, buffer: Buffer, count: int) -> Float[Array, "M d"]:
-    """Undoes `send`: rows where they came from; zeros in the place of those of other rounds.
-
-    Args:
-      rows: of the buffer.
-      plan, buffer: as they were sent.
-      count: M.
-    """
-    return _send_back(rows, plan, buffer, count)
-
-
 def _before(sizes: Array, *, axis: int) -> Array:
     """The sums of all entries before each."""
     return jnp.cumsum(sizes, axis=axis, dtype=sizes.dtype) - sizes
@@ -206,7 +184,16 @@ def _exchange_ragged(rows: Array, into: Array, first: Array, sent: Array, there:
     return lax.ragged_all_to_all(rows, into, first, sent, there, received, axis_name=AXIS)
 
 
-def _forth(rows: Array, plan: Plan, buffer: Buffer) -> Array:
+# Each of the two is the transpose of the other: autodiff would make scatters of the gathers.
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def send(rows: Float[Array, "M d"], plan: Plan, buffer: Buffer) -> Float[Array, "B d"]:
+    """The rows of a round, as they arrive; zeros where there are none.
+
+    Args:
+      rows: of this device's tokens, sorted by expert.
+      plan: of the round.
+      buffer: of every device.
+    """
     if buffer.ragged:
         into = jnp.zeros((buffer.rows, rows.shape[1]), rows.dtype)
         return _exchange_ragged(rows, into, plan.first, plan.sent, plan.there, plan.received)
@@ -217,7 +204,15 @@ def _forth(rows: Array, plan: Plan, buffer: Buffer) -> Array:
     return lax.all_to_all(picked.reshape(devices * share, -1), AXIS, 0, 0, tiled=True)
 
 
-def _back(rows: Array, plan: Plan, buffer: Buffer, count: int) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def send_back(rows: Float[Array, "B d"], plan: Plan, buffer: Buffer, count: int) -> Float[Array, "M d"]:
+    """Undoes `send`: rows where they came from; zeros in the place of those of other rounds.
+
+    Args:
+      rows: of the buffer.
+      plan, buffer: as they were sent.
+      count: M.
+    """
     if buffer.ragged:
         into = jnp.zeros((count, rows.shape[1]), rows.dtype)
         return _exchange_ragged(rows, into, plan.place, plan.received, plan.origin, plan.sent)
@@ -236,30 +231,20 @@ def _pick(rows: Array, indices: Array, exist: Array) -> Array:
     return jnp.where(exist[..., None], picked, jnp.zeros((), rows.dtype))
 
 
-# Each is the transpose of the other: autodiff would make scatters of the gathers.
-_send: Any = jax.custom_vjp(_forth, nondiff_argnums=(2,))
-_send_back: Any = jax.custom_vjp(_back, nondiff_argnums=(2, 3))
-
-
 def _send_fwd(rows: Array, plan: Plan, buffer: Buffer) -> tuple[Array, tuple[Plan, Array]]:
-    return _send(rows, plan, buffer), (plan, rows[:, :0])
+    return send(rows, plan, buffer), (plan, rows[:, :0])
 
 
 def _send_bwd(buffer: Buffer, saved: tuple[Plan, Array], dy: Array) -> tuple[Array, None]:
     plan, like = saved
-    return _send_back(dy, plan, buffer, like.shape[0]), None
+    return send_back(dy, plan, buffer, like.shape[0]), None
 
 
-def _send_back_fwd(rows: Array, plan: Plan, buffer: Buffer, count: int) -> tuple[Array, Plan]:
-    return _send_back(rows, plan, buffer, count), plan
-
-
-def _send_back_bwd(buffer: Buffer, count: int, plan: Plan, dy: Array) -> tuple[Array, None]:
-    return _send(dy, plan, buffer), None
-
-
-_send.defvjp(_send_fwd, _send_bwd)
-_send_back.defvjp(_send_back_fwd, _send_back_bwd)
+send.defvjp(_send_fwd, _send_bwd)
+send_back.defvjp(
+    lambda rows, plan, buffer, count: (send_back(rows, plan, buffer, count), plan),
+    lambda buffer, count, plan, dy: (send(dy, plan, buffer), None),
+)
 
 
 def ceil_div(value: Int[Array, ""], divisor: int) -> Int[Array, ""]:

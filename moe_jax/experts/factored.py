@@ -12,8 +12,7 @@ Over a mesh every device does this with its own tokens and the deltas of all exp
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,28 +23,21 @@ from jaxtyping import Array, Float
 
 from moe_jax.experts.devices import current_mesh, token_axes
 from moe_jax.experts.forms.optional import Factored, SideBySide
-from moe_jax.experts.hidden_rows import Kernels
-from moe_jax.experts.over_mesh import biases_once, num_experts, parts_of
-from moe_jax.experts.shapes import Part
+from moe_jax.experts.hidden_rows import FFNs, Kernels
+from moe_jax.experts.over_mesh import biases_once
 from moe_jax.functional.dense import Product, hidden, linear, product_of_float32
-from moe_jax.functional.gated import (
-    Projection,
-    down_projection_inputs,
-    hidden_products,
-    low_rank_hidden,
-)
+from moe_jax.functional.gated import Projection, down_projection_inputs, hidden_products, low_rank_hidden
 from moe_jax.functional.routing import Routing
 from moe_jax.functional.token_dispatch import combine, dispatch, row_biases, sort_by_expert, weighted_sum
 
+OfBase = Mapping[str, Float[Array, "T f"]]
+"""The products of the tokens with the base of `up`, and of `gate` if gated; without a base, none."""
+Parts = tuple[Float[Array, "T f"], Float[Array, "T d"]]
+"""Weighted sums of the hidden states of a token's experts, and of their products with the deltas of `down`."""
+
 
 def factored_ffn(
-    x: Float[Array, "T d"],
-    routing: Routing,
-    bases: Mapping[str, Callable[..., Array] | None],
-    deltas: Mapping[str, Kernels],
-    biases: Mapping[str, Float[Array, "E o"]],
-    activation: str,
-    way: str,
+    x: Float[Array, "T d"], routing: Routing, bases: Mapping[str, Callable[..., Array] | None], deltas: FFNs, way: str
 ) -> Float[Array, "T d"]:
     """The weighted sum of the outputs of the chosen experts.
 
@@ -54,78 +46,40 @@ def factored_ffn(
       routing: chosen experts and weights.
       bases: functions that multiply with the base kernel `up`, `down`, and `gate` if the FFN is gated, and add the
         product `more` to that; None for each if there is no base.
-      deltas: the deltas, by the same names.
-      biases: by the same names; may be empty.
-      activation: of the FFN.
+      deltas: the experts without the base.
       way: how the deltas are applied; see the module.
     """
-    biases = {name: bias.astype(x.dtype) for name, bias in biases.items()}
+    deltas = deltas._replace(biases={name: bias.astype(x.dtype) for name, bias in deltas.biases.items()})
     base_down = bases["down"]
     of_base = {name: base(x) for name, base in bases.items() if name != "down" and base is not None}
-    if way == "side-by-side":
-        local = partial(_side_by_side, activation=activation)
-    else:
-        local = partial(_by_expert, activation=activation, way=way)
+    local = _side_by_side if way == "side-by-side" else partial(_by_expert, way=way)
     mesh = current_mesh()
     if mesh is None and way == "side-by-side" and base_down is not None:
-        h, product, bias = _before_down(deltas, x, routing, of_base, biases, _Place(), activation)
+        h, product, bias = _before_down(deltas, x, routing, of_base)
         y = base_down(h, more=product)
         return y if bias is None else y + bias
     if mesh is None:
-        h, y = local(deltas, x, routing, of_base, biases, _Place())
+        h, y = local(deltas, x, routing, of_base)
     else:
-        h, y = _of_own_tokens(mesh, local, deltas, x, routing, of_base, biases)
+        h, y = _of_own_tokens(mesh, local, deltas, x, routing, of_base)
     return y if base_down is None else base_down(h) + y
 
 
-class _Place(NamedTuple):
-    """The place where the deltas are applied.
-
-    Attributes:
-      parts: of the kernels, those that a device of a mesh has; empty: they are whole.
-      is_divided: whether sums over the hidden neurons are to be completed over the axis `tensor`.
-    """
-
-    parts: Mapping[str, Part] = MappingProxyType({})
-    is_divided: bool = False
-
-    def total(self, sums: Array) -> Array:
-        """Completes sums over the neurons that this device has."""
-        return lax.psum(sums, "tensor") if self.is_divided else sums
+def _total(deltas: FFNs, sums: Array) -> Array:
+    """Completes sums over the neurons, of which a device of a mesh has a part."""
+    return lax.psum(sums, "tensor") if deltas.parts else sums
 
 
-def _by_expert(
-    deltas: Mapping[str, Kernels],
-    x: Float[Array, "T d"],
-    routing: Routing,
-    of_base: Mapping[str, Float[Array, "T f"]],
-    biases: Mapping[str, Float[Array, "E o"]],
-    place: _Place,
-    *,
-    activation: str,
-    way: str,
-) -> tuple[Float[Array, "T f"], Float[Array, "T d"]]:
-    """Rows sorted by expert.
-
-    Args:
-      deltas: of all experts; over a mesh, the part of their columns that this device has.
-      x, routing, biases: of the FFN.
-      of_base: the products of the tokens with the base of `up`, and of `gate` if gated; without a base, none.
-      place: where this is.
-      activation, way: see `factored_ffn`.
-
-    Returns:
-      The weighted sums of the hidden states of a token's experts, and of their products with the deltas of the down
-      projection.
-    """
-    biases = biases_once(biases) if place.is_divided else biases
+def _by_expert(deltas: FFNs, x: Float[Array, "T d"], routing: Routing, of_base: OfBase, *, way: str) -> Parts:
+    """Rows sorted by expert; over a mesh, with the part of the columns of all experts that this device has."""
+    biases = biases_once(deltas.biases) if deltas.parts else deltas.biases
     top_k = routing.experts.shape[1]
-    order = sort_by_expert(routing.experts, num_experts(deltas["up"]))
-    rows = dispatch(x, order, top_k)
+    order = sort_by_expert(routing.experts, deltas.num_experts)
+    rows: Any = dispatch(x, order, top_k)
 
     def delta_product(rows: Array, name: str) -> Array:
-        form, matrix, arrays, _ = deltas[name]
-        part = place.parts.get(name)
+        form, matrix, arrays, _ = deltas.kernels[name]
+        part = deltas.parts.get(name)
         if isinstance(form, Factored):
             y = form.grouped_delta(rows, arrays, order.group_sizes, matrix, way, part)
         else:
@@ -134,23 +88,18 @@ def _by_expert(
 
     def into_hidden(name: str) -> Float[Array, "M f"]:
         own = delta_product(rows, name)
-        return dispatch(of_base[name], order, top_k) + own if name in of_base else own
+        shared: Any = dispatch(of_base[name], order, top_k) if name in of_base else None
+        return own if shared is None else shared + own
 
-    gate = into_hidden("gate") if "gate" in deltas else None
-    h = hidden(into_hidden("up"), gate, activation)
+    gate = into_hidden("gate") if "gate" in deltas.kernels else None
+    h = hidden(into_hidden("up"), gate, deltas.activation)
     y = combine(delta_product(h, "down"), order, routing.weights)
-    return combine(h, order, routing.weights), place.total(y)
+    return combine(h, order, routing.weights), _total(deltas, y)
 
 
 def _of_own_tokens(
-    mesh: jax.sharding.AbstractMesh,
-    local: Callable[..., tuple[Array, Array]],
-    deltas: Mapping[str, Kernels],
-    x: Float[Array, "T d"],
-    routing: Routing,
-    of_base: Mapping[str, Float[Array, "T f"]],
-    biases: Mapping[str, Float[Array, "E o"]],
-) -> tuple[Float[Array, "T f"], Float[Array, "T d"]]:
+    mesh: Any, local: Callable[..., Parts], deltas: FFNs, x: Array, routing: Routing, of_base: OfBase
+) -> Parts:
     """Over a mesh every device has the deltas of all experts, which are small, and applies them to its own tokens.
 
     No token travels. The compiler would gather all of them, to sort them, or because the deltas of different experts
@@ -158,29 +107,19 @@ def _of_own_tokens(
     """
     axes = token_axes(mesh, x.shape[0])
     tokens, neurons = P(axes, None), P(axes, "tensor")
-    arrays = {name: kernel.arrays for name, kernel in deltas.items()}
+    arrays = {name: kernel.arrays for name, kernel in deltas.kernels.items()}
     array_specs = {
-        name: {path: _of_all(spec) for path, spec in kernel.specs().items()} for name, kernel in deltas.items()
+        name: {path: _of_all(spec) for path, spec in kernel.specs().items()} for name, kernel in deltas.kernels.items()
     }
-    bias_specs = {name: P(None, None if name == "down" else "tensor") for name in biases}
+    bias_specs = {name: P(None, None if name == "down" else "tensor") for name in deltas.biases}
 
     def on_device(arrays: Any, x: Array, routing: Routing, of_base: Any, biases: dict[str, Array]) -> Any:
-        own = {name: kernel._replace(arrays=arrays[name]) for name, kernel in deltas.items()}
-        return local(own, x, routing, of_base, biases, _Place(parts_of(own), is_divided=True))
+        return local(deltas.with_arrays(arrays, biases).in_parts(), x, routing, of_base)
 
-    return jax.shard_map(
-        on_device,
-        in_specs=(
-            array_specs,
-            tokens,
-            Routing._make((tokens, tokens)),
-            {name: neurons for name in of_base},
-            bias_specs,
-        ),
-        out_specs=(neurons, tokens),
-        # See `experts.over_mesh`.
-        check_vma=False,
-    )(arrays, x, routing, dict(of_base), dict(biases))
+    in_specs = (array_specs, tokens, Routing._make((tokens, tokens)), {name: neurons for name in of_base}, bias_specs)
+    # Unchecked: see `experts.over_mesh`.
+    divided = jax.shard_map(on_device, in_specs=in_specs, out_specs=(neurons, tokens), check_vma=False)
+    return divided(arrays, x, routing, dict(of_base), dict(deltas.biases))
 
 
 def _of_all(spec: P) -> P:
@@ -188,35 +127,20 @@ def _of_all(spec: P) -> P:
     return P(*(None if axis == "expert" else axis for axis in spec))
 
 
-def _side_by_side(
-    deltas: Mapping[str, Kernels],
-    x: Float[Array, "T d"],
-    routing: Routing,
-    of_base: Mapping[str, Float[Array, "T f"]],
-    biases: Mapping[str, Float[Array, "E o"]],
-    place: _Place,
-    *,
-    activation: str,
-) -> tuple[Float[Array, "T f"], Float[Array, "T d"]]:
-    """All factors as two matrices for each kernel; arguments and results are those of `_by_expert`."""
-    summed, product, bias = _before_down(deltas, x, routing, of_base, biases, place, activation)
+def _side_by_side(deltas: FFNs, x: Float[Array, "T d"], routing: Routing, of_base: OfBase) -> Parts:
+    """All factors as two matrices for each kernel."""
+    summed, product, bias = _before_down(deltas, x, routing, of_base)
     y = linear(*product)
     return summed, y if bias is None else y + bias
 
 
 def _before_down(
-    deltas: Mapping[str, Kernels],
-    x: Float[Array, "T d"],
-    routing: Routing,
-    of_base: Mapping[str, Float[Array, "T f"]],
-    biases: Mapping[str, Float[Array, "E o"]],
-    place: _Place,
-    activation: str,
+    deltas: FFNs, x: Float[Array, "T d"], routing: Routing, of_base: OfBase
 ) -> tuple[Float[Array, "T f"], Product, Float[Array, "T d"] | None]:
     """Returns sums of hidden states, and the product with the deltas of `down` and its bias, still to be added."""
-    experts = num_experts(deltas["up"])
+    experts, biases = deltas.num_experts, deltas.biases
     is_chosen = jax.nn.one_hot(routing.experts, experts, dtype=x.dtype)
-    factors = {name: _beside(delta, x.dtype) for name, delta in deltas.items()}
+    factors = {name: _beside(delta, x.dtype) for name, delta in deltas.kernels.items()}
 
     def bias_of(name: str) -> Float[Array, "T k o"] | float:
         return linear(is_chosen, biases[name]) if name in biases else 0.0
@@ -230,15 +154,15 @@ def _before_down(
         return hidden_products(projection(name), routing.experts, experts) + bias_of(name)
 
     a, b = factors["down"]
-    if "gate" not in deltas or biases:
-        h = hidden(into_hidden("up"), into_hidden("gate") if "gate" in deltas else None, activation)
+    if "gate" not in deltas.kernels or biases:
+        h = hidden(into_hidden("up"), into_hidden("gate") if "gate" in factors else None, deltas.activation)
         h = down_projection_inputs(h, a, routing, experts)
     else:
-        h = low_rank_hidden(projection("gate"), projection("up"), a, routing, experts, activation)
+        h = low_rank_hidden(projection("gate"), projection("up"), a, routing, experts, deltas.activation)
     # The sum over the choices comes before the second product, which then is one of T rows; and so does what the
     # devices of a mesh add up, which is narrower there.
     bias = weighted_sum(linear(is_chosen, biases["down"]), routing.weights) if "down" in biases else None
-    return h.summed, product_of_float32(place.total(h.inner), b, x.dtype), bias
+    return h.summed, product_of_float32(_total(deltas, h.inner), b, x.dtype), bias
 
 
 def _beside(delta: Kernels, dtype: DTypeLike) -> tuple[Float[Array, "i n"], Float[Array, "n o"]]:

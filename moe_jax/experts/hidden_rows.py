@@ -1,7 +1,8 @@
 """The hidden states of experts for rows that are sorted by expert."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from moe_jax.experts.devices import part_here
 from moe_jax.experts.forms.kernel_of_codes import Coded
 from moe_jax.experts.forms.optional import FormTiles
 from moe_jax.experts.forms.protocol import KernelForm
@@ -70,18 +72,8 @@ class Kernels(NamedTuple):
             specs[BASE] = P("tensor", "fsdp") if split == "in" else P("fsdp", "tensor")
         return specs
 
-    def project(
-        self,
-        rows: Float[Array, "M i"],
-        bias: Float[Array, "E o"] | None,
-        group_sizes: Int[Array, " E"],
-        part: Part | None,
-    ) -> Float[Array, "M o"]:
-        """Multiplies every row with the kernel of its expert, and adds its bias if there is one."""
-        y = self._product(rows, group_sizes, part)
-        return y if bias is None else y + row_biases(bias, group_sizes, rows.shape[0])
-
-    def _product(self, rows: Float[Array, "M i"], group_sizes: Int[Array, " E"], part: Part | None) -> Array:
+    def product(self, rows: Float[Array, "M i"], group_sizes: Int[Array, " E"], part: Part | None) -> Array:
+        """Multiplies every row with the kernel of its expert."""
         if self.base is None:
             return self.form.grouped(rows, self.arrays, group_sizes, self.matrix, part)
         base, matrix = self.base, self.matrix
@@ -104,24 +96,50 @@ def is_of_base(path: str) -> bool:
     return path == BASE or path.startswith(_BELOW_BASE)
 
 
-def hidden_rows(
-    rows: Float[Array, "M d"],
-    kernels: Mapping[str, Kernels],
-    biases: Mapping[str, Float[Array, "E o"]],
-    group_sizes: Int[Array, " E"],
-    parts: Mapping[str, Part],
-    activation: str,
-) -> Float[Array, "M f"]:
+class FFNs(NamedTuple):
+    """The FFNs of all experts of a layer, or of those of a device.
+
+    Attributes:
+      kernels: `up`, `down`, and `gate` if gated.
+      biases: any of them by the same names.
+      activation: of the FFNs.
+      parts: the parts of the kernels that the arrays describe, on a device of a mesh; empty: the whole kernels.
+    """
+
+    kernels: Mapping[str, Kernels]
+    biases: Mapping[str, Float[Array, "E o"]]
+    activation: str
+    parts: Mapping[str, Part] = MappingProxyType({})
+
+    @property
+    def num_experts(self) -> int:
+        """The number of experts in the arrays."""
+        return next(array for name, array in self.kernels["up"].arrays.items() if not is_of_base(name)).shape[0]
+
+    def with_arrays(self, arrays: Mapping[str, dict[str, Array]], biases: Mapping[str, Array]) -> "FFNs":
+        """The same of other arrays, by the names of the kernels."""
+        kernels = {name: kernel._replace(arrays=arrays[name]) for name, kernel in self.kernels.items()}
+        return self._replace(kernels=kernels, biases=biases)
+
+    def in_parts(self) -> "FFNs":
+        """The same inside `shard_map`: the arrays describe the parts of the kernels that this device holds."""
+        return self._replace(parts={name: part_here(kernel.matrix) for name, kernel in self.kernels.items()})
+
+    def project(self, name: str, rows: Float[Array, "M i"], group_sizes: Int[Array, " E"]) -> Float[Array, "M o"]:
+        """Multiplies every row, sorted by expert, with the kernel of its expert, and adds its bias if there is one."""
+        y = self.kernels[name].product(rows, group_sizes, self.parts.get(name))
+        return y + row_biases(self.biases[name], group_sizes, rows.shape[0]) if name in self.biases else y
+
+
+def hidden_rows(rows: Float[Array, "M d"], experts: FFNs, group_sizes: Int[Array, " E"]) -> Float[Array, "M f"]:
     """`act(rows W_gate) * (rows W_up)`, or `act(rows W_up)` if there is no gate.
 
     Args:
       rows: sorted by expert.
-      kernels: `up`, and `gate` if gated.
-      biases: any of them by the same names.
+      experts: theirs.
       group_sizes: number of rows of every expert.
-      parts: the parts of the kernels that the arrays describe; empty: the whole kernels.
-      activation: of the FFN.
     """
+    kernels, biases, activation, parts = experts
     of_codes = [name for name in (GATE, UP) if name in kernels and kernels[name].base is not None]
     if GATE in kernels and not biases.keys() & {GATE, UP} and not of_codes:
         gate, up = (_Stored.of(kernels[name], parts.get(name), group_sizes) for name in (GATE, UP))
@@ -131,12 +149,8 @@ def hidden_rows(
             return gated_product(
                 rows, trained, fixed, group_sizes, apart, (gate.tile, up.tile), up.static.shape, activation
             )
-
-    def project(name: str) -> Array:
-        return kernels[name].project(rows, biases.get(name), group_sizes, parts.get(name))
-
-    gate = project(GATE) if GATE in kernels else None
-    return hidden(project(UP), gate, activation)
+    gate = experts.project(GATE, rows, group_sizes) if GATE in kernels else None
+    return hidden(experts.project(UP, rows, group_sizes), gate, activation)
 
 
 class _Static(NamedTuple):
@@ -171,14 +185,7 @@ class _Stored(NamedTuple):
 
 
 def _apart(
-    rows: Array,
-    trained: Mapping[str, dict[str, Array]],
-    fixed: Mapping[str, dict[str, Array]],
-    group_sizes: Array,
-    *,
-    gate: _Static,
-    up: _Static,
-    activation: str,
+    rows: Array, trained: Any, fixed: Any, group_sizes: Array, *, gate: _Static, up: _Static, activation: str
 ) -> Array:
     """Makes the hidden rows as two products."""
     products = []

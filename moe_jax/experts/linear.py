@@ -1,6 +1,7 @@
 """Modules that hold arrays by their paths, and linear maps, whose kernel may be stored in codes and may have LoRA."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -105,7 +106,7 @@ class Linear(Leaves):
         else:
             y = self.form.apply(x, kernel, self.matrix, key)
             y = y if more is None else y + linear(*more)
-        return y + _as_row(self.bias[...].astype(x.dtype), y.ndim) if self.has_bias else y
+        return y + jnp.expand_dims(self.bias[...].astype(x.dtype), tuple(range(y.ndim - 1))) if self.has_bias else y
 
     def materialise(self) -> Float[Array, "i o"]:
         """The kernel with LoRA merged: float32, or a plain kernel without LoRA as it is stored."""
@@ -116,28 +117,14 @@ class Linear(Leaves):
 
 
 def ffn_linears(
-    config: FFNConfig,
-    d_model: int,
-    *,
-    bias: bool,
-    codes: Coded | None = None,
-    rngs: nnx.Rngs,
-    dtype: jnp.dtype,
+    config: FFNConfig, d_model: int, *, bias: bool, codes: Coded | None = None, rngs: nnx.Rngs, dtype: jnp.dtype
 ) -> dict[str, Linear]:
     """The linear maps of an FFN, by name; with a bias each if `bias` is true, and their kernels in `codes`."""
+    made: Any = {"bias": bias, "nf4": config.nf4, "rngs": rngs, "dtype": dtype}
     linears = {}
     for name, matrix in ffn_matrices(config, d_model).items():
-        lora = lora_for(config.lora, name)
-        linears[name] = Linear(
-            matrix.shape,
-            bias=bias,
-            nf4=config.nf4,
-            codes=None if codes is None else codes.of_matrix(matrix),
-            lora=lora,
-            split=matrix.split,
-            rngs=rngs,
-            dtype=dtype,
-        )
+        own, lora = None if codes is None else codes.of_matrix(matrix), lora_for(config.lora, name)
+        linears[name] = Linear(matrix.shape, codes=own, lora=lora, split=matrix.split, **made)
     return linears
 
 
@@ -156,7 +143,3 @@ def apply_ffn(
 
     gate = project("gate", x) if "gate" in linears else None
     return project("down", hidden(project("up", x), gate, activation))
-
-
-def _as_row(bias: Float[Array, " o"], ndim: int) -> Array:
-    return jnp.expand_dims(bias, tuple(range(ndim - 1)))

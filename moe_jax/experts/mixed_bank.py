@@ -17,7 +17,7 @@ from moe_jax.experts.forms.coding import ByExpert, Own
 from moe_jax.experts.forms.optional import CostModel
 from moe_jax.experts.forms.protocol import KernelForm, register
 from moe_jax.experts.forms.quantized import Quantized
-from moe_jax.experts.hidden_rows import Kernels
+from moe_jax.experts.hidden_rows import FFNs, Kernels
 from moe_jax.experts.shapes import Arrays, Matrix, Split, Window
 from moe_jax.functional.routing import NO_EXPERT, Routing
 
@@ -58,7 +58,8 @@ class MixedBank(KernelBank):
             }
             of_part = {name: bias[experts] for name, bias in biases.items()}
             at_part = _at_part(routing, experts, self.num_experts)
-            y = y + self._applied(x, at_part, own, of_part, strategy, key)
+            experts_of_part = FFNs(own, of_part, self.expert.activation)
+            y = y + self._applied(x, at_part, experts_of_part, strategy, key)
         return y
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,8 @@ from moe_jax.experts.forms.kernel_of_codes import Coded
 from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.shapes import FFNConfig, Matrix, Window, ffn_matrices
 
-
-class Reader(Protocol):
-    """Reads one leaf by its path."""
-
-    def __call__(self, path: str, /) -> np.ndarray: ...
+Reader = Callable[[str], np.ndarray]
+"""Reads one leaf by its path."""
 
 
 def expert_kernels(

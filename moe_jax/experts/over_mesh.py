@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from moe_jax.experts.devices import current_chip, current_mesh, part_here, spec_on_mesh, token_axes
+from moe_jax.experts.devices import current_chip, current_mesh, spec_on_mesh, token_axes
 from moe_jax.experts.exchange import (
     DEFAULT,
     Buffer,
@@ -33,8 +33,7 @@ from moe_jax.experts.exchange import (
     send,
     send_back,
 )
-from moe_jax.experts.hidden_rows import Kernels, hidden_rows, is_of_base
-from moe_jax.experts.shapes import Part
+from moe_jax.experts.hidden_rows import FFNs, Kernels, hidden_rows
 from moe_jax.functional.routing import Routing
 from moe_jax.functional.token_dispatch import Order, combine, dispatch, part_of, sort_by_expert
 
@@ -45,27 +44,20 @@ Number = Int[Array, ""] | int
 
 
 def apply_experts(
-    x: Float[Array, "T d"],
-    routing: Routing,
-    kernels: Mapping[str, Kernels],
-    biases: Mapping[str, Float[Array, "E o"]],
-    activation: str,
-    exchange: Exchange = DEFAULT,
+    x: Float[Array, "T d"], routing: Routing, experts: FFNs, exchange: Exchange = DEFAULT
 ) -> Float[Array, "T d"]:
     """Applies FFN experts to the tokens routed to them.
 
     Args:
       x: tokens.
       routing: chosen experts and weights.
-      kernels: `up`, `down`, and `gate` if gated.
-      biases: any of them by the same names.
-      activation: of the FFN.
+      experts: all of the layer.
       exchange: how tokens come to the experts over a mesh.
     """
-    mesh = current_mesh()
-    biases = {name: bias.astype(x.dtype) for name, bias in biases.items()}
+    mesh, kernels = current_mesh(), experts.kernels
+    biases: Any = {name: bias.astype(x.dtype) for name, bias in experts.biases.items()}
     if mesh is None:
-        return _grouped_ffn(x, routing, kernels, biases, activation, {})
+        return _grouped_ffn(x, routing, experts._replace(biases=biases))
 
     axes = token_axes(mesh, x.shape[0])
     tokens = P(axes, None)
@@ -87,8 +79,7 @@ def apply_experts(
                    for path, array in own.items()}
             for name, own in arrays.items()
         }  # fmt: skip
-        every = {name: kernel._replace(arrays=arrays[name]) for name, kernel in kernels.items()}
-        return local(x, routing, every, biases, activation)
+        return local(x, routing, experts.with_arrays(arrays, biases))
 
     return jax.shard_map(
         on_device,
@@ -124,113 +115,85 @@ def _even(trees: Any, specs: Any, devices: int) -> Any:
     return jax.tree.map(pad, trees, specs)
 
 
-def _all_to_all(
-    x: Float[Array, "t d"],
-    routing: Routing,
-    kernels: Mapping[str, Kernels],
-    biases: Mapping[str, Array],
-    activation: str,
-    *,
-    capacity: float,
-) -> Float[Array, "t d"]:
+def _all_to_all(x: Float[Array, "t d"], routing: Routing, experts: FFNs, *, capacity: float) -> Float[Array, "t d"]:
     """The work of one device: rows of its tokens go where their experts are, and it applies its own to what comes."""
     (tokens, top_k), devices = routing.experts.shape, lax.axis_size("expert")
-    mine = num_experts(kernels["up"])
+    mine = experts.num_experts
     order = sort_by_expert(routing.experts, devices * mine)
     counts = lax.all_gather(order.group_sizes.reshape(devices, mine), "expert")
     buffer = Buffer.of(tokens * top_k, devices, capacity, ragged=current_chip().platform != "cpu")
 
     def one_round(number: Number, trained: Any, fixed: Any) -> Float[Array, "M d"]:
-        (rows, own, biases), (others, counts) = trained, fixed
-        every = {name: kernel._replace(arrays=own[name] | others[name]) for name, kernel in kernels.items()}
+        (rows, *own), (others, counts) = trained, fixed
         plan = make_plan(counts, buffer, number)
         at_expert = Routing(plan.experts[:, None], jnp.ones((buffer.rows, 1), jnp.float32))
-        y = _grouped_ffn(send(rows, plan, buffer), at_expert, every, biases, activation, parts_of(every))
+        y = _grouped_ffn(send(rows, plan, buffer), at_expert, _joined(experts, own, others).in_parts())
         return send_back(y, plan, buffer, rows.shape[0])
 
-    trained = dispatch(x, order, top_k), _arrays(kernels, trained=True), biases_once(biases)
-    fixed = _arrays(kernels, trained=False), counts
-    y = in_rounds(one_round, trained, fixed, rounds_needed(counts, buffer))
+    rows, (trained, others) = dispatch(x, order, top_k), _apart(experts)
+    y = in_rounds(one_round, (rows, *trained), (others, counts), rounds_needed(counts, buffer))
     return lax.psum(combine(y, order, routing.weights), "tensor")
 
 
-def _arrays(kernels: Mapping[str, Kernels], *, trained: bool) -> dict[str, dict[str, Array]]:
-    """The arrays that have gradients, or the others."""
-    return {
-        name: {path: array for path, array in kernel.arrays.items() if kernel.is_trained(path) == trained}
-        for name, kernel in kernels.items()
-    }
+def _apart(experts: FFNs) -> tuple[tuple[Any, Any], Any]:
+    """The arrays and biases that have gradients, and the other arrays."""
+
+    def arrays(trained: bool) -> dict[str, dict[str, Array]]:
+        return {
+            name: {path: array for path, array in kernel.arrays.items() if kernel.is_trained(path) == trained}
+            for name, kernel in experts.kernels.items()
+        }
+
+    return (arrays(True), biases_once(experts.biases)), arrays(False)
 
 
-def _all_gather(
-    x: Float[Array, "t d"],
-    routing: Routing,
-    kernels: Mapping[str, Kernels],
-    biases: Mapping[str, Array],
-    activation: str,
-    *,
-    capacity: float,
-) -> Float[Array, "t d"]:
-    """The work of one device: gathers tokens, applies its own experts, and returns its part of the sums.
+def _joined(experts: FFNs, trained: Any, others: Any) -> FFNs:
+    """The same experts with the arrays and biases that `_apart` gave."""
+    own, biases = trained
+    return experts.with_arrays({name: own[name] | others[name] for name in own}, biases)
 
-    It has room for as many rows as by all-to-all.
-    """
+
+def _all_gather(x: Float[Array, "t d"], routing: Routing, experts: FFNs, *, capacity: float) -> Float[Array, "t d"]:
+    """The work of one device: gathers tokens, applies its own experts, with room for as many rows as by all-to-all."""
     room = max(1, math.ceil(capacity * routing.experts.size))
     x, routing = jax.tree.map(lambda a: lax.all_gather(a, "expert", axis=0, tiled=True), (x, routing))
     if room >= routing.experts.size:
-        y = _of_own_experts(x, routing, kernels, biases, activation)
+        y = _of_own_experts(x, routing, experts)
     else:
-        y = _of_own_experts_in_rounds(x, routing, kernels, biases, activation, room)
+        y = _of_own_experts_in_rounds(x, routing, experts, room)
     # Scattered first, the sum over `tensor` is one of fewer rows.
     return lax.psum(lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True), "tensor")
 
 
 def _of_own_experts_in_rounds(
-    x: Float[Array, "T d"],
-    routing: Routing,
-    kernels: Mapping[str, Kernels],
-    biases: Mapping[str, Array],
-    activation: str,
-    room: int,
+    x: Float[Array, "T d"], routing: Routing, experts: FFNs, room: int
 ) -> Float[Array, "T d"]:
     """Does what `_of_own_experts` does, `room` rows at a time."""
-    order = sort_by_expert(_at_own(routing, kernels).experts, num_experts(kernels["up"]))
+    order = sort_by_expert(_at_own(routing, experts).experts, experts.num_experts)
 
     def one_round(number: Number, trained: Any, fixed: Any) -> Float[Array, "T d"]:
-        (x, weights, own, biases), (others, order) = trained, fixed
-        every = {name: kernel._replace(arrays=own[name] | others[name]) for name, kernel in kernels.items()}
+        (x, weights, *own), (others, order) = trained, fixed
         part = part_of(order, number * room, room)
-        return _sorted_ffn(x, part, weights, every, biases, activation, parts_of(every))
+        return _sorted_ffn(x, part, weights, _joined(experts, own, others).in_parts())
 
-    trained = x, routing.weights, _arrays(kernels, trained=True), biases_once(biases)
-    fixed = _arrays(kernels, trained=False), order
-    return in_rounds(one_round, trained, fixed, ceil_div(jnp.sum(order.group_sizes, dtype=jnp.int32), room))
+    trained, others = _apart(experts)
+    needed = ceil_div(jnp.sum(order.group_sizes, dtype=jnp.int32), room)
+    return in_rounds(one_round, (x, routing.weights, *trained), (others, order), needed)
 
 
-def _whole(
-    x: Float[Array, "T d"],
-    routing: Routing,
-    kernels: Mapping[str, Kernels],
-    biases: Mapping[str, Array],
-    activation: str,
-) -> Float[Array, "T d"]:
+def _whole(x: Float[Array, "T d"], routing: Routing, experts: FFNs) -> Float[Array, "T d"]:
     """The work of one device where all have all tokens: too few to be divided."""
-    return lax.psum(_of_own_experts(x, routing, kernels, biases, activation), ("expert", "tensor"))
+    return lax.psum(_of_own_experts(x, routing, experts), ("expert", "tensor"))
 
 
-def _of_own_experts(
-    x: Float[Array, "T d"],
-    routing: Routing,
-    kernels: Mapping[str, Kernels],
-    biases: Mapping[str, Array],
-    activation: str,
-) -> Float[Array, "T d"]:
-    return _grouped_ffn(x, _at_own(routing, kernels), kernels, biases_once(biases), activation, parts_of(kernels))
+def _of_own_experts(x: Float[Array, "T d"], routing: Routing, experts: FFNs) -> Float[Array, "T d"]:
+    once = experts._replace(biases=biases_once(experts.biases))
+    return _grouped_ffn(x, _at_own(routing, experts), once.in_parts())
 
 
-def _at_own(routing: Routing, kernels: Mapping[str, Kernels]) -> Routing:
+def _at_own(routing: Routing, experts: FFNs) -> Routing:
     """Experts as this device numbers its own; those of others are outside [0, e)."""
-    return routing._replace(experts=routing.experts - lax.axis_index("expert") * num_experts(kernels["up"]))
+    return routing._replace(experts=routing.experts - lax.axis_index("expert") * experts.num_experts)
 
 
 def biases_once(biases: Mapping[str, Array]) -> Mapping[str, Array]:
@@ -240,46 +203,17 @@ def biases_once(biases: Mapping[str, Array]) -> Mapping[str, Array]:
     return {**biases, "down": jnp.where(lax.axis_index("tensor") == 0, biases["down"], 0)}
 
 
-def _grouped_ffn(
-    x: Float[Array, "T d"],
-    routing: Routing,
-    kernels: Mapping[str, Kernels],
-    biases: Mapping[str, Float[Array, "E o"]],
-    activation: str,
-    parts: Mapping[str, Part],
-) -> Float[Array, "T d"]:
-    """Sorts tokens by expert, applies every expert to its rows, and sums the weighted outputs.
-
-    Experts outside [0, E) contribute nothing. The arrays describe `parts` of the kernels.
-    """
-    order = sort_by_expert(routing.experts, num_experts(kernels["up"]))
-    return _sorted_ffn(x, order, routing.weights, kernels, biases, activation, parts)
+def _grouped_ffn(x: Float[Array, "T d"], routing: Routing, experts: FFNs) -> Float[Array, "T d"]:
+    """Sorts tokens by expert, applies every expert to its rows, and sums the outputs; none outside [0, E) has any."""
+    return _sorted_ffn(x, sort_by_expert(routing.experts, experts.num_experts), routing.weights, experts)
 
 
 def _sorted_ffn(
-    x: Float[Array, "T d"],
-    order: Order,
-    weights: Float[Array, "T k"],
-    kernels: Mapping[str, Kernels],
-    biases: Mapping[str, Float[Array, "E o"]],
-    activation: str,
-    parts: Mapping[str, Part],
+    x: Float[Array, "T d"], order: Order, weights: Float[Array, "T k"], experts: FFNs
 ) -> Float[Array, "T d"]:
     """Does what `_grouped_ffn` does for assignments that are sorted, all or a part of them (`part_of`)."""
-    rows = dispatch(x, order, weights.shape[1])
-    h = hidden_rows(rows, kernels, biases, order.group_sizes, parts, activation)
-    y = kernels["down"].project(h, biases.get("down"), order.group_sizes, parts.get("down"))
-    return combine(y, order, weights)
-
-
-def num_experts(kernels: Kernels) -> int:
-    """The number of experts in the arrays: all, or those of this device."""
-    return next(array for name, array in kernels.arrays.items() if not is_of_base(name)).shape[0]
-
-
-def parts_of(kernels: Mapping[str, Kernels]) -> dict[str, Part]:
-    """The parts of the kernels that this device holds."""
-    return {name: part_here(kernel.matrix) for name, kernel in kernels.items()}
+    h = hidden_rows(dispatch(x, order, weights.shape[1]), experts, order.group_sizes)
+    return combine(experts.project("down", h, order.group_sizes), order, weights)
 
 
 def in_rounds(

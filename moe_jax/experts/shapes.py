@@ -122,6 +122,10 @@ class FFNConfig:
 
 Split = Literal["in", "out"]
 Arrays = Mapping[str, Array]
+Rows = Float[Array, "M w"]
+"""Rows sorted by expert."""
+GroupSizes = Int[Array, " E"]
+"""The number of rows of every expert."""
 BASE = "base"
 """The name of the base among the arrays of a matrix."""
 ORIGIN = "origin"

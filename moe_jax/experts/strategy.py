@@ -25,14 +25,7 @@ from moe_jax.experts.shapes import FFNConfig, Load, ffn_matrices
 
 logger = logging.getLogger(__name__)
 
-STRATEGIES = (
-    "auto",
-    "factored",
-    "factored-side-by-side",
-    "factored-grouped",
-    "factored-entrywise",
-    "synthesised",
-)
+STRATEGIES = ("auto", "factored", "factored-side-by-side", "factored-grouped", "factored-entrywise", "synthesised")
 """`factored` leaves the choice between the factored ones open. A strategy that a form does not support is ignored."""
 
 ENVIRONMENT = "MOE_JAX_STRATEGY"
@@ -65,20 +58,6 @@ def choose_strategy(
     """
     platform = Platform.of(current_chip(), itemsize)
     return strategy_on(platform, config, expert, d_model, load, asked, alone=current_mesh() is None)
-
-
-def strategy_on(
-    platform: Platform,
-    config: BankConfig,
-    expert: FFNConfig,
-    d_model: int,
-    load: Load,
-    asked: str = "auto",
-    *,
-    alone: bool,
-) -> str:
-    """Does what `choose_strategy` does for a given platform, with one device or over a mesh (not `alone`)."""
-    return _choose(config, expert, d_model, load, asked, alone, platform)
 
 
 def strategy_costs(
@@ -118,10 +97,13 @@ def _is_small(config: BankConfig, expert: FFNConfig, d_model: int, num_experts: 
 
 
 @lru_cache(maxsize=1024)
-def _choose(
-    config: BankConfig, expert: FFNConfig, d_model: int, load: Load, asked: str, alone: bool, platform: Platform
+def strategy_on(
+    platform: Platform, config: BankConfig, expert: FFNConfig, d_model: int, load: Load, asked="auto", *, alone: bool
 ) -> str:
-    """Cached, so that a choice is logged once."""
+    """Does what `choose_strategy` does for a given platform, with one device or over a mesh (not `alone`).
+
+    Cached, so that a choice is logged once.
+    """
     costs = strategy_costs(config, expert, d_model, load, platform, alone=alone)
     if not alone and asked == "auto" and len(costs) > 1 and _is_small(config, expert, d_model, load.num_experts):
         # Kernels made in the product need their tokens, which then travel; small deltas do not.

@@ -116,7 +116,11 @@ def parse_json(text: bytes, *, where: str, allow: Collection[Unusual] = (), max_
         raise InputError(f"{where} is not valid JSON: {error}") from None
     _check_depth(value, where)
     if "surrogates" not in allow and re.search(r"\\u[dD][89a-fA-F]", decoded):
-        _check_unicode(value, where)
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = str(error.object)[error.start]
+            raise InputError(f"{where}: a string holds {half!r}, one half of a character in UTF-16") from None
     return value
 
 
@@ -183,14 +187,6 @@ def _check_depth(value: Any, where: str) -> None:
 
 def _too_deep(where: str) -> InputError:
     return InputError(f"{where} is nested more than {MAX_DEPTH} levels deep")
-
-
-def _check_unicode(value: Any, where: str) -> None:
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = str(error.object)[error.start]
-        raise InputError(f"{where}: a string holds {half!r}, one half of a character in UTF-16") from None
 
 
 T = TypeVar("T")

@@ -43,15 +43,11 @@ class Lease:
 
     def __init__(self, name: BucketPath, target: BucketPath):
         """Sends no request yet; `name` is the object of the lease, `target` the place that it is for, in messages."""
-        self.name = name
-        self._target = target
-        self._seconds = SECONDS
+        self.name, self._target = name, target
+        self._seconds, self._identity = SECONDS, uuid.uuid4().hex
         self._generation: bytes | None = None
-        self._renewed = time.monotonic()
-        self._ended = threading.Event()
-        self._lost = False
-        self._guard = threading.Lock()
-        self._identity = uuid.uuid4().hex
+        self._renewed, self._lost = time.monotonic(), False
+        self._ended, self._guard = threading.Event(), threading.Lock()
 
     def take(self) -> None:
         """Takes the lease; if there is one already, waits until it is clear whether its owner renews it.

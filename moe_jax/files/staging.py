@@ -95,8 +95,8 @@ def check_target(target: Path, *, buckets: bool = False) -> None:
 def check_writable(target: Path) -> None:
     """Raises `InputError` if the folder in which `target` would be made, or the folders above it, cannot be written.
 
-    A folder is made there and removed, because access rights say nothing about file systems such as /proc, or about
-    what root may do. In a bucket, an object is written and removed.
+    A folder (in a bucket, an object) is made there and removed, because access rights say nothing about file systems
+    such as /proc, or about what root may do.
     """
     target = as_path(target).absolute()
     if isinstance(target, BucketPath):
@@ -131,11 +131,8 @@ def rename_durably(directory: StoragePath, target: StoragePath) -> None:
 
 
 def place_to_replace(target: StoragePath) -> StoragePath:
-    """Returns the place to make a directory that will replace another one; removes what a killed command left there.
-
-    In a bucket nothing is replaced at once: it is the same place, and the old directory is removed.
-    """
-    if isinstance(target, BucketPath):
+    """Returns the place to make a directory that will replace another one; removes what a killed command left there."""
+    if isinstance(target, BucketPath):  # where nothing is replaced at once
         remove_finished(target)
         return target
     fresh = target.with_name(f"{target.name}.new")
@@ -166,11 +163,7 @@ def remove_replaced(target: StoragePath) -> None:
 
 
 def lock_directory(directory: Path, target: Path) -> int:
-    """Locks a directory against other processes, for as long as the returned descriptor is open.
-
-    Raises:
-      InputError: if another process has locked it; the message names `target`.
-    """
+    """Locks a directory while the returned descriptor is open; raises `InputError`, about `target`, if another has."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -205,9 +198,7 @@ class DirectoryLock:
 def hold_alone(directory: StoragePath, holder: str) -> DirectoryLock | Lease:
     """Keeps all other processes out of a directory, which is created if necessary, until `release`.
 
-    Args:
-      directory: on a disk, where it is locked; or in a bucket, where the file is a lease.
-      holder: the name of a file that says which process is at work.
+    The file `holder` says which process is at work; on a disk the directory is locked, in a bucket the file is a lease.
 
     Raises:
       InputError: if another process is at work; the message says which. If a lease is no longer renewed, this waits
@@ -239,13 +230,10 @@ class Workplace(Work):
     """
 
     def __init__(self, target: Path, job: Any = None, *, suffix: str = PARTIAL):
-        """Touches no file yet.
+        """Touches no file yet. The folder will be called `.NAME.SUFFIX`.
 
-        Args:
-          target: the file or folder that the command makes.
-          job: JSON-able, the same for the same work only: command, options, identities of the sources. None: the work
-            begins anew every time.
-          suffix: the folder is called `.NAME.SUFFIX`.
+        The `job` is JSON-able, and the same for the same work only: command, options, identities of the sources. If it
+        is None, the work begins anew every time.
         """
         check_local(target)
         super().__init__(as_path(target).absolute(), job)

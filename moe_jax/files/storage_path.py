@@ -227,7 +227,8 @@ class BucketPath(StoragePath):
     def resolve(self, strict: bool = False) -> "BucketPath":
         return self
 
-    absolute = resolve
+    def absolute(self) -> "BucketPath":
+        return self
 
     def is_absolute(self) -> bool:
         return True

@@ -104,7 +104,7 @@ def attention(
     if q.shape[1] <= FEW_QUERIES or all(refusals.values()):
         if placement is not None and q.shape[1] > FEW_QUERIES:
             _say_once(placement.platform, refusals.get(placement.platform))
-        chunks = partial(chunked_attention, **options._asdict())
+        chunks = partial(chunked_attention, options)
         return (chunks if split is None else _over_devices(chunks, split))(q, k, v, visible, bias)
     if placement is None:
         return _when_lowered(
@@ -243,4 +243,4 @@ def _lowered(
 def _chunked(
     q: Array, k: Array, v: Array, visible: Visibility, *, options: AttentionOptions
 ) -> Float[Array, "B T H W"]:
-    return chunked_attention(q, k, v, visible, **options._asdict())
+    return chunked_attention(options, q, k, v, visible)

@@ -10,7 +10,6 @@ does not grow with the length, and a causal product costs at most 1 / MAX_BANDS 
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -42,13 +41,13 @@ class Visibility(NamedTuple):
 
 
 class AttentionOptions(NamedTuple):
-    """The static arguments of `attention.attention`."""
+    """The static arguments of `attention.attention`; `scale` is 1/sqrt(D) where it is None there."""
 
     mask: str
     window: int | None
     scale: float
     soft_cap: float | None
-    aligned: bool
+    aligned: bool = False
 
     def band(self) -> tuple[int | None, int | None]:
         """Returns the least and the largest distance from a query back to a key that it sees; None: any distance."""
@@ -82,11 +81,7 @@ class _Keys(NamedTuple):
 
 
 class _Band(NamedTuple):
-    """`count` chunks of `size` queries from `start` on, and the range of keys that at least one of them sees.
-
-    Attributes:
-      span: how many consecutive keys of the range one chunk needs.
-    """
+    """`count` chunks of `size` queries from `start` on, the keys that any of them sees, and how many a chunk needs."""
 
     start: int
     size: int
@@ -97,20 +92,14 @@ class _Band(NamedTuple):
 
 
 def chunked_attention(
+    options: AttentionOptions,
     q: Float[Array, "B T H D"],
     k: Float[Array, "B S K D"],
     v: Float[Array, "B S K W"],
     visible: Visibility,
     bias: Float[Array, "H n"] | None = None,
-    *,
-    mask: str,
-    window: int | None,
-    scale: float,
-    soft_cap: float | None,
-    aligned: bool,
 ) -> Float[Array, "B T H W"]:
-    """Computes `functional.attention.attention`, with the same arguments, on any platform."""
-    options = AttentionOptions(mask, window, scale, soft_cap, aligned)
+    """Computes `functional.attention.attention` on any platform."""
     batch, length, heads, width = q.shape
     kv_heads = k.shape[2]
     if visible.prefix is not None:
@@ -166,13 +155,7 @@ def _bands(length: int, num_keys: int, options: AttentionOptions) -> list[_Band]
 
 
 def _one_key_head(
-    bands: list[_Band],
-    options: AttentionOptions,
-    q: Float[Array, "G T D"],
-    k: Float[Array, "S D"],
-    v: Float[Array, "S W"],
-    visible: Visibility,
-    bias: Float[Array, "G n"] | None,
+    bands: list[_Band], options: AttentionOptions, q: Array, k: Array, v: Array, visible: Visibility, bias: Array | None
 ) -> Float[Array, "G T W"]:
     """All queries that share a key head, of one row of the batch; keys and values float32."""
     tokens = _Tokens(visible.positions, visible.segments, visible.prefix)
@@ -211,12 +194,7 @@ def _one_band(
 
 
 def _one_chunk(
-    q: Float[Array, "G t D"],
-    queries: _Tokens,
-    first: Int[Array, ""],
-    keys: _Keys,
-    span: int,
-    options: AttentionOptions,
+    q: Float[Array, "G t D"], queries: _Tokens, first: Int[Array, ""], keys: _Keys, span: int, options: AttentionOptions
 ) -> Float[Array, "G t W"]:
     """Returns the attention of a chunk of queries to `span` keys from `first` on."""
     group, size, width = q.shape
@@ -262,11 +240,7 @@ def cached_attention(
     parts: Sequence[tuple[Float[Array, "B T H D"], Float[Array, "B K S D"]]],
     v: Float[Array, "B K S W"],
     visible: Visibility,
-    *,
-    mask: str,
-    window: int | None,
-    scale: float | None,
-    soft_cap: float | None = None,
+    options: AttentionOptions,
     bias: Float[Array, "H n"] | None = None,
 ) -> Float[Array, "B T H W"]:
     """Returns softmax attention, as `functional.attention.attention` does, in the dtype of the queries.
@@ -276,8 +250,8 @@ def cached_attention(
         products of the pairs are added up to the scores.
       v: values.
       visible: positions and documents; see `Visibility`.
-      mask, window, soft_cap, bias: as `grouped_query.attention` takes them.
-      scale: of the scores; None: 1/sqrt(D), where D is the sum of the widths of the parts.
+      options: of the scores.
+      bias: as `attention` takes it.
     """
     batch, length, heads, _ = parts[0][0].shape
     kv_heads = v.shape[1]
@@ -288,9 +262,6 @@ def cached_attention(
         return _product(q.reshape(batch, kv_heads, group * length, -1), k.astype(q.dtype), contract_keys=False)
 
     scores = functools.reduce(jnp.add, [scores_of(*part) for part in parts])
-    if scale is None:
-        scale = 1 / math.sqrt(sum(q.shape[-1] for q, _ in parts))
-    options = AttentionOptions(mask, window, scale, soft_cap, aligned=False)
     scores = options.finished(scores.reshape(batch, kv_heads, group, length, -1))
     if bias is not None:
         between = jax.vmap(bias_between, in_axes=(None, 0, 0))(bias, visible.positions, visible.key_positions)

@@ -232,10 +232,8 @@ LEVELS = np.array([
 
 
 def _dynamic_levels() -> np.ndarray:
-    """The 256 levels of an eight-bit float with a sign, a dynamic exponent and a fraction (Dettmers 2015, section 2).
-
-    From 1e-7 to 1, there are twice as many levels between two powers of ten as between the two below them.
-    """
+    """The 256 levels of an eight-bit float with sign, dynamic exponent and fraction (Dettmers 2015, section 2)."""
+    # From 1e-7 to 1, there are twice as many levels between two powers of ten as between the two below them.
     positive = []
     for exponent in range(7):
         edges = np.linspace(0.1, 1.0, 2**exponent + 1)
@@ -247,22 +245,6 @@ def _dynamic_levels() -> np.ndarray:
 SCALE_LEVELS = _dynamic_levels()
 
 Leaves = dict[str, Array]
-
-
-def nf4_shapes(shape: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of the arrays of a kernel, or of stacked ones.
-
-    Args:
-      shape: [..., i, o].
-    """
-    *stack, rows, columns = shape
-    blocks = math.ceil(rows / BLOCK)
-    return {
-        "codes": jax.ShapeDtypeStruct((*stack, math.ceil(rows / 2), columns), jnp.uint8),
-        "scale_codes": jax.ShapeDtypeStruct((*stack, blocks, columns), jnp.uint8),
-        "scales": jax.ShapeDtypeStruct((*stack, math.ceil(blocks * columns / SCALE_BLOCK)), jnp.float32),
-        "offset": jax.ShapeDtypeStruct(tuple(stack), jnp.float32),
-    }
 
 
 @jax.jit

@@ -13,43 +13,20 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from moe_jax.functional.head_chunks import (
-    HeadGradients,
-    HeadOptions,
-    HeadSpecs,
-    cast_gradients,
-    finish_logits,
-    gradients_of_all_devices,
-    log_sum_of_exponentials,
-    loss_of_logits,
-    no_gradients,
-    over_chunks,
-    over_mesh,
-    primal_values,
-    products_of_chunk,
-    scaled_gradients,
-    sum_over_axes,
-    wanted_gradients,
-    whole_kernel,
-    with_gradients_of_chunk,
-)
+from moe_jax.functional import head_chunks as chunks
+from moe_jax.functional.head_chunks import HeadGradients, HeadOptions, HeadSpecs
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def token_cross_entropies(
-    options: HeadOptions,
-    x: Float[Array, "B T d"],
-    kernel: Float[Array, "d V"] | Float[Array, "V d"],
-    bias: Float[Array, " V"] | None,
-    targets: Int[Array, "B T"],
+    options: HeadOptions, x: Float[Array, "B T d"], kernel: Array, bias: Array | None, targets: Int[Array, "B T"]
 ) -> Float[Array, "B T"]:
     """Returns the negative log-likelihood (natural logarithm) of every target, float32.
 
     Args:
       options: of the head.
       x: the input of the head; the kernel is cast to its dtype, and logits are float32.
-      kernel: of the head.
-      bias: of the head.
+      kernel, bias: of the head: [d, V] or [V, d], and [V].
       targets: in [0, V).
     """
     return _losses(options, (), x, kernel, bias, targets).losses
@@ -76,8 +53,8 @@ def weighted_cross_entropy(
 
 
 def _token_forward(options: HeadOptions, *primals: Any) -> tuple[Array, tuple]:
-    values = primal_values(*primals)
-    wanted = tuple(jnp.zeros((), bool) if one else None for one in wanted_gradients(*primals[:3]))
+    values = chunks.primal_values(*primals)
+    wanted = tuple(jnp.zeros((), bool) if one else None for one in chunks.wanted_gradients(*primals[:3]))
     return _losses(options, (), *values).losses, (values, wanted)
 
 
@@ -85,19 +62,19 @@ def _token_backward(options: HeadOptions, kept: tuple, cotangent: Any) -> tuple:
     (x, kernel, bias, targets), wanted = kept
     wanted = tuple(one is not None for one in wanted)
     *_, gradients = _losses(options, wanted, x, kernel, bias, targets, cotangent)
-    return (*cast_gradients(gradients, kernel, bias), None)
+    return (*chunks.cast_gradients(gradients, kernel, bias), None)
 
 
 def _weighted_forward(options: HeadOptions, *primals: Any) -> tuple[Array, tuple]:
-    x, kernel, bias, targets, weights = primal_values(*primals)
-    wanted = wanted_gradients(*primals[:3])
+    x, kernel, bias, targets, weights = chunks.primal_values(*primals)
+    wanted = chunks.wanted_gradients(*primals[:3])
     losses, _, gradients = _losses(options, wanted, x, kernel, bias, targets, weights)
-    return jnp.sum(losses * weights), (losses, cast_gradients(gradients, kernel, bias))
+    return jnp.sum(losses * weights), (losses, chunks.cast_gradients(gradients, kernel, bias))
 
 
 def _weighted_backward(options: HeadOptions, kept: tuple, cotangent: Any) -> tuple:
     losses, gradients = kept
-    return scaled_gradients(losses, gradients, cotangent)
+    return chunks.scaled_gradients(losses, gradients, cotangent)
 
 
 token_cross_entropies.defvjp(_token_forward, _token_backward, symbolic_zeros=True)
@@ -172,16 +149,16 @@ def distilled_cross_entropy(
 
 
 def _distilled_forward(options: HeadOptions, distillation: Distillation, *primals: Any) -> tuple[DistilledLoss, tuple]:
-    x, kernel, bias, targets, weights, teacher = primal_values(*primals)
-    wanted = wanted_gradients(*primals[:3])
+    x, kernel, bias, targets, weights, teacher = chunks.primal_values(*primals)
+    wanted = chunks.wanted_gradients(*primals[:3])
     found = _losses(options, wanted, x, kernel, bias, targets, weights, distillation, teacher)
-    kept = _mixture(distillation, found), cast_gradients(found.gradients, kernel, bias)
+    kept = _mixture(distillation, found), chunks.cast_gradients(found.gradients, kernel, bias)
     return _mixed(distillation, found, weights), kept
 
 
 def _distilled_backward(options: HeadOptions, distillation: Distillation, kept: tuple, cotangents: Any) -> tuple:
     losses, gradients = kept
-    return (*scaled_gradients(losses, gradients, cotangents.total), None)
+    return (*chunks.scaled_gradients(losses, gradients, cotangents.total), None)
 
 
 distilled_cross_entropy.defvjp(_distilled_forward, _distilled_backward, symbolic_zeros=True)
@@ -218,10 +195,10 @@ def _losses(
     def local(
         x: Array, kernel: Array, bias: Array | None, targets: Array, cotangents: Any, teacher: TeacherArrays | None
     ) -> _Losses:
-        kernel, rows = whole_kernel(options, kernel.astype(x.dtype)), x.reshape(-1, x.shape[-1])
+        kernel, rows = chunks.whole_kernel(options, kernel.astype(x.dtype)), x.reshape(-1, x.shape[-1])
         right_kernel = right_rows = None
         if teacher is not None:
-            right_kernel = whole_kernel(head, teacher.kernel.astype(teacher.x.dtype))
+            right_kernel = chunks.whole_kernel(head, teacher.kernel.astype(teacher.x.dtype))
             right_rows = teacher.x.reshape(-1, teacher.x.shape[-1])
         flat = (rows, right_rows, targets.reshape(-1), None if cotangents is None else cotangents.reshape(-1))
 
@@ -229,14 +206,14 @@ def _losses(
             chunk, right_chunk, aims, weights = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, start, size), flat)
 
             def finish(products: Array) -> Array:
-                return finish_logits(products, bias, options.scale, options.soft_cap)
+                return chunks.finish_logits(products, bias, options.scale, options.soft_cap)
 
-            logits, pull = jax.vjp(finish, products_of_chunk(options, chunk, kernel))
+            logits, pull = jax.vjp(finish, chunks.products_of_chunk(options, chunk, kernel))
             divergence = slope = None
             if teacher is not None:
-                right = products_of_chunk(head, right_chunk, right_kernel)
-                right = finish_logits(right, teacher.bias, head.scale, head.soft_cap)
-            loss, log_sum, is_target = loss_of_logits(options, logits, aims)
+                right = chunks.products_of_chunk(head, right_chunk, right_kernel)
+                right = chunks.finish_logits(right, teacher.bias, head.scale, head.soft_cap)
+            loss, log_sum, is_target = chunks.loss_of_logits(options, logits, aims)
             if teacher is not None:
                 divergence, slope = _divergence(options, logits, right, temperature)
                 slope = slope * jnp.float32(share)
@@ -250,20 +227,20 @@ def _losses(
                 of_targets = jnp.exp(logits - log_sum[:, None]) - is_target.astype(jnp.float32)
                 slope = of_targets if slope is None else slope + of_targets * jnp.float32(1 - share)
             (slope,) = pull(slope * weights[:, None])
-            gradients = with_gradients_of_chunk(options, sums.gradients, start, chunk, kernel, slope)
+            gradients = chunks.with_gradients_of_chunk(options, sums.gradients, start, chunk, kernel, slope)
             return _Losses(losses, divergences, gradients)
 
         nothing = jnp.zeros(targets.size, jnp.float32)
-        sums = _Losses(nothing, None if teacher is None else nothing, no_gradients(wanted, rows, kernel, bias))
-        losses, divergences, gradients = over_chunks(options, add_chunk, sums, kernel)
+        sums = _Losses(nothing, None if teacher is None else nothing, chunks.no_gradients(wanted, rows, kernel, bias))
+        losses, divergences, gradients = chunks.over_chunks(options, add_chunk, sums, kernel)
         losses, divergences = jax.tree.map(lambda one: one.reshape(targets.shape), (losses, divergences))
-        return _Losses(losses, divergences, gradients_of_all_devices(options, gradients, x.shape))
+        return _Losses(losses, divergences, chunks.gradients_of_all_devices(options, gradients, x.shape))
 
     specs, of_teacher = HeadSpecs.of(options), HeadSpecs.of(head)
     teacher_specs = None if teacher is None else TeacherArrays(of_teacher.x, of_teacher.kernel, of_teacher.bias)
     in_specs = (specs.x, specs.kernel, specs.bias, specs.tokens, specs.tokens, teacher_specs)
     out_specs = _Losses(specs.tokens, specs.tokens, HeadGradients(specs.x, specs.kernel, specs.bias))
-    return over_mesh(options, local, in_specs, out_specs)(x, kernel, bias, targets, cotangents, teacher)
+    return chunks.over_mesh(options, local, in_specs, out_specs)(x, kernel, bias, targets, cotangents, teacher)
 
 
 def _divergence(
@@ -272,11 +249,11 @@ def _divergence(
     """Returns the divergences from the teacher's logits, and their gradients with respect to the student's logits."""
     scale = jnp.float32(1 / temperature)
     logits, right = logits * scale, right * scale
-    log_shares = logits - log_sum_of_exponentials(options, logits)[:, None]
-    log_right = right - log_sum_of_exponentials(options, right)[:, None]
+    log_shares = logits - chunks.log_sum_of_exponentials(options, logits)[:, None]
+    log_right = right - chunks.log_sum_of_exponentials(options, right)[:, None]
     shares = jnp.exp(log_right)
     axis = options.axes and options.axes.vocabulary
-    divergence = sum_over_axes(jnp.sum(shares * (log_right - log_shares), axis=1), axis)
+    divergence = chunks.sum_over_axes(jnp.sum(shares * (log_right - log_shares), axis=1), axis)
     return divergence * jnp.float32(temperature**2), (jnp.exp(log_shares) - shares) * jnp.float32(temperature)
 
 

@@ -89,10 +89,7 @@ def linear_float32(x: Float[Array, "... i"], kernel: Float[Array, "i o"]) -> Flo
     long on an accelerator.
     """
     y = jax.lax.dot_general(
-        x.reshape(-1, x.shape[-1]),
-        kernel.astype(x.dtype),
-        (((1,), (0,)), ((), ())),
-        preferred_element_type=jnp.float32,
+        x.reshape(-1, x.shape[-1]), kernel.astype(x.dtype), (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
     )
     return y.reshape(*x.shape[:-1], kernel.shape[-1])
 
@@ -148,10 +145,7 @@ def hidden(up: Float[Array, "... f"], gate: Float[Array, "... f"] | None, activa
 
 
 def ffn(
-    x: Float[Array, "... d"],
-    kernels: Mapping[str, Float[Array, "i o"]],
-    biases: Mapping[str, Float[Array, " o"]],
-    activation: str,
+    x: Float[Array, "... d"], kernels: Mapping[str, Array], biases: Mapping[str, Array], activation: str
 ) -> Float[Array, "... d"]:
     """Returns the output of a dense FFN.
 
@@ -165,10 +159,7 @@ def ffn(
 
 
 def ffn_hidden(
-    x: Float[Array, "... d"],
-    kernels: Mapping[str, Float[Array, "d f"]],
-    biases: Mapping[str, Float[Array, " f"]],
-    activation: str,
+    x: Float[Array, "... d"], kernels: Mapping[str, Array], biases: Mapping[str, Array], activation: str
 ) -> Float[Array, "... f"]:
     """Returns the hidden state, the input of `down`, of a dense FFN. Arguments as for `ffn`; `down` may be missing."""
     gate = linear(x, kernels["gate"], biases.get("gate")) if "gate" in kernels else None

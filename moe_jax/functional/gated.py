@@ -82,15 +82,14 @@ _choose = by_platform
 def _fused_product(
     rows: Array, trained: Stacked, fixed: Stacked, group_sizes: Array, *, tiles: Any, shape: Any, **options: Any
 ) -> Array:
-    from moe_jax.kernels.tpu.grouped_product import Kernels
-    from moe_jax.kernels.tpu.grouped_product import gated_product as kernel
+    from moe_jax.kernels.tpu.grouped_product import Kernels, grouped_product
 
     def kernels(name: str, tile: FusedTile) -> Kernels:
         arrays = {**trained[name], **fixed[name]}
         return Kernels(arrays.pop(BASE, None), arrays, tile)
 
     gate, up = map(kernels, (GATE, UP), tiles)
-    return kernel(rows, gate, up, group_sizes, shape, **options)
+    return grouped_product(rows, (gate, up), group_sizes, shape, **options)
 
 
 class Projection(NamedTuple):

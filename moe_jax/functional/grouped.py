@@ -231,15 +231,14 @@ def _on_tpu(operation: str, *arrays: Array) -> Array:
 
 
 def _traced_tpu(lhs: Array, rhs: Array, group_sizes: Array, *, operation: str, core: Core) -> Array:
-    from moe_jax.kernels.tpu.grouped_product import grouped_product
+    from moe_jax.kernels.tpu.grouped_product import Kernels, grouped_product
     from moe_jax.kernels.tpu.kernel_gradients import grouped_outer
     from moe_jax.kernels.tpu.tiles import StoredTile
 
     if operation == "outer":
         return grouped_outer(lhs, rhs, group_sizes, lhs.dtype, core=core)
-    kernels, shape = {"kernel": rhs}, (rhs.shape[1], rhs.shape[2])
-    transposed = operation == "transposed"
-    return grouped_product(lhs, None, kernels, group_sizes, StoredTile(), shape, transposed=transposed, core=core)
+    kernels, shape = Kernels(None, {"kernel": rhs}, StoredTile()), (rhs.shape[1], rhs.shape[2])
+    return grouped_product(lhs, kernels, group_sizes, shape, transposed=operation == "transposed", core=core)
 
 
 # ---- the seam ---------------------------------------------------------------------------------------------------

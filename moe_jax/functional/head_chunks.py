@@ -120,12 +120,7 @@ def no_gradients(wanted: tuple[bool, ...], rows: Array, kernel: Array, bias: Arr
 
 
 def with_gradients_of_chunk(
-    options: HeadOptions,
-    gradients: HeadGradients,
-    start: Array | int,
-    chunk: Float[Array, "n d"],
-    kernel: Array,
-    slope: Float[Array, "n v"],
+    options: HeadOptions, gradients: HeadGradients, start: Array | int, chunk: Array, kernel: Array, slope: Array
 ) -> HeadGradients:
     """Adds the gradients of one chunk to `gradients`, given the slope of the chunk's logits."""
     rounded = slope.astype(chunk.dtype)

@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt8
 
 from moe_jax.functional.grouped import longest_tile, over_tiles
-from moe_jax.functional.synthesis import block_gradients, block_product
+from moe_jax.functional.synthesis import Operands, Tiles, block_gradients, block_product
 from moe_jax.kernels.by_platform import PRODUCT, Bound, by_platform
 from moe_jax.kernels.plain import zero_rows_beyond
 
@@ -112,11 +112,7 @@ Positions = dict[str, Array]
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def grouped_sparse_matmul(
-    lhs: Float[Array, "M i"],
-    values: Float[Array, "E n"],
-    positions: Positions,
-    group_sizes: Int[Array, " E"],
-    width: int,
+    lhs: Float[Array, "M i"], values: Float[Array, "E n"], positions: Positions, group_sizes: Array, width: int
 ) -> Float[Array, "M o"]:
     """Returns `out[m] = lhs[m] @ kernel[group of row m]`.
 
@@ -210,17 +206,14 @@ def _product(
 
 
 @dataclasses.dataclass(frozen=True)
-class EntryTiles:
-    """Dense kernels made from entries: the `Tiles` that `functional.synthesis` takes.
-
-    Their arrays are `values` and those of positions in CSR or COO.
+class EntryTiles(Tiles):
+    """Dense kernels made from entries. Their arrays are `values` and those of positions in CSR or COO.
 
     Attributes:
       shape: [i, o] of a kernel.
     """
 
     shape: tuple[int, int]
-    adds_to_base = True
 
     def tile(self, base: Array | None, arrays: dict[str, Array], start: int, width: int) -> Float[Array, "i w"]:
         """Returns columns start ... start + width of the kernel of one expert, float32; there is no base."""
@@ -229,25 +222,17 @@ class EntryTiles:
         delta = scatter_tile(values, *entry_coordinates(positions), start, (self.shape[0], width))
         return delta if base is None else base + delta
 
-    def thin_gradients(
-        self, lhs: Array, dout: Array, arrays: dict[str, Array], group_sizes: Array, products: Any
-    ) -> None:
-        """Returns None: the gradients of entries need those of whole kernels."""
-
-    def in_triton(self, arrays: dict[str, Array]) -> None:
-        """Returns None: Triton cannot scatter into a tile."""
-
 
 def _gpu_product(
     lhs: Array, values: Array, positions: Positions, group_sizes: Array, *, width: int, capability: Any
 ) -> Array:
-    tiles = EntryTiles((lhs.shape[1], width))
-    return block_product(lhs, None, {"values": values}, positions, group_sizes, tiles=tiles, capability=capability)
+    given, tiles = Operands(lhs, None, {"values": values}, positions, group_sizes), EntryTiles((lhs.shape[1], width))
+    return block_product(given, tiles=tiles, capability=capability)
 
 
 def _gpu_gradients(
     lhs: Array, values: Array, positions: Positions, group_sizes: Array, dout: Array, *, width: int, capability: Any
 ) -> tuple[Array, Array]:
-    arguments, tiles = (lhs, None, {"values": values}, positions, group_sizes, dout), EntryTiles((lhs.shape[1], width))
-    dlhs, _, trained = block_gradients(*arguments, tiles=tiles, capability=capability)
+    given, tiles = Operands(lhs, None, {"values": values}, positions, group_sizes), EntryTiles((lhs.shape[1], width))
+    dlhs, _, trained = block_gradients(given, dout, tiles=tiles, capability=capability)
     return dlhs, trained["values"]

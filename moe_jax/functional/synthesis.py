@@ -14,10 +14,11 @@ The backend is chosen when the program is lowered (`kernels.by_platform`):
 - Otherwise loops of plain XLA, with tiles sized for the cache of a CPU.
 """
 
+import abc
 import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,20 +63,21 @@ class InTriton(NamedTuple):
     is_cheap: bool
 
 
-class Tiles(Protocol):
+class Tiles(abc.ABC):
     """Makes the kernel of one expert, a tile of columns at a time. Static and hashable: arrays are passed beside it.
 
     Attributes:
       shape: [i, o] of the kernel, or of the part of it that this device has.
-      adds_to_base: a kernel is the base plus something that does not depend on it.
     """
 
-    @property
-    def shape(self) -> tuple[int, int]: ...
+    shape: tuple[int, int]
 
     @property
-    def adds_to_base(self) -> bool: ...
+    def adds_to_base(self) -> bool:
+        """Whether a kernel is the base plus something that does not depend on it."""
+        return True
 
+    @abc.abstractmethod
     def tile(
         self, base: Float[Array, "i w"] | None, arrays: Stacked, start: Int[Array, ""] | int, width: int
     ) -> Float[Array, "i w"]:
@@ -86,11 +88,10 @@ class Tiles(Protocol):
           arrays: of one expert, by name.
           start, width: which columns.
         """
-        ...
 
     def fused(self) -> FusedTile | str:
         """Returns how tiles are made inside a TPU kernel, which adds them to the base; or why they are not."""
-        ...
+        return f"nothing says how those of {type(self).__name__} are made inside a Pallas kernel"
 
     def in_triton(self, arrays: Stacked) -> InTriton | None:
         """Returns how the kernel, or its difference from the base, is made in a Triton kernel; None: it cannot be.
@@ -98,7 +99,7 @@ class Tiles(Protocol):
         Args:
           arrays: of all experts, by name.
         """
-        ...
+        return None
 
     def thin_gradients(
         self, lhs: Array, dout: Array, arrays: Stacked, group_sizes: Array, products: "TritonProducts"
@@ -112,7 +113,30 @@ class Tiles(Protocol):
           group_sizes: rows per group.
           products: the grouped products of the platform; see `kernels.gpu.grouped.TritonProducts`.
         """
-        ...
+        return None
+
+
+class Operands(NamedTuple):
+    """The arrays of a product with kernels that are made.
+
+    Attributes:
+      lhs: rows sorted by group.
+      base: shared by all groups; None: there is none.
+      trained: floating-point arrays of the experts by name, stacked over the groups.
+      fixed: arrays of the experts without a gradient by name, integer or frozen ones, stacked over the groups.
+      group_sizes: rows per group, int32. Rows beyond their sum give zeros.
+    """
+
+    lhs: Float[Array, "M i"]
+    base: Float[Array, "i o"] | None
+    trained: Stacked
+    fixed: Stacked
+    group_sizes: Int[Array, " E"]
+
+    def gradient_of_base(self, dout: Array) -> Float[Array, "i o"]:
+        """Returns the gradient of a base that is part of all kernels: theirs sum to one product of all rows."""
+        inside = zero_rows_beyond(dout, jnp.sum(self.group_sizes))
+        return lax.dot_general(self.lhs, inside, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -129,51 +153,31 @@ def synthesised_matmul(
     Kernels are made in float32 and rounded to the dtype of `lhs` for the product.
 
     Args:
-      lhs: rows sorted by group.
-      base: shared by all groups; None: there is none.
-      trained: floating-point arrays of the experts by name, stacked over the groups.
-      fixed: arrays of the experts without a gradient by name, integer or frozen ones, stacked over the groups.
-      group_sizes: rows per group, int32. Rows beyond their sum give zeros.
+      lhs, base, trained, fixed, group_sizes: see `Operands`.
       tiles: makes kernels of the base and the arrays.
     """
     out = jax.ShapeDtypeStruct((lhs.shape[0], tiles.shape[1]), lhs.dtype)
     product = _choose(tiles, lhs.dtype, out, loops=_looped_product, tpu=_fused_product, gpu=block_product)
-    return product(lhs, base, trained, fixed, group_sizes)
+    return product(Operands(lhs, base, trained, fixed, group_sizes))
 
 
-def _forward(lhs: Array, base: Any, trained: Stacked, fixed: Stacked, group_sizes: Array, tiles: Tiles) -> tuple:
-    arguments = lhs, base, trained, fixed, group_sizes
-    return checkpoint_name(synthesised_matmul(*arguments, tiles), PRODUCT), arguments
+def _forward(*arguments: Any) -> tuple:
+    return checkpoint_name(synthesised_matmul(*arguments), PRODUCT), Operands(*arguments[:-1])
 
 
-def _backward(tiles: Tiles, residuals: tuple, dout: Array) -> tuple:
-    lhs, base, trained, _, _ = residuals
-    out = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), (lhs, base, trained))
+def _backward(tiles: Tiles, given: Operands, dout: Array) -> tuple:
+    out = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), given[:3])
     backends = {"loops": _looped_gradients, "tpu": _fused_gradients, "gpu": block_gradients}
-    dlhs, dbase, dtrained = _choose(tiles, lhs.dtype, out, **backends)(*residuals, dout)
-    return dlhs, dbase, dtrained, None, None
+    return *_choose(tiles, given.lhs.dtype, out, **backends)(given, dout), None, None
 
 
 synthesised_matmul.defvjp(_forward, _backward)
 
 
 def _choose(
-    tiles: Tiles,
-    dtype: jnp.dtype,
-    out: Any,
-    *,
-    loops: Callable[..., Any],
-    tpu: Callable[..., Any],
-    gpu: Callable[..., Any],
+    tiles: Tiles, dtype: jnp.dtype, out: Any, *, loops: Callable[..., Any], tpu: Callable[..., Any], gpu: Any
 ) -> Callable[..., Any]:
-    """Returns the function that the program calls on the platform that it is lowered for.
-
-    Args:
-      tiles: makes kernels.
-      dtype: in which they are multiplied.
-      out: shapes and dtypes of the result.
-      loops, tpu, gpu: the backends.
-    """
+    """Returns the one of these backends that the program calls on the platform that it is lowered for."""
     tile, fused = tiles.fused(), None
     if isinstance(tile, str):
         _say_why_not_fused(tile)
@@ -190,9 +194,9 @@ def _say_why_not_fused(reason: str) -> None:
 # ---- loops (CPU, and what has no kernel) ------------------------------------------------------------------------
 
 
-def _looped_product(
-    lhs: Array, base: Array | None, trained: Stacked, fixed: Stacked, group_sizes: Array, *, tiles: Tiles
-) -> Array:
+def _looped_product(given: Operands, *, tiles: Tiles) -> Array:
+    lhs, base, trained, fixed, group_sizes = given
+
     def kernel_of(e: Array) -> Callable[[Array, int], Array]:
         leaves = _expert(trained, e) | _expert(fixed, e)
         return lambda start, width: tiles.tile(_base_tile(base, start, width), leaves, start, width).astype(lhs.dtype)
@@ -200,16 +204,8 @@ def _looped_product(
     return looped_product(lhs, group_sizes, tiles.shape[1], kernel_of)
 
 
-def _looped_gradients(
-    lhs: Array,
-    base: Array | None,
-    trained: Stacked,
-    fixed: Stacked,
-    group_sizes: Array,
-    dout: Array,
-    *,
-    tiles: Tiles,
-) -> tuple:
+def _looped_gradients(given: Operands, dout: Array, *, tiles: Tiles) -> tuple:
+    lhs, base, trained, fixed, group_sizes = given
     rows, slack = lhs.shape[0], longest_tile(lhs.shape[0])
     starts, columns = jnp.cumsum(group_sizes) - group_sizes, tile_width(tiles.shape, rows)
     lhs_padded, dout_padded = (jnp.pad(a, ((0, slack), (0, 0))) for a in (lhs, dout))
@@ -278,45 +274,19 @@ def _expert(stacked: Stacked, e: Array) -> Stacked:
 # ---- fused tiles (TPU) ------------------------------------------------------------------------------------------
 
 
-def _fused_product(
-    lhs: Array,
-    base: Array | None,
-    trained: Stacked,
-    fixed: Stacked,
-    group_sizes: Array,
-    *,
-    tile: FusedTile,
-    shape: tuple[int, int],
-    **options: Any,
-) -> Array:
-    from moe_jax.kernels.tpu.grouped_product import grouped_product
+def _fused_product(given: Operands, *, tile: FusedTile, shape: tuple[int, int], **options: Any) -> Array:
+    from moe_jax.kernels.tpu.grouped_product import Kernels, grouped_product
 
-    return grouped_product(lhs, base, trained | fixed, group_sizes, tile, shape, **options)
+    lhs, base, trained, fixed, group_sizes = given
+    return grouped_product(lhs, Kernels(base, trained | fixed, tile), group_sizes, shape, **options)
 
 
-def _fused_gradients(
-    lhs: Array,
-    base: Array | None,
-    trained: Stacked,
-    fixed: Stacked,
-    group_sizes: Array,
-    dout: Array,
-    *,
-    tile: FusedTile,
-    shape: tuple[int, int],
-    **options: Any,
-) -> tuple:
-    from moe_jax.kernels.tpu.grouped_product import grouped_product
-
-    arrays = trained | fixed
-    dlhs = grouped_product(dout, base, arrays, group_sizes, tile, shape, transposed=True, **options)
-    dbase = None
-    if base is not None:
-        # The gradients of all experts' kernels sum to one product of all rows.
-        inside = zero_rows_beyond(dout, jnp.sum(group_sizes))
-        dbase = lax.dot_general(lhs, inside, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-        dbase = dbase.astype(base.dtype)
-    dtrained = tile.gradients(lhs, dout, arrays, tuple(trained), group_sizes, **options)
+def _fused_gradients(given: Operands, dout: Array, *, tile: FusedTile, **options: Any) -> tuple:
+    lhs, base, trained, fixed, group_sizes = given
+    dlhs = _fused_product(given._replace(lhs=dout), tile=tile, transposed=True, **options)
+    dbase = None if base is None else given.gradient_of_base(dout).astype(base.dtype)
+    del options["shape"]
+    dtrained = tile.gradients(lhs, dout, trained | fixed, tuple(trained), group_sizes, **options)
     return dlhs, dbase, {name: dtrained[name].astype(array.dtype) for name, array in trained.items()}
 
 
@@ -324,26 +294,19 @@ def _fused_gradients(
 
 
 def block_product(
-    lhs: Float[Array, "M i"],
-    base: Float[Array, "i o"] | None,
-    trained: Stacked,
-    fixed: Stacked,
-    group_sizes: Int[Array, " E"],
-    *,
-    tiles: Tiles,
-    capability: Capability | None,
-    interpret: bool = False,
+    given: Operands, *, tiles: Tiles, capability: Capability | None, interpret: bool = False
 ) -> Float[Array, "M o"]:
-    """Returns the synthesised product; see `functional.synthesis.synthesised_matmul`.
+    """Returns the synthesised product; see `synthesised_matmul`.
 
     Args:
-      lhs, base, trained, fixed, group_sizes: as `synthesised_matmul` takes them.
+      given: the arrays.
       tiles: makes kernels.
       capability: of the GPU; None: unknown.
       interpret: run kernels on any platform, slowly.
     """
     from moe_jax.kernels.gpu.grouped import TritonProducts
 
+    lhs, base, trained, fixed, group_sizes = given
     products = TritonProducts(capability, interpret)
     fused = _in_triton(tiles, lhs.shape[0], trained | fixed, group_sizes)
     if fused is not None:
@@ -359,30 +322,19 @@ def block_product(
 
 
 def block_gradients(
-    lhs: Float[Array, "M i"],
-    base: Float[Array, "i o"] | None,
-    trained: Stacked,
-    fixed: Stacked,
-    group_sizes: Int[Array, " E"],
-    dout: Float[Array, "M o"],
-    *,
-    tiles: Tiles,
-    capability: Capability | None,
-    interpret: bool = False,
+    given: Operands, dout: Float[Array, "M o"], *, tiles: Tiles, capability: Capability | None, interpret: bool = False
 ) -> tuple[Float[Array, "M i"], Float[Array, "i o"] | None, Stacked]:
     """Returns the gradients of `block_product` in the rows, the base and the trained arrays, in their dtypes.
 
     Args:
-      lhs, base, trained, fixed, group_sizes, tiles, capability, interpret: see `block_product`.
+      given, tiles, capability, interpret: see `block_product`.
       dout: gradient of its result.
     """
     from moe_jax.kernels.gpu.grouped import TritonProducts
 
-    products, dbase = TritonProducts(capability, interpret), None
-    if base is not None and tiles.adds_to_base:
-        # Kernels are the base plus the experts' own parts: the gradients of all kernels sum to one product.
-        inside = zero_rows_beyond(dout, jnp.sum(group_sizes))
-        dbase = lax.dot_general(lhs, inside, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    lhs, base, trained, fixed, group_sizes = given
+    products = TritonProducts(capability, interpret)
+    dbase = given.gradient_of_base(dout) if base is not None and tiles.adds_to_base else None
     thin = tiles.thin_gradients(lhs, dout, trained | fixed, group_sizes, products) if trained else {}
     sums_base = base is not None and dbase is None
     has_outer = sums_base or thin is None

@@ -8,7 +8,7 @@ gather into a scatter, which is serial on CPU and slow on accelerators.
 import functools
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,29 +65,21 @@ def part_of(order: Order, first: Int[Array, ""] | int, rows: int) -> Order:
     return Order(sorted_to_flat, order.flat_to_sorted - first, within[1] - within[0])
 
 
-def dispatch(x: Float[Array, "T d"], order: Order, top_k: int) -> Float[Array, "M d"]:
-    """Returns the sorted rows: the token of every assignment, for all M of them or for a part (`part_of`)."""
-    return _dispatch(x, order, top_k)
-
-
 def _rows(x: Float[Array, "n d"], indices: Int[Array, " m"]) -> Float[Array, "m d"]:
     """Returns the rows with these indices, which must exist: filling with NaN would read and write all again."""
     return jnp.take(x, indices, axis=0, mode="clip")
 
 
-# `nondiff_argnums` loses the types of a decorated function.
-_dispatch: Any = jax.custom_vjp(lambda x, order, top_k: _rows(x, order.sorted_to_flat // top_k), nondiff_argnums=(2,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def dispatch(x: Float[Array, "T d"], order: Order, top_k: int) -> Float[Array, "M d"]:
+    """Returns the sorted rows: the token of every assignment, for all M of them or for a part (`part_of`)."""
+    return _rows(x, order.sorted_to_flat // top_k)
 
 
-def _dispatch_fwd(x: Array, order: Order, top_k: int) -> tuple[Array, Order]:
-    return _dispatch(x, order, top_k), order
-
-
-def _dispatch_bwd(top_k: int, order: Order, dy: Array) -> tuple[Array, None]:
-    return _sum_of_choices(dy, order, None, top_k), None
-
-
-_dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
+dispatch.defvjp(
+    lambda x, order, top_k: (dispatch(x, order, top_k), order),
+    lambda top_k, order, dy: (_sum_of_choices(dy, order, None, top_k), None),
+)
 
 
 def _sum(terms: Iterable[Float[Array, "T d"]]) -> Float[Array, "T d"]:
@@ -183,11 +175,8 @@ def _combine_bwd(saved: tuple[Array, Order, Array], dz: Array) -> tuple[Array, N
     dy = _rows(dz, order.sorted_to_flat // top_k).astype(jnp.float32) * of_rows[:, None]
     products = (dz.astype(jnp.float32) * row.astype(jnp.float32) for row in _per_choice(y, order, top_k))
     dw = jnp.stack([jnp.sum(product, axis=1) for product in products], axis=1)
-    return (
-        dy.astype(y.dtype),
-        None,
-        dw if _is_whole(y, order) else jnp.where(_have_rows(y, order).reshape(dw.shape), dw, 0),
-    )
+    dw = dw if _is_whole(y, order) else jnp.where(_have_rows(y, order).reshape(dw.shape), dw, 0)
+    return dy.astype(y.dtype), None, dw
 
 
 combine.defvjp(_combine_fwd, _combine_bwd)

@@ -346,7 +346,7 @@ def _settings(given: Mapping[str, Any]) -> GenerateSpec:
         temperature = 0.0
     elif given.get("do_sample") and not temperature:
         temperature = 1.0
-    sampling = {"top_k": given.get("top_k"), "top_p": given.get("top_p")} if temperature else {}
+    sampling: dict[str, Any] = {"top_k": given.get("top_k"), "top_p": given.get("top_p")} if temperature else {}
     most = int(lengths[0]) if lengths else MAX_NEW_TOKENS
     stop = tuple(one for one in ([until] if isinstance(until, str) else until) if one)
     return GenerateSpec(stop=stop, max_new_tokens=most, temperature=temperature, **sampling)

@@ -110,7 +110,7 @@ def evaluate_tasks(
         task.set_config("num_fewshot", own or 0 if num_fewshot is None or own == 0 else num_fewshot)
         task.set_fewshot_seed(seed=_SEED)
     began = time.time()
-    chat = {"apply_chat_template": apply_chat_template, "fewshot_as_multiturn": apply_chat_template}
+    chat: dict[str, Any] = {"apply_chat_template": apply_chat_template, "fewshot_as_multiturn": apply_chat_template}
     with _quiet():
         found = lm_eval.evaluator.evaluate(lm=model, task_dict=dict(tasks), limit=limit, **chat)
     assert found is not None

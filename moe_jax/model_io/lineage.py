@@ -60,11 +60,9 @@ def _name(text: str) -> re.Match[str] | None:
 
 
 def local_model(path: Path | str, *, weights: bool = True) -> Path:
-    """Returns a path as it is; for a name on the Hub, downloads the files and returns their folder.
+    """Returns a path as it is; for `org/name[@revision]` on the Hub, downloads the files and returns their folder.
 
-    Args:
-      path: a path, or `org/name[@revision]`.
-      weights: whether the weights and the tokenizer are needed too, and not only the config.
+    Without `weights` only the config is needed, and neither the weights nor the tokenizer.
 
     Raises:
       InputError: if the package is absent, or the Hub has no such model, does not give it, or cannot be reached and the

@@ -138,9 +138,13 @@ class LeavesOverBase:
         self._own = own
         self._waiting: dict[str, np.ndarray] = {}
 
-    @cached_property
+    @property
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns leaf path -> shape and dtype as stored, or as made for NF4 leaves; without leaves on neither side."""
+        return self._specs
+
+    @cached_property
+    def _specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         base, specs = self._base.specs(), {}
         for path, spec in leaf_specs(self._config).items():
             source = base_leaf(self._config, path)

@@ -160,15 +160,12 @@ class ModelConfig:
             raise InputError(f"{experts:,} experts in all layers are not what can be: {MAX_EXPERTS:,} are the most")
         for i, layer in enumerate(self.layers):
             try:
-                self._check_layer(layer)
+                self.rope_of(layer).check_fits(layer.attention.rope_dim, self.max_positions)
+                if isinstance(layer.mlp, MoEConfig):
+                    layer.mlp.bank.check_fits(layer.mlp.expert, self.d_model)
             except InputError as error:
                 raise InputError(f"layer {i}: {error}") from None
         self._check_stacks()
-
-    def _check_layer(self, layer: LayerConfig) -> None:
-        self.rope_of(layer).check_fits(layer.attention.rope_dim, self.max_positions)
-        if isinstance(layer.mlp, MoEConfig):
-            layer.mlp.bank.check_fits(layer.mlp.expert, self.d_model)
 
     def _check_stacks(self) -> None:
         encoder = self.num_encoder_layers
@@ -193,11 +190,9 @@ class ModelConfig:
                 )
         for start, layers in ((0, self.layers[:encoder]), (encoder, self.layers[encoder:])):
             tables = {}
-            for i, layer in enumerate(layers, start):
-                attention = layer.attention
+            for i, attention in enumerate((layer.attention for layer in layers), start):
                 if attention.relative_bias is not None:
-                    table = attention.relative_bias, attention.num_heads, attention.mask
-                    tables.setdefault(table, i)
+                    tables.setdefault((attention.relative_bias, attention.num_heads, attention.mask), i)
             if len(tables) > 1:
                 first, second, *_ = tables.values()
                 raise InputError(

@@ -1,6 +1,7 @@
 """Attention with its projections and cache: grouped-query, and multi-head latent attention (DeepSeek-V2)."""
 
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -9,7 +10,7 @@ from jaxtyping import Array, Float
 from moe_jax.experts.devices import attention_placement, shard_batch, shard_cache
 from moe_jax.experts.linear import lora_for
 from moe_jax.functional.attention import Visibility, attention
-from moe_jax.functional.attention_chunks import MOST_QUERIES, cached_attention
+from moe_jax.functional.attention_chunks import MOST_QUERIES, AttentionOptions, cached_attention
 from moe_jax.functional.keys import fold_in
 from moe_jax.functional.position_embeddings import apply_rope
 from moe_jax.models.config import PROJECTIONS, AttentionConfig, LatentConfig, ModelConfig
@@ -26,6 +27,17 @@ def make_projections(config: AttentionConfig, d_model: int, *, rngs: nnx.Rngs, d
         bias, lora = name in config.biases, lora_for(config.lora, name)
         linears[name] = Linear(shape, bias=bias, nf4=config.nf4, lora=lora, split=split, rngs=rngs, dtype=dtype)
     return linears
+
+
+def _options(config: AttentionConfig) -> AttentionOptions:
+    return AttentionOptions(config.mask, config.sliding_window, config.score_scale, config.score_soft_cap)
+
+
+def _attend(
+    config: AttentionConfig, q: Array, k: Array, v: Array, visible: Visibility, bias: Any = None, *, aligned: bool
+) -> Float[Array, "B T H W"]:
+    options: Any = _options(config)._replace(aligned=aligned)._asdict()
+    return attention(q, k, v, visible, bias=bias, placement=attention_placement(*q.shape[:2]), **options)
 
 
 class Attention(nnx.Module):
@@ -80,17 +92,18 @@ class Attention(nnx.Module):
         if rope is not None:
             q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         if cache is None:
-            return self.o(self._attend(q, k, v, visible, bias, aligned=True), keys["o"]), None
+            y = _attend(self.config, q, k, v, visible, bias, aligned=True)
+            return self._out(y, keys), None
         assert slots is not None, "a cache goes with slots"
         cache = cache._replace(
             k=slots.write(cache.k, k.transpose(0, 2, 1, 3)), v=slots.write(cache.v, v.transpose(0, 2, 1, 3))
         )
         if slots.begins:
-            y = self._attend(q, k, v, visible, bias, aligned=True)
+            y = _attend(self.config, q, k, v, visible, bias, aligned=True)
         else:
             visible = visible._replace(key_positions=slots.key_positions(cache.k.shape[2]))
             y = self._attend_to_cache(q, cache, visible, bias)
-        return self.o(y, keys["o"]), cache
+        return self._out(y, keys), cache
 
     def attend_across(
         self,
@@ -114,14 +127,14 @@ class Attention(nnx.Module):
         q = self._queries(x, keys["q"])
         if source is not None:
             k, v = self._keys_and_values(source.astype(x.dtype), keys["k"], keys["v"])
-            y = self._attend(q, k, v, visible, None, aligned=False)
+            y = _attend(self.config, q, k, v, visible, aligned=False)
             if cache is not None:
                 k, v = (shard_cache(made.astype(cache.k.dtype).transpose(0, 2, 1, 3)) for made in (k, v))
                 cache = KVCache(k, v)
         else:
             assert cache is not None, "cross-attention needs an encoder's output, or what was made of it"
             y = self._attend_to_cache(q, cache, visible, None)
-        return self.o(y, keys["o"]), cache
+        return self._out(y, keys), cache
 
     def _queries(self, x: Float[Array, "B T d"], key: Array | None) -> Float[Array, "B T H D"]:
         return self._heads(self.q(x, key), "q_norm")
@@ -146,36 +159,11 @@ class Attention(nnx.Module):
     ) -> Float[Array, "B T w"]:
         if q.shape[1] > MOST_QUERIES:
             k, v = (a.transpose(0, 2, 1, 3).astype(q.dtype) for a in cache[:2])
-            return self._attend(q, k, v, visible, bias, aligned=False)
-        y = cached_attention(
-            [(q, cache.k)],
-            cache.v,
-            visible,
-            mask=self.config.mask,
-            window=self.config.sliding_window,
-            scale=self.config.scale,
-            soft_cap=self.config.score_soft_cap,
-            bias=bias,
-        )
-        return y.reshape(*q.shape[:2], -1)
+            return _attend(self.config, q, k, v, visible, bias, aligned=False)
+        return cached_attention([(q, cache.k)], cache.v, visible, _options(self.config), bias)
 
-    def _attend(
-        self, q: Array, k: Array, v: Array, visible: Visibility, bias: Array | None, *, aligned: bool
-    ) -> Float[Array, "B T w"]:
-        y = attention(
-            q,
-            k,
-            v,
-            visible,
-            mask=self.config.mask,
-            window=self.config.sliding_window,
-            scale=self.config.scale,
-            soft_cap=self.config.score_soft_cap,
-            bias=bias,
-            aligned=aligned,
-            placement=attention_placement(*q.shape[:2]),
-        )
-        return y.reshape(*q.shape[:2], -1)
+    def _out(self, y: Float[Array, "B T H W"], keys: dict[str, Array | None]) -> Float[Array, "B T d"]:
+        return self.o(y.reshape(*y.shape[:2], -1), keys["o"])
 
 
 class LatentAttention(nnx.Module):
@@ -247,7 +235,7 @@ class LatentAttention(nnx.Module):
         made = self.kv_up(latent, key).reshape(*latent.shape[:2], self.config.num_heads, -1)
         of_all = jnp.broadcast_to(shared[:, :, None, :], (*made.shape[:3], shared.shape[-1]))
         k = jnp.concatenate([made[..., : self._plain], of_all], axis=-1)
-        return self._attention(q, k, made[..., self._plain :], visible, aligned=aligned)
+        return _attend(self.config, q, k, made[..., self._plain :], visible, aligned=aligned)
 
     def _attend_to_latents(
         self, q: Array, latent: Array, shared: Array, visible: Visibility
@@ -256,24 +244,14 @@ class LatentAttention(nnx.Module):
         up = self.kv_up.materialise().astype(q.dtype).reshape(self._latent.kv_rank, self.config.num_heads, -1)
         of_latents = jnp.einsum("bthn,rhn->bthr", q[..., : self._plain], up[..., : self._plain])
         if q.shape[1] <= MOST_QUERIES:
-            config, values = self.config, latent[:, None]
+            values = latent[:, None]
             parts = [(of_latents, values), (q[..., self._plain :], shared[:, None])]
-            y = cached_attention(
-                parts, values, visible, mask=config.mask, window=config.sliding_window, scale=config.score_scale
-            )
+            y = cached_attention(parts, values, visible, _options(self.config))
         else:
             q = jnp.concatenate([of_latents, q[..., self._plain :]], axis=-1)
             k = jnp.concatenate([latent, shared], axis=-1)[:, :, None, :]
-            y = self._attention(q, k, latent[:, :, None, :], visible, aligned=False)
+            y = _attend(self.config, q, k, latent[:, :, None, :], visible, aligned=False)
         return jnp.einsum("bthr,rhw->bthw", y, up[..., self._plain :])
-
-    def _attention(self, q: Array, k: Array, v: Array, visible: Visibility, *, aligned: bool) -> Array:
-        config = self.config
-        return attention(
-            q, k, v, visible,
-            mask=config.mask, window=config.sliding_window, scale=config.score_scale, aligned=aligned,
-            placement=attention_placement(*q.shape[:2]),
-        )  # fmt: skip
 
     def _is_cheaper_absorbed(self, queries: int, slots: int) -> bool:
         """Whether attending to latents takes fewer multiplications per row and head."""

@@ -6,7 +6,7 @@ holds the row in order; a shorter one is a ring, in which a token overwrites the
 
 from collections.abc import Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -94,11 +94,7 @@ def _put_tokens(cache: Array, tokens: Array, slots: Int[Array, " B"]) -> Array:
 
 
 def _put_one_by_one(cache: Array, tokens: Array, slots: Int[Array, " B"]) -> Array:
-    """Does the same as a loop, which XLA:CPU leaves as it is.
-
-    XLA:CPU would fuse a plain update with everything that reads the cache afterwards, each time with a copy of the
-    cache.
-    """
+    """Does the same as a loop: XLA:CPU would fuse an update, and a copy, with all that reads the cache afterwards."""
 
     def put(row: Array, cache: Array) -> Array:
         token = jax.lax.dynamic_slice_in_dim(tokens, row, 1, 0)
@@ -224,6 +220,33 @@ class Context(NamedTuple):
         return arrays._replace(rope=dict(zip(rotations, arrays.rope, strict=True)), slots=slots)
 
 
+class StackInputs(TypedDict, total=False):
+    """Keyword arguments of a stack, beside its activations.
+
+    Attributes:
+      positions: position of every token in its document; default 0, 1, ... With caches it decides the slot that the
+        token takes, and a query sees tokens at positions up to its own.
+      segment_ids: document of every token when several are packed in a row, counted from 1; attention stays inside
+        a document and 0 marks padding.
+      valid: tokens that are not padding; with caches, only padding may follow padding. None: all tokens, or with
+        `segment_ids` all tokens of documents.
+      prefix: length of the prefix of every row, for attention with that mask.
+      encoder_output: the sequence that cross-attention attends to; with caches, only in the first call: its keys
+        and values are kept there.
+      encoder_valid: tokens of it that are not padding; None: all.
+      begins: with caches, whether the rows begin with this call, at position 0: its tokens then see only each
+        other, at no cost for slots that are still empty.
+    """
+
+    positions: Int[Array, "B T"] | None
+    segment_ids: Int[Array, "B T"] | None
+    valid: Bool[Array, "B T"] | None
+    prefix: Int[Array, " B"] | None
+    encoder_output: Float[Array, "B S e"] | None
+    encoder_valid: Bool[Array, "B S"] | None
+    begins: bool
+
+
 def make_context(
     config: ModelConfig,
     shape: tuple[int, ...],
@@ -239,12 +262,12 @@ def make_context(
     begins: bool = False,
     relative_bias: Float[Array, "H n"] | None = None,
 ) -> Context:
-    """Makes the context of a pass over [B, T] tokens; arguments as in `Stack`.
+    """Makes the context of a pass over [B, T] tokens.
 
     Args:
       config: of the model.
       shape: batch and length.
-      positions, segment_ids, valid, prefix, encoder_output, encoder_valid, begins: see `Stack`.
+      positions, segment_ids, valid, prefix, encoder_output, encoder_valid, begins: see `StackInputs`.
       num_slots: of the longest cache; None: there are none.
       num_source_slots: of the caches of cross-attention; None: there are none.
       relative_bias: see `Context`.
@@ -253,12 +276,28 @@ def make_context(
       InputError: if the arguments do not fit each other or the model.
     """
     source_length = num_source_slots if encoder_output is None else encoder_output.shape[1]
-    _check(config, segment_ids, prefix, source_length, encoder_valid, num_slots)
+    masks = {layer.attention.mask for layer in config.layers}
+    crosses = any(layer.cross is not None for layer in config.layers)
+    if ("prefix" in masks) != (prefix is not None):
+        raise InputError("the lengths of prefixes go with attention whose mask is 'prefix', and only with it")
+    if crosses != (source_length is not None):
+        raise InputError("an encoder's output goes with layers that have cross-attention, and only with them")
+    if encoder_valid is not None and source_length is None:
+        raise InputError("encoder_valid says what counts of encoder_output, which is not given")
+    if segment_ids is not None and (num_slots is not None or prefix is not None or source_length is not None):
+        raise InputError("packed documents (segment_ids) have neither caches, nor prefixes, nor an encoder's output")
+    if num_slots is not None and "bidirectional" in masks:
+        raise InputError("attention whose mask is 'bidirectional' has no cache: a token would see those after it")
     if encoder_output is not None and num_source_slots not in (None, source_length):
         raise InputError(
             f"the caches have slots for {num_source_slots} tokens of an encoder's output, which has {source_length}"
         )
-    _check_length(config, shape[1] if num_slots is None else num_slots)
+    length = shape[1] if num_slots is None else num_slots
+    if config.bounded_positions and length > config.max_positions:
+        raise InputError(
+            f"rows of {length} positions, but beyond {config.max_positions} a {config.family!r} model computes "
+            "something else, which is not supported; take shorter ones"
+        )
     in_row = default_positions(shape)
     positions = in_row if positions is None else positions
     if valid is None and segment_ids is not None:
@@ -283,33 +322,3 @@ def make_context(
         queries = None if encoder_valid is None else jnp.ones(shape, jnp.int32)
         source = Source(encoder_output, Visibility(in_row, default_positions((shape[0], source_length)), queries, keys))
     return Context(tables, visible, valid, source, relative_bias, slots)
-
-
-def _check_length(config: ModelConfig, length: int) -> None:
-    if config.bounded_positions and length > config.max_positions:
-        raise InputError(
-            f"rows of {length} positions, but beyond {config.max_positions} a {config.family!r} model computes "
-            "something else, which is not supported; take shorter ones"
-        )
-
-
-def _check(
-    config: ModelConfig,
-    segment_ids: Array | None,
-    prefix: Array | None,
-    source_length: int | None,
-    encoder_valid: Array | None,
-    num_slots: int | None,
-) -> None:
-    masks = {layer.attention.mask for layer in config.layers}
-    crosses = any(layer.cross is not None for layer in config.layers)
-    if ("prefix" in masks) != (prefix is not None):
-        raise InputError("the lengths of prefixes go with attention whose mask is 'prefix', and only with it")
-    if crosses != (source_length is not None):
-        raise InputError("an encoder's output goes with layers that have cross-attention, and only with them")
-    if encoder_valid is not None and source_length is None:
-        raise InputError("encoder_valid says what counts of encoder_output, which is not given")
-    if segment_ids is not None and (num_slots is not None or prefix is not None or source_length is not None):
-        raise InputError("packed documents (segment_ids) have neither caches, nor prefixes, nor an encoder's output")
-    if num_slots is not None and "bidirectional" in masks:
-        raise InputError("attention whose mask is 'bidirectional' has no cache: a token would see those after it")

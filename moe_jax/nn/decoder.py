@@ -6,7 +6,7 @@ on many tokens. For a single generated token it is as much as the work itself, a
 used. So generation runs a program that loops over no layers.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.core.errors import InputError
 from moe_jax.functional import keys
-from moe_jax.functional.cross_entropy import DistilledLoss
+from moe_jax.functional.cross_entropy import Distillation, DistilledLoss
 from moe_jax.models.config import ModelConfig
-from moe_jax.nn.context import Caches
+from moe_jax.nn.context import Caches, StackInputs
 from moe_jax.nn.layers import Embed, Head
 from moe_jax.nn.moe import StackedStats
 from moe_jax.nn.stack import BlockStack, Stack, StackOutput
@@ -47,6 +47,24 @@ class Encoded(NamedTuple):
     output: Float[Array, "B S d"]
     valid: Bool[Array, "B S"] | None
     router: StackedStats
+
+
+class DecoderInputs(StackInputs, total=False):
+    """Keyword arguments of a decoder, beside its tokens: those of its stack, and more.
+
+    Attributes:
+      inputs: token ids for the encoder, which is run first. In place of them `encoder_output` may be given.
+      inputs_valid: inputs that are not padding; None: all.
+      embeddings: in place of tokens, as `Embed.look_up` returns them.
+      caches: to continue a row.
+      key: random key for everything random in training (such as the noise of `coder` routers); None: deterministic.
+    """
+
+    inputs: Int[Array, "B S"] | None
+    inputs_valid: Bool[Array, "B S"] | None
+    embeddings: Float[Array, "B T d"] | None
+    caches: Caches | None
+    key: Array | None
 
 
 class Decoder(nnx.Module):
@@ -117,91 +135,38 @@ class Decoder(nnx.Module):
         self,
         tokens: Int[Array, "B T"] | None = None,
         *,
-        inputs: Int[Array, "B S"] | None = None,
-        inputs_valid: Bool[Array, "B S"] | None = None,
-        embeddings: Float[Array, "B T d"] | None = None,
-        positions: Int[Array, "B T"] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
-        valid: Bool[Array, "B T"] | None = None,
-        prefix: Int[Array, " B"] | None = None,
-        encoder_output: Float[Array, "B S e"] | None = None,
-        encoder_valid: Bool[Array, "B S"] | None = None,
-        caches: Caches | None = None,
-        begins: bool = False,
         last_only: Int[Array, " B"] | None = None,
-        key: Array | None = None,
+        **given: Unpack[DecoderInputs],
     ) -> DecoderOutput:
         """Returns next-token logits.
 
         Args:
           tokens: token ids.
-          inputs: token ids for the encoder, which is run first. In place of them `encoder_output` may be given.
-          inputs_valid: inputs that are not padding; None: all.
-          embeddings: in place of tokens, as `Embed.look_up` returns them.
-          positions: position of every token; details of this and of the following arguments are in `Stack`.
-          segment_ids: documents packed in a row.
-          valid: tokens that are not padding.
-          prefix: lengths of prefixes.
-          encoder_output: for cross-attention; from `encode`, or from an encoder elsewhere.
-          encoder_valid: tokens of it that are not padding.
-          caches: to continue a row.
-          begins: with caches, whether rows begin with this call.
           last_only: index of the one position per row whose logits are wanted; None: all.
-          key: random key for everything random in training (such as the noise of `coder` routers); None: deterministic.
+          given: see `DecoderInputs`, and for `positions` to `begins` `context.StackInputs`.
 
         Raises:
           InputError: if the arguments do not fit each other or the model.
         """
-        x, caches, router = self.activations(
-            tokens,
-            inputs=inputs,
-            inputs_valid=inputs_valid,
-            embeddings=embeddings,
-            positions=positions,
-            segment_ids=segment_ids,
-            valid=valid,
-            prefix=prefix,
-            encoder_output=encoder_output,
-            encoder_valid=encoder_valid,
-            caches=caches,
-            begins=begins,
-            key=key,
-        )
+        x, caches, router = self.activations(tokens, **given)
         if last_only is not None:
             x = jnp.take_along_axis(x, last_only[:, None, None], axis=1)
         return DecoderOutput(self.logits(x), caches, router)
 
-    def activations(
-        self,
-        tokens: Int[Array, "B T"] | None = None,
-        *,
-        inputs: Int[Array, "B S"] | None = None,
-        inputs_valid: Bool[Array, "B S"] | None = None,
-        encoder_output: Float[Array, "B S e"] | None = None,
-        encoder_valid: Bool[Array, "B S"] | None = None,
-        embeddings: Float[Array, "B T d"] | None = None,
-        positions: Int[Array, "B T"] | None = None,
-        caches: Caches | None = None,
-        key: Array | None = None,
-        **of_stack: Any,
-    ) -> StackOutput:
+    def activations(self, tokens: Int[Array, "B T"] | None = None, **given: Unpack[DecoderInputs]) -> StackOutput:
         """Returns the activations that the head takes; arguments as in the call."""
+        inputs, inputs_valid = given.pop("inputs", None), given.pop("inputs_valid", None)
+        embeddings = given.pop("embeddings", None)
         encoder_router: StackedStats = ()
         if inputs is not None:
-            if encoder_output is not None or encoder_valid is not None:
+            if given.get("encoder_output") is not None or given.get("encoder_valid") is not None:
                 raise InputError("a call brings either inputs for the encoder or the encoder's output, not both")
-            encoder_output, encoder_valid, encoder_router = self.encode(inputs, valid=inputs_valid, key=key)
+            encoded = self.encode(inputs, valid=inputs_valid, key=given.get("key"))
+            given["encoder_output"], given["encoder_valid"], encoder_router = encoded
         elif inputs_valid is not None:
             raise InputError("inputs_valid says what counts of inputs, which are not given")
-        x, caches, router = self.stack(
-            self.embed(tokens, positions, embeddings=embeddings),
-            positions=positions,
-            encoder_output=encoder_output,
-            encoder_valid=encoder_valid,
-            caches=caches,
-            key=key,
-            **of_stack,
-        )
+        x = self.embed(tokens, given.get("positions"), embeddings=embeddings)
+        x, caches, router = self.stack(x, **given)
         return StackOutput(x, caches, (*encoder_router, *router))
 
     def logits(self, x: Float[Array, "B T d"]) -> Float[Array, "B T V"]:
@@ -241,8 +206,8 @@ class Decoder(nnx.Module):
           temperature: divides both models' logits in the divergence.
         """
         right, head = teacher.lm_head.teacher_inputs(teacher_x, teacher._tied())
-        mixing = {"weight": weight, "temperature": temperature}
-        return self.lm_head.distilled_loss(x, targets, weights, self._tied(), right, head, **mixing)
+        mixing = Distillation(weight, temperature, head)
+        return self.lm_head.distilled_loss(x, targets, weights, self._tied(), mixing, right)
 
     def _tied(self) -> Float[Array, "V d"] | None:
         return self.embed.embedding[...] if self.config.tie_embeddings else None

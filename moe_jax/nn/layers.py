@@ -168,8 +168,7 @@ class Head(Leaves):
         self, x: Float[Array, "B T d"], targets: Int[Array, "B T"], embedding: Float[Array, "V d"] | None = None
     ) -> Float[Array, "B T"]:
         """Returns the negative log-likelihood of every target, float32; only a chunk's logits exist at a time."""
-        x, kernel, bias = self._hidden(x), *self._arrays(embedding)
-        return token_cross_entropies(self._options(x, kernel), x, kernel, bias, targets)
+        return token_cross_entropies(*self._operands(x, embedding), targets)
 
     def weighted_loss(
         self,
@@ -179,8 +178,7 @@ class Head(Leaves):
         embedding: Float[Array, "V d"] | None = None,
     ) -> Float[Array, ""]:
         """Returns the sum of `weights * token_losses`; its gradient costs less than that of the sum written out."""
-        x, kernel, bias = self._hidden(x), *self._arrays(embedding)
-        return weighted_cross_entropy(self._options(x, kernel), x, kernel, bias, targets, weights)
+        return weighted_cross_entropy(*self._operands(x, embedding), targets, weights)
 
     def distilled_loss(
         self,
@@ -188,23 +186,19 @@ class Head(Leaves):
         targets: Int[Array, "B T"],
         weights: Float[Array, "B T"],
         embedding: Float[Array, "V d"] | None,
+        mixing: Distillation,
         teacher: TeacherArrays,
-        teacher_head: HeadOptions,
-        *,
-        weight: float,
-        temperature: float,
     ) -> DistilledLoss:
         """Returns `weighted_loss` mixed with the divergence from a teacher; see `teacher_inputs`."""
-        x, kernel, bias = self._hidden(x), *self._arrays(embedding)
-        mixing = Distillation(weight, temperature, teacher_head)
-        return distilled_cross_entropy(self._options(x, kernel), mixing, x, kernel, bias, targets, weights, teacher)
+        options, *operands = self._operands(x, embedding)
+        return distilled_cross_entropy(options, mixing, *operands, targets, weights, teacher)
 
     def teacher_inputs(
         self, x: Float[Array, "B T d"], embedding: Float[Array, "V d"] | None = None
     ) -> tuple[TeacherArrays, HeadOptions]:
         """Returns the arrays and options of a teacher that a student's `distilled_loss` takes instead of logits."""
-        x, kernel, bias = self._hidden(x), *self._arrays(embedding)
-        return TeacherArrays(x, kernel, bias), self._options(x, kernel)
+        options, x, kernel, bias = self._operands(x, embedding)
+        return TeacherArrays(x, kernel, bias), options
 
     def _hidden(self, x: Float[Array, "B T d"]) -> Float[Array, "B T d"]:
         """Returns the input of the kernel: `x`, or the hidden state of a head that has one."""
@@ -219,9 +213,12 @@ class Head(Leaves):
         assert (embedding is not None) == self.is_tied, "the embedding goes with a tied head, and only with it"
         return self.kernel[...] if embedding is None else embedding, self.bias[...] if self.has_bias else None
 
-    def _options(self, x: Array, kernel: Array) -> HeadOptions:
+    def _operands(self, x: Array, embedding: Array | None) -> tuple[HeadOptions, Array, Array, Array | None]:
+        """Returns the options of a loss, the input of the kernel, the kernel and the bias."""
+        x, kernel, bias = self._hidden(x), *self._arrays(embedding)
         width, vocabulary = kernel.shape[:: -1 if self.is_tied else 1]
-        return HeadOptions(self.scale, self.soft_cap, self.is_tied, _axes(x.shape[:2], width, vocabulary))
+        axes = _axes(x.shape[:2], width, vocabulary)
+        return HeadOptions(self.scale, self.soft_cap, self.is_tied, axes), x, kernel, bias
 
 
 def _axes(batch: tuple[int, ...], width: int, vocabulary: int) -> LossAxes | None:

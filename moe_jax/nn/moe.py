@@ -131,11 +131,6 @@ def auxiliary_loss(config: ModelConfig, router: StackedStats) -> Float[Array, ""
     return _weighted([position.coefficients for position in _routers(config)], router)
 
 
-def router_losses(moe: MoEConfig, stats: Sequence[RouterStats]) -> Float[Array, ""]:
-    """Returns the sum of auxiliary losses over the routers of one MoE layer."""
-    return _weighted(_coefficients(moe), stats)
-
-
 def load_per_layer(config: ModelConfig, router: StackedStats) -> dict[int, Float[Array, " E"]]:
     """Returns the share of the assignments per expert, by layer index."""
     return {layer: stats.load for layer, stats in stats_per_layer(config, router).items()}
@@ -159,29 +154,25 @@ class _Router(NamedTuple):
 
     layers: list[int]
     of_perft: bool
-    coefficients: "_Coefficients"
+    coefficients: tuple[float, float, float]
 
 
-class _Coefficients(NamedTuple):
-    """Coefficients of the auxiliary losses of a router."""
-
-    balance: float
-    z: float
-    cv: float
+_Coefficients = tuple[float, float, float]
+"""Coefficients of the auxiliary losses of a router: balance, z, cv."""
 
 
 def _coefficients(moe: MoEConfig) -> list[_Coefficients]:
     """Returns the coefficients of every router of an MoE layer, in the order in which they report."""
-    found = [_Coefficients(moe.balance_coef, moe.z_coef, moe.cv_coef)]
+    found = [(moe.balance_coef, moe.z_coef, moe.cv_coef)]
     if moe.perft is not None and moe.perft.variant == "routed":
-        found.append(_Coefficients(moe.perft.balance_coef, moe.perft.z_coef, 0.0))
+        found.append((moe.perft.balance_coef, moe.perft.z_coef, 0.0))
     return found
 
 
 def _weighted(coefficients: Sequence[_Coefficients], routers: Sequence[RouterStats]) -> Float[Array, ""]:
     total = jnp.zeros((), jnp.float32)
-    for coefficient, stats in zip(coefficients, routers, strict=True):
-        losses = coefficient.balance * stats.balance + coefficient.z * stats.z + coefficient.cv * stats.cv
+    for (balance, z, cv), stats in zip(coefficients, routers, strict=True):
+        losses = balance * stats.balance + z * stats.z + cv * stats.cv
         total = total + jnp.sum(losses)
     return total
 
@@ -332,7 +323,7 @@ class MoE(nnx.Module):
 
     def auxiliary_loss(self, stats: tuple[RouterStats, ...]) -> Float[Array, ""]:
         """Returns the layer's term of the training loss (methods.md 1), float32; `stats` as the call returned them."""
-        return router_losses(self.config, stats)
+        return _weighted(_coefficients(self.config), stats)
 
     def _selection(self) -> Selection:
         given = self.config.selection

@@ -5,9 +5,9 @@
 
     >>> from moe_jax.peft import split_model, trainable_paths
     >>> moe = moe_jax.tiny_model(experts=4)
-    >>> paths = trainable_paths(moe.config, train=["layers/.*/mlp/router/.*"])
+    >>> paths = trainable_paths(moe.decoder, train=["layers/.*/mlp/router/.*"])
     >>> sorted(paths)
-    ['layers/0/mlp/router/kernel', 'layers/1/mlp/router/kernel']
+    ['stack/segments/0/blocks/0/mlp/router/kernel']
     >>> graphdef, trained, frozen = split_model(moe.decoder, paths)
 """
 

@@ -250,8 +250,7 @@ class StrategyTime:
       products: in the matrix unit, at its peak.
       bytes: for reading parameters, and rows that are sorted, at the bandwidth of the memory.
       making: for entries of kernels that are synthesised from stored arrays; estimated.
-      total: the sum, by which strategies are compared.
-      bound: the largest part: `products`, `bytes` or `making`.
+      total, bound: the sum, by which strategies are compared, and the name of its largest part.
     """
 
     products: float

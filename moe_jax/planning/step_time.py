@@ -34,8 +34,7 @@ class StepRoofline(NamedTuple):
       matrix: seconds of the products, with those that `remat` does again.
       memory: seconds for the bytes that are moved to and from its memory.
       links: seconds for the bytes that it sends; None: the links of the chip are unknown.
-      seconds: the longest of them.
-      bound: the name of the longest.
+      seconds, bound: the longest of them, and its name.
       utilisation: share of the peak that the model's own operations would reach in this time.
     """
 
@@ -169,9 +168,7 @@ class StepTime:
     """Time of one step on every device.
 
     Attributes:
-      seconds: of the whole step.
-      products: seconds of the matrix products alone; None: steps were timed, not their parts.
-      bytes: seconds of the memory alone; None as above.
+      products, bytes: seconds of the matrix products and of the memory alone; None: steps were timed, not their parts.
       operations: floating-point operations of the products on one device, with those done again (`remat`).
       tokens_per_second: on all devices, with every row of a batch full.
     """

@@ -132,7 +132,11 @@ def lineage_step(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a command of a lineage for `steps`, with its sources, figures, options and versions."""
     command = entry["command"]
     measured = {name: value for name, value in entry.get("measured", {}).items() if name not in _ELSEWHERE}
-    scalars = {name: _figure(name, value) for name, value in measured.items() if not isinstance(value, list | dict)}
+    scalars = {
+        name: show_bytes(value) if name.split("_")[-1] == "bytes" and type(value) is int else in_words(value)
+        for name, value in measured.items()
+        if not isinstance(value, list | dict)
+    }
     others = [(name, in_words(value)) for name, value in measured.items() if isinstance(value, list | dict)]
     options = [(name, in_words(value)) for name, value in entry.get("options", {}).items()]
     versions = [(name, in_words(value)) for name, value in entry.get("versions", {}).items()]
@@ -151,11 +155,6 @@ def lineage_step(entry: Mapping[str, Any]) -> dict[str, Any]:
         ],
         "content": joined(facts({name.replace("_", " "): value for name, value in scalars.items()}), tables),
     }
-
-
-def _figure(name: str, value: Any) -> str:
-    """A figure in words; bytes have a unit."""
-    return show_bytes(value) if name.split("_")[-1] == "bytes" and type(value) is int else in_words(value)
 
 
 def in_words(value: Any) -> str:

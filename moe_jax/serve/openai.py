@@ -266,9 +266,11 @@ class Answer:
                 news = await self._news.get()
                 if news.ended == "error":
                     raise ProtocolError(500, news.problem)
-                text, told = "", []
+                text, told = "", list[Told]()
                 if first and self._request.echo:
-                    text, told = self._tokenizer.decode(self.job.ids), self._prompt_told(news)
+                    text = self._tokenizer.decode(self.job.ids)
+                    if news.prompt_scores is not None:
+                        told = list(map(Told, self.job.ids, [None, *news.prompt_scores]))
                 first, finish = False, news.ended
                 for at, token in enumerate(news.tokens):
                     self.made += 1
@@ -288,11 +290,6 @@ class Answer:
                     return
         finally:
             self.cancel()
-
-    def _prompt_told(self, news: News) -> list[Told]:
-        if news.prompt_scores is None:
-            return []
-        return [Told(token, score) for token, score in zip(self.job.ids, [None, *news.prompt_scores], strict=True)]
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Any, news: News) -> None:

@@ -299,18 +299,12 @@ def divergence(record: Record) -> str:
     return f"step {record['step']}: loss is {record['loss']} and the gradient norm {record['grad_norm']}"
 
 
-# Relative tolerance of the loss and of the gradient's norm: the order of sums differs.
-_TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}
-
-
 def exchange_check(recipe: Recipe, program: Program) -> Callable[..., Callable[[StepMetrics], None]] | None:
     """Makes the check of a run's first step; None: there is nothing to check.
 
     By default there is a check on GPUs if tokens come to experts by all-to-all; `model.check_exchange` overrides this.
-
-    Returns:
-      A function of the step's arguments. It computes the step by all-gather, without an update, and returns another
-      function, which compares the metrics of the real step, and raises `InputError` where they differ.
+    It is a function of the step's arguments, which computes the step by all-gather, without an update, and returns
+    another function, which compares the metrics of the real step, and raises `InputError` where they differ.
     """
     asked = recipe.model.check_exchange
     platform = program.mesh.devices.flat[0].platform
@@ -323,13 +317,12 @@ def exchange_check(recipe: Recipe, program: Program) -> Callable[..., Callable[[
         return None
     by_gather = metrics_of(recipe, program, lambda model: set_exchange(model, "all-gather"))
 
-    def before(
-        state: TrainState, frozen: nnx.State, batch: dict[str, jax.Array], *teacher: nnx.State
-    ) -> Callable[[StepMetrics], None]:
-        expected = jax.device_get(by_gather(state, frozen, batch, *teacher))
+    def before(*arguments: Any) -> Callable[[StepMetrics], None]:
+        expected = jax.device_get(by_gather(*arguments))
 
         def after(metrics: StepMetrics) -> None:
-            tolerance = _TOLERANCE[recipe.model.compute_dtype]
+            # Relative, of the loss and of the gradient's norm: the order of sums differs.
+            tolerance = {"float32": 1e-3, "bfloat16": 2e-2}[recipe.model.compute_dtype]
             for name in ("loss", "grad_norm"):
                 found, right = float(getattr(metrics, name)), float(getattr(expected, name))
                 # A loss that is not finite either way is no fault of the exchange, and the loop reports it.

@@ -77,9 +77,6 @@ class EventWriter:
         self._folder.close()
 
 
-_RUN_ID = "wandb_id"
-
-
 def import_wandb() -> Any:
     """Imports the library, which nothing else imports; raises `InputError` if it is not installed."""
     try:
@@ -96,7 +93,7 @@ class WandbWriter:
     """
 
     def __init__(self, run_dir: Path, *, mode: Literal["online", "offline"], project: str, config: Mapping[str, Any]):
-        wandb, file = import_wandb(), run_dir / _RUN_ID
+        wandb, file = import_wandb(), run_dir / "wandb_id"
         if not file.is_file():
             as_path(file).replace_content(secrets.token_hex(4).encode())
         self._run = wandb.init(

@@ -107,14 +107,10 @@ def _escaped(character: str) -> str:
 
 
 class RecipeKey(NamedTuple):
-    """A key that a recipe may have.
+    """A key that a recipe may have, named by its path: `train.steps`, or `data.sources[].path` in items of an array.
 
-    Attributes:
-      name: its path, such as `train.steps`; `data.sources[].path` is a key of each item of an array.
-      kind: the values that it takes.
-      default: as TOML; None: there is none, and `is_required` says whether the key may be left out.
-      is_required: whether its table must have it.
-      text: its meaning.
+    `kind` are the values that it takes, and `text` is its meaning. The default is as TOML; None: there is none, and
+    `is_required` says whether the key may be left out.
     """
 
     name: str
@@ -129,16 +125,15 @@ def recipe_keys(recipe: type, patterns: Sequence[str] = ()) -> list[RecipeKey]:
 
     Raises `InputError` if a pattern matches no key.
     """
-    keys = list(_keys_of(recipe, ""))
+    keys = {key.name: key for key in _keys_of(recipe, "")}
+    wanted: set[str] = set() if patterns else set(keys)
     for pattern in patterns:
-        if not any(_matches(key.name, pattern) for key in keys):
-            names = [part for key in keys for part in (key.name, key.name.rpartition(".")[2])]
+        matching = {name for name in keys if pattern in name or fnmatch.fnmatchcase(name, pattern)}
+        if not matching:
+            names = [part for name in keys for part in (name, name.rpartition(".")[2])]
             raise InputError(f"no key of a recipe matches {shown(pattern)}{nearest(pattern, names)}")
-    return [key for key in keys if not patterns or any(_matches(key.name, pattern) for pattern in patterns)]
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return pattern in name or fnmatch.fnmatchcase(name, pattern)
+        wanted |= matching
+    return [key for name, key in keys.items() if name in wanted]
 
 
 def _keys_of(section: type, prefix: str) -> Iterator[RecipeKey]:

@@ -80,7 +80,8 @@ def bytes_of_checkpoint(source: Path) -> int:
     source = as_path(source)
     if (source / _DATABASE).is_file():
         return sum(size_of(source / name) for name in source.files_below())
-    return sum(math.prod(array["shape"]) * _itemsize(array) for _, array in _arrays(source))
+    bits = ((array, re.sub(r"\D", "", array["data_type"]) or 8) for _, array in _arrays(source))
+    return sum(math.prod(array["shape"]) * max(1, int(size) // 8) for array, size in bits)
 
 
 def _reads_of_files(source: StoragePath) -> dict[str, Callable[[], bytes]]:
@@ -99,29 +100,23 @@ def _reads_of_database(source: StoragePath) -> dict[str, Callable[[], bytes]]:
     beside = {name: read for name, read in _reads_of_files(source).items() if not _OF_DATABASE.match(name)}
     store = tensorstore.KvStore.open({"driver": "ocdbt", "base": (source / _STATE).kvstore()}).result()
     keys = [key.decode() for key in store.list().result()]
-
-    def metadata() -> bytes:
-        tree = json.loads((source / _METADATA).read_bytes())
-        return json.dumps(tree | {"use_ocdbt": False}).encode()
+    tree = json.loads((source / _METADATA).read_bytes()) | {"use_ocdbt": False}
 
     def value(key: str) -> bytes:
         return store.read(key).result().value
 
-    return beside | {f"{_STATE}/{key}": partial(value, key) for key in keys} | {_METADATA: metadata}
+    values = {f"{_STATE}/{key}": partial(value, key) for key in keys}
+    return beside | values | {_METADATA: json.dumps(tree).encode}
 
 
 def _names_of_arrays(source: StoragePath) -> list[str]:
-    listed = set(source.files_below())
-    known: set[str] = set(_FIXED)
+    listed, known = set(source.files_below()), set(_FIXED)
     for name, array in _arrays(source):
-        known.add(f"{_STATE}/{name}/zarr.json")
-        known |= {f"{_STATE}/{name}/{chunk}" for chunk in _chunks(array)}
-    for optional in ("commit_success.txt", "orbax.checkpoint", f"{_STATE}/_sharding"):
-        known |= {optional} if (source / optional).is_file() else set()
-    for process in itertools.count():
-        if not (source / _METADATA_OF_ARRAYS / f"process_{process}").is_file():
-            break
-        known.add(f"{_METADATA_OF_ARRAYS}/process_{process}")
+        known |= {f"{_STATE}/{name}/{file}" for file in ("zarr.json", *_chunks(array))}
+    optional = ("commit_success.txt", "orbax.checkpoint", f"{_STATE}/_sharding")
+    known |= {name for name in optional if (source / name).is_file()}
+    processes = (f"{_METADATA_OF_ARRAYS}/process_{process}" for process in itertools.count())
+    known |= set(itertools.takewhile(lambda name: (source / name).is_file(), processes))
     unseen = sorted(known - listed)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         there = list(pool.map(lambda name: (source / name).is_file(), unseen))
@@ -151,16 +146,10 @@ def _arrays(source: StoragePath) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _chunks(array: dict[str, Any]) -> Iterator[str]:
-    """Yields the names of the chunks of an array."""
-    shape, chunk = array["shape"], array["chunk_grid"]["configuration"]["chunk_shape"]
-    counts = [-(-axis // part) for axis, part in zip(shape, chunk, strict=True)]
-    for index in itertools.product(*map(range, counts)):
-        yield "/".join(["c", *map(str, index)])
-
-
-def _itemsize(array: dict[str, Any]) -> int:
-    bits = "".join(character for character in array["data_type"] if character.isdigit())
-    return max(1, int(bits or 8) // 8)
+    """Returns the names of the chunks of an array."""
+    chunk = array["chunk_grid"]["configuration"]["chunk_shape"]
+    counts = [range(-(-axis // part)) for axis, part in zip(array["shape"], chunk, strict=True)]
+    return ("/".join(["c", *map(str, index)]) for index in itertools.product(*counts))
 
 
 class Origin(NamedTuple):
@@ -192,7 +181,7 @@ def find_origin(saved: Path, run_dir: Path) -> Origin:
 
 def check_restarted(run_dir: Path, record: RunRecord | None, saved: Path, *, skip_batches: int) -> None:
     """Raises `InputError` unless the run at `run_dir` began with the checkpoint `RUN@STEP`, without those batches."""
-    parts, last = split_step(saved), None if record is None or not record.restarts else record.restarts[-1]
+    parts, last = split_step(saved), record.restarts[-1] if record is not None and record.restarts else None
     if last is None:
         raise InputError(f"{run_dir} was not begun with {saved}; leave out --restart, or choose another run_dir")
     if parts is None or (last.step, last.skipped_batches) != (parts[1], skip_batches):

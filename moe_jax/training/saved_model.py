@@ -68,6 +68,8 @@ class SavedModel:
         self._restarts = record.restarts
         self.path = run_dir.with_name(f"{run_dir.name}@{step}")
         self._run_dir, self._step, self._source = run_dir, step, source
+        # The model whose weights training began with; None if they were drawn.
+        self._begun_with = source if self._recipe.model.init == "checkpoint" else None
         self._state = SavedState(saved_steps(run_dir)[step])
 
     @property
@@ -112,11 +114,6 @@ class SavedModel:
         """Returns a SHA-256 of config and weights, as of a model directory with the same content."""
         leaves = fingerprint_leaves(self._specs, lambda path: sample_array(self.read(path)))
         return fingerprint_model(self.config, leaves)
-
-    @property
-    def _begun_with(self) -> ModelSource | None:
-        """The model whose weights training began with; None if they were drawn."""
-        return self._source if self._recipe.model.init == "checkpoint" else None
 
     @cached_property
     def _trained(self) -> dict[str, tuple[str, int | None]]:

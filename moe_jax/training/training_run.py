@@ -86,9 +86,7 @@ def train(
       resume: continue the run in the run directory; without one, a new run starts.
       restart: begin with this checkpoint of another run, `RUN@STEP`; with `resume`, continue a run that was begun so.
       skip_batches: with `restart`: leave out this many batches after the checkpoint.
-      continue_command: the command that continues the run, printed when a signal stops it.
-      console: for everything that is printed.
-      teacher: the model that the recipe's `distill` names.
+      continue_command: printed when a signal stops the run.
 
     Raises:
       InputError: bad input of any kind, found before anything is written; `loop.Diverged` during training.
@@ -190,15 +188,9 @@ def _train(
         notes.append(f"{counts}: is it this model's?")
     if recipe.log.tensorboard and not has_tensorboard():
         notes.append(NO_TENSORBOARD)
-    data = open_data(
-        recipe.data,
-        config,
-        tokenizer,
-        seed=recipe.seed,
-        batch_size=recipe.train.batch_size,
-        rows=local_rows(mesh, recipe.train.batch_size),
-        note=notes.append,
-    )
+    size = recipe.train.batch_size
+    of_batch = {"seed": recipe.seed, "batch_size": size, "rows": local_rows(mesh, size)}
+    data = open_data(recipe.data, config, tokenizer, note=notes.append, **of_batch)
     held_out, evaluator, eval_len = None, None, recipe.data.seq_len
     if recipe.eval is not None:
         eval_len = recipe.eval.seq_len or eval_len

@@ -20,13 +20,13 @@ from moe_jax.experts import BankConfig, BaseCodes, FFNConfig, Mixed, make_bank, 
 from moe_jax.experts.devices import Platform, current_chip, spec_on_mesh
 from moe_jax.experts.forms import Quantized
 from moe_jax.experts.forms.optional import costs_by_strategy
-from moe_jax.experts.forms.sparse import from_csr, to_csr
+from moe_jax.experts.forms.sparse import to_csr
 from moe_jax.experts.shapes import Load, ffn_matrices
-from moe_jax.experts.strategy import _choose, choose_strategy, strategy_costs
+from moe_jax.experts.strategy import choose_strategy, strategy_costs, strategy_on
 from moe_jax.functional.dense import ffn
 from moe_jax.functional.routing import Routing
 from moe_jax.functional.sparse_product import entry_rows
-from tests.support.numerics import assert_close, made_at_once, randomised
+from tests.support.numerics import assert_close, from_csr, made_at_once, randomised
 from tests.support.tiers import examples, one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
@@ -188,7 +188,7 @@ def test_bank_equals_one_ffn_per_expert(kind, strategy, ffn_kind):
 def test_bank_over_a_mesh_equals_one_device(kind, strategy, axes, tokens, monkeypatch):
     if strategy != "auto":
         monkeypatch.setattr("moe_jax.experts.strategy._MOST_OF_BASE", 10**9)  # deltas of so small kernels are not small
-        _choose.cache_clear()
+        strategy_on.cache_clear()
     ffn_kind = "gated-biases"
     graphdef, params, rest = random_bank(kind, ffn_kind)
     data = draw(np.random.default_rng(0), tokens, 2, 1.0)
@@ -250,7 +250,7 @@ def test_cost_model_chooses_and_says_so_once(caplog):
     def chosen(config, tokens, experts=8):
         return choose_strategy(config, FFNConfig(dim=2816), 1024, Load(experts, tokens, 2))
 
-    _choose.cache_clear()
+    strategy_on.cache_clear()
     with caplog.at_level("INFO", "moe_jax.experts.strategy"):
         assert chosen(BankConfig(kind="low-rank", rank=4), 4096) == "factored-side-by-side"
         assert chosen(BankConfig(kind="low-rank", rank=4), 4096) == "factored-side-by-side"

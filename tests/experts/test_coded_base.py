@@ -25,7 +25,7 @@ from moe_jax.experts.forms.optional import costs_of
 from moe_jax.experts.linear import Linear
 from moe_jax.experts.on_host import base_kernel, base_leaves, expert_kernels, leaves_from_dense
 from moe_jax.experts.shapes import Load, Matrix, ffn_matrices
-from moe_jax.experts.strategy import _choose, strategy_costs
+from moe_jax.experts.strategy import strategy_costs, strategy_on
 from moe_jax.functional.routing import Routing
 from moe_jax.models import MoEConfig
 from tests.support.numerics import assert_close, normal, randomised
@@ -166,7 +166,7 @@ def test_a_bank_equals_that_over_the_kernels_its_codes_stand_for(kind, strategy,
 )
 def test_over_a_mesh_as_on_one_device(strategy, stored, axes, tokens, monkeypatch):
     monkeypatch.setattr("moe_jax.experts.strategy._MOST_OF_BASE", 10**9)  # deltas of so small kernels are not small
-    _choose.cache_clear()
+    strategy_on.cache_clear()
     expert = FFNConfig(dim=32)
     config, _ = bank_of("quantized", STORED[stored])
     graphdef, params, rest = random_bank(config, expert)

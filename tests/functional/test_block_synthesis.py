@@ -15,7 +15,7 @@ from moe_jax.experts.forms.sparse import to_csr
 from moe_jax.functional import synthesis
 from moe_jax.functional.codes import codes_shape, scales_shape
 from moe_jax.functional.sparse_product import EntryTiles
-from moe_jax.functional.synthesis import block_gradients, block_product, experts_per_block
+from moe_jax.functional.synthesis import Operands, Tiles, block_gradients, block_product, experts_per_block
 from tests.support.numerics import assert_close
 from tests.support.tiers import long, one_in
 
@@ -24,19 +24,13 @@ pytestmark = pytest.mark.usefixtures("strict_numerics")
 EXPERTS, SHAPE, ROWS = 4, (16, 24), 21
 
 
-class Scaled:
+class Scaled(Tiles):
     """`W diag(s)`: what it adds to the base depends on the base."""
 
     shape, adds_to_base = SHAPE, False
 
     def tile(self, base, arrays, start, width):
         return base * arrays["s"][None, start : start + width]
-
-    def thin_gradients(self, *_):
-        return None
-
-    def in_triton(self, arrays):
-        return None
 
 
 class ByBlocks(FormTiles):
@@ -80,8 +74,8 @@ def programs(kind):
 
     @jax.jit
     def by_blocks(lhs, base, sizes, dout):
-        arguments = lhs, base, trained, fixed, sizes
-        return block_product(*arguments, **options), block_gradients(*arguments, dout, **options)
+        given = Operands(lhs, base, trained, fixed, sizes)
+        return block_product(given, **options), block_gradients(given, dout, **options)
 
     @jax.jit
     def by_rows(lhs, base, sizes, dout):

@@ -1,5 +1,7 @@
 """NF4 against the published code book, bitsandbytes, and products with the kernels that the codes stand for."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +20,6 @@ from moe_jax.functional.codes import (
     SCALE_LEVELS,
     dequantize_nf4,
     nf4_matmul,
-    nf4_shapes,
     nf4_tile,
     quantize_nf4,
     unpack,
@@ -26,6 +27,17 @@ from moe_jax.functional.codes import (
 from moe_jax.functional.synthesis import synthesised_matmul
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
+
+
+def nf4_shapes(shape):
+    *stack, rows, columns = shape
+    blocks = math.ceil(rows / BLOCK)
+    return {
+        "codes": jax.ShapeDtypeStruct((*stack, math.ceil(rows / 2), columns), jnp.uint8),
+        "scale_codes": jax.ShapeDtypeStruct((*stack, blocks, columns), jnp.uint8),
+        "scales": jax.ShapeDtypeStruct((*stack, math.ceil(blocks * columns / SCALE_BLOCK)), jnp.float32),
+        "offset": jax.ShapeDtypeStruct(tuple(stack), jnp.float32),
+    }
 
 
 def random(*shape, seed=0):

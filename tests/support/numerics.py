@@ -69,3 +69,9 @@ def gradients_and_output(graphdef, rest, apply):
         return jnp.sum(y * target), y
 
     return jax.jit(jax.grad(value, argnums=(0, 1), has_aux=True))
+
+
+def from_csr(columns, row_ends, shape):
+    """Flat positions, int64, of entries in compressed sparse rows: the inverse of `experts.forms.sparse.to_csr`."""
+    rows = np.repeat(np.arange(shape[0]), np.diff(row_ends, prepend=0))
+    return rows * shape[1] + columns.astype(np.int64)

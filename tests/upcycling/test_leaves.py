@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from moe_jax.core.errors import InputError
-from moe_jax.experts.forms.sparse import from_csr
 from moe_jax.models import ModelConfig
 from moe_jax.upcycling import UpcycleSpec, moe_leaves, upcycled_config
 from tests.support.dense_models import dense_config, random_leaves
+from tests.support.numerics import from_csr
 
 EXPERTS = 3
 

@@ -271,9 +271,9 @@ def anneal(matching: Matching, progress: AlignmentProgress | None) -> tuple[Int[
             points = jnp.asarray(matching.rows(k, np.float32))
             total -= blurred[k].astype(jnp.float32)
             if temperature is None:
-                rounded = _round(points, total / (count - 1), potentials[k])
-                permutations[k] = matching.permutations[k][rounded.order]
-                moved, gap, cost = points[rounded.order], gap + rounded.gap, cost + rounded.cost
+                order, own_cost, own_gap = _round(points, total / (count - 1), potentials[k])
+                permutations[k] = matching.permutations[k][order]
+                moved, gap, cost = points[order], gap + own_gap, cost + own_cost
             else:
                 moved, potentials[k] = transport(points, total / (count - 1), potentials[k], temperature)
             blurred[k] = moved.astype(dtype)
@@ -324,22 +324,17 @@ def transport(
     return moved / jnp.sum(plan, axis=1, keepdims=True), (solution.f, solution.g)
 
 
-class _Rounded(NamedTuple):
-    """An exact assignment; its cost is the sum of squared distances divided by n, at most `gap` above the least."""
-
-    order: Int[np.ndarray, " n"]
-    cost: float
-    gap: float
-
-
-def _round(points: Float[Array, "n D"], target: Float[Array, "n D"], potentials: Potentials) -> _Rounded:
+def _round(
+    points: Float[Array, "n D"], target: Float[Array, "n D"], potentials: Potentials
+) -> tuple[Int[np.ndarray, " n"], float, float]:
+    """Returns an exact assignment; its cost, squared distances divided by n; and how much less it could be at most."""
     reduced, dual, spread = _reduced_costs(points, target, potentials)
     reduced = np.asarray(reduced)
     order = assign(reduced)
     taken = np.take_along_axis(reduced, order[:, None], axis=1).mean(dtype=np.float64)
     # min_j (c_ij - g_j) and g are a feasible dual; f_i is above it by the least reduced cost of its row.
     gap = float(spread) * float(taken - reduced.min(axis=1).mean(dtype=np.float64))
-    return _Rounded(order, float(dual) + float(spread) * float(taken), gap)
+    return order, float(dual) + float(spread) * float(taken), gap
 
 
 @jax.jit

@@ -30,9 +30,6 @@ def statistics_of(layer: SourceLayer) -> RouterStatistics:
     """Returns statistics of the router for the experts in the bank: measured on a text, or derived from its weights.
 
     Without a text all experts count as used alike, and are as similar as the columns of the router's (last) matrix.
-
-    Raises:
-      InputError: if the router has weights that are not finite, or too large.
     """
     known = None if layer.calibration is None else layer.calibration.statistics
     if known is None:
@@ -63,12 +60,7 @@ Outputs = Callable[[Int[np.ndarray, " n"]], Iterator[tuple[slice, Float[np.ndarr
 
 
 def moments(layer: SourceLayer, name: str) -> Iterator[Float[np.ndarray, "i i"]]:
-    """Yields the second moment of the inputs of a matrix, for one expert after another; float32, a sum over tokens.
-
-    Args:
-      layer: a calibrated layer. Its experts' neurons are in the order in which they are stored.
-      name: of the matrix.
-    """
+    """Yields the second moment of the inputs of a matrix, for one expert after another; float32, a sum over tokens."""
     rows = layer.rows
     assert rows is not None
     given: Iterator[Callable[[Array], Array]] = itertools.repeat(lambda x: x, layer.num_experts)

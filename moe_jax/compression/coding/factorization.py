@@ -63,11 +63,7 @@ def truncated_svd(matrix: Float[np.ndarray, "i o"], rank: int) -> TruncatedSVD:
 
     Small matrices are decomposed exactly. For large ones the vectors are looked for in a block Krylov subspace of a
     random start (Musco and Musco, 2015, arXiv 1504.05477, algorithm 2), always the same: `||A - u s v^T||_F` is then
-    within 0.1 % of the least. The memory is about four times the matrix at most.
-
-    Args:
-      matrix: finite; computed in float32.
-      rank: r, between 1 and min(i, o).
+    within 0.1 % of the least. The memory is about four times the matrix, in float32, at most.
     """
     matrix = np.asarray(matrix, np.float32)
     assert 1 <= rank <= min(matrix.shape), (rank, matrix.shape)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float
 
-from moe_jax.compression.threads import in_threads
+from moe_jax.compression.threads import ahead, in_threads
 from moe_jax.core.finite import largest_magnitude
 from moe_jax.experts.forms.sparse import kept_entries
 
@@ -48,6 +48,24 @@ def concat_counts(magnitudes: Mapping[str, Float[np.ndarray, "..."]], keep: floa
         equal = min(left, int(np.count_nonzero(magnitude == least)))
         counts[name], left = counts[name] + equal, left - equal
     return counts
+
+
+def mean_shares(
+    experts: Iterable[Mapping[str, np.ndarray]], centres: Mapping[str, np.ndarray], keep: float
+) -> Float[np.ndarray, " m"]:
+    """Share of every matrix in the largest residuals of an expert, averaged over the experts, which are overwritten."""
+    shares = []
+    for magnitudes in ahead(_magnitudes(kernels, centres) for kernels in experts):
+        counts = concat_counts(magnitudes, keep)
+        shares.append(np.array(list(counts.values())) / sum(counts.values()))
+    return np.mean(shares, axis=0)
+
+
+def _magnitudes(kernels: Mapping[str, np.ndarray], centres: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+    """The magnitudes of residuals, in the place of the kernels: two experts in memory are enough."""
+    for name, kernel in kernels.items():
+        np.abs(np.subtract(kernel, centres[name], out=kernel), out=kernel)
+    return kernels
 
 
 def largest_mask(residual: Float[np.ndarray, "..."], count: int) -> Bool[np.ndarray, "..."]:
@@ -104,9 +122,7 @@ def prune(
       kernels: gives the aligned kernels of all experts, as often as it is called; float32.
       centre: the first one; without `refit` the masks are those for it, and it stays.
       count: entries that stay of each kernel.
-      refit: whether the centre is refitted.
-      importances: of every expert, what an entry of each row counts for: errors are multiplied by it before they are
-        compared, or squared. None: all entries count alike.
+      importances: of every expert, by what the errors of a row are multiplied before they are compared, or squared.
     """
     found = _choose(kernels(), centre, count, refit=refit, importances=importances)
     rounds = 1

@@ -13,12 +13,19 @@ from typing import ClassVar, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from moe_jax.compression.budget import all_alike
 from moe_jax.compression.calibration.expert_statistics import moments
 from moe_jax.compression.coding.coder import ExpertCoder, Levels, check_levels
 from moe_jax.compression.coding.pruning import largest_mask
 from moe_jax.compression.coding.write_experts import write_experts
-from moe_jax.compression.methods.interface import Analysis, AroundCentre, Base, Method, OfCodes, check_calibrated
+from moe_jax.compression.methods.interface import (
+    Analysis,
+    AroundCentre,
+    Base,
+    Method,
+    OfCodes,
+    all_alike,
+    check_calibrated,
+)
 from moe_jax.compression.report import LayerFigures, Measure
 from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.core.draws import draw_positions

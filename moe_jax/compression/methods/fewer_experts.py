@@ -118,7 +118,7 @@ class Merging(Method):
         write_universal(layer, write)
         measure = Measure(layer.moe.routed_experts, layer.moe.expert.dim)
         for name in layer.shapes:
-            _merge_matrix(layer, name, groups, analysis["weights"], analysis["permutations"], write, measure)
+            _merge_matrix(layer, name, groups, analysis, write, measure)
         before = layer.leaf("groups") if layer.moe.merged_experts is not None else slice(None)
         write("groups", groups.of[before])
         found = {name[7:]: value.item() for name, value in analysis.items() if name.startswith("figure_")}
@@ -132,14 +132,10 @@ class Merging(Method):
 
 
 def _merge_matrix(
-    layer: SourceLayer,
-    name: str,
-    groups: Groups,
-    weights: Float[np.ndarray, " E"],
-    permutations: Int[np.ndarray, "E f"],
-    write: Write,
-    measure: Measure,
+    layer: SourceLayer, name: str, groups: Groups, analysis: Analysis, write: Write, measure: Measure
 ) -> None:
+    weights, permutations = analysis["weights"], analysis["permutations"]
+
     def aligned() -> Iterator[np.ndarray]:
         for kernel, order in zip(routed_kernels(layer, name), permutations, strict=True):
             yield neurons_of(name, kernel, order)

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -15,12 +15,12 @@ from moe_jax.compression.report import DENSE, MEAN, OWN, LayerFigures
 from moe_jax.compression.source_layer import SourceLayer, Write, check_weights, mean_kernel
 from moe_jax.conversion.families import FAMILIES
 from moe_jax.core.errors import InputError
-from moe_jax.experts import BaseCodes
+from moe_jax.experts import BankConfig, BaseCodes
 from moe_jax.experts.bank_config import Code
 from moe_jax.experts.forms import Quantized
 from moe_jax.experts.forms.coding import Wanted
 from moe_jax.model_io.model_source import ModelSource
-from moe_jax.models import ModelConfig, MoEConfig
+from moe_jax.models import FFNConfig, ModelConfig, MoEConfig
 
 Analysis = Mapping[str, np.ndarray]
 """Arrays by name, as `Method.analyse` returns them for a layer; small enough to be kept for all layers at once."""
@@ -116,6 +116,30 @@ class Method(abc.ABC):
 
         Deltas may be taken from the base. Leaves that `write` is not given stay as they are.
         """
+
+
+def all_alike(
+    layers: Sequence[SourceLayer],
+    wanted: Wanted,
+    analyses: Mapping[int, Analysis],
+    *,
+    base: Literal["shared", "none"],
+    codes: BaseCodes | None = None,
+) -> dict[int, MoEConfig]:
+    """The new config of every layer, by index, if all get the same. Layers of equal shape stay equal.
+
+    Where they are needed, analyses have `shares` of the matrices, as `mean_shares` gives them, which are averaged over
+    layers of one shape. Without codes, a base that experts share has the dtype of the model.
+    """
+    shares: dict[FFNConfig, list[np.ndarray]] = {}
+    for layer in layers if wanted.needs_shares else ():
+        shares.setdefault(layer.moe.expert, []).append(analyses[layer.index]["shares"])
+    means = {expert: np.mean(found, axis=0).tolist() for expert, found in shares.items()}
+    banks = {
+        layer.index: BankConfig(layer.wanted(wanted, means.get(layer.moe.expert)), base=base, base_codes=codes)
+        for layer in layers
+    }
+    return {layer.index: layer.target(banks[layer.index]) for layer in layers}
 
 
 def alignment_progress(tick: Tick, clouds: int) -> AlignmentProgress:

@@ -14,9 +14,9 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from moe_jax.compression.alignment.barycenter import SOLVERS, free_support_barycenter
-from moe_jax.compression.budget import Budget, all_alike, mean_shares, trials
+from moe_jax.compression.budget import Budget, trials
 from moe_jax.compression.coding.coder import LEVELS, Levels, check_levels
-from moe_jax.compression.coding.pruning import squared
+from moe_jax.compression.coding.pruning import mean_shares, squared
 from moe_jax.compression.coding.write_experts import write_experts
 from moe_jax.compression.methods.interface import (
     Analysis,
@@ -26,6 +26,7 @@ from moe_jax.compression.methods.interface import (
     OfCodes,
     Tick,
     alignment_progress,
+    all_alike,
 )
 from moe_jax.compression.report import BARYCENTER, LayerFigures
 from moe_jax.compression.source_layer import (

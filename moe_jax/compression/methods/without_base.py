@@ -29,11 +29,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from moe_jax.compression.budget import all_alike, mean_shares
 from moe_jax.compression.coding.coder import ExpertCoder, LeastError, Levels, check_levels
+from moe_jax.compression.coding.pruning import mean_shares
 from moe_jax.compression.coding.quantizer import nearest_codes, read_grid, stored
 from moe_jax.compression.coding.write_experts import write_experts
-from moe_jax.compression.methods.interface import Analysis, Base, Method, OfCodes, Tick
+from moe_jax.compression.methods.interface import Analysis, Base, Method, OfCodes, Tick, all_alike
 from moe_jax.compression.report import NO_BASE, LayerFigures
 from moe_jax.compression.source_layer import SourceLayer, Write, aligned_experts, unaligned
 from moe_jax.experts.forms import LowRank, Quantized, Sparse

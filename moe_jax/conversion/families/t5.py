@@ -298,7 +298,9 @@ def _write_switch(config: ModelConfig) -> dict[str, Any]:
         raise InputError(f"in the format of {config.family!r} the head is the embedding, and this model has its own")
     keys = _write_encoder_decoder(config)
     ffn = usual.same_in_all_layers(
-        config, "shape of FFNs and experts", lambda layer: getattr(layer.mlp, "expert", layer.mlp)
+        config,
+        "shape of FFNs and experts",
+        lambda layer: layer.mlp.expert if isinstance(layer.mlp, MoEConfig) else layer.mlp,
     )
     keys |= {"d_ff": ffn.dim, "dense_act_fn": usual.write_activation(ffn)}
     first = config.num_encoder_layers

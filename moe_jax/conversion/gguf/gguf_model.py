@@ -67,17 +67,19 @@ class GGUFModel(CheckpointSource):
         leaves, table = leaf_specs(self.config), self._architecture.table
         return match_weights(tensors, self.config, leaves, str(self.path), table=table, described_by="metadata")
 
-    @cached_property
+    @property
     def tokenizer_files(self) -> tuple[Path, ...]:
         """The files tokenizer.json and tokenizer_config.json, made from the metadata; none if there is no tokenizer."""
+        return self._made_files(self._tokenizer)
+
+    def _tokenizer(self) -> dict[str, str]:
         try:
             made = tokenizer_of(self._metadata)
         except InputError as error:
             raise InputError(f"{self.path}: {error}") from None
         if made is None:
-            return ()
-        tokenizer, settings = made
-        return self._made_files({TOKENIZER: tokenizer, "tokenizer_config.json": json.dumps(settings, indent=2) + "\n"})
+            return {}
+        return {TOKENIZER: made[0], "tokenizer_config.json": json.dumps(made[1], indent=2) + "\n"}
 
     @property
     def lineage(self) -> list[dict[str, Any]]:

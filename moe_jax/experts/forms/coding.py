@@ -269,11 +269,7 @@ class CodedJointly(abc.ABC):
 
     @abc.abstractmethod
     def encode_expert(
-        self,
-        residuals: Mapping[str, Float[np.ndarray, "i o"]],
-        matrices: Mapping[str, Matrix],
-        dtype: np.dtype,
-        coder: JointCoder,
+        self, residuals: Mapping[str, np.ndarray], matrices: Mapping[str, Matrix], dtype: np.dtype, coder: JointCoder
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Encodes all matrices of an expert at once: leaves by path below `delta`, approximations by name."""
 

@@ -111,14 +111,7 @@ def nf4_leaves(arrays: Arrays) -> dict[str, Array]:
 
 
 def nf4_linear(x: Float[Array, "... i"], leaves: Leaves, rows: int, split: Split) -> Float[Array, "... o"]:
-    """`x W` with W in NF4, in the dtype of `x`; see `functional.codes.nf4_matmul`.
-
-    Args:
-      x: activations [B, ..., i].
-      leaves: of one kernel, as `quantize_nf4` gives them.
-      rows: i.
-      split: the axis of the kernel that `tensor` splits.
-    """
+    """`x W` with W in NF4, in the dtype of `x`; `tensor` splits this axis of W. See `functional.codes.nf4_matmul`."""
     columns = leaves["codes"].shape[1]
 
     def multiply(x: Array, leaves: Leaves, part: Part | None) -> Array:

@@ -28,7 +28,19 @@ from moe_jax.experts.forms.coding import (
 )
 from moe_jax.experts.forms.optional import CostModel, MadeInPallas, MadeInTriton, SideBySide
 from moe_jax.experts.forms.protocol import KernelForm, Streams, register
-from moe_jax.experts.shapes import Arrays, FFNConfig, Load, Matrix, Part, Split, Window, ffn_matrices, uniform_factor
+from moe_jax.experts.shapes import (
+    Arrays,
+    FFNConfig,
+    GroupSizes,
+    Load,
+    Matrix,
+    Part,
+    Rows,
+    Split,
+    Window,
+    ffn_matrices,
+    uniform_factor,
+)
 from moe_jax.functional.grouped import grouped_matmul
 from moe_jax.functional.synthesis import InTriton
 from moe_jax.kernels.tpu.fused_tile import FusedTile
@@ -76,12 +88,7 @@ class ProductOfFactors(CostModel, SideBySide, MadeInPallas, MadeInTriton, Kernel
         return InTriton(LowRankFactors(a.shape[-1]), (a, b), is_cheap=True)
 
     def thin_gradients(
-        self,
-        lhs: Float[Array, "M i"],
-        dout: Float[Array, "M o"],
-        arrays: Arrays,
-        group_sizes: Int[Array, " E"],
-        products: Any,
+        self, lhs: Array, dout: Array, arrays: Arrays, group_sizes: Array, products: Any
     ) -> dict[str, Array]:
         """`da = x^T (dy b^T)` and `db = (x a)^T dy`."""
         a, b = (factor.astype(lhs.dtype) for factor in self.factors(arrays))
@@ -91,14 +98,8 @@ class ProductOfFactors(CostModel, SideBySide, MadeInPallas, MadeInTriton, Kernel
         return {"a": da, "b": db}
 
     def grouped_delta(
-        self,
-        rows: Float[Array, "M i"],
-        arrays: Arrays,
-        group_sizes: Int[Array, " E"],
-        matrix: Matrix,
-        way: str,
-        part: Part | None = None,
-    ) -> Float[Array, "M o"]:
+        self, rows: Rows, arrays: Arrays, group_sizes: GroupSizes, matrix: Matrix, way: str, part: Part | None = None
+    ) -> Rows:
         """Two thin products."""
         a, b = (factor.astype(rows.dtype) for factor in self.factors(arrays))
         return grouped_matmul(grouped_matmul(rows, a, group_sizes), b, group_sizes)
@@ -232,11 +233,7 @@ class JointLowRank(ProductOfFactors, CodedJointly):
         return self.rank * (expert.dim + sum(map(_width, ffn_matrices(expert, d_model).values())))
 
     def encode_expert(
-        self,
-        residuals: Mapping[str, Float[np.ndarray, "i o"]],
-        matrices: Mapping[str, Matrix],
-        dtype: np.dtype,
-        coder: JointCoder,
+        self, residuals: Mapping[str, np.ndarray], matrices: Mapping[str, Matrix], dtype: np.dtype, coder: JointCoder
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Factorises the design matrix."""
         rows = {name: _neuron_rows(residuals[name], matrix) for name, matrix in matrices.items()}

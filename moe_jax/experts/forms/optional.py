@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe_jax.experts.devices import Cost, Platform
-from moe_jax.experts.shapes import ORIGIN, Arrays, FFNConfig, Load, Matrix, Part, Window
-from moe_jax.functional.synthesis import InTriton
+from moe_jax.experts.shapes import ORIGIN, Arrays, FFNConfig, GroupSizes, Load, Matrix, Part, Rows, Window
+from moe_jax.functional.synthesis import InTriton, Tiles
 from moe_jax.kernels.tpu.fused_tile import FusedTile
 
 if TYPE_CHECKING:
@@ -44,28 +44,18 @@ class MadeInTriton(abc.ABC):
         """
 
     def thin_gradients(
-        self,
-        lhs: Float[Array, "M i"],
-        dout: Float[Array, "M o"],
-        arrays: Arrays,
-        group_sizes: Int[Array, " E"],
-        products: Any,
+        self, lhs: Array, dout: Array, arrays: Arrays, group_sizes: Array, products: Any
     ) -> dict[str, Array] | None:
         """The gradients of the trained arrays without those of whole kernels, float32; None: there is no such way.
 
-        Args:
-          lhs: rows sorted by expert.
-          dout: gradient of the product of the rows with their experts' kernels.
-          arrays: stacked over the experts.
-          group_sizes: number of rows of every expert.
-          products: the grouped products of the platform; see `kernels.gpu.grouped.TritonProducts`.
+        Arguments as of `functional.synthesis.Tiles.thin_gradients`.
         """
         return None
 
 
 @dataclasses.dataclass(frozen=True)
-class FormTiles:
-    """A form together with the shapes of a matrix: the `Tiles` that `functional.synthesis` takes.
+class FormTiles(Tiles):
+    """A form together with the shapes of a matrix.
 
     Attributes:
       form: makes the tiles. An array `origin` [2] among the arrays says where a part begins.
@@ -79,25 +69,21 @@ class FormTiles:
 
     @property
     def adds_to_base(self) -> bool:
-        """Whether a kernel is the base plus something that does not depend on it."""
         return self.form.adds_to_base
 
     def tile(
         self, base: Float[Array, "i w"] | None, arrays: Arrays, start: Int[Array, ""] | int, width: int
     ) -> Float[Array, "i w"]:
-        """Makes columns of one expert's kernel, float32."""
         window = Window(self.shape, self.whole, arrays.get(ORIGIN), start, width)
         return self.form.tile(base, _own(arrays), window)
 
     def fused(self) -> FusedTile | str:
-        """Returns how tiles are made inside a TPU kernel; or in words, why they are not."""
         if isinstance(self.form, MadeInPallas):
             return self.form.fused_tile(self.shape, self.whole)
         kind = self.form.kind or type(self.form).__name__
         return f"nothing says how {kind} kernels are made inside a Pallas kernel"
 
     def in_triton(self, arrays: Arrays) -> InTriton | None:
-        """Returns how kernels are made inside a Triton kernel; None: they are not."""
         if not isinstance(self.form, MadeInTriton):
             return None
         # It is the same for all experts.
@@ -107,7 +93,6 @@ class FormTiles:
     def thin_gradients(
         self, lhs: Array, dout: Array, arrays: Arrays, group_sizes: Array, products: Any
     ) -> dict[str, Array] | None:
-        """Returns the gradients of the trained arrays without those of whole kernels; None: there is no such way."""
         if not isinstance(self.form, MadeInTriton):
             return None
         return self.form.thin_gradients(lhs, dout, _own(arrays), group_sizes, products)
@@ -198,14 +183,8 @@ class Factored(abc.ABC):
 
     @abc.abstractmethod
     def grouped_delta(
-        self,
-        rows: Float[Array, "M i"],
-        arrays: Arrays,
-        group_sizes: Int[Array, " E"],
-        matrix: Matrix,
-        way: str,
-        part: Part | None = None,
-    ) -> Float[Array, "M o"]:
+        self, rows: Rows, arrays: Arrays, group_sizes: GroupSizes, matrix: Matrix, way: str, part: Part | None = None
+    ) -> Rows:
         """Like `KernelForm.grouped`, but with the deltas alone.
 
         Args:

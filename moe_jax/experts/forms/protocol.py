@@ -20,14 +20,27 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from moe_jax.core.draws import FRESH
 from moe_jax.core.errors import InputError, check_member, nearest, shown
 from moe_jax.core.formatting import count_bytes
 from moe_jax.experts.forms.coding import CodedJointly, Encodable
 from moe_jax.experts.forms.optional import FormTiles
-from moe_jax.experts.shapes import BASE, ORIGIN, Arrays, FFNConfig, Matrix, Part, Split, Window, ffn_matrices, shapes_of
+from moe_jax.experts.shapes import (
+    BASE,
+    ORIGIN,
+    Arrays,
+    FFNConfig,
+    GroupSizes,
+    Matrix,
+    Part,
+    Rows,
+    Split,
+    Window,
+    ffn_matrices,
+    shapes_of,
+)
 from moe_jax.functional.dense import linear
 from moe_jax.functional.synthesis import synthesised_matmul
 
@@ -165,9 +178,6 @@ class KernelForm(ExpertForm):
         """How the stored leaves [E, ...] are sharded, by path; includes every leaf that the form has with any options.
 
         Unlike in `specs`, the axis `fsdp` may split a leaf, which is then gathered where it is used.
-
-        Args:
-          split: the axis of the kernel that `tensor` splits.
         """
 
     # ---- what is stored ---------------------------------------------------------------------------------------------
@@ -241,13 +251,8 @@ class KernelForm(ExpertForm):
         return linear(x, self.materialise(None, arrays, matrix))
 
     def grouped(
-        self,
-        rows: Float[Array, "M i"],
-        arrays: Arrays,
-        group_sizes: Int[Array, " E"],
-        matrix: Matrix,
-        part: Part | None = None,
-    ) -> Float[Array, "M o"]:
+        self, rows: Rows, arrays: Arrays, group_sizes: GroupSizes, matrix: Matrix, part: Part | None = None
+    ) -> Rows:
         """Multiplies every row with the kernel of its expert, in the dtype of the rows.
 
         Args:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -35,9 +35,34 @@ TABLE_BITS = (4, 3, 2)
 _OWN_BITS = ("gate_bits", "up_bits", "down_bits")
 
 
+class CodesOptions:
+    """The options that codes of experts and of a shared base have in common; fields of dataclasses."""
+
+    table: bool
+    scale_bits: int
+    gate_bits: int | None
+    up_bits: int | None
+    down_bits: int | None
+
+    @property
+    def own_bits(self) -> dict[str, int]:
+        """Bits of the matrices that have others than most."""
+        given = {"gate": self.gate_bits, "up": self.up_bits, "down": self.down_bits}
+        return {name: bits for name, bits in given.items() if bits is not None}
+
+    def own_bits_in_words(self) -> str:
+        """Returns such as ` (gate 2, down 4)`, or ` (down none)` for a base; empty if all matrices are alike."""
+        own = ", ".join(f"{name} {bits or 'none'}" for name, bits in self.own_bits.items())
+        return own and f" ({own})"
+
+    def more_in_words(self) -> str:
+        """Returns the other options of codes in words, such as `, 8-bit scales`."""
+        return (", fitted levels" if self.table else "") + (", 8-bit scales" if self.scale_bits == 8 else "")
+
+
 @register("quantized")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Quantized(Encodable, CostModel, MadeInPallas, MadeInTriton, KernelForm):
+class Quantized(CodesOptions, Encodable, CostModel, MadeInPallas, MadeInTriton, KernelForm):
     """`W` plus packed `codes` [E, bytes, out] times `scales` [E, groups, out] (or [E, 1, 1]), which are zero at first.
 
     Kernels in Pallas, for TPUs and GPUs, know the codes of the plain format only (`is_plain`); others are made by plain
@@ -67,10 +92,10 @@ class Quantized(Encodable, CostModel, MadeInPallas, MadeInTriton, KernelForm):
     down_bits: int | None = None
 
     def __post_init__(self) -> None:
-        for bits in (self.bits, *self._own_bits.values()):
+        for bits in (self.bits, *self.own_bits.values()):
             if bits not in BITS:
                 raise InputError(f"bits={bits} must be one of {', '.join(map(str, BITS))}")
-        if self.table and not {self.bits, *self._own_bits.values()} & set(TABLE_BITS):
+        if self.table and not {self.bits, *self.own_bits.values()} & set(TABLE_BITS):
             raise InputError(f"bits={self.bits} have no table of levels: only 4, 3 or 2 bits have")
         check_group_size(self.group_size)
         check_scale_bits(self.scale_bits)
@@ -79,12 +104,8 @@ class Quantized(Encodable, CostModel, MadeInPallas, MadeInTriton, KernelForm):
         if self.zero_points and (self.table or self.group_size is None):
             raise InputError("zero points go with groups, and with levels at equal distances (no table)")
 
-    @property
-    def _own_bits(self) -> dict[str, int]:
-        return own_bits(self)
-
     def of_matrix(self, matrix: Matrix) -> "Quantized":
-        own = self._own_bits
+        own = self.own_bits
         bits = own.get(matrix.name, self.bits)
         given = dict.fromkeys(_OWN_BITS) | {"bits": bits, "table": self.table and bits in TABLE_BITS}
         return dataclasses.replace(self, **given) if own else self
@@ -100,30 +121,24 @@ class Quantized(Encodable, CostModel, MadeInPallas, MadeInTriton, KernelForm):
 
     @property
     def codes_in_groups(self) -> tuple[int, int] | None:
-        alike = self.is_plain and not self._own_bits
+        alike = self.is_plain and not self.own_bits
         return (self.bits, self.group_size) if alike and self.group_size is not None else None
 
     def describe(self) -> str:
         more = (", zero points" if self.zero_points else "") + (", row scales" if self.row_scales else "")
-        return f"quantized, {self.bits} bits{own_bits_in_words(self)}{more_in_words(self)}{more}"
+        return f"quantized, {self.bits} bits{self.own_bits_in_words()}{self.more_in_words()}{more}"
 
     # ---- what is stored ---------------------------------------------------------------------------------------------
 
     def fresh(self, rngs: nnx.Rngs, matrix: Matrix, stack: tuple[int, ...], dtype: jnp.dtype) -> dict[str, Array]:
-        if self._own_bits:
+        if self.own_bits:
             return self.of_matrix(matrix).fresh(rngs, matrix, stack, dtype)
         # No code stands for zero; the scales are zero.
         codes = pack(jnp.full(matrix.shape, 2 ** (self.bits - 1), jnp.int32), self.bits)
         return self.uniform(jnp.broadcast_to(codes, (*stack, *codes_shape(matrix.shape, self.bits))), matrix, 0)
 
     def uniform(self, codes: UInt8[Array, "*stack b o"], matrix: Matrix, scale: float) -> dict[str, Array]:
-        """Leaves whose scales are all alike, and the levels the odd numbers.
-
-        Args:
-          codes: packed.
-          matrix: the matrix.
-          scale: half the step between the levels.
-        """
+        """Leaves of packed codes, whose levels are the odd numbers, with one scale: half the step between levels."""
         stack = codes.shape[:-2]
         shape = (*stack, *scales_shape(matrix.shape, self.group_size))
         leaves = {"codes": codes, "scales": jnp.full(shape, scale, SCALE_DTYPE)}
@@ -154,7 +169,7 @@ class Quantized(Encodable, CostModel, MadeInPallas, MadeInTriton, KernelForm):
         return delta if base is None else base + delta
 
     def _delta(self, arrays: Arrays, window: Window) -> Float[Array, "i w"]:
-        assert not self._own_bits, "tiles are made by the form of their matrix"
+        assert not self.own_bits, "tiles are made by the form of their matrix"
         rows, first = window.shape[0], None if window.origin is None else window.origin[0]
         by_column = ("scales", "scale_codes", "zeros") if self.group_size is not None else ()
         own = {name: window.columns(array) if name in by_column else array for name, array in arrays.items()}
@@ -236,38 +251,6 @@ class Quantized(Encodable, CostModel, MadeInPallas, MadeInTriton, KernelForm):
         options = dataclasses.asdict(self.of_matrix(matrix))
         made = coder.quantize(residual.values, **{name: options[name] for name in options if name not in _OWN_BITS})
         return dict(made.leaves), made.approximation
-
-
-class CodesOptions(Protocol):
-    """The options that codes of experts and of a shared base have in common."""
-
-    @property
-    def table(self) -> bool: ...
-    @property
-    def scale_bits(self) -> int: ...
-    @property
-    def gate_bits(self) -> int | None: ...
-    @property
-    def up_bits(self) -> int | None: ...
-    @property
-    def down_bits(self) -> int | None: ...
-
-
-def own_bits(codes: CodesOptions) -> dict[str, int]:
-    """Bits of the matrices that have others than most."""
-    given = {"gate": codes.gate_bits, "up": codes.up_bits, "down": codes.down_bits}
-    return {name: bits for name, bits in given.items() if bits is not None}
-
-
-def own_bits_in_words(codes: CodesOptions) -> str:
-    """Returns such as ` (gate 2, down 4)`, or ` (down none)` for a base; empty if all matrices are alike."""
-    own = ", ".join(f"{name} {bits or 'none'}" for name, bits in own_bits(codes).items())
-    return own and f" ({own})"
-
-
-def more_in_words(codes: CodesOptions) -> str:
-    """Returns the other options of codes in words, such as `, 8-bit scales`."""
-    return (", fitted levels" if codes.table else "") + (", 8-bit scales" if codes.scale_bits == 8 else "")
 
 
 def check_scale_bits(scale_bits: int) -> None:

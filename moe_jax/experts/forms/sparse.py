@@ -32,14 +32,9 @@ from moe_jax.experts.forms.coding import Coder, Design, Encodable, EncodedKernel
 from moe_jax.experts.forms.optional import CostModel, Factored, MadeInPallas
 from moe_jax.experts.forms.protocol import KernelForm, Streams, register
 from moe_jax.experts.forms.quantized import check_group_size
-from moe_jax.experts.shapes import Arrays, FFNConfig, Load, Matrix, Part, Split, Window, ffn_matrices
+from moe_jax.experts.shapes import Arrays, FFNConfig, GroupSizes, Load, Matrix, Part, Rows, Split, Window, ffn_matrices
 from moe_jax.functional.codes import SCALE_DTYPE, dequantize, pack, scales_shape
-from moe_jax.functional.sparse_product import (
-    bitmap_tile,
-    entry_coordinates,
-    grouped_sparse_matmul,
-    scatter_tile,
-)
+from moe_jax.functional.sparse_product import bitmap_tile, entry_coordinates, grouped_sparse_matmul, scatter_tile
 from moe_jax.kernels.tpu.fused_tile import FusedTile
 
 Encoding = Literal["csr", "bitmap", "coo"]
@@ -86,13 +81,7 @@ def encode_positions(
 
 
 def encoding_bytes(encoding: str, shape: tuple[int, int], entries: int) -> int:
-    """The bytes that the positions of one sparse kernel take.
-
-    Args:
-      encoding: `csr`, `bitmap` or `coo`.
-      shape: [in, out] of the kernel.
-      entries: that are kept.
-    """
+    """The bytes that the positions of a sparse kernel [in, out] take in one of `ENCODINGS`, if so many are kept."""
     if encoding == "csr":
         return entries * columns_dtype(shape).itemsize + shape[0] * np.dtype(np.int32).itemsize
     if encoding == "bitmap":
@@ -102,12 +91,7 @@ def encoding_bytes(encoding: str, shape: tuple[int, int], entries: int) -> int:
 
 
 def smallest_encoding(shapes: Iterable[tuple[int, int]], entries: Sequence[int]) -> Encoding:
-    """The encoding in which the positions of all kernels of an expert take the fewest bytes; of equal ones the first.
-
-    Args:
-      shapes: [in, out] of the kernels.
-      entries: kept of each of them, in the same order.
-    """
+    """The encoding in which kept entries of all kernels [in, out] of an expert take the fewest bytes, or the first."""
     pairs = list(zip(shapes, entries, strict=True))
     return min(ENCODINGS, key=lambda encoding: sum(encoding_bytes(encoding, shape, count) for shape, count in pairs))
 
@@ -150,14 +134,6 @@ def to_csr(
     rows, columns = np.divmod(positions, shape[1])
     row_ends = np.searchsorted(rows, np.arange(shape[0]), side="right").astype(np.int32)
     return columns.astype(columns_dtype(shape)), row_ends
-
-
-def from_csr(
-    columns: Int[np.ndarray, " n"], row_ends: Int[np.ndarray, " i"], shape: tuple[int, int]
-) -> Int[np.ndarray, " n"]:
-    """The inverse of `to_csr`: flat positions, int64."""
-    rows = np.repeat(np.arange(shape[0]), np.diff(row_ends, prepend=0))
-    return rows * shape[1] + columns.astype(np.int64)
 
 
 def random_positions(
@@ -328,14 +304,8 @@ class Sparse(Encodable, CostModel, MadeInPallas, Factored, KernelForm):
         return {name: stored[name] for name in (*POSITION_LEAVES[self.encoding], *values)}
 
     def grouped_delta(
-        self,
-        rows: Float[Array, "M i"],
-        arrays: Arrays,
-        group_sizes: Int[Array, " E"],
-        matrix: Matrix,
-        way: str,
-        part: Part | None = None,
-    ) -> Float[Array, "M o"]:
+        self, rows: Rows, arrays: Arrays, group_sizes: GroupSizes, matrix: Matrix, way: str, part: Part | None = None
+    ) -> Rows:
         # Where a kernel is divided, which entries are a device's is known only when they are placed in a tile.
         if way != "entrywise" or part is not None and part.shape != matrix.shape:
             return self.grouped(rows, arrays, group_sizes, matrix, part)

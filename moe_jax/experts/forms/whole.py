@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from moe_jax.experts.devices import Platform
 from moe_jax.experts.forms.coding import Storable
@@ -16,7 +16,18 @@ from moe_jax.experts.forms.kernel_of_codes import NF4, Coded, CodedLevels, Coded
 from moe_jax.experts.forms.low_rank import LowRank, low_rank_specs
 from moe_jax.experts.forms.optional import CostModel, MadeInPallas
 from moe_jax.experts.forms.protocol import KernelForm, Streams, register
-from moe_jax.experts.shapes import Arrays, LoRAConfig, Matrix, Part, Split, Window, normal_kernel, uniform_factor
+from moe_jax.experts.shapes import (
+    Arrays,
+    GroupSizes,
+    LoRAConfig,
+    Matrix,
+    Part,
+    Rows,
+    Split,
+    Window,
+    normal_kernel,
+    uniform_factor,
+)
 from moe_jax.functional.adapters import adapter
 from moe_jax.functional.dense import linear
 from moe_jax.functional.grouped import grouped_matmul
@@ -68,13 +79,8 @@ class Full(Storable, CostModel, MadeInPallas, KernelForm):
         return {"kernel": P("expert", "tensor", None) if split == "in" else P("expert", None, "tensor")}
 
     def grouped(
-        self,
-        rows: Float[Array, "M i"],
-        arrays: Arrays,
-        group_sizes: Int[Array, " E"],
-        matrix: Matrix,
-        part: Part | None = None,
-    ) -> Float[Array, "M o"]:
+        self, rows: Rows, arrays: Arrays, group_sizes: GroupSizes, matrix: Matrix, part: Part | None = None
+    ) -> Rows:
         return grouped_matmul(rows, arrays["kernel"].astype(rows.dtype), group_sizes)
 
 
@@ -125,13 +131,8 @@ class WithLoRA(KernelForm):
         return self.kernel.specs(split) | {_FOLDER + name: spec for name, spec in low_rank_specs(split).items()}
 
     def grouped(
-        self,
-        rows: Float[Array, "M i"],
-        arrays: Arrays,
-        group_sizes: Int[Array, " E"],
-        matrix: Matrix,
-        part: Part | None = None,
-    ) -> Float[Array, "M o"]:
+        self, rows: Rows, arrays: Arrays, group_sizes: GroupSizes, matrix: Matrix, part: Part | None = None
+    ) -> Rows:
         """LoRA takes two more grouped products, which are thin."""
         inner, factors = split_lora(arrays)
         thin = LowRank(rank=self.lora.rank).grouped_delta(rows, factors, group_sizes, matrix, "grouped")

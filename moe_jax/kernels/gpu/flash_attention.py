@@ -67,29 +67,10 @@ def flash_attention(
     interpret: bool = False,
 ) -> Float[Array, "B T H D"]:
     """Softmax attention, in the dtype of `q`, of operands that `refusal` accepts; arguments as `splash_attention`'s."""
-    if segments is not None:
-        return _packed_attention(q, k, v, segments, causal=nearest == 0, scale=scale, interpret=interpret)
-    return jax.nn.dot_product_attention(
-        q,
-        k,
-        v,
-        scale=scale,
-        is_causal=nearest == 0,
-        local_window_size=None if farthest is None else (farthest, 0),
-        implementation="cudnn",
-    )
-
-
-def _packed_attention(
-    q: Float[Array, "B T H D"],
-    k: Float[Array, "B T K D"],
-    v: Float[Array, "B T K D"],
-    segments: Int[Array, "B T"],
-    *,
-    causal: bool,
-    scale: float,
-    interpret: bool,
-) -> Float[Array, "B T H D"]:
+    causal, window = nearest == 0, None if farthest is None else (farthest, 0)
+    if segments is None:
+        options: Any = {"scale": scale, "is_causal": causal, "local_window_size": window}
+        return jax.nn.dot_product_attention(q, k, v, implementation="cudnn", **options)
     from jax.experimental.pallas.ops.gpu import attention as triton
 
     length, more = q.shape[1], -q.shape[1] % _BLOCK

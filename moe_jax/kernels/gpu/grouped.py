@@ -158,10 +158,7 @@ class TritonProducts(NamedTuple):
         """Returns `out[m] = lhs[m] @ rhs[group of row m]`; rows in no group are zero, or those of `into`.
 
         Args:
-          lhs: rows sorted by group.
-          rhs: one kernel per group, of the dtype of `lhs`; [E, o, i] if `transposed`.
-          group_sizes: rows per group.
-          transposed: multiplies with the transposed kernels.
+          lhs, rhs, group_sizes, transposed: see `grouped_product`; `rhs` is of the dtype of `lhs`.
           origin: row where the first group begins; goes with `into`. None: row 0.
           into: gives the output's rows in no group. The output takes over its buffer if that is not used again.
         """

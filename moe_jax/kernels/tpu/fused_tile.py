@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float, Int
 
-from moe_jax.kernels.hardware import ANY_CORE, Core
-
 STEP = 256
 
 
@@ -100,9 +98,7 @@ class FusedTile(abc.ABC):
         arrays: Mapping[str, Array],
         trained: Sequence[str],
         group_sizes: Int[Array, " E"],
-        *,
-        core: Core = ANY_CORE,
-        interpret: bool = False,
+        **options: Any,
     ) -> dict[str, Array]:
         """Returns the gradients of the trained arrays, float32, with no gradient of any whole kernel in memory.
 
@@ -112,8 +108,7 @@ class FusedTile(abc.ABC):
           arrays: of all experts, by name.
           trained: names of the arrays whose gradients are wanted.
           group_sizes: rows per group.
-          core: the core for which the sizes of blocks are chosen.
-          interpret: run kernels in interpret mode.
+          options: `core` and `interpret` of the kernels.
         """
         assert not trained, f"kernels of {type(self).__name__} are frozen: {trained}"
         return {}

@@ -59,66 +59,31 @@ class Kernels(NamedTuple):
 
 def grouped_product(
     rows: Float[Array, "M k"],
-    base: Float[Array, "i o"] | None,
-    arrays: Mapping[str, Array],
+    kernels: Kernels | tuple[Kernels, Kernels],
     group_sizes: Int[Array, " E"],
-    tile: FusedTile,
     shape: tuple[int, int],
     *,
+    activation: str | None = None,
     transposed: bool = False,
     core: Core = ANY_CORE,
     interpret: bool = False,
 ) -> Float[Array, "M n"]:
     """Returns `rows[m] @ kernel[group of m]`, in the dtype of the rows, with sums in float32.
 
+    Of two kernels, gate and up, `act(rows[m] @ gate kernel) * (rows[m] @ up kernel)`, rounded once.
+
     Args:
       rows: sorted by group, [M, i]; transposed: [M, o].
-      base: shared by all groups; None: there is none.
-      arrays: of the experts, by name, stacked over the groups.
+      kernels: of all groups; or those of gate and of up.
       group_sizes: rows per group, int32. Rows beyond their sum give zeros.
-      tile: makes kernels from the arrays.
       shape: [i, o] of the kernels.
+      activation: a key of `kernels.plain.ACTIVATION_FUNCTIONS`, for two kernels; None: there is one.
       transposed: multiply with the transposed kernels; the result is [M, i].
       core: the core for which the sizes of blocks are chosen.
       interpret: run the kernel in interpret mode.
     """
-    return _product(rows, [Kernels(base, arrays, tile)], group_sizes, shape, None, transposed, core, interpret)
-
-
-def gated_product(
-    rows: Float[Array, "M i"],
-    gate: Kernels,
-    up: Kernels,
-    group_sizes: Int[Array, " E"],
-    shape: tuple[int, int],
-    activation: str,
-    *,
-    core: Core = ANY_CORE,
-    interpret: bool = False,
-) -> Float[Array, "M o"]:
-    """Returns `act(rows[m] @ gate kernel) * (rows[m] @ up kernel)`, computed in float32 and rounded once.
-
-    Args:
-      rows: sorted by group.
-      gate, up: the kernels [i, o].
-      group_sizes, shape, core, interpret: see `grouped_product`.
-      activation: a key of `kernels.plain.ACTIVATION_FUNCTIONS`.
-    """
-    return _product(rows, [gate, up], group_sizes, shape, activation, False, core, interpret)
-
-
-def _product(
-    rows: Array,
-    kernels: Sequence[Kernels],
-    group_sizes: Array,
-    shape: tuple[int, int],
-    activation: str | None,
-    transposed: bool,
-    core: Core,
-    interpret: bool,
-) -> Array:
     every = []
-    for base, arrays, tile in kernels:
+    for base, arrays, tile in [kernels] if isinstance(kernels, Kernels) else kernels:
         operands = tuple(tile.operands(arrays, rows.dtype))
         stored = base is None and tile.is_whole and operands[0].array.dtype == rows.dtype
         every.append(Made(tile, base, operands, stored))
@@ -194,12 +159,7 @@ def _product(
 
 
 class _GridSteps(NamedTuple):
-    """The place of a step of the grid. Its first axis, of shares or of panels, is divided between cores.
-
-    Attributes:
-      plan: sizes of blocks.
-      of_share: number of visits in the list of a share.
-    """
+    """The place of a step of the grid, given the visits of a share; cores divide the first axis: shares or panels."""
 
     plan: Plan
     of_share: int

@@ -59,8 +59,7 @@ def grouped_outer(
     """
     shared = 1 if tile is None else tile.shared
     fan_in, fan_out = rows.shape[1], dout.shape[1]
-    unit = LANES if tile is None else tile.step
-    blocks = plan_blocks(rows.shape[0], (fan_in, fan_out), rows.dtype, dtype, unit, shared, operands, core)
+    blocks = plan_blocks(rows.shape[0], (fan_in, fan_out), rows.dtype, dtype, tile, operands, core)
     pad = max(0, blocks.rows - rows.shape[0])
     rows, dout = (jnp.pad(array, ((0, pad), (0, 0))) for array in (rows, dout))
     visits, count = group_visits(group_sizes, rows.shape[0], blocks.rows, every_group=True)
@@ -178,28 +177,21 @@ class Blocks(NamedTuple):
 
 
 def plan_blocks(
-    rows: int,
-    shape: tuple[int, int],
-    dtype: Any,
-    out_dtype: Any,
-    unit: int,
-    shared: int,
-    operands: Sequence[Operand],
-    core: Core,
+    rows: int, shape: tuple[int, int], dtype: Any, out_dtype: Any, tile: Any, operands: Sequence[Operand], core: Core
 ) -> Blocks:
     """Chooses the blocks that move the fewest bytes.
 
     Args:
       rows, shape: M, and [i, o].
       dtype, out_dtype: of the rows and of the result.
-      unit: the height of blocks is a multiple of this many rows of the kernel.
-      shared: rows of the kernel per row of the result.
-      operands: of the tile that reduces the sums.
+      tile, operands: see `grouped_outer`.
       core: the core that they have to fit.
 
     Raises:
       ValueError: if not even the smallest blocks fit.
     """
+    # The height of blocks is a multiple of `unit`; a row of the result stands for `shared` rows of a kernel.
+    unit, shared = (LANES, 1) if tile is None else (tile.step, tile.shared)
     itemsize = jnp.dtype(dtype).itemsize
     block = min(ROW_BLOCK, round_up(rows, 32 // itemsize))
     strip = block if block % core.rows else core.rows

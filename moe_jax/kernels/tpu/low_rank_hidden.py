@@ -74,10 +74,7 @@ def low_rank_hidden(
     choice_block = pl.BlockSpec((rows, top_k), lambda t, n: (t, 0))
     return pl.pallas_call(
         partial(_kernel, rank=size // num_experts, activation=activation),
-        out_shape=(
-            jax.ShapeDtypeStruct((tokens, features), dtype),
-            jax.ShapeDtypeStruct((tokens, size), jnp.float32),
-        ),
+        out_shape=(jax.ShapeDtypeStruct((tokens, features), dtype), jax.ShapeDtypeStruct((tokens, size), jnp.float32)),
         grid=(pl.cdiv(tokens, rows), features // width),
         in_specs=[
             *[hidden_block, inner_block, b_block] * 2,
@@ -125,22 +122,8 @@ def _readings(tokens: int, features: int, rows: int, width: int) -> int:
 # ---- the kernel -------------------------------------------------------------------------------------------------
 
 
-def _kernel(
-    gate_ref: Any,
-    gate_inner_ref: Any,
-    gate_b_ref: Any,
-    up_ref: Any,
-    up_inner_ref: Any,
-    up_b_ref: Any,
-    a_ref: Any,
-    experts_ref: Any,
-    weights_ref: Any,
-    summed_ref: Any,
-    inner_ref: Any,
-    *,
-    rank: int,
-    activation: str,
-) -> None:
+def _kernel(*refs: Any, rank: int, activation: str) -> None:
+    gate_refs, up_refs, (a_ref, experts_ref, weights_ref, summed_ref, inner_ref) = refs[:3], refs[3:6], refs[6:]
     (rows, size), (_, width), top_k = inner_ref.shape, summed_ref.shape, weights_ref.shape[1]
 
     @pl.when(pl.program_id(1) == 0)
@@ -165,8 +148,8 @@ def _kernel(
                     chosen = jnp.where(is_own, inner[own, :].astype(jnp.float32), 0.0).astype(inner.dtype)
                     return of_base[at].astype(jnp.float32) + dot(chosen, b[:, at[1]], (1, 0))
 
-                h = activated(product(gate_ref, gate_inner_ref, gate_b_ref), activation)
-                h = h * product(up_ref, up_inner_ref, up_b_ref)
+                h = activated(product(*gate_refs), activation)
+                h = h * product(*up_refs)
                 products = dot(h.astype(a_ref.dtype), a_ref[at[1], :], (1, 0))
                 inner_ref[own, :] += jnp.where(is_own, weights[:, j : j + 1] * products, 0.0)
                 return h

@@ -134,13 +134,7 @@ class Chooser:
     """Finds the plans that fit; arguments as for `plan_blocks`."""
 
     def __init__(
-        self,
-        rows: int,
-        shape: tuple[int, int],
-        dtype: jnp.dtype,
-        kernels: Sequence[Made],
-        core: Core,
-        transposed: bool,
+        self, rows: int, shape: tuple[int, int], dtype: jnp.dtype, kernels: Sequence[Made], core: Core, transposed: bool
     ):
         self.rows, self.dtype, self.kernels, self.core, self.transposed = rows, dtype, kernels, core, transposed
         self.length, self.width = (shape[1], shape[0]) if transposed else shape

@@ -155,16 +155,6 @@ def _kernel(
     shards = dict(head_shards=1, q_seq_shards=1)
     info, inside = splash_mask_info.process_mask(heads_mask, blocks, **shards)
     info_of_keys, _ = splash_mask_info.process_mask_dkv(heads_mask, blocks, **shards)
-    return splash.SplashAttentionKernel(
-        info,
-        info,
-        info_of_keys,
-        block_sizes=sizes,
-        is_mqa=False,
-        save_residuals=False,
-        mask_value=splash.DEFAULT_MASK_VALUE,
-        attn_logits_soft_cap=soft_cap,
-        residual_checkpoint_name=PRODUCT,
-        mask_function=inside,
-        interpret=interpret,
-    )
+    options: Any = {"is_mqa": False, "save_residuals": False, "mask_value": splash.DEFAULT_MASK_VALUE}
+    options |= {"attn_logits_soft_cap": soft_cap, "residual_checkpoint_name": PRODUCT, "mask_function": inside}
+    return splash.SplashAttentionKernel(info, info, info_of_keys, block_sizes=sizes, interpret=interpret, **options)

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
-from moe_jax.kernels.hardware import ANY_CORE, LANES, Core
+from moe_jax.kernels.hardware import ANY_CORE, LANES
 from moe_jax.kernels.tpu.fused_tile import STEP, FusedTile, Operand, Piece
 
 Arrays = Mapping[str, Array]
@@ -25,11 +25,9 @@ class StoredTile(FusedTile):
     is_whole = True
 
     def operands(self, arrays: Arrays, dtype: Any) -> Sequence[Operand]:
-        """Returns the kernels themselves."""
         return (Operand(arrays["kernel"], rows=0, columns=1),)
 
     def make(self, refs: Sequence[Any], piece: Piece) -> Float[Array, "p q"]:
-        """Returns a piece of the kernel, float32."""
         from jax.experimental import pallas as pl
 
         (rows, columns), (kernel,) = piece.shape, refs
@@ -67,7 +65,6 @@ class LowRankTile(FusedTile):
         return Operand(a, rows=1), Operand(b, columns=1)
 
     def make(self, refs: Sequence[Any], piece: Piece) -> Float[Array, "p q"]:
-        """Returns a piece of `a b`, float32."""
         from jax.experimental import pallas as pl
 
         from moe_jax.kernels.tpu.parts import dot
@@ -77,43 +74,31 @@ class LowRankTile(FusedTile):
         return dot(left, right, (0, 0))
 
     def gradients(
-        self,
-        rows: Array,
-        dout: Array,
-        arrays: Arrays,
-        trained: Sequence[str],
-        group_sizes: Array,
-        *,
-        core: Core = ANY_CORE,
-        interpret: bool = False,
+        self, rows: Array, dout: Array, arrays: Arrays, trained: Sequence[str], group_sizes: Array, **options: Any
     ) -> dict[str, Array]:
-        """Returns gradients of `a` and `b`, float32: by the kernel for thin factors, or for a high rank by products."""
-        from moe_jax.kernels.tpu.kernel_gradients import fits, low_rank_gradients
+        """Returns gradients of `a` and `b`, float32: by the kernel for thin factors, or for a high rank by products.
 
-        (a, b), options = (arrays["a"], arrays["b"]), {"core": core, "interpret": interpret}
-        if fits(rows.shape[0], (a.shape[1], b.shape[2]), a.shape[2], rows.dtype, core):
-            da, db = low_rank_gradients(rows, dout, a, b, group_sizes, **options)
-        else:
-            da, db = self._gradients_by_products(rows, dout, a, b, group_sizes, **options)
-        return {name: gradient for name, gradient in (("a", da), ("b", db)) if name in trained}
+        Between two products a factor is rounded to the dtype of the rows.
+        """
+        from moe_jax.kernels.tpu.grouped_product import Kernels, grouped_product
+        from moe_jax.kernels.tpu.kernel_gradients import fits, grouped_outer, low_rank_gradients
 
-    def _gradients_by_products(
-        self, rows: Array, dout: Array, a: Array, b: Array, group_sizes: Array, **options: Any
-    ) -> tuple[Array, Array]:
-        """The factor between the two products is rounded to the dtype of the rows."""
-        from moe_jax.kernels.tpu.grouped_product import grouped_product
-        from moe_jax.kernels.tpu.kernel_gradients import grouped_outer
+        a, b = arrays["a"], arrays["b"]
 
         def thin(rows: Array, factor: Array, transposed: bool) -> Array:
-            _, height, width = factor.shape
-            return grouped_product(
-                rows, None, {"kernel": factor.astype(rows.dtype)}, group_sizes, StoredTile(), (height, width),
-                transposed=transposed, **options,
-            )  # fmt: skip
+            kernels, (_, height, width) = (
+                Kernels(None, {"kernel": factor.astype(rows.dtype)}, StoredTile()),
+                factor.shape,
+            )
+            return grouped_product(rows, kernels, group_sizes, (height, width), transposed=transposed, **options)
 
-        inner, outer = thin(rows, a, False), thin(dout, b, True)
-        da = grouped_outer(rows, outer, group_sizes, jnp.float32, **options)
-        return da, grouped_outer(inner, dout, group_sizes, jnp.float32, **options)
+        if fits(rows.shape[0], (a.shape[1], b.shape[2]), a.shape[2], rows.dtype, options.get("core", ANY_CORE)):
+            da, db = low_rank_gradients(rows, dout, a, b, group_sizes, **options)
+        else:
+            inner, outer = thin(rows, a, False), thin(dout, b, True)
+            da = grouped_outer(rows, outer, group_sizes, jnp.float32, **options)
+            db = grouped_outer(inner, dout, group_sizes, jnp.float32, **options)
+        return {name: gradient for name, gradient in (("a", da), ("b", db)) if name in trained}
 
 
 class TileOfCodes(FusedTile):
@@ -186,7 +171,6 @@ class PackedTile(TileOfCodes):
     height: int
 
     def operands(self, arrays: Arrays, dtype: Any) -> Sequence[Operand]:
-        """Returns the codes, and the scales of every `shared` rows in float32."""
         return self.operands_of(arrays["codes"], self._scales(arrays["scales"], arrays))
 
     def _scales(self, scales: Array, arrays: Arrays) -> Float[Array, "E s o"]:
@@ -194,7 +178,6 @@ class PackedTile(TileOfCodes):
         return self.regrouped(scales, arrays["origin"][0, 0] if "origin" in arrays else None)
 
     def make(self, refs: Sequence[Any], piece: Piece) -> Float[Array, "p q"]:
-        """Returns a piece of levels times scales, float32."""
         levels, scales = self._levels(refs, piece)
         return (levels * scales).reshape(piece.shape)
 
@@ -286,7 +269,6 @@ class NF4Tile(TileOfCodes):
         return self.regrouped(scale_levels(codes) * each + offset[:, None, None], row)
 
     def make(self, refs: Sequence[Any], piece: Piece) -> Float[Array, "p q"]:
-        """Returns a piece of the kernels, float32."""
         from moe_jax.kernels.tpu.parts import looked_up
 
         codes, scales = self.read(refs[:2], piece)

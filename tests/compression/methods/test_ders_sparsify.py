@@ -9,9 +9,9 @@ from moe_jax.compression.methods.deltas import Sparsify
 from moe_jax.compression.methods.interface import Base
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.core.errors import InputError
-from moe_jax.experts.forms.sparse import from_csr
 from moe_jax.models import BankConfig
 from tests.support.moe_models import EXPERTS, memory_moe
+from tests.support.numerics import from_csr
 
 SHAPE = {"d_model": 16, "dim": 24}
 SIZE = SHAPE["d_model"] * SHAPE["dim"]

@@ -27,7 +27,7 @@ from jax.sharding import SingleDeviceSharding  # noqa: E402
 from moe_jax.experts import BankConfig, FFNConfig, make_bank  # noqa: E402
 from moe_jax.experts.forms import Full, LowRank, Quantized  # noqa: E402
 from moe_jax.experts.forms.kernel_of_codes import NF4  # noqa: E402
-from moe_jax.experts.hidden_rows import Kernels, hidden_rows  # noqa: E402
+from moe_jax.experts.hidden_rows import FFNs, Kernels, hidden_rows  # noqa: E402
 from moe_jax.experts.shapes import BASE, Matrix  # noqa: E402
 from moe_jax.functional.routing import Routing  # noqa: E402
 
@@ -54,7 +54,7 @@ def compiled(generation: str, kind: str, experts: int, shape: tuple[int, int], r
     def product_and_gradients(x, trained, fixed, sizes, dout):
         y, vjp = jax.vjp(lambda x, trained: form.grouped(x, trained | fixed, sizes, matrix), x, trained)
         kernels = {name: Kernels(form, matrix, trained | fixed) for name in ("gate", "up")}
-        return y, vjp(dout), hidden_rows(x, kernels, {}, sizes, {}, "silu")
+        return y, vjp(dout), hidden_rows(x, FFNs(kernels, {}, "silu"), sizes)
 
     of_rows = (jax.ShapeDtypeStruct((rows, side), jnp.bfloat16) for side in shape)
     arguments = next(of_rows), trained, fixed, jax.ShapeDtypeStruct((experts,), jnp.int32), next(of_rows)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moe_jax.experts.forms import Full, LowRank, Quantized, Sparse
 from moe_jax.experts.forms.kernel_of_codes import NF4
 from moe_jax.experts.forms.optional import FormTiles
-from moe_jax.experts.hidden_rows import Kernels, hidden_rows
+from moe_jax.experts.hidden_rows import FFNs, Kernels, hidden_rows
 from moe_jax.experts.shapes import BASE, Matrix, Part
 from moe_jax.functional.codes import SCALE_LEVELS, codes_shape, quantize_nf4, scales_shape
 from moe_jax.functional.dense import hidden
@@ -155,7 +155,7 @@ def hidden_program(form, split, reference):
         if reference:
             return hidden(product(rows, arrays["up"], sizes), product(rows, arrays["gate"], sizes), "silu")
         kernels = {name: Kernels(form, Matrix(name, SHAPE), own) for name, own in arrays.items()}
-        return hidden_rows(rows, kernels, {}, sizes, parts, "silu")
+        return hidden_rows(rows, FFNs(kernels, {}, "silu", parts), sizes)
 
     def value(rows, trained, fixed, sizes, target):
         h = states(rows, trained, fixed, sizes)

@@ -51,10 +51,15 @@ def dense(base, arrays):
 
 @functools.cache
 def product(transposed, stored):
-    tile = StoredTile() if stored else LowRankTile()
-    return jax.jit(
-        functools.partial(grouped_product.grouped_product, tile=tile, shape=SHAPE, transposed=transposed, **SMALL)
-    )
+    return product_with(StoredTile() if stored else LowRankTile(), SHAPE, transposed)
+
+
+def product_with(tile, shape, transposed):
+    def run(rows, base, arrays, sizes):
+        kernels = grouped_product.Kernels(base, arrays, tile)
+        return grouped_product.grouped_product(rows, kernels, sizes, shape, transposed=transposed, **SMALL)
+
+    return jax.jit(run)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -81,7 +86,7 @@ def gated(activation, stored):
 
     def run(rows, gate, up, sizes):
         sides = (grouped_product.Kernels(*side, tile) for side in (gate, up))
-        return grouped_product.gated_product(rows, *sides, sizes, SHAPE, activation, **SMALL)
+        return grouped_product.grouped_product(rows, tuple(sides), sizes, SHAPE, activation=activation, **SMALL)
 
     return jax.jit(run)
 
@@ -124,8 +129,7 @@ def test_product_in_every_order(transposed, stored, order, monkeypatch):
     if stored:
         base, arrays = None, {"kernel": kernels}
     rows = random(rng, ROWS, length) / 16
-    run = functools.partial(grouped_product.grouped_product, tile=tile, shape=shape, transposed=transposed, **SMALL)
-    run = jax.jit(run)
+    run = product_with(tile, shape, transposed)
     for sizes in SKEWED:
         sizes = jnp.asarray(sizes, jnp.int32)
         assert_close(run(rows, base, arrays, sizes), references.product(rows, kernels, sizes, transposed))
@@ -158,7 +162,8 @@ def test_what_lies_beyond_is_not_used_in_any_order(order, monkeypatch):
     shape = (512, 512)
     rng, sizes = np.random.default_rng(0), jnp.asarray([20, 0, 13, 0], jnp.int32)
     kernels, rows = random(rng, GROUPS, *shape), random(rng, ROWS, shape[0]).at[33:].set(jnp.nan)
-    got = grouped_product.grouped_product(rows, None, {"kernel": kernels}, sizes, StoredTile(), shape, **SMALL)
+    stored = grouped_product.Kernels(None, {"kernel": kernels}, StoredTile())
+    got = grouped_product.grouped_product(rows, stored, sizes, shape, **SMALL)
     assert_close(got[:33], references.product(rows[:33], kernels, sizes))
     np.testing.assert_array_equal(got[33:], 0)
 
