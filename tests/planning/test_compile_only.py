@@ -28,12 +28,12 @@ needs_libtpu = pytest.mark.skipif(
 )
 
 
-# What cannot be compiled, and then what can: every code, output and error.
+# Prints the code, output and errors of one command after another, each a topology and what it sets.
 PROGRAM = """
-import contextlib, io, json
+import contextlib, io, json, sys
 from moe_jax.commands.cli import main
 ended = []
-for topology, *overrides in (("v5e:3x",), ("v5e:4x4", "mesh.fsdp=3"), ("v5e:4x4",)):
+for topology, *overrides in json.loads(sys.argv[1]):
     out, err = io.StringIO(), io.StringIO()
     arguments = ["train", "recipe.toml", "--compile-only", "--topology", topology, "--json"]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -43,16 +43,25 @@ print("ended", json.dumps(ended))
 """
 
 
-@pytest.fixture(scope="module")
-def ended(folder) -> list[tuple[int, str, str]]:
-    """What the commands did, in a process of their own: the environment has to be described before JAX is imported."""
+def compile_for(folder, *commands: tuple[str, ...]) -> list[tuple[int, str, str]]:
+    """Runs commands in a process of their own: the environment has to be described before JAX is imported."""
     clean = {key: value for key, value in os.environ.items() if key not in ("JAX_PLATFORMS", "XLA_FLAGS")}
-    environment = clean | {"PYTHONPATH": str(ROOT)}
     run = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
+        [sys.executable, "-c", PROGRAM, json.dumps(commands)],
+        cwd=folder,
+        env=clean | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.partition("ended ")[2])
+
+
+@pytest.fixture(scope="module")
+def ended(folder) -> list[tuple[int, str, str]]:
+    """What cannot be compiled, and then what can."""
+    return compile_for(folder, ("v5e:3x",), ("v5e:4x4", "mesh.fsdp=3"), ("v5e:4x4",))
 
 
 @pytest.fixture(scope="module")
