@@ -1,4 +1,1 @@
-"""The commands of `moe-jax`, one module each: a frozen dataclass `Options` and `run(options)`.
-
-A module imports JAX inside `run`, so that `moe-jax COMMAND --help` answers at once.
-"""
+"""The commands of `moe-jax`, one module each; JAX is imported inside `run`, so that `--help` answers at once."""

@@ -1,8 +1,4 @@
-"""`moe-jax adapt MODEL OUT`: fresh adapters beside a frozen model.
-
-The command compares the logits of both models on a probe batch, fails if they differ, and records the difference in
-lineage.json. `plan` takes the same options, except for MODEL and OUT.
-"""
+"""`moe-jax adapt MODEL OUT`: fresh adapters beside a frozen model; `plan` takes the same options."""
 
 import dataclasses
 from pathlib import Path

@@ -1,10 +1,6 @@
-"""`moe-jax compress MODEL OUT`: the experts of a trained MoE made smaller, by one of several methods.
+"""`moe-jax compress MODEL OUT`: the experts of a trained MoE made smaller; with `--sweep`, several methods compared.
 
-With `--sweep` several models are made, scored and thrown away; OUT then holds a table and a picture of quality against
-bytes.
-
-The fields of the methods are the only list of their options: types, defaults and help come from there, and a method
-that is added to the table has its options at once.
+The fields of the methods are the only list of their options: a method that is added has its options at once.
 """
 
 import dataclasses

@@ -1,8 +1,4 @@
-"""`moe-jax upcycle SRC DST`: a dense model becomes a Mixture-of-Experts.
-
-The command compares the logits of both models on a probe batch, fails if they differ, and records the difference in
-lineage.json. `plan` takes the same options, except for SRC and DST.
-"""
+"""`moe-jax upcycle SRC DST`: a dense model becomes a Mixture-of-Experts; `plan` takes the same options."""
 
 import dataclasses
 from pathlib import Path

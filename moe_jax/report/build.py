@@ -124,18 +124,14 @@ def write_report(
     weights: bool = True,
     progress: Progress = no_progress,
 ) -> int:
-    """Writes one HTML file about models, runs, sweeps and evaluations.
+    """Writes one HTML file about models, runs, sweeps and evaluations; returns its bytes.
 
     Args:
       paths: of the subjects, at least one; see `open_subject`.
       out: the file, which must not exist, nor lie inside one of the paths. It appears when it is complete.
       base: see `open_subject`.
-      weights: whether the weights of models are read, to compare their experts. One matrix of the experts of a layer
-        is in memory at a time.
+      weights: whether the weights of models are read, to compare their experts, one matrix of a layer at a time.
       progress: called as layers are compared.
-
-    Returns:
-      The bytes of the file.
 
     Raises:
       FileNotFoundError, InputError: see `open_subject`; or `out` cannot be written. Then nothing is.

@@ -58,14 +58,8 @@ def table(
 ) -> Markup:
     """Returns a table with a caption, if it has rows. The first column names its row.
 
-    Args:
-      caption: says what it shows.
-      columns: their titles.
-      rows: as many cells each.
-      words: how many columns from the left, or which ones, hold words; the others hold figures, which are aligned
-        on the right.
-      last_is_total: whether the last row sums up the others.
-      class_: by which the style knows it.
+    `words` says how many columns from the left, or which ones, hold words; the others hold figures, aligned on the
+    right. The style knows the table by `class_`.
     """
     left = set(range(words)) if isinstance(words, int) else set(words)
     return _macros().table(caption, columns, list(rows), left, last_is_total, class_)

@@ -6,7 +6,6 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from rich.console import Console
 
 from moe_jax.api.open_source import open_source
@@ -24,6 +23,7 @@ from tests.support.dense_models import dense_config, random_leaves
 from tests.support.dense_models import write_model as write_leaves
 from tests.support.hf_checkpoints import CONFIGS
 from tests.support.moe_models import RECIPE, MemorySource, moe_config, trained_leaves
+from tests.support.numerics import logits_of
 from tests.support.tiers import long
 
 QUIET = Console(quiet=True)
@@ -31,8 +31,7 @@ TOKENS = np.array([[1, 5, 9, 33, 2, 60, 17, 4, 4, 21, 8, 50]])
 
 
 def logits(source) -> np.ndarray:
-    model = load_model(source)
-    return np.asarray(nnx.jit(lambda model, tokens: model(tokens).logits)(model, jnp.asarray(TOKENS)))
+    return np.asarray(logits_of(load_model(source), jnp.asarray(TOKENS)))
 
 
 @pytest.fixture(scope="module")

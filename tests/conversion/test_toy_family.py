@@ -21,6 +21,7 @@ from moe_jax.conversion.families.usual import (
 from moe_jax.conversion.table import Row, linear, norm
 from moe_jax.model_io.loading import load_model
 from tests.support.hf_checkpoints import BASE, assert_same_bits, random_tensors, read_tensors, write_checkpoint
+from tests.support.numerics import logits_of
 
 TOKENS = np.array([[1, 5, 9, 33, 2, 60, 17, 4]])
 
@@ -68,7 +69,7 @@ def checkpoint(tmp_path, monkeypatch):
 
 
 def logits(folder):
-    return np.asarray(load_model(open_source(folder))(TOKENS).logits)
+    return np.asarray(logits_of(load_model(open_source(folder)), TOKENS))
 
 
 def test_it_is_converted_and_leaves_as_it_came(checkpoint, tmp_path):

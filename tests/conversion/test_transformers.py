@@ -74,7 +74,7 @@ def test_saved_converted_exported_loaded(saved, tmp_path: pathlib.Path, name: st
 NAMES = ["mixtral", "olmoe", "qwen2_moe-dense-layers", "qwen3_moe-dense-layers", "deepseek_v3"]
 
 
-@one_in(3)
+@one_in(6)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("before", LAYOUTS)
 @pytest.mark.parametrize("after", LAYOUTS)

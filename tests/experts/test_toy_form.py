@@ -33,7 +33,7 @@ from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import FFNConfig, LoRAConfig, MoEConfig, config_from_json, config_to_json
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.dense_models import dense_config, random_leaves, write_model
-from tests.support.numerics import assert_close
+from tests.support.numerics import assert_close, logits_of, normal, randomised
 from tests.support.tiers import long
 
 EXPERTS, STEPS = 4, 3
@@ -179,16 +179,13 @@ def test_logits_over_a_mesh_of_8_are_those_of_one_device(trained, logits, axes):
 
 def test_it_equals_one_ffn_per_expert(scaled):
     expert = FFNConfig(dim=12, bias=True)
-    bank = make_bank(BankConfig(scaled()), expert, EXPERTS, 8, rngs=nnx.Rngs(0), dtype=jnp.float32)
-    graphdef, params = nnx.split(bank)
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    params = jax.tree.unflatten(
-        tree, [jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+    graphdef, params, _ = randomised(
+        lambda: make_bank(BankConfig(scaled()), expert, EXPERTS, 8, rngs=nnx.Rngs(0), dtype=jnp.float32)
     )
-    x, target = jax.random.normal(jax.random.key(2), (2, 9, 8))
-    experts = jnp.argsort(jax.random.uniform(jax.random.key(3), (9, EXPERTS)), axis=1)[:, :2].astype(jnp.int32)
-    routing = Routing(experts, jax.random.uniform(jax.random.key(4), (9, 2)))
+    x, target = normal(2, 2, 9, 8)
+    rng = np.random.default_rng(3)
+    experts = jnp.asarray([rng.choice(EXPERTS, 2, replace=False) for _ in range(9)], jnp.int32)
+    routing = Routing(experts, jnp.asarray(rng.random((9, 2)), jnp.float32))
 
     def value(params, x, reference):
         bank = nnx.merge(graphdef, params)
@@ -273,7 +270,7 @@ def test_its_experts_are_exported_as_full_kernels(trained, folder, logits):
     source, at = ModelDirectory(trained[0]), "layers/0/mlp/experts"
     base, factors = source.read(f"{at}/base/down/kernel"), source.read(f"{at}/delta/down/factor_out")
     np.testing.assert_allclose(exported.read(f"{at}/down/kernel"), base[None] * factors[:, None, :], rtol=1e-6)
-    assert_close(load_model(exported)(tokens_of(exported.config)).logits, logits)
+    assert_close(logits_of(load_model(exported), tokens_of(exported.config)), logits)
 
 
 def test_what_it_cannot_have_is_refused(scaled):

@@ -78,7 +78,7 @@ def sum_of_parts(experts, x, weights, target, *, num_experts, room):
 
 
 @settings(max_examples=examples(20), deadline=None)
-@given(st.sampled_from([(12, 3, 4), (7, 2, 5)]), st.sampled_from([3, 5]), st.integers(0, 999))
+@given(st.sampled_from([(8, 3, 4), (7, 2, 5)]), st.sampled_from([5, 9]), st.integers(0, 999))
 def test_parts_of_the_sorted_rows_add_up_to_the_whole(shape, room, seed):
     tokens, top_k, num_experts = shape
     rng = np.random.default_rng(seed)

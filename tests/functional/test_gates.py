@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from moe_jax.functional import routing
 from moe_jax.functional.routing import GATES, Gate, Selection, choose, register_gate, route
 from moe_jax.models import FFNConfig, MoEConfig
+from tests.support.tiers import one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -30,6 +31,7 @@ def weights_of(gate, kept_logits, kept):
     return kept / kept.sum(-1, keepdims=True)
 
 
+@one_in(2)
 @pytest.mark.parametrize("top_k", [1, 2, 3])
 @pytest.mark.parametrize("gate", GATES)
 def test_choice_and_weights(gate, top_k):

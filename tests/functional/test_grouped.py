@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moe_jax.functional import grouped
 from moe_jax.functional.grouped import FEW_ROWS, TILE_ENTRIES, TILE_ENTRIES_FOR_FEW, grouped_matmul, tile_width
-from tests.support.tiers import examples
+from tests.support.tiers import examples, one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -68,9 +68,9 @@ def test_groups_longer_than_a_tile(monkeypatch):
     rhs = jax.random.normal(jax.random.key(1), (5, 5, 7))
     group_sizes = jnp.asarray(sizes, jnp.int32)
     got = jax.jit(lambda lhs, rhs: grouped_matmul(lhs, rhs, group_sizes, "blocked"))(lhs, rhs)
-    np.testing.assert_allclose(got, reference(lhs, rhs, sizes), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got, jax.jit(lambda r: reference(lhs, r, sizes))(rhs), rtol=1e-5, atol=1e-5)
     gradient = jax.jit(jax.grad(lambda r: jnp.sum(grouped_matmul(lhs, r, group_sizes, "blocked") ** 2)))(rhs)
-    expected = jax.grad(lambda r: jnp.sum(reference(lhs, r, sizes) ** 2))(rhs)
+    expected = jax.jit(jax.grad(lambda r: jnp.sum(reference(lhs, r, sizes) ** 2)))(rhs)
     np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -85,6 +85,7 @@ def test_no_tile_is_above_its_limit(fan_in, fan_out, rows):
     assert width == fan_out or 2 * width * fan_in >= limit or 2 * (width + 1) * fan_in > limit
 
 
+@one_in(2)
 @pytest.mark.parametrize("fan_out", [37, 64, 113])
 def test_columns_that_tiles_do_not_divide(fan_out, monkeypatch):
     fan_in, sizes = 6, [9, 0, 20]

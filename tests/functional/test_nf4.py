@@ -229,9 +229,9 @@ def test_stacked_experts_in_a_grouped_product():
 @pytest.mark.parametrize(("rows", "columns"), [(108, 60), (108, 480)])
 @pytest.mark.parametrize("split_rows", [False, True])
 def test_parts_of_a_kernel(split_rows, rows, columns):
-    shards = 3
-    leaves = quantize_nf4(random(rows, columns))
-    whole = dequantize_nf4(leaves, rows, jnp.float32)
+    shards, tile = 3, jax.jit(nf4_tile, static_argnums=(1, 2, 3, 4))
+    leaves = jax.tree.map(np.asarray, quantize_nf4(random(rows, columns)))
+    whole = np.asarray(dequantize_nf4(leaves, rows, jnp.float32))
     for index in range(shards):
         if split_rows:
             shape, origin = (36, columns), (36 * index, 0)
@@ -242,6 +242,6 @@ def test_parts_of_a_kernel(split_rows, rows, columns):
             part = leaves | {name: leaves[name][:, mine] for name in ("codes", "scale_codes")}
         part["origin"] = jnp.asarray(origin, jnp.int32)
         expected = whole[origin[0] : origin[0] + shape[0], origin[1] + 4 : origin[1] + 16]
-        np.testing.assert_array_equal(nf4_tile(part, shape[0], columns, 4, 12), expected)
-    np.testing.assert_array_equal(nf4_tile(leaves, rows, columns, 3, 10), whole[:, 3:13])
+        np.testing.assert_array_equal(tile(part, shape[0], columns, 4, 12), expected)
+    np.testing.assert_array_equal(tile(leaves, rows, columns, 3, 10), whole[:, 3:13])
     assert BLOCK == 64 and SCALE_BLOCK == 256

@@ -78,6 +78,7 @@ def test_descending_the_balance_loss_recovers_a_collapsed_router():
     x = jax.random.normal(jax.random.key(1), (128, 16)).at[:, 0].set(1.0)
     kernel = (0.02 * jax.random.normal(jax.random.key(0), (16, 4))).at[0, 0].add(3.0)
 
+    @jax.jit
     def balance(kernel):
         return route(x @ kernel, 1, "topk_softmax")[1].balance
 

@@ -144,6 +144,7 @@ def test_a_layer_over_a_mesh_equals_one_device(name, axes):
     assert_close(got, expected)
 
 
+@one_in(3)
 @pytest.mark.parametrize("extended", [False, True])
 @pytest.mark.parametrize("universal", ["coder", "med"])
 def test_equal_ffns_add_up_to_one_where_the_weights_do(universal, extended):
@@ -151,12 +152,12 @@ def test_equal_ffns_add_up_to_one_where_the_weights_do(universal, extended):
     graphdef, params, rest = random_moe(moe_config)
     zero = jax.tree_util.tree_map_with_path(lambda path, a: a * 0 if "delta" in path_name(path) else a, params)
     moe = nnx.merge(graphdef, zero, rest)
-    kernels = moe.experts.kernels(0)
+    kernels = nnx.jit(lambda bank: bank.kernels(0))(moe.experts)
     if not extended:
         for name, kernel in kernels.items():
             getattr(moe.universal, name).kernel[...] = kernel
     x = normal(0, 1, 9, D_MODEL)
-    dense = ffn(x, kernels, {}, GATED.activation)
+    dense = jax.jit(lambda x, kernels: ffn(x, kernels, {}, GATED.activation))(x, kernels)
     difference = float(jnp.max(jnp.abs(apply(moe, x)[0] - dense)))
     assert difference < 1e-5 if universal == "coder" else difference > 1e-2
 

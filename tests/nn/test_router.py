@@ -14,6 +14,7 @@ from moe_jax.models import MoEConfig
 from moe_jax.models.config import PerftConfig
 from moe_jax.nn.moe import MoE
 from tests.support.jaxprs import equations
+from tests.support.numerics import normal, randomised
 from tests.support.tiers import one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
@@ -47,8 +48,7 @@ LAYERS = {
 
 def step(config):
     """The gradients of a layer in bfloat16, and its arguments."""
-    layer = MoE(config, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32)
-    graphdef, params, rest = nnx.split(layer, nnx.Param, ...)
+    graphdef, params, rest = randomised(lambda: MoE(config, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32))
 
     def loss(params, x):
         y, _ = nnx.merge(graphdef, params, rest)(x, None, jax.random.key(0))
@@ -91,10 +91,8 @@ GATED = [
 def test_the_task_reaches_the_router_where_its_config_says_so(options):
     """All but one expert per token with a weight that is always 1, which is never made anew (see `upcycle`)."""
     config = MoEConfig(expert=FFN, num_experts=4, **options)
-    graphdef, params, rest = nnx.split(MoE(config, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32), nnx.Param, ...)
-    leaves, tree = jax.tree.flatten(params)
-    params = jax.tree.unflatten(tree, [jax.random.normal(jax.random.key(i), a.shape) for i, a in enumerate(leaves)])
-    x, target = jax.random.normal(jax.random.key(99), (2, 1, 6, D_MODEL))
+    graphdef, params, rest = randomised(lambda: MoE(config, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32))
+    x, target = normal(99, 2, 1, 6, D_MODEL)
 
     @jax.jit
     @jax.grad

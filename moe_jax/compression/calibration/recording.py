@@ -328,7 +328,9 @@ def _run(
         if not np.isfinite(y).all():
             raise InputError(f"calibration: what layer {layer.index} gives is not finite; mend the model")
         after[batch] = y
-        for call in calls if inputs is not None else ():
+        for call in calls:
+            if inputs is None:
+                break
             tokens = (batch.stop - batch.start) * length
             begin = batch.start * length
             inputs[begin : begin + tokens] = np.asarray(call.tokens)[:tokens].view(np.uint16)

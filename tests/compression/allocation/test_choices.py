@@ -9,6 +9,7 @@ from moe_jax.compression.source_layer import SourceLayer, aligned_kernels, mean_
 from moe_jax.model_io.model_dir import ModelDirectory
 from tests.compression.methods.recorded_layers import recorded
 from tests.support.moe_models import MemorySource
+from tests.support.tiers import one_in
 
 SEPARATELY = Together(centre=1.0, residuals=1.0)
 
@@ -39,6 +40,7 @@ def squared(moment, error) -> float:
     return float(np.trace(wide.T @ moment.astype(np.float64) @ wide))
 
 
+@one_in(2, first=1)
 @pytest.mark.parametrize("name", ["up", "down"])
 def test_errors_of_codes_and_of_factors(layer, orders, name):
     """All columns are tried in so small a layer: what is written is what was tried, but for the error of a centre,

@@ -66,7 +66,7 @@ def squared_gradients(source, windows, monkeypatch):
         return -jnp.sum(likely)
 
     nothing = [jnp.zeros((*windows.shape, config.d_model)) for _ in range(config.num_layers)]
-    return [np.square(np.asarray(g)).sum(axis=-1).reshape(-1) for g in jax.grad(loss)(nothing)]
+    return [np.square(np.asarray(g)).sum(axis=-1).reshape(-1) for g in jax.jit(jax.grad(loss))(nothing)]
 
 
 def test_are_those_of_the_whole_model(source, windows, recorded, monkeypatch):

@@ -52,7 +52,7 @@ def test_keeps_what_every_bank_is_given(source, windows, recorded):
         moe, found = source.config.moe(layer), read_layer(recorded, layer)
         np.testing.assert_allclose(found.rows.inputs.astype(np.float32), seen[layer], rtol=2.0**-7, atol=1e-5)
         logits = jnp.asarray(seen[layer]) @ source.read(f"layers/{layer}/mlp/router/kernel")
-        routing, stats = route(logits, moe.top_k, moe.weighting)
+        routing, stats = jax.jit(route, static_argnums=(1, 2))(logits, moe.top_k, moe.weighting)
         np.testing.assert_array_equal(found.rows.experts, routing.experts)
         np.testing.assert_allclose(found.rows.weights, routing.weights, atol=1e-5)
         np.testing.assert_allclose(found.statistics.usage, stats.load, atol=1e-6)

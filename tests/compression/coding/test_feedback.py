@@ -10,7 +10,7 @@ from moe_jax.compression.coding.coder import LeastError, LeastOutputError
 from moe_jax.core.errors import InputError
 from moe_jax.experts.forms.quantized import TABLE_BITS, Quantized
 from tests.experts.code_reference import decoded
-from tests.support.tiers import examples
+from tests.support.tiers import examples, one_in
 
 
 def moment_of(rows: int, seed: int, samples: int | None = None) -> np.ndarray:
@@ -97,6 +97,7 @@ def test_singular_moments_have_a_factor_and_others_are_refused() -> None:
         triangular_factor(np.array([[1, 5], [5, 1]], np.float32))
 
 
+@one_in(3)
 @pytest.mark.parametrize(("bits", "zero_points"), [(4, False), (4, True), (3, False), (2, True), (1, False)])
 def test_feedback_knows_the_scales_and_zero_points_that_are_read(bits: int, zero_points: bool) -> None:
     """Columns of very different sizes, and what is read is what the next rows made up for."""
@@ -113,6 +114,7 @@ def test_feedback_knows_the_scales_and_zero_points_that_are_read(bits: int, zero
     assert ours < 1.1 * others
 
 
+@one_in(3)
 @pytest.mark.parametrize("bits", [4, 3, 2, 1])
 def test_changes_outputs_less_than_rounding(bits: int) -> None:
     kernel = np.random.default_rng(0).standard_normal((64, 48)).astype(np.float32)

@@ -114,7 +114,7 @@ def test_random_keeps_binomial_counts_in_room_for_the_largest(source):
 
 @pytest.mark.parametrize("keep", ["random", "exact"])
 def test_random_entries_are_right_on_average(source, keep):
-    draws, drop = 200, 0.5
+    draws, drop = 100, 0.5
     total = 0.0
     for seed in range(draws):
         leaves, _, figures, kernels, base = compressed(source, Sparsify(drop=drop, keep=keep, seed=seed))

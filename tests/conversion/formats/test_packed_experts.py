@@ -17,6 +17,7 @@ from moe_jax.conversion.hugging_face_dir import open_checkpoint
 from moe_jax.conversion.spec import ConvertSpec
 from moe_jax.model_io.model_dir import ModelDirectory
 from tests.support.hf_checkpoints import CONFIGS
+from tests.support.numerics import logits_of
 from tests.support.tiers import one_in
 
 QUIET = Console(quiet=True)
@@ -60,7 +61,7 @@ def loaded(folder: pathlib.Path, *, dequantize: bool):
 def assert_same_logits(folder: pathlib.Path, model, *, dequantize: bool = True) -> None:
     with torch.no_grad():
         theirs = loaded(folder, dequantize=dequantize)(torch.tensor(TOKENS)).logits.numpy()
-    ours = np.asarray(moe_jax.load(model).decoder(np.asarray(TOKENS, np.int32)).logits)
+    ours = np.asarray(logits_of(moe_jax.load(model).decoder, np.asarray(TOKENS, np.int32)))
     np.testing.assert_allclose(theirs, ours, atol=2e-4 * np.abs(ours).max())
 
 
@@ -100,7 +101,7 @@ def test_bfloat16_models_load_too(models, tmp_path):
     assert scale.dtype == "BF16"
     with torch.no_grad():
         theirs = loaded(tmp_path / "packed", dequantize=True)(torch.tensor(TOKENS)).logits.numpy()
-    ours = np.asarray(moe_jax.load(small).decoder(np.asarray(TOKENS, np.int32)).logits)
+    ours = np.asarray(logits_of(moe_jax.load(small).decoder, np.asarray(TOKENS, np.int32)))
     # There an entry is rounded to bfloat16 once it is multiplied by its scale.
     np.testing.assert_allclose(theirs, ours, atol=0.03 * np.abs(ours).max())
 

@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from moe_jax.conversion.safetensors_file import Layout, PlannedTensor, read_header
 from moe_jax.conversion.tensors import DTYPES, TensorFiles
 from moe_jax.core.errors import InputError
+from tests.support.tiers import examples
 
 TENSORS = {
     "a.weight": np.arange(12, dtype=np.float32).reshape(3, 4),
@@ -136,7 +137,7 @@ def test_tensors_begin_aligned():
     assert json.loads(header[8:])["x"] == {"dtype": "BF16", "shape": [3], "data_offsets": [0, 6]}
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_corruption_of_the_header_gives_wrong_data_or_a_traceback(tmp_path: pathlib.Path, data: st.DataObject):
     """Bytes of length and header are changed, removed or added: an InputError, or every tensor as it was.

@@ -25,7 +25,9 @@ def random_leaves(form, rng):
     if isinstance(form, NF4):
         kernels = jnp.asarray(rng.standard_normal((len(SIZES), *SHAPE)), jnp.float32)
         return {f"nf4/{name}": leaf for name, leaf in quantize_nf4(kernels).items()}
-    leaves = form.fresh(nnx.Rngs(0), Matrix("up", SHAPE), (len(SIZES),), jnp.dtype(jnp.float32))
+    leaves = jax.eval_shape(
+        lambda: form.fresh(nnx.Rngs(0), Matrix("up", SHAPE), (len(SIZES),), jnp.dtype(jnp.float32))
+    )
     return {
         name: jnp.asarray(rng.integers(0, 256, leaf.shape), jnp.uint8)
         if leaf.dtype == jnp.uint8
@@ -57,7 +59,7 @@ def test_products(form, origin):
     base = jnp.asarray(rng.standard_normal(SHAPE), jnp.float32) if form.over_base else None
     tiles = FormTiles(form, SHAPE, SHAPE)
     each = [{name: leaf[e] for name, leaf in leaves.items()} for e in range(len(SIZES))]
-    kernels = np.stack([np.asarray(tiles.tile(base, own, 0, SHAPE[1])) for own in each])
+    kernels = np.array(jax.jit(lambda each: jnp.stack([tiles.tile(base, own, 0, SHAPE[1]) for own in each]))(each))
     if origin is not None:
         row, column = origin
         shape = (SHAPE[0] - row, SHAPE[1] - column)

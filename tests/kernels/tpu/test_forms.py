@@ -84,9 +84,9 @@ group_sizes = st.one_of(
     st.sampled_from([[0, ROWS, 0], [0, 0, 0], [16, 0, 21]]),
 )
 
+# Of two bits and of whole kernels, hidden states and products in every order are below.
 FEW = [
     (LowRank(rank=3), True, None),
-    (Quantized(bits=2, group_size=16), True, None),
     (Quantized(bits=4, group_size=16), True, "in"),
     (Quantized(bits=3), False, "out"),
     (Quantized(bits=1, group_size=8), True, None),
@@ -95,7 +95,7 @@ FEW = [
 REST = [
     (Quantized(bits=bits, group_size=group_size), with_base, split)
     for bits in (8, 4, 3, 2, 1)
-    for group_size in (None, 8, 32)
+    for group_size in (None, 8, 16)
     for with_base, split in ((True, None), (False, "in"), (True, "out"))
 ]
 REST += [(LowRank(rank=3), False, "in"), (NF4(), False, None), (NF4(), False, "out")]
@@ -212,7 +212,8 @@ def test_scales_of_scales_are_those_of_256_scales_row_by_row(width, column):
     arrays["offset"], arrays["codes"] = jnp.zeros(2), jnp.zeros((2, 128, own), jnp.uint8)
     if column is not None:
         arrays["origin"] = jnp.asarray([[0, column]] * 2, jnp.int32)
-    got = NF4Tile(levels, 64, 256, 256, width).operands(arrays, jnp.float32)[1].array
+    tile = NF4Tile(levels, 64, 256, 256, width)
+    got = jax.jit(lambda arrays: tile.operands(arrays, jnp.float32)[1].array)(arrays)
     first = column or 0
     np.testing.assert_array_equal(got[:, :, 0], whole[:, :, first : first + own])
 
