@@ -66,13 +66,14 @@ def test_every_section_says_how_its_figures_are_made():
 def test_every_figure_has_a_commit_and_a_program(section: Section):
     assert all((ROOT / source).exists() for source in section.sources), section.sources
     assert (ROOT / section.program).is_file()
-    made = section.opened(RESULTS).made()
+    results = section.opened(RESULTS)
+    made, line = results.made(), made_line(section, results)
     assert made and all(paths for _, paths in made)
     for stamp, _ in made:
         assert re.fullmatch(r"[0-9a-f]{40}", stamp.commit or "")
         assert re.fullmatch(r"\d{4}-\d\d-\d\d", stamp.date) and stamp.machine and "jax" in stamp.versions
         assert not stamp.uncommitted, "figures of code that was never committed cannot be made again"
-        assert stamp.commit[:7] in made_line(section, section.opened(RESULTS))
+        assert stamp.commit[:7] in line
 
 
 def test_commits_of_figures_are_in_the_history():

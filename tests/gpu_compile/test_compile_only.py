@@ -20,9 +20,9 @@ pytestmark = needs_xla_gpu
     ],
 )
 def test_the_step_compiles_for_two_hosts_of_gpus(folder, topology, kind, memory):  # noqa: F811
-    done = compile_for(folder, topology)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    ((code, out, err),) = compile_for(folder, (topology,))
+    assert code == 0, err
+    report = json.loads(out)
     assert report["chips"] == 16 and report["device_kind"] == kind
     assert report["mesh"] == {"data": 1, "fsdp": 4, "expert": 4, "sequence": 1, "tensor": 1}
     sizes = report["bytes"]
@@ -34,7 +34,6 @@ def test_the_step_compiles_for_two_hosts_of_gpus(folder, topology, kind, memory)
 
 @pytest.mark.parametrize("topology", ["h100:", "h100:0x8", "h100:2x2x8", "h100:eight"])
 def test_an_unknown_topology_is_one_line(folder, topology):  # noqa: F811
-    done = compile_for(folder, topology)
-    assert done.returncode == 2
-    error = [line for line in done.stderr.splitlines() if line.startswith("moe-jax: error:")]
-    assert len(error) == 1 and "expected for example h100:8 or h100:2x8" in error[0]
+    ((code, _, err),) = compile_for(folder, (topology,))
+    error = [line for line in err.splitlines() if line.startswith("moe-jax: error:")]
+    assert code == 2 and len(error) == 1 and "expected for example h100:8 or h100:2x8" in error[0]

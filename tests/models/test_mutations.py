@@ -93,13 +93,16 @@ def at(node: Any, path: tuple[Any, ...]) -> Any:
 
 
 def put(data: Any, path: tuple[Any, ...], value: Any) -> Any:
-    data = copy.deepcopy(data)
-    node = at(data, path[:-1])
-    if value is MISSING:
-        del node[path[-1]]
+    """A copy with another value at a path; what lies beside the path is shared."""
+    key, below = path[0], path[1:]
+    changed = copy.copy(data)
+    if below:
+        changed[key] = put(data[key], below, value)
+    elif value is MISSING:
+        del changed[key]
     else:
-        node[path[-1]] = value
-    return data
+        changed[key] = value
+    return changed
 
 
 def read(data: Any) -> ModelConfig | None:

@@ -28,40 +28,63 @@ needs_libtpu = pytest.mark.skipif(
 )
 
 
-def compile_for(folder, topology: str, *overrides: str) -> subprocess.CompletedProcess:
-    """Runs the command in a process of its own: the environment has to be described before JAX is imported."""
+# Prints the code, output and errors of one command after another, each a topology and what it sets.
+PROGRAM = """
+import contextlib, io, json, sys
+from moe_jax.commands.cli import main
+ended = []
+for topology, *overrides in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    arguments = ["train", "recipe.toml", "--compile-only", "--topology", topology, "--json"]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([*arguments, *(("--set", *overrides) if overrides else ())])
+    ended.append((code, out.getvalue(), err.getvalue()))
+print("ended", json.dumps(ended))
+"""
+
+
+def compile_for(folder, *commands: tuple[str, ...]) -> list[tuple[int, str, str]]:
+    """Runs commands in a process of their own: the environment has to be described before JAX is imported."""
     clean = {key: value for key, value in os.environ.items() if key not in ("JAX_PLATFORMS", "XLA_FLAGS")}
-    arguments = ["--compile-only", "--topology", topology, "--json", *(("--set", *overrides) if overrides else ())]
-    return subprocess.run(
-        [sys.executable, "-m", "moe_jax.commands.cli", "train", "recipe.toml", *arguments],
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(commands)],
         cwd=folder,
         env=clean | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=600,
     )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.partition("ended ")[2])
 
 
-@pytest.fixture
-def folder(tmp_path):
+@pytest.fixture(scope="module")
+def ended(folder) -> list[tuple[int, str, str]]:
+    """What cannot be compiled, and then what can."""
+    return compile_for(folder, ("v5e:3x",), ("v5e:4x4", "mesh.fsdp=3"), ("v5e:4x4",))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
     """A recipe whose model is a config.json alone, and no data."""
+    folder = tmp_path_factory.mktemp("compiled")
     attention = AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=32)
     layer = LayerConfig(attention=attention, mlp=dataclasses.replace(moe(), expert=FFNConfig(dim=128)))
     config = config_of(FFN, d_model=128, vocab_size=256, bos_id=None, eos_ids=())
     config = dataclasses.replace(config, layers=(layer,) * 2)
-    write_config(tmp_path / "config.json", config)
-    (tmp_path / "recipe.toml").write_text(
+    write_config(folder / "config.json", config)
+    (folder / "recipe.toml").write_text(
         'run_dir = "run"\n[model]\nconfig = "config.json"\ncompute_dtype = "bfloat16"\nremat = "full"\n'
         "[data]\nseq_len = 64\n[train]\nbatch_size = 16\n[mesh]\nfsdp = 4\nexpert = 4\n"
     )
-    return tmp_path
+    return folder
 
 
 @needs_libtpu
-def test_the_step_compiles_for_a_pod_slice(folder):
-    done = compile_for(folder, "v5e:4x4")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+def test_the_step_compiles_for_a_pod_slice(folder, ended):
+    code, out, err = ended[-1]
+    assert code == 0, err
+    report = json.loads(out)
     assert report["chips"] == 16 and report["device_kind"] == "TPU v5 lite"
     assert report["mesh"] == {"data": 1, "fsdp": 4, "expert": 4, "sequence": 1, "tensor": 1}
     sizes = report["bytes"]
@@ -84,18 +107,13 @@ def test_the_step_compiles_for_a_pod_slice(folder):
 
 @needs_libtpu
 @pytest.mark.parametrize(
-    ("topology", "overrides", "message"),
-    [
-        ("v5e:3x", (), "unknown topology 'v5e:3x', expected for example v5e:4x4"),
-        ("v5e:4x4", ("mesh.fsdp=3",), "does not fit 16 devices"),
-    ],
+    ("number", "message"),
+    [(0, "unknown topology 'v5e:3x', expected for example v5e:4x4"), (1, "does not fit 16 devices")],
 )
-def test_what_cannot_be_compiled_is_one_line(folder, topology, overrides, message):
-    done = compile_for(folder, topology, *overrides)
-    assert done.returncode == 2
-    error = [line for line in done.stderr.splitlines() if line.startswith("moe-jax: error:")]
-    assert len(error) == 1 and message in error[0]
-    assert done.stdout == ""
+def test_what_cannot_be_compiled_is_one_line(ended, number, message):
+    code, out, err = ended[number]
+    error = [line for line in err.splitlines() if line.startswith("moe-jax: error:")]
+    assert (code, out) == (2, "") and len(error) == 1 and message in error[0]
 
 
 @pytest.mark.parametrize(("total", "warned"), [(14.3, False), (14.5, True), (17.0, True)])

@@ -32,6 +32,7 @@ from tests.support.tiers import long, one_in
 from tests.support.training_models import FFN, config_of, moe, recipe_of, write_config
 
 ONE = MeshSection(data=1, fsdp=1)
+CHANGED = ("--set", "train.batch_size=4", "ema.decay=0.9")
 BY_NAME = {
     "params": "parameters, trained",
     "frozen": "parameters, frozen",
@@ -188,7 +189,7 @@ def test_muon_has_products_of_its_own():
 
 def test_the_command_prints_it_and_writes_nothing(folder, one_device, compiled_once, capsys):
     before = sorted(folder.iterdir())
-    words = ["plan", "--train", str(folder / "recipe.toml"), "--set", "train.batch_size=4", "ema.decay=0.9"]
+    words = ["plan", "--train", str(folder / "recipe.toml"), *CHANGED]
     assert cli.main([*words, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     training = plan["training"]
@@ -213,7 +214,7 @@ def test_a_model_may_be_given_beside_the_recipe(folder, monkeypatch, capsys):
 
 
 def test_little_memory_is_said(folder, one_device, compiled_once, capsys, monkeypatch):
-    words = ["plan", "--train", str(folder / "recipe.toml")]
+    words = ["plan", "--train", str(folder / "recipe.toml"), *CHANGED]
     assert cli.main([*words, "--json"]) == 0
     total = json.loads(capsys.readouterr().out)["training"]["total"]
     for memory, said in ((1.05, "warning: more than 90%"), (0.9, "does not fit"), (2, "in all")):

@@ -4,11 +4,10 @@ import signal
 import subprocess
 import sys
 
-import openai
-
 from moe_jax.commands import cli
 from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.environment import ROOT
+from tests.support.served_models import client_of
 
 
 def test_it_says_where_it_listens_and_ends_cleanly(served_dir):
@@ -27,7 +26,7 @@ def test_it_says_where_it_listens_and_ends_cleanly(served_dir):
         try:
             line = run.stdout.readline()
             assert line.startswith("serving 'mine' at http://127.0.0.1:") and line.endswith("8 seats of 300 tokens\n")
-            client = openai.OpenAI(base_url=line.split(" at ")[1].split()[0], api_key="none", max_retries=0)
+            client = client_of(line.split(" at ")[1].split()[0].removesuffix("/v1"))
             assert (
                 client.completions.create(model="mine", prompt="a", max_tokens=2, seed=1).usage.completion_tokens == 2
             )

@@ -12,7 +12,6 @@ import urllib.request
 import jax
 import jax.numpy as jnp
 import numpy as np
-import openai
 import pytest
 
 import moe_jax
@@ -20,7 +19,7 @@ from moe_jax.generation import engine
 from moe_jax.serve.openai import read_chat
 from moe_jax.serve.scheduler import Scheduler
 from tests.support.byte_tokenizer import BOS
-from tests.support.served_models import CONTEXT, serving
+from tests.support.served_models import CONTEXT, client_of, serving
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +31,6 @@ def address(model):
 @pytest.fixture
 def client(address):
     return client_of(address)
-
-
-def client_of(address: str, **options):
-    return openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60, **options)
 
 
 def greedy(model, prompt, **options):
@@ -58,6 +53,8 @@ def health(address: str) -> dict:
 
 
 def test_the_model_is_listed(client):
+    import openai
+
     (found,) = client.models.list().data
     assert found.id == "tiny" and client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError):
@@ -273,6 +270,8 @@ def until(condition) -> None:
 
 
 def test_who_finds_the_queue_full_may_come_again(model):
+    import openai
+
     scheduler = Gated(model.decoder, slots=1, waiting=1)
     with serving(model, scheduler) as address, concurrent.futures.ThreadPoolExecutor(2) as pool:
         client = client_of(address)
@@ -295,6 +294,8 @@ def test_who_finds_the_queue_full_may_come_again(model):
 
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_client_that_goes_away_leaves_its_slot(model, streams):
+    import openai
+
     scheduler = Gated(model.decoder, slots=1, waiting=4)
     with serving(model, scheduler) as address:
         client = client_of(address)

@@ -6,6 +6,13 @@ import threading
 CONTEXT = 300
 
 
+def client_of(address: str, **options):
+    """OpenAI's own client, which takes long to import."""
+    import openai
+
+    return openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60, **options)
+
+
 @contextlib.contextmanager
 def serving(model, scheduler):
     """The address of a server in a thread."""

@@ -135,6 +135,7 @@ def test_accumulation_an_average_and_bfloat16_go_with_a_teacher():
     assert np.abs(rough[:, 1] - whole[:1, 1]).max() > 0
 
 
+@long  # the formula, of which this is a case, is compared above
 def test_a_model_that_is_its_own_teacher_has_nothing_to_learn():
     config = config_of(moe(balance_coef=0.0))
     found, *_ = run(distilling(DistillSection(teacher="itself")), config=config, teacher=config, steps=1)

@@ -26,26 +26,19 @@ def ids():
     return np.random.default_rng(0).integers(0, 256, 41).astype(np.int32)
 
 
-def test_the_load_is_that_of_every_window_on_its_own(model, ids):
+def test_the_load_is_that_of_every_window_on_its_own_on_every_mesh(model, ids):
     router = nnx.jit(lambda model, tokens: model(tokens).router)
     expected = {1: np.zeros(4), 3: np.zeros(4)}
     for window in (ids[:16], ids[16:32], ids[32:]):
         for layer, share in load_per_layer(model.config, router(model, jnp.asarray(window)[None])).items():
             expected[layer] += len(window) * np.asarray(share) / len(ids)
-    mesh = make_mesh({}, jax.devices()[:1])
-    found = measure_router_statistics(model, ids, seq_len=16, batch_size=2, mesh=mesh)
-    assert found.keys() == expected.keys()
-    for layer, statistics in found.items():
-        share = statistics.usage
-        np.testing.assert_allclose(share, expected[layer], atol=1e-6)
-        assert share.sum() == pytest.approx(1.0) and np.ptp(share) > 0.01
-
-
-def test_a_mesh_does_not_change_it(model, ids):
-    one = measure_router_statistics(model, ids, seq_len=16, batch_size=2, mesh=make_mesh({}, jax.devices()[:1]))
-    many = measure_router_statistics(model, ids, seq_len=16, batch_size=2, mesh=make_mesh({"fsdp": -1}))
-    for layer, statistics in one.items():
-        np.testing.assert_allclose(many[layer].usage, statistics.usage, atol=1e-6)
+    for mesh in (make_mesh({}, jax.devices()[:1]), make_mesh({"fsdp": -1})):
+        found = measure_router_statistics(model, ids, seq_len=16, batch_size=2, mesh=mesh)
+        assert found.keys() == expected.keys()
+        for layer, statistics in found.items():
+            share = statistics.usage
+            np.testing.assert_allclose(share, expected[layer], atol=1e-6)
+            assert share.sum() == pytest.approx(1.0) and np.ptp(share) > 0.01
 
 
 def test_windows_of_one_token_are_refused(model, ids):

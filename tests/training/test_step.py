@@ -166,15 +166,14 @@ def test_all_steps_of_a_run_are_one_program(monkeypatch):
     assert np.isfinite(losses).all()
 
 
-def test_without_a_score_the_router_is_trained_by_the_balance_loss_alone():
-    config = config_of(moe(balance_coef=0.5))
-    program = make_program(recipe_of(), config, jax.devices()[:1])
+def test_without_a_score_the_router_is_trained_by_the_balance_loss_alone(two_layers):
+    program = two_layers[1]
     batch = random_batch(0) | {"weights": np.zeros((8, 16), np.float32)}
     with jax.set_mesh(program.mesh):
         params, frozen = initial_states(program)
         before = np.asarray(params["stack"]["segments"][0]["blocks"][0]["mlp"]["router"]["kernel"][...])
         state, metrics = program.step(first_state(program, params), frozen, batch)
-    assert float(metrics.loss) == 0.0 and float(metrics.auxiliary) > 0.4 and float(metrics.grad_norm) > 0
+    assert float(metrics.loss) == 0.0 and float(metrics.auxiliary) > 2 * 0.008 and float(metrics.grad_norm) > 0
     after = np.asarray(state.params["stack"]["segments"][0]["blocks"][0]["mlp"]["router"]["kernel"][...])
     assert np.abs(after - before).max() > 1e-5
     with jax.set_mesh(program.mesh):
