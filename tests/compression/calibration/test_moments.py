@@ -158,6 +158,7 @@ def _output_error(layer: SourceLayer, model) -> float:
     return float(np.sqrt(sums[0] / sums[1]))
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     "method", [("quantize", {"bits": 4, "group_size": 8}), ("svd", {"keep": 0.4})], ids=["codes", "joint factors"]
 )

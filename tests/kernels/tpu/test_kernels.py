@@ -135,7 +135,7 @@ def test_product_in_every_order(transposed, stored, order, monkeypatch):
         assert_close(run(rows, base, arrays, sizes), references.product(rows, kernels, sizes, transposed))
 
 
-@one_in(3)
+@one_in(4)
 @ORDERS
 @pytest.mark.parametrize("stored", [False, True])
 def test_gated_product_in_every_order(stored, order, monkeypatch):
