@@ -151,8 +151,7 @@ def attribute_texts(cls: type) -> dict[str, str]:
 def options_of(spec: type, texts_of: Callable[[type], dict[str, str]] = field_texts) -> list[Option]:
     """The options of a dataclass, in the order of its fields; `texts_of` finds their texts."""
     # What a module imports only for type checkers is `Any`.
-    rest = collections.defaultdict(lambda: Any)
-    names = collections.ChainMap(sys.modules[spec.__module__].__dict__, builtins.__dict__, rest)
+    names = collections.defaultdict(lambda: Any, {**vars(builtins), **vars(sys.modules[spec.__module__])})
     hints = typing.get_type_hints(spec, localns=names, include_extras=True)
     texts = texts_of(spec)
     options = []

@@ -109,7 +109,7 @@ def plot_between(layers: Sequence[LayerSimilarity], file: DrawnTo, *, title: str
         if len(layer.between) <= _MOST_NUMBERED:
             for (row, column), value in np.ndenumerate(masked):
                 if row != column:
-                    is_dark = (image.norm(value) < 0.5) != scale.colours.endswith("_r")
+                    is_dark = (np.asarray(image.norm(value)).item() < 0.5) != scale.colours.endswith("_r")
                     color = "white" if is_dark else "black"
                     axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=6, color=color)
     figure.colorbar(image, ax=grid, label=f"{scale.label}, between experts", shrink=0.8, format="%.6g")

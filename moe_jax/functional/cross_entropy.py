@@ -196,7 +196,8 @@ def _losses(
         x: Array, kernel: Array, bias: Array | None, targets: Array, cotangents: Any, teacher: TeacherArrays | None
     ) -> _Losses:
         kernel, rows = chunks.whole_kernel(options, kernel.astype(x.dtype)), x.reshape(-1, x.shape[-1])
-        right_kernel = right_rows = None
+        right_kernel: Any = None
+        right_rows = None
         if teacher is not None:
             right_kernel = chunks.whole_kernel(head, teacher.kernel.astype(teacher.x.dtype))
             right_rows = teacher.x.reshape(-1, teacher.x.shape[-1])
@@ -217,9 +218,10 @@ def _losses(
             if teacher is not None:
                 divergence, slope = _divergence(options, logits, right, temperature)
                 slope = slope * jnp.float32(share)
-            losses, divergences = (
-                None if one is None else lax.dynamic_update_slice_in_dim(total, one, start, 0)
-                for total, one in ((sums.losses, loss), (sums.divergences, divergence))
+            losses, divergences = jax.tree.map(
+                lambda total, one: lax.dynamic_update_slice_in_dim(total, one, start, 0),
+                (sums.losses, sums.divergences),
+                (loss, divergence),
             )
             if not any(wanted):
                 return _Losses(losses, divergences, sums.gradients)
@@ -236,7 +238,8 @@ def _losses(
         losses, divergences = jax.tree.map(lambda one: one.reshape(targets.shape), (losses, divergences))
         return _Losses(losses, divergences, chunks.gradients_of_all_devices(options, gradients, x.shape))
 
-    specs, of_teacher = HeadSpecs.of(options), HeadSpecs.of(head)
+    specs: Any = HeadSpecs.of(options)
+    of_teacher: Any = HeadSpecs.of(head)
     teacher_specs = None if teacher is None else TeacherArrays(of_teacher.x, of_teacher.kernel, of_teacher.bias)
     in_specs = (specs.x, specs.kernel, specs.bias, specs.tokens, specs.tokens, teacher_specs)
     out_specs = _Losses(specs.tokens, specs.tokens, HeadGradients(specs.x, specs.kernel, specs.bias))
@@ -260,10 +263,12 @@ def _divergence(
 def _mixture(distillation: Distillation, found: _Losses) -> Float[Array, "B T"]:
     """Returns every token's term of the total: divergence and cross-entropy, mixed."""
     share = distillation.weight
+    assert found.divergences is not None
     mixed = found.divergences * jnp.float32(share)
     return mixed if share == 1 else mixed + found.losses * jnp.float32(1 - share)
 
 
 def _mixed(distillation: Distillation, found: _Losses, weights: Array) -> DistilledLoss:
+    assert found.divergences is not None
     total = jnp.sum(_mixture(distillation, found) * weights)
     return DistilledLoss(total, jnp.sum(found.losses * weights), jnp.sum(found.divergences * weights))

@@ -57,7 +57,7 @@ def test_caches_are_split_by_rows_and_heads_and_never_gathered():
 
 
 def test_the_command_takes_a_mesh(tmp_path, capsys):
-    config = dense_config(num_layers=2)
+    config = dense_config(num_layers=1)
     model = write_model(tmp_path / "model", config, random_leaves(config))
     options = ["generate", str(model), "--ids", "1,2,3", "--max-new-tokens", "6", "--json"]
     printed = []

@@ -11,6 +11,7 @@ from moe_jax.harness.likelihood import Continuation, Likelihoods, _compiled
 from moe_jax.harness.task_files import sandboxed_templates
 from tests.support.byte_tokenizer import EOS
 from tests.support.generated import generate
+from tests.support.numerics import logits_of
 from tests.support.task_files import TASKS
 
 FEWSHOT = 2
@@ -89,7 +90,8 @@ def test_batches_and_chunks_of_logits_change_nothing(models, monkeypatch):
     chunked = Likelihoods(ours._model, max_length=64, batch_size=2)(asked, answered=seen.__setitem__)
     _compiled.cache_clear()
     assert seen == dict(enumerate(chunked)) and chunked[1] == chunked[-1]
-    logits = np.asarray(ours._model(np.asarray([[*asked[1].context, *asked[1].tokens[:-1]]], np.int32)).logits)[0, -3:]
+    tokens = np.asarray([[*asked[1].context, *asked[1].tokens[:-1]]], np.int32)
+    logits = np.asarray(logits_of(ours._model, tokens))[0, -3:]
     normalisers = np.log(np.exp(logits.astype(np.float64)).sum(axis=-1))
     plain = (logits[np.arange(3), asked[1].tokens] - normalisers).sum()
     np.testing.assert_allclose([a[0] for a in whole], [b[0] for b in chunked], rtol=0, atol=1e-4)

@@ -19,6 +19,7 @@ from moe_jax.generation import engine
 from moe_jax.serve.openai import read_chat
 from moe_jax.serve.scheduler import Scheduler
 from tests.support.byte_tokenizer import BOS
+from tests.support.numerics import logits_of
 from tests.support.served_models import CONTEXT, client_of, serving
 
 
@@ -197,7 +198,7 @@ def test_log_probabilities_are_those_of_the_model(client, model):
     added = greedy(model, prompt, max_new_tokens=3)
     assert answer.text == "some text that is scored" + added.text
     ids = [*prompt, *added.ids]
-    scores = np.asarray(jax.nn.log_softmax(model.decoder(jnp.asarray([ids])).logits[0], axis=-1))
+    scores = np.asarray(jax.nn.log_softmax(logits_of(model.decoder, jnp.asarray([ids]))[0], axis=-1))
     assert told.token_logprobs[0] is None and told.top_logprobs[0] is None and len(told.tokens) == len(ids)
     expected = [scores[at, token] for at, token in enumerate(ids[1:])]
     np.testing.assert_allclose(told.token_logprobs[1:], expected, atol=1e-5)

@@ -34,7 +34,7 @@ from tests.support.training_models import BANKS, FFN, config_of, moe, recipe_of
 from tests.training.test_step import drawn, initial_states, largest_difference, random_batch, repeated_batch
 
 ROUTERS_AND_NORMS = (".*/router/.*", ".*norm/.*")
-STUDENT = config_of(FFN, moe(BANKS["low-rank"]))
+STUDENT = config_of(moe(BANKS["low-rank"]))
 # Another width, experts of another form, a tied head. The scale makes it sure of something, so that the divergence is
 # no small difference of large numbers.
 TEACHER = config_of(moe(), d_model=24, tie_embeddings=True, logit_scale=20.0)

@@ -252,7 +252,7 @@ class Allocate(OfCodes, Method):
 
     def _codes(self, layer: SourceLayer, choices: Sequence[Choice]) -> Quantized:
         bits = {name: choice.bits or 0 for name, choice in zip(layer.shapes, choices, strict=True)}
-        others = {f"{name}_bits": own for name, own in bits.items() if own != bits["up"]}
+        others: Any = {f"{name}_bits": own for name, own in bits.items() if own != bits["up"]}
         return Quantized(bits=bits["up"], **self._format(*bits.values(), added=choices[0].added), **others)
 
     def _in_parts(

@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -84,7 +84,7 @@ class Quantize(AroundCentre, OfCodes, Method):
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
         fit, even = self.scale == "mse", self.levels == "even"
-        options = {"refit": True, "fit": fit, "feedback": self.feedback, "even": even}
+        options: Any = {"refit": True, "fit": fit, "feedback": self.feedback, "even": even}
         return _figures(target.bank, write_experts(layer, target.bank, write, base=base.kernel, **options))
 
 

@@ -195,8 +195,15 @@ class ResMoE(AroundCentre, OfCodes, Method):
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
     ) -> LayerFigures:
-        options = {"refit": self.refit, "feedback": self.feedback, "even": self.levels == "even"}
-        measure = write_experts(layer, target.bank, write, permutations=analysis["permutations"], **options)
+        measure = write_experts(
+            layer,
+            target.bank,
+            write,
+            permutations=analysis["permutations"],
+            refit=self.refit,
+            feedback=self.feedback,
+            even=self.levels == "even",
+        )
         return measure.figures(
             objective=float(analysis["objective"]),
             rounds=int(analysis["rounds"]),

@@ -48,7 +48,7 @@ def hopper_product(lhs: Array, rhs: Array, group_sizes: Array, *, transposed: bo
     from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
 
     sizes = {"block_m": ROWS, "block_n": COLUMNS, "block_k": TERMS}
-    schedule = {"max_concurrent_steps": _STAGES, "grid_block_n": _COLUMNS_TOGETHER}
+    schedule: Any = {"max_concurrent_steps": _STAGES, "grid_block_n": _COLUMNS_TOGETHER}
     group_sizes = group_sizes.astype(jnp.int32)
     out = ragged_dot_mgpu.ragged_dot(lhs, rhs, group_sizes=group_sizes, transpose_rhs=transposed, **sizes, **schedule)
     # The kernel leaves rows outside groups unwritten.

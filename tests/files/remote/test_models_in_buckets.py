@@ -80,7 +80,7 @@ def test_every_command_that_takes_a_model(bucket, tmp_path, monkeypatch, capsys)
     assert cli.main(["train", "recipe.toml"]) == 0
     assert cli.main(["merge", adapter, "gs://bucket/models/merged"]) == 0
     assert open_source("gs://bucket/models/merged").tokenizer_files[0].name == "tokenizer.json"
-    method = ["--method", "resmoe", "--keep", "0.5", "--design", "separate"]
+    method = ["--method", "quantize", "--bits", "8"]
     assert cli.main(["compress", there, "gs://bucket/models/small", *method]) == 0, capsys.readouterr().err
     assert cli.main(["clean", "gs://bucket/models"]) == 0
     assert "nothing to remove" in capsys.readouterr().out
