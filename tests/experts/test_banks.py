@@ -164,7 +164,7 @@ def test_bank_equals_one_ffn_per_expert(kind, strategy, ffn_kind):
     check()
 
 
-@one_in(25)
+@one_in(48, first=25)
 @pytest.mark.parametrize(
     ("kind", "strategy"),
     [

@@ -47,6 +47,7 @@ def test_stories260k_starts_as_the_dense_model(delta, data_dir, tmp_path, capsys
     assert (tmp_path / "moe" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
 
 
+@one_in(2)
 @pytest.mark.parametrize("delta", DELTAS)
 def test_a_model_directory_in_bfloat16_with_biases(delta, dense_model, tmp_path):
     dst = tmp_path / "moe"
@@ -158,7 +159,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, failing):
     assert "layers/2/mlp/down/kernel: 1 of " in err and "first nan at [3, 4]" in err and err.count("\n") == 1
 
 
-@one_in(2)
+@one_in(2, first=1)
 @pytest.mark.parametrize("delta", DELTAS)
 def test_a_wrong_leaf_fails_the_check(delta, dense_model, tmp_path, failing, monkeypatch):
     """The check sees what was written: experts that differ a little, or a delta that is not zero."""
