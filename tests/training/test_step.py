@@ -100,7 +100,7 @@ PLAIN = FFNConfig(dim=32, gated=False, bias=True)
 NOISE = {"low-rank": dict(universal="coder", cv_coef=0.01)}  # in the router
 BY_KIND = {kind: dataclasses.replace(moe(bank, **NOISE.get(kind, {})), expert=PLAIN) for kind, bank in BANKS.items()}
 EVERYTHING = config_of(PLAIN, *BY_KIND.values())
-TWO_LAYERS = config_of(moe(), moe())
+TWO_LAYERS = config_of(BY_KIND["full"], BY_KIND["full"])
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +229,7 @@ def test_every_seed_and_step_has_its_own_key():
 
 def test_noise_differs_between_steps_and_microbatches():
     """A router of zeros has no logits but the noise, whose size shows in the z-loss."""
-    config = config_of(moe(universal="coder"))
+    config = config_of(dataclasses.replace(moe(universal="coder"), expert=PLAIN))
 
     def z_of(accumulation: int, *steps: int) -> list[float]:
         # Microbatches take every other row: here they are equal.
