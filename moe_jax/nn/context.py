@@ -221,22 +221,7 @@ class Context(NamedTuple):
 
 
 class StackInputs(TypedDict, total=False):
-    """Keyword arguments of a stack, beside its activations.
-
-    Attributes:
-      positions: position of every token in its document; default 0, 1, ... With caches it decides the slot that the
-        token takes, and a query sees tokens at positions up to its own.
-      segment_ids: document of every token when several are packed in a row, counted from 1; attention stays inside
-        a document and 0 marks padding.
-      valid: tokens that are not padding; with caches, only padding may follow padding. None: all tokens, or with
-        `segment_ids` all tokens of documents.
-      prefix: length of the prefix of every row, for attention with that mask.
-      encoder_output: the sequence that cross-attention attends to; with caches, only in the first call: its keys
-        and values are kept there.
-      encoder_valid: tokens of it that are not padding; None: all.
-      begins: with caches, whether the rows begin with this call, at position 0: its tokens then see only each
-        other, at no cost for slots that are still empty.
-    """
+    """Keyword arguments of `Stack`, which explains them, beside its activations."""
 
     positions: Int[Array, "B T"] | None
     segment_ids: Int[Array, "B T"] | None
@@ -267,7 +252,7 @@ def make_context(
     Args:
       config: of the model.
       shape: batch and length.
-      positions, segment_ids, valid, prefix, encoder_output, encoder_valid, begins: see `StackInputs`.
+      positions, segment_ids, valid, prefix, encoder_output, encoder_valid, begins: as in `Stack`.
       num_slots: of the longest cache; None: there are none.
       num_source_slots: of the caches of cross-attention; None: there are none.
       relative_bias: see `Context`.

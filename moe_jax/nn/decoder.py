@@ -50,15 +50,7 @@ class Encoded(NamedTuple):
 
 
 class DecoderInputs(StackInputs, total=False):
-    """Keyword arguments of a decoder, beside its tokens: those of its stack, and more.
-
-    Attributes:
-      inputs: token ids for the encoder, which is run first. In place of them `encoder_output` may be given.
-      inputs_valid: inputs that are not padding; None: all.
-      embeddings: in place of tokens, as `Embed.look_up` returns them.
-      caches: to continue a row.
-      key: random key for everything random in training (such as the noise of `coder` routers); None: deterministic.
-    """
+    """Keyword arguments of `Decoder`, which explains them, beside its tokens: those of its stack, and more."""
 
     inputs: Int[Array, "B S"] | None
     inputs_valid: Bool[Array, "B S"] | None
@@ -135,20 +127,56 @@ class Decoder(nnx.Module):
         self,
         tokens: Int[Array, "B T"] | None = None,
         *,
+        inputs: Int[Array, "B S"] | None = None,
+        inputs_valid: Bool[Array, "B S"] | None = None,
+        embeddings: Float[Array, "B T d"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        valid: Bool[Array, "B T"] | None = None,
+        prefix: Int[Array, " B"] | None = None,
+        encoder_output: Float[Array, "B S e"] | None = None,
+        encoder_valid: Bool[Array, "B S"] | None = None,
+        caches: Caches | None = None,
+        begins: bool = False,
         last_only: Int[Array, " B"] | None = None,
-        **given: Unpack[DecoderInputs],
+        key: Array | None = None,
     ) -> DecoderOutput:
         """Returns next-token logits.
 
         Args:
           tokens: token ids.
+          inputs: token ids for the encoder, which is run first. In place of them `encoder_output` may be given.
+          inputs_valid: inputs that are not padding; None: all.
+          embeddings: in place of tokens, as `Embed.look_up` returns them.
+          positions: position of every token; details of this and of the following arguments are in `Stack`.
+          segment_ids: documents packed in a row.
+          valid: tokens that are not padding.
+          prefix: lengths of prefixes.
+          encoder_output: for cross-attention; from `encode`, or from an encoder elsewhere.
+          encoder_valid: tokens of it that are not padding.
+          caches: to continue a row.
+          begins: with caches, whether rows begin with this call.
           last_only: index of the one position per row whose logits are wanted; None: all.
-          given: see `DecoderInputs`, and for `positions` to `begins` `context.StackInputs`.
+          key: random key for everything random in training (such as the noise of `coder` routers); None: deterministic.
 
         Raises:
           InputError: if the arguments do not fit each other or the model.
         """
-        x, caches, router = self.activations(tokens, **given)
+        x, caches, router = self.activations(
+            tokens,
+            inputs=inputs,
+            inputs_valid=inputs_valid,
+            embeddings=embeddings,
+            positions=positions,
+            segment_ids=segment_ids,
+            valid=valid,
+            prefix=prefix,
+            encoder_output=encoder_output,
+            encoder_valid=encoder_valid,
+            caches=caches,
+            begins=begins,
+            key=key,
+        )
         if last_only is not None:
             x = jnp.take_along_axis(x, last_only[:, None, None], axis=1)
         return DecoderOutput(self.logits(x), caches, router)

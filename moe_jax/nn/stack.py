@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.core.errors import check_member
 from moe_jax.experts.devices import shard_batch
@@ -24,7 +24,6 @@ from moe_jax.nn.context import (
     Context,
     FixedContext,
     KVCache,
-    StackInputs,
     longest_row,
     make_context,
     source_slots,
@@ -151,24 +150,52 @@ class Stack(nnx.Module):
         self,
         x: Float[Array, "B T d"],
         *,
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        valid: Bool[Array, "B T"] | None = None,
+        prefix: Int[Array, " B"] | None = None,
+        encoder_output: Float[Array, "B S e"] | None = None,
+        encoder_valid: Bool[Array, "B S"] | None = None,
         caches: Caches | None = None,
+        begins: bool = False,
         key: Array | None = None,
-        **given: Unpack[StackInputs],
     ) -> StackOutput:
         """Applies all layers.
 
         Args:
           x: activations; their dtype is that of the computation.
+          positions: position of every token in its document; default 0, 1, ... With caches it decides the slot that the
+            token takes, and a query sees tokens at positions up to its own.
+          segment_ids: document of every token when several are packed in a row, counted from 1; attention stays inside
+            a document and 0 marks padding.
+          valid: tokens that are not padding; with caches, only padding may follow padding. None: all tokens, or with
+            `segment_ids` all tokens of documents.
+          prefix: length of the prefix of every row, for attention with that mask.
+          encoder_output: the sequence that cross-attention attends to; with caches, only in the first call: its keys
+            and values are kept there.
+          encoder_valid: tokens of it that are not padding; None: all.
           caches: from `init_cache`, to continue a row.
+          begins: with caches, whether the rows begin with this call, at position 0: its tokens then see only each
+            other, at no cost for slots that are still empty.
           key: random key for everything random in training; None: deterministic.
-          given: see `context.StackInputs`.
 
         Raises:
           InputError: if the arguments do not go together or with the model.
         """
-        bias = self.relative_bias() if self.config.shared_bias() is not None else None
-        slots = {"num_slots": longest_row(caches), "num_source_slots": source_slots(caches)}
-        context = make_context(self.config, x.shape[:2], **slots, relative_bias=bias, **given)
+        context = make_context(
+            self.config,
+            x.shape[:2],
+            positions=positions,
+            segment_ids=segment_ids,
+            valid=valid,
+            prefix=prefix,
+            encoder_output=encoder_output,
+            encoder_valid=encoder_valid,
+            num_slots=longest_row(caches),
+            num_source_slots=source_slots(caches),
+            begins=begins,
+            relative_bias=self.relative_bias() if self.config.shared_bias() is not None else None,
+        )
         x = shard_batch(x)
         new_caches, router = [], []
         for index, segment in enumerate(self.segments):
