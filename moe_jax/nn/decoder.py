@@ -6,7 +6,7 @@ on many tokens. For a single generated token it is as much as the work itself, a
 used. So generation runs a program that loops over no layers.
 """
 
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -194,7 +194,8 @@ class Decoder(nnx.Module):
         elif inputs_valid is not None:
             raise InputError("inputs_valid says what counts of inputs, which are not given")
         x = self.embed(tokens, given.get("positions"), embeddings=embeddings)
-        x, caches, router = self.stack(x, **given)
+        of_stack: Any = given
+        x, caches, router = self.stack(x, **of_stack)
         return StackOutput(x, caches, (*encoder_router, *router))
 
     def logits(self, x: Float[Array, "B T d"]) -> Float[Array, "B T V"]:

@@ -25,9 +25,7 @@ def random_leaves(form, rng):
     if isinstance(form, NF4):
         kernels = jnp.asarray(rng.standard_normal((len(SIZES), *SHAPE)), jnp.float32)
         return {f"nf4/{name}": leaf for name, leaf in quantize_nf4(kernels).items()}
-    leaves = jax.eval_shape(
-        lambda: form.fresh(nnx.Rngs(0), Matrix("up", SHAPE), (len(SIZES),), jnp.dtype(jnp.float32))
-    )
+    leaves = jax.eval_shape(lambda: form.fresh(nnx.Rngs(0), Matrix("up", SHAPE), (len(SIZES),), jnp.dtype(jnp.float32)))
     return {
         name: jnp.asarray(rng.integers(0, 256, leaf.shape), jnp.uint8)
         if leaf.dtype == jnp.uint8
