@@ -1,13 +1,14 @@
 """The first step by all-to-all against the same one by all-gather: what a broken exchange gives is noticed."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import pytest
 
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import local_rows, place
-from moe_jax.experts import exchange
+from moe_jax.experts import exchange, over_mesh
 from moe_jax.training.loop import exchange_check
 from moe_jax.training.program import first_state, initial_states, make_program
 from moe_jax.training.recipe import MeshSection, ModelSection
@@ -44,11 +45,15 @@ def test_an_exchange_that_works_passes():
 
 
 def test_one_whose_gradient_is_wrong_is_named(monkeypatch):
-    def corrupted(buffer, count, plan, dy):
-        return 2 * exchange._send(dy, plan, buffer), None
+    @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+    def corrupted(rows, plan, buffer, count):
+        return exchange.send_back(rows, plan, buffer, count)
 
-    monkeypatch.setattr(exchange, "_send_back", jax.custom_vjp(exchange._back, nondiff_argnums=(2, 3)))
-    exchange._send_back.defvjp(exchange._send_back_fwd, corrupted)
+    corrupted.defvjp(
+        lambda *arguments: (corrupted(*arguments), arguments[1]),
+        lambda buffer, count, plan, dy: (2 * exchange.send(dy, plan, buffer), None),
+    )
+    monkeypatch.setattr(over_mesh, "send_back", corrupted)
     with pytest.raises(InputError, match=r"grad_norm is .* by all-to-all, and .* by all-gather"):
         first_step(recipe_with(exchange="all-to-all", check_exchange=True))
 
