@@ -136,14 +136,16 @@ def test_a_pod_is_stopped_and_saves(pod):
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert started.stdout is not None
-    lines = iter(started.stdout.readline, "")
-    assert any("auto in shared: train recipe.toml" in line for line in lines)
+    # A worker that has not come so far ends without saving: both have said which run they begin.
+    logs = [pod / f"worker{worker}/moe_jax_job/log" for worker in (0, 1)]
+    deadline = time.monotonic() + 30
+    while not all(log.exists() and "auto in shared" in log.read_text() for log in logs):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     stopped = sh(script, "stop", "pod", "us-west4-a")
     assert stopped.returncode == 0 and stopped.stdout.count("ended with exit code 0") == 2
     assert "saved\n" in started.communicate(timeout=30)[0] and started.returncode == 0
-    for worker in (0, 1):
-        assert (pod / f"worker{worker}/moe_jax_job/log").read_text().endswith("\nsaved\n")
+    assert all(log.read_text().endswith("\nsaved\n") for log in logs)
 
 
 def test_what_was_not_asked_of_a_pod_is_said(fake):
