@@ -12,6 +12,10 @@ from moe_jax.core.verb_spec import Shown, Spec
 class GenerateSpec(Spec):
     """The options of `generate`: which tokens are taken, and when a text ends.
 
+    >>> spec = moe_jax.GenerateSpec(max_new_tokens=8, stop=".")
+    >>> spec.temperature, spec.seed
+    (0.0, 0)
+
     Raises:
       InputError: for numbers that are out of range, or a stop string that is none.
     """

@@ -22,7 +22,7 @@ from tests.support.moe_models import MemorySource, check_merged, run
 from tests.support.tiers import long
 
 ALLOCATE = {"group_size": 8, "solver": "identity"}
-FEW_BITS = ((None, 2), (3, 1))
+FEW_BITS = ((None, 2), (None, 3), (3, 1))
 SENSITIVITIES = {"gate": 0.3, "up": 1.0, "down": 0.5}
 
 
