@@ -5,6 +5,7 @@ depend on the number of processes, each process prepares only its own rows, and 
 offset) per row.
 """
 
+import abc
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,7 @@ from moe_jax.models import ModelConfig
 Batch = dict[str, np.ndarray]
 
 
-class Row:
+class Row(abc.ABC):
     """One row of the global batch, and its position: a record, and an offset in it.
 
     Args:
@@ -42,9 +43,9 @@ class Row:
         """Moves to a position."""
         self.record, self.offset = record, offset
 
+    @abc.abstractmethod
     def fill(self) -> Batch:
         """Returns the arrays of the next sequence."""
-        raise NotImplementedError
 
 
 class RowBatches(grain.IterDataset):

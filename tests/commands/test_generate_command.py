@@ -198,7 +198,7 @@ def test_prompts_from_a_file_of_json_lines(model, tmp_path, capsys):
 
 def test_beyond_the_context_there_is_a_note(model, capsys):
     assert cli.main(["generate", str(model), "--ids", "1", "--max-new-tokens", "64"]) == 0
-    assert "note: 65 positions, but" in capsys.readouterr().err
+    assert "note: 65 positions, but the model was trained for 64" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -206,12 +206,12 @@ def test_beyond_the_context_there_is_a_note(model, capsys):
     [
         ((), "nothing to continue: give --prompt, --prompts-file or --ids"),
         (("--ids", "1,b"), "token ids joined"),
-        (("--ids", "258"), "[258] lie outside"),
+        (("--ids", "258"), "[258] lie outside the vocabulary of 258"),
         (("--ids", ""), "token in every"),
-        (("--ids", "1", "--max-new-tokens", "0"), "max_new_tokens=0 must be at"),
+        (("--ids", "1", "--max-new-tokens", "0"), "max_new_tokens=0 must be at least 1"),
         (("--ids", "1", "--temperature", "-1"), "temperature=-1.0 must be 0"),
         (("--ids", "1", "--top-p", "2"), "top_p=2.0 must lie in (0, 1]"),
-        (("--ids", "1", "--top-k", "0"), "top_k=0 must be at"),
+        (("--ids", "1", "--top-k", "0"), "top_k=0 must be at least 1"),
         (("--prompt", "a", "--stop", ""), "least one character"),
         (("--prompt", "a", "--prompt", "b", "--stream"), "--stream is for one"),
         (("--prompt", "a", "--json", "--stream"), "--stream is for one"),

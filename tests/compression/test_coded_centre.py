@@ -235,7 +235,7 @@ def test_a_plan_counts_what_is_written(small, models, out_of):
 
 def test_other_methods_have_no_centre_to_code(models, tmp_path, failing):
     message = failing(models["moe"], tmp_path / "out", "--method", "quantize", "--bits", "4", "--centre-bits", "4")
-    assert "go with quantize: it belongs" in message
+    assert "--centre-bits does not go with quantize: it belongs to" in message
 
 
 @long

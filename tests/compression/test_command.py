@@ -247,11 +247,11 @@ def test_models_and_targets_that_will_not_do(models, tmp_path, failing, text):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"family": "qwen2"}, "--base is a 'qwen2' model"),
+        ({"family": "qwen2"}, "--base is a 'qwen2' model and the experts are of a 'llama' one"),
         ({"d_model": 32}, "--base has 4 layers of width 32, the model 4 of width 16"),
         ({"num_layers": 3}, "--base has 3 layers of width 16, the model 4 of width 16"),
-        ({"dim": 32}, "--base has another FFN"),
-        ({"gated": False}, "--base has another FFN"),
+        ({"dim": 32}, "--base has another FFN than the experts in layer 2"),
+        ({"gated": False}, "--base has another FFN than the experts in layer 2"),
     ],
 )
 def test_a_base_of_another_shape_or_family_is_refused(changes, message):

@@ -116,7 +116,7 @@ def test_numbers_that_do_not_fit_leave_nothing_behind(tmp_path: pathlib.Path):
         lambda: convert(source, tmp_path / "out", ConvertSpec(dtype="float16"), console=QUIET),
         lambda: export(HuggingFaceDirectory(source), tmp_path / "out", ExportSpec(dtype="float16"), console=QUIET),
     ):
-        with pytest.raises(InputError, match=r"layers/2/mlp/down/kernel: 1e\+30 does not fit"):
+        with pytest.raises(InputError, match=r"layers/2/mlp/down/kernel: 1e\+30 does .* in float16"):
             command()
         assert [child.name for child in tmp_path.iterdir()] == ["foreign"]
 
@@ -179,7 +179,7 @@ def test_nothing_unknown_is_published(tmp_path: pathlib.Path):
     export(ModelDirectory(tmp_path / "ours"), tmp_path / "back", console=QUIET)
     assert content_of(tmp_path / "back") == content_of(tmp_path / "expected")
     (tmp_path / "ours" / "vocab.txt").symlink_to(tmp_path / "secret")
-    with pytest.raises(InputError, match="vocab.txt is a link"):
+    with pytest.raises(InputError, match="vocab.txt is .* to .*secret, outside"):
         export(ModelDirectory(tmp_path / "ours"), tmp_path / "third", console=QUIET)
     assert not list(tmp_path.glob("*third*"))
 
@@ -200,7 +200,7 @@ def test_a_disk_that_is_full_from_the_start(tmp_path: pathlib.Path, monkeypatch:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"max_shard_size": "5XB"}, "12GB, 800MB or 1.5GiB"),
+        ({"max_shard_size": "5XB"}, "--max-shard-size '5XB': expected bytes, such as 12GB, 800MB or 1.5GiB"),
         ({"max_shard_size": "0"}, "--max-shard-size '0': expected bytes"),
         ({"expert_layout": "fuse"}, "unknown expert layout 'fuse' (did you mean 'fused'?)"),
         ({"dense_layers": "drop"}, "dense layers 'drop'"),

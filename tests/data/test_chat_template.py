@@ -87,7 +87,7 @@ def test_a_turn_whose_beginning_cannot_be_found_is_an_error():
         "{% if add_generation_prompt %}<assistant><think>{% endif %}",
         where="their template",
     )
-    with pytest.raises(InputError, match="say where message 2 begins"):
+    with pytest.raises(InputError, match="their .* message 2 begins: .*<think>"):
         template.scored(TURNS[:2])
     with pytest.raises(InputError, match='without "assistant" has nothing'):
         template.scored(TURNS[:1])
@@ -146,7 +146,7 @@ def test_where_a_tokenizer_keeps_its_template(tmp_path, files, expected):
         ({"chat_template": [{"name": "rag", "template": ""}]}, "name \"default\", but \\[\\'rag\\'\\]"),
         ({"chat_template": "{% for %}"}, r"chat template \(line 1\)"),
         ({"chat_template": "{{ x }}\n{% end %}"}, r"chat template \(line 2\)"),
-        ({"chat_template": "x" * (1 << 20) + "x"}, "chat template: it has more"),
+        ({"chat_template": "x" * (1 << 20) + "x"}, "is .* chat template: it .* than 1,048,576 characters"),
     ],
 )
 def test_a_template_that_is_none_is_one_line(tmp_path, content, complaint):

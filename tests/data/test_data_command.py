@@ -63,7 +63,7 @@ def test_tokenize_writes_what_it_says_one_can_train_on(chat, capsys):
         (["inspect", "recipe.toml", "out"], "data inspect RECIPE.toml writes nothing"),
         (["tokenize", "recipe.toml"], "data tokenize RECIPE.toml OUT writes to OUT"),
         (["tokenize", "recipe.toml", "model"], "model already exists"),
-        (["tokenize", "recipe.toml", "out", "--processes", "0"], "processes = 0 must"),
+        (["tokenize", "recipe.toml", "out", "--processes", "0"], "processes = 0 must be at least 1"),
         (["inspect", "recipe.toml", "--examples", "-1"], "number from 0"),
         (["inspekt", "recipe.toml"], "(did you mean 'inspect'?)"),
         (["inspect", "none.toml"], "no recipe at none.toml"),

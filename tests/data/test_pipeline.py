@@ -214,5 +214,5 @@ def test_no_sources_missing_files_and_wrong_tokenizers_are_clear(tmp_path, token
     with pytest.raises(InputError, match="a.txt is not a tokenizer.json"):
         data(tmp_path / "a.txt", SourceSection(path=str(tmp_path / "a.txt")))
     nameless = dataclasses.replace(CONFIG, bos_id=None)
-    with pytest.raises(InputError, match='data.bos = "always", but'):
+    with pytest.raises(InputError, match='data.bos = "always", but .* no BOS token'):
         data(tokenizer_path, SourceSection(path=str(tmp_path / "a.txt")), config=nameless, bos="always")

@@ -75,7 +75,7 @@ def test_jsonl_skips_blank_lines_and_needs_no_last_line_end(tmp_path):
         ("{not json", "is not valid JSON"),
         ('{"text": "a", "text": "b"}', "line that: the key 'text'"),
         ('{"text": "a", "x": ' + "[" * 50_000 + "}", "nested more than 100 levels"),
-        ('{"text": "\\ud800"}', "'text' holding one half"),
+        ('{"text": "\\ud800"}', "'text' holding one half of a character in UTF-16"),
         ('{"' + "x" * 100_000 + '": 1}', "with the keys 'xxxx"),
         ("[1, 2]", "a JSON list"),
         ('{"prompt": "a"}', "with the keys 'prompt'"),

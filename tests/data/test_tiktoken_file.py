@@ -147,8 +147,8 @@ def test_a_converted_model_has_a_tokenizer(ranks, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda b: b.replace(b" 255\n", b" 256\n"), "256 tokens, but none"),
-        (lambda b: b + b"YWI=\n", "line 257 is 'YWI='"),
+        (lambda b: b.replace(b" 255\n", b" 256\n"), "has 256 tokens, but none of rank 255: it is damaged"),
+        (lambda b: b + b"YWI=\n", "line 257 is 'YWI=', expected a token in base64 and its rank"),
         (lambda b: b + b"YWI 256\n", "base64 and its rank"),
         (lambda b: b + b"YWI= -1\n", "base64 and its rank"),
         (lambda b: b + b"YWI= 1 2\n", "base64 and its rank"),

@@ -174,7 +174,7 @@ def test_broken_files_of_tokens_are_one_line(tmp_path):
     with pytest.raises(InputError, match="does not list source-0-00000"):
         opened(task, patterns)
     (out / INDEX).unlink()
-    with pytest.raises(InputError, match="made by moe-jax data tokenize"):
+    with pytest.raises(InputError, match="has no tokens.json: files .* by moe-jax data tokenize"):
         opened(task, patterns)
     for record in (b"", b"\x03" + bytes(7), pack([Document(np.arange(9), np.ones(9))])[:-1]):
         with pytest.raises((ValueError, Exception)) as error:
@@ -187,7 +187,7 @@ def test_what_cannot_be_tokenised_is_said(tmp_path):
     tokenize(task, tmp_path / "out")
     with pytest.raises(InputError, match="already exists"):
         tokenize(task, tmp_path / "out")
-    with pytest.raises(InputError, match="processes = 0 must"):
+    with pytest.raises(InputError, match="processes = 0 must .* least 1"):
         tokenize(task, tmp_path / "new", processes=0)
     tokens = tuple(SourceSection(path=path) for path in source_patterns(tmp_path / "out", task.section))
     with pytest.raises(InputError, match="is tokenised already"):

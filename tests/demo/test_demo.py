@@ -45,7 +45,7 @@ def test_a_folder_that_no_demo_made_is_left_alone(tmp_path, capsys):
 
 def test_steps_below_one_are_refused(tmp_path, capsys):
     assert main(["demo", "--dir", str(tmp_path / "d"), "--more-steps", "0"]) == 2
-    assert "steps must" in capsys.readouterr().err
+    assert "steps must be at least 1" in capsys.readouterr().err
     assert not (tmp_path / "d").exists()
 
 

@@ -181,7 +181,7 @@ def test_what_ends_one_process_ends_the_other_and_it_says_why(tmp_path, action, 
 def test_a_process_that_sees_too_few_devices_is_refused(monkeypatch):
     monkeypatch.delenv("MOE_JAX_DISTRIBUTED", raising=False)
     monkeypatch.setenv("MOE_JAX_LOCAL_DEVICES", "9")
-    with pytest.raises(InputError, match="cpu devices in 1 processes"):
+    with pytest.raises(InputError, match="8 cpu devices in 1 processes: process 0 has 8; 9 are .* each"):
         join_processes()
     monkeypatch.setenv("MOE_JAX_LOCAL_DEVICES", "8")
     join_processes()

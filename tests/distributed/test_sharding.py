@@ -69,5 +69,5 @@ def test_every_indivisible_dimension_is_named():
     }
     with pytest.raises(InputError) as error:
         state_shardings(state, make_mesh({"fsdp": 4, "tensor": 2}))
-    assert "embed/embedding (63, 16): 63" in str(error.value)
-    assert "lm_head/kernel (10, 64): 10" in str(error.value)
+    assert "embed/embedding (63, 16): 63 is not divisible by mesh axis tensor=2" in str(error.value)
+    assert "lm_head/kernel (10, 64): 10 is not divisible by mesh axis fsdp=4" in str(error.value)

@@ -58,7 +58,7 @@ def test_texts_are_found_by_the_names_that_data_sets_have(tmp_path, line, templa
     [
         ("{no json", None, "not valid JSON"),
         ("[1]", None, "label, got a JSON list"),
-        ({"text": "a"}, None, "'label' is None"),
+        ({"text": "a"}, None, "'label' is None, expected a string or a number from 0 on"),
         ({"text": "a", "label": -1}, None, "'label' is -1"),
         ({"text": "a", "label": True}, None, "'label' is True"),
         ({"words": "a", "label": 1}, None, "keys 'words', 'label', and none"),

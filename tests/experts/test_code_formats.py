@@ -156,7 +156,7 @@ def test_fresh_deltas_are_zero_and_no_kernel_in_pallas_is_asked_for_them(name):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"bits": 8, "table": True}, "levels: only 4, 3"),
+        ({"bits": 8, "table": True}, "bits=8 have no table of levels: only 4, 3 or 2 bits have"),
         ({"bits": 4, "scale_bits": 4, "group_size": 8}, "scale_bits=4 must be 16 or 8"),
         ({"bits": 4, "scale_bits": 8}, "scale_bits=8 go with groups"),
         ({"bits": 4, "zero_points": True}, "zero points go"),

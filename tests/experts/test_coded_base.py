@@ -334,13 +334,13 @@ def test_experts_on_the_host_are_those_of_the_bank():
     ("make", "said"),
     [
         (lambda: BaseCodes(code="5"), "of a base '5'"),
-        (lambda: BaseCodes(code="4", group_size=12), "group_size=12 must be a"),
+        (lambda: BaseCodes(code="4", group_size=12), "group_size=12 must be a multiple of 8"),
         (lambda: BaseCodes(code="4", down_bits=5), "of a base '5'"),
-        (lambda: BaseCodes(code="nf4", up_bits=4), "base in NF4 codes"),
+        (lambda: BaseCodes(code="nf4", up_bits=4), "a base in NF4 codes has no matrices of 4 bits"),
         (lambda: BaseCodes(code="8", table=True), "codes '8' has no table"),
-        (lambda: BaseCodes(code="nf4", scale_bits=8), "go with an NF4 base"),
+        (lambda: BaseCodes(code="nf4", scale_bits=8), "scale_bits=8 does not go with an NF4 base"),
         (lambda: BaseCodes(code="nf4", table=True), "codes 'nf4' has no table"),
-        (lambda: BaseCodes(code="nf4", group_size=64), "go with an NF4 base"),
+        (lambda: BaseCodes(code="nf4", group_size=64), "group_size=64 does not go with an NF4 base"),
         (lambda: BankConfig(base_codes=STORED["nf4"]), "base_codes go with a"),
         (
             lambda: BankConfig(kind="low-rank", rank=1, base="none", base_codes=STORED["nf4"]),

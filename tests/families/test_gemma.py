@@ -95,7 +95,7 @@ def test_the_scale_of_scores_is_written_as_it_was_read(scalar):
         ("gemma3_text", {"attn_logit_softcapping": 5.0}, "'attn_logit_softcapping' is 5.0, only None"),
         ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0.0 must be above 0"),
         ("gemma2", {"sliding_window": None}, "has no 'sliding_window', which cannot"),
-        ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern=0 must be at"),
+        ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern=0 must be at least 1"),
         ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
         ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "expected objects for 'full_attention' and"),
         ("gemma3_text", {"rope_parameters": {"full_attention": {"rope_theta": 7.0}}, "rope_theta": 8.0}, "keep one"),

@@ -64,7 +64,7 @@ def test_greedy_continuations_equal_the_definition(tmp_path):
     prompts = TOKENS[:, :6]
     expected = [plain_qwen.continuation(SMALL, in_float64(tensors), prompt, NEW_TOKENS) for prompt in prompts]
     assert generate(model, prompts.tolist(), max_new_tokens=NEW_TOKENS) == expected
-    with pytest.raises(InputError, match="but beyond 80 a 'qwen'"):
+    with pytest.raises(InputError, match="rows of 81 positions, but beyond 80 a 'qwen' model .* else"):
         generate(model, prompts.tolist(), max_new_tokens=75)
 
 

@@ -83,7 +83,7 @@ def test_a_dense_model_has_nothing_to_draw(tmp_path: pathlib.Path, capsys):
         (["--plots", "plots", "--seq-len", "8"], "--seq-len belongs to --text FILE"),
         (["--plots", "plots", "--split"], "--split belongs to --text FILE"),
         (["--plots", "plots", "--text", "absent.txt"], "no text at absent.txt"),
-        (["--plots", "plots", "--text", "absent.txt", "--seq-len", "1"], "seq_len = 1 must"),
+        (["--plots", "plots", "--text", "absent.txt", "--seq-len", "1"], "seq_len = 1 must be at least 2"),
     ],
 )
 def test_bad_options_leave_nothing(words, expected, model, tmp_path: pathlib.Path, capsys, monkeypatch):

@@ -72,7 +72,7 @@ def test_a_target_inside_its_source_is_refused_before_anything_is_written(tmp_pa
     (tmp_path / "model" / "below").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "model" / "below")
     for target in ("model/out", "model/below/out", "link/out", "model/../model/out"):
-        with pytest.raises(InputError, match="lies inside"):
+        with pytest.raises(InputError, match="lies inside .*model, which .* from"):
             check_beside(tmp_path / target, [tmp_path / "model"])
     for target in ("out", "modelling", "model-2/out"):
         check_beside(tmp_path / target, [tmp_path / "model"])

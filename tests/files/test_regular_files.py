@@ -35,7 +35,7 @@ def test_refuses_what_never_begins_or_never_ends(tmp_path, kind, make):
 def test_refuses_a_file_that_is_too_large_before_it_is_read(tmp_path):
     with open(tmp_path / "x", "wb") as file:
         file.truncate(1 << 40)  # more than there is memory, and no disk
-    with pytest.raises(InputError, match="more than 1,000 bytes"):
+    with pytest.raises(InputError, match="x .* than 1,000 bytes"):
         read_regular(tmp_path / "x", max_bytes=1000)
     with pytest.raises(FileNotFoundError):
         read_regular(tmp_path / "y", max_bytes=1000)

@@ -204,7 +204,7 @@ LOGITS = jnp.zeros((4, 3))
         (LOGITS[0], 2, {}, r"shape \(3,\), expected \(any, any\)"),
         (LOGITS[None], 2, {}, r"shape \(1, 4, 3\)"),
         (LOGITS.astype(jnp.bfloat16), 2, {}, "bfloat16, expected float32"),
-        (LOGITS, 4, {}, "top_k=4 must lie between 1"),
+        (LOGITS, 4, {}, "top_k=4 must lie between 1 and .* experts, 3"),
         (LOGITS, 0, {}, "top_k=0"),
         (LOGITS, 2, {"valid": jnp.ones((3,), bool)}, r"shape \(3,\), expected \(4\)"),
     ],

@@ -40,14 +40,14 @@ def plant(folder):
         ({"dataset_path": "planted.py"}, "local data only 'json'"),
         ({"dataset_path": "/somewhere"}, "local data only 'json'"),
         ({"dataset_kwargs": {"data_files": {"test": "a"}, "cache_dir": "x"}}, "'cache_dir' is no key"),
-        ({"test_split": "dev"}, "test_split 'dev' is none"),
+        ({"test_split": "dev"}, "test_split 'dev' is none of the splits of data_files: test"),
         ({"test_split": None}, "neither test_split nor validation_split"),
         ({"metric_list": [{"metric": "./planted.py"}]}, "'./planted.py' is no metric"),
         ({"metric_list": [{"metric": "acc", "hf_evaluate": True}]}, "loads a metric"),
         ({"metric_list": [{**METRIC, "aggregation": "meen"}]}, "no aggregation of lm-eval (did you mean 'mean'?)"),
         ({"filter_list": [{"name": "x", "filter": [{"function": "custom"}]}]}, "task file may"),
-        ({"fewshot_config": {"process_docs": "planted.f"}}, "'process_docs' is no key"),
-        ({"doc_to_txt": "x"}, "task (did you mean 'doc_to_text'?)"),
+        ({"fewshot_config": {"process_docs": "planted.f"}}, "'process_docs' is no key of fewshot_config"),
+        ({"doc_to_txt": "x"}, "'doc_to_txt' is no key of a task (did you mean 'doc_to_text'?)"),
         ({"include": "../other.yaml"}, "leads out of"),
     ],
 )
@@ -157,9 +157,9 @@ def test_examples_are_read_from_lines_lists_and_gzip(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"a": 1}\n[2]', "object, got a JSON list"),
+        ("a.jsonl", b'{"a": 1}\n[2]', "line 2: expected .* a JSON list"),
         ("a.jsonl", b"{", "line 1 is not valid JSON"),
-        ("a.json", b"[1]", "object, got a JSON int"),
+        ("a.json", b"[1]", "example 1: expected .* a JSON int"),
         ("a.json", b"", "holds no examples"),
         ("a.jsonl.gz", b"abc", "gzip file"),
         # Without the time, which would be in the names of tests: all processes must find the same ones.

@@ -129,7 +129,7 @@ def test_an_error_leaves_nothing_behind(tmp_path, leaves):
 def test_a_model_without_all_its_leaves_never_appears(tmp_path, leaves):
     some = dict(leaves)
     del some["layers/1/mlp/experts/delta/up/a"]
-    with pytest.raises(ValueError, match="first is layers/1/mlp/experts/delta/up/a"):
+    with pytest.raises(ValueError, match="1 leaves .* is layers/1/mlp/experts/delta/up/a"):
         write(tmp_path / "model", some)
     with pytest.raises(ValueError, match="part of the"):
         write(tmp_path / "model", {"layers/9/mlp/up/kernel": np.ones((32, 48))})
@@ -341,7 +341,7 @@ def test_only_known_files_go_with_a_model(tmp_path, leaves):
     model = ModelDirectory(tmp_path / "model")
     assert [file.name for file in model.tokenizer_files] == ["tokenizer.json", "vocab.json"]
     (tmp_path / "model" / "merges.txt").symlink_to(tmp_path / "secret")
-    with pytest.raises(InputError, match="merges.txt is a link"):
+    with pytest.raises(InputError, match="merges.txt is .* to .*secret, outside of .*model; put .* there"):
         _ = model.tokenizer_files
 
 
@@ -397,7 +397,7 @@ def test_a_directory_that_is_replaced_while_it_is_read_is_still_read_whole(tmp_p
         ('[{"command": "a"}, {"command": "a", "options": [], "measured": 1}]', "entry 1: 2 problems"),
         ('[{"command": "a", "sources": [{"path": 1, "fingerprint": "x"}]}]', "entry 0: a source is {'path': 1"),
         ('[{"command": "a", "sources": ["' + "x" * 100_000 + '"]}]', "entry 0: a source is 'xxx"),
-        ("[" * 50_000, "lineage.json is nested more"),
+        ("[" * 50_000, "lineage.json is nested more than 100 levels deep"),
     ],
 )
 def test_a_lineage_that_is_none_is_refused(tmp_path, content, message):

@@ -76,17 +76,17 @@ def test_older_files_say_in_two_flags_which_projections_have_biases():
     ("change", "message"),
     [
         (lambda d: d.pop("format"), "has no format 'moe_jax.model'"),
-        (lambda d: d.update(version=99), "version 99, this library reads"),
+        (lambda d: d.update(version=99), "version 99, this .* version 2"),
         (lambda d: d.update(vocab_sise=3), r"config.json: unknown key 'vocab_sise' \(did you mean 'vocab_size'\?\)"),
         (lambda d: d.pop("d_model"), "key 'd_model' is missing"),
         (lambda d: d.pop("segments"), "key 'segments' is missing"),
-        (lambda d: d["segments"][0]["pattern"][0].pop("ffn"), "either 'ffn' or 'moe'"),
+        (lambda d: d["segments"][0]["pattern"][0].pop("ffn"), r"pattern\[0\]: a .* either 'ffn' or 'moe'"),
         (lambda d: d["segments"][0]["pattern"][1]["moe"].update(gate="topk"), r"\[1\].moe: unknown gate 'topk' .did"),
         (lambda d: d["rope"].update(scaling="ntk"), "rope.scaling: expected one of .*'llama3', got the string .ntk."),
-        (lambda d: d.update(d_model="16"), "d_model: expected an integer"),
+        (lambda d: d.update(d_model="16"), "d_model: expected .* string .16."),
         (lambda d: d.update(bos_id=True), "bos_id: expected an integer"),
         (lambda d: d.update(eos_ids=[2, None]), r"eos_ids\[1\]: expected an integer"),
-        (lambda d: d["segments"][0].update(repeats=1.5), "repeats: expected an integer"),
+        (lambda d: d["segments"][0].update(repeats=1.5), "repeats: expected .* number 1.5"),
         (lambda d: d["rope"].update(short_factor=3), "rope.short_factor: expected a list, .*, got the integer 3"),
     ],
 )
@@ -108,7 +108,7 @@ def test_quantised_experts_of_the_first_version_are_refused(bank):
     layers = (CONFIG.layers[0], dataclasses.replace(CONFIG.layers[1], mlp=dataclasses.replace(MOE, bank=bank)))
     quantised = dataclasses.replace(CONFIG, layers=layers)
     assert config_from_json(json.loads(json.dumps(config_to_json(quantised)))) == quantised
-    with pytest.raises(InputError, match="original model again"):
+    with pytest.raises(InputError, match="version 1.*compress the .* again"):
         config_from_json(of_first_version(quantised))
 
 
@@ -118,7 +118,7 @@ def test_quantised_experts_of_the_first_version_are_refused(bank):
         (lambda: AttentionConfig(num_heads=4, num_kv_heads=3, head_dim=8), "multiple of num_kv_heads=3"),
         (lambda: AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=7), "must be even"),
         (lambda: AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, sliding_window=0), "positive integer"),
-        (lambda: dataclasses.replace(ATTENTION, biases=("k", "q")), "order q, k"),
+        (lambda: dataclasses.replace(ATTENTION, biases=("k", "q")), "in .* o"),
         (lambda: dataclasses.replace(ATTENTION, biases=("w",)), "unknown bias 'w'"),
         (lambda: dataclasses.replace(ATTENTION, mask="prefix"), "go with mask 'prefix'"),
         (lambda: dataclasses.replace(ATTENTION, mask="acausal"), "unknown mask 'acausal' .did you mean 'causal'"),

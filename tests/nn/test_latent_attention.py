@@ -131,10 +131,10 @@ def test_it_is_written_and_counted():
     [
         ({"num_kv_heads": 2}, "num_kv_heads=2 must be num_heads=4"),
         ({"head_dim": 4}, "rope_dim=4 must be below head_dim=4"),
-        ({"qk_norm": "head"}, "clip_qkv, score_soft_cap, source_dim or relative_bias"),
-        ({"biases": ("q_up",)}, "q_down, kv_down, o can"),
+        ({"qk_norm": "head"}, "latent .* no qk_norm, clip_qkv, score_soft_cap, source_dim or relative_bias"),
+        ({"biases": ("q_up",)}, "q_down, kv_down, o .* not q_up"),
         ({"biases": ("q",)}, "unknown bias 'q'"),
-        ({"lora": lora("q", "k")}, "q_down, q_up, kv_down, kv_up, o"),
+        ({"lora": lora("q", "k")}, "LoRA targets .* are q_down, q_up, kv_down, kv_up, o"),
     ],
 )
 def test_what_does_not_go_together(changes, message):
@@ -143,7 +143,7 @@ def test_what_does_not_go_together(changes, message):
 
 
 def test_targets_are_named_by_what_a_model_has():
-    with pytest.raises(InputError, match="q_down, q_up, kv_down, kv_up, o"):
+    with pytest.raises(InputError, match="k .* has q_down, q_up, kv_down, kv_up, o, q, gate"):
         adapted_config(model_config(), AdaptSpec(method="lora", adapter="lora:2", targets=("k",)))
 
 

@@ -212,8 +212,8 @@ def test_capacity_drops_routed_experts_and_not_the_universal_ffn():
 @pytest.mark.parametrize(
     ("shape", "valid", "complaint"),
     [
-        ((5, D_MODEL + 1), None, r"\(5, 9\), expected \(\.\.\., any"),
-        ((D_MODEL,), None, r"has the shape \(8,\)"),
+        ((5, D_MODEL + 1), None, r"x .* shape \(5, 9\), expected \(\.\.\., any, 8\)"),
+        ((D_MODEL,), None, r"x .* shape \(8,\)"),
         ((2, 5, D_MODEL), (5,), r"shape \(5,\), expected \(2, 5\)"),
     ],
 )

@@ -173,10 +173,10 @@ def test_a_config_that_is_tuned_already_says_so_itself(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--targets", "q"), "model takes --method"),
+        (("--targets", "q"), "--targets: does not go with upcycling; to adapt a model takes --method"),
         (("--method", "perft-s"), "--adapter is missing"),
-        (("--method", "perft-s", "--adapter", "lora:4", "--every", "2"), "go with --method perft-s"),
-        (("--method", "pesc", "--base", "nf4"), "go with --method pesc"),
+        (("--method", "perft-s", "--adapter", "lora:4", "--every", "2"), "--every: does not go with --method perft-s"),
+        (("--method", "pesc", "--base", "nf4"), "--base: does not go with --method pesc"),
         (("--method", "perft-r", "--adapter", "lora:2", "--experts", "2", "--top-k", "3"), "top_k=3 must lie between"),
     ],
 )

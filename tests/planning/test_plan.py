@@ -217,7 +217,7 @@ def test_the_state_of_every_optimizer_is_counted_as_the_training_program_lays_it
 
 def test_meshes_that_do_not_fit_are_refused():
     config = dense_model(16, 25, 4)
-    with pytest.raises(InputError, match="mesh axis tensor=2"):
+    with pytest.raises(InputError, match=r"layers/\*/mlp/up/kernel .*: 25 is .* axis tensor=2"):
         training_memory(config, {"tensor": 2})
     with pytest.raises(InputError, match="(?s)axis 'fdsp' .did you mean 'fsdp'.*fsdp=0 must"):
         training_memory(config, {"fdsp": 2, "fsdp": 0})
@@ -287,7 +287,7 @@ def test_a_table_is_printed(config_file, capsys):
 @pytest.mark.parametrize(
     ("content", "options", "message"),
     [
-        (None, ["--every", "9"], "every=9 must lie between 1"),
+        (None, ["--every", "9"], "every=9 must lie between 1 and the number of layers, 4"),
         (None, ["--freeze-base"], "--freeze-base needs a shared"),
         (None, ["--mesh", "fsdp"], "each axis once"),
         (None, ["--mesh", "fsdp=2,fsdp=2"], "each axis once"),
@@ -295,7 +295,7 @@ def test_a_table_is_printed(config_file, capsys):
         (None, ["--mesh", "fsdp=" + "9" * 5000], "each axis once"),
         (None, ["--mesh", "fsdp=3"], "mesh axis fsdp=3"),
         (None, ["--platform", "v6"], "unknown platform 'v6' (did you mean 'v6e'?); known: "),
-        (None, ["--platform", "v5e", "--tokens", "0"], "tokens=0 must be at"),
+        (None, ["--platform", "v5e", "--tokens", "0"], "tokens=0 must be at least 1"),
         (None, ["--tokens", "64"], "--tokens: only with --platform"),
         ("{", [], "is not valid JSON"),
         ("[]", [], "holds a JSON list"),

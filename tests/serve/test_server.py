@@ -226,7 +226,7 @@ def test_log_probabilities_are_those_of_the_model(client, model):
         ("completions", b'{"prompt": "a", "max_tokens": 0}', 400, "max_tokens=0 goes with echo"),
         ("completions", b'{"prompt": "a", "max_tokens": 299}', 400, "context length is 300 tokens"),
         ("completions", b'{"prompt": "a", "temperature": NaN}', 400, "number from 0 to 2"),
-        ("completions", b'{"prompt": "a", "top_p": 0}', 400, "top_p: expected a number"),
+        ("completions", b'{"prompt": "a", "top_p": 0}', 400, "top_p: expected a number above 0"),
         ("completions", b'{"prompt": "a", "stop": 3}', 400, "stop: expected a text"),
         ("completions", b'{"prompt": "a", "seed": 1.5}', 400, "seed: expected an integer"),
         ("completions", b'{"prompt": "a", "stream": "yes"}', 400, "stream: expected true"),

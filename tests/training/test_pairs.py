@@ -303,7 +303,7 @@ def test_an_encoder_is_scored_on_pairs_alone(tmp_path, tokenizer_path):
         ("a.jsonl", '{"input": "a", "target": 3}', [], "'target' holding a int"),
         ("a.jsonl", "\n \n", [], "holds no pairs"),
         ("a.jsonl", '{"input": "a", "target": ""}', ["data.eos=never"], "pair whose target"),
-        ("a.jsonl", '{"input": "a", "target": "b"}', ["data.input_len=1"], "input_len = 1 must"),
+        ("a.jsonl", '{"input": "a", "target": "b"}', ["data.input_len=1"], "input_len = 1 must be at least 2"),
         ("a.jsonl", '{"input": "a", "target": "b"}', ["eval.text=a.txt"], "no text at a.txt"),
     ],
 )

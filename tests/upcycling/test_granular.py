@@ -122,7 +122,7 @@ def test_leaves_are_those_of_the_model():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"granularity": 5}, "24 neurons of the FFN"),
+        ({"granularity": 5}, "granularity=5 does .* the 24 neurons of the FFN"),
         ({"universal": "coder"}, "with a universal FFN"),
         ({"gate": "top1", "top_k": 1}, "goes with gate 'topk_softmax' or 'softmax_topk', not 'top1'"),
         ({"delta": "low-rank:2"}, "pieces of the FFN"),

@@ -93,7 +93,7 @@ def test_layers_after_the_last_one_needed_are_not_read(tmp_path):
     ("prompts", "message"),
     [
         ([PROMPTS[0], Prompt(np.array([1]), 1)], "text 2 for the router"),
-        ([PROMPTS[0], PROMPTS[1], PROMPTS[0]], "their first 48 tokens"),
+        ([PROMPTS[0], PROMPTS[1], PROMPTS[0]], "texts 1 and 3 for .* first 48 tokens"),
         ([Prompt(np.arange(60) % 40), Prompt(np.arange(50) % 40)], "texts 1 and 2"),
     ],
 )

@@ -162,7 +162,7 @@ def test_values_that_overflow_are_refused():
     up = source.leaves["layers/0/mlp/experts/up/kernel"].astype(np.float16)
     up[1, 0, 0] = 60000
     source.leaves["layers/0/mlp/experts/up/kernel"] = up
-    with pytest.raises(InputError, match="too large for float16"):
+    with pytest.raises(InputError, match="values .* expert . in layer 0 are .* for float16"):
         for seed in range(40):
             compressed(source, Sparsify(drop=0.9, seed=seed))
 

@@ -214,7 +214,7 @@ def test_the_options_are_read_as_one_choice():
         ({"keep": 0.5, "zero_points": True}, "zero_points go with --residual quantized"),
         ({"budget_bits": 3, "row_scales": True}, "row_scales go with --residual quantized"),
         ({"residual": "quantized", "zero_points": True, "levels": "even"}, "zero points"),
-        ({"residual": "quantized:6"}, "8, 4, 3, 2, 1"),
+        ({"residual": "quantized:6"}, "bits=6 must .* of 8, 4, 3, 2, 1"),
         ({"residual": "up:4", "keep": 0.5}, "svd, quantized or quantized:BITS"),
         ({"residual": "svd", "keep": 0.5, "bits": 4}, "svd residual"),
         ({"keep": 0.5, "target_bytes": 100}, "target_bytes chooses keep"),

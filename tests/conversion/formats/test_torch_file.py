@@ -260,7 +260,7 @@ def test_one_name_twice_among_many(tmp_path: pathlib.Path):
 
 def test_a_tensor_larger_than_its_storage(torch, tmp_path: pathlib.Path):
     torch.save({"w": torch.zeros(1).expand(10**9)}, tmp_path / "x.bin")
-    with pytest.raises(InputError, match="'w' takes 4000000000 bytes"):
+    with pytest.raises(InputError, match="'w' takes 4000000000 bytes .* has 4"):
         read_torch_file(tmp_path / "x.bin")
 
 

@@ -159,10 +159,10 @@ def test_split_files_are_read_as_one(tmp_path):
     for i, file in enumerate(files):
         write_gguf(file, config, {}, raw=dict(names[i::3]), metadata=split | {"split.no": i})
     assert_same_model(theirs, open_source(files[0]))
-    with pytest.raises(InputError, match="give the first, m-00001-of-00003.gguf"):
+    with pytest.raises(InputError, match="is one of 3 files; .* first, m-00001-of-00003.gguf"):
         open_source(files[1])
     write_gguf(files[2], config, {}, raw=dict(names[1::3]), metadata=split | {"split.no": 2})
-    with pytest.raises(InputError, match="m-00003-of-00003.gguf and in a"):
+    with pytest.raises(InputError, match="is in .*m-00003-of-00003.gguf and .* it"):
         open_source(files[0])
     files[2].unlink()
     with pytest.raises(InputError, match="'m-00003-of-00003.gguf' is missing; fetch"):
@@ -177,7 +177,7 @@ def test_split_files_are_read_as_one(tmp_path):
         ({"metadata": {"llama.attention.value_length": 16}}, "value_length is 16, only 8 is supported"),
         ({"metadata": {"llama.rope.dimension_count": 4}}, "rope.dimension_count is 4, but heads have 8"),
         ({"metadata": {"llama.block_count": [1, 2]}}, "llama.block_count differs between layers"),
-        ({"metadata": {"llama.block_count": 0}}, "num_hidden_layers=0 must be at"),
+        ({"metadata": {"llama.block_count": 0}}, "num_hidden_layers=0 must .* least 1"),
         ({"metadata": {"llama.embedding_length": "x"}}, "llama.embedding_length is 'x', expected a number"),
         ({"without": ("llama.context_length",)}, "has no llama.context_length, which cannot"),
         ({"metadata": {"general.type": "adapter"}}, "general.type is 'adapter', only a"),

@@ -131,7 +131,7 @@ def test_a_file_without_tokenizer_has_none():
         ({"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre is 'tekken', known are gpt-2, "),
         ({"tokenizer.ggml.pre": "lama-bpe"}, "did you mean 'llama-bpe'"),
         ({"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre is None, known"),
-        ({"tokenizer.ggml.model": "t5"}, "'t5', known are gpt2, llama"),
+        ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model is 't5', known are gpt2, llama; .* checkpoint"),
         ({"tokenizer.ggml.tokens": ["a", "a"], "tokenizer.ggml.token_type": None}, "holds 'a' twice"),
         ({"tokenizer.ggml.tokens": 3}, "tokenizer.ggml.tokens is 3, expected a list"),
         ({"tokenizer.ggml.token_type": np.zeros(3)}, "token_type"),

@@ -180,7 +180,7 @@ def test_dense_layers_stay_dense_where_the_format_has_them(tmp_path: pathlib.Pat
 def test_dense_layers_can_be_refused(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(FAMILIES, "llama", dataclasses.replace(FAMILIES["llama"], moe_formats=("mixtral",)))
     source = write_model(tmp_path / "ours", upcycled("llama", None, BANKS["full"], None))
-    with pytest.raises(InputError, match="3 are dense; --dense-layers replicate"):
+    with pytest.raises(InputError, match="needs an MoE in .* but 2 of 3 are dense; --dense-layers replicate"):
         export(source, tmp_path / "back", ExportSpec(dense_layers="refuse"), console=QUIET)
     assert not (tmp_path / "back").exists()
 
@@ -263,19 +263,19 @@ def test_a_mixtral_with_deltas_stays_a_mixtral(tmp_path: pathlib.Path):
         (upcycled("phi", FULL, None, FULL), "'phi' model with such MoE"),
         (
             upcycled("llama", None, FULL, FULL, universal="coder"),
-            "(first: 1): mlp.universal is 'coder'",
+            "The nearest is that of 'qwen2_moe': 2 layers (first: 1): mlp.universal is 'coder', the format",
         ),
         (
             upcycled("qwen3", FULL, FULL, FULL, gate="sigmoid_topk"),
-            "mlp.gate is 'sigmoid_topk', the format",
+            "mlp.gate is 'sigmoid_topk', the format can only say 'softmax_topk'",
         ),
         (
             upcycled("llama-biases", FULL, FULL, FULL),
-            "3 layers (first: 0): mlp.expert.bias",
+            "The nearest is that of 'deepseek': 3 layers (first: 0): mlp.expert.bias is True, the format can",
         ),
         (
             upcycled("llama", FULL, FULL, None, expert=FFNConfig(dim=16, activation="relu")),
-            "layer 2: mlp.activation is 'silu'",
+            "layer 2: mlp.activation is 'silu', the format can only say 'relu'",
         ),
         (
             upcycled("llama", FULL, FULL, FULL, expert=FFNConfig(dim=16, gated=False)),
@@ -289,7 +289,7 @@ def test_a_mixtral_with_deltas_stays_a_mixtral(tmp_path: pathlib.Path):
                     upcycled("llama", FULL, FULL, FULL, num_experts=8).layers[1],
                 ),
             ),
-            "but layer 0 has 4",
+            "one number of experts for all layers, but layer 0 has 4 and layer 1 has 8",
         ),
     ],
 )

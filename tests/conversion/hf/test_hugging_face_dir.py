@@ -85,7 +85,7 @@ def test_reading_casts_on_request(tmp_path: pathlib.Path):
     kernel = source.read("layers/0/attention/q/kernel", np.dtype(DTYPES["bfloat16"]))
     expected = tensors["model.layers.0.self_attn.q_proj.weight"].T.astype(DTYPES["bfloat16"])
     assert np.array_equal(kernel, expected)
-    with pytest.raises(InputError, match=r"final_norm/scale: 1e\+30 does not fit"):
+    with pytest.raises(InputError, match=r"final_norm/scale: 1e\+30 does .* in float16, .*; choose bfloat16"):
         source.read("final_norm/scale", np.dtype(np.float16))
     with pytest.raises(InputError, match="has no leaf 'nothing'"):
         source.read("nothing")
@@ -155,7 +155,7 @@ def test_experts_of_several_dtypes(tmp_path: pathlib.Path):
     name = f"{LAYER}.block_sparse_moe.experts.2.w1.weight"
     tensors[name] = tensors[name].astype(np.float16)
     message = problems(write_checkpoint(tmp_path / "m", CONFIGS["mixtral"], tensors))
-    assert "tensors of dtypes F16, F32" in message
+    assert "layers/1/mlp/experts/gate/kernel would be stacked from tensors of dtypes F16, F32" in message
 
 
 def test_leaves_of_several_dtypes_keep_theirs(tmp_path: pathlib.Path):
@@ -295,7 +295,7 @@ def test_the_cache_of_the_hub_consists_of_links(tmp_path: pathlib.Path):
     assert [file.name for file in HuggingFaceDirectory(snapshot).tokenizer_files] == ["tokenizer.json"]
     (tmp_path / "environ").write_text("SECRET=1")
     (snapshot / "merges.txt").symlink_to(tmp_path / "environ")
-    with pytest.raises(InputError, match="merges.txt is a link"):
+    with pytest.raises(InputError, match="merges.txt is .* to .*environ, outside"):
         _ = HuggingFaceDirectory(snapshot).tokenizer_files
 
 

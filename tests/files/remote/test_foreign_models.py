@@ -119,7 +119,7 @@ def test_a_file_that_is_replaced_while_it_is_read(bucket, dense, tmp_path):
         (lambda content: content[:-1], "ends 1 bytes after"),
         (lambda content: content + b"x", "1 bytes at its"),
         (lambda content: content[:200], "header should take"),
-        (lambda content: content[:5], "header should take 8 bytes"),
+        (lambda content: content[:5], "its .* take 8 bytes, .* has 5"),
         (lambda content: (1 << 60).to_bytes(8, "little") + content[8:], "header should take 1152921504606846976"),
     ],
 )

@@ -62,7 +62,7 @@ def test_nobody_there(dense, capsys, monkeypatch):
     objects.objects_of.cache_clear()
     err = error_of(["inspect", "gs://bucket/x"], capsys)
     objects.objects_of.cache_clear()
-    assert "gs://bucket/x: Could not connect" in err
+    assert "gs://bucket/x: Could not connect to server; is there a network?" in err
 
 
 def test_what_is_not_complete_is_no_model(bucket, capsys):
@@ -72,7 +72,7 @@ def test_what_is_not_complete_is_no_model(bucket, capsys):
     assert "gs://bucket/models/x is not complete: config.json" in err
     bucket.store("models/x/config.json", b"{}")
     err = error_of(["inspect", "gs://bucket/models/x"], capsys)
-    assert "format nor model_type nor architectures" in err
+    assert "gs://bucket/models/x/config.json has neither format nor model_type nor architectures" in err
 
 
 @pytest.mark.parametrize(

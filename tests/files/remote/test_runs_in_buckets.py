@@ -80,7 +80,7 @@ def test_a_run_is_killed_in_a_checkpoint_and_goes_on(bucket, place, capsys):
     assert "run/model/config.json" not in bucket.names()
     capsys.readouterr()
     assert cli.main(["train", "recipe.toml"]) == 2
-    assert "gs://bucket/run already exists; continue" in capsys.readouterr().err
+    assert "gs://bucket/run already exists; continue it with --resume" in capsys.readouterr().err
     assert cli.main(["train", "recipe.toml", "--resume"]) == 0
     assert "continuing after step 2" in capsys.readouterr().out
     assert records(RUN / "metrics.jsonl") == records(place / "local" / "metrics.jsonl")
@@ -93,7 +93,7 @@ def test_a_run_is_killed_in_a_checkpoint_and_goes_on(bucket, place, capsys):
     for name in here.specs():
         np.testing.assert_array_equal(saved.read(name), here.read(name))
     bucket.delay = 0
-    with pytest.raises(InputError, match="model; give gs://bucket/run/model"):
+    with pytest.raises(InputError, match="gs://bucket/run is .* give gs://bucket/run/model"):
         open_source("gs://bucket/run")
     assert cli.main(["train", "recipe.toml", "--resume", "--set", "train.steps=8"]) == 0  # the model is replaced
     assert [record["step"] for record in records(RUN / "metrics.jsonl")] == list(range(1, 9))

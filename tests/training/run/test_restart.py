@@ -105,7 +105,7 @@ def test_skipped_batches_stay_skipped(folder, capsys):
         (["run_dir=new", "--restart", "run@2", "--skip-batches", "-1"], "skip_batches = -1: expected"),
         (
             ["run_dir=new", "seed=4", "--restart", "run@2"],
-            "changed recipe: seed (was 0",
+            "cannot restart with a changed recipe: seed (was 0, is 4); a restart may change optimizer",
         ),
         (
             ["run_dir=new", 'data.sources=[{path="text/a.txt"}]', "--restart", "run@2"],

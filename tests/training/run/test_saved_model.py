@@ -138,7 +138,7 @@ def test_what_the_run_was_begun_with_may_have_moved(folder, capsys, tmp_path):
         ("run@3", "3; it has 2, 4"),
         ("run@", "no model at run@"),
         ("text@3", "text: there is no run.json"),
-        ("run", "model; give run/model, or run@STEP"),
+        ("run", "run is a training run and not a model; give run/model, or run@STEP for a checkpoint of step 2, 4"),
         ("run@" + "9" * 40, "no model at run@999"),
     ],
 )
@@ -162,7 +162,7 @@ def test_adapters_do_not_stand_on_a_checkpoint(folder, capsys):
     """Later checkpoints of the run would replace it."""
     adapt = ["adapt", "run@4", "tuned", "--method", "lora", "--adapter", "lora:2", "--targets", "q", "--no-step0-check"]
     assert cli.main(adapt) == 2
-    assert "tuned could refer" in capsys.readouterr().err
+    assert "run@4 is no directory that tuned could refer to; save it as one first" in capsys.readouterr().err
     assert not Path("tuned").exists()
 
 
