@@ -86,7 +86,7 @@ def main() -> None:
                 foretold = program.foretold and forward / program.foretold
                 against = [one and both / one for one in (dense, plain)]
                 cells = [shape, program.name[1], program.strategy, 1e3 * forward, 1e3 * both, foretold, *against]
-                figures.put_row(GPU_LAYERS.name, f"{options.tokens}, {', '.join(program.name)}", cells)
+                figures.put_row(GPU_LAYERS.name, f"{options.tokens}, {', '.join(filter(None, program.name))}", cells)
     print(GPU_LAYERS.text(figures))
 
 
