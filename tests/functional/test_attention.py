@@ -21,6 +21,9 @@ from tests.support.tiers import examples, one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
+# Where the platform is not known, programs for all are traced, which takes three times as long; see the last test.
+CPU = Placement("cpu")
+
 
 def reference(q, k, v, mask, soft_cap=None):
     repeats = q.shape[2] // k.shape[2]
@@ -51,8 +54,10 @@ def values_and_gradients(q, k, v, weight, segments, prefix, *, form, mask, windo
             seen = visible_keys(mask, segments, window, prefix)
             return jnp.sum(reference(q if scale is None else 2 * scale * q, k, v, seen, soft_cap) * weight)
         visible = Visibility(positions, positions, segments, segments, prefix if mask == "prefix" else None)
-        options = dict(mask=mask, window=window, scale=scale, soft_cap=soft_cap, aligned=form == "aligned")
-        return jnp.sum(attention(q, k, v, visible, **options) * weight)
+        options = dict(
+            mask=mask, window=window, scale=scale, soft_cap=soft_cap, aligned=form == "aligned", placement=CPU
+        )
+        return jnp.sum(attention(q, k, v, visible, aligned=form == "aligned", **options) * weight)
 
     return jax.value_and_grad(value, argnums=(0, 1, 2))(q, k, v)
 
@@ -108,7 +113,8 @@ def test_relative_biases_and_their_gradients(mask, aligned, monkeypatch):
         bias = bias_by_distance(given["table"], config, mask)
         visible = Visibility(positions, positions)
         q, k, v, weight = (given[name] for name in ("q", "k", "v", "weight"))
-        return jnp.sum(attention(q, k, v, visible, mask=mask, scale=1.0, bias=bias, aligned=aligned) * weight)
+        options = dict(mask=mask, scale=1.0, bias=bias, aligned=aligned, placement=CPU)
+        return jnp.sum(attention(q, k, v, visible, **options) * weight)
 
     def at_once(given):
         q, k, v, table, weight = (given[name] for name in shape)
@@ -127,7 +133,7 @@ def test_relative_biases_and_their_gradients(mask, aligned, monkeypatch):
 
 def causal(x, length, bias=None):
     positions = jnp.arange(length)[None]
-    return attention(x, x, x, Visibility(positions, positions), bias=bias, aligned=True)
+    return attention(x, x, x, Visibility(positions, positions), bias=bias, aligned=True, placement=CPU)
 
 
 @one_in(2)
@@ -149,7 +155,7 @@ def test_the_program_does_not_grow_with_the_length(options):
         positions = jnp.arange(length)[None]
         visible = Visibility(positions, positions)
         x = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)
-        loss = lambda x: jnp.sum(attention(x, x, x, visible, aligned=True, **options))  # noqa: E731
+        loss = lambda x: jnp.sum(attention(x, x, x, visible, aligned=True, placement=CPU, **options))  # noqa: E731
         return len(str(jax.make_jaxpr(jax.grad(loss))(x)).splitlines())
 
     assert size(8192) <= 1.1 * size(2048)
