@@ -17,6 +17,7 @@ from moe_jax.functional import attention_chunks as chunks
 from moe_jax.functional.attention import Placement, Visibility, attention
 from moe_jax.functional.position_embeddings import RelativeBiasConfig, bias_by_distance
 from tests.support.jaxprs import equations
+from tests.support.numerics import normal
 from tests.support.tiers import examples, one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
@@ -54,9 +55,7 @@ def values_and_gradients(q, k, v, weight, segments, prefix, *, form, mask, windo
             seen = visible_keys(mask, segments, window, prefix)
             return jnp.sum(reference(q if scale is None else 2 * scale * q, k, v, seen, soft_cap) * weight)
         visible = Visibility(positions, positions, segments, segments, prefix if mask == "prefix" else None)
-        options = dict(
-            mask=mask, window=window, scale=scale, soft_cap=soft_cap, aligned=form == "aligned", placement=CPU
-        )
+        options = dict(mask=mask, window=window, scale=scale, soft_cap=soft_cap, placement=CPU)
         return jnp.sum(attention(q, k, v, visible, aligned=form == "aligned", **options) * weight)
 
     return jax.value_and_grad(value, argnums=(0, 1, 2))(q, k, v)
@@ -104,9 +103,9 @@ def test_masks_values_and_gradients(length, heads, mask, window, scale, soft_cap
 def test_relative_biases_and_their_gradients(mask, aligned, monkeypatch):
     """Chunk by chunk, with several chunks in a band, against all biases in one array of queries and keys."""
     monkeypatch.setattr(chunks, "CHUNK", 2)
-    shape = {"q": (2, 21, 4, 8), "k": (2, 21, 2, 8), "v": (2, 21, 2, 8), "table": (7, 4), "weight": (2, 21, 4, 8)}
-    given = {name: jax.random.normal(jax.random.key(i), size) for i, (name, size) in enumerate(shape.items())}
-    positions = jnp.broadcast_to(jnp.arange(21)[None], (2, 21))
+    shape = {"q": (2, 13, 4, 8), "k": (2, 13, 2, 8), "v": (2, 13, 2, 8), "table": (7, 4), "weight": (2, 13, 4, 8)}
+    given = {name: normal(i, *size) for i, (name, size) in enumerate(shape.items())}
+    positions = jnp.broadcast_to(jnp.arange(13)[None], (2, 13))
     config = RelativeBiasConfig(buckets=7, max_distance=5)
 
     def of_chunks(given):
@@ -118,7 +117,7 @@ def test_relative_biases_and_their_gradients(mask, aligned, monkeypatch):
 
     def at_once(given):
         q, k, v, table, weight = (given[name] for name in shape)
-        distance = np.arange(21)[None, :] - np.arange(21)[:, None]
+        distance = np.arange(13)[None, :] - np.arange(13)[:, None]
         buckets = config.bucket_of_distance(mask)[np.clip(distance, -5, 5) + 5]
         k, v = (jnp.repeat(a, 2, axis=2) for a in (k, v))
         scores = jnp.einsum("bthd,bshd->bhts", q, k) + jnp.moveaxis(table[buckets], 2, 0)[None]
@@ -200,13 +199,13 @@ def test_sums_over_chunks_are_float32(monkeypatch):
 
 
 def test_accelerator_form_equals_cpu_form():
-    q = jax.random.normal(jax.random.key(0), (2, 3, 2, 40, 8))
-    k, v = (jax.random.normal(jax.random.key(i), (2, 3, 40, 8)) for i in (1, 2))
+    q = normal(0, 2, 3, 2, 40, 8)
+    k, v = (normal(i, 2, 3, 40, 8) for i in (1, 2))
     positions = jnp.broadcast_to(jnp.arange(40)[None], (2, 40))
     options = chunks.AttentionOptions("causal", None, 0.5, None, aligned=True)
     one_head = partial(chunks._one_key_head, chunks._bands(40, 40, options), options)
     visible = Visibility(positions, positions)
-    bias = jax.random.normal(jax.random.key(3), (3, 2, 9))
+    bias = normal(3, 3, 2, 9)
     a, b = (
         jax.jit(lambda q, k, v, bias, form=form: form(one_head, q, k, v, visible, bias))(q, k, v, bias)
         for form in (chunks._loop_over_heads, chunks._all_heads_at_once)
