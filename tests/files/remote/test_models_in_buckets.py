@@ -51,7 +51,7 @@ def test_config_json_is_written_last_and_nothing_else_is_left(bucket, dense):
 
 
 def test_every_command_that_takes_a_model(bucket, tmp_path, monkeypatch, capsys):
-    """Also what goes with the model, its tokenizer, is read from the bucket."""
+    """Also what goes with the model, its tokenizer, is read from the bucket. (`train` has a file of its own.)"""
     monkeypatch.chdir(tmp_path)
     config = config_of(FFN)
     byte_tokenizer(tmp_path / "tokenizer.json")
@@ -75,9 +75,6 @@ def test_every_command_that_takes_a_model(bucket, tmp_path, monkeypatch, capsys)
     assert cli.main(["generate", adapter, "--prompt", "the ", "--max-new-tokens", "2"]) == 0
     assert cli.main(["export", there, "hf"]) == 0
     assert (tmp_path / "hf" / "tokenizer.json").is_file()
-    recipe = '[data]\nseq_len = 16\nsources = [{ path = "text.txt" }]\n[train]\nsteps = 1\nbatch_size = 8\n'
-    (tmp_path / "recipe.toml").write_text(f'run_dir = "gs://bucket/run"\nmodel.path = "{there}"\n{recipe}')
-    assert cli.main(["train", "recipe.toml"]) == 0
     assert cli.main(["merge", adapter, "gs://bucket/models/merged"]) == 0
     assert open_source("gs://bucket/models/merged").tokenizer_files[0].name == "tokenizer.json"
     method = ["--method", "quantize", "--bits", "8"]
