@@ -49,7 +49,7 @@ def coded(kernels, centre, bits, refits):
     return found.measure.squared_error / weights, 8 * sum(leaf.nbytes for leaf in stored) / weights
 
 
-@one_in(3)
+@one_in(4, first=2)
 @pytest.mark.parametrize(
     ("rho", "centre", "bits", "error", "once", "twice", "per_weight"),
     [
@@ -161,7 +161,7 @@ def test_a_centre_for_what_has_no_code_of_every_entry_is_coded_for_the_least_cha
 
 
 def test_sparse_deltas_have_such_a_base_too(models, tmp_path):
-    source, found = ModelDirectory(models["moe"]), {}
+    source, found = ModelDirectory(models["one"]), {}
     calibration = calibration_of(recorded(source, tokens=100), tmp_path)
     method = make_method("ders-sparsify", {"drop": 0.9, "keep": "magnitude", "centre_bits": "2"})
     for name, given in (("calibrated", calibration), ("not", None)):
