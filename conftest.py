@@ -9,10 +9,10 @@ import resource
 import signal
 import sys
 
-from tests.support.environment import COMPILER_FLAGS, ROOT
+from tests.support.environment import COMPILER_FLAGS, PLATFORM, ROOT
 
 # All of this is set before JAX is imported, and passed on to the processes that tests start.
-os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_PLATFORMS"] = PLATFORM if PLATFORM == "cpu" else f"{PLATFORM},cpu"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {COMPILER_FLAGS}"
 COMPILED = ROOT / ".pytest_cache" / "jax"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))

@@ -171,6 +171,12 @@ HOT_PATH_AGAINST = Table(
      "of full experts"),
     ("{}", "{}", "{}", "{:.2f}", "{:.2f}", "{:.2f}"),
 )  # fmt: skip
+GPU_LAYERS = Table(
+    "layers",
+    ("shape", "experts", "strategy", "forward, ms", "with gradients, ms", "forward, of the cost model's",
+     "with gradients, of one dense FFN", "with gradients, of ragged_dot"),
+    ("{}", "{}", "{}", "{:.2f}", "{:.2f}", "{:.2f}", "{:.2f}", "{:.2f}"),
+)  # fmt: skip
 SERVING = Table(
     "requests",
     ("seats", "requests at once", "tokens", "seconds", "tokens per second", "of one request on this server",

@@ -192,6 +192,12 @@ SECTIONS = (
         layouts.HOT_PATH,
         layouts.HOT_PATH_AGAINST,
     ),
+    _program(
+        "gpu_layers",
+        "python benchmarks/gpu_layers.py",
+        ("moe_jax/functional", "moe_jax/kernels", "moe_jax/experts", "benchmarks/gpu_layers.py"),
+        layouts.GPU_LAYERS,
+    ),
     Section(
         "claims",
         "python benchmarks/claims.py DATA --smollm MODEL",

@@ -16,6 +16,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.distributed import job_place
 from moe_jax.distributed.job_place import Place
 from tests.support.environment import ROOT
+from tests.support.forked import OF_COORDINATION, start
 from tests.support.tiers import one_in
 
 PROGRAM = """
@@ -81,8 +82,9 @@ def started(*processes: tuple[int, int, str], port: int | None = None, wait: flo
     """Processes that are each told their number, index and code."""
     port = port or free_port()
     begun = [
-        subprocess.Popen(
+        start(
             [sys.executable, "-c", PROGRAM, *map(str, (port, count, index, wait, silence, code))],
+            imports=OF_COORDINATION,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

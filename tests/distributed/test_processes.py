@@ -13,6 +13,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.distributed.processes import join_processes
 from moe_jax.model_io.model_dir import ModelDirectory
 from tests.support.environment import COMPILER_FLAGS, ROOT
+from tests.support.forked import OF_MODELS, start
 from tests.support.tiers import long
 
 PROGRAM = """
@@ -61,8 +62,9 @@ def run_two(program: str, folder: Path) -> list[tuple[int, str, str]]:
         port = free.getsockname()[1]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": COMPILER_FLAGS, "PYTHONPATH": str(ROOT)}
     processes = [
-        subprocess.Popen(
+        start(
             [sys.executable, "-c", program, str(folder), str(port), str(index)],
+            imports=OF_MODELS,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

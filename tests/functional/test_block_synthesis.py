@@ -16,6 +16,7 @@ from moe_jax.functional import synthesis
 from moe_jax.functional.codes import codes_shape, scales_shape
 from moe_jax.functional.sparse_product import EntryTiles
 from moe_jax.functional.synthesis import Operands, Tiles, block_gradients, block_product, experts_per_block
+from tests.support.environment import INTERPRET
 from tests.support.numerics import assert_close
 from tests.support.tiers import long, one_in
 
@@ -70,7 +71,7 @@ def each(arrays):
 def programs(kind):
     """Values and gradients by blocks of two experts (low-rank ones in Triton), and by one product for every row."""
     tiles, trained, fixed = experts(kind)
-    options = {"tiles": tiles, "capability": None, "interpret": True}
+    options = {"tiles": tiles, "capability": None, "interpret": INTERPRET}
 
     @jax.jit
     def by_blocks(lhs, base, sizes, dout):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.gpu_compile.compiling import needs_xla_gpu
-from tests.planning.test_compile_only import compile_for, folder  # noqa: F401  (a fixture)
+from tests.planning.test_compile_only import WIDTH, compile_for, folder  # noqa: F401  (a fixture)
 from tests.support.tiers import long
 
 pytestmark = needs_xla_gpu
@@ -26,7 +26,7 @@ def test_the_step_compiles_for_two_hosts_of_gpus(folder, topology, kind, memory)
     assert report["chips"] == 16 and report["device_kind"] == kind
     assert report["mesh"] == {"data": 1, "fsdp": 4, "expert": 4, "sequence": 1, "tensor": 1}
     sizes = report["bytes"]
-    params = 2 * (4 * 128 * 128 + 128 * 4 + 4 * 3 * 128 * 128 + 2 * 128) + 2 * 256 * 128 + 128
+    params = 2 * (4 * WIDTH * WIDTH + WIDTH * 4 + 4 * 2 * WIDTH * WIDTH + 2 * WIDTH) + 2 * 256 * WIDTH + WIDTH
     assert 3 * 4 * params / 16 < sizes["arguments"] < 3 * 4 * params / 4
     assert sizes["arguments"] < sizes["total"] < sizes["hbm"] == memory
     assert report["collectives"]["all-gather"]["count"] > 0 and report["collectives"]["reduce-scatter"]["count"] > 0

@@ -48,16 +48,6 @@ def logits_of(model, key):
     return apply(model, key).logits
 
 
-def test_no_key_no_randomness(strict_numerics):
-    model = decoder(FFN, MOE)
-    calm = logits_of(model, None)
-    np.testing.assert_array_equal(calm, logits_of(model, None))
-    noisy = logits_of(model, jax.random.key(1))
-    np.testing.assert_array_equal(noisy, logits_of(model, jax.random.key(1)))
-    assert jnp.max(jnp.abs(noisy - calm)) > 1e-4
-    assert jnp.max(jnp.abs(noisy - logits_of(model, jax.random.key(2)))) > 1e-4
-
-
 # A capacity so large that nothing is dropped makes of a layer a different description of the same thing.
 OTHER = dataclasses.replace(MOE, mlp=dataclasses.replace(CODER, capacity_factor=1e6))
 
@@ -87,14 +77,20 @@ def test_every_layer_draws_differently(layers):
     calm, noisy = z_of_layers(None), z_of_layers(jax.random.key(0))
     np.testing.assert_allclose(calm, calm[0], rtol=1e-5)
     assert np.diff(sorted(noisy)).min() > 1e-3
+    # Without a key there is no randomness, and with one what is drawn depends on it alone.
+    assert z_of_layers(None) == calm and z_of_layers(jax.random.key(0)) == noisy
+    assert np.abs(np.subtract(noisy, calm)).min() > 1e-4
+    assert np.abs(np.subtract(z_of_layers(jax.random.key(1)), noisy)).min() > 1e-4
 
 
-def test_noise_does_not_depend_on_how_layers_are_stacked(strict_numerics):
-    scanned = decoder(MOE, MOE)
-    cut = decoder(MOE, OTHER, seed=1)
+def test_layers_in_a_scan_equal_layers_one_by_one_and_draw_the_same_noise(strict_numerics):
+    """The same parameters, cut into segments differently, give the same logits."""
+    scanned = decoder(*[FFN, MOE] * 2)
+    cut = decoder(FFN, MOE, FFN, OTHER, seed=1)
     assert [s.repeats for s in scanned.stack.segments] == [2]
-    assert [s.repeats for s in cut.stack.segments] == [1, 1]
+    assert [s.repeats for s in cut.stack.segments] == [1, 1, 1, 1]
     leaves = dict(model_leaves(scanned))
+    assert leaves.keys() == dict(model_leaves(cut)).keys()
     cut = with_leaves(cut, lambda paths, leaf: leaves[paths[0]].reshape(leaf.shape))
     key = jax.random.key(3)
     np.testing.assert_allclose(logits_of(cut, key), logits_of(scanned, key), atol=1e-5)

@@ -54,6 +54,9 @@ PARALLEL = model_config(
 )
 
 
+ONE_LAYER = dataclasses.replace(PARALLEL, layers=PARALLEL.layers[:1])
+
+
 def test_a_parallel_decoder_with_partial_rotation_and_layer_norm():
     def reference(w):
         x = w["embed/embedding"][TOKENS]
@@ -193,7 +196,7 @@ def test_the_prefix_of_a_row_is_seen_by_all():
 
 def test_embeddings_in_place_of_tokens():
     """A soft prompt, or an image, is spliced into what the tokens are looked up as; positions come after that."""
-    config = dataclasses.replace(PARALLEL, learned_positions=True, embed_scale=3.0)
+    config = dataclasses.replace(ONE_LAYER, learned_positions=True, embed_scale=3.0)
     model = plain.randomised(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     spliced = model.embed.look_up(jnp.asarray(TOKENS)).at[:, 2].set(1.0)
     logits_of = nnx.jit(lambda model, embeddings: model(embeddings=embeddings).logits)
@@ -232,7 +235,7 @@ def test_the_parts_alone_are_the_decoder():
 
 
 def test_a_head_for_classes():
-    config = dataclasses.replace(PARALLEL, num_classes=3)
+    config = dataclasses.replace(ONE_LAYER, num_classes=3)
     model = plain.randomised(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     last = jnp.array([6, 2], jnp.int32)
     apply = nnx.jit(lambda model, **options: model(jnp.asarray(TOKENS), **options).logits)

@@ -34,14 +34,18 @@ PRODUCTS = {
 }
 
 
-def gradient(name, remat):
-    """The gradient of two scanned layers, and the parameters."""
+def gradient(name, remat, drawn=True):
+    """The gradient of two scanned layers, and the parameters, or what they are like."""
     mlp, strategy, _ = PRODUCTS[name]
     layers = (LayerConfig(attention=ATTENTION, mlp=mlp),) * 2
     config = ModelConfig(family="llama", vocab_size=64, d_model=16, max_positions=32, layers=layers)
-    model = Decoder(config, rngs=nnx.Rngs(0), remat=remat)
-    set_strategy(model, strategy)
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def make():
+        model = Decoder(config, rngs=nnx.Rngs(0), remat=remat)
+        set_strategy(model, strategy)
+        return model
+
+    graphdef, params, rest = nnx.split(make() if drawn else nnx.eval_shape(make), nnx.Param, ...)
 
     def loss(params):
         return jnp.sum(jnp.sin(nnx.merge(graphdef, params, rest)(TOKENS).logits))
@@ -51,7 +55,7 @@ def gradient(name, remat):
 
 def count(name, remat):
     """How many products the backward pass and what it repeats of the forward pass have."""
-    program, params = gradient(name, remat)
+    program, params = gradient(name, remat, drawn=False)
     found = Counter(equation.primitive.name for equation in equations(jax.make_jaxpr(program)(params)))
     return found[PRODUCTS[name][2]]
 

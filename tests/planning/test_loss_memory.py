@@ -23,7 +23,7 @@ from moe_jax.training.recipe import ModelSection, TrainSection
 from tests.support.tiers import long
 from tests.support.training_models import config_of, recipe_of
 
-VOCABULARY, ROWS, LENGTH, WIDTH = 151_936, 8, 4096, 512
+VOCABULARY, ROWS, LENGTH, WIDTH = 151_936, 64, 512, 512
 ONE_GB = 10**9
 
 _ARRAY = re.compile(r"\b(pred|[a-z]+)(\d*)\[([\d,]+)\]")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.environment import COMPILER_FLAGS, ROOT
+from tests.support.forked import OF_COMMANDS, start
 
 
 class Job:
@@ -33,8 +34,9 @@ class Job:
         flags = f"{COMPILER_FLAGS} --xla_force_host_platform_device_count={devices}"
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags} | changed
         self.processes = [
-            subprocess.Popen(
+            start(
                 [sys.executable, *program, *how.get("arguments", arguments)],
+                imports=OF_COMMANDS,
                 cwd=how.get("folder", folder),
                 env=environment
                 | {"MOE_JAX_DISTRIBUTED": f"localhost:{port},{processes},{index}"}

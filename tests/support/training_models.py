@@ -29,7 +29,7 @@ BANKS = {
 
 
 def moe(bank: BankConfig = BANKS["full"], **options) -> MoEConfig:
-    return MoEConfig(expert=FFN, num_experts=4, top_k=2, bank=bank, **options)
+    return MoEConfig(**{**dict(expert=FFN, num_experts=4, top_k=2, bank=bank), **options})
 
 
 def config_of(*mlps: FFNConfig | MoEConfig, **options) -> ModelConfig:

@@ -29,15 +29,15 @@ from moe_jax.training.recipe import (
     TrainSection,
 )
 from tests.support.dense_models import random_leaves, write_model
-from tests.support.tiers import long
+from tests.support.tiers import EVERY, long
 from tests.support.training_models import BANKS, FFN, config_of, moe, recipe_of
-from tests.training.test_step import drawn, initial_states, largest_difference, random_batch, repeated_batch
+from tests.training.test_step import PLAIN, drawn, initial_states, largest_difference, random_batch, repeated_batch
 
 ROUTERS_AND_NORMS = (".*/router/.*", ".*norm/.*")
-STUDENT = config_of(moe(BANKS["low-rank"]))
-# Another width, experts of another form, a tied head. The scale makes it sure of something, so that the divergence is
-# no small difference of large numbers.
-TEACHER = config_of(moe(), d_model=24, tie_embeddings=True, logit_scale=20.0)
+STUDENT = config_of(moe(BANKS["low-rank" if EVERY else "full"], expert=PLAIN))
+# Another width, a tied head, and no experts or those of another form. The scale makes it sure of something, so that
+# the divergence is no small difference of large numbers.
+TEACHER = config_of(moe(expert=PLAIN) if EVERY else PLAIN, d_model=24, tie_embeddings=True, logit_scale=20.0)
 DISTILL = DistillSection(teacher="teacher", weight=0.7, temperature=2.0)
 
 
@@ -144,16 +144,16 @@ def test_a_model_that_is_its_own_teacher_has_nothing_to_learn():
 
 
 def test_a_teacher_is_counted():
-    recipe = distilling(mesh=MeshSection(fsdp=1))
-    program = make_program(recipe, STUDENT, jax.devices()[:1], teacher=TEACHER)
+    recipe, student, teacher = distilling(mesh=MeshSection(fsdp=1)), config_of(moe(expert=PLAIN)), config_of(PLAIN)
+    program = make_program(recipe, student, jax.devices()[:1], teacher=teacher)
     alone = dataclasses.replace(recipe, distill=None)
-    without = make_program(alone, STUDENT, jax.devices()[:1])
+    without = make_program(alone, student, jax.devices()[:1])
     assert without.teacher is None and without.arguments == ()
     size = sum(4 * leaf.size for leaf in jax.tree.leaves(program.arguments))
     more, fewer = bytes_of(compiled_step(program, recipe)), bytes_of(compiled_step(without, alone))
     assert more["arguments"] - fewer["arguments"] == pytest.approx(size, rel=0.01)
     on_mesh = dataclasses.replace(recipe, mesh=MeshSection(fsdp=2))
-    planned = planned_training.planned_training(on_mesh, STUDENT, "v5p", compiles=False, teacher=TEACHER)
+    planned = planned_training.planned_training(on_mesh, student, "v5p", compiles=False, teacher=teacher)
     counted = {item.name: item.bytes for item in planned.items}
     assert size / 2 <= counted["parameters, teacher"] < 0.6 * size  # norms are not divided
     assert any("without what the teacher's forward pass holds" in item.note for item in planned.items)
@@ -199,7 +199,7 @@ def workplace(tmp_path_factory, tokenizer_path) -> Path:
     folder = tmp_path_factory.mktemp("distillation")
     (folder / "tokenizer.json").write_bytes(tokenizer_path.read_bytes())
     files = (folder / "tokenizer.json",)
-    config = config_of(FFN, moe())
+    config = config_of(moe(expert=PLAIN))
     leaves = random_leaves(config)
     random = np.random.default_rng(1)
     worse = {path: leaf + 0.1 * leaf.std() * random.standard_normal(leaf.shape) for path, leaf in leaves.items()}

@@ -10,17 +10,18 @@ from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import local_rows, place
 from moe_jax.experts import exchange, over_mesh
 from moe_jax.training.loop import exchange_check
-from moe_jax.training.program import first_state, initial_states, make_program
-from moe_jax.training.recipe import MeshSection, ModelSection
+from moe_jax.training.program import first_state, make_program
+from moe_jax.training.recipe import MeshSection, ModelSection, PartitionSection
 from tests.support.tiers import long
 from tests.support.training_models import config_of, moe, recipe_of
-from tests.training.test_step import PLAIN, random_batch
+from tests.training.test_step import PLAIN, initial_states, random_batch
 
 MESH = MeshSection(data=1, fsdp=1, expert=2, tensor=1)
 
 
 def recipe_with(**keys):
-    return recipe_of(mesh=MESH, model=ModelSection(config="c", init="random", **keys))
+    experts = PartitionSection(train=(".*/experts/.*",))  # whose gradients are exchanged
+    return recipe_of(mesh=MESH, model=ModelSection(config="c", init="random", **keys), partition=experts)
 
 
 def first_step(recipe):
@@ -30,7 +31,7 @@ def first_step(recipe):
     check = exchange_check(recipe, program)
     assert check is not None
     with jax.set_mesh(program.mesh):
-        params, frozen = initial_states(program, recipe, None)
+        params, frozen = initial_states(program)
         state = first_state(program, params)
         rows = recipe.train.batch_size
         batch = place(random_batch(0, rows), local_rows(program.mesh, rows), program.mesh, rows)

@@ -24,7 +24,7 @@ from tests.support.numerics import made_at_once
 from tests.support.tiers import one_in
 
 ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8)
-EXPERT = FFNConfig(dim=16)
+EXPERT = FFNConfig(dim=16, gated=False)
 PERFT_R = PerftConfig(
     variant="routed", adapter=AdapterConfig(rank=2), num_experts=4, top_k=1, gate="top1", balance_coef=0.5
 )

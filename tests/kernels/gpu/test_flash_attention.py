@@ -9,6 +9,7 @@ import pytest
 
 from moe_jax.functional.attention import Visibility, attention
 from moe_jax.kernels.gpu.flash_attention import flash_attention, refusal
+from tests.support.environment import INTERPRET
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -18,7 +19,8 @@ def output_and_gradients(q, k, v, weight, segments, *, form, mask):
     def value(q, k, v):
         if form == "kernel":
             nearest = 0 if mask == "causal" else None
-            y = flash_attention(q, k, v, segments, segments, nearest=nearest, farthest=None, scale=0.3, interpret=True)
+            options = dict(nearest=nearest, farthest=None, scale=0.3, interpret=INTERPRET)
+            y = flash_attention(q, k, v, segments, segments, **options)
         else:
             positions = jnp.broadcast_to(jnp.arange(q.shape[1])[None], q.shape[:2])
             visible = Visibility(positions, positions, segments, segments)

@@ -10,13 +10,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moe_jax.kernels.gpu.grouped import Tile, TritonProducts, outer_tile, product_tile, row_tiles
+from tests.support.environment import INTERPRET
 from tests.support.tiers import long
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
 # Tiles divide neither rows, nor kernels: [M, i], [E, i, o], [M, o].
 ROWS, GROUPS, FAN_IN, FAN_OUT = 40, 3, 20, 37
-PRODUCTS = TritonProducts(None, interpret=True, tile=Tile(rows=16, terms=16, columns=32, warps=4, stages=2))
+PRODUCTS = TritonProducts(None, interpret=INTERPRET, tile=Tile(rows=16, terms=16, columns=32, warps=4, stages=2))
 
 
 def of_group(lhs, rhs, dout, sizes):

@@ -12,6 +12,7 @@ from moe_jax.experts.forms.optional import FormTiles
 from moe_jax.experts.shapes import Matrix
 from moe_jax.functional.codes import quantize_nf4
 from moe_jax.kernels.gpu.grouped import TritonProducts
+from tests.support.environment import INTERPRET
 from tests.support.tiers import one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
@@ -78,7 +79,7 @@ def test_products(form, origin):
 
     @jax.jit
     def products(lhs, dout):
-        product, sizes = TritonProducts(None, interpret=True).made_product, jnp.asarray(SIZES, jnp.int32)
+        product, sizes = TritonProducts(None, interpret=INTERPRET).made_product, jnp.asarray(SIZES, jnp.int32)
         arguments = base, made.arrays, sizes, made.maker, shape
         return product(lhs, *arguments), product(dout, *arguments, transposed=True)
 

@@ -24,7 +24,7 @@ from moe_jax.training.recipe import (
 from tests.support.tiers import long, one_in
 from tests.support.training_models import BANKS, config_of, moe, recipe_of
 from tests.training.run.test_restart import losses
-from tests.training.test_step import initial_states, largest_difference, leaves, random_batch, run
+from tests.training.test_step import PLAIN, initial_states, largest_difference, leaves, random_batch, run
 
 ROUTER = GroupSection(match=(".*/router/.*",), learning_rate=1e-3)
 SECTIONS = {
@@ -32,7 +32,7 @@ SECTIONS = {
     "lion": OptimizerSection(kind="lion", learning_rate=3e-3, moments="bfloat16"),
     "muon": OptimizerSection(kind="muon", learning_rate=1e-2, groups=(ROUTER,)),
 }
-CONFIG = config_of(moe(BANKS["low-rank"]))
+CONFIG = config_of(moe(BANKS["low-rank"], expert=PLAIN))
 
 
 def recipe_with(section: OptimizerSection, **sections) -> Recipe:

@@ -20,6 +20,7 @@ import pytest
 from moe_jax.commands import cli
 from tests.support.dense_models import random_leaves, write_model
 from tests.support.environment import ROOT
+from tests.support.forked import OF_COMMANDS, start
 from tests.support.jobs import Job, job, run
 from tests.support.tiers import EVERY, long, one_in
 from tests.support.training_models import BANKS, FFN, config_of, moe, write_config
@@ -315,9 +316,11 @@ def test_a_first_process_that_does_not_answer_is_not_waited_for_for_ever(workpla
         port = deaf.getsockname()[1]
         place = {"MOE_JAX_DISTRIBUTED": f"localhost:{port},2,1", "MOE_JAX_DISTRIBUTED_WAIT": "1"}
         environment = os.environ | place | {"PYTHONPATH": str(ROOT)}
-        done = subprocess.run(arguments, cwd=workplace, env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert f"process 1 of 2 did not meet all the others through the first one at localhost:{port} in 1 s" in done.stderr
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = start(arguments, imports=OF_COMMANDS, cwd=workplace, env=environment, **pipes)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 2 and said.count("\n") == 1
+    assert f"process 1 of 2 did not meet all the others through the first one at localhost:{port} in 1 s" in said
 
 
 @long

@@ -16,13 +16,15 @@ import numpy as np
 import pytest
 
 from moe_jax.commands import cli
+from moe_jax.models import FFNConfig
 from moe_jax.training.loop import StopSignals
 from tests.support.disks import small_disk
 from tests.support.environment import COMPILER_FLAGS, ROOT
+from tests.support.forked import OF_COMMANDS, start
 from tests.support.tiers import long
-from tests.support.training_models import BANKS, config_of, moe, write_config
+from tests.support.training_models import config_of, moe, write_config
 
-STEPS = 60
+STEPS = 30
 RECIPE = """
 run_dir = "run"
 [model]
@@ -36,7 +38,7 @@ path = "text.txt"
 [partition]
 freeze = ["layers/0/attention/.*"]
 [optimizer]
-learning_rate = 2e-3
+learning_rate = 4e-3
 [schedule]
 warmup_steps = 3
 [train]
@@ -46,7 +48,7 @@ batch_size = 8
 every = 10
 [eval]
 text = "held_out.txt"
-every = 20
+every = 10
 """
 
 
@@ -54,7 +56,7 @@ every = 20
 def workplace(tmp_path_factory, tokenizer_path) -> Path:
     """A directory with a recipe and what it needs."""
     folder = tmp_path_factory.mktemp("runs")
-    write_config(folder / "config.json", config_of(moe(BANKS["low-rank"])))
+    write_config(folder / "config.json", config_of(moe(expert=FFNConfig(dim=16, gated=False))))
     lines = [f"the {i}th line says {i * i} and {i % 7}\n" for i in range(600)]
     (folder / "text.txt").write_text("".join(lines))
     (folder / "held_out.txt").write_text("".join(lines[:20]))
@@ -91,8 +93,9 @@ def train_alone(folder: Path, *arguments: str) -> str:
 
 def train_until(folder: Path, run_dir: str, step: int, number: int, *arguments: str) -> tuple[int, str]:
     """Starts a run and sends it a signal once metrics.jsonl has the given step; returns exit code and output."""
-    process = subprocess.Popen(
+    process = start(
         command(*arguments),
+        imports=OF_COMMANDS,
         cwd=folder,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -150,11 +153,11 @@ def test_a_run_leaves_metrics_of_every_step_and_a_model(workplace, undisturbed):
     assert keys | {"flops_per_second", "dropped"} <= record.keys()
     assert list(record["expert_load"]) == ["0"]
     assert sum(record["expert_load"]["0"]) == pytest.approx(1, abs=1e-4)
-    assert [record["step"] for record in undisturbed if "eval_loss" in record] == [20, 40, 60]
+    assert [record["step"] for record in undisturbed if "eval_loss" in record] == [10, 20, 30]
     run = workplace / "undisturbed"
     made = {path.name for path in run.iterdir()}
     assert made == {"recipe.toml", "run.json", "tokenizer", "checkpoints", "metrics.jsonl", "tensorboard", "model"}
-    assert {path.name for path in (run / "checkpoints").iterdir()} == {"50", "60"}
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"20", "30"}
     assert any(path.name.startswith("events") for path in (run / "tensorboard").iterdir())
     lineage = json.loads((run / "model" / "lineage.json").read_text())
     assert [entry["command"] for entry in lineage] == ["train"]
@@ -171,10 +174,10 @@ def test_killed_in_the_middle_and_resumed_it_gives_the_same_curve_to_the_last_bi
     # A kill may also leave half a line.
     with (workplace / "killed" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 99, "lo')
-    code, output = train_until(workplace, "killed", 35, signal.SIGTERM, *arguments, "--resume")
+    code, output = train_until(workplace, "killed", 23, signal.SIGTERM, *arguments, "--resume")
     assert code == 0, output
-    stopped = re.search(r"SIGTERM: saved step (\d+) of 60; continue with: (.*)", output)
-    assert stopped and 35 <= int(stopped[1]) < STEPS
+    stopped = re.search(r"SIGTERM: saved step (\d+) of 30; continue with: (.*)", output)
+    assert stopped and 23 <= int(stopped[1]) < STEPS
     assert output.count("SIGTERM: saving a checkpoint after this step") == 1
     assert stopped[2] == "moe-jax train recipe.toml --set run_dir=killed --resume"
     assert not (workplace / "killed" / "model").exists()
