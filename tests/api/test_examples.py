@@ -30,7 +30,7 @@ def names_in(namespace: str) -> list[str]:
     return [name for name in dir(module) if name[0] != "_" and not inspect.ismodule(getattr(module, name))]
 
 
-@one_in(3)
+@one_in(4)
 @pytest.mark.parametrize("name", [*PUBLIC, "Model.split"])
 def test_the_example_of_a_public_name_gives_what_it_says(name, tmp_path):
     thing = operator.attrgetter(name)(moe_jax)

@@ -94,15 +94,15 @@ def field_texts_of(cls):
 
 def test_no_option_is_written_down_twice():
     """No name with the same text in two classes, and no field of a spec in the class of a command."""
-    found = collections.defaultdict(list)
-    for cls, name, text in written_texts():
+    found, texts = collections.defaultdict(list), written_texts()
+    for cls, name, text in texts:
         found[name, text].append(cls.__name__)
     # Where files are, and how results are shown; and what generate and serve have in common.
     common = {"model", "dst", "json", "compute_dtype"}
     twice = {name: classes for (name, _), classes in found.items() if len(classes) > 1 and name not in common}
     assert not twice
     for verb, spec in SPECS.items():
-        own = {name for cls, name, _ in written_texts() if cls.__name__ == "_Command" and
+        own = {name for cls, name, _ in texts if cls.__name__ == "_Command" and
                cls.__module__ == f"moe_jax.commands.{verb}"}  # fmt: skip
         assert own and not own & {field.name for field in dataclasses.fields(spec)}, verb
 

@@ -89,7 +89,7 @@ for arguments in (["--help"], ["inspect", "--help"]):
     assert cli.main(arguments) == 0
 assert "jax" not in sys.modules and "orbax" not in sys.modules
 """
-    ran = run_python(program)
+    ran = run_python(program, imports=None)
     assert ran.returncode == 0, ran.stderr
     assert "usage: moe-jax inspect [-h] [OPTIONS] MODEL" in ran.stdout
 

@@ -106,7 +106,7 @@ def test_gradients_are_those_of_finite_differences(name):
     ids=str,
 )
 def test_banks_over_a_mesh_are_those_of_one_device(name, axes):
-    config, expert = BankConfig(FORMATS[name], base="none"), FFNConfig(dim=32)
+    config, expert = BankConfig(FORMATS[name], base="none"), FFNConfig(dim=32, gated=False, activation="gelu")
 
     def make():
         return make_bank(config, expert, 4, 16, rngs=nnx.Rngs(0), dtype=jnp.dtype("float32"))

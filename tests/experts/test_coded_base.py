@@ -268,7 +268,7 @@ def test_no_kernel_is_kept_for_the_gradient(strategy):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.jit(lambda back, y: back(y))(back, y)))
 
 
-@one_in(4)
+@one_in(8)
 @pytest.mark.parametrize("stored", STORED)
 def test_lora_beside_a_base_in_codes(stored):
     lora = LoRAConfig(rank=2, targets=("up", "down"))

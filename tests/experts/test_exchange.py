@@ -35,7 +35,7 @@ class Layer(nnx.Module):
     """A bank with the paths that it has in a model."""
 
     def __init__(self, kind, experts):
-        expert = FFNConfig(dim=HIDDEN, bias=True)
+        expert = FFNConfig(dim=HIDDEN, gated=False, activation="gelu", bias=True)
         self.experts = make_bank(KINDS[kind], expert, experts, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.float32)
         self.experts.strategy = "synthesised"
 

@@ -26,7 +26,8 @@ D_MODEL, HIDDEN, EXPERTS, TOP_K, TOKENS = 256, 512, 16, 2, 512  # tokens of ever
 
 class Layer(nnx.Module):
     def __init__(self, config):
-        self.experts = make_bank(config, FFNConfig(dim=HIDDEN), EXPERTS, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+        expert = FFNConfig(dim=HIDDEN, gated=False)
+        self.experts = make_bank(config, expert, EXPERTS, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
 
 
 def program(config, topology, axes, exchange="auto", tokens=TOKENS):

@@ -91,6 +91,7 @@ def test_a_config_is_written_flat_and_read_back(bank):
         config_from_json(written)
 
 
+@one_in(2, first=1)  # every bank
 @pytest.mark.parametrize("ffn", FFNS)
 @pytest.mark.parametrize("bank", BANKS, ids=describe)
 def test_every_leaf_has_a_place_on_a_mesh_and_the_kind_it_says(bank, ffn):
@@ -131,7 +132,7 @@ def test_a_bank_whose_shapes_alone_are_wanted_is_that_which_is_drawn(bank):
     assert nnx.split(shapes_of(make)) == nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
 
 
-@one_in(3)
+@one_in(5)
 @pytest.mark.parametrize(("ffn", "dtype"), [("gated", "float32"), ("plain", "bfloat16")])
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_experts_made_from_a_dense_ffn_are_that_ffn(form, ffn, dtype):

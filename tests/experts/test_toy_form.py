@@ -33,6 +33,7 @@ from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import FFNConfig, LoRAConfig, MoEConfig, config_from_json, config_to_json
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.dense_models import dense_config, random_leaves, write_model
+from tests.support.moe_models import MemorySource
 from tests.support.numerics import assert_close, logits_of, normal, randomised
 from tests.support.tiers import long
 
@@ -78,7 +79,7 @@ def scaled():
 def folder(tmp_path_factory, scaled):
     """A dense model, and the MoE that `moe-jax upcycle` makes of it."""
     folder = tmp_path_factory.mktemp("toy")
-    config = dense_config(num_layers=2, d_model=16, dim=32, vocab_size=264, bos_id=256, eos_ids=(257,))
+    config = dense_config(num_layers=1, d_model=16, dim=32, vocab_size=264, bos_id=256, eos_ids=(257,))
     tokenizer = byte_tokenizer(folder / "tokenizer.json")
     write_model(folder / "dense", config, random_leaves(config), (tokenizer,))
     options = ["--delta", "scaled", "--experts", str(EXPERTS), "--top-k", "2", "--every", "1"]
@@ -129,20 +130,20 @@ def test_it_starts_as_the_dense_model(folder):
     moe = ModelDirectory(folder / "moe")
     assert moe.config.layers[0].mlp.bank.given() == {"kind": "scaled", "train_base": True}
     assert json.loads((folder / "moe" / "lineage.json").read_text())[-1]["measured"]["step0_max_abs_difference"] <= 1e-5
-    assert moe.read("layers/1/mlp/experts/delta/up/factor_out").shape == (EXPERTS, 32)
+    assert moe.read("layers/0/mlp/experts/delta/up/factor_out").shape == (EXPERTS, 32)
     assert config_from_json(json.loads(json.dumps(config_to_json(moe.config)))) == moe.config
 
 
 def test_plan_and_inspect_count_it(folder, capsys):
     assert cli.main(["plan", str(folder / "moe"), "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    added = 2 * EXPERTS * (32 + 32 + 16)
-    assert plan["added_params"] == added + 2 * 16 * EXPERTS  # and a router in each layer
+    added = EXPERTS * (32 + 32 + 16)
+    assert plan["added_params"] == added + 16 * EXPERTS  # and a router
     assert cli.main(["plan", str(folder / "dense"), "--json"]) == 0
     dense = json.loads(capsys.readouterr().out)
     # Both experts of a token are multiplied with as whole kernels.
     kernels = 3 * 16 * 32
-    assert plan["train_flops_per_token"] - dense["train_flops_per_token"] == 6 * 2 * (kernels + 16 * EXPERTS)
+    assert plan["train_flops_per_token"] - dense["train_flops_per_token"] == 6 * (kernels + 16 * EXPERTS)
     assert cli.main(["inspect", str(folder / "moe"), "--json"]) == 0
     described = json.loads(capsys.readouterr().out)
     assert described["experts"][0]["bank"]["kind"] == "scaled" and described["parameters"] == plan["total_params"]
@@ -159,6 +160,19 @@ def test_it_is_trained_alike_on_any_mesh(folder, trained):
         assert np.abs(after.read(path) - before.read(path)).max() > 1e-3
     scales = after.read("layers/0/mlp/experts/delta/up/factor_out")
     assert np.ptp(scales, axis=0).max() > 1e-3  # the experts have become different
+
+
+def test_layers_of_it_are_stacked(folder):
+    """Two layers of different numbers, computed by one program or by two, give the same."""
+    moe, leaves = ModelDirectory(folder / "moe"), {}
+    for path in moe.specs():
+        leaves[path] = moe.read(path)
+        if path.startswith("layers/0/"):
+            leaves[path.replace("layers/0/", "layers/1/")] = 1.1 * leaves[path]
+    source = MemorySource(dataclasses.replace(moe.config, layers=moe.config.layers * 2), leaves)
+    stacked, alone = (load_model(source, stacked=stacked) for stacked in (True, False))
+    tokens = tokens_of(source.config)
+    assert_close(logits_of(stacked, tokens), logits_of(alone, tokens))
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +228,7 @@ def test_its_experts_are_compressed_to_another_form(trained, folder):
     assert cli.main(["compress", str(trained[0]), str(folder / "compressed"), *options]) == 0
     compressed = ModelDirectory(folder / "compressed")
     assert compressed.config.layers[0].mlp.bank.given()["kind"] == "quantized"
-    at = "layers/1/mlp/experts"
+    at = "layers/0/mlp/experts"
     base, factors = source.read(f"{at}/base/up/kernel"), source.read(f"{at}/delta/up/factor_out")
     np.testing.assert_array_equal(compressed.read(f"{at}/base/up/kernel"), base)
     scales = np.abs(compressed.read(f"{at}/delta/up/scales").astype(np.float32)).max(axis=(1, 2))
@@ -226,7 +240,7 @@ COMPRESSED_TO = ["--method", "resmoe", "--residual", "scaled", "--solver", "iden
 
 def test_experts_are_compressed_to_it(folder, capsys):
     """Experts of one base with a factor for every output have no error in this form, whatever their mean is."""
-    source, at = ModelDirectory(folder / "moe"), "layers/1/mlp/experts"
+    source, at = ModelDirectory(folder / "moe"), "layers/0/mlp/experts"
     leaves, random = {path: source.read(path) for path in source.specs()}, np.random.default_rng(0)
     for path, leaf in leaves.items():
         if path.endswith("factor_out"):
@@ -234,13 +248,13 @@ def test_experts_are_compressed_to_it(folder, capsys):
     write_model(folder / "grown", source.config, leaves)
     assert cli.main(["compress", str(folder / "grown"), str(folder / "again"), *COMPRESSED_TO]) == 0
     again = ModelDirectory(folder / "again")
-    bank = again.config.layers[1].mlp.bank
+    bank = again.config.layers[0].mlp.bank
     assert bank.given() == {"kind": "scaled", "train_base": True} and bank.has_base
     assert again.read(f"{at}/delta/down/factor_out").shape == (EXPERTS, 16)
     for layer in again.lineage[-1]["measured"]["layers"]:
         assert layer["relative_error"] < 1e-6
     grown = ModelDirectory(folder / "grown")
-    for matrix in ffn_matrices(again.config.moe(1).expert, 16).values():
+    for matrix in ffn_matrices(again.config.moe(0).expert, 16).values():
         made, whole = (list(expert_kernels(one.read, bank, at, matrix)) for one in (again, grown))
         assert_close(np.stack(made), np.stack(whole))
     # What the plan says beforehand is what lies on the disk.

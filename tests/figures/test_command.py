@@ -47,7 +47,8 @@ def test_without_a_text_cosines_are_drawn_and_the_way_to_the_load_is_said(model,
         assert layer["cosine_between_experts"] == measured.between.tolist()
 
 
-def test_with_a_text_the_load_is_drawn_too(model, text, tmp_path: pathlib.Path, capsys):
+def test_with_a_text_the_load_is_drawn_too(text, tmp_path: pathlib.Path, capsys):
+    model = write_model(tmp_path / "model", moe_config(None, BANKS["low-rank"], BANKS["full"]))
     words = ["inspect", model.path, "--plots", tmp_path / "plots", "--text", text, "--seq-len", 16, "--json"]
     assert cli.main([str(word) for word in words]) == 0
     described = json.loads(capsys.readouterr().out)

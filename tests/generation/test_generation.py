@@ -39,8 +39,9 @@ DENSE = FFNConfig(dim=48)
 
 @pytest.fixture(scope="module", params=[None, 4], ids=["full", "window"])
 def model(request):
-    """Layers that are stacked, and one that is not."""
-    return make_model(DENSE, DENSE, MoEConfig(expert=FFNConfig(dim=24), num_experts=4, top_k=2), window=request.param)
+    """Layers that are stacked; and with a window, one that is not."""
+    experts = [MoEConfig(expert=FFNConfig(dim=24), num_experts=4, top_k=2)] if request.param else []
+    return make_model(DENSE, DENSE, *experts, window=request.param)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 import json
 import os
 import pickle
+import shutil
 import signal
 
 import jax
@@ -17,6 +18,7 @@ from moe_jax.model_io.loading import leaf_specs, load_model, model_leaves
 from moe_jax.model_io.model_dir import ModelDirectory, ModelDirectoryWriter, is_model_directory
 from moe_jax.models import AttentionConfig, BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from tests.support.disks import run_python, small_disk
+from tests.support.tiers import one_in
 
 ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
 DENSE = LayerConfig(attention=ATTENTION, mlp=FFNConfig(dim=48))
@@ -71,6 +73,7 @@ def test_the_decoder_can_be_loaded_from_it(tmp_path, leaves):
     assert sum(leaf.size for leaf in jax.tree.leaves(decoder)) == sum(leaf.size for leaf in leaves.values())
 
 
+@one_in(2, first=1)
 @pytest.mark.parametrize("axes", [None, {"fsdp": 2, "expert": 4}])
 def test_layers_are_stacked_and_taken_apart_on_the_host_as_on_the_device(tmp_path, leaves, monkeypatch, axes):
     write(tmp_path / "model", leaves)
@@ -158,6 +161,7 @@ KILLED = """
 import os, pickle, signal, sys
 from pathlib import Path
 from moe_jax.model_io.model_dir import ModelDirectoryWriter
+from tests.support.tiers import one_in
 
 config, lineage, leaves = pickle.loads(Path(sys.argv[2]).read_bytes())
 with ModelDirectoryWriter(Path(sys.argv[1]), config, tokenizer_files=[], lineage=lineage, resume=True) as writer:
@@ -168,15 +172,22 @@ with ModelDirectoryWriter(Path(sys.argv[1]), config, tokenizer_files=[], lineage
 """
 
 
-@pytest.fixture
-def killed(tmp_path, leaves):
-    """A target whose command was killed after five leaves."""
-    (tmp_path / "job").write_bytes(pickle.dumps((CONFIG, [ENTRY], leaves)))
-    ran = run_python(KILLED, tmp_path / "model", tmp_path / "job")
+@pytest.fixture(scope="module")
+def left_by_a_kill(tmp_path_factory, leaves):
+    """A folder with what is left of a command that was killed after five leaves."""
+    folder = tmp_path_factory.mktemp("killed")
+    (folder / "job").write_bytes(pickle.dumps((CONFIG, [ENTRY], leaves)))
+    ran = run_python(KILLED, folder / "model", folder / "job")
     assert ran.returncode == -signal.SIGKILL, ran.stderr
-    assert not (tmp_path / "model").exists()
-    assert not is_model_directory(tmp_path / ".model.partial")
-    return tmp_path / "model"
+    assert not (folder / "model").exists()
+    assert not is_model_directory(folder / ".model.partial")
+    return folder
+
+
+@pytest.fixture
+def killed(left_by_a_kill, tmp_path):
+    """A target whose command was killed after five leaves."""
+    return shutil.copytree(left_by_a_kill, tmp_path / "folder") / "model"
 
 
 def done_of(dst, lineage) -> frozenset[str]:

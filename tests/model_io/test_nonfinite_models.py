@@ -136,7 +136,7 @@ def test_errors_of_compression_do_not_depend_on_the_scale(moe, scale):
 def test_a_budget_for_experts_of_zeros(moe):
     leaves = {path: source * np.float32("/experts/" not in path) for path, source in _leaves(moe).items()}
     small = moe_jax.compress(Model.of_source(ModelInMemory(moe.config, LeavesInMemory(leaves))), method="resmoe",
-                             residual="up", budget_bits=20, layers=[1])  # fmt: skip
+                             residual="quantized", budget_bits=20, layers=[1])  # fmt: skip
     assert [layer["relative_error"] for layer in _layers(small)] == [0.0]
     assert "3 experts have only zeros as weights" in small.lineage[-1]["measured"]["warnings"][0]
 

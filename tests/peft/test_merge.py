@@ -5,7 +5,6 @@ import shutil
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from moe_jax.api.open_source import open_source
 from moe_jax.commands import cli
@@ -19,6 +18,7 @@ from moe_jax.models import AttentionConfig, BankConfig, LayerConfig, ModelConfig
 from moe_jax.models.config import PerftConfig
 from moe_jax.peft.merge import merge
 from tests.support.dense_models import DTYPES, random_leaves, write_model
+from tests.support.numerics import logits_of
 
 TOKENS = np.array([[1, 5, 9, 33, 2, 60, 17, 4]])
 LORA = LoRAConfig(rank=3, targets=("gate", "up", "down"), scale=0.7)
@@ -68,7 +68,7 @@ def write_adapter(folder, config, dtype="float32"):
 
 
 def logits(source) -> np.ndarray:
-    return np.asarray(nnx.jit(lambda model, tokens: model(tokens).logits)(load_model(source), jnp.asarray(TOKENS)))
+    return np.asarray(logits_of(load_model(source), jnp.asarray(TOKENS)))
 
 
 def names(folder):

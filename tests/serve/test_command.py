@@ -1,5 +1,6 @@
 """`moe-jax serve`, as a user starts and stops it."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import sys
 from moe_jax.commands import cli
 from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.environment import ROOT
+from tests.support.forked import OF_COMMANDS, start
 from tests.support.served_models import client_of
 
 
@@ -22,7 +24,8 @@ def test_it_says_where_it_listens_and_ends_cleanly(served_dir):
         "--name",
         "mine",
     ]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as run:
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    with start(arguments, imports=OF_COMMANDS, env=os.environ | {"PYTHONPATH": str(ROOT)}, **how) as run:
         try:
             line = run.stdout.readline()
             assert line.startswith("serving 'mine' at http://127.0.0.1:") and line.endswith("8 seats of 300 tokens\n")

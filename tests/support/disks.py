@@ -5,12 +5,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.support.environment import COMPILER_FLAGS, ROOT
+from tests.support.forked import OF_MODELS, start
 
 
 def content_of(directory: Path) -> dict[str, object]:
@@ -50,15 +52,27 @@ def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
 
 
 def run_python(
-    program: str, *arguments: object, devices: int = 1, encoding: str = "utf-8"
+    program: str,
+    *arguments: object,
+    devices: int = 1,
+    encoding: str = "utf-8",
+    imports: Sequence[str] | None = OF_MODELS,
 ) -> subprocess.CompletedProcess:
-    """Runs a program in a fresh interpreter that can import this checkout, on CPU devices."""
+    """Runs a program in a process of its own that can import this checkout, on CPU devices.
+
+    `imports`, and what others began with, are imported already; None: nothing is.
+    """
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {COMPILER_FLAGS}",
         "PYTHONPATH": str(ROOT),
         "PYTHONIOENCODING": encoding,
     }
-    return subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)], capture_output=True, text=True, env=environment
-    )
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    how = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # A process that is forked writes in the encoding of the one that it is forked from.
+    is_forked = imports is not None and encoding == "utf-8"
+    begin = partial(start, imports=imports) if is_forked else subprocess.Popen
+    with begin(command, **how) as process:
+        out, err = process.communicate()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)

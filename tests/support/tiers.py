@@ -27,6 +27,11 @@ def examples(most: int) -> int:
     return most if EVERY else max(2, most // 3)
 
 
+def first(few: int, *cases: Any) -> tuple[Any, ...]:
+    """Cases for each of which a program is compiled, of which `make test` has the first few."""
+    return cases if EVERY else cases[:few]
+
+
 def chosen(items: list[Any]) -> tuple[list[Any], list[Any]]:
     """The tests to run, and those that are left to `make test-all`."""
     seen: Counter[str] = Counter()

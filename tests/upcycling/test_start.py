@@ -156,7 +156,7 @@ def test_bad_options_of_the_command(options, message, dense_model, tmp_path, fai
     assert message in failing(dense_model, tmp_path / "moe", *options.split())
 
 
-@one_in(2)
+@one_in(3)
 @pytest.mark.parametrize("options", ["--noise 0.05 --drop 0.5 --universal coder", "--noise 0.05", "--drop 0.5"])
 def test_the_command_says_how_far_off_step_0_is(options, dense_model, tmp_path, capsys):
     assert run(dense_model, tmp_path / "moe", "--experts", 3, "--layers", 0, 2, *options.split()) == 0
@@ -171,8 +171,8 @@ def test_the_command_says_how_far_off_step_0_is(options, dense_model, tmp_path, 
     )
 
 
-@one_in(2)
-@pytest.mark.parametrize("options", ["--noise 0", "--drop 0", "--drop 0 --delta low-rank:2"])
+@one_in(3)
+@pytest.mark.parametrize("options", ["--drop 0 --delta low-rank:2", "--noise 0", "--drop 0"])
 def test_nothing_is_equal_and_goes_with_everything(options, dense_model, tmp_path):
     assert run(dense_model, tmp_path / "moe", *options.split()) == 0
     measured = lineage_of(tmp_path / "moe")["measured"]
@@ -200,6 +200,6 @@ def test_stories260k_with_noise_is_near_its_dense_model(data_dir, tmp_path):
 
 def test_the_same_seed_writes_the_same_weights(dense_model, tmp_path):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        assert run(dense_model, tmp_path / name, "--noise", 0.1, "--drop", 0.5, "--seed", seed) == 0
+        assert run(dense_model, tmp_path / name, "--noise", 0.1, "--drop", 0.5, "--seed", seed, "--no-step0-check") == 0
     a, b, c = (ModelDirectory(tmp_path / name).fingerprint() for name in "abc")
     assert a == b != c

@@ -13,6 +13,7 @@ from moe_jax.compression.alignment import assignment, matching
 from moe_jax.compression.alignment.assignment import align, distinct_nearest, transport_costs
 from moe_jax.compression.alignment.barycenter import SOLVERS, free_support_barycenter
 from moe_jax.core.errors import InputError
+from tests.support.tiers import examples
 
 EXACT = ("assignment", "alternation")
 
@@ -88,7 +89,7 @@ def test_two_clouds_are_solved_exactly(seed, n, dim):
 
 def test_many_starts_find_the_global_minimum_of_tiny_problems():
     orders = [list(order) for order in itertools.permutations(range(4))]
-    for seed in range(12):
+    for seed in range(examples(12)):
         clouds = random_clouds(seed, 3, 4, 2)
         best = min(objective(clouds, [range(4), p, q]) for p in orders for q in orders)
         found = free_support_barycenter(clouds, solver="assignment", starts=20).objective[-1]

@@ -105,7 +105,8 @@ def test_a_bound_holds_where_the_first_columns_mislead():
     ("shape", "noise"),
     [
         ((3, 512, 768), None),
-        *(((8, 512, 1024), noise) for noise in (0.5, 1.5)),
+        ((8, 512, 1024), 0.5),
+        pytest.param((8, 512, 1024), 1.5, marks=long),
         *(pytest.param((24, 384, 768), noise, marks=long) for noise in (0.5, 1.5, None)),
         pytest.param((8, 512, 1024), None, marks=long),
     ],

@@ -17,6 +17,7 @@ from moe_jax.distributed.sharding import make_mesh
 from moe_jax.files.staging import lock_directory
 from moe_jax.functional.routing import route
 from moe_jax.model_io.model_dir import ModelDirectory
+from tests.support.tiers import one_in
 
 KEY = {"model": "one"}
 
@@ -64,6 +65,7 @@ def test_leaves_nothing_else_behind(source, recorded):
     assert {file.name for file in recorded.iterdir()} == names
 
 
+@one_in(2)
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_goes_on_where_it_was_stopped(layer, source, windows, recorded, tmp_path):
     def stop(what, done, total):
@@ -189,6 +191,7 @@ def test_a_model_that_is_named_by_a_dot_is_recorded_beside_it(models, text, tmp_
     assert (tmp_path / "model.calibration").is_dir()
 
 
+@one_in(2, first=1)
 @pytest.mark.parametrize("method", [("svd",), ("resmoe", "--residual", "svd")])
 def test_matrices_that_are_factored_together_use_a_text(method, models, text, tmp_path, capsys):
     calibrated = ("--calibrate", str(text), "--calibration-dir", str(tmp_path / "recorded"), "--seq-len", "16")

@@ -87,10 +87,8 @@ def least_error(rows: Matrices, moments, kernels: Matrices, seed: int, rounds: i
         error = np.sum((seen - left @ right) ** 2) + np.sum((weights * (down - left @ right_down)) ** 2)
         target = seen @ right.T + values[:, None] * (down @ right_down.T)
         # In the eigenvectors of S, each row of L has a system of its own.
-        left = np.stack([
-            np.linalg.solve(right @ right.T + value * right_down @ right_down.T, row)
-            for value, row in zip(values, target, strict=True)
-        ])  # fmt: skip
+        systems = right @ right.T + values[:, None, None] * (right_down @ right_down.T)
+        left = np.linalg.solve(systems, target[:, :, None])[:, :, 0]
     return float(error)
 
 

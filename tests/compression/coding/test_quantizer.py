@@ -11,7 +11,7 @@ from moe_jax.compression.coding.quantizer import quantize
 from moe_jax.experts.forms import Quantized
 from moe_jax.functional.codes import codes_shape, pack, scales_shape
 from tests.experts.code_reference import decoded
-from tests.support.tiers import examples, one_in
+from tests.support.tiers import examples, first, one_in
 
 BITS = (8, 4, 3, 2, 1)
 BFLOAT16_ROUNDING = 2.0**-8
@@ -44,7 +44,7 @@ def symmetric_errors(kernel: np.ndarray, bits: int, group_size: int | None) -> n
     return np.min(tried, axis=0)
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     seed=st.integers(0, 1000),
     shape=st.sampled_from(((1, 1), (13, 3), (40, 3))),
@@ -103,7 +103,7 @@ def test_no_group_is_worse_off_than_on_one_level_fewer(seed, rows, bits, group_s
     assert (errors <= least + 1e-6 * norms).all()
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(
     seed=st.integers(0, 1000),
     rows=st.sampled_from((1, 13, 40)),
@@ -194,12 +194,12 @@ def test_no_bit_is_lost_in_large_kernels():
 # ---- levels that are fitted to a kernel ----------------------------------------------------------------------------
 
 
-@settings(max_examples=examples(12), deadline=None)
+@settings(max_examples=examples(24), deadline=None)
 @given(
     seed=st.integers(0, 1000),
-    rows=st.sampled_from((1, 13, 40)),
-    bits=st.sampled_from((4, 3, 2)),
-    group_size=st.sampled_from((None, 16)),
+    rows=st.sampled_from(first(1, 40, 13, 1)),
+    bits=st.sampled_from(first(1, 3, 4, 2)),
+    group_size=st.sampled_from((16, None)),
     draw=st.sampled_from(("normal", "few values", "zeros", "weighed")),
 )
 def test_every_entry_has_the_nearest_level_of_a_table_and_every_level_is_needed(seed, rows, bits, group_size, draw):
@@ -273,8 +273,8 @@ def test_rows_that_do_not_count_do_not_choose_the_levels():
 @settings(max_examples=examples(12), deadline=None)
 @given(
     seed=st.integers(0, 1000),
-    rows=st.sampled_from((1, 13, 40)),
-    bits=st.sampled_from(BITS),
+    rows=st.sampled_from(first(1, 40, 13, 1)),
+    bits=st.sampled_from(first(2, 3, 8, 4, 2, 1)),
     spread=st.sampled_from((0.0, 1.0, 2.0)),
 )
 def test_scales_of_eight_bits_cost_next_to_nothing(seed, rows, bits, spread):
@@ -312,8 +312,8 @@ def test_groups_half_as_long_with_scales_of_half_as_many_bits_are_better(bits):
 @settings(max_examples=examples(12), deadline=None)
 @given(
     seed=st.integers(0, 1000),
-    rows=st.sampled_from((1, 13, 40)),
-    bits=st.sampled_from(BITS),
+    rows=st.sampled_from(first(1, 40, 13, 1)),
+    bits=st.sampled_from(first(2, 3, 2, 8, 4, 1)),
     scale_bits=st.sampled_from((16, 8)),
     fit=st.booleans(),
     mean=st.sampled_from((0.0, 0.7, -3.0)),

@@ -56,7 +56,7 @@ for step in steps:
     setattr(method, step, noting(step))
 sys.exit(cli.main(sys.argv[3:]))
 """
-BUDGET = ["--method", "resmoe", "--residual", "quantized", "--budget-bits", "20", "--json"]
+BUDGET = ["--method", "resmoe", "--residual", "svd", "--solver", "identity", "--budget-bits", "20", "--json"]
 
 
 def compressed(folder: Path, *arguments: str, processes: int = 2, dies: int | None = None):

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -118,8 +119,9 @@ def test_the_router_chooses_as_if_the_others_were_never_the_best():
     logits = known.rows.inputs.astype(np.float32) @ source.leaves["layers/0/mlp/router/kernel"]
     without = np.full_like(logits, -1e30)
     without[:, kept] = logits[:, kept]
-    whole, _ = route(jnp.asarray(without), 2, "topk_softmax")
-    pruned, _ = route(jnp.asarray(logits[:, kept]), 2, "topk_softmax")
+    chosen = jax.jit(route, static_argnums=(1, 2))
+    whole, _ = chosen(jnp.asarray(without), 2, "topk_softmax")
+    pruned, _ = chosen(jnp.asarray(logits[:, kept]), 2, "topk_softmax")
     np.testing.assert_array_equal(kept[np.asarray(pruned.experts)], whole.experts)
     np.testing.assert_allclose(pruned.weights, whole.weights, atol=1e-6)
 

@@ -55,7 +55,8 @@ def test_the_error_and_its_gradient_are_those_of_plain_sums(activation):
     factors, form = planted(0, activation)
     target = np.random.default_rng(1).standard_normal((E, 24, 16)).astype(np.float32)
     made = reference(*factors, activation)
-    value, gradient = jax.value_and_grad(squared_error)(MixedFactors(*map(jnp.asarray, factors)), target, form.mix)
+    error_and_gradient = jax.jit(jax.value_and_grad(lambda factors: squared_error(factors, target, form.mix)))
+    value, gradient = error_and_gradient(MixedFactors(*map(jnp.asarray, factors)))
     assert float(value) == pytest.approx(((made - target) ** 2).mean(), rel=1e-5)
     for field, found in zip(MixedFactors._fields, gradient, strict=True):
         for index in ((0, 0, 1)[: found.ndim], (1, 1, 2)[: found.ndim]):

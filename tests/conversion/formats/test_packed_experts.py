@@ -111,7 +111,7 @@ def test_bfloat16_models_load_too(models, tmp_path):
     [
         ({"bits": 4, "group_size": 16}, {}, "compress with --levels even"),
         ({"bits": 4, "group_size": 16, "levels": "even"}, {"group_size": 24}, "the 32 inputs of .*; try 32$"),
-        ({"bits": 4, "group_size": 16, "levels": "fitted"}, {}, "--group-size 128 must .* of 8"),
+        ({"bits": 2, "group_size": 16, "levels": "fitted"}, {}, "--group-size 128 must .* of 8"),
         ({"bits": 3, "group_size": 16}, {}, "--group-size 128 must .* of 8 that divides"),
         ({"bits": 4, "group_size": 16, "levels": "even"}, {"expert_layout": "fused"}, "need a matrix"),
     ],

@@ -48,7 +48,7 @@ def is_there():
         return False
 
 
-@pytest.mark.parametrize(("delay", "step"), [(0, 7), (1000, 3)], ids=["lists at once", "lists much later"])
+@pytest.mark.parametrize(("delay", "step"), [(0, 11), (1000, 5)], ids=["lists at once", "lists much later"])
 def test_killed_at_any_request_it_goes_on(bucket, monkeypatch, no_waiting, delay, step):  # noqa: F811
     for number in range(0, 1000, 1 if EVERY else step):
         bucket.objects.clear()

@@ -25,7 +25,7 @@ def error_of(arguments, capsys):
     return err
 
 
-UPCYCLE = ["--experts", "2", "--top-k", "2", "--every", "1"]
+UPCYCLE = ["--experts", "2", "--top-k", "2", "--every", "1", "--no-step0-check"]
 
 
 def test_no_permission(bucket, dense, capsys):
