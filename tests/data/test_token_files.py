@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 
@@ -24,6 +23,7 @@ from tests.data.test_chat_data import CONFIG
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.chat_templates import TURNS, plain
 from tests.support.environment import ROOT
+from tests.support.forked import start
 
 
 def a_task(folder, **options):
@@ -130,7 +130,8 @@ tokenize.tokenize(a_task(folder), folder / "out", progress=progress)
 def test_killed_it_leaves_no_directory_and_goes_on(tmp_path, small_shards, monkeypatch):
     task = a_task(tmp_path)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, "-c", _KILLED, str(tmp_path)], env=environment, cwd=ROOT)
+    command = [sys.executable, "-c", _KILLED, str(tmp_path)]
+    process = start(command, imports=("tests.data.test_token_files",), env=environment, cwd=ROOT)
     while not (tmp_path / "two").exists():
         assert process.poll() is None
         time.sleep(0.05)

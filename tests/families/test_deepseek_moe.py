@@ -20,6 +20,7 @@ from tests.support.tiers import EVERY, one_in
 TOKENS = np.random.default_rng(0).integers(0, BASE["vocab_size"], (2, 40))
 SMALL = BASE | {
     "model_type": "deepseek",
+    "num_hidden_layers": 2,
     "num_key_value_heads": 2,
     "moe_intermediate_size": 24,
     "n_routed_experts": 8,
@@ -36,7 +37,7 @@ CASES = {
         num_hidden_layers=5, moe_layer_freq=2, rope_scaling={"type": "linear", "factor": 4.0}, rms_norm_eps=1e-2
     ),
     "nothing-shared-one-expert": dict(
-        n_shared_experts=None, num_experts_per_tok=1, norm_topk_prob=True, first_k_dense_replace=2
+        n_shared_experts=None, num_experts_per_tok=1, norm_topk_prob=True, num_hidden_layers=3, first_k_dense_replace=2
     ),
 }
 

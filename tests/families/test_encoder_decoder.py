@@ -39,6 +39,7 @@ CASES = {
     ),
     "t5-deep-decoder": dict(num_layers=1, num_decoder_layers=3, num_heads=1, relative_attention_num_buckets=16),
     "switch": {**SWITCH, **ONE_OF_TWO},
+    "switch-one-layer": {**SWITCH, **{key: 1 for key in ONE_OF_TWO}},
     "switch-one-of-two-twice": SWITCH,
     "switch-every-layer": {**SWITCH, "num_sparse_encoder_layers": 4, "num_sparse_decoder_layers": 4, "num_experts": 8},
     # Transformers makes the second layer sparse where none is asked for, and none where more are than there are layers.
@@ -56,7 +57,7 @@ CLASSES = {
 }
 # As in `cases`: some by default, all with `make test-all`.
 SOME = CASES if EVERY else ["t5", "t5-gated", "switch"]
-FIRST = CASES if EVERY else ["t5-gated", "switch"]
+FIRST = CASES if EVERY else ["t5-gated", "switch-one-layer"]
 
 random = np.random.default_rng(0)
 INPUTS, TARGETS = random.integers(1, 96, (2, 40)), random.integers(1, 96, (2, 30))

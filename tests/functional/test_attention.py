@@ -17,9 +17,13 @@ from moe_jax.functional import attention_chunks as chunks
 from moe_jax.functional.attention import Placement, Visibility, attention
 from moe_jax.functional.position_embeddings import RelativeBiasConfig, bias_by_distance
 from tests.support.jaxprs import equations
+from tests.support.numerics import normal
 from tests.support.tiers import examples, one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
+
+# Where the platform is not known, programs for all are traced, which takes three times as long; see the last test.
+CPU = Placement("cpu")
 
 
 def reference(q, k, v, mask, soft_cap=None):
@@ -51,8 +55,8 @@ def values_and_gradients(q, k, v, weight, segments, prefix, *, form, mask, windo
             seen = visible_keys(mask, segments, window, prefix)
             return jnp.sum(reference(q if scale is None else 2 * scale * q, k, v, seen, soft_cap) * weight)
         visible = Visibility(positions, positions, segments, segments, prefix if mask == "prefix" else None)
-        options = dict(mask=mask, window=window, scale=scale, soft_cap=soft_cap, aligned=form == "aligned")
-        return jnp.sum(attention(q, k, v, visible, **options) * weight)
+        options = dict(mask=mask, window=window, scale=scale, soft_cap=soft_cap, placement=CPU)
+        return jnp.sum(attention(q, k, v, visible, aligned=form == "aligned", **options) * weight)
 
     return jax.value_and_grad(value, argnums=(0, 1, 2))(q, k, v)
 
@@ -99,20 +103,21 @@ def test_masks_values_and_gradients(length, heads, mask, window, scale, soft_cap
 def test_relative_biases_and_their_gradients(mask, aligned, monkeypatch):
     """Chunk by chunk, with several chunks in a band, against all biases in one array of queries and keys."""
     monkeypatch.setattr(chunks, "CHUNK", 2)
-    shape = {"q": (2, 21, 4, 8), "k": (2, 21, 2, 8), "v": (2, 21, 2, 8), "table": (7, 4), "weight": (2, 21, 4, 8)}
-    given = {name: jax.random.normal(jax.random.key(i), size) for i, (name, size) in enumerate(shape.items())}
-    positions = jnp.broadcast_to(jnp.arange(21)[None], (2, 21))
+    shape = {"q": (2, 13, 4, 8), "k": (2, 13, 2, 8), "v": (2, 13, 2, 8), "table": (7, 4), "weight": (2, 13, 4, 8)}
+    given = {name: normal(i, *size) for i, (name, size) in enumerate(shape.items())}
+    positions = jnp.broadcast_to(jnp.arange(13)[None], (2, 13))
     config = RelativeBiasConfig(buckets=7, max_distance=5)
 
     def of_chunks(given):
         bias = bias_by_distance(given["table"], config, mask)
         visible = Visibility(positions, positions)
         q, k, v, weight = (given[name] for name in ("q", "k", "v", "weight"))
-        return jnp.sum(attention(q, k, v, visible, mask=mask, scale=1.0, bias=bias, aligned=aligned) * weight)
+        options = dict(mask=mask, scale=1.0, bias=bias, aligned=aligned, placement=CPU)
+        return jnp.sum(attention(q, k, v, visible, **options) * weight)
 
     def at_once(given):
         q, k, v, table, weight = (given[name] for name in shape)
-        distance = np.arange(21)[None, :] - np.arange(21)[:, None]
+        distance = np.arange(13)[None, :] - np.arange(13)[:, None]
         buckets = config.bucket_of_distance(mask)[np.clip(distance, -5, 5) + 5]
         k, v = (jnp.repeat(a, 2, axis=2) for a in (k, v))
         scores = jnp.einsum("bthd,bshd->bhts", q, k) + jnp.moveaxis(table[buckets], 2, 0)[None]
@@ -127,7 +132,7 @@ def test_relative_biases_and_their_gradients(mask, aligned, monkeypatch):
 
 def causal(x, length, bias=None):
     positions = jnp.arange(length)[None]
-    return attention(x, x, x, Visibility(positions, positions), bias=bias, aligned=True)
+    return attention(x, x, x, Visibility(positions, positions), bias=bias, aligned=True, placement=CPU)
 
 
 @one_in(2)
@@ -149,7 +154,7 @@ def test_the_program_does_not_grow_with_the_length(options):
         positions = jnp.arange(length)[None]
         visible = Visibility(positions, positions)
         x = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)
-        loss = lambda x: jnp.sum(attention(x, x, x, visible, aligned=True, **options))  # noqa: E731
+        loss = lambda x: jnp.sum(attention(x, x, x, visible, aligned=True, placement=CPU, **options))  # noqa: E731
         return len(str(jax.make_jaxpr(jax.grad(loss))(x)).splitlines())
 
     assert size(8192) <= 1.1 * size(2048)
@@ -194,13 +199,13 @@ def test_sums_over_chunks_are_float32(monkeypatch):
 
 
 def test_accelerator_form_equals_cpu_form():
-    q = jax.random.normal(jax.random.key(0), (2, 3, 2, 40, 8))
-    k, v = (jax.random.normal(jax.random.key(i), (2, 3, 40, 8)) for i in (1, 2))
+    q = normal(0, 2, 3, 2, 40, 8)
+    k, v = (normal(i, 2, 3, 40, 8) for i in (1, 2))
     positions = jnp.broadcast_to(jnp.arange(40)[None], (2, 40))
     options = chunks.AttentionOptions("causal", None, 0.5, None, aligned=True)
     one_head = partial(chunks._one_key_head, chunks._bands(40, 40, options), options)
     visible = Visibility(positions, positions)
-    bias = jax.random.normal(jax.random.key(3), (3, 2, 9))
+    bias = normal(3, 3, 2, 9)
     a, b = (
         jax.jit(lambda q, k, v, bias, form=form: form(one_head, q, k, v, visible, bias))(q, k, v, bias)
         for form in (chunks._loop_over_heads, chunks._all_heads_at_once)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from moe_jax.functional import grouped
 from moe_jax.functional.grouped import FEW_ROWS, TILE_ENTRIES, TILE_ENTRIES_FOR_FEW, grouped_matmul, tile_width
+from tests.support.numerics import normal
 from tests.support.tiers import examples, one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
@@ -64,8 +65,8 @@ def test_product_and_gradients(shape, cuts, seed):
 def test_groups_longer_than_a_tile(monkeypatch):
     monkeypatch.setattr(grouped, "TILES", (8, 2))
     sizes = [30, 0, 1, 17, 8]
-    lhs = jax.random.normal(jax.random.key(0), (60, 5))
-    rhs = jax.random.normal(jax.random.key(1), (5, 5, 7))
+    lhs = normal(0, 60, 5)
+    rhs = normal(1, 5, 5, 7)
     group_sizes = jnp.asarray(sizes, jnp.int32)
     got = jax.jit(lambda lhs, rhs: grouped_matmul(lhs, rhs, group_sizes, "blocked"))(lhs, rhs)
     np.testing.assert_allclose(got, jax.jit(lambda r: reference(lhs, r, sizes))(rhs), rtol=1e-5, atol=1e-5)
@@ -105,7 +106,7 @@ def test_columns_that_tiles_do_not_divide(fan_out, monkeypatch):
 
 def test_bfloat16_is_within_its_rounding():
     sizes = [9, 3, 20]
-    lhs, rhs = jax.random.normal(jax.random.key(0), (32, 16)), jax.random.normal(jax.random.key(1), (3, 16, 8))
+    lhs, rhs = normal(0, 32, 16), normal(1, 3, 16, 8)
     exact = reference(lhs, rhs, sizes)
     for backend in ("blocked", "ragged_dot"):
         got = grouped_matmul(lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16), jnp.asarray(sizes, jnp.int32), backend)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from moe_jax.core.errors import InputError
 from moe_jax.functional.routing import NO_EXPERT, route
 from moe_jax.functional.token_dispatch import sort_by_expert
+from tests.support.numerics import normal
 from tests.support.tiers import examples
 
 # What is said of losses here is said of them all; the others are in `test_gates`.
@@ -66,7 +67,7 @@ def test_collapse_onto_k_experts_scores_e_over_k(top_k):
 
 
 def test_balance_gradient_pushes_towards_balance():
-    logits = jax.random.normal(jax.random.key(0), (64, 4)) + jnp.array([[2.0, 0.0, 0.0, 0.0]])
+    logits = normal(0, 64, 4) + jnp.array([[2.0, 0.0, 0.0, 0.0]])
     gradient = jax.jit(jax.grad(lambda x: route(x, 2, "topk_softmax")[1].balance))(logits)
     assert jnp.all(jnp.isfinite(gradient))
     # Descending lowers the logit of the overloaded expert on average and raises the others'.
@@ -75,8 +76,8 @@ def test_balance_gradient_pushes_towards_balance():
 
 
 def test_descending_the_balance_loss_recovers_a_collapsed_router():
-    x = jax.random.normal(jax.random.key(1), (128, 16)).at[:, 0].set(1.0)
-    kernel = (0.02 * jax.random.normal(jax.random.key(0), (16, 4))).at[0, 0].add(3.0)
+    x = normal(1, 128, 16).at[:, 0].set(1.0)
+    kernel = (0.02 * normal(0, 16, 4)).at[0, 0].add(3.0)
 
     @jax.jit
     def balance(kernel):
@@ -124,14 +125,14 @@ def test_variation_is_that_of_importance_and_load(top_k, gate, seed):
 @pytest.mark.parametrize("gate", SOFTMAX_GATES)
 def test_variation_has_a_gradient_that_pushes_towards_balance(gate):
     """Also with one expert per token, whose renormalised weight is 1 whatever the router says."""
-    logits = jax.random.normal(jax.random.key(0), (64, 4)) + jnp.array([[2.0, 0.0, 0.0, 0.0]])
+    logits = normal(0, 64, 4) + jnp.array([[2.0, 0.0, 0.0, 0.0]])
     gradient = jax.jit(jax.grad(lambda x: route(x, 1, gate)[1].cv))(logits)
     assert jnp.all(jnp.isfinite(gradient))
     assert jnp.mean(gradient, axis=0)[0] > 1e-4
 
 
 def test_padding_does_not_count():
-    logits = jax.random.normal(jax.random.key(0), (12, 4))
+    logits = normal(0, 12, 4)
     valid = jnp.arange(12) < 7
     _, padded = jitted_route(logits, 2, "topk_softmax", valid=valid)
     _, cut = jitted_route(logits[:7], 2, "topk_softmax")
@@ -187,7 +188,7 @@ def test_padding_before_a_text_takes_no_capacity():
 @pytest.mark.parametrize("factor", [None, 0.5])
 def test_what_no_expert_sees_is_in_no_group(factor):
     """Not even multiplied: the rows of a group are those of kept assignments."""
-    logits = jax.random.normal(jax.random.key(0), (12, 4)) + jnp.array([[2.0, 0, 0, 0]])
+    logits = normal(0, 12, 4) + jnp.array([[2.0, 0, 0, 0]])
     valid = jnp.arange(12) % 3 > 0
     routing, stats = jitted_route(logits, 2, "topk_softmax", valid=valid, capacity_factor=factor)
     kept = round(float((1 - stats.dropped) * 8 * 2))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from moe_jax.functional.sampling import sample
+from tests.support.numerics import normal
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 PROBABILITIES = np.array([0.5, 0.25, 0.15, 0.07, 0.03])
@@ -38,7 +39,7 @@ def test_top_p_keeps_the_smallest_sufficient_set(top_p, kept):
 
 
 def test_a_row_with_a_key_of_its_own_is_given_what_it_would_be_given_alone():
-    logits = jax.random.normal(jax.random.key(1), (6, 50)) * 2
+    logits = normal(1, 6, 50) * 2
     keys = jax.random.split(jax.random.key(2), 6)
     temperature = jnp.asarray([0.0, 1.0, 0.5, 2.0, 1.0, 0.0], jnp.float32)
     top_k = jnp.asarray([50, 50, 3, 50, 9, 2], jnp.int32)

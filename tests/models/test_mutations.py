@@ -12,6 +12,7 @@ import moe_jax
 from moe_jax.core.errors import InputError
 from moe_jax.models import BankConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig, config_from_json, config_to_json
 from tests.models.test_config import ATTENTION, CONFIG, FFN, MOE, SHARED
+from tests.support.tiers import EVERY
 
 MISSING = object()
 VALUES: tuple[Any, ...] = (
@@ -171,7 +172,8 @@ def test_every_value_is_refused_or_read_as_it_is():
             if alike in seen or path == ("version",):
                 continue
             seen.add(alike)
-            for value in VALUES:
+            # By default every second value at every place, in turn.
+            for value in VALUES if EVERY else VALUES[len(seen) % 2 :: 2]:
                 data = put(original, path, value)
                 config = read(data)
                 tried += 1
@@ -181,7 +183,7 @@ def test_every_value_is_refused_or_read_as_it_is():
                     faults += [f"{path}: {fault}" for fault in unlike("", unrolled(data), unrolled(again))]
                     read_otherwise += 1
     assert not faults, "\n".join(faults[:20])
-    assert tried > 5000 and tried / 20 < read_otherwise < tried / 4
+    assert tried > (5000 if EVERY else 2500) and tried / 20 < read_otherwise < tried / 4
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -20,7 +20,7 @@ from tests.support.tiers import long
 ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
 FFN = LayerConfig(attention=ATTENTION, mlp=FFNConfig(dim=32))
 MOE = MoEConfig(expert=FFNConfig(dim=32), num_experts=4, top_k=2, balance_coef=0.01, z_coef=0.001)
-TOKENS = jax.random.randint(jax.random.key(0), (8, 12), 0, 50, jnp.int32)
+TOKENS = np.random.default_rng(0).integers(0, 50, (8, 12), np.int32)
 
 
 def config(layers, **changes):

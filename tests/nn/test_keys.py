@@ -22,7 +22,7 @@ ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8)
 FFN = LayerConfig(attention=ATTENTION, mlp=FFNConfig(dim=16))
 CODER = MoEConfig(expert=FFNConfig(dim=16), num_experts=4, top_k=1, universal="coder")
 MOE = LayerConfig(attention=ATTENTION, mlp=CODER)
-TOKENS = jax.random.randint(jax.random.key(0), (4, 12), 0, 50, jnp.int32)
+TOKENS = np.random.default_rng(0).integers(0, 50, (4, 12), np.int32)
 
 
 def decoder(*layers, seed=0, **options) -> Decoder:

@@ -17,6 +17,7 @@ from moe_jax.nn.moe import MoE
 from moe_jax.planning.model_costs import make_plan
 from moe_jax.training.flops import active_matmul_params
 from tests.support.numerics import normal, randomised
+from tests.support.tiers import one_in
 from tests.support.training_models import config_of
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
@@ -58,6 +59,7 @@ def reference(moe: MoE, x: jax.Array) -> jax.Array:
     return y.reshape(x.shape)
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     "moe_config",
     [config(), config(LOW_RANK), config(LOW_RANK, universal="med", extended=True)],

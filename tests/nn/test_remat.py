@@ -4,6 +4,7 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -17,7 +18,7 @@ from tests.support.tiers import long, one_in
 
 ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8)
 FFN = FFNConfig(dim=16)
-TOKENS = jax.random.randint(jax.random.key(0), (8, 4), 0, 50, jnp.int32)
+TOKENS = np.random.default_rng(0).integers(0, 50, (8, 4), np.int32)
 
 
 def moe(**bank):

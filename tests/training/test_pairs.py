@@ -18,12 +18,14 @@ from moe_jax.data.tokenizer import Example, Tokenizer
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.evaluation.held_out import Evaluator, read_held_out, score_rows, target_losses
 from moe_jax.models import MoEConfig
+from moe_jax.nn import Decoder
 from moe_jax.training.flops import step_flops, train_flops_per_token
 from moe_jax.training.in_memory_training import read_batch
 from moe_jax.training.metrics import read_metrics
 from moe_jax.training.program import draw_model
 from tests.support.byte_tokenizer import EOS
 from tests.support.losses import token_losses
+from tests.support.numerics import initialised
 from tests.support.tiers import long
 from tests.support.training_models import FFN, config_of, encoder_decoder, write_config
 
@@ -218,8 +220,7 @@ def test_flops_of_inputs_are_those_of_the_encoder():
 
 def test_the_encoder_changes_where_only_its_inputs_do():
     """Padding of inputs is not attended to, and what is attended to matters."""
-    model = draw_model(CONFIG, 1)
-    graphdef, state = nnx.split(model)
+    graphdef, state = nnx.split(initialised(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0)), 1))
     state = jax.tree.map(lambda leaf: leaf * 6, state)
     tokens = jnp.asarray([[0, 5, 6]], jnp.int32)
 

@@ -58,11 +58,8 @@ def program(form, with_base, split, reference):
         if reference:
             base = arrays.pop(BASE, None)
             here = {"origin": part.origin} if part else {}
-            kernels = [
-                tiles.tile(base, {name: array[e] for name, array in arrays.items()} | here, 0, shape[1])
-                for e in range(GROUPS)
-            ]
-            y = references.product(rows, jnp.stack(kernels), sizes)
+            kernels = jax.vmap(lambda own: tiles.tile(base, own | here, 0, shape[1]))(arrays)
+            y = references.product(rows, kernels, sizes)
         else:
             y = form.grouped(rows, arrays, sizes, matrix, part)
         return jnp.sum(y * target), y
@@ -146,9 +143,8 @@ def hidden_program(form, split, reference):
 
     def product(rows, arrays, sizes):
         base, here = arrays.pop(BASE, None), {"origin": origin} if split else {}
-        each = ({name: array[e] for name, array in arrays.items()} for e in range(GROUPS))
-        kernels = [tiles.tile(base, own | here, 0, shape[1]) for own in each]
-        return references.product(rows, jnp.stack(kernels), sizes)
+        kernels = jax.vmap(lambda own: tiles.tile(base, own | here, 0, shape[1]))(arrays)
+        return references.product(rows, kernels, sizes)
 
     def states(rows, trained, fixed, sizes):
         arrays = {name: trained[name] | fixed[name] for name in trained}
