@@ -23,6 +23,10 @@ sys.dont_write_bytecode = False
 # No test asks the Hugging Face Hub; `test_hub.py` has one of its own.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+# No power fails in a test: what it writes need not reach the disk, for which some waited a third of their time.
+# Processes that tests start, and kill, wait for it.
+os.fsync = lambda fd: None
+
 # A shell starts what it runs in the background with SIGINT ignored, nohup ignores SIGHUP, and processes inherit that.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:

@@ -2,6 +2,8 @@
 
 PEFT adds LoRA to linear modules of a Transformers model, and since 0.17 to parameters that are no module's `weight`,
 which it calls `target_parameters`: in Transformers 5, the two tensors that hold all experts of a layer, and the router.
+In models with experts PEFT takes modules called `gate_proj`, `up_proj` or `down_proj` for the experts of Transformers
+before 5, wherever they are; so there the weights of dense layers and of shared experts are `target_parameters` too.
 Names are those that Transformers has in memory, where experts are fused. Our `a` [in, r] and `b` [r, out] are the
 transposes of `lora_A.weight` and `lora_B.weight`, and the scale is `lora_alpha / r`.
 """
@@ -52,13 +54,10 @@ class Target(NamedTuple):
 
     tensor: str  # its name, such as `model.layers.0.mlp.experts.gate_up_proj`
     template: str  # the same with `{i}` for the layer
+    everywhere: int  # the number of layers that have such a tensor, with LoRA or without
     outputs: int  # rows of the tensor, or of one expert of it
+    is_parameter: bool  # whether PEFT gets it by `target_parameters`
     parts: list[Part]  # its kernels that have LoRA
-
-    @property
-    def is_parameter(self) -> bool:
-        """Whether it is no linear module's weight: routers are no linear modules, fused experts no modules."""
-        return not self.tensor.endswith(WEIGHT) or self.parts[0].path.endswith("/router")
 
     @property
     def name(self) -> str:
@@ -190,6 +189,8 @@ def targets_of(config: ModelConfig) -> list[Target]:
     specs = leaf_specs(base)
     mapped = family.mapped(base, specs, FUSED)
     stored = leaf_specs(config)
+    every = (piece for pieces in mapped.pieces.values() for piece in pieces)
+    templates = Counter({piece.tensor: piece.template for piece in every}.values())
     found: dict[str, Target] = {}
     for i, layer in enumerate(config.layers):
         for name, lora in _loras(layer).items():
@@ -211,8 +212,16 @@ def targets_of(config: ModelConfig) -> list[Target]:
                 raise InputError(
                     f"in the format of {family.name!r}, {path} has another shape; merge the adapter instead"
                 )
-            target = found.setdefault(piece.tensor, Target(piece.tensor, piece.template, outputs, []))
+            # Routers are no linear modules, fused experts no modules; of the other FFNs the module's docstring speaks.
+            is_module = piece.tensor.endswith(WEIGHT) and not (config.moe_layers and name.startswith("mlp/"))
+            target = found.setdefault(
+                piece.tensor,
+                Target(piece.tensor, piece.template, templates[piece.template], outputs, not is_module, []),
+            )
             target.parts.append(Part(path, lora, first, first + piece.shape[0]))
+    places = {f"{part.path}/lora/a" for target in found.values() for part in target.parts}
+    if left := sorted(path for path in stored if path.endswith("/lora/a") and path not in places):
+        raise InputError(f"{left[0].removesuffix('/lora/a')} has LoRA and no place in it")
     return list(found.values())
 
 
@@ -269,6 +278,8 @@ def _loras(layer: LayerConfig) -> dict[str, LoRAConfig]:
             # In the order that Transformers registers them: `gate_up_proj` before `down_proj`.
             names = sorted(mlp.expert.lora.targets, key=lambda name: (name == "down", name))
             found |= {f"mlp/experts/{name}": mlp.expert.lora for name in names}
+        if mlp.universal_beside and mlp.universal_ffn.lora is not None:
+            found |= {f"mlp/universal/{name}": mlp.universal_ffn.lora for name in mlp.universal_ffn.lora.targets}
     elif mlp.lora is not None:
         found |= {f"mlp/{name}": mlp.lora for name in mlp.lora.targets}
     return found
@@ -290,9 +301,8 @@ def _names(targets: Sequence[Target], model: ModelConfig) -> list[str]:
         by_template.setdefault(target.template, []).append(target)
     named = []
     for template, alike in by_template.items():
-        every = len(model.moe_layers) if alike[0].is_parameter else model.num_layers
         short = template.rpartition("{i}.")[2] if alike[0].is_parameter else alike[0].name.rsplit(".", 1)[-1]
-        named += [short] if len(alike) == every else [target.name for target in alike]
+        named += [short] if len(alike) == alike[0].everywhere else [target.name for target in alike]
     return named
 
 

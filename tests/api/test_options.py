@@ -120,20 +120,24 @@ def test_the_help_of_compress_names_every_method_and_its_options():
     assert set(option_names()) <= set(inspect.signature(moe_jax.compress).parameters)
 
 
+@pytest.fixture(scope="module")
+def dense() -> moe_jax.Model:
+    return moe_jax.tiny_model()
+
+
 @pytest.mark.parametrize("verb", SPECS)
-def test_a_verb_takes_its_spec_or_options_and_names_the_nearest_for_an_unknown_one(verb, tmp_path):
+def test_a_verb_takes_its_spec_or_options_and_names_the_nearest_for_an_unknown_one(verb, dense, tmp_path):
     call, spec = getattr(moe_jax, verb), SPECS[verb]
     assert issubclass(spec, Spec) and spec.verb() == verb
     known = spec.list_options()[-1].name
     with pytest.raises(moe_jax.InputError, match=f"did you mean '{known}'"):
-        call(moe_jax.tiny_model(), tmp_path / "out", **{f"{known}x": True})
+        call(dense, tmp_path / "out", **{f"{known}x": True})
     with pytest.raises(moe_jax.InputError, match=spec.__name__):
-        call(moe_jax.tiny_model(), tmp_path / "out", object())
+        call(dense, tmp_path / "out", object())
     assert not list(tmp_path.iterdir())
 
 
-def test_a_spec_and_its_options_make_the_same_model():
-    dense = moe_jax.tiny_model()
+def test_a_spec_and_its_options_make_the_same_model(dense):
     made = [
         moe_jax.upcycle(dense, experts=4, delta="low-rank:2", z_coef=0.1),
         moe_jax.upcycle(dense, None, moe_jax.UpcycleSpec(experts=4, delta="low-rank:2", z_coef=0.1)),
@@ -144,8 +148,7 @@ def test_a_spec_and_its_options_make_the_same_model():
     assert made[0].report.step0.difference == 0
 
 
-def test_what_is_no_model_or_no_place_is_named():
-    dense = moe_jax.tiny_model()
+def test_what_is_no_model_or_no_place_is_named(dense):
     calls = {
         "a model or the path of one, got 42": lambda: moe_jax.compress(42, method="up", keep=0.5),
         r"merge\(\) is missing model": lambda: moe_jax.merge(),

@@ -26,7 +26,7 @@ TEMPLATE = (
 @pytest.fixture(scope="module")
 def config():
     return dataclasses.replace(
-        dense_config(num_layers=2, vocab_size=258, bos_id=BOS, eos_ids=(EOS,)), max_positions=256
+        dense_config(num_layers=1, vocab_size=258, bos_id=BOS, eos_ids=(EOS,)), max_positions=256
     )
 
 

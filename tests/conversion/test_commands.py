@@ -10,6 +10,7 @@ import pytest
 
 from moe_jax.commands.cli import main
 from moe_jax.conversion.hugging_face_dir import open_checkpoint
+from tests.support.disks import run_python
 from tests.support.hf_checkpoints import (
     BASE,
     CONFIGS,
@@ -101,13 +102,21 @@ def test_a_misspelt_choice(llama: pathlib.Path, capfd):
     assert "bfloat16" in capfd.readouterr().err
 
 
+LIMITED = """
+import resource, sys
+from moe_jax.commands.cli import main
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 @pytest.mark.parametrize("command", ["convert", "export"])
 def test_a_full_disk(tmp_path: pathlib.Path, command: str):
     """Files may not grow beyond 64 KiB: writing fails in the middle, as on a full disk."""
     config = {**BASE, "model_type": "llama", "vocab_size": 2000}
     source = write_checkpoint(tmp_path / "source", config, random_tensors(config))
-    script = f"ulimit -f 64; {sys.executable} -m moe_jax.commands.cli {command} {source} {tmp_path / 'out'}"
-    result = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True)
+    result = run_python(LIMITED, command, source, tmp_path / "out")
     assert result.returncode == 2, result.stderr
     assert result.stderr.strip().splitlines()[-1].startswith("moe-jax: error: ")
     assert "File too large" in result.stderr and "Traceback" not in result.stderr

@@ -12,15 +12,19 @@ from moe_jax.api.open_source import open_source
 from moe_jax.commands import cli
 from moe_jax.conversion import HuggingFaceDirectory
 from moe_jax.conversion.safetensors_file import read_header
-from moe_jax.conversion.to_peft import base_name
+from moe_jax.conversion.to_peft import base_name, export_peft, problems_of_peft
+from moe_jax.core.errors import InputError
 from moe_jax.experts.shapes import AdapterConfig, LoRAConfig
 from moe_jax.model_io.adapter_dir import AdapterDirectory, AdapterDirectoryWriter
 from moe_jax.model_io.loading import leaf_specs, load_model
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.model_io.tuned_base import own_leaves
 from moe_jax.models.config import PerftConfig
+from moe_jax.peft.adapt import adapted_config, targets_of
+from moe_jax.peft.spec import AdaptSpec
 from tests.support.dense_models import write_model
 from tests.support.hf_checkpoints import BASE, CONFIGS, random_tensors, write_checkpoint
+from tests.support.tiers import long, one_in
 
 TOKENS = np.array([[1, 5, 9, 33, 2, 60, 17, 4]])
 TWO_LAYERS = {**BASE, "num_hidden_layers": 2}
@@ -137,6 +141,39 @@ def test_experts_and_routers_are_parameters(tmp_path, capsys, keys, in_every_lay
     # Gate and up have columns of their own in the factors of the tensor that holds both.
     assert said["r"] == 6 and said["lora_dropout"] == 0
     assert_peft_computes_the_same(base, source, tmp_path / "out")
+
+
+# Transformers has them itself, as causal models.
+OTHERS = ("qwen", "deepseek", "t5", "switch_transformers")
+FAMILIES = [name for name, keys in CONFIGS.items() if keys["model_type"] not in OTHERS]
+
+
+def assert_exported_whole_or_refused(folder, base, targets) -> None:
+    spec = AdaptSpec(method="lora", adapter="lora:2", targets=targets)
+    source = write_adapter(folder / "-".join(targets), base, adapted_config(base.config, spec))
+    out = folder / f"{'-'.join(targets)} in PEFT"
+    if problems_of_peft(source.config):
+        with pytest.raises(InputError, match="PEFT's format cannot hold"):
+            export_peft(source, out)
+    else:
+        export_peft(source, out)
+        assert_peft_computes_the_same(base, source, out)
+
+
+@one_in(4, first=1)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lora_on_every_target(tmp_path, family):
+    """Attention, dense layers, experts, shared experts and routers."""
+    base = base_of(tmp_path, CONFIGS[family])
+    assert_exported_whole_or_refused(tmp_path, base, targets_of(base.config))
+
+
+@long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lora_on_each_target_alone(tmp_path, family):
+    base = base_of(tmp_path, CONFIGS[family])
+    for name in targets_of(base.config):
+        assert_exported_whole_or_refused(tmp_path, base, (name,))
 
 
 def test_what_peft_cannot_say_is_refused(tmp_path, capsys):

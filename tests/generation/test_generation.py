@@ -149,12 +149,13 @@ def test_tokens_come_in_blocks_and_end_where_all_rows_have_ended(small, monkeypa
 def test_logits_that_are_not_finite_are_told_with_prompt_and_token(small):
     """One token, generated after others, leads to logits that are not finite."""
     sampled = dict(max_new_tokens=12, temperature=1.0, key=jax.random.key(5))
-    free = [tokens.tolist() for tokens in stream(small, [[4], [5]], **sampled)]
-    at, spoiling = next((i, b) for i, (_, b) in enumerate(free) if i > 2 and b not in (4, 5, *np.ravel(free[:i])))
-    assert free[at][0] != spoiling
+    prompts = [[4], [5], [6]]
+    free = [tokens.tolist() for tokens in stream(small, prompts, **sampled)]
+    at, spoiling = next((i, b) for i, (_, b, _) in enumerate(free) if i > 2 and b not in (4, 5, 6, *np.ravel(free[:i])))
+    assert spoiling not in (free[at][0], free[at][2])
     spoilt = nnx.clone(small)
     spoilt.embed.embedding[...] = spoilt.embed.embedding[...].at[spoiling].set(jnp.nan)
-    tokens = stream(spoilt, [[4], [5]], **sampled)
+    tokens = stream(spoilt, prompts, **sampled)
     assert [next(tokens).tolist() for _ in range(at + 1)] == free[: at + 1]
     with pytest.raises(NonFiniteLogits, match=rf"prompt 2 has logits .* at token {at + 2}"):
         next(tokens)

@@ -18,9 +18,10 @@ from moe_jax.api.open_source import open_source, read_config
 from moe_jax.conversion import convert
 from moe_jax.core.errors import InputError
 from moe_jax.model_io.lineage import hub_origin, is_hub_name, local_model
+from tests.support.environment import ROOT
+from tests.support.forked import OF_MODELS, start
 from tests.support.hf_checkpoints import CONFIGS, random_tensors, write_checkpoint
 
-ROOT = {"PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
 COMMITS = {"main": "a" * 40, "v1": "b" * 40}
 
 
@@ -115,13 +116,20 @@ def run(folder: pathlib.Path, endpoint: str, commands: list[list[str]], **enviro
     """Runs commands in a folder with a cache below it."""
     settings = {"HF_ENDPOINT": endpoint, "HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "0",
                 "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "*"}  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, str(pathlib.Path(__file__).parents[1] / "support" / "hub_commands.py"), json.dumps(commands)],
-        env={**os.environ, **ROOT, **settings, **environment}, cwd=folder, capture_output=True, text=True,
-        timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    arguments = ["-m", "tests.support.hub_commands", json.dumps(commands)]
+    code, printed, said = _ended(arguments, folder, settings | environment)
+    assert code == 0, said
+    return [json.loads(line) for line in printed.splitlines()]
+
+
+def _ended(arguments: list[str], folder: pathlib.Path, environment: dict[str, str]) -> tuple[int, str, str]:
+    """Exit code, output and errors of a process of its own."""
+    how = {"cwd": folder, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    # The library of the Hub reads its variables when it is imported: it is none of what is imported beforehand.
+    with start([sys.executable, *arguments], imports=("moe_jax.commands.cli", *OF_MODELS), env=env, **how) as process:
+        printed, said = process.communicate(timeout=300)
+    return process.returncode, printed, said
 
 
 def test_models_are_fetched_without_code_and_kept(hub, tmp_path):
@@ -176,11 +184,8 @@ for weights in (True, False):
 
 def test_a_hub_that_cannot_be_reached_is_asked_once(tmp_path):
     """With and without weights."""
-    said = subprocess.run(
-        [sys.executable, "-c", _UNREACHED],
-        env={**os.environ, **ROOT, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HOME": "none"},
-        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
-    ).stderr  # fmt: skip
+    environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HOME": "none"}
+    _, _, said = _ended(["-c", _UNREACHED], tmp_path, environment)
     expected = f"there is no path org/absent in {tmp_path}; such a name is looked for on the Hugging Face Hub too, but "
     first, second = (line for line in said.splitlines() if line.startswith("InputError: "))
     assert first.startswith(f"InputError: {expected}the Hugging Face Hub cannot be reached: ")

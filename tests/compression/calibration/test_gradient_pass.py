@@ -17,7 +17,10 @@ from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.model_io.loading import load_model
 from moe_jax.model_io.model_dir import ModelDirectory
+from moe_jax.models import BankConfig
 from moe_jax.nn.stack import Block
+from tests.support.dense_models import write_model
+from tests.support.moe_models import memory_moe
 from tests.support.tiers import long
 
 
@@ -26,8 +29,10 @@ class StoppedError(Exception):
 
 
 @pytest.fixture(scope="module")
-def source(models):
-    return ModelDirectory(models["moe"])
+def source(tmp_path_factory):
+    """Two layers, both of experts."""
+    made = memory_moe(BankConfig(), BankConfig())
+    return ModelDirectory(write_model(tmp_path_factory.mktemp("two") / "model", made.config, made.leaves))
 
 
 @pytest.fixture(scope="module")

@@ -110,9 +110,6 @@ def test_stays_within_the_budget_and_is_better_with_more(source, calibrated, tar
         reports[budget] = compress(source, out, method, calibration=calibration, described={})
         assert reports[budget].expert_bytes_after <= budget
 
-    out = ModelDirectory(tmp_path / str(target))
-    assert np.isfinite(logits_of(load_model(out), jnp.asarray([[1, 2, 3]]))).all()
-
     def predicted(report) -> float:
         return sum(layer.predicted_divergence for layer in report.layers)
 
