@@ -212,7 +212,8 @@ def _prompts_of(path: Path | None) -> list[Any]:
     if path is None:
         return []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # A line ends at "\n" alone: `str.splitlines` also cuts at characters that texts and JSON hold, such as U+2028.
+        lines = [line.removesuffix("\r") for line in path.read_bytes().decode("utf-8-sig").split("\n")]
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not UTF-8 text: {error}") from None
     is_jsonl = path.suffix == ".jsonl"

@@ -10,6 +10,7 @@ into memory, for direct access to every row. A file in arrow's file format is re
 import bisect
 import functools
 import itertools
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -98,8 +99,10 @@ class TextFile(_DataFileRecords):
 
         `content` are bytes of the file from `first` on.
         """
-        if begin == 0 or begin >= self.size:
-            return min(begin, self.size), True
+        if begin == 0:
+            return len(BOM_UTF8) if content.startswith(BOM_UTF8) else 0, True  # it says the encoding, and is no text
+        if begin >= self.size:
+            return self.size, True
         separator = (self._separator or "").encode()
         back = min(begin, len(separator))
         window = content[begin - back - first : begin + self._piece - first]

@@ -273,7 +273,7 @@ def read_text(path: str | Path, tokenizer: Tokenizer, *, name: str | None = None
         raise FileNotFoundError(f"no text at {name}")
     try:
         # Decoded from bytes, because reading as text would change line ends.
-        ids = tokenizer.encode(path.read_bytes().decode("utf-8"))
+        ids = tokenizer.encode(path.read_bytes().decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise InputError(f"{name} is not UTF-8 text at byte {error.start}") from None
     if len(ids) < 2:

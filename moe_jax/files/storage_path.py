@@ -350,7 +350,7 @@ class BucketPath(StoragePath):
         return b"".join(found.content for found in itertools.takewhile(lambda found: found is not None, parts) if found)
 
     def write_grown(self, content: bytes) -> None:
-        self.growing(content.decode().splitlines(keepends=True))
+        self.growing([line.decode() for line in content.splitlines(keepends=True)])
 
 
 GrowingLines = TextIO | GrowingObjects

@@ -11,6 +11,7 @@ import pytest
 import moe_jax
 from moe_jax.api.open_source import open_source
 from moe_jax.commands import cli
+from moe_jax.commands.generate import _prompts_of
 from moe_jax.model_io import loading
 from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
 from tests.support.dense_models import dense_config, random_leaves, write_model
@@ -85,6 +86,16 @@ def test_prompts_from_a_file(model, tmp_path, capsys):
     file.write_text("ab\n\n  c d\n")
     entries = describe(capsys, model, "--prompts-file", file, "--prompt", "x", "--max-new-tokens", 2)
     assert [entry["prompt"] for entry in entries] == ["x", "ab", "  c d"]
+
+
+@pytest.mark.parametrize("separator", list("\u2028\u2029\x85\x0b\x0c\x1c\r"))
+@pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["plain", "marked"])
+def test_lines_of_prompts_end_at_newlines_alone(tmp_path, separator, mark):
+    texts, objects = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    inside = f"a{separator}b"
+    texts.write_bytes(f"{mark}{inside}\r\n\nc\n".encode())
+    objects.write_bytes(f'{mark}{json.dumps({"prompt": inside}, ensure_ascii=False)}\n{{"prompt": "c"}}'.encode())
+    assert _prompts_of(texts) == _prompts_of(objects) == [inside, "c"]
 
 
 def test_sampling_repeats_with_the_seed(model, capsys):

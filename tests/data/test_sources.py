@@ -1,6 +1,7 @@
 """Text pieces and JSONL lines: nothing lost, nothing twice, and mistakes named by file and line."""
 
 import json
+from codecs import BOM_UTF8
 
 import pytest
 from hypothesis import given, settings
@@ -50,6 +51,14 @@ def test_pieces_are_cut_at_line_ends(tmp_path):
     assert len(records) > 10
     assert all(records[i][0].text.endswith("\n") for i in range(len(records)))
     assert all(records[i][0].text.startswith("line") for i in range(len(records)))
+
+
+@pytest.mark.parametrize("piece", [2, 64])
+def test_a_byte_order_mark_is_no_text(tmp_path, piece):
+    path = tmp_path / "text.txt"
+    path.write_bytes(BOM_UTF8 + "abc\ufeff\n".encode())
+    records = TextFile(path, piece=piece)
+    assert "".join(example.text for i in range(len(records)) for example in records[i]) == "abc\ufeff\n"
 
 
 def test_a_text_that_is_not_utf8_is_named_with_the_byte(tmp_path):
