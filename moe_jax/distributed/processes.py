@@ -57,21 +57,20 @@ def let_first_work() -> bool:
     place = find_place()
     if place is None:
         return True
-    others = _connect(place, one_works=True)
+    _connect(place, one_works=True)
     if place.index == 0:
         return True
-    others.leave()
+    leave_processes()
     return False
 
 
-def _connect(place: Place, *, one_works: bool = False) -> Coordination:
+def _connect(place: Place, *, one_works: bool = False) -> None:
     global _others
     wait, silence = waits()
     others = Coordination(place, wait=wait, silence=silence)
     _others = others  # also if it is refused: then all hear why
     others.join(versions(), one_works=one_works)
     _keep_output_apart(place)
-    return others
 
 
 def _keep_output_apart(place: Place) -> None:

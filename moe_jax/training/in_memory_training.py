@@ -86,7 +86,8 @@ def read_batch(batch: Batch, config: ModelConfig) -> dict[str, np.ndarray]:
     """Converts a batch, given as `moe_jax.train` takes it, to the arrays of a training step.
 
     Returns `tokens`, `targets`, `segment_ids`, `positions` Int32[B, T] and `weights` Float32[B, T]; for a model with an
-    encoder also `inputs` Int32[B, S] and `inputs_valid` Bool[B, S], and `tokens` are by default the targets, shifted.
+    encoder also `inputs` Int32[B, S], `inputs_valid` Bool[B, S] and `cut` Int32[B, 2], all zeros; and `tokens` are by
+    default the targets, shifted.
 
     Raises:
       InputError: for other names, shapes, or ids outside the vocabulary.
@@ -125,7 +126,8 @@ def _read_pairs(batch: Batch, config: ModelConfig) -> dict[str, np.ndarray]:
         if array.ndim != 2 or array.shape != shape or not shape[1]:
             raise InputError(f"{name} of a batch has shape {array.shape}; expected [B, S], here {shape}")
     _check_ids("inputs", inputs["inputs"], config.vocab_size)
-    return read | {name: np.asarray(inputs[name], dtype) for name, dtype in _INPUTS.items()}
+    nothing_cut = {"cut": np.zeros((len(read["targets"]), 2), np.int32)}  # as batches of files say it
+    return read | {name: np.asarray(inputs[name], dtype) for name, dtype in _INPUTS.items()} | nothing_cut
 
 
 def _checked(given: dict[str, np.ndarray], vocab_size: int) -> dict[str, np.ndarray]:

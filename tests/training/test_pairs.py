@@ -12,7 +12,7 @@ from flax import nnx
 import moe_jax
 from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
-from moe_jax.data.pipeline import open_data
+from moe_jax.data.pipeline import open_data, stack_pairs
 from moe_jax.data.sections import DataSection, SourceSection
 from moe_jax.data.tokenizer import Example, Tokenizer
 from moe_jax.distributed.sharding import make_mesh
@@ -324,6 +324,14 @@ def test_lengths_of_inputs_are_for_encoders(prepared, monkeypatch, capsys):
     write_config(prepared / "decoder.json", config_of(FFN))
     assert cli.main(["train", "recipe.toml", "--set", "run_dir=none", "model.config=decoder.json"]) == 2
     assert "data.input_len = 16 is for" in capsys.readouterr().err
+
+
+def test_a_batch_in_memory_has_the_arrays_of_one_of_files():
+    batch = read_batch({"inputs": np.ones((2, 5), int), "targets": np.ones((2, 4), int)}, CONFIG)
+    of_files = stack_pairs([], 2, input_len=5, seq_len=4)
+    assert {name: (a.shape, a.dtype) for name, a in batch.items()} == {
+        name: (a.shape, a.dtype) for name, a in of_files.items()
+    }
 
 
 @pytest.mark.parametrize(
