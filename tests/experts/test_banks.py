@@ -367,7 +367,6 @@ def test_strategies_are_honoured_or_refused(monkeypatch):
         make_bank(KINDS["low-rank"], FFNS["gated"], 4, 8, rngs=nnx.Rngs(0), dtype=jnp.float32)
 
 
-@one_in(2)
 @pytest.mark.parametrize("strategy", ["factored-side-by-side", "factored-grouped", "synthesised"])
 @pytest.mark.parametrize("through", ["delta", "bias"])
 def test_router_weights_are_not_rounded(through, strategy):
