@@ -213,11 +213,9 @@ def targets_of(config: ModelConfig) -> list[Target]:
                     f"in the format of {family.name!r}, {path} has another shape; merge the adapter instead"
                 )
             # Routers are no linear modules, fused experts no modules; of the other FFNs the module's docstring speaks.
-            is_module = piece.tensor.endswith(WEIGHT) and not (config.moe_layers and name.startswith("mlp/"))
-            target = found.setdefault(
-                piece.tensor,
-                Target(piece.tensor, piece.template, templates[piece.template], outputs, not is_module, []),
-            )
+            is_parameter = not piece.tensor.endswith(WEIGHT) or bool(config.moe_layers and name.startswith("mlp/"))
+            new = Target(piece.tensor, piece.template, templates[piece.template], outputs, is_parameter, [])
+            target = found.setdefault(piece.tensor, new)
             target.parts.append(Part(path, lora, first, first + piece.shape[0]))
     places = {f"{part.path}/lora/a" for target in found.values() for part in target.parts}
     if left := sorted(path for path in stored if path.endswith("/lora/a") and path not in places):

@@ -23,10 +23,10 @@ from moe_jax.experts.forms.optional import costs_by_strategy
 from moe_jax.experts.forms.sparse import to_csr
 from moe_jax.experts.shapes import Load, ffn_matrices
 from moe_jax.experts.strategy import choose_strategy, strategy_costs, strategy_on
-from moe_jax.functional.dense import ffn
 from moe_jax.functional.routing import Routing
 from moe_jax.functional.sparse_product import entry_rows
 from tests.support.numerics import assert_close, from_csr, made_at_once, randomised
+from tests.support.references import experts_reference
 from tests.support.tiers import EVERY, examples, one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
@@ -112,14 +112,6 @@ def random_bank(kind, ffn_kind):
     return graphdef, params, rest
 
 
-def per_expert_reference(bank, x, routing):
-    """Materialises every expert and sums what the chosen ones say, in the plainest way."""
-    kernels = jax.tree.map(lambda *each: jnp.stack(each), *(bank.kernels(i) for i in range(EXPERTS)))
-    outputs = jax.vmap(lambda own, biases: ffn(x, own, biases, bank.expert.activation))(kernels, bank.stacked_biases())
-    member = jax.nn.one_hot(routing.experts, EXPERTS, dtype=jnp.float32) * routing.weights[..., None]
-    return jnp.einsum("etd,tke->td", outputs, member)
-
-
 @functools.cache
 def gradients_and_output(kind, ffn_kind, reference, strategy="auto"):
     graphdef, _, rest = random_bank(kind, ffn_kind)
@@ -128,7 +120,7 @@ def gradients_and_output(kind, ffn_kind, reference, strategy="auto"):
         bank = nnx.merge(graphdef, params, rest)
         routing = Routing(experts, weights)
         set_strategy(bank, strategy)
-        y = per_expert_reference(bank, x, routing) if reference else bank(x, routing)
+        y = experts_reference(bank, x, routing) if reference else bank(x, routing)
         return jnp.sum(y * target), y
 
     # The output itself is compared, and not only the sum, in which large terms cancel.

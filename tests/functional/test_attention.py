@@ -18,32 +18,13 @@ from moe_jax.functional.attention import Placement, Visibility, attention
 from moe_jax.functional.position_embeddings import RelativeBiasConfig, bias_by_distance
 from tests.support.jaxprs import equations
 from tests.support.numerics import normal
+from tests.support.references import attention_reference, visible_keys
 from tests.support.tiers import examples, one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
 # Where the platform is not known, programs for all are traced, which takes three times as long; see the last test.
 CPU = Placement("cpu")
-
-
-def reference(q, k, v, mask, soft_cap=None):
-    repeats = q.shape[2] // k.shape[2]
-    k, v = (jnp.repeat(a, repeats, axis=2) for a in (k, v))
-    scores = jnp.einsum("bthd,bshd->bhts", q, k) / np.float32(np.sqrt(q.shape[-1]))
-    scores = scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
-    scores = jnp.where(mask[:, None], scores, -jnp.inf)
-    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores, axis=-1), v)
-
-
-def visible_keys(mask, segments, window, prefix):
-    length = segments.shape[1]
-    distance = (jnp.arange(length)[:, None] - jnp.arange(length)[None, :])[None]
-    seen = {"causal": distance >= 0, "bidirectional": jnp.ones_like(distance, bool)}.get(mask)
-    if mask == "prefix":
-        seen = (distance >= 0) | (jnp.arange(length)[None, None, :] < prefix[:, None, None])
-    if window is not None:
-        seen &= jnp.abs(distance) < window
-    return seen & (segments[:, :, None] == segments[:, None, :])
 
 
 @partial(jax.jit, static_argnames=("form", "mask", "window", "scale", "soft_cap", "chunk"))
@@ -53,7 +34,7 @@ def values_and_gradients(q, k, v, weight, segments, prefix, *, form, mask, windo
     def value(q, k, v):
         if form == "reference":
             seen = visible_keys(mask, segments, window, prefix)
-            return jnp.sum(reference(q if scale is None else 2 * scale * q, k, v, seen, soft_cap) * weight)
+            return jnp.sum(attention_reference(q if scale is None else 2 * scale * q, k, v, seen, soft_cap) * weight)
         visible = Visibility(positions, positions, segments, segments, prefix if mask == "prefix" else None)
         options = dict(mask=mask, window=window, scale=scale, soft_cap=soft_cap, placement=CPU)
         return jnp.sum(attention(q, k, v, visible, aligned=form == "aligned", **options) * weight)

@@ -11,23 +11,12 @@ from moe_jax.distributed.sharding import make_mesh
 from moe_jax.experts.devices import attention_placement
 from moe_jax.functional.attention import Visibility, attention
 from tests.on_gpu.measured import ROUNDING, error, needs_gpu, normal
+from tests.support.references import attention_reference, visible_keys
 
 pytestmark = needs_gpu
 
 LLAMA, BERT, TINY = (32, 8, 128), (12, 12, 64), (8, 4, 8)
 ROWS = 2
-
-
-def plain(q, k, v, segments, mask, window, scale):
-    q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
-    k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in (k, v))
-    scores = jnp.einsum("bthd,bshd->bhts", q, k) * scale
-    away = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])[None, :]
-    seen = jnp.ones_like(away, bool) if mask == "bidirectional" else away >= 0
-    if window is not None:
-        seen &= abs(away) < window
-    seen = seen[None] & (segments[:, :, None] == segments[:, None, :])
-    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(jnp.where(seen[:, None], scores, -1e30), axis=-1), v)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +59,7 @@ def test_attention(heads, length, options):
         return jnp.sum(y.astype(jnp.float32) * weight.astype(jnp.float32)), y
 
     def exact(q, k, v):
-        y = plain(q, k, v, segments, mask, window, width**-0.5)
+        y = attention_reference(q, k, v, visible_keys(mask, segments, window))
         return jnp.sum(y * weight.astype(jnp.float32)), y
 
     with jax.default_matmul_precision("highest"):

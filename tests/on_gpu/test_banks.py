@@ -12,9 +12,9 @@ from moe_jax.experts.devices import Platform, current_chip
 from moe_jax.experts.forms import Quantized
 from moe_jax.experts.shapes import Load
 from moe_jax.experts.strategy import strategy_costs
-from moe_jax.functional.dense import ffn
 from moe_jax.functional.routing import Routing
 from tests.on_gpu.measured import error, needs_gpu
+from tests.support.references import experts_reference
 
 pytestmark = needs_gpu
 
@@ -59,14 +59,6 @@ def random_bank(kind):
     return graphdef, *(jax.tree_util.tree_map_with_path(f, s) for f, s in ((parameter, params), (other, rest)))
 
 
-def reference(bank, x, routing):
-    kernels = jax.tree.map(lambda *each: jnp.stack(each), *(bank.kernels(i) for i in range(EXPERTS)))
-    kernels = jax.tree.map(lambda a: a.astype(jnp.float32), kernels)
-    outputs = jax.vmap(lambda own, biases: ffn(x, own, biases, bank.expert.activation))(kernels, bank.stacked_biases())
-    member = jax.nn.one_hot(routing.experts, EXPERTS, dtype=jnp.float32) * routing.weights[..., None]
-    return jnp.einsum("etd,tke->td", outputs, member)
-
-
 @pytest.mark.parametrize("tokens", [4, 1024])
 @pytest.mark.parametrize("kind", KINDS)
 def test_bank(kind, tokens):
@@ -81,7 +73,7 @@ def test_bank(kind, tokens):
         def value(params, x, weights):
             bank = nnx.merge(graphdef, params, rest)
             if strategy is None:
-                y = reference(bank, x, Routing(routing, weights))
+                y = experts_reference(bank, x, Routing(routing, weights))
             else:
                 set_strategy(bank, strategy)
                 y = bank(x, Routing(routing, weights))

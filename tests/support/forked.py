@@ -7,6 +7,7 @@ A process of its own spends more time on importing JAX, Flax and Orbax than most
 
 import atexit
 import ctypes
+import functools
 import gc
 import importlib
 import json
@@ -62,7 +63,9 @@ class _Server:
             libc.prctl(_SUBREAPER, 0, 0, 0, 0)
 
 
-_servers: list[_Server] = []
+@functools.cache
+def _server() -> _Server:
+    return _Server()
 
 
 class Forked(subprocess.Popen):
@@ -75,11 +78,9 @@ class Forked(subprocess.Popen):
         super().__init__(command, **options)
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest) -> None:
-        if not _servers:
-            _servers.append(_Server())
         request = {"command": args[1:], "cwd": str(cwd or os.getcwd()), "env": dict(env), "imports": self.imports}
         given = [rest[3], rest[6], rest[8]]  # what the process reads, and writes to
-        self.pid = _servers[0].fork(request, [own if end == -1 else end for own, end in enumerate(given)])
+        self.pid = _server().fork(request, [own if end == -1 else end for own, end in enumerate(given)])
         self._child_created = True
         for end in {*given} - {-1}:
             os.close(end)
