@@ -113,11 +113,7 @@ TWO_LAYERS = config_of(BY_KIND["full"], BY_KIND["full"])
 
 @pytest.fixture(scope="module")
 def two_layers():
-    """A few steps, whose program may be traced once, whatever is done with it later."""
-    make = program_module._make_step
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(program_module, "_make_step", lambda *given: chex.assert_max_traces(make(*given), n=1))
-        return run(recipe_of(), TWO_LAYERS)
+    return run(recipe_of(), TWO_LAYERS)
 
 
 @one_in(12, first=5)  # low-rank deltas on the second mesh; `nn/test_moe.py` has layers of every kind over meshes
@@ -172,8 +168,10 @@ def test_the_loss_is_the_mean_over_scored_tokens_and_the_auxiliary_losses_are_re
     assert balance > 0
 
 
-def test_all_steps_of_a_run_are_one_program(two_layers):
-    records, program, *_ = two_layers
+def test_all_steps_of_a_run_are_one_program(monkeypatch):
+    make = program_module._make_step
+    monkeypatch.setattr(program_module, "_make_step", lambda *given: chex.assert_max_traces(make(*given), n=1))
+    records, program, *_ = run(recipe_of(partition=SOME), config_of(PLAIN))
     assert len(records) == 3 and np.isfinite(records).all()
     with pytest.raises(AssertionError, match="traced > 1 times"), jax.set_mesh(program.mesh):
         params, frozen = initial_states(program)

@@ -395,10 +395,11 @@ def test_bad_configs(change: dict, expected: str):
     assert expected in message and "\n" not in message and len(message) < 500
 
 
-def test_missing_keys_are_listed_together():
-    config = {key: value for key, value in LLAMA.items() if key not in ("hidden_size", "num_attention_heads")}
-    message = complaint(config)
-    assert "'hidden_size'" in message and "'num_attention_heads'" in message
+@pytest.mark.parametrize("family", ["llama", "qwen"])
+def test_missing_keys_are_listed_together(family: str):
+    keys = ("hidden_size", "num_attention_heads")
+    message = complaint({key: value for key, value in CONFIGS[family].items() if key not in keys})
+    assert all(repr(key) in message for key in keys)
 
 
 def test_bad_configs_of_single_families():
@@ -413,6 +414,8 @@ def test_bad_configs_of_single_families():
     assert "head_dim is hidden_size / num_attention_heads = 32 / 4, not 16" in complaint(
         {**CONFIGS["stablelm"], "head_dim": 16}
     )
+    scaled = {"type": "linear", "factor": 2.0, "mscale_all_dim": 0.5}
+    assert "mscale_all_dim goes with type 'yarn'" in complaint({**CONFIGS["deepseek_v2"], "rope_scaling": scaled})
     assert "'qk_layernorm' is 1, expected true or false" in complaint({**CONFIGS["stablelm"], "qk_layernorm": 1})
 
 
