@@ -1,10 +1,9 @@
 # `make demo` and `make test` set everything up themselves; the second time they start at once.
 PYTHON ?= python3
 VENV ?= .venv
-# Workers take from each other what is left: tests of a file mostly stay together, and no worker waits. There is one
-# more than cores, for tests that wait themselves, mostly for processes that they started or killed.
+# Workers take from each other what is left: tests of a file mostly stay together, and no worker waits.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; own = getattr(os, "sched_getaffinity", None); \
-	print(1 + (len(own(0)) if own else os.cpu_count() or 1))')
+	print(len(own(0)) if own else os.cpu_count() or 1)')
 PYTEST_ARGS ?= -n $(WORKERS) --dist worksteal
 
 .PHONY: demo test test-all test-gpu test-gpu-compile lint clean
