@@ -16,8 +16,9 @@ from moe_jax.conversion.hf_config import class_names
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import is_floating, largest_magnitude
 from moe_jax.data.data_files import uncompressed
+from moe_jax.data.rows import Example
 from moe_jax.data.sections import DataSection, SourceSection
-from moe_jax.data.tokenizer import Example, Pair, Tokenizer
+from moe_jax.data.tokenizer import Pair, Tokenizer
 from moe_jax.evaluation import classification, held_out
 from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig

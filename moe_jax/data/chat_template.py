@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from moe_jax.core.errors import InputError, first_sentence, nearest, shown
 from moe_jax.core.template_sandbox import MAX_CHARS, MAX_TEMPLATE, Template, TemplateFails, Written
-from moe_jax.files.json_toml import ANYTHING, is_unicode, read_json_object
+from moe_jax.files.json_toml import ANYTHING, is_unicode, parse_json, read_json_object
 from moe_jax.files.regular_files import read_regular
 
 Message = Mapping[str, Any]
@@ -58,20 +58,30 @@ class ChatTemplate:
             what = "does not end" if error.is_endless else f"is not a chat template{line}"
             raise InputError(f"{where} {what}: {first_sentence(error)}") from None
 
-    def __call__(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+    def __call__(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = False, tools: Sequence[Any] | None = None
+    ) -> str:
         """Returns the text of a conversation.
 
         Args:
           messages: objects with `role` and `content`, a text or parts of one; a message with `tool_calls` needs no
             content. Their other keys are passed to the template as well.
           add_generation_prompt: whether the text ends with the prompt for the assistant's answer.
+          tools: what the assistant may call, as the template writes it.
 
         Raises:
-          InputError: for anything but messages, or a conversation that the template refuses.
+          InputError: for anything but messages, a conversation that the template refuses, or tools that it never
+            writes.
         """
-        return self._render(check_messages(messages), add_generation_prompt).text
+        return self._render(check_messages(messages), self._checked_tools(tools), add_generation_prompt).text
 
-    def scored(self, messages: Sequence[Message]) -> list[Scored]:
+    def scored(
+        self,
+        messages: Sequence[Message],
+        *,
+        learnt: Sequence[bool] | None = None,
+        tools: Sequence[Any] | None = None,
+    ) -> list[Scored]:
         """Returns the documents that a conversation is learnt from, with the assistant's parts of them.
 
         If the template marks the generated text (`{% generation %}`), that is learnt. Otherwise a turn is what comes
@@ -82,25 +92,35 @@ class ChatTemplate:
         holds turns as no model would be asked to write them, so each turn of the assistant is learnt from a document of
         its own, which ends with it.
 
+        Args:
+          messages, tools: see `__call__`.
+          learnt: whether each message is learnt if it is the assistant's; None: all are.
+
         Raises:
           InputError: see `__call__`; also if no message is the assistant's, or the beginning of a turn cannot be found.
         """
         messages = check_messages(messages)
-        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        learnt = [True] * len(messages) if learnt is None else learnt
+        of_assistant = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        turns = [index for index in of_assistant if learnt[index]]
         if not turns:
             raise InputError('a conversation without "assistant" has nothing to learn')
-        whole = self._render(messages, False)
-        if whole.generations:
+        tools = self._checked_tools(tools)
+        whole = self._render(messages, tools, False)
+        if whole.generations and len(turns) == len(of_assistant):
             return [Scored(whole.text, whole.generations)]
-        found = [self._turn(messages, index) for index in turns]
+        if whole.generations and len(whole.generations) == len(of_assistant):
+            spans = zip(of_assistant, whole.generations, strict=True)
+            return [Scored(whole.text, tuple(span for index, span in spans if learnt[index]))]
+        found = [self._turn(messages, tools, index) for index in turns]
         if all(whole.text.startswith(turn.text) for turn in found):
             return [Scored(whole.text, tuple(span for turn in found for span in turn.spans))]
         return found
 
-    def _turn(self, messages: list[dict[str, Any]], index: int) -> Scored:
+    def _turn(self, messages: list[dict[str, Any]], tools: list[Any] | None, index: int) -> Scored:
         """Returns the conversation up to and with the assistant's message at `index`; only this message is learnt."""
-        before = self._render(messages[:index], True).text
-        text = self._render(messages[: index + 1], False).text
+        before = self._render(messages[:index], tools, True).text
+        text = self._render(messages[: index + 1], tools, False).text
         if not text.startswith(before) or len(text) == len(before):
             raise InputError(
                 f"{self._where} does not say where message {index + 1} begins: after the prompt for it, "
@@ -111,13 +131,61 @@ class ChatTemplate:
             said = said.rstrip()  # a token ends the turn, and white space behind it only separates
         return Scored(text, ((len(before), len(before) + len(said)),))
 
-    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> Written:
-        values = {"messages": messages, "tools": None, "documents": None}
+    def _checked_tools(self, tools: Sequence[Any] | None) -> list[Any] | None:
+        """Returns tools as plain values; raises `InputError` if the template, as most, has no place for them."""
+        if not tools:
+            return None
+        if "tools" not in self.source:
+            raise InputError(f"{self._where} never writes the tools that a conversation has")
+        return _plain(list(tools))
+
+    def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None, add_generation_prompt: bool) -> Written:
+        """Renders messages; arguments of tool calls that are the text of an object, as OpenAI has them, as objects.
+
+        Most templates write them as JSON themselves, and would quote a text once more. One that adds texts to them, or
+        writes an object as Python does, gets the texts.
+        """
+        parsed, objects = _with_objects(messages)
+        if objects:
+            try:
+                written = self._rendered(parsed, tools, add_generation_prompt)
+                if not any(text in written.text for text in objects):
+                    return written
+            except TemplateFails:
+                pass
         try:
-            return self._template.render({**self._special, **values, "add_generation_prompt": add_generation_prompt})
+            return self._rendered(messages, tools, add_generation_prompt)
         except TemplateFails as error:
             what = "does not end" if error.is_endless else "refuses the messages"
             raise InputError(f"{self._where} {what}: {first_sentence(error)}") from None
+
+    def _rendered(self, messages: list[Any], tools: list[Any] | None, add_generation_prompt: bool) -> Written:
+        values = {"messages": messages, "tools": tools, "documents": None}
+        return self._template.render({**self._special, **values, "add_generation_prompt": add_generation_prompt})
+
+
+def _with_objects(messages: list[dict[str, Any]]) -> tuple[list[Any], list[str]]:
+    """Returns messages with the arguments of tool calls as objects, and these as Python writes them."""
+    objects: list[str] = []
+
+    def parsed(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
+            return call
+        if not text.lstrip().startswith("{"):
+            return call
+        try:
+            arguments = parse_json(text.encode("utf-8", "replace"), where="arguments", allow=ANYTHING)
+        except InputError:
+            return call
+        objects.append(str(arguments))
+        return {**call, "function": {**function, "arguments": arguments}}
+
+    with_calls = (message.get("tool_calls") for message in messages)
+    calls = [[parsed(call) for call in calls] if isinstance(calls, list) else None for calls in with_calls]
+    return [
+        message if own is None else {**message, "tool_calls": own} for message, own in zip(messages, calls, strict=True)
+    ], objects
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:

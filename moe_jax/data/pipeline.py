@@ -17,9 +17,10 @@ import grain
 import numpy as np
 
 from moe_jax.core.errors import InputError
+from moe_jax.data.rows import Example
 from moe_jax.data.sections import DataSection, SourceSection, input_length
 from moe_jax.data.sources import Files, open_sources
-from moe_jax.data.tokenizer import Example, Pair, Pairs, Tokenizer
+from moe_jax.data.tokenizer import Pair, Pairs, Tokenizer
 from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig
 

@@ -34,12 +34,16 @@ class FieldsSection:
       messages: key of a conversation, a list of messages.
       role, content: keys of a message. Roles are those that the template knows, and human and gpt, which stand for user
         and assistant.
+      system, tools: keys of what a row may hold beside its messages: the text of a first message of the system, and a
+        list of what the assistant may call. None: neither is read.
     """
 
     text: str | None = None
     prompt: str | None = None
     response: str | None = None
     messages: str | None = None
+    system: str | None = None
+    tools: str | None = None
     role: str = "role"
     content: str = "content"
 
@@ -65,13 +69,18 @@ class SourceSection:
       path: a file or a glob pattern, on a disk or in a bucket.
       format: `text`; `jsonl`, an object on every line; `parquet` or `arrow` (also Hugging Face's), a table whose rows
         are objects; or `tokens`, *.array_record that `moe-jax data tokenize` wrote. `auto` decides by the suffix
-        (arrow: .arrow, .feather). Texts and JSON lines may be compressed: .gz, .zst. An object is a text, `{"text":
-        ...}`; or a pair, `{"input": ..., "target": ...}` or `{"prompt": ..., "response": ...}`, which mean the same; or
+        (arrow: .arrow, .feather). Texts and JSON lines may be compressed: .gz, .zst. An object is one of these:
+        a text, `{"text": ...}`, whatever else it has;
+        a pair, `{"prompt": ..., "response": ...}`, or with the keys `prompt` and `completion`, `input` and `target`, or
+        as Alpaca has it, `instruction`, `input` (which may be missing) and `output`;
         a conversation, `{"messages": [{"role": ..., "content": ...}, ...]}`, or as ShareGPT has it, `{"conversations":
-        [{"from": ..., "value": ...}, ...]}`. Conversations are written with the chat template of the tokenizer, and the
-        assistant's messages are scored (`chat_template`). Models with an encoder are trained only on pairs.
+        [{"from": ..., "value": ...}, ...]}`, with `system` and `tools` beside it. `prompt` and `completion` may be
+        lists of messages, too. Conversations are written with the chat template of the tokenizer, and the assistant's
+        messages are scored (`chat_template`), but not those of a prompt, or with `"weight": 0` or `"train": false`.
+        Pairs and conversations may have keys that say where they come from, such as `id` and `source`; others are an
+        error that names them. Models with an encoder are trained only on pairs.
       fields: the keys of the objects that hold the content, where they have other names, such as
-        `{ prompt = "question", response = "answer" }`.
+        `{ prompt = "question", response = "answer" }`. All others are then ignored.
       chat: whether pairs are written with the chat template, as a question of the user and the assistant's answer.
       weight: share of the training text (in bytes) that comes from this source, relative to the other sources'.
         None: sources count by their size. Either all sources have a weight or none.

@@ -21,9 +21,10 @@ import numpy as np
 from moe_jax.core.errors import InputError, clipped, first_sentence, shown
 from moe_jax.data.chat_template import ChatTemplate, load_chat_template, read_chat_template
 from moe_jax.data.data_files import DataFile, cached_copy, import_pyarrow, uncompressed
+from moe_jax.data.rows import Example, RowReader
 from moe_jax.data.sections import DataSection, SourceSection
 from moe_jax.data.token_files import TokenRecords
-from moe_jax.data.tokenizer import Document, Example, RowReader, tokenizer_identity
+from moe_jax.data.tokenizer import Document, tokenizer_identity
 from moe_jax.files.byte_files import open_bytes, size_of
 from moe_jax.files.json_toml import ANYTHING, parse_json
 from moe_jax.files.storage_path import as_path
@@ -251,7 +252,9 @@ class TableRows:
         row = index - (self._ends[batch - 1] if batch else 0)
         values = self._batches.get_batch(batch).slice(row, 1)
         try:
-            return self._reader({name: values.column(i)[0].as_py() for name, i in self._columns.items()})
+            return self._reader(
+                {name: _without_nulls(values.column(i)[0].as_py()) for name, i in self._columns.items()}
+            )
         except InputError as error:
             raise InputError(f"{self.path}, row {index + 1}: {error}") from None
 
@@ -266,7 +269,7 @@ class TableRows:
 
     def _needed(self, schema: Any) -> list[str]:
         """Returns the columns that the reader reads; raises `InputError` if there are none."""
-        needed = [name for name in schema.names if name in self._reader.keys]
+        needed = self._reader.columns(schema.names)
         if not needed:
             has = clipped(", ".join(map(shown, schema.names)))
             raise InputError(f"{self.path}: expected columns {self._reader.expected}, got {has}")
@@ -321,6 +324,13 @@ class TableRows:
         with self._arrow.ipc.open_file(self._source()) as file:
             for number in range(file.num_record_batches):
                 yield file.get_batch(number).select(names)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Returns a value without the keys that arrow adds where an object lacks what others in its column have."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 # Each row of the batch should get at least this many pieces per epoch; otherwise rows would be nearly equal.

@@ -16,7 +16,8 @@ from jaxtyping import Array, Float
 
 from moe_jax.core.errors import InputError, clipped, shown
 from moe_jax.data.data_files import read_through
-from moe_jax.data.tokenizer import Example, Pair, Tokenizer
+from moe_jax.data.rows import Example
+from moe_jax.data.tokenizer import Pair, Tokenizer
 from moe_jax.evaluation.held_out import Batch, RowScore, model_inputs, target_losses
 from moe_jax.files.json_toml import ANYTHING, is_unicode, parse_json
 from moe_jax.files.storage_path import as_path

@@ -16,9 +16,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from moe_jax.core.errors import InputError
+from moe_jax.data.rows import Example
 from moe_jax.data.sections import DataSection, SourceSection, input_length
 from moe_jax.data.sources import check_form, named_files, open_files, template_loader
-from moe_jax.data.tokenizer import Document, Example, Pair, Tokenizer
+from moe_jax.data.tokenizer import Document, Pair, Tokenizer
 from moe_jax.distributed.sharding import batch_shards, local_rows, make_mesh, place
 from moe_jax.files.storage_path import as_path
 from moe_jax.models import ModelConfig

@@ -10,8 +10,9 @@ import pytest
 from moe_jax.core.errors import InputError
 from moe_jax.data import sources
 from moe_jax.data.pipeline import open_data
+from moe_jax.data.rows import Example
 from moe_jax.data.sections import DataSection, SourceSection
-from moe_jax.data.tokenizer import Example, Tokenizer
+from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig
 from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
 

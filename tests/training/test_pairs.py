@@ -13,8 +13,9 @@ import moe_jax
 from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
 from moe_jax.data.pipeline import open_data, stack_pairs
+from moe_jax.data.rows import Example
 from moe_jax.data.sections import DataSection, SourceSection
-from moe_jax.data.tokenizer import Example, Tokenizer
+from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.evaluation.held_out import Evaluator, read_held_out, score_rows, target_losses
 from moe_jax.models import MoEConfig

@@ -1,0 +1,267 @@
+"""Examples from rows of data: a text, a prompt and its response, or a conversation, in the forms of usual data sets.
+
+Rows are objects of a JSON file, or rows of a table. The keys that hold the content are known by their names, or given.
+Whatever else a row holds is used too, is known to say nothing about the content, or is an error that names it.
+"""
+
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from moe_jax.core.errors import InputError, clipped, shown
+from moe_jax.data.chat_template import ChatTemplate
+from moe_jax.data.sections import FieldsSection
+from moe_jax.files.json_toml import ANYTHING, is_unicode, parse_json
+
+PAIR_KEYS = (("prompt", "response"), ("prompt", "completion"), ("input", "target"), ("instruction", "output"))
+"""Keys of rows that are pairs: the input, and the response to it."""
+
+CHAT_KEYS = ("messages", "conversations", "data")
+"""Keys of rows that are conversations."""
+
+# What other libraries call them; messages name the others.
+_OF_OTHERS = (("prompt", "completion"), ("instruction", "output"), ("data",))
+
+# Keys that a row may have besides, by the first key of its content: the rest of the prompt in Alpaca's form; the prompt
+# once more in UltraChat's.
+_TURNS = frozenset({"system", "tools"})
+_BESIDE = {"text": frozenset[str](), "instruction": _TURNS | {"input"}, "messages": _TURNS | {"prompt"}}
+
+# Keys that say where a pair or a conversation comes from, and nothing that is to be learnt.
+_ABOUT = frozenset(
+    "id ids idx index uuid hash row_id example_id prompt_id question_id conversation_id conversation_hash dialogue_id "
+    "source sources dataset dataset_name data_source origin url license category categories topic topics task "
+    "task_name task_type subset split tag tags lang language model model_name generator created created_at "
+    "created_timestamp timestamp date meta metadata num_turns turn turns num_tokens length score quality rating "
+    "difficulty".split()
+)
+
+# Names of roles in conversations of ShareGPT and of data sets in its format.
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
+_ROLES |= {"observation": "tool", "function_response": "tool", "tool_response": "tool"}
+_CALL = "function_call"
+_ROLE_KEYS = (("role", "content"), ("from", "value"))
+
+
+class Example(NamedTuple):
+    """A document, or a part of one.
+
+    Attributes:
+      text: the text.
+      prompt_chars: characters at its beginning that are not scored.
+      begins, ends: whether the document begins and ends here; otherwise it continues in a neighbouring record.
+      is_response: whether it is an answer to a prompt.
+      spans: in a conversation, begin and end of the scored parts, in characters, in order. The text of a conversation
+        has all its special tokens already.
+    """
+
+    text: str
+    prompt_chars: int = 0
+    begins: bool = True
+    ends: bool = True
+    is_response: bool = False
+    spans: tuple[tuple[int, int], ...] | None = None
+
+
+class RowReader:
+    """Makes examples from rows.
+
+    Args:
+      fields: the keys that hold the content, beside which a row may have any others; None: known by their names.
+      template: returns the template that conversations are written with; called when the first conversation comes.
+      chat: pairs are written with the template as well, as a conversation of two turns.
+      kinds: the kinds of rows that are accepted.
+    """
+
+    def __init__(
+        self,
+        fields: FieldsSection | None = None,
+        *,
+        template: Callable[[], ChatTemplate] | None = None,
+        chat: bool = False,
+        kinds: Sequence[str] = ("text", "pair", "chat"),
+    ):
+        self._template = template
+        self._chat = chat
+        self._role_keys = _ROLE_KEYS
+        by_kind = {"text": (("text",),), "pair": PAIR_KEYS, "chat": tuple((key,) for key in CHAT_KEYS)}
+        self._system, self._tools = "system", "tools"
+        if fields is not None:
+            by_kind = {kind: (keys,) if keys else () for kind, keys in fields.keys_by_kind().items()}
+            self._role_keys = ((fields.role, fields.content),)
+            self._system, self._tools = fields.system, fields.tools
+        self._kind_of = {keys: kind for kind in kinds for keys in by_kind[kind]}
+        self._is_told = fields is not None
+        self._known = {"text", *itertools.chain(*PAIR_KEYS), *CHAT_KEYS}
+
+    def columns(self, names: Sequence[str]) -> list[str]:
+        """Returns those of a table's columns that are read: all that may matter, as none can be looked at before."""
+        if self._is_told:
+            wanted = {*itertools.chain(*self._kind_of), self._system, self._tools}
+            found = [name for name in names if name in wanted]
+        else:
+            found = [name for name in names if name in self._known]
+            if found and not all(self._kind_of.get((name,)) == "text" for name in found):
+                found = [name for name in names if name not in _ABOUT]
+        return found if any(set(keys) <= set(found) for keys in self._kind_of) else []
+
+    @property
+    def expected(self) -> str:
+        """The usual rows that are accepted, in words."""
+        return " or ".join(self._shape(keys) for keys in self._kind_of if keys not in _OF_OTHERS)
+
+    def _shape(self, keys: tuple[str, ...]) -> str:
+        value = "[...]" if self._kind_of[keys] == "chat" else '"..."'
+        return "{" + ", ".join(f'"{clipped(key)}": {value}' for key in keys) + "}"
+
+    def __call__(self, row: Any) -> list[Example]:
+        """Returns the examples of a row: one, or for a conversation as many as `ChatTemplate.scored` returns.
+
+        Raises:
+          InputError: if the row holds something else.
+        """
+        if not isinstance(row, Mapping):
+            raise InputError(f"expected {self.expected}, got a JSON {type(row).__name__}")
+        keys = self._keys_of(row)
+        kind = self._kind_of[keys]
+        if kind == "text":
+            return [Example(self._text(row, keys, 0))]
+        if kind == "chat":
+            messages = self._messages(row, keys, 0)
+            if not self._is_told and row.get("prompt") is not None:
+                _check_first(row["prompt"], messages)
+            return self._conversation(row, messages)
+        if isinstance(row[keys[0]], list):  # TRL's conversational form of a prompt and its completion
+            prompt, answer = (self._messages(row, keys, number) for number in (0, 1))
+            if not any(message["role"] == "assistant" for message in answer):
+                raise InputError(f'{shown(keys[1])} has no message of the "assistant"')
+            return self._conversation(row, [{**message, "train": False} for message in prompt] + answer)
+        prompt, response = (self._text(row, keys, number) for number in (0, 1))
+        if keys[0] == "instruction" and not self._is_told and row.get("input"):
+            prompt = f"{prompt}\n{self._text(row, (*keys, 'input'), 2)}"
+        if self._chat:
+            turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+            return self._conversation(row, turns)
+        for name in (self._system, self._tools):
+            if name is not None and row.get(name):
+                raise InputError(f"{shown(name)} beside a pair goes into a conversation: set chat = true in its source")
+        return [Example(prompt + response, len(prompt), is_response=True)]
+
+    def _keys_of(self, row: Mapping[str, Any]) -> tuple[str, ...]:
+        """Returns the keys that hold the content of a row; raises `InputError` for others that may matter."""
+        given = {key for key, value in row.items() if value is not None}
+        if self._is_told:
+            found = next((keys for keys in self._kind_of if set(keys) <= row.keys()), None)
+            unused: set[str] = set()
+        else:
+            # Of rows with keys of several kinds, none is taken for the other.
+            fits = (keys for keys in self._kind_of if set(keys) <= given)
+            found = next((keys for keys in fits if self._known & given <= {*keys, *_BESIDE.get(keys[0], _TURNS)}), None)
+            is_text = found is not None and self._kind_of[found] == "text"  # which is whole without what is beside it
+            unused = set() if found is None or is_text else given - {*found, *_BESIDE.get(found[0], _TURNS)} - _ABOUT
+        if found is None:
+            names = clipped(", ".join(map(shown, row))) or "(none)"
+            told = "" if self._is_told or not row else "; a source's fields = { ... } says which keys hold what"
+            raise InputError(f"expected {self.expected}, got an object with the keys {names}{told}")
+        if unused:
+            names = clipped(", ".join(map(shown, sorted(unused))))
+            beside = " and ".join(map(shown, found))
+            raise InputError(
+                f"{names} beside {beside} would be left out; a source's fields = {{ ... }} says which keys are read, "
+                "and that others are not"
+            )
+        return found
+
+    def _text(self, row: Mapping[str, Any], keys: tuple[str, ...], number: int) -> str:
+        """Returns the text under one of the keys of a row."""
+        value = row[keys[number]]
+        if not isinstance(value, str):
+            got = f"a {type(value).__name__} that should be a string"
+        elif not is_unicode(value):
+            got = "one half of a character in UTF-16"
+        else:
+            return value
+        raise InputError(f"expected {self._shape(keys[:2])}, got {shown(keys[number])} holding {got}")
+
+    def _messages(self, row: Mapping[str, Any], keys: tuple[str, ...], number: int) -> list[dict[str, Any]]:
+        """Returns the messages under one of the keys of a row, in the form that chat templates take."""
+        messages = _from_json(row[keys[number]], keys[number])
+        if not isinstance(messages, list) or not messages:
+            got = f"{shown(keys[number])} holding {shown(messages)} that should be a list of messages"
+            raise InputError(f"expected {self._shape(keys)}, got {got}")
+        if all(isinstance(one, str) for one in messages) and len(messages) > 1:  # UltraChat: turn and turn about
+            return [{"role": ("user", "assistant")[i % 2], "content": one} for i, one in enumerate(messages)]
+        return [self._message(one, number) for number, one in enumerate(messages, start=1)]
+
+    def _conversation(self, row: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[Example]:
+        """Writes a conversation; beside its messages a row may have a system prompt and tools."""
+        if self._template is None:
+            raise InputError("a conversation needs a tokenizer with a chat template")
+        system = row.get(self._system) if self._system else None
+        if system:
+            own = messages[0].get("content") if messages[0]["role"] == "system" else None
+            if not isinstance(system, str) or own not in (None, system):
+                raise InputError(f"{shown(self._system)} is {shown(system)}, expected the text of a first message")
+            messages = messages if own else [{"role": "system", "content": system}, *messages]
+        tools = _from_json(row.get(self._tools), self._tools) if self._tools else None
+        if tools and not isinstance(tools, list):
+            raise InputError(f"{shown(self._tools)} is {shown(tools)}, expected a list of tools")
+        learnt = [bool(message.pop("train", True)) for message in messages]
+        of_assistant = [learn for learn, one in zip(learnt, messages, strict=True) if one["role"] == "assistant"]
+        if of_assistant and not any(of_assistant):
+            return []  # as it asks
+        return [
+            Example(scored.text, spans=scored.spans)
+            for scored in self._template().scored(messages, learnt=learnt, tools=tools or None)
+        ]
+
+    def _message(self, message: Any, number: int) -> dict[str, Any]:
+        """Converts a message to the form that chat templates take; null values, as tables have them, are left out.
+
+        Under `train` it is false if the message is not to be learnt.
+        """
+        if not isinstance(message, Mapping):
+            raise InputError(f"message {number} is {shown(message)}, expected an object")
+        names = next((names for names in self._role_keys if names[0] in message), None)
+        if names is None:
+            wanted = " or ".join(shown(role) for role, _ in self._role_keys)
+            raise InputError(f"message {number} has no {wanted}, but {clipped(', '.join(map(shown, message)))}")
+        role, content = (message.get(name) for name in names)
+        others = {key: item for key, item in message.items() if key not in names and item is not None}
+        for name in ("weight", "train"):
+            weight = others.pop(name, 1)
+            if weight not in (0, 1):
+                raise InputError(f"message {number} has the {name} {shown(weight)}, expected 0 or 1, or false or true")
+            if not weight:
+                others["train"] = False
+        if role == _CALL:
+            return {"role": "assistant", "content": "", "tool_calls": _calls(content, number), **others}
+        known = _ROLES.get(role, role) if isinstance(role, str) else role
+        return {"role": known, "content": content, **others}
+
+
+def _check_first(prompt: Any, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raises `InputError` if a prompt beside a conversation is not what the user says first in it."""
+    first = next((message["content"] for message in messages if message["role"] == "user"), None)
+    if not isinstance(prompt, str) or not isinstance(first, str) or first.strip() != prompt.strip():
+        raise InputError(f"'prompt' is {shown(prompt)}, but the user's first message is {shown(first)}")
+
+
+def _from_json(value: Any, key: str | None) -> Any:
+    """Returns a value, parsed if it is stored as the text of a list, as tables have it whose rows must be alike."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        return parse_json(value.encode("utf-8", "replace"), where=f"{shown(key)}, which", allow=ANYTHING)
+    return value
+
+
+def _calls(content: Any, number: int) -> list[dict[str, Any]]:
+    """Returns the tool calls of ShareGPT's `function_call`: an object with name and arguments, or several, as JSON."""
+    where = f"the function_call in message {number}"
+    if isinstance(content, str):
+        content = parse_json(content.encode("utf-8", "replace"), where=where, allow=ANYTHING)
+    calls = content if isinstance(content, list) else [content]
+    if not calls or not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):
+        got = shown(json.dumps(content))
+        raise InputError(f'{where} is {got}, expected {{"name": "...", "arguments": {{...}}}}')
+    return [{"type": "function", "function": {"arguments": {}, **call}} for call in calls]
