@@ -21,6 +21,7 @@ from typing import IO, Any
 import numpy as np
 
 from moe_jax.core.errors import InputError, first_line
+from moe_jax.data.sections import COMPRESSED
 from moe_jax.files.byte_files import open_bytes, open_to_stay, size_of
 from moe_jax.files.storage_path import as_path
 
@@ -117,8 +118,6 @@ class DataFile:
         return follows
 
 
-COMPRESSED = (".gz", ".zst")
-"""Suffixes of compressed files."""
 _BUFFER_BYTES = 32 << 20
 
 
@@ -166,9 +165,10 @@ def uncompressed(file: Path) -> Path:
     Raises:
       InputError: if its content does not have the format of its suffix.
     """
-    if file.suffix not in COMPRESSED:
+    suffix = file.suffix.lower()
+    if suffix not in COMPRESSED:
         return file
-    arrow = import_pyarrow(f"{file}: zstd") if file.suffix == ".zst" else None
+    arrow = import_pyarrow(f"{file}: zstd") if suffix == ".zst" else None
 
     def opened(stored: IO[bytes]) -> Any:
         return gzip.open(stored, "rb") if arrow is None else arrow.CompressedInputStream(stored, "zstd")

@@ -67,9 +67,11 @@ class SourceSection:
 
     Attributes:
       path: a file or a glob pattern, on a disk or in a bucket.
-      format: `text`; `jsonl`, an object on every line; `parquet` or `arrow` (also Hugging Face's), a table whose rows
-        are objects; or `tokens`, *.array_record that `moe-jax data tokenize` wrote. `auto` decides by the suffix
-        (arrow: .arrow, .feather). Texts and JSON lines may be compressed: .gz, .zst. An object is one of these:
+      format: `text`; `jsonl`, an object on every line, or a list of objects; `parquet` or `arrow` (that of Hugging Face
+        too), a table whose rows are objects; or `tokens`, *.array_record that `moe-jax data tokenize` wrote. `auto`
+        decides by the suffix (JSON: .jsonl, .jsonlines, .ndjson, .json; arrow: .arrow, .feather), and what would then
+        be text, but is none by its name or its content, is an error. Texts and JSON may be compressed: .gz, .zst. An
+        object is one of these:
         a text, `{"text": ...}`, whatever else it has;
         a pair, `{"prompt": ..., "response": ...}`, or with the keys `prompt` and `completion`, `input` and `target`, or
         as Alpaca has it, `instruction`, `input` (which may be missing) and `output`;
@@ -107,19 +109,30 @@ class SourceSection:
         """The format; with `auto`, the one that the suffix stands for."""
         if self.format != "auto":
             return self.format
-        # A pattern such as `part.jsonl*` means files of all compressions.
-        suffixes = [suffix.rstrip("*") for suffix in PurePath(self.path).suffixes]
-        suffixes = [suffix for suffix in suffixes if suffix not in (".gz", ".zst", ".", "")]
-        return _FORMS.get(suffixes[-1] if suffixes else "", "text")
+        return form_of_name(self.path)
 
+
+COMPRESSED = (".gz", ".zst")
+"""Suffixes of compressed files."""
 
 _FORMS = {
     ".jsonl": "jsonl",
+    ".jsonlines": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
     ".parquet": "parquet",
     ".arrow": "arrow",
     ".feather": "arrow",
     ".array_record": "tokens",
 }
+
+
+def form_of_name(name: str | PurePath) -> str:
+    """Returns the form that the suffix of a file, or of a pattern, stands for; `text` if it stands for none."""
+    # A pattern such as `part.jsonl*` means files of all compressions.
+    suffixes = [suffix.rstrip("*").lower() for suffix in PurePath(name).suffixes]
+    suffixes = [suffix for suffix in suffixes if suffix not in (*COMPRESSED, ".", "")]
+    return _FORMS.get(suffixes[-1] if suffixes else "", "text")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ import numpy as np
 from moe_jax.core.errors import InputError, clipped, first_sentence, shown
 from moe_jax.data.chat_template import ChatTemplate, load_chat_template, read_chat_template
 from moe_jax.data.data_files import DataFile, cached_copy, import_pyarrow, uncompressed
+from moe_jax.data.file_forms import as_json_lines, check_file_is_text
 from moe_jax.data.rows import Example, RowReader
 from moe_jax.data.sections import DataSection, SourceSection
 from moe_jax.data.token_files import TokenRecords
@@ -394,8 +395,11 @@ def open_files(
     reader = RowReader(source.fields, template=template, chat=source.chat, kinds=kinds)
     opened: list[TextFile] | list[JsonLines] | list[TableRows]
     if source.form == "jsonl":
-        opened = [JsonLines(file, reader, name=name) for name, file in files]
+        opened = [JsonLines(as_json_lines(name, file), reader, name=name) for name, file in files]
     elif source.form == "text":
+        if source.format == "auto":
+            for name, file in files:
+                check_file_is_text(name, file)
         opened = [TextFile(file, piece=piece, separator=source.separator, name=name) for name, file in files]
     else:
         opened = [TableRows(file.path, source.form, reader) for _, file in files]

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from moe_jax.core.errors import InputError
+from moe_jax.data.file_forms import check_is_text
 from moe_jax.data.rows import Example
 from moe_jax.data.sections import DataSection, SourceSection, input_length
 from moe_jax.data.sources import check_form, named_files, open_files, template_loader
@@ -261,7 +262,7 @@ def measure_router_statistics(
     return {layer: total.statistics() for layer, total in sums.items()}
 
 
-def read_text(path: str | Path, tokenizer: Tokenizer, *, name: str | None = None) -> np.ndarray:
+def read_text(path: str | Path, tokenizer: Tokenizer, *, name: str | None = None, is_told: bool = False) -> np.ndarray:
     """Returns the ids, Int32[n], of a whole text file, without special tokens; `name` is the file's in messages.
 
     Raises:
@@ -272,9 +273,12 @@ def read_text(path: str | Path, tokenizer: Tokenizer, *, name: str | None = None
     name = str(path) if name is None else name
     if not path.is_file():
         raise FileNotFoundError(f"no text at {name}")
+    content = path.read_bytes()
+    if not is_told:
+        check_is_text(name, content)
     try:
         # Decoded from bytes, because reading as text would change line ends.
-        ids = tokenizer.encode(path.read_bytes().decode("utf-8-sig"))
+        ids = tokenizer.encode(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise InputError(f"{name} is not UTF-8 text at byte {error.start}") from None
     if len(ids) < 2:
@@ -303,7 +307,8 @@ def read_held_out(source: SourceSection, data: DataSection, config: ModelConfig,
     named = named_files(source.path)
     if source.form == "text" and source.separator is None and len(named) == 1:
         ((_, file),) = named
-        return read_text(file.path, Tokenizer(tokenizer_path, config), name=source.path)
+        of_text = Tokenizer(tokenizer_path, config)
+        return read_text(file.path, of_text, name=source.path, is_told=source.format == "text")
     tokenizer = Tokenizer(tokenizer_path, config, bos=data.bos, eos=data.eos)
     # A text of any length is one record.
     piece = 1 + max(file.size for _, file in named)

@@ -1,0 +1,119 @@
+"""The form of a data file by its name and by its first bytes: what is no text is not read as text without being asked.
+
+Lists of objects, as many *.json files are, become JSON lines once, in a copy.
+"""
+
+import itertools
+import json
+import re
+from codecs import BOM_UTF8
+from pathlib import Path, PurePath
+from typing import IO
+
+from moe_jax.core.errors import InputError, shown
+from moe_jax.data.data_files import DataFile, cached_copy, read_through
+from moe_jax.data.sections import COMPRESSED, form_of_name
+
+_SNIFFED = 64 << 10  # bytes at the beginning of a file that are looked at
+_MOST_BYTES = 4 << 30  # of a list, which is read as a whole
+_BLANK = b" \t\r\n"
+
+_PACKED = frozenset(".bz2 .xz .lzma .lz4 .zip .7z .tar .tgz .z .br .rar .snappy".split())
+_TABLES = frozenset(".csv .tsv .xls .xlsx .orc .avro .sqlite .db .h5 .hdf5 .npy .npz .pkl .pickle .msgpack".split())
+_OTHERS = frozenset(
+    ".pdf .doc .docx .odt .epub .safetensors .gguf .bin .pt .pth .onnx .png .jpg .jpeg .mp3 .wav".split()
+)
+_MAGIC = {
+    b"PAR1": "a parquet file",
+    b"ARROW1": "an arrow file",
+    b"\x1f\x8b": "compressed by gzip",
+    b"BZh": "compressed by bzip2",
+    b"\xfd7zXZ": "compressed by xz",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd",
+    b"PK\x03\x04": "a zip file",
+    b"%PDF": "a PDF file",
+}
+_JSON = re.compile(rb'\s*(\[\s*)?\{\s*"([^"\\\n]|\\.)*"\s*:')  # an object, or a list of objects
+
+
+def check_is_text(name: str | PurePath, beginning: bytes) -> None:
+    """Raises `InputError` if the name of a file, or its beginning, says that it is no text.
+
+    For files that no one has called texts: `format = "text"` does.
+    """
+    suffixes = [suffix.lower() for suffix in PurePath(name).suffixes]
+    last = next((suffix for suffix in reversed(suffixes) if suffix not in COMPRESSED), "")
+    is_told = 'to read it as text, name it *.txt, or set format = "text" in its source'
+    if last in _PACKED:
+        raise InputError(f"{name} is compressed as {last}, known are {', '.join(COMPRESSED)}; decompress it first")
+    if last in _TABLES:
+        raise InputError(f"{name} is a table in the form {last}, known are parquet, arrow and JSON; {is_told}")
+    if last in _OTHERS or form_of_name(name) != "text":
+        raise InputError(f"{name} is no text by its name ({last}); {is_told}")
+    what = next((what for magic, what in _MAGIC.items() if beginning.startswith(magic)), None)
+    if what is None and b"\x00" in beginning:
+        what = "binary"
+    if what is not None:
+        raise InputError(f"{name} is no text by its first bytes, but {what}; name it by its form")
+    if _JSON.match(beginning.removeprefix(BOM_UTF8)):
+        told = 'set format = "text" in its source'
+        raise InputError(f"{name} looks like JSON, not like a text: name it *.jsonl, or if it is to be read so, {told}")
+
+
+def check_file_is_text(name: str | PurePath, file: Path | DataFile) -> None:
+    """Does what `check_is_text` does for a file, which may be an uncompressed copy of the one with this name."""
+    check_is_text(name, DataFile.of(file).read(0, _SNIFFED))
+
+
+def as_json_lines(name: Path, file: DataFile) -> DataFile:
+    """Returns a file of JSON lines: the file itself, or a copy of one that is a list, one entry on each line.
+
+    Raises:
+      InputError: for a list that is not valid JSON, or larger than 4 GiB, for it is read as a whole.
+    """
+    beginning = file.read(0, _SNIFFED).removeprefix(BOM_UTF8).lstrip(_BLANK)
+    if not beginning.startswith(b"["):
+        return file
+    if file.size > _MOST_BYTES:
+        raise InputError(
+            f"{name} is a list of {file.size:,} bytes, {_MOST_BYTES:,} are the most; make JSON lines of it"
+        )
+
+    def write(handle: IO[bytes]) -> None:
+        with read_through(file.path) as stored:
+            content = stored.read()
+        try:
+            text = content.decode("utf-8-sig")
+            for begin, end in _entries(text):
+                # Line ends are between values only: inside of texts JSON has them as \n.
+                handle.write(text[begin:end].replace("\n", " ").replace("\r", " ").encode() + b"\n")
+        except UnicodeDecodeError as error:
+            raise InputError(f"{name} is not UTF-8 text at byte {error.start}") from None
+        except json.JSONDecodeError as error:
+            where = f"line {error.lineno}, column {error.colno}"
+            raise InputError(f"{name} is a list that is not valid JSON: {error.msg} at {where}") from None
+        except RecursionError:
+            raise InputError(f"{name} is a list that is nested too deeply") from None
+
+    return DataFile(cached_copy(file.path, "list", write))
+
+
+def _entries(text: str):
+    """Yields begin and end of every entry of a list; raises `json.JSONDecodeError`."""
+    decoder, blank = json.JSONDecoder(), json.decoder.WHITESPACE.match  # pyright: ignore[reportAttributeAccessIssue]
+    at = blank(text, text.index("[") + 1).end()
+    for number in itertools.count():
+        if not number and text[at : at + 1] == "]":
+            break
+        begin = at
+        _, end = decoder.raw_decode(text, begin)
+        yield begin, end
+        at = blank(text, end).end()
+        if text[at : at + 1] == "]":
+            break
+        if text[at : at + 1] != ",":
+            raise json.JSONDecodeError("expected ',' or ']'", text, at)
+        at = blank(text, at + 1).end()
+    rest = blank(text, at + 1).end()
+    if rest < len(text):
+        raise json.JSONDecodeError(f"{shown(text[rest : rest + 20])} after the list", text, rest)
