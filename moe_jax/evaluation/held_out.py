@@ -102,6 +102,8 @@ class Evaluator:
             on_mesh = {"graphdef": graphdef, "batch_size": batch_size, "mesh": mesh}
             self._tokens, self._windows = int(sum(pair.weights.sum() for pair in held_out)), len(held_out)
             self._cut = sum(pair.input_was_cut or pair.target_was_cut for pair in held_out)
+            if not self._tokens:
+                raise InputError(f"no token of {len(held_out):,} pairs is scored: there is nothing to measure")
             self._sums = lambda states: [score_rows(target_losses, held_out, states=states, **on_mesh).sum()]
             return
 

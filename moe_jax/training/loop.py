@@ -123,6 +123,10 @@ class StopSignals:
         threading.Thread(target=self._notice, args=(signal.Signals(number).name,), daemon=True).start()
 
 
+# A run stops if so many of its first batches have nothing to learn from.
+_UNSCORED = 20
+
+
 class Diverged(InputError):
     """The loss, on the batch or held out, or the gradient is not finite."""
 
@@ -166,6 +170,8 @@ class Loop:
         self._saved = checkpoints.latest_step()
         self._clock = time.monotonic()
         self._last: Record = {}
+        # Batches in which nothing was scored, and whether anything was in another.
+        self._unscored, self._was_scored = 0, False
         self._check = exchange_check(recipe, program)
 
     def run(self, state: TrainState) -> tuple[TrainState, Record]:
@@ -235,6 +241,8 @@ class Loop:
             if stop and step < steps:
                 self._stop(step, signals)
         report()
+        if self._unscored and not self._was_scored:
+            raise InputError(self._nothing_scored())
         if self._saved != step:
             self._save(step, state)
         self._checkpoints.wait()
@@ -244,6 +252,7 @@ class Loop:
         """Waits for a step and checks it; adds the speed, and the held-out loss if a state is given."""
         record = to_record(self._program.config, step, metrics)
         self._check_finite(record)
+        self._check_scored(record)
         seconds = time.monotonic() - self._clock
         record["seconds"] = seconds
         tokens, inputs = record["tokens"], record.get("input_tokens", 0)
@@ -260,6 +269,24 @@ class Loop:
         self._clock = time.monotonic()
         self._last = record
         return record
+
+    def _check_scored(self, record: Record) -> None:
+        """Says when nothing of a batch is scored, and raises `InputError` if that is so from the first batch on."""
+        if record["scored_tokens"]:
+            self._was_scored = True
+            return
+        self._unscored += 1
+        if not self._was_scored and self._unscored == _UNSCORED:
+            raise InputError(self._nothing_scored())
+        if self._unscored <= _UNSCORED:
+            self._say(f"step {record['step']}: no token of the batch is scored: there is nothing to learn from it")
+
+    def _nothing_scored(self) -> str:
+        """Returns a sentence on a run that has learnt from nothing."""
+        return (
+            f"no token of the first {self._unscored} batches is scored: where prompts are longer than data.seq_len = "
+            f"{self._recipe.data.seq_len}, nothing of the responses may be left; see: moe-jax data inspect"
+        )
 
     def _save(self, step: int, state: TrainState) -> None:
         self._checkpoints.save(step, state, {"data": self._batches.position()})

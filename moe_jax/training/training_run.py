@@ -23,13 +23,14 @@ from moe_jax.files.json_toml import parse
 from moe_jax.files.staging import check_writable
 from moe_jax.files.storage_path import as_path
 from moe_jax.files.tokenizer_files import with_tokenizer
+from moe_jax.model_io.lineage import read_lineage
 from moe_jax.model_io.loading import disk_paths
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.peft.trained import print_trained
 from moe_jax.training import recipe_toml
 from moe_jax.training.loop import Loop
-from moe_jax.training.metrics import NO_TENSORBOARD, has_tensorboard, import_wandb
+from moe_jax.training.metrics import NO_TENSORBOARD, has_tensorboard, import_wandb, read_metrics
 from moe_jax.training.program import (
     Program,
     completed_state,
@@ -43,6 +44,8 @@ from moe_jax.training.recipe import Recipe
 from moe_jax.training.restart import Origin, check_restarted, find_origin, restart_record, write_restart
 from moe_jax.training.run_directory import (
     CHECKPOINTS,
+    METRICS,
+    MODEL,
     RECIPE,
     RECORD,
     Restart,
@@ -57,6 +60,7 @@ from moe_jax.training.run_directory import (
     make_record,
     read_record,
     read_run,
+    saved_steps,
     with_horizon,
     write_run,
 )
@@ -175,6 +179,9 @@ def _train(
         recipe = with_horizon(recipe, begun.recipe)
         check = check_continues if begun.origin is None else check_restarts
         check(begun.recipe, recipe)
+        if begun.origin is None and first_decides(lambda: _is_finished(recipe, run_dir)):
+            console.print(f"the run is complete: {run_dir / MODEL} is of step {recipe.train.steps}", soft_wrap=True)
+            return run_dir / MODEL
     recipe = with_horizon(recipe)
     if recipe.log.wandb != "off" and is_first_process():
         import_wandb()  # here, before anything is written, if it is missing
@@ -249,6 +256,8 @@ def _train(
         loop = Loop(recipe, program, frozen=frozen, teacher=taught, data=data, checkpoints=checkpoints, **reports)
         state, last = loop.run(state)
     params, steps = averaged_params(state, recipe.ema is not None and recipe.ema.export), int(state.step)
+    if not last:  # all steps were done before
+        last = first_decides(lambda: _record_of(run_dir, steps))
     del state, loop, taught  # neither moments nor teacher need be kept while the model is written
     model = nnx.merge(program.graphdef, params, frozen)
     model.config = trained_config(config, recipe)
@@ -257,6 +266,29 @@ def _train(
     path = write_model(model, recipe, source, files, measured, program.trainable, restarts=record.restarts)
     console.print(f"wrote {path}", highlight=False, soft_wrap=True)
     return path
+
+
+def _is_finished(recipe: Recipe, run_dir: Path) -> bool:
+    """Whether a run has done all its steps, and its model is written as the recipe asks for it.
+
+    Raises `InputError` if the recipe asks for fewer steps than were done.
+    """
+    done, steps = max(saved_steps(run_dir), default=0), recipe.train.steps
+    if steps < done:
+        raise InputError(
+            f"train.steps = {steps} is fewer than the {done} steps that {run_dir} has done: set it to {done} or more, or "
+            "choose another run_dir"
+        )
+    entry = read_lineage(run_dir / MODEL)[-1:] if (run_dir / MODEL).is_dir() else []
+    exports = None if recipe.ema is None else recipe.ema.export
+    return steps == done and any(
+        one["measured"].get("steps") == done and one["options"].get("ema.export") == exports for one in entry
+    )
+
+
+def _record_of(run_dir: Path, step: int) -> dict[str, Any]:
+    """Returns the metrics of a step that was done before; none if they are lost."""
+    return next((record for record in read_metrics(run_dir / METRICS) if record.get("step") == step), {})
 
 
 def _restore(

@@ -8,13 +8,14 @@ import pyarrow
 import pyarrow.feather
 import pyarrow.parquet
 import pytest
+from flax import nnx
 
 import moe_jax
 from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
 from moe_jax.data.sections import DataSection, FieldsSection, SourceSection
-from moe_jax.data.tokenizer import Tokenizer
-from moe_jax.evaluation.held_out import read_held_out
+from moe_jax.data.tokenizer import Pair, Tokenizer
+from moe_jax.evaluation.held_out import Evaluator, read_held_out
 from moe_jax.training.recipe import EvalSection
 from tests.support.chat_templates import plain
 
@@ -151,3 +152,9 @@ def test_a_run_is_evaluated_on_tokens_and_the_command_says_the_same_of_their_sou
     capsys.readouterr()
     assert cli.main(["eval", str(model), "--text", "held_out.jsonl", "--seq-len", "16", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["nll"] == pytest.approx(last["eval_loss"], rel=1e-5)
+
+
+def test_pairs_of_which_nothing_is_scored_are_an_error():
+    nothing = Pair(np.array([1, 2], np.int32), np.array([2, 3], np.int32), np.zeros(2, np.float32))
+    with pytest.raises(InputError, match="no token of 2 pairs is scored"):
+        Evaluator(nnx.graphdef(moe_jax.tiny_model().decoder), [nothing] * 2, batch_size=1)

@@ -50,6 +50,24 @@ def test_a_continuation_keeps_the_schedule(folder, capsys):
     assert json.loads((folder / "run/model/lineage.json").read_text())[-1]["options"]["schedule.steps"] == 4
 
 
+def test_a_finished_run_is_left_as_it_is_and_fewer_steps_than_were_done_are_refused(folder, failing, capsys):
+    before = content(folder / "run")
+    line = failing("--resume", "--set", "train.steps=3")
+    assert "train.steps = 3 is fewer than the 4 steps that run has done" in line
+    assert cli.main(["train", "recipe.toml", "--resume"]) == 0
+    assert "the run is complete: run/model is of step 4" in capsys.readouterr().out
+    assert content(folder / "run") == before
+    # A model that is not there is written again, with what was measured.
+    lineage = Path("run/model/lineage.json")
+    (measured,) = (entry["measured"] for entry in json.loads(lineage.read_text())[-1:])
+    shutil.rmtree("run/model")
+    assert cli.main(["train", "recipe.toml", "--resume"]) == 0
+    assert json.loads(lineage.read_text())[-1]["measured"] == measured and "loss" in measured
+    after = content(folder / "run")
+    # Dates, and paths, for the folder is a copy.
+    assert {name for name in before if before[name] != after[name]} <= {"model/lineage.json", "run.json"}
+
+
 @long
 def test_a_run_that_is_to_be_continued_names_its_horizon(folder, failing):
     line = failing("--resume", "--set", "train.steps=6", "schedule.steps=6")

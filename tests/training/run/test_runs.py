@@ -308,3 +308,16 @@ def test_bad_input_is_one_message_and_leaves_nothing(workplace, arguments, messa
     captured = capsys.readouterr()
     assert message in captured.err and captured.err.count("moe-jax: error:") == 1
     assert not (workplace / "bad").exists()
+
+
+@pytest.mark.parametrize(("steps", "told"), [(30, 20), (3, 3)])
+def test_a_run_that_learns_from_nothing_stops_and_says_so(workplace, steps, told, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(workplace)
+    (tmp_path / "a.jsonl").write_text(f'{{"prompt": "{"the cat sat " * 200}", "response": "ok"}}\n' * 16)
+    source = f'data.sources=[{{path="{tmp_path / "a.jsonl"}"}}]'
+    given = (f"run_dir={tmp_path / 'run'}", source, f"train.steps={steps}", "eval.every=100")
+    assert cli.main(["train", "recipe.toml", "--set", *given]) == 2
+    captured = capsys.readouterr()
+    assert f"no token of the first {told} batches is scored" in captured.err and "data.seq_len = 16" in captured.err
+    assert "step 1: no token of the batch is scored" in captured.out
+    assert not (tmp_path / "run" / "model").exists()
