@@ -276,8 +276,8 @@ def _is_finished(recipe: Recipe, run_dir: Path) -> bool:
     done, steps = max(saved_steps(run_dir), default=0), recipe.train.steps
     if steps < done:
         raise InputError(
-            f"train.steps = {steps} is fewer than the {done} steps that {run_dir} has done: set it to {done} or more, or "
-            "choose another run_dir"
+            f"train.steps = {steps} is fewer than the {done} steps that {run_dir} has done; set it to {done} or more, "
+            "or choose another run_dir"
         )
     entry = read_lineage(run_dir / MODEL)[-1:] if (run_dir / MODEL).is_dir() else []
     exports = None if recipe.ema is None else recipe.ema.export
