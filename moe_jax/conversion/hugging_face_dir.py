@@ -131,6 +131,8 @@ class HuggingFaceDirectory(CheckpointSource):
             raise InputError(f"{path} is a model directory, not a Hugging Face directory")
         try:
             self.config = read_hf_config(data, ignored=ignored_keys)
+            family = family_named(self.config.family)
+            self._table = (*family.table_of(self.config), *family.left_out(self.config, data))
         except InputError as error:
             raise InputError(f"{self.path}: {error}") from None
 
@@ -164,7 +166,8 @@ class HuggingFaceDirectory(CheckpointSource):
     def weights(self) -> Weights:
         from moe_jax.model_io.loading import leaf_specs
 
-        return match_weights(self.checkpoint.tensors, self.config, leaf_specs(self.config), str(self.path))
+        leaves, where = leaf_specs(self.config), str(self.path)
+        return match_weights(self.checkpoint.tensors, self.config, leaves, where, table=self._table)
 
     def fingerprint(self) -> str:
         return fingerprint_files([self.path / "config.json", *self.checkpoint.files])

@@ -194,9 +194,9 @@ def test_accelerator_form_equals_cpu_form():
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-def kernels_of(placement, length=300, dtype="bfloat16", packed=True, **options):
+def kernels_of(placement, length=300, dtype="bfloat16", packed=True, width=64, **options):
     """Names of the kernels that a program calls."""
-    x = jax.ShapeDtypeStruct((2, length, 4, 64), dtype)
+    x = jax.ShapeDtypeStruct((2, length, 4, width), dtype)
     positions = jnp.broadcast_to(jnp.arange(length)[None], (2, length))
     documents = (jnp.zeros((2, length), jnp.int32),) * 2 if packed else ()
     prefix = {"prefix": jnp.ones(2, jnp.int32)} if options.get("mask") == "prefix" else {}
@@ -214,6 +214,8 @@ def kernels_of(placement, length=300, dtype="bfloat16", packed=True, **options):
         ("tpu", {"soft_cap": 30.0, "window": 100}, "splash_mha_fwd_segmented_no_residuals", None),
         ("tpu", {"mask": "bidirectional", "aligned": False}, "splash_mha_fwd_segmented_no_residuals", None),
         ("tpu", {"length": 100}, None, None),
+        ("tpu", {"width": 256}, "splash_mha_fwd_segmented_no_residuals", None),
+        ("tpu", {"width": 264}, None, "TPU's kernels, which are faster: heads are wider than 256"),
         ("tpu", {"mask": "prefix"}, None, "TPU's kernels, which are faster"),
         ("tpu", {"aligned": False}, None, "TPU's kernels, which are faster"),
         ("tpu", {"bias": jnp.zeros((4, 9))}, None, "TPU's kernels, which are faster"),

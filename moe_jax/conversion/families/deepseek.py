@@ -12,7 +12,7 @@ from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families import usual
 from moe_jax.conversion.families.family import Family
 from moe_jax.conversion.families.rope_keys import read_rope
-from moe_jax.conversion.table import Ignored, Row, Table, linear, norm
+from moe_jax.conversion.table import Row, Table, linear, norm
 from moe_jax.core.errors import InputError, nearest, shown
 from moe_jax.models import (
     AttentionConfig,
@@ -310,13 +310,17 @@ DEEPSEEK_V2 = Family(
 # --- DeepSeek-V3: sigmoid scores with a selection bias, which keeps experts in balance ------------
 
 
+_FURTHER, _MOST_FURTHER = ("num_nextn_predict_layers", "num_mtp_layers"), 100
+
+
 def _read_v3(config: HFConfig) -> ModelConfig:
     config.must_be("scoring_func", "sigmoid")
     config.must_be("topk_method", "noaux_tc")
     config.must_be("moe_layer_freq", 1)
-    # The number of layers that predict further tokens: they are left out.
-    config.integer("num_nextn_predict_layers")
-    config.integer("num_mtp_layers")
+    for key in _FURTHER:
+        count = config.integer(key)
+        if count is not None and not 0 <= count <= _MOST_FURTHER:
+            raise InputError(f"config.json: {key}={count} must lie between 0 and {_MOST_FURTHER}")
     attention = _read_latent_attention(config, interleaved=config.flag("rope_interleave"))
     layers = _read_layers(
         config,
@@ -373,12 +377,6 @@ DEEPSEEK_V3 = Family(
     harmless=(*_DERIVED_WIDTHS, *_TRAINING_KEYS),
     read=_read_v3,
     write=_write_v3,
-    table=(
-        *usual.EMBEDDING,
-        *_LATENT_ATTENTION,
-        *_MLP,
-        *usual.HEAD,
-        # In the released checkpoint, the index after its last layer; Transformers also leaves it out by this name.
-        Ignored(r"model\.layers\.61\..*", "the layer that predicts a second token, which is no part of the decoder"),
-    ),
+    table=(*usual.EMBEDDING, *_LATENT_ATTENTION, *_MLP, *usual.HEAD),
+    further=_FURTHER,
 )

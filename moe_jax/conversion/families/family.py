@@ -49,6 +49,8 @@ class Family:
       vocabulary: name of the file that its checkpoints have in place of a tokenizer.json, and a function that converts
         that file to one.
       classifier: how it stores models that score classes; None: it cannot.
+      further: keys of config.json that say how many layers stand behind the last one, to predict tokens after the next.
+        They are no part of the decoder, and are left out.
       own_code: whether its code comes with its checkpoints, because Transformers has no class for it.
     """
 
@@ -63,6 +65,7 @@ class Family:
     classifier: Classifier | None = None
     universal: Literal["sigmoid"] | None = None
     vocabulary: tuple[str, Callable[[Path], str]] | None = None
+    further: tuple[str, ...] = ()
     own_code: bool = False
 
     @property
@@ -86,6 +89,13 @@ class Family:
             elif isinstance(entry, Tied) and entry.tensor != "lm_head.weight":
                 rest.append(Tied(prefix + entry.tensor, equals=prefix + entry.equals))
         return (*rest, *self.classifier.head)
+
+    def left_out(self, config: ModelConfig, keys: Mapping[str, Any]) -> Table:
+        """Returns entries for the `further` layers of a checkpoint whose config.json has these keys."""
+        count = max((keys.get(key) or 0 for key in self.further), default=0)
+        layers = "|".join(str(config.num_layers + number) for number in range(count))
+        why = "of a layer that predicts tokens after the next, which is no part of the decoder"
+        return (Ignored(rf"model\.layers\.({layers})\..*", why),) if layers else ()
 
     def mapped(self, config: ModelConfig, leaves: Mapping[str, Any], layout: str) -> Mapped:
         """Returns the tensors of a model in the format, and the pieces that fill its leaves (`apply_table`)."""

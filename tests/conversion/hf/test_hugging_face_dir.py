@@ -177,6 +177,24 @@ def test_frequencies_may_be_there(tmp_path: pathlib.Path):
     }
 
 
+@pytest.mark.parametrize("key", ["num_nextn_predict_layers", "num_mtp_layers"])
+def test_layers_that_predict_further_tokens_are_those_that_the_config_counts(tmp_path: pathlib.Path, key: str):
+    config, layers = CONFIGS["deepseek_v3"], CONFIGS["deepseek_v3"]["num_hidden_layers"]
+    tensors = random_tensors(config)
+    further = {
+        f"model.layers.{layers + i}.{name}": np.ones(4, np.float32) for i in (0, 1) for name in ("enorm.weight",)
+    }
+    path = write_checkpoint(tmp_path / "m", {**config, key: 2}, tensors | further)
+    assert HuggingFaceDirectory(path).weights.ignored.keys() == further.keys()
+    for count in (0, 1):
+        path = write_checkpoint(tmp_path / f"{count}", {**config, key: count}, tensors | further)
+        assert f"model.layers.{layers + 1}.enorm.weight is unexpected" in problems(path)
+        assert (f"model.layers.{layers}.enorm.weight is unexpected" in problems(path)) == (count == 0)
+    path = write_checkpoint(tmp_path / "many", {**config, key: 10**6}, tensors)
+    with pytest.raises(InputError, match=f"{key}=1000000 must lie between 0 and 100"):
+        HuggingFaceDirectory(path)
+
+
 def test_a_tied_head_may_be_stored_if_it_is_equal(tmp_path: pathlib.Path):
     tensors = random_tensors(CONFIGS["llama-tied"])
     assert "lm_head.weight" not in tensors
