@@ -144,6 +144,11 @@ def print_changes(
     """
     if before.family != after.family:
         console.print(f"an upcycled {before.family!r} model: exporting in the format of {after.family!r}")
+        if family_named(after.family).own_code:
+            console.print(
+                f"note: Transformers has no class for {after.family!r}, only with trust_remote_code=True and the files "
+                f"modeling_{after.family}.py and configuration_{after.family}.py of a published model beside the weights"
+            )
     narrow = [i for i in before.moe_layers if before.moe(i).expert.dim < after.moe(i).expert.dim]
     if narrow:
         console.print(
