@@ -146,8 +146,8 @@ def print_changes(
         console.print(f"an upcycled {before.family!r} model: exporting in the format of {after.family!r}")
         if family_named(after.family).own_code:
             console.print(
-                f"note: Transformers has no class for {after.family!r}, only with trust_remote_code=True and, beside the "
-                f"weights, modeling_{after.family}.py and configuration_{after.family}.py of a published model"
+                f"note: Transformers has no class for {after.family!r}: it needs trust_remote_code=True, and next to "
+                f"the weights modeling_{after.family}.py and configuration_{after.family}.py of a published model"
             )
     narrow = [i for i in before.moe_layers if before.moe(i).expert.dim < after.moe(i).expert.dim]
     if narrow:

@@ -74,8 +74,9 @@ def initial_states(program: Program) -> tuple[nnx.State, nnx.State]:
 
 
 def numbers(metrics: StepMetrics) -> list[float]:
-    shown = (metrics.loss, metrics.auxiliary, metrics.grad_norm, metrics.scored, metrics.tokens)
-    return [float(number) for number in shown]
+    shown = (metrics.loss, metrics.auxiliary, metrics.grad_norm, metrics.scored)
+    assert all(number.dtype == jnp.float32 for number in shown)
+    return [float(number) for number in (*shown, metrics.tokens)]
 
 
 def run(recipe: Recipe, config: ModelConfig, *, devices: int = 1, steps: int = 3, make_batch=random_batch, kept=None):

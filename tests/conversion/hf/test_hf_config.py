@@ -287,9 +287,17 @@ def test_a_rope_parameter_that_is_null_is_not_given():
     )
 
 
-def test_what_a_config_of_an_moe_lacks_is_listed_together():
-    said = complaint({**CONFIGS["mixtral"], "num_local_experts": None, "num_experts_per_tok": None})
-    assert "num_local_experts" in said and "num_experts_per_tok" in said
+@pytest.mark.parametrize(("family", "count"), [("mixtral", "num_local_experts"), ("olmoe", "num_experts")])
+def test_what_a_config_of_an_moe_lacks_is_listed_together(family: str, count: str):
+    said = complaint({**CONFIGS[family], count: None, "num_experts_per_tok": None})
+    assert count in said and "num_experts_per_tok" in said
+
+
+def test_moes_in_every_second_layer():
+    config = {**CONFIGS["deepseek"], "num_hidden_layers": 5, "first_k_dense_replace": 1, "moe_layer_freq": 2}
+    assert read_hf_config(config).moe_layers == (2, 4)
+    written = write_hf_config(read_hf_config(config))
+    assert written["moe_layer_freq"] == 2 and read_hf_config(written) == read_hf_config(config)
 
 
 def test_the_original_length_of_longrope_is_written_where_each_release_looks_for_it():
@@ -404,6 +412,7 @@ def test_missing_keys_are_listed_together(family: str):
 
 def test_bad_configs_of_single_families():
     assert "num_experts=10000000 must be at most" in complaint({**CONFIGS["mixtral"], "num_local_experts": 10**7})
+    assert "a model of 10001 layers" in complaint({**LLAMA, "num_hidden_layers": 10_001})
     many = complaint({**CONFIGS["mixtral"], "num_hidden_layers": 1000, "num_local_experts": 2000})
     assert "2,000,000 experts in all layers are not what can be: 100,000 are the most" in many
     assert "top_k=9 is above num_experts=4" in complaint({**CONFIGS["mixtral"], "num_experts_per_tok": 9})

@@ -224,7 +224,7 @@ def test_what_only_deepseek_has_leaves_as_deepseek(tmp_path: pathlib.Path):
     source = write_model(tmp_path / "ours", dataclasses.replace(config, layers=(dense, *config.layers[1:])))
     console = Console(record=True, width=200, file=(tmp_path / "log").open("w"))
     export(source, tmp_path / "back", console=console, dry_run=True)
-    assert "Transformers has no class for 'deepseek', only with trust_remote_code=True" in console.export_text()
+    assert "Transformers has no class for 'deepseek': it needs trust_remote_code=True" in console.export_text()
     export(source, tmp_path / "back", console=QUIET)
     back = HuggingFaceDirectory(tmp_path / "back")
     assert (back.config.family, back.config.moe_layers, back.config.moe(1).universal) == ("deepseek", (1, 2), "one")
