@@ -18,7 +18,7 @@ from moe_jax.functional.sparse_product import EntryTiles
 from moe_jax.functional.synthesis import Operands, Tiles, block_gradients, block_product, experts_per_block
 from tests.support.environment import INTERPRET
 from tests.support.numerics import assert_close
-from tests.support.tiers import long, one_in
+from tests.support.tiers import one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -111,7 +111,6 @@ def test_values_and_gradients(kind, monkeypatch):
     check()
 
 
-@long
 def test_bfloat16_rounds_kernels_and_results_alone():
     (by_blocks, by_rows), rng = programs("low-rank"), np.random.default_rng(0)
     exact = [random(rng, *shape) for shape in ((ROWS, SHAPE[0]), SHAPE, (ROWS, SHAPE[1]))]

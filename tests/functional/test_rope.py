@@ -71,3 +71,21 @@ def test_gradients_pass_through_every_dimension():
     tables = jitted_tables(RopeConfig(fraction=0.5), 8, 16, jnp.arange(3, dtype=jnp.int32)[None])
     gradient = jax.jit(jax.grad(lambda x: jnp.sum(jnp.square(apply_rope(x, *tables)))))(jnp.ones((1, 3, 1, 8)))
     np.testing.assert_allclose(gradient, 2.0, rtol=1e-5)  # a rotation keeps the norm
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+@pytest.mark.parametrize("original", [4096, 32768])
+def test_yarn_at_the_size_of_real_heads_is_that_of_transformers(original, truncate):
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = dict(factor=40.0, original_max_position_embeddings=original, beta_fast=32.0, beta_slow=1.0)
+    parameters = dict(rope_type="yarn", rope_theta=10000.0, truncate=truncate, **scaling)
+    sizes = dict(hidden_size=256, num_attention_heads=2, max_position_embeddings=40 * original)
+    theirs = transformers.LlamaConfig(**sizes, rope_parameters=parameters)
+    frequencies, scale = ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
+    ours = RopeConfig(scaling="yarn", factor=40.0, original_max_positions=original, truncate=truncate)
+    cosines, sines = jitted_tables(ours, 128, 40 * original, jnp.ones((1, 1), jnp.int32))
+    expected = np.concatenate([frequencies.numpy()] * 2)
+    np.testing.assert_allclose(np.ravel(sines), np.sin(expected) * scale, rtol=1e-5)
+    np.testing.assert_allclose(np.ravel(cosines), np.cos(expected) * scale, rtol=1e-5)
