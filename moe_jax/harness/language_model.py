@@ -9,6 +9,7 @@ requests, and all get all answers; if they hold the model together, they answer 
 import contextlib
 import hashlib
 import json
+import os.path
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -183,8 +184,34 @@ class HarnessModel(TemplateLM):
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Returns for each continuation of a context its log-likelihood, and whether it is the greedy one."""
-        make = super().loglikelihood
-        return self._answered("loglikelihood", requests, lambda rest: make(rest, disable_tqdm=disable_tqdm))
+        del disable_tqdm
+        return self._answered("loglikelihood", requests, self._likelihoods_of)
+
+    def _likelihoods_of(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+        rows = []
+        for request in requests:
+            context, continuation = request.args
+            ids = self._in_tokens(context, continuation)
+            if not ids[1]:
+                name = f"{request.task_name}, document {request.doc_id} (from 0)"
+                raise InputError(f"{name}: the answer {shown(continuation)} has no tokens, so that nothing is scored")
+            rows.append((request.args, *ids))
+        return self._loglikelihood_tokens(rows)
+
+    def _in_tokens(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Returns the tokens of a context, at least one, and those of its continuation, as lm-eval divides them.
+
+        If a token spans both, and lm-eval would find no tokens of the continuation, it belongs to that.
+        """
+        if not context:
+            ids = self.tok_encode(continuation, add_special_tokens=False)
+            return (ids[:1], ids[1:]) if ids[:1] == [self.prefix_token_id] else ([self.prefix_token_id], ids)
+        before, after = self._encode_pair(context, continuation)
+        if not after and continuation:
+            whole = self.tok_encode(context + continuation)
+            shared = len(os.path.commonprefix([whole, before]))
+            before, after = whole[:shared] or [self.prefix_token_id], whole[shared:]
+        return before, after
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any

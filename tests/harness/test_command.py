@@ -116,3 +116,14 @@ def test_without_a_network_data_on_the_hub_is_one_line(tiny_llama, folder, capsy
     message = fails(capsys, tiny_llama, "--tasks", "remote", "--tasks-dir", folder)
     assert "Hugging Face Hub" in message and "\n" not in message
     assert constants.HF_HUB_OFFLINE == before
+
+
+@pytest.mark.parametrize("document", [0, 1])
+def test_an_empty_answer_is_one_line(tiny_llama, folder, capsys, document):
+    questions = [{**one, "a": ["a", "", "b"]} if index == document else one for index, one in enumerate(QUESTIONS)]
+    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    write_task(folder, {**CHOICE, "target_delimiter": ""})
+    said = fails(capsys, tiny_llama, "--tasks", "choice", "--tasks-dir", folder)
+    first = "choice: lm-eval cannot read the first document"
+    assert (first if document == 0 else "choice, document 1 (from 0): the answer '' has no tokens") in said
+    assert said.count("\n") == 0

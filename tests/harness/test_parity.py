@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import moe_jax
+from moe_jax.core.errors import InputError
 from moe_jax.harness.likelihood import Continuation, Likelihoods, _compiled
 from moe_jax.harness.task_files import sandboxed_templates
 from tests.support.byte_tokenizer import EOS
@@ -125,3 +126,26 @@ def test_conversations_are_written_as_transformers_writes_them(tiny_llama, tmp_p
         assert ours.apply_chat_template(messages, add_generation_prompt=prompts) == expected
     # The tokenizer names no BOS, though the model does: EOS stands before a text then, as with `hf`.
     assert ours.prefix_token_id == ours.eot_token_id == EOS
+
+
+def test_a_token_that_spans_context_and_continuation_is_scored(models, monkeypatch):
+    from lm_eval.api.instance import Instance
+
+    model = models[0]
+    plain = model.tok_encode
+    monkeypatch.setattr(model, "tok_encode", lambda text, **how: plain(text.replace("ab", "A"), **how))
+    pairs = [("xa", "b"), ("a", "b"), ("xa", "bc"), ("x", "ab"), ("", "ab")]
+    asked = [
+        Instance(request_type="loglikelihood", doc={}, arguments=pair, idx=0, metadata=("t", 3, 1)) for pair in pairs
+    ]
+    prefix = model.prefix_token_id
+    wanted = [
+        Continuation(plain(context, add_special_tokens=False) or [prefix], plain(tokens, add_special_tokens=False))
+        for context, tokens in (("x", "A"), ("", "A"), ("xa", "c"), ("x", "A"), ("", "A"))
+    ]
+    wanted[2] = Continuation(plain("xa"), plain("c"))  # as lm-eval has it: after as many tokens as the context has
+    expected = [(one.log_likelihood, one.is_greedy) for one in model._likelihoods(wanted)]
+    assert model.loglikelihood(asked) == expected
+    empty = Instance(request_type="loglikelihood", doc={}, arguments=("x", ""), idx=0, metadata=("t", 3, 1))
+    with pytest.raises(InputError, match="t, document 3 .*the answer '' has no tokens"):
+        model.loglikelihood([empty])
