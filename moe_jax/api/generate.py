@@ -8,9 +8,9 @@ import numpy as np
 
 from moe_jax.api.measure import tokenizer_of, why_not_finite
 from moe_jax.api.model import Loading, Model, ModelOrPath, open_model, with_options
-from moe_jax.core.errors import InputError, shown
+from moe_jax.core.errors import InputError
 from moe_jax.data.chat_template import Message, load_chat_template
-from moe_jax.files.json_toml import ANYTHING, read_json_object
+from moe_jax.data.end_tokens import end_tokens
 from moe_jax.generation.spec import GenerateSpec
 from moe_jax.generation.texts import FIRST_BLOCK, NonFiniteLogits, OnText, StreamedText, stream_texts
 
@@ -120,17 +120,26 @@ def generate(
         model = Model.of_source(source, Loading.for_generation(source))
     single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int | np.integer | Mapping))
     prompts: list[Any] = [prompt] if single else list(prompt)
-    results, _ = continue_prompts(model, [prompt_ids(one, model) for one in prompts], spec)
+    chat = any(_is_conversation(one) for one in prompts)
+    results, _ = continue_prompts(model, [prompt_ids(one, model) for one in prompts], spec, chat=chat)
     return results[0] if single else results
 
 
 def continue_prompts(
-    model: Model, prompts: Sequence[Sequence[int]], wanted: GenerateSpec, on_text: OnText | None = None
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    wanted: GenerateSpec,
+    on_text: OnText | None = None,
+    *,
+    chat: bool = False,
 ) -> tuple[list[Continuation], Speed]:
-    """Continues prompts given as tokens; errors as of `generate`, and `on_text` as of `stream_texts`."""
+    """Continues prompts given as tokens; errors as of `generate`, and `on_text` as of `stream_texts`.
+
+    With `chat`, the token that ends a turn in a conversation ends the texts, too.
+    """
     if not prompts:
         raise InputError("nothing to continue: there is no prompt")
-    eos, tokenizer = eos_ids(model), model.tokenizer
+    eos, tokenizer = eos_ids(model, chat=chat), model.tokenizer
     if wanted.stops:
         tokenizer_of(model, "a stop string", "name tokens that end a text (--stop-ids)")
     stop_ids = (*eos, *wanted.stop_ids)
@@ -178,7 +187,7 @@ def prompt_ids(prompt: Prompt, model: Model) -> list[int]:
     if isinstance(prompt, str):
         tokenizer = tokenizer_of(model, "a text prompt", "give the prompt as token ids (--ids)")
         return (tokenizer.inputs if model.config.has_encoder else tokenizer.prompt)(prompt).tolist()
-    if len(prompt) and isinstance(prompt[0], Mapping):
+    if _is_conversation(prompt):
         tokenizer = tokenizer_of(model, "a conversation", "give the prompt as token ids (--ids)")
         template: Any = load_chat_template(tokenizer.path)
         return tokenizer.encode(template(prompt, add_generation_prompt=True)).tolist()
@@ -186,14 +195,10 @@ def prompt_ids(prompt: Prompt, model: Model) -> list[int]:
     return [int(token) for token in ids]
 
 
-def eos_ids(model: Model) -> tuple[int, ...]:
-    """Returns the tokens that end a text, those of generation_config.json included, where chat models name theirs."""
-    file = next((file for file in model.tokenizer_files if file.name == "generation_config.json"), None)
-    if file is None:
-        return model.config.eos_ids
-    eos = read_json_object(file, allow=ANYTHING).get("eos_token_id")
-    more = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    for token in more:
-        if type(token) is not int or not 0 <= token < model.config.vocab_size:
-            raise InputError(f"{file}: eos_token_id {shown(token)} is no token of the vocabulary; mend or remove it")
-    return (*model.config.eos_ids, *more)
+def _is_conversation(prompt: Prompt) -> bool:
+    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def eos_ids(model: Model, *, chat: bool = False) -> tuple[int, ...]:
+    """Returns the tokens that end a text, or with `chat` an answer in a conversation; see `end_tokens`."""
+    return end_tokens(model.config, model.tokenizer_files, model.lineage, model.tokenizer, chat=chat)

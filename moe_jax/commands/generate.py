@@ -123,7 +123,7 @@ def run(options: _Command) -> None:
         beginnings[row], begun = "", True
 
     try:
-        results, speed = continue_prompts(model, ids, wanted, show if streams else None)
+        results, speed = continue_prompts(model, ids, wanted, show if streams else None, chat=options.chat)
     except BaseException:
         if begun:  # why it ended is not to stand in the line of the text
             print(flush=True)
@@ -285,7 +285,8 @@ def _converse(model: "Model", system: Sequence[Message], wanted: GenerateSpec) -
 
         notes = []
         try:
-            (result,), speed = continue_prompts(model, [prompt_ids(said, model)], wanted, show)
+            ids = [prompt_ids(said, model)]
+            (result,), speed = continue_prompts(model, ids, wanted, show, chat=True)
             notes = [*_endings([result]), _show_speed(speed), *_notes_on_length(model, [result], wanted)]
         except KeyboardInterrupt as interrupt:
             if type(interrupt) is not KeyboardInterrupt:  # a signal that is not Ctrl-C ends the program

@@ -1,5 +1,6 @@
 """Exports any model as a Hugging Face directory."""
 
+import contextlib
 import json
 import math
 from collections import Counter
@@ -7,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,10 +28,12 @@ from moe_jax.core.errors import InputError, check_member
 from moe_jax.core.finite import REMEDY, check_finite, check_fits
 from moe_jax.core.formatting import count_bytes, parse_bytes
 from moe_jax.core.terminal import ByteProgress, console_for_tables
+from moe_jax.data.end_tokens import end_tokens, generation_settings
+from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.files.remote_work import RemoteWork
 from moe_jax.files.staging import Workplace, check_beside, check_target, open_work, refuse_existing, require_space
 from moe_jax.files.storage_path import as_path
-from moe_jax.files.tokenizer_files import copy_tokenizer_files
+from moe_jax.files.tokenizer_files import GENERATION, TOKENIZER, copy_tokenizer_files
 from moe_jax.model_io.lineage import LINEAGE_FILE, job_of, new_lineage_entry
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_source import ModelSource
@@ -107,6 +111,9 @@ def export(
             folder = work.folder
             # Before the weights, so that no copied file can take their place.
             copy_tokenizer_files({file.name: file for file in source.tokenizer_files}, folder)
+            settings = _generation_settings(source)
+            if settings is not None:
+                (folder / GENERATION).write_durably((json.dumps(settings, indent=2) + "\n").encode())
             with shard_writer(work, tensors, max_bytes) as writer:
                 writing = _Writing(model, mapped, specs, tensors, writer, progress, packing, spec.allow_nonfinite)
                 writing.write_layers(work)
@@ -125,6 +132,17 @@ def export(
             (folder / "config.json").write_durably((json.dumps(keys, indent=2) + "\n").encode())
             work.complete()
     console.print(f"wrote {dst}: {progress.summary()}", markup=False)
+
+
+def _generation_settings(source: ModelSource) -> dict[str, Any] | None:
+    """Returns the generation_config.json that the model needs in place of its own, if it needs one."""
+    files = source.tokenizer_files
+    file = next((file for file in files if file.name == TOKENIZER), None)
+    # Exporting is no place to find faults in files that are copied.
+    with contextlib.suppress(InputError):
+        tokenizer = None if file is None else Tokenizer(file, source.config)
+        return generation_settings(source.config, files, end_tokens(source.config, files, source.lineage, tokenizer))
+    return None
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,13 @@ class Tokenizer:
         with self._library_errors():
             return self._tokenizer.token_to_id(text)
 
+    def first_special(self, text: str) -> int | None:
+        """Returns the id of the token of its own, such as `<|im_end|>`, that a text begins with; None: it has none."""
+        with self._library_errors():
+            added = self._tokenizer.get_added_tokens_decoder()
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids[:1]
+        return next((one for one in ids if one in added and text.startswith(added[one].content)), None)
+
     def token(self, token_id: int) -> str:
         """Returns the text of a token in the vocabulary, special ones too; its id where it has none."""
         with self._library_errors():

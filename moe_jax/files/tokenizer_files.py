@@ -9,7 +9,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.files.regular_files import read_regular
 from moe_jax.files.storage_path import BucketPath, StoragePath, as_path
 
-TOKENIZER = "tokenizer.json"
+TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
 MAX_BYTES = 256 << 20
 _OF_TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -75,7 +75,7 @@ def _refuse_links_out(directory: Path, files: Iterable[Path]) -> None:
 
 def goes_with_model(name: str) -> bool:
     """Whether a file of this name goes wherever its model goes."""
-    return name == "generation_config.json" or is_of_tokenizer(name)
+    return name == GENERATION or is_of_tokenizer(name)
 
 
 def is_of_tokenizer(name: str) -> bool:

@@ -190,7 +190,7 @@ class HarnessModel(TemplateLM):
     def _likelihoods_of(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         rows = []
         for request in requests:
-            context, continuation = request.args
+            context, continuation = cast(tuple[str, str], request.args)
             ids = self._in_tokens(context, continuation)
             if not ids[1]:
                 name = f"{request.task_name}, document {request.doc_id} (from 0)"

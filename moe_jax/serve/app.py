@@ -33,7 +33,7 @@ class App(Starlette):
     def __init__(self, model: Model, tokenizer: Tokenizer, scheduler: Scheduler, name: str):
         self._model, self._tokenizer, self._scheduler, self._name = model, tokenizer, scheduler, name
         self._texts = TokenTexts(tokenizer)
-        self._eos = eos_ids(model)
+        self._eos, self._chat_eos = eos_ids(model), eos_ids(model, chat=True)
         self._created = int(time.time())
         routes = [
             Route("/health", self._health),
@@ -155,7 +155,8 @@ class App(Starlette):
             )
         if not wanted and not asked.echo:
             raise ProtocolError(400, "max_tokens=0 goes with echo", param="max_tokens")
-        stop_ids = (*(() if asked.ignore_eos else self._eos), *asked.stop_ids)
+        eos = self._chat_eos if asked.messages else self._eos
+        stop_ids = (*(() if asked.ignore_eos else eos), *asked.stop_ids)
         answers = [
             Answer(asked, ids, context - len(ids) if asked.max_tokens is None else wanted, stop_ids, self._tokenizer)
             for ids in prompts

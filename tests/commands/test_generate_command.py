@@ -160,7 +160,7 @@ def test_why_texts_ended_and_how_fast_they_came_is_said_on_standard_error(model,
 
 @pytest.mark.parametrize(("said", "printed"), [(" pieces", "some pieces\n"), (None, "")])
 def test_the_line_of_a_text_that_is_interrupted_is_ended(model, monkeypatch, capsys, said, printed):
-    def interrupted(model, prompts, wanted, on_text):
+    def interrupted(model, prompts, wanted, on_text, *, chat):
         if said is not None:
             on_text(0, said)
         raise KeyboardInterrupt
