@@ -86,6 +86,21 @@ def unknown_axes(axes: Iterable[str]) -> list[str]:
     return [f"unknown mesh axis {shown(name)}{nearest(name, AXES)}" for name in axes if name not in AXES]
 
 
+def undivided_experts(counts: Iterable[int], mesh: Mapping[str, int]) -> tuple[list[str], list[str]]:
+    """Returns problems and notes, in words, on MoE layers with these numbers of experts: axis `expert` divides none.
+
+    Every device then holds all experts of such a layer. Where there are fewer than devices along the axis that is a
+    mistake, for some devices would have none to compute.
+    """
+    size, problems, notes = mesh.get("expert", 1), [], []
+    for count in sorted({count for count in counts if count % size}):
+        if count < size:
+            problems.append(f"expert={size} is more than the {count} experts of a layer; use {count} or fewer")
+        else:
+            notes.append(f"expert={size} does not divide the {count} experts of a layer: all devices hold all of them")
+    return problems, notes
+
+
 def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
     """Makes the mesh `data x fsdp x expert x sequence x tensor` of some devices, by default all; see `mesh_sizes`."""
     devices = list(jax.devices() if devices is None else devices)

@@ -245,6 +245,11 @@ class ModelConfig:
         """Indices of the layers that hold an MoE."""
         return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.mlp, MoEConfig))
 
+    @property
+    def expert_counts(self) -> frozenset[int]:
+        """The numbers of experts that MoE layers have."""
+        return frozenset(self.moe(layer).routed_experts for layer in self.moe_layers)
+
     def moe(self, layer: int) -> MoEConfig:
         """Returns the MoE of a layer that has one."""
         mlp = self.layers[layer].mlp

@@ -17,7 +17,7 @@ from moe_jax.data.chat_template import FILE as CHAT_TEMPLATE
 from moe_jax.data.pipeline import open_data
 from moe_jax.data.tokenizer import Tokenizer, find_tokenizer
 from moe_jax.distributed.processes import check_equal, describe_devices, first_decides, is_first_process, wait_for_all
-from moe_jax.distributed.sharding import local_rows
+from moe_jax.distributed.sharding import local_rows, undivided_experts
 from moe_jax.evaluation.held_out import Evaluator, read_held_out, with_lengths
 from moe_jax.files.json_toml import parse
 from moe_jax.files.staging import check_writable
@@ -188,7 +188,7 @@ def _train(
     # Data first: mistakes in it are the most likely, and are found before the model is built and tables are printed.
     mesh = mesh_for(recipe, config)
     tokenizer = path_of_tokenizer(recipe, source)
-    notes = []
+    notes = undivided_experts(config.expert_counts, mesh.shape)[1]
     known = Tokenizer(tokenizer, config).num_tokens
     if known < _USED_OF_VOCABULARY * config.vocab_size:
         counts = f"{tokenizer} knows {known:,} tokens, the model's vocabulary has {config.vocab_size:,}"

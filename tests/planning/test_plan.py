@@ -215,6 +215,13 @@ def test_the_state_of_every_optimizer_is_counted_as_the_training_program_lays_it
     assert least * trained <= alone <= most * trained
 
 
+def test_more_devices_than_experts_are_refused():
+    config = upcycled(dense_model(16, 24, 2), every=1)
+    count = max(config.expert_counts)
+    with pytest.raises(InputError, match=f"expert={2 * count} .* {count} experts"):
+        training_memory(config, {"expert": 2 * count})
+
+
 def test_meshes_that_do_not_fit_are_refused():
     config = dense_model(16, 25, 4)
     with pytest.raises(InputError, match=r"layers/\*/mlp/up/kernel .*: 25 is .* axis tensor=2"):

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.core.errors import InputError
 from moe_jax.data.sections import DataSection
-from moe_jax.distributed.sharding import local_rows, make_mesh, path_name, place, state_shardings
+from moe_jax.distributed.sharding import local_rows, make_mesh, path_name, place, state_shardings, undivided_experts
 from moe_jax.models import FFNConfig, LayerConfig, ModelConfig
 from moe_jax.nn import Decoder
 from moe_jax.peft import split_model
@@ -321,6 +321,15 @@ def test_moments_lie_where_their_parameters_do():
     assert len(moments) == 2 * len(where)
     for name, leaf in moments:
         assert leaf.sharding == where[name.split("/", 1)[1]], name
+
+
+def test_more_devices_than_experts_is_an_error():
+    with pytest.raises(InputError, match="expert=8 .* 4 experts"):
+        make_program(recipe_of(mesh=MeshSection(fsdp=1, expert=8)), config_of(FFN, moe()))
+    assert undivided_experts([8, 6], {"expert": 4}) == (
+        [],
+        ["expert=4 does not divide the 6 experts of a layer: all devices hold all of them"],
+    )
 
 
 @pytest.mark.parametrize(
