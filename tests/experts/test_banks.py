@@ -156,7 +156,7 @@ def test_bank_equals_one_ffn_per_expert(kind, strategy, ffn_kind):
     check()
 
 
-@one_in(48, first=25)
+@one_in(7, first=4)
 @pytest.mark.parametrize(
     ("kind", "strategy"),
     [

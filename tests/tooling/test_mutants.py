@@ -1,6 +1,7 @@
 """The tool that plants bugs plants them where it says, and leaves alone what no test should look at."""
 
 import ast
+import types
 
 from tests.support.environment import ROOT
 from tests.tooling import mutants, mutate
@@ -59,3 +60,13 @@ def test_what_is_written_down_is_about_the_present_code():
         f"{path}: {before}" for path, before, _ in mutants.equivalents() if before not in (ROOT / path).read_text()
     ]
     assert not stale
+
+
+def test_tests_are_chosen_after_all_others_have_left_cases_out(tmp_path):
+    items = [types.SimpleNamespace(nodeid=name) for name in ("a[0]", "a[1]", "b")]
+    choosing = mutate.Chosen(["b", "a[1]"], tmp_path / "output").pytest_collection_modifyitems(items)
+    next(choosing)
+    assert len(items) == 3
+    del items[0]  # as `one_in(2, first=1)` does
+    assert next(choosing, None) is None
+    assert [item.nodeid for item in items] == ["b", "a[1]"]
