@@ -66,6 +66,12 @@ def test_lora_stands_beside_the_kernels_that_are_named_wherever_they_are():
     assert (dense.lora.dropout, full.expert.lora.dropout, shared.expert.lora.dropout) == (0.05, 0.0, 0.05)
 
 
+def test_targets_may_be_an_iterator_and_are_kept():
+    spec = AdaptSpec(method="lora", adapter="lora:4", targets=iter(("q", "v")))
+    assert adapted_config(MIXED, spec) == adapted_config(MIXED, spec)
+    assert spec.targets == ("q", "v")
+
+
 def test_lora_works_without_an_moe():
     config = adapted(model_of(FFN, FFN), "lora", targets=("q",))
     assert config.layers[0].attention.lora.targets == ("q",) and config.layers[0].mlp.lora is None
