@@ -252,3 +252,8 @@ def test_nothing_outside_experts_asks_which_form_it_is():
 )
 def test_what_counts_as_asking(source, asks):
     assert bool(questions(source)) == asks
+
+
+def test_bytes_of_experts_of_mixed_bases_are_those_of_two_thin_kernels_and_a_whole_one():
+    matrices = list(ffn_matrices(FFNConfig(dim=48), 32).values())
+    assert MixtureOfBases(rank=4, bases=2).own_bytes(matrices, 4) == 4 * (2 * 4 * (32 + 48) + 48 * 32)
