@@ -177,6 +177,13 @@ def test_an_encoder_and_a_decoder():
                 brought.pop("encoder_output", None)
 
 
+def test_an_encoders_output_has_the_length_that_caches_have_slots_for():
+    decoder = plain.randomised(lambda: Decoder(DECODER, rngs=nnx.Rngs(1)))
+    caches = init_cache(DECODER, 2, 7, jnp.float32, source_slots=4)
+    with pytest.raises(InputError, match="slots for 4 .* has 5"):
+        decoder(jnp.asarray(TOKENS), caches=caches, encoder_output=jnp.zeros((2, 5, 12)))
+
+
 def test_the_prefix_of_a_row_is_seen_by_all():
     attention = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=4, mask="prefix")
     config = model_config(LayerConfig(attention=attention, mlp=GATED))

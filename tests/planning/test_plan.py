@@ -21,6 +21,7 @@ from moe_jax.models import (
     config_to_json,
 )
 from moe_jax.planning.model_costs import dense_config, make_plan, training_memory
+from moe_jax.planning.planned_compression import planned_compression
 from moe_jax.training.program import make_program
 from moe_jax.training.recipe import MeshSection, ModelSection, OptimizerSection, Recipe
 from moe_jax.upcycling import UpcycleSpec, upcycled_config
@@ -213,6 +214,15 @@ def test_the_state_of_every_optimizer_is_counted_as_the_training_program_lays_it
     least, most = {"adamw": (8, 8), "adafactor": (0.01, 0.5), "lion": (2, 2), "muon": (4, 5)}[section.kind]
     alone = training_memory(config, {}, optimizer=section).optimizer
     assert least * trained <= alone <= most * trained
+
+
+def test_a_share_must_be_given_where_any_form_has_one():
+    config = upcycled(dense_model(16, 24, 2), every=1)
+    none = dict.fromkeys("keep residual storage bits centre_bits centre_group_size levels scale_bits".split())
+    none |= {"zero_points": False, "row_scales": False, "compress_layers": None, "dtype": None}
+    with pytest.raises(InputError, match="--compress resmoe needs --keep"):
+        planned_compression(config, "resmoe", **none)
+    assert planned_compression(config, "resmoe", **none | {"keep": 0.5}).keep == 0.5
 
 
 def test_more_devices_than_experts_are_refused():

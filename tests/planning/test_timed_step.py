@@ -56,3 +56,13 @@ def test_nothing_is_run_where_there_may_be_no_room(monkeypatch):
 def test_a_recipe_that_names_layers_is_not_shortened():
     recipe = recipe_of(mesh=ONE, partition=PartitionSection(train=("layers/11/mlp/.*",)))
     assert timed_step(recipe, config_of(*[FFN] * 12), devices()) is None
+
+
+def test_drawn_arrays_are_small_numbers_and_scales_of_one():
+    def abstract(dtype):
+        return jax.ShapeDtypeStruct((64,), dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+
+    abstract_tree = {"kernel": abstract("float32"), "codes": abstract("uint8"), "norm": {"scale": abstract("bfloat16")}}
+    drawn = jax.device_get(module._drawn(abstract_tree))
+    assert 0.02 < abs(drawn["kernel"]).max() <= 0.03 and len(set(drawn["kernel"].tolist())) == 64
+    assert not drawn["codes"].any() and drawn["codes"].dtype == "uint8" and (drawn["norm"]["scale"] == 1).all()
