@@ -257,3 +257,17 @@ def test_what_counts_as_asking(source, asks):
 def test_bytes_of_experts_of_mixed_bases_are_those_of_two_thin_kernels_and_a_whole_one():
     matrices = list(ffn_matrices(FFNConfig(dim=48), 32).values())
     assert MixtureOfBases(rank=4, bases=2).own_bytes(matrices, 4) == 4 * (2 * 4 * (32 + 48) + 48 * 32)
+
+
+def test_experts_of_mixed_bases_begin_with_zero_and_can_learn():
+    bank = BankConfig(kind="mixture-of-bases", rank=4, bases=3, base="none")
+    made = make_bank(bank, FFNS["gated"], EXPERTS, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.dtype("float32"))
+    graphdef, state = nnx.split(made)
+
+    def total(state):
+        return sum(jnp.sum(kernel) for kernel in nnx.merge(graphdef, state).kernels(1).values())
+
+    assert not any(made.kernels(1)[name].any() for name in ("gate", "up")) and made.kernels(1)["down"].any()
+    found = jax.tree_util.tree_leaves_with_path(jax.grad(total)(state))
+    moved = {path_name(path).removeprefix("delta/") for path, leaf in found if leaf.any()}
+    assert moved == {"down/kernel", "gate/a", "up/a"}

@@ -24,6 +24,7 @@ from moe_jax.distributed.sharding import leaf_spec, make_mesh
 from moe_jax.experts import BankConfig, make_bank
 from moe_jax.experts.forms import KernelForm, ffn_matrices
 from moe_jax.experts.forms.coding import Encodable
+from moe_jax.experts.forms.optional import FormTiles
 from moe_jax.experts.forms.protocol import register, unregister
 from moe_jax.experts.on_host import expert_kernels
 from moe_jax.functional.dense import ffn
@@ -292,6 +293,10 @@ def test_what_it_cannot_have_is_refused(scaled):
     for changes in ({"lora": lora}, {"nf4": True}):
         with pytest.raises(InputError, match="base 'shared' have neither"):
             MoEConfig(expert=FFNConfig(dim=8, **changes), num_experts=4, top_k=2, bank=BankConfig(scaled()))
+
+
+def test_a_kernel_on_tpus_that_it_lacks_is_named_by_its_kind(scaled):
+    assert "how scaled kernels are made" in FormTiles(scaled(), (8, 8), (8, 8)).fused()
 
 
 def test_a_leaf_that_its_form_says_nothing_about_has_no_place_on_a_mesh():
