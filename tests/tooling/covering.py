@@ -1,7 +1,8 @@
 """Which tests run which lines, measured once, so that a planted bug is shown to those that could see it.
 
 Every test file runs in a process of its own under `coverage`, with the test's name as context. A line that is run while
-modules are imported (a table, a default) belongs to no test: all tests that run anything of its file stand for it.
+modules are imported (a table, a default, a function that makes one) belongs to no test: all tests that run anything of
+its file stand for it.
 """
 
 import ast
@@ -56,14 +57,20 @@ class Recorder:
         names = {name: index for index, name in enumerate(self.seconds)}
         files = {}
         for file in data.measured_files():
-            lines = {}
+            lines, imported = {}, []
             for line, contexts in data.contexts_by_lineno(file).items():
                 tests = sorted(names[name] for name in contexts if name in names)
+                if "import" in contexts:
+                    imported.append(line)
                 if tests:
                     lines[line] = tests
             if lines:
                 path = Path(file)
-                files[str(path.relative_to(self.root))] = {"digest": digest(path.read_text()), "lines": lines}
+                files[str(path.relative_to(self.root))] = {
+                    "digest": digest(path.read_text()),
+                    "lines": lines,
+                    "imported": imported,
+                }
         found = {"tests": self.seconds, "failed": sorted(self.failed), "files": files}
         self.output.write_text(json.dumps(found))
 
@@ -76,21 +83,24 @@ class Coverage:
     """Processor time of each test that passed."""
     lines: dict[str, dict[int, set[str]]]
     """The tests that run a line of a file."""
+    imported: dict[str, set[int]]
+    """The lines of a file that are run when modules are imported."""
     digests: dict[str, str]
 
     @classmethod
     def read(cls, folder: Path) -> "Coverage":
-        seconds, lines, digests = {}, {}, {}
+        seconds, lines, imported, digests = {}, {}, {}, {}
         for record in map(lambda file: json.loads(file.read_text()), sorted(folder.glob("*.json"))):
             passed = {name: taken for name, taken in record["tests"].items() if name not in record["failed"]}
             seconds |= passed
             names = list(record["tests"])
             for path, file in record["files"].items():
                 digests[path] = file["digest"]
+                imported.setdefault(path, set()).update(file["imported"])
                 at = lines.setdefault(path, {})
                 for line, tests in file["lines"].items():
                     at.setdefault(int(line), set()).update(names[i] for i in tests if names[i] in passed)
-        return cls(seconds, lines, digests)
+        return cls(seconds, lines, imported, digests)
 
     def tests(self, path: str, source: str, changed: range, limit: float) -> list[str]:
         """The tests to run for a change of some lines, the nearest first, of equally near ones the quickest.
@@ -101,7 +111,8 @@ class Coverage:
         """
         at = self.lines.get(path, {})
         found: set[str] = set()
-        if self.digests.get(path) == digest(source) and all(line in lines_of_functions(source) for line in changed):
+        own = lines_of_functions(source) - self.imported.get(path, set())
+        if self.digests.get(path) == digest(source) and all(line in own for line in changed):
             found = set().union(*(at.get(line, set()) for line in changed))
             # A program that one test traces is run by others of its file, which trace nothing themselves.
             files = {name.split("::")[0] for name in found}
