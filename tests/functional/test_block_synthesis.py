@@ -1,6 +1,6 @@
 """The synthesised product block by block against one product for every row; the interpreter runs Triton's products."""
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moe_jax.experts.forms import LowRank, Quantized
 from moe_jax.experts.forms.optional import FormTiles
 from moe_jax.experts.forms.sparse import to_csr
-from moe_jax.functional import synthesis
+from moe_jax.functional import sparse_product, synthesis
 from moe_jax.functional.codes import codes_shape, scales_shape
 from moe_jax.functional.sparse_product import EntryTiles
 from moe_jax.functional.synthesis import Operands, Tiles, block_gradients, block_product, experts_per_block
@@ -111,8 +111,9 @@ def test_values_and_gradients(kind, monkeypatch):
     check()
 
 
-def test_bfloat16_rounds_kernels_and_results_alone():
-    (by_blocks, by_rows), rng = programs("low-rank"), np.random.default_rng(0)
+@pytest.mark.parametrize("kind", ["low-rank", "scaled"])
+def test_bfloat16_rounds_kernels_and_results_alone(kind):
+    (by_blocks, by_rows), rng = programs(kind), np.random.default_rng(0)
     exact = [random(rng, *shape) for shape in ((ROWS, SHAPE[0]), SHAPE, (ROWS, SHAPE[1]))]
     lhs, base, dout = (array.astype(jnp.bfloat16) for array in exact)
     sizes = jnp.asarray([9, 0, 5, 7], jnp.int32)
@@ -130,3 +131,18 @@ def test_blocks_hold_a_bounded_number_of_entries():
     assert experts_per_block(64, (2048, 1024)) == 32
     assert experts_per_block(60, (2048, 1408)) == 20
     assert experts_per_block(7, (16, 16)) == 7
+
+
+def test_entries_as_gpus_make_them_are_those_of_the_loops(monkeypatch):
+    for function in (block_product, block_gradients):
+        monkeypatch.setattr(sparse_product, function.__name__, partial(function, interpret=INTERPRET))
+    (_, trained, positions), rng = experts("entries"), np.random.default_rng(0)
+    lhs, dout, sizes = random(rng, ROWS, SHAPE[0]), random(rng, ROWS, SHAPE[1]), jnp.asarray([9, 0, 5, 7], jnp.int32)
+    given, options = (lhs, trained["values"], positions, sizes), {"width": SHAPE[1]}
+
+    def together(product, gradients, **more):
+        return jax.jit(lambda *given: (product(*given[:4], **more), gradients(*given, **more)))(*given, dout)
+
+    loops = together(sparse_product._looped_product, sparse_product._looped_gradients, **options)
+    blocks = together(sparse_product._gpu_product, sparse_product._gpu_gradients, **options, capability=None)
+    assert_close(blocks, loops)

@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.functional import grouped
-from moe_jax.functional.grouped import FEW_ROWS, TILE_ENTRIES, TILE_ENTRIES_FOR_FEW, grouped_matmul, tile_width
+from moe_jax.functional.grouped import (
+    FEW_ROWS,
+    TILE_ENTRIES,
+    TILE_ENTRIES_FOR_FEW,
+    grouped_matmul,
+    longest_tile,
+    tile_width,
+)
 from tests.support.numerics import normal
 from tests.support.tiers import examples, one_in
 
@@ -120,3 +127,8 @@ def test_cpu_program_does_not_multiply_the_arithmetic():
     text = jax.jit(grouped_matmul).lower(lhs, rhs, jnp.full(8, 32, jnp.int32)).as_text()
     assert "ragged_dot" not in text
     assert "stablehlo.while" in text
+
+
+def test_the_longest_tile_is_a_power_of_two_that_holds_the_rows():
+    assert [longest_tile(rows) for rows in (1, 8, 9, 16, 17)] == [8, 8, 16, 16, 32]
+    assert longest_tile(10**6) == max(grouped.TILES)

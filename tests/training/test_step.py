@@ -22,6 +22,7 @@ from moe_jax.planning.compile_only import bytes_of, compiled_step
 from moe_jax.training import program as program_module
 from moe_jax.training.program import Program, first_state, make_program
 from moe_jax.training.recipe import (
+    EmaSection,
     MeshSection,
     ModelSection,
     PartitionSection,
@@ -284,6 +285,17 @@ def test_frozen_parameters_have_no_moments_and_do_not_move():
     untouched = initial_states(program)
     assert largest_difference(frozen, untouched[1]) == 0.0
     assert min_movement(state, untouched[0]) > 0.0
+
+
+def test_the_average_keeps_less_of_itself_in_early_steps():
+    kept = []
+    _, _, state, _ = run(recipe_of(ema=EmaSection(decay=0.2), partition=SOME), config_of(PLAIN), steps=3, kept=kept)
+    average = kept[0].params
+    for step, now in enumerate([*kept[1:], jax.tree.map(np.asarray, state)], start=1):
+        share = min(0.2, (1 + step) / (10 + step))
+        average = jax.tree.map(lambda a, b, share=share: share * a + (1 - share) * b, average, now.params)
+        assert largest_difference(now.ema, average) < 1e-6
+    assert largest_difference(state.ema, state.params) > 1e-6
 
 
 def names(state: nnx.State) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.functional.gated import Hidden, Projection, low_rank_hidden
+from moe_jax.functional.gated import Hidden, Projection, _fused_low_rank, low_rank_hidden
 from moe_jax.functional.routing import NO_EXPERT, Routing
 from moe_jax.kernels.hardware import ANY_CORE
 from moe_jax.kernels.tpu import low_rank_hidden as kernel
@@ -136,3 +136,11 @@ def test_the_gradient_is_that_of_the_products_one_after_the_other():
 def test_which_shapes_have_blocks(features, size, fits, monkeypatch):
     monkeypatch.undo()
     assert kernel.fits(features, size, jnp.bfloat16, ANY_CORE) is fits
+
+
+def test_what_does_not_fit_is_made_apart(monkeypatch):
+    given_ = arguments(np.random.default_rng(3), 9)
+    monkeypatch.setattr(kernel, "fits", lambda *sizes, **options: False)
+    monkeypatch.setattr(kernel, "low_rank_hidden", None)
+    got = jax.jit(lambda *args: _fused_low_rank(*args, num_experts=EXPERTS, activation="silu"))(*given_)
+    assert_close(got, apart("silu")(*given_))
