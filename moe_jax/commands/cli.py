@@ -20,7 +20,7 @@ from typing import Any
 import moe_jax
 from moe_jax.commands.arguments import help_of, parse_arguments
 from moe_jax.commands.environment import ask_for_huge_pages, avoid_absent_tpu, keep_compiled_programs
-from moe_jax.core.errors import InputError, clipped, first_line, nearest, printable, shown
+from moe_jax.core.errors import SIGNALLED, USER_ERROR, InputError, clipped, first_line, nearest, printable, shown
 
 COMMANDS = {
     "convert": "Hugging Face checkpoint or GGUF file to model directory",
@@ -70,10 +70,6 @@ _OF_ALL_PROCESSES = ("train", "convert", "upcycle", "merge", "compress", "eval",
 # XLA's messages of this kind begin so, whatever the type of the error: JaxRuntimeError or ValueError.
 _STATUS = re.compile(r"(UNKNOWN|UNAVAILABLE|INTERNAL|ABORTED|DEADLINE_EXCEEDED|CANCELLED|FAILED_PRECONDITION): ")
 
-# Exit codes: 2 for errors that the user can correct (as in argparse), 128 + N for signal N (as in shells).
-USER_ERROR = 2
-SIGNALLED = 128
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command, given its arguments without the program's name; returns the exit code.
@@ -89,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         atexit.register(gc.freeze)
     try:
         with _interruptions():
-            _run(arguments)
+            code = _run(arguments)
             if (processes := sys.modules.get("moe_jax.distributed.processes")) is not None:
                 processes.leave_processes()
         sys.stdout.flush()
@@ -111,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sys.modules["moe_jax.distributed.processes"].await_the_reason()
             _end(1, traceback.format_exc(), f"{type(error).__name__}: {first_line(error)}")
         raise
-    return 0
+    return code
 
 
 class Interrupted(KeyboardInterrupt):
@@ -164,7 +160,8 @@ def _notes(error: BaseException) -> str:
     return "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
 
 
-def _run(arguments: list[str]) -> None:
+def _run(arguments: list[str]) -> int:
+    """Runs a command; returns the exit code, which is 0 unless the command returns another one."""
     if arguments[:1] == ["help"] and len(arguments) > 1:
         arguments = [arguments[1], "--help"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -172,11 +169,11 @@ def _run(arguments: list[str]) -> None:
         lines = [f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items()]
         about = "Makes Mixtures-of-Experts of dense models, and trains, tunes and shrinks them."
         print("usage: moe-jax COMMAND ...", "", about, "", *lines, "", _WORDS, "", _FIRST_STEPS, sep="\n")
-        return
+        return 0
     command, *rest = arguments
     if command == "--version":
         print(f"moe-jax {moe_jax.__version__}")
-        return
+        return 0
     if command not in COMMANDS:
         hint = nearest(command, [*COMMANDS, "--version", "--help"])
         raise InputError(f"unknown command {shown(command)}{hint}; see moe-jax --help")
@@ -189,19 +186,19 @@ def _run(arguments: list[str]) -> None:
     if "-h" in rest or "--help" in rest:
         groups, examples = getattr(module, "GROUPS", None), getattr(module, "EXAMPLES", "")
         print(help_of(module.Options, command, groups=groups, examples=examples))
-        return
+        return 0
     options = parse_arguments(module.Options, rest, command=command)
     if options is None:
-        return
+        return 0
     if os.environ.get("MOE_JAX_DISTRIBUTED") and command not in _OF_ALL_PROCESSES:
         from moe_jax.distributed.processes import let_first_work
 
         if not let_first_work():
-            return
+            return 0
     from moe_jax.core.terminal import shown_work
 
     with shown_work():
-        module.run(options)
+        return module.run(options) or 0
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

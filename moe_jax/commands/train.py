@@ -1,6 +1,5 @@
 """`moe-jax train RECIPE.toml`: trains a model, or compiles the step for a TPU pod without one."""
 
-import contextlib
 import dataclasses
 import shlex
 from collections.abc import Sequence
@@ -60,8 +59,8 @@ moe-jax train --keys optimizer
 """
 
 
-def run(options: Options) -> None:
-    """Runs the recipe."""
+def run(options: Options) -> int:
+    """Runs the recipe; returns the exit code, 128 + N after signal N, which is no success: the run is to go on."""
     from moe_jax.api.open_source import read_config
     from moe_jax.core.errors import InputError
     from moe_jax.training.recipe import load_recipe
@@ -69,7 +68,7 @@ def run(options: Options) -> None:
 
     if options.keys is not None:
         _print_keys(options.keys)
-        return
+        return 0
     if options.recipe is None:
         raise InputError("missing: RECIPE.toml; see moe-jax train --help, and --keys for what a recipe holds")
     if options.compile_only != (options.topology is not None):
@@ -95,13 +94,14 @@ def run(options: Options) -> None:
         report = compile_only(recipe, config, options.topology, teacher=teacher)
         print_report(report, as_json=options.json)
         check_fits(report)
-        return
+        return 0
 
     from moe_jax.api.train import run_recipe
+    from moe_jax.core.errors import SIGNALLED
     from moe_jax.training.loop import Stopped
 
     command = ["moe-jax", "train", str(options.recipe), *(["--set", *overrides] if overrides else []), "--resume"]
-    with contextlib.suppress(Stopped):  # a signal ended it as was wished
+    try:
         run_recipe(
             recipe,
             resume=options.resume,
@@ -109,6 +109,9 @@ def run(options: Options) -> None:
             skip_batches=options.skip_batches,
             continue_command=shlex.join(command),
         )
+    except Stopped as stopped:
+        return SIGNALLED + stopped.signal
+    return 0
 
 
 def _print_keys(patterns: Sequence[str]) -> None:

@@ -21,6 +21,10 @@ MAX_SIZE = 2**31 - 1
 MAX_FLOAT32 = 3.4028235e38
 
 
+USER_ERROR, SIGNALLED = 2, 128
+"""Exit codes: 2 for errors that the user can correct (as in argparse), 128 + N for signal N (as in shells)."""
+
+
 class InputError(ValueError):
     """Bad input: the message says what, where, what was expected and what to do.
 

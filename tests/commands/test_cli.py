@@ -44,7 +44,7 @@ class Options:
 def convert(monkeypatch):
     """Puts a command in the place of `convert` that keeps its options, or does what `convert.do` says."""
     command = types.SimpleNamespace(Options=Options, seen=[], do=lambda options: None)
-    command.run = lambda options: (command.seen.append(options), command.do(options))
+    command.run = lambda options: command.seen.append(options) or command.do(options)
     monkeypatch.setitem(sys.modules, "moe_jax.commands.convert", command)
     return command
 

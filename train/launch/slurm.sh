@@ -33,7 +33,7 @@ while kill -0 "$step" 2>/dev/null; do
   wait "$step"
   status=$?
 done
-if ((stopped && status == 0)); then
+if ((stopped && status == 143)); then  # of SIGTERM: the run has saved
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

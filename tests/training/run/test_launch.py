@@ -35,7 +35,7 @@ echo "uv $*" >> "$FAKE/calls"
 if [[ $1 == venv ]]; then mkdir -p venv/bin && cp "$FAKE/program" venv/bin/moe-jax; fi
 """
 PROGRAM = """#!/usr/bin/env bash
-trap 'echo saved; exit 0' TERM
+trap 'echo saved; exit 143' TERM
 echo "$MOE_JAX_DISTRIBUTED in $(basename "$PWD"):" "$@"
 for ((i = 0; i < 600; i++)); do
   if [[ -e $FAKE/end ]]; then echo done; exit 3; fi
@@ -143,8 +143,8 @@ def test_a_pod_is_stopped_and_saves(pod):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     stopped = sh(script, "stop", "pod", "us-west4-a")
-    assert stopped.returncode == 0 and stopped.stdout.count("ended with exit code 0") == 2
-    assert "saved\n" in started.communicate(timeout=30)[0] and started.returncode == 0
+    assert stopped.returncode == 0 and stopped.stdout.count("ended with exit code 143") == 2
+    assert "saved\n" in started.communicate(timeout=30)[0] and started.returncode == 143
     assert all(log.read_text().endswith("\nsaved\n") for log in logs)
 
 
@@ -162,7 +162,7 @@ SRUN = """#!/usr/bin/env bash
 echo "MOE_JAX_DISTRIBUTED=$MOE_JAX_DISTRIBUTED SRUN_CPUS_PER_TASK=$SRUN_CPUS_PER_TASK srun $*" >> "$FAKE/calls"
 if [[ -e $FAKE/fails ]]; then exit 1; fi
 if [[ -e $FAKE/waits ]]; then
-  trap 'sleep 0.5; echo saved >> "$FAKE/calls"; exit 0' TERM
+  trap 'sleep 0.5; echo saved >> "$FAKE/calls"; exit 143' TERM
   touch "$FAKE/started"
   for ((i = 0; i < 600; i++)); do sleep 0.05; done
 fi
@@ -170,7 +170,7 @@ fi
 
 
 @pytest.mark.parametrize(
-    ("state", "code", "requeued"), [("", 0, False), ("fails", 1, False), ("waits", 0, True)], ids=str
+    ("state", "code", "requeued"), [("", 0, False), ("fails", 1, False), ("waits", 143, True)], ids=str
 )
 def test_slurm_queues_a_run_again_that_was_stopped_and_no_other(fake, state, code, requeued):
     write_program(fake / "bin" / "srun", SRUN)
@@ -230,8 +230,8 @@ def test_a_jobset_starts_every_process_with_its_place(kind, resource, fake):
         line = stopped.stdout.readline()
         assert line == f"{first}:8476,{nodes},1 in shared: train pod.toml --resume --set run_dir=run\n"
         stopped.send_signal(signal.SIGTERM)
-        # It saved, and is not done: a code of 0 would end the job.
-        assert stopped.communicate(timeout=30)[0] == "saved\n" and stopped.returncode == 75
+        # It saved, and is not done.
+        assert stopped.communicate(timeout=30)[0] == "saved\n" and stopped.returncode == 143
     (fake / "end").touch()
     with start() as whole:
         assert whole.communicate(timeout=30)[0].endswith("done\n") and whole.returncode == 0

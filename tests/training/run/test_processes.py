@@ -180,7 +180,7 @@ def test_killed_stopped_and_moved_a_run_gives_the_same_curve(workplace, undistur
         started.processes[1].send_signal(signal.SIGTERM)
         (code, out, said), (other, silent, _) = started.ended()
     stopped = re.search(r"SIGTERM: saved step (\d+) of 1000; continue with: moe-jax train recipe.toml", out)
-    assert (code, other, silent) == (0, 0, "") and stopped, out + said
+    assert (code, other, silent) == (143, 143, "") and stopped, out + said
     step = int(stopped[1])
     assert unfinished_step <= step < STEPS and count_steps(workplace, "tried") == step
     assert f"continuing after step {unfinished_step - 3}\n" in out

@@ -175,7 +175,7 @@ def test_killed_in_the_middle_and_resumed_it_gives_the_same_curve_to_the_last_bi
     with (workplace / "killed" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 99, "lo')
     code, output = train_until(workplace, "killed", 23, signal.SIGTERM, *arguments, "--resume")
-    assert code == 0, output
+    assert code == 128 + signal.SIGTERM, output
     stopped = re.search(r"SIGTERM: saved step (\d+) of 30; continue with: (.*)", output)
     assert stopped and 23 <= int(stopped[1]) < STEPS
     assert output.count("SIGTERM: saving a checkpoint after this step") == 1
