@@ -19,7 +19,13 @@ from typing import Any
 
 import moe_jax
 from moe_jax.commands.arguments import help_of, parse_arguments
-from moe_jax.commands.environment import ask_for_huge_pages, avoid_absent_tpu, keep_compiled_programs
+from moe_jax.commands.environment import (
+    ask_for_huge_pages,
+    avoid_absent_tpu,
+    ignore_settings_of_numbers,
+    keep_compiled_programs,
+    open_standard_streams,
+)
 from moe_jax.core.errors import SIGNALLED, USER_ERROR, InputError, clipped, first_line, nearest, printable, shown
 
 COMMANDS = {
@@ -78,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
+        open_standard_streams()
         # `plan --train` runs steps to measure training; `plan` otherwise only reads a config.
         if arguments[:1] and (arguments[0] in _COMPUTING or arguments[0] == "plan" and "--train" in arguments):
             ask_for_huge_pages()
@@ -178,6 +185,7 @@ def _run(arguments: list[str]) -> int:
         hint = nearest(command, [*COMMANDS, "--version", "--help"])
         raise InputError(f"unknown command {shown(command)}{hint}; see moe-jax --help")
     avoid_absent_tpu()
+    ignore_settings_of_numbers()
     keep_compiled_programs()
     # Imports and tracing make many objects that stay. To look through all of them as often as Python does by itself
     # takes a fifth of their time.

@@ -1,5 +1,7 @@
 """The environment that JAX finds: memory in huge pages, a folder for compiled programs, no search for an absent TPU.
 
+And what the system may lack that all programs count on: standard streams.
+
 Nothing here imports JAX, and everything has to be called before somebody else does.
 """
 
@@ -48,6 +50,29 @@ def _are_for_the_asking() -> bool:
         return library == "glibc" and is_new and "[madvise]" in _POLICY.read_text()
     except (AttributeError, OSError, ValueError):  # another system
         return False
+
+
+def open_standard_streams() -> None:
+    """Opens those of the three standard streams that are closed, on nothing.
+
+    The next file that is opened would otherwise take the number of one, and get what libraries print.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number is this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))
+
+
+_OF_NUMBERS = ("JAX_ENABLE_X64", "JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION")
+
+
+def ignore_settings_of_numbers() -> None:
+    """Removes variables that change the numbers of every JAX program: Optax and OTT fail with some of their values."""
+    for name in _OF_NUMBERS:
+        os.environ.pop(name, None)
 
 
 CACHE_FOLDER = "JAX_COMPILATION_CACHE_DIR"

@@ -242,6 +242,23 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path):
         assert ran.stdout.strip() in ("0", "1") and not ran.stderr
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-", ">/dev/full"])
+def test_streams_that_are_closed_or_full_are_no_bug(closed):
+    program = f"{sys.executable} -m moe_jax.commands.cli --version {closed}"
+    ran = subprocess.run(["bash", "-c", program], capture_output=True, text=True, cwd=ROOT)
+    full = closed == ">/dev/full"
+    assert ran.returncode == (2 if full else 0) and ("No space left" in ran.stderr) == full
+    assert ran.stderr.count("\n") == full
+
+
+def test_settings_of_numbers_do_not_reach_a_command(convert, monkeypatch):
+    settings = {"JAX_ENABLE_X64": "1", "JAX_NUMPY_DTYPE_PROMOTION": "strict", "JAX_NUMPY_RANK_PROMOTION": "raise"}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["convert", "a"]) == 0
+    assert not settings.keys() & os.environ.keys()
+
+
 @pytest.mark.parametrize(
     ("devices", "chosen", "expected"),
     [((), None, "cpu"), ((), "tpu", "tpu"), (("accel0",), None, None), (("nvidia0",), None, None)],
