@@ -5,7 +5,10 @@ with the tokenizer: chat_template.jinja, or `chat_template` of tokenizer_config.
 put, too). It is rendered as Transformers does, in a sandbox and within bounds (`template_sandbox`).
 """
 
+import contextlib
+import functools
 import itertools
+import json
 import os.path
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -140,19 +143,8 @@ class ChatTemplate:
         return _plain(list(tools))
 
     def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None, add_generation_prompt: bool) -> Written:
-        """Renders messages; arguments of tool calls that are the text of an object, as OpenAI has them, as objects.
-
-        Most templates write them as JSON themselves, and would quote a text once more. One that adds texts to them, or
-        writes an object as Python does, gets the texts.
-        """
-        parsed, objects = _with_objects(messages)
-        if objects:
-            try:
-                written = self._rendered(parsed, tools, add_generation_prompt)
-                if not any(text in written.text for text in objects):
-                    return written
-            except TemplateFails:
-                pass
+        if any(message.get("tool_calls") for message in messages):
+            messages = [self._with_arguments(message, number) for number, message in enumerate(messages, start=1)]
         try:
             return self._rendered(messages, tools, add_generation_prompt)
         except TemplateFails as error:
@@ -163,29 +155,67 @@ class ChatTemplate:
         values = {"messages": messages, "tools": tools, "documents": None}
         return self._template.render({**self._special, **values, "add_generation_prompt": add_generation_prompt})
 
+    def _with_arguments(self, message: dict[str, Any], number: int) -> dict[str, Any]:
+        """Returns a message with the arguments of its tool calls in the form that the template takes.
 
-def _with_objects(messages: list[dict[str, Any]]) -> tuple[list[Any], list[str]]:
-    """Returns messages with the arguments of tool calls as objects, and these as Python writes them."""
-    objects: list[str] = []
+        Data has them as objects, or as OpenAI does, as the text of one. Most templates write them as JSON themselves,
+        and would quote a text once more; others add texts to them, or write an object as Python does.
+        """
+        calls = message.get("tool_calls")
+        if not isinstance(calls, list) or not calls:
+            return message
+        if self._form_of_arguments == "none":
+            raise InputError(f"{self._where} never writes tool calls, which message {number} has")
+        return {**message, "tool_calls": [_with_form(call, self._form_of_arguments) for call in calls]}
 
-    def parsed(call: Any) -> Any:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
-            return call
-        if not text.lstrip().startswith("{"):
-            return call
-        try:
-            arguments = parse_json(text.encode("utf-8", "replace"), where="arguments", allow=ANYTHING)
-        except InputError:
-            return call
-        objects.append(str(arguments))
-        return {**call, "function": {**function, "arguments": arguments}}
+    @functools.cached_property
+    def _form_of_arguments(self) -> str:
+        """The form that the template takes: `text`, as Transformers would pass it on, `object`, `any`, or `none`.
 
-    with_calls = (message.get("tool_calls") for message in messages)
-    calls = [[parsed(call) for call in calls] if isinstance(calls, list) else None for calls in with_calls]
-    return [
-        message if own is None else {**message, "tool_calls": own} for message, own in zip(messages, calls, strict=True)
-    ], objects
+        Found by writing a call, which some templates want to be followed by its result.
+        """
+        found = {form: self._probed(arguments) for form, arguments in (("text", _AS_TEXT), ("object", _PROBE))}
+        if all(text is None for text in found.values()):
+            return "any"  # it takes other conversations
+        if not any(text is not None and (_NAME in text or _KEY in text) for text in found.values()):
+            return "none"
+        right = {form: text is not None and _KEY in text and not _is_python(text) for form, text in found.items()}
+        right["text"] = right["text"] and _AS_TEXT in (found["text"] or "")
+        return "any" if right["text"] == right["object"] else "text" if right["text"] else "object"
+
+    def _probed(self, arguments: Any) -> str | None:
+        call = {"id": "abcdefghi", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
+        said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        result = {"role": "tool", "content": "b", "name": _NAME, "tool_call_id": "abcdefghi"}
+        for messages in (said, [*said, result]):
+            with contextlib.suppress(TemplateFails):
+                return self._rendered(messages, None, False).text
+        return None
+
+
+# A call that no text has.
+_NAME, _KEY = "probed_name", "probed_key"
+_PROBE = {_KEY: "c"}
+_AS_TEXT = json.dumps(_PROBE)
+
+
+def _is_python(text: str) -> bool:
+    """Whether the probe was written as Python writes it."""
+    return f"'{_KEY}'" in text
+
+
+def _with_form(call: Any, form: str) -> Any:
+    """Returns a tool call with its arguments in a form, where they can have it."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    arguments = function.get("arguments")
+    if form == "text" and isinstance(arguments, dict):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    elif form == "object" and isinstance(arguments, str) and arguments.lstrip().startswith("{"):
+        with contextlib.suppress(InputError):
+            arguments = parse_json(arguments.encode("utf-8", "replace"), where="arguments", allow=ANYTHING)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:

@@ -5,7 +5,6 @@ Whatever else a row holds is used too, is known to say nothing about the content
 """
 
 import itertools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +26,9 @@ _OF_OTHERS = (("prompt", "completion"), ("instruction", "output"), ("data",))
 # once more in UltraChat's.
 _TURNS = frozenset({"system", "tools"})
 _BESIDE = {"text": frozenset[str](), "instruction": _TURNS | {"input"}, "messages": _TURNS | {"prompt"}}
+
+# Keys beside which a text is not taken for the content of a row; others may be about it.
+_USUAL = frozenset({"prompt", "response", "input", "target", "messages", "conversations"})
 
 # Keys that say where a pair or a conversation comes from, and nothing that is to be learnt.
 _ABOUT = frozenset(
@@ -93,6 +95,7 @@ class RowReader:
             self._system, self._tools = fields.system, fields.tools
         self._kind_of = {keys: kind for kind in kinds for keys in by_kind[kind]}
         self._is_told = fields is not None
+        self._takes_chats = "chat" in kinds
         self._known = {"text", *itertools.chain(*PAIR_KEYS), *CHAT_KEYS}
 
     def columns(self, names: Sequence[str]) -> list[str]:
@@ -100,10 +103,10 @@ class RowReader:
         if self._is_told:
             wanted = {*itertools.chain(*self._kind_of), self._system, self._tools}
             found = [name for name in names if name in wanted]
+        elif ("text",) in self._kind_of and "text" in names and not _USUAL & {*names}:
+            found = ["text"]
         else:
-            found = [name for name in names if name in self._known]
-            if found and not all(self._kind_of.get((name,)) == "text" for name in found):
-                found = [name for name in names if name not in _ABOUT]
+            found = [name for name in names if name not in _ABOUT]
         return found if any(set(keys) <= set(found) for keys in self._kind_of) else []
 
     @property
@@ -132,7 +135,7 @@ class RowReader:
             if not self._is_told and row.get("prompt") is not None:
                 _check_first(row["prompt"], messages)
             return self._conversation(row, messages)
-        if isinstance(row[keys[0]], list):  # TRL's conversational form of a prompt and its completion
+        if self._takes_chats and all(_is_messages(row[key], key) for key in keys):  # TRL's conversational form
             prompt, answer = (self._messages(row, keys, number) for number in (0, 1))
             if not any(message["role"] == "assistant" for message in answer):
                 raise InputError(f'{shown(keys[1])} has no message of the "assistant"')
@@ -144,22 +147,24 @@ class RowReader:
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
             return self._conversation(row, turns)
         for name in (self._system, self._tools):
-            if name is not None and row.get(name):
-                raise InputError(f"{shown(name)} beside a pair goes into a conversation: set chat = true in its source")
+            if name is not None and _from_json(row.get(name), name):
+                more = ": set chat = true in its source" if self._takes_chats else ", and this is a pair"
+                raise InputError(f"{shown(name)} beside {shown(keys[0])} goes into a conversation{more}")
         return [Example(prompt + response, len(prompt), is_response=True)]
 
     def _keys_of(self, row: Mapping[str, Any]) -> tuple[str, ...]:
         """Returns the keys that hold the content of a row; raises `InputError` for others that may matter."""
-        given = {key for key, value in row.items() if value is not None}
         if self._is_told:
             found = next((keys for keys in self._kind_of if set(keys) <= row.keys()), None)
             unused: set[str] = set()
         else:
+            given = {key for key, value in row.items() if value is not None}
             # Of rows with keys of several kinds, none is taken for the other.
             fits = (keys for keys in self._kind_of if set(keys) <= given)
-            found = next((keys for keys in fits if self._known & given <= {*keys, *_BESIDE.get(keys[0], _TURNS)}), None)
+            found = next((keys for keys in fits if self._others(row, keys) <= _beside(row, keys)), None)
             is_text = found is not None and self._kind_of[found] == "text"  # which is whole without what is beside it
-            unused = set() if found is None or is_text else given - {*found, *_BESIDE.get(found[0], _TURNS)} - _ABOUT
+            filled = {key for key in given if row[key] not in ("", [], {})}
+            unused = set() if found is None or is_text else filled - {*found} - _beside(row, found) - _ABOUT
         if found is None:
             names = clipped(", ".join(map(shown, row))) or "(none)"
             told = "" if self._is_told or not row else "; a source's fields = { ... } says which keys hold what"
@@ -168,10 +173,15 @@ class RowReader:
             names = clipped(", ".join(map(shown, sorted(unused))))
             beside = " and ".join(map(shown, found))
             raise InputError(
-                f"{names} beside {beside} would be left out; a source's fields = {{ ... }} says which keys are read, "
-                "and that others are not"
+                f"{names} beside {beside} would be left out; a source's fields = {{ ... }} says which keys are read "
+                "(system and tools too), and that others are not"
             )
         return found
+
+    def _others(self, row: Mapping[str, Any], keys: tuple[str, ...]) -> set[str]:
+        """Returns the keys of a row that hold the content of other kinds than these keys."""
+        known = {"text", *_USUAL} if keys == ("text",) else self._known
+        return {key for key in known - {*keys} if row.get(key) is not None and _holds(row[key], key)}
 
     def _text(self, row: Mapping[str, Any], keys: tuple[str, ...], number: int) -> str:
         """Returns the text under one of the keys of a row."""
@@ -201,10 +211,13 @@ class RowReader:
         system = row.get(self._system) if self._system else None
         if system:
             own = messages[0].get("content") if messages[0]["role"] == "system" else None
+            messages = messages[1:] if own == "" else messages
+            own = own or None
             if not isinstance(system, str) or own not in (None, system):
                 raise InputError(f"{shown(self._system)} is {shown(system)}, expected the text of a first message")
             messages = messages if own else [{"role": "system", "content": system}, *messages]
         tools = _from_json(row.get(self._tools), self._tools) if self._tools else None
+        tools = [tools] if isinstance(tools, Mapping) and tools else tools
         if tools and not isinstance(tools, list):
             raise InputError(f"{shown(self._tools)} is {shown(tools)}, expected a list of tools")
         learnt = [bool(message.pop("train", True)) for message in messages]
@@ -241,16 +254,42 @@ class RowReader:
         return {"role": known, "content": content, **others}
 
 
+def _beside(row: Mapping[str, Any], keys: tuple[str, ...]) -> set[str]:
+    """Returns the keys that a row may have beside those of its content."""
+    allowed = set(_BESIDE.get(keys[0], _TURNS))
+    # The data set of Alpaca has both in one text, too.
+    if keys[0] == "instruction" and isinstance(text := row.get("text"), str) and text.endswith(str(row[keys[1]])):
+        allowed.add("text")
+    return allowed
+
+
+def _holds(value: Any, key: str) -> bool:
+    """Whether a value can be the content under a key: `data` is a list of turns, or nothing of the kind."""
+    return key != "data" or isinstance(value, list)
+
+
+def _is_messages(value: Any, key: str) -> bool:
+    """Whether a value is a list of messages, or the text of one."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = _from_json(value, key)
+        except InputError:
+            return False
+    return isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) for one in value)
+
+
 def _check_first(prompt: Any, messages: Sequence[Mapping[str, Any]]) -> None:
     """Raises `InputError` if a prompt beside a conversation is not what the user says first in it."""
     first = next((message["content"] for message in messages if message["role"] == "user"), None)
+    if isinstance(first, list) and all(isinstance(part, Mapping) for part in first):
+        first = "".join(str(part.get("text", "")) for part in first)
     if not isinstance(prompt, str) or not isinstance(first, str) or first.strip() != prompt.strip():
         raise InputError(f"'prompt' is {shown(prompt)}, but the user's first message is {shown(first)}")
 
 
 def _from_json(value: Any, key: str | None) -> Any:
-    """Returns a value, parsed if it is stored as the text of a list, as tables have it whose rows must be alike."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
+    """Returns a value, parsed if it is the text of a list or an object, as tables have it whose rows must be alike."""
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         return parse_json(value.encode("utf-8", "replace"), where=f"{shown(key)}, which", allow=ANYTHING)
     return value
 
@@ -262,6 +301,5 @@ def _calls(content: Any, number: int) -> list[dict[str, Any]]:
         content = parse_json(content.encode("utf-8", "replace"), where=where, allow=ANYTHING)
     calls = content if isinstance(content, list) else [content]
     if not calls or not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):
-        got = shown(json.dumps(content))
-        raise InputError(f'{where} is {got}, expected {{"name": "...", "arguments": {{...}}}}')
+        raise InputError(f'{where} is {shown(content)}, expected {{"name": "...", "arguments": {{...}}}}')
     return [{"type": "function", "function": {"arguments": {}, **call}} for call in calls]

@@ -1,5 +1,6 @@
 """Rows in the forms of usual data sets: all that they hold is used, known to say nothing, or an error that names it."""
 
+import datetime
 import json
 
 import pytest
@@ -54,7 +55,10 @@ ONE = "<user>q</><assistant>[[a</>]]"
         ({"instruction": "do", "input": "q", "output": "a"}, "do\nq[[a]]"),
         ({"instruction": "do", "input": "", "output": "a"}, "do[[a]]"),
         ({"instruction": "do", "output": "a", "input": None, "id": 3, "source": "b", "system": ""}, "do[[a]]"),
+        ({"instruction": "do", "input": "q", "output": "a", "text": "Below: do q a"}, "do\nq[[a]]"),
+        ({"prompt": "q", "response": "a", "tools": "[]", "chosen": [], "reasoning": ""}, "q[[a]]"),
         ({"text": "a", "url": "b", "whatever": [1]}, "[[a]]"),
+        ({"text": "a", "data": "wiki", "output": "b", "completion": "c"}, "[[a]]"),
     ],
 )
 def test_texts_and_pairs(row, expected):
@@ -70,6 +74,9 @@ def test_texts_and_pairs(row, expected):
         ({"messages": [U, A], "system": "s"}, "<system>s</>" + ONE),
         ({"messages": [{"role": "system", "content": "s"}, U, A], "system": "s"}, "<system>s</>" + ONE),
         ({"messages": [U, A], "system": "", "tools": []}, ONE),
+        ({"messages": [{"role": "system", "content": ""}, U, A], "system": "s"}, "<system>s</>" + ONE),
+        ({"messages": [U, A], "tools": '{"f": 1}'}, '[[{"f": 1}]]' + ONE),
+        ({"prompt": json.dumps([U]), "completion": json.dumps([A])}, ONE),
         ({"messages": [U, A], "tools": [{"f": 1}]}, '[[{"f": 1}]]' + ONE),
         ({"conversations": [U, A], "tools": '[{"f": 1}]'}, '[[{"f": 1}]]' + ONE),
         ({"prompt": [U, A, U], "completion": [A]}, "<user>q</><assistant>a</>" + ONE),
@@ -118,15 +125,16 @@ def test_other_names_of_what_is_beside_messages(key):
     [
         ({"messages": [U, A], "documents": ["d"]}, "'documents' beside 'messages'"),
         ({"prompt": "q", "response": "a", "rejected": "b"}, "'rejected' beside 'prompt' and 'response'"),
-        ({"prompt": "q", "response": "a", "system": "s"}, "'system' beside a pair"),
+        ({"prompt": "q", "response": "a", "system": "s"}, "'system' beside 'prompt'"),
         ({"messages": [U, A], "prompt": "another"}, "'prompt' is 'another'"),
         ({"messages": [{"role": "system", "content": "t"}, U, A], "system": "s"}, "'system' is 's'"),
-        ({"messages": [U, A], "tools": {"f": 1}}, "'tools' is"),
+        ({"messages": [U, A], "tools": 3}, "'tools' is"),
         ({"messages": [U, {**A, "weight": 0.5}]}, "message 2 has the weight 0.5"),
         ({"messages": "[1"}, "'messages'"),
         ({"prompt": [U], "completion": [U]}, "'completion' has no message of the \"assistant\""),
         ({"conversations": [{"from": "function_call", "value": "f(x)"}, A]}, "function_call in message 1"),
         ({"conversations": [{"from": "function_call", "value": '{"f": 1}'}, A]}, "function_call in message 1"),
+        ({"conversations": [{"from": "function_call", "value": datetime.date(2026, 1, 1)}, A]}, "in message 1"),
     ],
 )
 def test_what_would_be_lost_is_named(row, named):
@@ -136,6 +144,26 @@ def test_what_would_be_lost_is_named(row, named):
 def test_tools_that_the_template_never_writes():
     bare = TEMPLATE.partition("\n")[2]
     assert "never writes the tools" in refused({"messages": [U, A], "tools": [1]}, source=bare)
+
+
+def test_calls_that_the_template_never_writes():
+    bare = TEMPLATE.replace("{%- for call in m.tool_calls %}", "{%- for call in [] %}")
+    assert "never writes tool calls, which message 2 has" in refused({"messages": [U, CALLS]}, source=bare)
+
+
+def test_one_call_does_not_decide_how_another_is_written():
+    def called(arguments: str) -> dict:
+        return {**CALLS, "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": arguments}}]}
+
+    result = {"role": "tool", "content": "called with {'x': 'é'}"}
+    (text,) = read({"messages": [U, called('{"x": "é"}'), result, called("{}"), A]})
+    assert '(f {"x": "é"})' in text and "(f {})" in text
+    # As Transformers passes a text on to a template that takes one.
+    own = TEMPLATE.replace("arguments | tojson", "arguments if call.function.arguments is string else 0")
+    assert '(f {"a": 1.10, "b":1e5})' in read({"messages": [U, called('{"a": 1.10, "b":1e5}')]}, source=own)[0]
+    # An object, for one that adds texts to it.
+    adds = TEMPLATE.replace("arguments | tojson", "arguments + '!'")
+    assert '(f {"x": "é"}!)' in read({"messages": [U, CALLS]}, source=adds)[0]
 
 
 @pytest.mark.parametrize(
@@ -168,3 +196,8 @@ def test_a_table_adds_no_keys_and_is_read_where_it_matters(tmp_path):
     table = TableRows(tmp_path / "b.parquet", "parquet", RowReader(template=lambda: ChatTemplate(TEMPLATE)))
     with pytest.raises(InputError, match="row 1: 'more' beside 'messages'"):
         table[0]
+
+
+def test_a_model_with_an_encoder_takes_no_conversation_for_a_pair():
+    said = refused({"prompt": [U], "completion": [A]}, kinds=("pair",))
+    assert "'prompt' holding a list that should be a string" in said
