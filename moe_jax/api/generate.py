@@ -120,7 +120,7 @@ def generate(
         model = Model.of_source(source, Loading.for_generation(source))
     single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int | np.integer | Mapping))
     prompts: list[Any] = [prompt] if single else list(prompt)
-    chat = any(_is_conversation(one) for one in prompts)
+    chat = any(is_conversation(one) for one in prompts)
     results, _ = continue_prompts(model, [prompt_ids(one, model) for one in prompts], spec, chat=chat)
     return results[0] if single else results
 
@@ -187,7 +187,7 @@ def prompt_ids(prompt: Prompt, model: Model) -> list[int]:
     if isinstance(prompt, str):
         tokenizer = tokenizer_of(model, "a text prompt", "give the prompt as token ids (--ids)")
         return (tokenizer.inputs if model.config.has_encoder else tokenizer.prompt)(prompt).tolist()
-    if _is_conversation(prompt):
+    if is_conversation(prompt):
         tokenizer = tokenizer_of(model, "a conversation", "give the prompt as token ids (--ids)")
         template: Any = load_chat_template(tokenizer.path)
         return tokenizer.encode(template(prompt, add_generation_prompt=True)).tolist()
@@ -195,7 +195,8 @@ def prompt_ids(prompt: Prompt, model: Model) -> list[int]:
     return [int(token) for token in ids]
 
 
-def _is_conversation(prompt: Prompt) -> bool:
+def is_conversation(prompt: Prompt) -> bool:
+    """Whether a prompt is a list of messages."""
     return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 

@@ -33,9 +33,10 @@ class Options(OneModel):
     Perplexity is e to the mean loss of a token; lower is better.
 
     A text is tokenised whole without special tokens and cut into consecutive windows, the last of which may be shorter;
-    every token but the first of each window is scored. JSON lines (*.jsonl) and tables (*.parquet, *.arrow) hold
-    documents {"text"}; pairs {"prompt", "response"}, or {"input", "target"}, of which the second is scored, given the
-    first; or conversations {"messages"}, in which the assistant's words are scored. All may be compressed (.gz, .zst).
+    every token but the first of each window is scored. JSON (*.jsonl, *.json) and tables (*.parquet, *.arrow) hold
+    documents {"text"}; pairs such as {"prompt", "response"} or {"input", "target"}, of which the second is scored,
+    given the first; or conversations {"messages"}, in which the assistant's words are scored; see the sources of a
+    recipe (moe-jax train --keys sources). All may be compressed (.gz, .zst).
     A model with an encoder is scored on pairs alone.
 
     Labelled texts are JSON lines of a label and a text, in the style of GLUE. A head for classes scores them at the

@@ -73,7 +73,7 @@ moe-jax generate model-dir --chat --prompts-file questions.jsonl --json
 
 def run(options: _Command) -> None:
     """Prints the continued prompts, or leads a conversation."""
-    from moe_jax.api.generate import Prompt, continue_prompts, prompt_ids
+    from moe_jax.api.generate import Prompt, continue_prompts, is_conversation, prompt_ids
     from moe_jax.api.model import Loading, Model
     from moe_jax.distributed.job_place import find_place
     from moe_jax.distributed.processes import is_first_process, join_processes, let_first_work
@@ -123,7 +123,8 @@ def run(options: _Command) -> None:
         beginnings[row], begun = "", True
 
     try:
-        results, speed = continue_prompts(model, ids, wanted, show if streams else None, chat=options.chat)
+        chat = any(map(is_conversation, prompts))
+        results, speed = continue_prompts(model, ids, wanted, show if streams else None, chat=chat)
     except BaseException:
         if begun:  # why it ended is not to stand in the line of the text
             print(flush=True)

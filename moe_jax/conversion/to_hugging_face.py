@@ -110,10 +110,10 @@ def export(
         with open_work(dst, job_of(lineage)) as work:
             folder = work.folder
             # Before the weights, so that no copied file can take their place.
-            copy_tokenizer_files({file.name: file for file in source.tokenizer_files}, folder)
             settings = _generation_settings(source)
-            if settings is not None:
-                (folder / GENERATION).write_durably((json.dumps(settings, indent=2) + "\n").encode())
+            files: dict[str, Path | bytes] = {file.name: file for file in source.tokenizer_files}
+            files |= {} if settings is None else {GENERATION: (json.dumps(settings, indent=2) + "\n").encode()}
+            copy_tokenizer_files(files, folder)
             with shard_writer(work, tensors, max_bytes) as writer:
                 writing = _Writing(model, mapped, specs, tensors, writer, progress, packing, spec.allow_nonfinite)
                 writing.write_layers(work)

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from moe_jax.core.errors import InputError, shown
-from moe_jax.data.chat_template import ChatTemplate, find_chat_template, read_settings
+from moe_jax.data.chat_template import find_chat_template, read_settings
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.files.json_toml import ANYTHING, read_json_object
 from moe_jax.files.tokenizer_files import GENERATION
 from moe_jax.models import ModelConfig
 
-_QUESTION, _ANSWER = ({"role": role, "content": role} for role in ("user", "assistant"))
+_QUESTION, _ANSWER = ({"role": role, "content": f"said by the {role}"} for role in ("user", "assistant"))
 
 
 def end_tokens(
@@ -34,7 +34,7 @@ def end_tokens(
       tokenizer: of the model; None: it has none, and only numbers of tokens are read.
 
     Raises:
-      InputError: if a file names what is no token of the vocabulary, or is not what its name says.
+      InputError: if generation_config.json names what is no token of the vocabulary, or a file is no JSON.
     """
     found = [*config.eos_ids, *_of_generation(config, files)]
     if tokenizer is not None:
@@ -42,8 +42,7 @@ def end_tokens(
         text = named.get("content") if isinstance(named, Mapping) else named
         ends = [tokenizer.id_of(text) if isinstance(text, str) else None]
         if chat or any(entry.get("command") == "train" for entry in lineage):
-            template = find_chat_template(tokenizer.path)
-            ends += [] if template is None else [tokenizer.first_special(_behind_turn(template))]
+            ends.append(tokenizer.first_special(_behind_turn(tokenizer.path)))
         found += [token for token in ends if token is not None and token < config.vocab_size]
     return tuple(dict.fromkeys(found))
 
@@ -58,7 +57,8 @@ def generation_settings(config: ModelConfig, files: Sequence[Path], ends: Sequen
     named = config.eos_ids if file is None else _of_generation(config, files)
     if set(ends) <= set(named):
         return None
-    own = {} if config.bos_id is None else {"bos_token_id": config.bos_id}
+    known = {"bos_token_id": config.bos_id, "decoder_start_token_id": config.decoder_start_id}
+    own = {name: token for name, token in known.items() if token is not None}
     kept = own if file is None else read_json_object(file, allow=ANYTHING)
     return kept | {"eos_token_id": list(ends)}
 
@@ -75,9 +75,13 @@ def _of_generation(config: ModelConfig, files: Sequence[Path]) -> list[int]:
     return found
 
 
-def _behind_turn(template: ChatTemplate) -> str:
-    """Returns what a template writes behind the assistant's words; nothing if it takes other conversations alone."""
+def _behind_turn(tokenizer: Path) -> str:
+    """Returns what a chat template writes behind the assistant's words; nothing where there is none that writes them.
+
+    A template that is none is an error where a conversation is written, and not where a text is.
+    """
     try:
-        return template([_QUESTION, _ANSWER]).rpartition(_ANSWER["content"])[2].lstrip()
+        template = find_chat_template(tokenizer)
+        return "" if template is None else template([_QUESTION, _ANSWER]).rpartition(_ANSWER["content"])[2].lstrip()
     except InputError:
         return ""

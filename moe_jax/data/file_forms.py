@@ -15,7 +15,7 @@ from moe_jax.data.data_files import DataFile, cached_copy, read_through
 from moe_jax.data.sections import COMPRESSED, form_of_name
 
 _SNIFFED = 64 << 10  # bytes at the beginning of a file that are looked at
-_MOST_BYTES = 4 << 30  # of a list, which is read as a whole
+_MOST_BYTES = 1 << 30  # of a list, which is read as a whole
 _BLANK = b" \t\r\n"
 
 _PACKED = frozenset(".bz2 .xz .lzma .lz4 .zip .7z .tar .tgz .z .br .rar .snappy".split())
@@ -36,40 +36,61 @@ _MAGIC = {
 _JSON = re.compile(rb'\s*(\[\s*)?\{\s*"([^"\\\n]|\\.)*"\s*:')  # an object, or a list of objects
 
 
-def check_is_text(name: str | PurePath, beginning: bytes) -> None:
+def check_is_text(name: str | PurePath, beginning: bytes, *, of_source: bool = False) -> None:
     """Raises `InputError` if the name of a file, or its beginning, says that it is no text.
 
-    For files that no one has called texts: `format = "text"` does.
+    For files that no one has called texts: in the source of a recipe (`of_source`), `format = "text"` does.
     """
     suffixes = [suffix.lower() for suffix in PurePath(name).suffixes]
     last = next((suffix for suffix in reversed(suffixes) if suffix not in COMPRESSED), "")
-    is_told = 'to read it as text, name it *.txt, or set format = "text" in its source'
+    beginning = beginning[:_SNIFFED].removeprefix(BOM_UTF8)
+    form = form_of_name(name)
+    told = f'set format = "{form}" in its source, or "text"' if of_source else "name it *.txt"
+    is_told = f"; if it is a text, {told}"
     if last in _PACKED:
-        raise InputError(f"{name} is compressed as {last}, known are {', '.join(COMPRESSED)}; decompress it first")
+        raise InputError(f"{name} is compressed as {last}, known are {', '.join(COMPRESSED)}; decompress it{is_told}")
     if last in _TABLES:
-        raise InputError(f"{name} is a table in the form {last}, known are parquet, arrow and JSON; {is_told}")
-    if last in _OTHERS or form_of_name(name) != "text":
-        raise InputError(f"{name} is no text by its name ({last}); {is_told}")
+        raise InputError(f"{name} is a table in the form {last}, known are parquet, arrow and JSON{is_told}")
+    if last in _OTHERS or form != "text":
+        raise InputError(f"{name} is no text by its name ({last}){is_told}")
     what = next((what for magic, what in _MAGIC.items() if beginning.startswith(magic)), None)
     if what is None and b"\x00" in beginning:
-        what = "binary"
+        what = "in UTF-16, or no text at all"
+    is_told = is_told if of_source else ""
     if what is not None:
-        raise InputError(f"{name} is no text by its first bytes, but {what}; name it by its form")
-    if _JSON.match(beginning.removeprefix(BOM_UTF8)):
-        told = 'set format = "text" in its source'
-        raise InputError(f"{name} looks like JSON, not like a text: name it *.jsonl, or if it is to be read so, {told}")
+        raise InputError(f"{name} is {what} by its first bytes, not UTF-8 text{is_told}")
+    if _is_json(beginning):
+        raise InputError(f"{name} looks like JSON, not like a text: name it *.jsonl{is_told}")
+
+
+def _is_json(beginning: bytes) -> bool:
+    """Whether a file begins with JSON lines, or with an object or a list of objects over several lines."""
+    if not _JSON.match(beginning):
+        return False
+    lines = [line for line in beginning.split(b"\n") if line.strip()]
+    whole = lines[:-1] if len(beginning) == _SNIFFED and len(lines) > 1 else lines
+    first = [_parses(line) for line in whole[:2]]
+    # A text may begin with a line of JSON; one that is no object is followed by its rest if it is JSON at all.
+    return all(first) or not first[0]
+
+
+def _parses(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line, parse_int=str), dict | list)
+    except (ValueError, RecursionError):
+        return False
 
 
 def check_file_is_text(name: str | PurePath, file: Path | DataFile) -> None:
-    """Does what `check_is_text` does for a file, which may be an uncompressed copy of the one with this name."""
-    check_is_text(name, DataFile.of(file).read(0, _SNIFFED))
+    """Does what `check_is_text` does for a file of a source, perhaps an uncompressed copy of the one with this name."""
+    check_is_text(name, DataFile.of(file).read(0, _SNIFFED), of_source=True)
 
 
 def as_json_lines(name: Path, file: DataFile) -> DataFile:
     """Returns a file of JSON lines: the file itself, or a copy of one that is a list, one entry on each line.
 
     Raises:
-      InputError: for a list that is not valid JSON, or larger than 4 GiB, for it is read as a whole.
+      InputError: for a list that is not valid JSON, or larger than 1 GiB, for it is read as a whole.
     """
     beginning = file.read(0, _SNIFFED).removeprefix(BOM_UTF8).lstrip(_BLANK)
     if not beginning.startswith(b"["):
@@ -91,7 +112,8 @@ def as_json_lines(name: Path, file: DataFile) -> DataFile:
             raise InputError(f"{name} is not UTF-8 text at byte {error.start}") from None
         except json.JSONDecodeError as error:
             where = f"line {error.lineno}, column {error.colno}"
-            raise InputError(f"{name} is a list that is not valid JSON: {error.msg} at {where}") from None
+            problem = error.msg.removesuffix(" at")
+            raise InputError(f"{name} is a list that is not valid JSON: {problem} at {where}") from None
         except RecursionError:
             raise InputError(f"{name} is a list that is nested too deeply") from None
 
@@ -100,7 +122,8 @@ def as_json_lines(name: Path, file: DataFile) -> DataFile:
 
 def _entries(text: str):
     """Yields begin and end of every entry of a list; raises `json.JSONDecodeError`."""
-    decoder, blank = json.JSONDecoder(), json.decoder.WHITESPACE.match  # pyright: ignore[reportAttributeAccessIssue]
+    decoder = json.JSONDecoder(parse_int=str, parse_float=str)  # of any length; the values are read later
+    blank = json.decoder.WHITESPACE.match  # pyright: ignore[reportAttributeAccessIssue]
     at = blank(text, text.index("[") + 1).end()
     for number in itertools.count():
         if not number and text[at : at + 1] == "]":

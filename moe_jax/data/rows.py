@@ -216,9 +216,9 @@ class RowReader:
             if not isinstance(system, str) or own not in (None, system):
                 raise InputError(f"{shown(self._system)} is {shown(system)}, expected the text of a first message")
             messages = messages if own else [{"role": "system", "content": system}, *messages]
-        tools = _from_json(row.get(self._tools), self._tools) if self._tools else None
-        tools = [tools] if isinstance(tools, Mapping) and tools else tools
-        if tools and not isinstance(tools, list):
+        tools: Any = _from_json(row.get(self._tools), self._tools) if self._tools else None
+        tools = [tools] if isinstance(tools, Mapping) and tools else tools or None
+        if tools is not None and not isinstance(tools, list):
             raise InputError(f"{shown(self._tools)} is {shown(tools)}, expected a list of tools")
         learnt = [bool(message.pop("train", True)) for message in messages]
         of_assistant = [learn for learn, one in zip(learnt, messages, strict=True) if one["role"] == "assistant"]
@@ -226,7 +226,7 @@ class RowReader:
             return []  # as it asks
         return [
             Example(scored.text, spans=scored.spans)
-            for scored in self._template().scored(messages, learnt=learnt, tools=tools or None)
+            for scored in self._template().scored(messages, learnt=learnt, tools=tools)
         ]
 
     def _message(self, message: Any, number: int) -> dict[str, Any]:

@@ -72,7 +72,8 @@ class SourceSection:
         decides by the suffix (JSON: .jsonl, .jsonlines, .ndjson, .json; arrow: .arrow, .feather), and what would then
         be text, but is none by its name or its content, is an error. Texts and JSON may be compressed: .gz, .zst. An
         object is one of these:
-        a text, `{"text": ...}`, whatever else it has;
+        a text, `{"text": ...}`, whatever else it has, but for the keys `prompt`, `response`, `input`, `target`,
+        `messages` and `conversations`;
         a pair, `{"prompt": ..., "response": ...}`, or with the keys `prompt` and `completion`, `input` and `target`, or
         as Alpaca has it, `instruction`, `input` (which may be missing) and `output`;
         a conversation, `{"messages": [{"role": ..., "content": ...}, ...]}`, or as ShareGPT has it, `{"conversations":

@@ -1,5 +1,7 @@
 """The files of a recipe's sources as random-access records, read piece by piece and never as a whole.
 
+(A list in a JSON file is read once, to make JSON lines of it.)
+
 Records are the units of shuffling: a record is a piece of a text file, a line of a JSONL file, or a row of a table.
 
 Rows of a parquet file can only be read in groups, which may be large, and rows of an arrow stream only in order. Both
@@ -14,7 +16,7 @@ from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Literal, Protocol
 
 import numpy as np
 
@@ -126,9 +128,16 @@ class JsonLines(_DataFileRecords):
     keys.
     """
 
-    def __init__(self, file: Path | DataFile, reader: RowReader | None = None, *, name: Path | None = None):
+    def __init__(
+        self,
+        file: Path | DataFile,
+        reader: RowReader | None = None,
+        *,
+        name: Path | None = None,
+        unit: Literal["line", "entry"] = "line",
+    ):
         super().__init__(file, name)
-        self._reader = reader or RowReader()
+        self._reader, self._unit = reader or RowReader(), unit
         self._bounds = line_bounds(self._file)
         lengths = np.diff(self._bounds)
         self._lines = None if np.all(lengths > 1) else np.flatnonzero(lengths > 1)  # lines that are not empty
@@ -148,7 +157,7 @@ class JsonLines(_DataFileRecords):
             return self._reader(row)
         except InputError as error:
             problem = error if is_json else f"expected {self._reader.expected}, got {error}"
-            raise InputError(f"{self._name}, line {self._number(index) + 1}: {problem}") from None
+            raise InputError(f"{self._name}, {self._unit} {self._number(index) + 1}: {problem}") from None
 
     def _number(self, index: int) -> int:
         """Returns the number of the line of a record in the file, from 0."""
@@ -252,10 +261,11 @@ class TableRows:
         batch = bisect.bisect_right(self._ends, index)
         row = index - (self._ends[batch - 1] if batch else 0)
         values = self._batches.get_batch(batch).slice(row, 1)
+        return self._examples({name: values.column(i)[0].as_py() for name, i in self._columns.items()}, index)
+
+    def _examples(self, row: dict[str, Any], index: int) -> list[Example]:
         try:
-            return self._reader(
-                {name: _without_nulls(values.column(i)[0].as_py()) for name, i in self._columns.items()}
-            )
+            return self._reader({name: _without_nulls(value) for name, value in row.items()})
         except InputError as error:
             raise InputError(f"{self.path}, row {index + 1}: {error}") from None
 
@@ -305,6 +315,9 @@ class TableRows:
         def write(handle: IO[bytes]) -> None:
             writer = None
             for batch in batches(names):
+                if writer is None and batch.num_rows:
+                    # A column that may not be there is found before all others are copied.
+                    self._examples({name: batch.column(name)[0].as_py() for name in names}, 0)
                 writer = writer or self._arrow.ipc.new_file(handle, batch.schema)
                 writer.write_batch(batch)
             writer = writer or self._arrow.ipc.new_file(handle, self._arrow.schema([schema.field(n) for n in names]))
@@ -395,11 +408,14 @@ def open_files(
     reader = RowReader(source.fields, template=template, chat=source.chat, kinds=kinds)
     opened: list[TextFile] | list[JsonLines] | list[TableRows]
     if source.form == "jsonl":
-        opened = [JsonLines(as_json_lines(name, file), reader, name=name) for name, file in files]
+        lines = [(as_json_lines(name, file), name, file) for name, file in files]
+        opened = [
+            JsonLines(made, reader, name=name, unit="line" if made is file else "entry") for made, name, file in lines
+        ]
     elif source.form == "text":
         if source.format == "auto":
-            for name, file in files:
-                check_file_is_text(name, file)
+            with ThreadPoolExecutor(_OPENED_AT_ONCE) as pool:
+                list(pool.map(lambda named: check_file_is_text(*named), files))
         opened = [TextFile(file, piece=piece, separator=source.separator, name=name) for name, file in files]
     else:
         opened = [TableRows(file.path, source.form, reader) for _, file in files]

@@ -32,13 +32,13 @@ def tokenizer_files_in(directory: Path) -> tuple[Path, ...]:
     return tuple(files)
 
 
-def copy_tokenizer_files(files: Mapping[str, Path], directory: StoragePath) -> None:
-    """Copies files that go with a model, given by their new names, to its directory.
+def copy_tokenizer_files(files: Mapping[str, Path | bytes], directory: StoragePath) -> None:
+    """Copies files that go with a model, or their contents, given by their new names, to its directory.
 
     In a bucket, where listings may not show them yet, a list of them is written too.
     """
     for name, file in files.items():
-        (directory / name).write_durably(read_tokenizer_file(file))
+        (directory / name).write_durably(file if isinstance(file, bytes) else read_tokenizer_file(file))
     if isinstance(directory, BucketPath):
         (directory / _LIST).write_bytes(json.dumps({"files": sorted(files)}).encode())
 

@@ -30,8 +30,10 @@ from moe_jax.data.chat_template import (
     read_settings,
     special_tokens,
 )
+from moe_jax.data.end_tokens import end_tokens
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.distributed.processes import check_equal, first_decides, gathered, is_first_process
+from moe_jax.files.tokenizer_files import GENERATION
 from moe_jax.generation.spec import GenerateSpec
 from moe_jax.generation.texts import StreamedText, stream_texts
 from moe_jax.harness.likelihood import Continuation, Likelihoods
@@ -210,8 +212,8 @@ class HarnessModel(TemplateLM):
         if not after and continuation:
             whole = self.tok_encode(context + continuation)
             shared = len(os.path.commonprefix([whole, before]))
-            before, after = whole[:shared] or [self.prefix_token_id], whole[shared:]
-        return before, after
+            before, after = whole[:shared], whole[shared:]
+        return before or [self.prefix_token_id], after
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
@@ -263,6 +265,11 @@ class HarnessModel(TemplateLM):
         for index in sorted(range(len(requests)), key=lambda index: -len(prompts[index])):
             groups.setdefault(settings[index], []).append(index)
         texts: dict[int, str] = {}
+        # As `moe-jax generate`, which knows besides whether the model was trained here.
+        files = [file for file in (self._tokens.path.with_name(GENERATION),) if file.is_file()]
+        chat = self._template is not None
+        ends = end_tokens(self._model.config, files, (), self._tokens, chat=chat)
+        eos_ids = tuple(dict.fromkeys((*self._eos_ids, *ends)))
         self._progress("generating", 0, len(requests))
         for wanted, indices in groups.items():
             room = self.max_length - wanted.max_new_tokens
@@ -272,8 +279,8 @@ class HarnessModel(TemplateLM):
                 chunk = indices[start : start + self.batch_size]
                 self._key, key = jax.random.split(self._key)
                 ids = [prompts[index][-room:] or [self.prefix_token_id] for index in chunk]
-                made = [StreamedText(self._tokens.decode, wanted.stops, eos_ids=self._eos_ids) for _ in ids]
-                for _ in stream_texts(self._unstacked, ids, wanted, made, key=key, eos_ids=self._eos_ids):
+                made = [StreamedText(self._tokens.decode, wanted.stops, eos_ids=eos_ids) for _ in ids]
+                for _ in stream_texts(self._unstacked, ids, wanted, made, key=key, eos_ids=eos_ids):
                     pass
                 for index, one in zip(chunk, made, strict=True):
                     texts[index] = one.text

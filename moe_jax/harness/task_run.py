@@ -71,7 +71,7 @@ def load_tasks(names: Sequence[str], known: TaskFolder) -> dict[str, Any]:
         manager.task_index.update({name: Entry(name, kind, None, config) for name, config in configs.items()})
     on_hub = [name for name in sorted(needed) if "custom_dataset" not in known.tasks.get(name, {}) and
               name not in known.groups]  # fmt: skip
-    with _quiet(), _hub_errors(on_hub), _first_document_errors(sorted(needed)):
+    with _quiet(), _first_document_errors(sorted(needed)), _hub_errors(on_hub):
         loaded: dict[str, Any] = dict(manager.load(list(wanted)))
     for task in loaded["tasks"].values():
         _check_safe(task)
@@ -119,14 +119,13 @@ def evaluate_tasks(
 
 @contextlib.contextmanager
 def _first_document_errors(names: Sequence[str]) -> Iterator[None]:
-    """Reports in one line what lm-eval finds wrong in the first document of a task, which it looks at to load it."""
+    """Reports in one line what lm-eval finds wrong in a task when it loads it: it looks at the first document."""
     try:
         yield
     except (IndexError, KeyError, TypeError, AttributeError, AssertionError) as error:
-        raise InputError(
-            f"{', '.join(names)}: lm-eval cannot read the first document of a task ({type(error).__name__}: "
-            f"{first_sentence(error)}); are all its answers texts that are not empty?"
-        ) from None
+        hint = "; are all its answers texts that are not empty?" if isinstance(error, IndexError) else ""
+        problem = f"{type(error).__name__}: {first_sentence(error)}"
+        raise InputError(f"{', '.join(names)}: lm-eval cannot load a task ({problem}){hint}") from None
 
 
 def _check_safe(task: Any) -> None:

@@ -185,6 +185,7 @@ class Loop:
           Stopped: after a signal, once the checkpoint is on disk.
         """
         first = int(state.step)
+        self._was_scored = first > 0  # otherwise the run would have stopped
         recipe, run_dir = self._recipe, as_path(self._recipe.run_dir)
         # Signals are heard before the writers are made, whose imports take a second.
         with jax.set_mesh(self._program.mesh), StopSignals(self._say_stopping) as signals:
@@ -276,7 +277,7 @@ class Loop:
             self._was_scored = True
             return
         self._unscored += 1
-        if not self._was_scored and self._unscored == _UNSCORED:
+        if not self._was_scored and (self._unscored == _UNSCORED or record["step"] == self._recipe.train.steps):
             raise InputError(self._nothing_scored())
         if self._unscored <= _UNSCORED:
             self._say(f"step {record['step']}: no token of the batch is scored: there is nothing to learn from it")

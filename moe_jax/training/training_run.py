@@ -179,6 +179,10 @@ def _train(
         recipe = with_horizon(recipe, begun.recipe)
         check = check_continues if begun.origin is None else check_restarts
         check(begun.recipe, recipe)
+        if begun.origin is not None and recipe.train.steps < begun.origin.step:
+            raise InputError(
+                f"train.steps = {recipe.train.steps} is fewer than the {begun.origin.step} steps of the checkpoint"
+            )
         if begun.origin is None and first_decides(lambda: _is_finished(recipe, run_dir)):
             console.print(f"the run is complete: {run_dir / MODEL} is of step {recipe.train.steps}", soft_wrap=True)
             return run_dir / MODEL
@@ -282,13 +286,15 @@ def _is_finished(recipe: Recipe, run_dir: Path) -> bool:
     entry = read_lineage(run_dir / MODEL)[-1:] if (run_dir / MODEL).is_dir() else []
     exports = None if recipe.ema is None else recipe.ema.export
     return steps == done and any(
-        one["measured"].get("steps") == done and one["options"].get("ema.export") == exports for one in entry
+        one.get("measured", {}).get("steps") == done and one.get("options", {}).get("ema.export") == exports
+        for one in entry
     )
 
 
 def _record_of(run_dir: Path, step: int) -> dict[str, Any]:
     """Returns the metrics of a step that was done before; none if they are lost."""
-    return next((record for record in read_metrics(run_dir / METRICS) if record.get("step") == step), {})
+    records = (record for record in read_metrics(run_dir / METRICS) if isinstance(record, dict))
+    return next((record for record in records if record.get("step") == step), {})
 
 
 def _restore(

@@ -63,7 +63,7 @@ def source(path: str, more: str = "") -> str:
         (source("keys.jsonl", ', fields={text="body"}'), "with the keys 'question', 'answer'"),
         (source("broken.jsonl"), "broken.jsonl, line 3: "),
         (source("broken.jsonl"), "a line that is not valid JSON: Invalid control character at column 17"),
-        (source("list.jsonl"), "list.jsonl, line 1: expected"),
+        (source("list.jsonl"), "list.jsonl, entry 1: expected"),
         (source("short.txt"), "short.txt is too short"),
         (source("latin.txt"), "latin.txt is not UTF-8 text at byte 3"),
         (source("broken.parquet"), "broken.parquet is not a"),

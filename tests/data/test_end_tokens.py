@@ -1,5 +1,6 @@
 """The tokens that end a text are found wherever a model names them, and are in what is exported."""
 
+import dataclasses
 import json
 
 import pytest
@@ -69,8 +70,9 @@ def test_what_ends_a_turn_is_a_token_of_its_own(folder, ending, expected):
     turns = "{% for m in messages %}{{ '<|user|>' + m.content + '" + ending + "' }}{% endfor %}"
     write(folder, "tokenizer_config.json", chat_template=turns)
     assert found(folder, chat=True) == ((END,) if expected is None else (END, expected))
-    write(folder, "tokenizer_config.json", chat_template="{{ raise_exception('no') }}")
-    assert found(folder, chat=True) == (END,)
+    for broken in ("{{ raise_exception('no') }}", "{% if %}", [{"name": "other", "template": ""}]):
+        write(folder, "tokenizer_config.json", chat_template=broken)
+        assert found(folder, chat=True) == found(folder, TRAINED) == (END,)
 
 
 def test_settings_are_written_where_transformers_would_not_know_them(folder):
@@ -78,6 +80,8 @@ def test_settings_are_written_where_transformers_would_not_know_them(folder):
     files = [folder / "generation_config.json"]
     assert generation_settings(config, [], [END]) is None
     assert generation_settings(config, [], [END, TURN]) == {"bos_token_id": 1, "eos_token_id": [END, TURN]}
+    both = dataclasses.replace(config, bos_id=None, decoder_start_id=5)
+    assert generation_settings(both, [], [TURN]) == {"decoder_start_token_id": 5, "eos_token_id": [TURN]}
     write(folder, "generation_config.json", eos_token_id=TURN, top_k=3)
     assert generation_settings(config, files, [TURN]) is None
     assert generation_settings(config, files, [END, TURN]) == {"eos_token_id": [END, TURN], "top_k": 3}

@@ -54,7 +54,15 @@ def test_a_list_that_is_none(tmp_path, content, said):
 
 def test_a_duplicate_key_in_a_list_is_found(tmp_path):
     (tmp_path / "a.json").write_text('[{"text": "a"},\n{"text": "b",\n "text": "c"}]')
-    with pytest.raises(InputError, match="a.json, line 2: .*the key 'text'"):
+    section, source = DataSection(), SourceSection(path=str(tmp_path / "a.json"))
+    files = [(tmp_path / "a.json", DataFile(tmp_path / "a.json"))]
+    with pytest.raises(InputError, match="a.json, entry 2: .*the key 'text'"):
+        open_files(source, files, section, dense_config(), tmp_path, template=lambda: None, piece=1 << 20)
+
+
+def test_numbers_of_any_length_are_passed_over(tmp_path):
+    (tmp_path / "a.json").write_text('[{"text": "a", "n": ' + "1" * 5000 + "}]")
+    with pytest.raises(InputError, match="a.json, line 1: "):
         texts(tmp_path / "a.json")
 
 
@@ -84,9 +92,9 @@ JSON = b'{"text": "hello"}\n{"text": "b"}\n'
         ("a.log", json.dumps({"text": "x" * 100_000}).encode(), "looks like JSON"),
         ("a.jsonl", JSON, "is no text by its name (.jsonl)"),
         ("a.pdf", b"%PDF", "is no text by its name (.pdf)"),
-        ("a.txt", b"PAR1 and more", "is no text by its first bytes, but a parquet file"),
+        ("a.txt", b"PAR1 and more", "is a parquet file by its first bytes"),
         ("a.txt", gzip.compress(JSON), "compressed by gzip"),
-        ("a.txt", "hello".encode("utf-16-le"), "binary"),
+        ("a.txt", "hello".encode("utf-16-le"), "in UTF-16"),
     ],
 )
 def test_what_is_no_text_is_not_trained_on_or_scored_as_text(tmp_path, name, content, said):
@@ -104,14 +112,18 @@ def test_what_is_no_text_is_not_trained_on_or_scored_as_text(tmp_path, name, con
         source = SourceSection(path=str(tmp_path / "*"), **how)
         return open_files(source, files, section, dense_config(), path, template=lambda: None, piece=1 << 20)
 
-    with pytest.raises(InputError, match="is"):
+    with pytest.raises(InputError, match='format = ".*"text"'):
         opened()
     if content.startswith(b"{"):
         assert opened(format="text")[0][0].text.encode() == content
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[1] A. Author, a title\n", "{braces} begin this\n", "[[link]]\n", "{% if a %}", '{"a"} or\n']
+    "content",
+    [
+        *("", "{", "[1] A. Author, a title\n", "{braces} begin this\n", "[[link]]\n", "{% if a %}", '{"a"} or\n'),
+        '{"a": 1}\nis an object.',
+    ],
 )
 def test_texts_are_texts(tmp_path, content):
     (tmp_path / "a.txt").write_text(content)

@@ -193,9 +193,8 @@ def test_a_table_adds_no_keys_and_is_read_where_it_matters(tmp_path):
     assert table[0][0].text == '<user>q</><assistant>(f {"x": 1})</>'
     assert table[1][0].text == '<system>s</><user>q</><assistant>(f {"y": "z"})</>'
     parquet.write_table(arrow.Table.from_pylist([{"messages": [U, A], "more": "b"}]), tmp_path / "b.parquet")
-    table = TableRows(tmp_path / "b.parquet", "parquet", RowReader(template=lambda: ChatTemplate(TEMPLATE)))
-    with pytest.raises(InputError, match="row 1: 'more' beside 'messages'"):
-        table[0]
+    with pytest.raises(InputError, match="row 1: 'more' beside 'messages'"):  # before anything is copied
+        TableRows(tmp_path / "b.parquet", "parquet", RowReader(template=lambda: ChatTemplate(TEMPLATE)))
 
 
 def test_a_model_with_an_encoder_takes_no_conversation_for_a_pair():

@@ -96,7 +96,7 @@ class Coverage:
             names = list(record["tests"])
             for path, file in record["files"].items():
                 digests[path] = file["digest"]
-                imported.setdefault(path, set()).update(file["imported"])
+                imported.setdefault(path, set()).update(file.get("imported", ()))
                 at = lines.setdefault(path, {})
                 for line, tests in file["lines"].items():
                     at.setdefault(int(line), set()).update(names[i] for i in tests if names[i] in passed)

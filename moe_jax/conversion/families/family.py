@@ -92,7 +92,8 @@ class Family:
 
     def left_out(self, config: ModelConfig, keys: Mapping[str, Any]) -> Table:
         """Returns entries for the `further` layers of a checkpoint whose config.json has these keys."""
-        count = max((keys.get(key) or 0 for key in self.further), default=0)
+        given = [keys[key] or 0 for key in self.further if key in keys]
+        count = max(given) if given else min(1, len(self.further))  # published checkpoints have one
         layers = "|".join(str(config.num_layers + number) for number in range(count))
         why = "of a layer that predicts tokens after the next, which is no part of the decoder"
         return (Ignored(rf"model\.layers\.({layers})\..*", why),) if layers else ()
