@@ -1,6 +1,5 @@
 """The tokens that end a text are found wherever a model names them, and are in what is exported."""
 
-import dataclasses
 import json
 
 import pytest
@@ -13,6 +12,7 @@ from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.model_io.model_dir import ModelDirectory
 from tests.support.chat_templates import plain
 from tests.support.dense_models import dense_config, random_leaves, write_model
+from tests.support.training_models import FFN, encoder_decoder
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|user|>"]
 END, _, TURN, _ = range(4)
@@ -80,8 +80,8 @@ def test_settings_are_written_where_transformers_would_not_know_them(folder):
     files = [folder / "generation_config.json"]
     assert generation_settings(config, [], [END]) is None
     assert generation_settings(config, [], [END, TURN]) == {"bos_token_id": 1, "eos_token_id": [END, TURN]}
-    both = dataclasses.replace(config, bos_id=None, decoder_start_id=5)
-    assert generation_settings(both, [], [TURN]) == {"decoder_start_token_id": 5, "eos_token_id": [TURN]}
+    both = encoder_decoder(FFN, FFN)
+    assert generation_settings(both, [], [TURN]) == {"decoder_start_token_id": 0, "eos_token_id": [TURN]}
     write(folder, "generation_config.json", eos_token_id=TURN, top_k=3)
     assert generation_settings(config, files, [TURN]) is None
     assert generation_settings(config, files, [END, TURN]) == {"eos_token_id": [END, TURN], "top_k": 3}
