@@ -86,8 +86,9 @@ def logits_of_peft(base: HuggingFaceDirectory, adapter) -> tuple[np.ndarray, np.
 def assert_peft_computes_the_same(base, source, out) -> None:
     plain, found = logits_of_peft(base, out)
     expected = logits(source)
+    # LoRA that is left out changes logits by a thousand times what rounding does, which its large numbers amplify.
     assert np.abs(plain - expected).max() > 0.1
-    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("keys", [LLAMA, OLMOE], ids=["llama", "olmoe"])

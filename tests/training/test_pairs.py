@@ -272,7 +272,8 @@ def test_the_commands_take_pairs_and_answer_inputs(finished, capsys, monkeypatch
     found = json.loads(printed.out)
     assert found["nll"] == pytest.approx(curve(finished)[-1]["eval_loss"], rel=1e-5)
     assert (found["windows"], found["cut"]) == (8, 1) and "1 of 8 pairs" in printed.err
-    assert cli.main(["eval", "run/model", "--text", "config.json"]) == 2
+    Path("plain.txt").write_text("no pair")
+    assert cli.main(["eval", "run/model", "--text", "plain.txt"]) == 2
     assert "scored on pairs" in capsys.readouterr().err
     prompts = ["after c", "after ddd"]
     options = [option for prompt in prompts for option in ("--prompt", prompt)]

@@ -142,7 +142,8 @@ def test_what_has_no_gradients(source, windows, tmp_path, monkeypatch):
 
 
 @long
-def test_a_recording_serves_with_and_without_them(source, text, tmp_path):
+def test_a_recording_serves_with_and_without_them(models, text, tmp_path):
+    source = ModelDirectory(models["one"])
     options = {"seq_len": 16, "samples": 4, "sensitivities": True, "place": (tmp_path / "kept").joinpath}
     plain, weighted, again = (calibrate(source, text, gradients=asked, **options) for asked in (False, True, False))
     assert plain.folder == weighted.folder == again.folder
