@@ -151,7 +151,14 @@ def test_a_template_of_the_recipe_goes_with_the_trained_model_and_decides_whethe
     (folder / "chat.jsonl").write_text(json.dumps(TWO) + "\n")
     (folder / "text" / "c.jsonl").write_text((json.dumps(TWO) + "\n") * 40)
     sources = 'data.sources=[{path="text/*.jsonl"}]'
-    given = ["run_dir=chat", sources, "data.seq_len=128", "data.chat_template=my.jinja", "eval.text=chat.jsonl", "eval.every=4"]
+    given = [
+        "run_dir=chat",
+        sources,
+        "data.seq_len=128",
+        "data.chat_template=my.jinja",
+        "eval.text=chat.jsonl",
+        "eval.every=4",
+    ]
     assert cli.main(["train", "recipe.toml", "--set", *given]) == 0
     assert (folder / "chat" / "model" / "chat_template.jinja").read_text() == plain("chatml")
     last = json.loads((folder / "chat" / "metrics.jsonl").read_text().splitlines()[-1])
