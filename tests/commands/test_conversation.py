@@ -101,7 +101,7 @@ def test_ctrl_c_ends_the_answer_and_another_signal_the_program(model, monkeypatc
 
     real, asked, signals = generate.continue_prompts, [], [KeyboardInterrupt(), None, Interrupted(15)]
 
-    def interrupted(model, prompts, wanted, on_text):
+    def interrupted(model, prompts, wanted, on_text, *, chat):
         asked.append(bytes(prompts[0][1:]))
         signal = signals.pop(0)
         if signal is None:
