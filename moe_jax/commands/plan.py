@@ -171,6 +171,12 @@ def run(options: _Command) -> None:
         print_strategies(planned.strategies)
     if training is not None:
         print_training(training)
+    if options.mesh is not None:
+        from moe_jax.distributed.sharding import undivided_experts
+
+        made = {spec.experts} if isinstance(spec, UpcycleSpec) and spec.experts else set[int]()
+        for note in undivided_experts(config.expert_counts | made, parse_mesh(options.mesh)):
+            print(f"note: {note}")
 
 
 def _recipe(options: _Command) -> "Recipe | None":

@@ -86,19 +86,15 @@ def unknown_axes(axes: Iterable[str]) -> list[str]:
     return [f"unknown mesh axis {shown(name)}{nearest(name, AXES)}" for name in axes if name not in AXES]
 
 
-def undivided_experts(counts: Iterable[int], mesh: Mapping[str, int]) -> tuple[list[str], list[str]]:
-    """Returns problems and notes, in words, on MoE layers with these numbers of experts: axis `expert` divides none.
+def undivided_experts(counts: Iterable[int], mesh: Mapping[str, int]) -> list[str]:
+    """Returns notes, in words, on MoE layers with these numbers of experts which the axis `expert` does not divide.
 
-    Every device then holds all experts of such a layer. Where there are fewer than devices along the axis that is a
-    mistake, for some devices would have none to compute.
+    Every device then holds all experts of such a layer.
     """
-    size, problems, notes = mesh.get("expert", 1), [], []
-    for count in sorted({count for count in counts if count % size}):
-        if count < size:
-            problems.append(f"expert={size} is more than the {count} experts of a layer; use {count} or fewer")
-        else:
-            notes.append(f"expert={size} does not divide the {count} experts of a layer: all devices hold all of them")
-    return problems, notes
+    size = mesh.get("expert", 1)
+    undivided_counts = sorted({count for count in counts if count % size})
+    what = "experts of a layer: all devices hold all of them"
+    return [f"expert={size} does not divide the {count} {what}" for count in undivided_counts]
 
 
 def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from moe_jax.core.data_sheets import CHIPS
 from moe_jax.core.errors import InputError, check_member, raise_if_any
 from moe_jax.core.formatting import count_bytes
-from moe_jax.distributed.sharding import AXES, leaf_spec, parts, path_name, undivided, undivided_experts, unknown_axes
+from moe_jax.distributed.sharding import AXES, leaf_spec, parts, path_name, undivided, unknown_axes
 from moe_jax.experts.devices import Cost, Platform, spec_on_mesh
 from moe_jax.experts.forms.optional import costs_of
 from moe_jax.experts.shapes import Load
@@ -164,7 +164,6 @@ def training_memory(
     """
     problems = unknown_axes(mesh)
     problems += [f"{name}={size} must be at least 1" for name, size in mesh.items() if size < 1]
-    problems += [] if problems else undivided_experts(config.expert_counts, mesh)[0]
     raise_if_any(problems, f"mesh (axes are {', '.join(AXES)})")
     itemsize = jnp.dtype(param_dtype).itemsize
     trained_here = trained_leaves(config)

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.core.errors import InputError, raise_if_any
+from moe_jax.core.errors import InputError
 from moe_jax.data.pipeline import stack_pairs
 from moe_jax.data.sections import input_length
 from moe_jax.distributed.sharding import (
@@ -22,7 +22,6 @@ from moe_jax.distributed.sharding import (
     make_mesh,
     path_name,
     state_shardings,
-    undivided_experts,
 )
 from moe_jax.experts import set_exchange
 from moe_jax.model_io.loading import abstract_model, disk_paths, load_model, may_be_cast
@@ -78,7 +77,6 @@ def mesh_for(recipe: Recipe, config: ModelConfig, devices: list[Any] | None = No
     if recipe.data.input_len is not None and not config.has_encoder:
         raise InputError(f"data.input_len = {recipe.data.input_len} is for models with an encoder, which this has not")
     mesh = make_mesh(dataclasses.asdict(recipe.mesh), devices)
-    raise_if_any(undivided_experts(config.expert_counts, mesh.shape)[0], "mesh")
     check_batch_divides(mesh, recipe.train.batch_size, recipe.train.accumulation)
     if recipe.data.seq_len % mesh.shape["sequence"]:
         raise InputError(

@@ -192,7 +192,7 @@ def _train(
     # Data first: mistakes in it are the most likely, and are found before the model is built and tables are printed.
     mesh = mesh_for(recipe, config)
     tokenizer = path_of_tokenizer(recipe, source)
-    notes = undivided_experts(config.expert_counts, mesh.shape)[1]
+    notes = undivided_experts(config.expert_counts, mesh.shape)
     known = Tokenizer(tokenizer, config).num_tokens
     if known < _USED_OF_VOCABULARY * config.vocab_size:
         counts = f"{tokenizer} knows {known:,} tokens, the model's vocabulary has {config.vocab_size:,}"

@@ -335,13 +335,11 @@ def test_moments_lie_where_their_parameters_do():
         assert leaf.sharding == where[name.split("/", 1)[1]], name
 
 
-def test_more_devices_than_experts_is_an_error():
-    with pytest.raises(InputError, match="expert=8 .* 4 experts"):
-        make_program(recipe_of(mesh=MeshSection(fsdp=1, expert=8)), config_of(FFN, moe()))
-    assert undivided_experts([8, 6], {"expert": 4}) == (
-        [],
-        ["expert=4 does not divide the 6 experts of a layer: all devices hold all of them"],
-    )
+def test_experts_that_the_mesh_does_not_divide_are_noted():
+    assert undivided_experts([8, 6, 8], {"expert": 4, "data": 2}) == [
+        "expert=4 does not divide the 6 experts of a layer: all devices hold all of them"
+    ]
+    assert len(undivided_experts([8, 4], {"expert": 16})) == 2 and not undivided_experts([3], {})
 
 
 @pytest.mark.parametrize(
