@@ -141,11 +141,13 @@ class RowReader:
                 raise InputError(f'{shown(keys[1])} has no message of the "assistant"')
             return self._conversation(row, [{**message, "train": False} for message in prompt] + answer)
         prompt, response = (self._text(row, keys, number) for number in (0, 1))
-        if keys[0] == "instruction" and not self._is_told and row.get("input"):
+        is_alpaca = keys[0] == "instruction" and not self._is_told
+        if is_alpaca and row.get("input"):
             prompt = f"{prompt}\n{self._text(row, (*keys, 'input'), 2)}"
         if self._chat:
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
             return self._conversation(row, turns)
+        prompt += "\n" if is_alpaca else ""  # others have what is to stand between
         for name in (self._system, self._tools):
             if name is not None and _from_json(row.get(name), name):
                 more = ": set chat = true in its source" if self._takes_chats else ", and this is a pair"

@@ -75,7 +75,8 @@ class SourceSection:
         a text, `{"text": ...}`, whatever else it has, but for the keys `prompt`, `response`, `input`, `target`,
         `messages` and `conversations`;
         a pair, `{"prompt": ..., "response": ...}`, or with the keys `prompt` and `completion`, `input` and `target`, or
-        as Alpaca has it, `instruction`, `input` (which may be missing) and `output`;
+        as Alpaca has it, `instruction`, `input` (which may be missing) and `output`. Without `chat` the response
+        follows its prompt at once, in Alpaca's form after a line end;
         a conversation, `{"messages": [{"role": ..., "content": ...}, ...]}`, or as ShareGPT has it, `{"conversations":
         [{"from": ..., "value": ...}, ...]}`, with `system` and `tools` beside it. `prompt` and `completion` may be
         lists of messages, too. Conversations are written with the chat template of the tokenizer, and the assistant's
