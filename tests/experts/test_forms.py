@@ -27,6 +27,7 @@ from moe_jax.experts.forms import (
     ffn_matrices,
 )
 from moe_jax.experts.forms.coding import CodedJointly, experts_with
+from moe_jax.experts.forms.kernel_of_codes import NF4
 from moe_jax.experts.forms.protocol import delta_options, form_of_option, option_of_form, registered
 from moe_jax.experts.on_host import expert_kernels, leaves_from_dense
 from moe_jax.experts.shapes import shapes_of
@@ -271,3 +272,14 @@ def test_experts_of_mixed_bases_begin_with_zero_and_can_learn():
     found = jax.tree_util.tree_leaves_with_path(jax.grad(total)(state))
     moved = {path_name(path).removeprefix("delta/") for path, leaf in found if leaf.any()}
     assert moved == {"down/kernel", "gate/a", "up/a"}
+
+
+def test_a_bank_of_one_expert_of_width_one_is_a_bank():
+    made = make_bank(BankConfig(), FFNConfig(dim=1), 1, 1, rngs=nnx.Rngs(0), dtype=jnp.dtype("float32"))
+    assert made.kernels(0)["up"].shape == (1, 1)
+
+
+def test_codes_of_nf4_are_split_like_the_kernel():
+    for split, axes in (("in", ("expert", "tensor", "fsdp")), ("out", ("expert", "fsdp", "tensor"))):
+        specs = NF4.stored_specs(split)
+        assert [tuple(spec) for path, spec in specs.items() if path.endswith("/codes")] == [axes]
