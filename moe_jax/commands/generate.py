@@ -5,7 +5,7 @@ import dataclasses
 import importlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -149,7 +149,9 @@ def run(options: _Command) -> None:
 
 def _beginning(model: "Model", prompt: Any, ids: Sequence[int]) -> str:
     """Returns the text printed before the added one: the prompt, unless the added text is an answer to it."""
-    is_answered = model.config.has_encoder or (len(prompt) > 0 and isinstance(prompt[0], Mapping))
+    from moe_jax.api.generate import is_conversation
+
+    is_answered = model.config.has_encoder or is_conversation(prompt)
     return "" if is_answered or model.tokenizer is None else model.tokenizer.decode(ids)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_jax.core.errors import InputError, shown
-from moe_jax.data.chat_template import find_chat_template, read_settings
+from moe_jax.data.chat_template import find_chat_template, read_settings, special_tokens
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.files.json_toml import ANYTHING, read_json_object
 from moe_jax.files.tokenizer_files import GENERATION
@@ -38,9 +38,8 @@ def end_tokens(
     """
     found = [*config.eos_ids, *_of_generation(config, files)]
     if tokenizer is not None:
-        named = read_settings(tokenizer.path.with_name("tokenizer_config.json")).get("eos_token")
-        text = named.get("content") if isinstance(named, Mapping) else named
-        ends = [tokenizer.id_of(text) if isinstance(text, str) else None]
+        named = special_tokens(read_settings(tokenizer.path.with_name("tokenizer_config.json"))).get("eos_token")
+        ends = [None if named is None else tokenizer.id_of(named)]
         if chat or any(entry.get("command") == "train" for entry in lineage):
             ends.append(tokenizer.first_special(_behind_turn(tokenizer.path)))
         found += [token for token in ends if token is not None and token < config.vocab_size]

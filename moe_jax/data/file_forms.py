@@ -3,10 +3,10 @@
 Lists of objects, as many *.json files are, become JSON lines once, in a copy.
 """
 
-import itertools
 import json
 import re
 from codecs import BOM_UTF8
+from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import IO
 
@@ -120,23 +120,21 @@ def as_json_lines(name: Path, file: DataFile) -> DataFile:
     return DataFile(cached_copy(file.path, "list", write))
 
 
-def _entries(text: str):
+def _entries(text: str) -> Iterator[tuple[int, int]]:
     """Yields begin and end of every entry of a list; raises `json.JSONDecodeError`."""
     decoder = json.JSONDecoder(parse_int=str, parse_float=str)  # of any length; the values are read later
     blank = json.decoder.WHITESPACE.match  # pyright: ignore[reportAttributeAccessIssue]
     at = blank(text, text.index("[") + 1).end()
-    for number in itertools.count():
-        if not number and text[at : at + 1] == "]":
-            break
-        begin = at
-        _, end = decoder.raw_decode(text, begin)
-        yield begin, end
+    ends = text[at : at + 1] == "]"
+    while not ends:
+        _, end = decoder.raw_decode(text, at)
+        yield at, end
         at = blank(text, end).end()
-        if text[at : at + 1] == "]":
-            break
-        if text[at : at + 1] != ",":
-            raise json.JSONDecodeError("expected ',' or ']'", text, at)
-        at = blank(text, at + 1).end()
+        ends = text[at : at + 1] == "]"
+        if not ends:
+            if text[at : at + 1] != ",":
+                raise json.JSONDecodeError("expected ',' or ']'", text, at)
+            at = blank(text, at + 1).end()
     rest = blank(text, at + 1).end()
     if rest < len(text):
         raise json.JSONDecodeError(f"{shown(text[rest : rest + 20])} after the list", text, rest)

@@ -147,7 +147,8 @@ class RowReader:
         if self._chat:
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
             return self._conversation(row, turns)
-        prompt += "\n" if is_alpaca else ""  # others have what is to stand between
+        if is_alpaca and self._takes_chats:  # others have what is to stand between; an encoder has its own input
+            prompt += "\n"
         for name in (self._system, self._tools):
             if name is not None and _from_json(row.get(name), name):
                 more = ": set chat = true in its source" if self._takes_chats else ", and this is a pair"

@@ -71,7 +71,7 @@ def load_tasks(names: Sequence[str], known: TaskFolder) -> dict[str, Any]:
         manager.task_index.update({name: Entry(name, kind, None, config) for name, config in configs.items()})
     on_hub = [name for name in sorted(needed) if "custom_dataset" not in known.tasks.get(name, {}) and
               name not in known.groups]  # fmt: skip
-    with _quiet(), _first_document_errors(sorted(needed)), _hub_errors(on_hub):
+    with _quiet(), _loading_errors(sorted(needed)), _hub_errors(on_hub):
         loaded: dict[str, Any] = dict(manager.load(list(wanted)))
     for task in loaded["tasks"].values():
         _check_safe(task)
@@ -118,7 +118,7 @@ def evaluate_tasks(
 
 
 @contextlib.contextmanager
-def _first_document_errors(names: Sequence[str]) -> Iterator[None]:
+def _loading_errors(names: Sequence[str]) -> Iterator[None]:
     """Reports in one line what lm-eval finds wrong in a task when it loads it: it looks at the first document."""
     try:
         yield

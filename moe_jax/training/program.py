@@ -16,13 +16,7 @@ from jax.sharding import PartitionSpec as P
 from moe_jax.core.errors import InputError
 from moe_jax.data.pipeline import stack_pairs
 from moe_jax.data.sections import input_length
-from moe_jax.distributed.sharding import (
-    batch_sharding,
-    check_batch_divides,
-    make_mesh,
-    path_name,
-    state_shardings,
-)
+from moe_jax.distributed.sharding import batch_sharding, check_batch_divides, make_mesh, path_name, state_shardings
 from moe_jax.experts import set_exchange
 from moe_jax.model_io.loading import abstract_model, disk_paths, load_model, may_be_cast
 from moe_jax.model_io.model_source import ModelSource
