@@ -204,7 +204,7 @@ WIDEST = 110
 _POSITIONAL = typing.get_args(tyro.conf.Positional[int])[1]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Explained:
     """An argument of a command, as the help shows it.
 
@@ -289,4 +289,11 @@ def _explained(field: dataclasses.Field, hint: Any, text: str) -> Explained:
         default = "(repeatable)"
     elif default is None and not is_switch and field.default not in (dataclasses.MISSING, None, ()):
         default = f"(default: {field.default})"
-    return Explained(field.name, call, arg.help or text, default or "", is_positional, is_switch)
+    return Explained(
+        name=field.name,
+        call=call,
+        text=arg.help or text,
+        default=default or "",
+        is_positional=is_positional,
+        is_switch=is_switch,
+    )

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # they import JAX, and `--help` should answer without it
 _MOST_SHOWN = 2000  # characters of a document
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """Shows what a model learns of the data of a recipe, or tokenises it once, before training.
 

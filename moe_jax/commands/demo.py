@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 import tyro
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """Upcycles and tunes a language model, makes it smaller, exports it, and shows what it says before and after.
 

@@ -47,7 +47,7 @@ def _are_for_the_asking() -> bool:
     try:
         library, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").split()
         is_new = tuple(map(int, version.split(".")[:2])) >= _LEAST_GLIBC
-        return library == "glibc" and is_new and "[madvise]" in _POLICY.read_text()
+        return library == "glibc" and is_new and "[madvise]" in _POLICY.read_text("ascii")
     except (AttributeError, OSError, ValueError):  # another system
         return False
 
@@ -114,7 +114,7 @@ def _folder() -> Path:
     home = os.environ.get("XDG_CACHE_HOME", "")
     cache = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
     try:
-        described = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+        described = Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines()
     except OSError:
         described = []
     instructions = next((line for line in described if line.startswith(("flags", "Features"))), "")

@@ -26,7 +26,7 @@ _REQUESTS = 32
 _OF_TASKS = ("tasks_dir", "data_dir", "limit", "num_fewshot", "apply_chat_template", "cache", "output", "samples")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(OneModel):
     """Measures a model: its perplexity on a text, how often it labels texts rightly, or how well it does tasks.
 

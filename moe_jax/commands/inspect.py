@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(OneModel):
     """Lists what a model consists of: its leaves (arrays of parameters) with shapes and bytes, experts, and lineage.
 

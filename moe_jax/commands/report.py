@@ -7,7 +7,7 @@ from typing import Annotated
 import tyro
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """Writes one HTML page about models, training runs, compressions and evaluations, with several side by side.
 

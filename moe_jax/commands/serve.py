@@ -11,7 +11,7 @@ from moe_jax.commands.options import OneModel
 from moe_jax.core.errors import InputError
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(OneModel):
     """Serves a model by the OpenAI protocol: /v1/completions and /v1/chat/completions, with streaming.
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """Trains a model as a recipe says, a TOML file; or compiles its step for a TPU pod or GPUs without any.
 

@@ -115,7 +115,16 @@ def export(
             files |= {} if settings is None else {GENERATION: (json.dumps(settings, indent=2) + "\n").encode()}
             copy_tokenizer_files(files, folder)
             with shard_writer(work, tensors, max_bytes) as writer:
-                writing = _Writing(model, mapped, specs, tensors, writer, progress, packing, spec.allow_nonfinite)
+                writing = _Writing(
+                    model=model,
+                    mapped=mapped,
+                    specs=specs,
+                    tensors=tensors,
+                    writer=writer,
+                    progress=progress,
+                    packing=packing,
+                    allow_nonfinite=spec.allow_nonfinite,
+                )
                 writing.write_layers(work)
             keys = write_hf_config(replace(config, dtype=_main_dtype(specs)))
             lineage[-1]["measured"] = progress.measured()
@@ -145,7 +154,7 @@ def _generation_settings(source: ModelSource) -> dict[str, Any] | None:
     return None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Writing:
     """The writing of a model's tensors, leaf by leaf."""
 

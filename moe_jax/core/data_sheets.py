@@ -140,6 +140,6 @@ def peak_memory_bytes() -> int:
 def _in_kib(file: str, name: str) -> int | None:
     """A line `NAME:  123 kB` of a file, in bytes; None: there is none."""
     with contextlib.suppress(OSError, StopIteration):
-        line = next(line for line in Path(file).read_text().splitlines() if line.startswith(f"{name}:"))
+        line = next(line for line in Path(file).read_text("utf-8").splitlines() if line.startswith(f"{name}:"))
         return int(line.split()[1]) * 1024
     return None

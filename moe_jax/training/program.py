@@ -28,7 +28,7 @@ from moe_jax.training.recipe import Recipe
 from moe_jax.training.step import StepMetrics, Teacher, TrainState, init_state, make_step
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
     """A run without its weights and data.
 
@@ -114,7 +114,18 @@ def make_program(
         in_shardings=tuple(map(_shardings, arguments)),
         out_shardings=(_shardings(state), replicated),
     )
-    return Program(config, mesh, model, trainable, graphdef, optimizer, state, frozen, step, taught)
+    return Program(
+        config=config,
+        mesh=mesh,
+        model=model,
+        trainable=trainable,
+        graphdef=graphdef,
+        optimizer=optimizer,
+        state=state,
+        frozen=frozen,
+        step=step,
+        teacher=taught,
+    )
 
 
 def check_teacher(config: ModelConfig, teacher: ModelConfig) -> None:

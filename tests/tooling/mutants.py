@@ -71,6 +71,15 @@ class Mutant:
         ).strip()
 
     @property
+    def readers(self) -> list[str]:
+        """Tests that read what changes as text, which no measurement of the lines that run can tell."""
+        if "dataclass(" in self.change[0]:
+            return ["tests/project/test_records.py::test_dataclasses_are_frozen_and_made_by_keyword"]
+        if self.rule in ("dropped keyword strict", "dropped keyword encoding"):
+            return ["tests/project/test_lint.py::test_ruff_finds_nothing[strict and encoding]"]
+        return []
+
+    @property
     def identity(self) -> str:
         """The same for the same edit of the same text, whatever stands above it."""
         before, after = self.change

@@ -178,8 +178,8 @@ def run(
         while queue or running:
             while queue and idle:
                 mutant = queue.popleft()
-                tests = known.tests(mutant.path, mutant.source, mutant.lines, args.budget)
-                folder, expected = idle.pop(), sum(known.seconds[name] for name in tests)
+                tests = mutant.readers + known.tests(mutant.path, mutant.source, mutant.lines, args.budget)
+                folder, expected = idle.pop(), sum(known.seconds.get(name, 1) for name in tests)
                 plant(folder, mutant.path, mutant.mutated)
                 found = folder.with_suffix(".failed")
                 found.unlink(missing_ok=True)

@@ -70,3 +70,19 @@ def test_tests_are_chosen_after_all_others_have_left_cases_out(tmp_path):
     del items[0]  # as `one_in(2, first=1)` does
     assert next(choosing, None) is None
     assert [item.nodeid for item in items] == ["b", "a[1]"]
+
+
+def test_what_is_read_as_text_has_a_test_that_reads_it():
+    sources = {
+        "frozen": "@dataclasses.dataclass(frozen=True)\nclass A: ...\n",
+        "kw_only": "@dataclass(kw_only=True)\nclass A: ...\n",
+        "strict": "for a, b in zip(x, y, strict=True): ...\n",
+        "encoding": 'x = file.read_text(encoding="utf-8")\n',
+        "axis": "y = sum(x, axis=1)\n",
+    }
+    for word, source in sources.items():
+        (dropped,) = [m for m in mutants.by_rules("a.py", source) if m.rule == f"dropped keyword {word}"]
+        assert bool(dropped.readers) == (word != "axis")
+        for reader in dropped.readers:
+            file, function = reader.split("[")[0].split("::")
+            assert f"def {function}(" in (ROOT / file).read_text()

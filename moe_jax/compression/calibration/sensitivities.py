@@ -82,7 +82,15 @@ def record_gradients(
     # The inputs of all layers, and gradients of two layers.
     needed = windows.size * source.config.d_model * (2 * (source.config.num_layers + 1) + 8)
     check_room(states, needed, f"gradients of {windows.size} tokens take")
-    work = _GradientPass(source, windows, folder, states, mesh, batch_size, progress)
+    work = _GradientPass(
+        source=source,
+        windows=windows,
+        folder=folder,
+        states=states,
+        mesh=mesh,
+        batch_size=batch_size,
+        progress=progress,
+    )
     direction, begin = _FORWARDS, 0
     if (states / NEXT).is_file():
         direction, layer = (states / NEXT).read_text().split()
@@ -96,7 +104,7 @@ def record_gradients(
     shutil.rmtree(states)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _GradientPass:
     """The steps of the pass; each continues at a layer and ends with everything on the disk that the next one needs."""
 
