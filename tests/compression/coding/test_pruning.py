@@ -37,6 +37,12 @@ def test_common_counts_keep_exactly_the_share(sizes, keep, seed):
     assert sum(counts) == max(total, len(sizes))  # one of each matrix at least
 
 
+def test_what_is_left_over_goes_evenly_to_matrices_with_room():
+    # The shares give 6 of 20 entries; the others are shared among those that are not full.
+    assert common_counts([1.0, 0.0, 0.0], [6, 20, 20], 20 / 46) == (6, 7, 7)
+    assert common_counts([0.98, 0.01, 0.01], [5, 8, 40], 30 / 53) == (5, 8, 17)
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.floats(0.05, 1.0), seeds)
 def test_concat_counts_are_those_of_one_threshold(keep, seed):

@@ -131,6 +131,9 @@ def test_rope_factors_are_llama_3s_or_any_others(tmp_path):
     angles = positions[0][:, None] / (10000.0 ** (np.arange(4) / 4) * odd)
     np.testing.assert_allclose(cos[0, :, :4], np.cos(angles), atol=1e-5)
     np.testing.assert_allclose(sin[0, :, 4:], np.sin(angles), atol=1e-5)
+    for factor in (0, -1, np.inf):
+        with pytest.raises(InputError, match=r"not finite"):
+            both(tmp_path / "bad", "llama", raw={"rope_freqs.weight": np.array([1, 1, factor, 1], np.float32)})
 
 
 def test_scalings_that_the_metadata_name(tmp_path):
