@@ -113,3 +113,9 @@ def test_rows_do_not_depend_on_who_prepares_them(lengths, seq_len):
         for key in KEYS:
             np.testing.assert_array_equal(batch[key][[0, 3]], first[key])
             np.testing.assert_array_equal(batch[key][[1, 2]], second[key])
+
+
+def test_a_document_that_just_fits_stays_in_its_row():
+    records, _ = make_records([[4, 5, 3]])  # pairs: 3, 4 and 2
+    batches = read_all(batches_of(records, num_rows=1, seq_len=7, whole=True))
+    assert [int((batch["segment_ids"] > 0).sum()) for batch in batches] == [7, 2]

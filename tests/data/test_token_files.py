@@ -148,6 +148,23 @@ def test_killed_it_leaves_no_directory_and_goes_on(tmp_path, small_shards, monke
     assert files_of(tmp_path / "out") == files_of(tmp_path / "again")
 
 
+def test_what_was_begun_with_other_files_is_not_gone_on_with(tmp_path, small_shards):
+    class Stops(Exception): ...
+
+    def stops(what, done, total):
+        if done == 2:
+            raise Stops
+
+    task = a_task(tmp_path)
+    with pytest.raises(Stops):
+        tokenize(task, tmp_path / "out", progress=stops)
+    text = (tmp_path / "a.txt").read_text()
+    (tmp_path / "a.txt").write_text(text.replace("line 1 ", "LINE 1 "))  # no longer and no shorter
+    tokenize(task, tmp_path / "out")
+    tokenize(task, tmp_path / "again")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "again")
+
+
 def test_tokens_of_another_tokenizer_or_other_settings_are_refused(tmp_path):
     task = a_task(tmp_path)
     tokenize(task, tmp_path / "out")

@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
+import scipy.linalg
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.compression.coding.calibrated_codes import DAMPING, quantize_with_feedback, triangular_factor
 from moe_jax.compression.coding.coder import LeastError, LeastOutputError
+from moe_jax.compression.coding.quantizer import quantize
 from moe_jax.core.errors import InputError
 from moe_jax.experts.forms.quantized import TABLE_BITS, Quantized
 from tests.experts.code_reference import decoded
@@ -159,3 +161,30 @@ def test_where_no_input_was_seen_all_count_alike(feedback) -> None:
     plain = LeastError().quantize(kernel, bits=4, group_size=16)
     np.testing.assert_array_equal(ours.quantize(kernel, bits=4, group_size=16).codes, plain.codes)
     assert (ours.importances == 1).all()
+
+
+@pytest.mark.parametrize("group_size", [16, None])
+def test_rows_count_by_the_size_of_their_inputs_when_scales_are_chosen(group_size) -> None:
+    """Inputs that are not correlated: the error of a row counts H_ii times, and no row makes up for another."""
+    kernel = np.random.default_rng(6).standard_t(2, (32, 8)).astype(np.float32)
+    sizes = np.exp(np.random.default_rng(7).standard_normal(32)).astype(np.float32)
+    ours = quantize_with_feedback(kernel, np.diag(sizes), bits=2, group_size=group_size)
+    same, other = (quantize(kernel, bits=2, group_size=group_size, weights=sizes**power) for power in (2, 1))
+    np.testing.assert_array_equal(ours.leaves["scales"], same.leaves["scales"])
+    assert (np.asarray(ours.leaves["scales"]) != np.asarray(other.leaves["scales"])).any()
+
+
+def test_what_rounding_makes_indefinite_is_tried_in_more_precision(monkeypatch) -> None:
+    moment = moment_of(8, 0)
+    exact = triangular_factor(moment)
+    cholesky, tried = scipy.linalg.cholesky, []
+
+    def refuses_float32(matrix, **options):
+        tried.append(matrix.dtype)
+        if matrix.dtype == np.float32:
+            raise scipy.linalg.LinAlgError
+        return cholesky(matrix, **options)
+
+    monkeypatch.setattr(scipy.linalg, "cholesky", refuses_float32)
+    np.testing.assert_allclose(triangular_factor(moment), exact, rtol=1e-3, atol=1e-4)
+    assert tried == [np.float32, np.float64]

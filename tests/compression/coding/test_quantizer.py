@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.compression.coding.quantizer import quantize
+from moe_jax.compression.coding.quantizer import _better_sign, quantize
 from moe_jax.experts.forms import Quantized
 from moe_jax.functional.codes import codes_shape, pack, scales_shape
 from tests.experts.code_reference import decoded
@@ -355,3 +355,21 @@ def test_groups_of_zeros_have_zero_points_that_do_not_matter():
     kernel[8:16] = 1.5
     made = quantize(kernel, bits=2, group_size=8, zero_points=True)
     np.testing.assert_allclose(made.approximation, kernel, rtol=2**-8)
+
+
+@pytest.mark.parametrize("more", [{}, {"zero_points": True}, {"fit": False}, {"fit": False, "zero_points": True}])
+def test_rows_without_weight_do_not_choose_scales(more):
+    kernel = np.random.default_rng(0).standard_normal((32, 6)).astype(np.float32)
+    weights = (np.arange(32) % 4 > 0).astype(np.float32)
+    other = np.where(weights[:, None] > 0, kernel, 100 * kernel)
+    one, two = (quantize(values, bits=3, group_size=16, weights=weights, **more) for values in (kernel, other))
+    for name in set(one.leaves) - {"codes"}:
+        np.testing.assert_array_equal(one.leaves[name], two.leaves[name])
+
+
+def test_scales_of_a_table_take_the_sign_that_leaves_less():
+    table = jnp.asarray([-1.0, -0.2, 0.1, 0.6], jnp.float32)
+    signs = np.array([1, -1, -1], np.float32)
+    groups = jnp.asarray(np.asarray(table)[np.array([0, 1, 2, 3, 0, 2])][None, :, None] * signs)
+    found = _better_sign(groups, jnp.ones((1, 6, 1), jnp.float32), jnp.ones((1, 1, 3), jnp.float32), table, 2, False)
+    np.testing.assert_allclose(found[0, 0], signs, rtol=1e-6)

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.compression.coding.calibrated_codes import candidates, scales_of_magnitudes
+from moe_jax.compression.coding.calibrated_codes import best_row_scales, candidates, scales_of_magnitudes
 from moe_jax.compression.coding.coder import LeastError, LeastOutputError
+from moe_jax.compression.coding.quantizer import quantize
 from moe_jax.experts.forms import Quantized
 from tests.experts.code_reference import decoded
 from tests.support.tiers import examples, one_in
@@ -91,3 +92,42 @@ def test_inputs_and_rows_that_are_never_there_do_no_harm():
     assert np.isfinite(made.approximation).all()
     rounded = LeastError().quantize(kernel, bits=1, group_size=8, row_scales=True).approximation
     assert np.abs(rounded[3]).max() < 1e-5
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_the_error_of_a_row_counts_as_large_as_its_scale_makes_it(calibrated):
+    """Scales that rows share are those of the least error of the kernel, and not of what row scales leave of it."""
+    rng = np.random.default_rng(0)
+    rows = np.array([100, 1, 1, 1, 1, 1, 1, 1], np.float32)
+    left = rng.standard_t(2, (8, 64)).astype(np.float32)
+    diagonal = np.linspace(1, 2, 8, dtype=np.float32) if calibrated else np.ones(8, np.float32)
+    coder = LeastOutputError(np.diag(diagonal), feedback=False) if calibrated else LeastError()
+    options = {"bits": 2, "group_size": 8}
+
+    def error(approximation: np.ndarray) -> float:
+        difference = rows[:, None] * (np.asarray(approximation) - left)
+        return float(np.sum(diagonal[:, None] * difference**2, dtype=np.float64))
+
+    others = [error(quantize(left, weights=diagonal * rows**power, **options).approximation) for power in (0, 1)]
+    assert error(coder._quantized(left, rows, options).approximation) < 0.99 * min(others)
+
+
+def test_row_scales_are_those_of_the_candidates_that_change_outputs_least():
+    rng, moment = np.random.default_rng(2), second_moment(24, 3)
+    kernel = (rng.standard_normal((24, 12)) * np.exp(rng.standard_normal((24, 1)))).astype(np.float32)
+
+    def coded(values: np.ndarray, _: np.ndarray) -> np.ndarray:
+        step = np.abs(values).max(axis=0) / 4
+        return np.round(values / step) * step
+
+    def cost(scales: np.ndarray, moment: np.ndarray) -> float:
+        return output_error(coded(kernel / scales[:, None], scales) * scales[:, None] - kernel, moment)
+
+    every = list(candidates(kernel, None, moment))
+    # None, those of the entries, and ten powers of the inputs' sizes, of which the last is the first.
+    assert len(every) == 12 and (every[0] == 1).all()
+    sizes = 1 / np.sqrt(np.diagonal(moment))
+    np.testing.assert_allclose(every[-1], sizes / np.exp(np.log(sizes).mean()), rtol=0.01)
+    found = best_row_scales(kernel, None, moment, coded)
+    assert cost(found, moment) == min(cost(scales, moment) for scales in every)
+    assert cost(found, np.eye(24)) > min(cost(scales, np.eye(24)) for scales in every)

@@ -146,6 +146,19 @@ def test_without_a_text_the_router_says_who_is_alike(source):
     assert figures.uniform_usage is True
 
 
+def test_experts_of_a_group_that_is_never_used_are_weighted_alike(source):
+    usage = np.where(np.isin(np.arange(E), [1, 4]), STATISTICS.usage, 0)
+    analysis = METHODS["msmoe"](keep=0.5).analyse(
+        SourceLayer(source, 0, calibration=LayerCalibration(STATISTICS._replace(usage=usage))), lambda share: None
+    )
+    unused = {g for g in range(3) if usage[analysis["groups"] == g].sum() == 0}
+    assert unused and np.isfinite(analysis["weights"]).all()
+    np.testing.assert_allclose(np.bincount(analysis["groups"], analysis["weights"]), 1)
+    for g in unused:
+        own = analysis["weights"][analysis["groups"] == g]
+        np.testing.assert_allclose(own, 1 / len(own))
+
+
 def test_merged_experts_can_be_merged_again(source):
     once, _, _ = compressed(source, METHODS["meo"](keep=0.5), calibration=CALIBRATION)
     twice, _, _ = compressed(once._source, METHODS["meo"](keep=0.6), calibration=CALIBRATION)

@@ -8,7 +8,8 @@ import pytest
 
 from moe_jax.compression import compress, make_method
 from moe_jax.compression.budget import Budget, trials
-from moe_jax.compression.source_layer import SourceLayer, design_matrices
+from moe_jax.compression.coding.pruning import mean_shares
+from moe_jax.compression.source_layer import SourceLayer, aligned_kernels, design_matrices, mean_kernel, unaligned
 from moe_jax.core.errors import InputError
 from moe_jax.experts.forms import LowRank, Quantized, Sparse
 from moe_jax.experts.forms.coding import Wanted
@@ -16,6 +17,7 @@ from moe_jax.model_io.loading import load_model
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig
 from moe_jax.peft import trainable_paths
+from tests.compression.methods.recorded_layers import calibration_of, recorded
 from tests.support.moe_models import EXPERTS, MemorySource, memory_moe
 from tests.support.numerics import logits_of
 from tests.support.tiers import one_in
@@ -147,6 +149,39 @@ def test_trials_tell_the_errors_beforehand(tmp_path):
         report = compress(source, tmp_path / str(given), make_method("resmoe", given), described={})
         # Only the groups of scales of kept values lie otherwise: by matrix, and not by all that is kept.
         assert trial.error == pytest.approx(report.layers[0].relative_error ** 2, rel=0.03)
+
+
+def test_what_stays_of_matrices_is_the_mean_of_what_stays_of_experts():
+    layer = SourceLayer(memory_moe(FULL, noise=0.2), 0)
+    kernels = {name: np.stack(list(aligned_kernels(layer, name, unaligned(layer)))) for name in layer.shapes}
+    centres = {name: mean_kernel(iter(kernel)) for name, kernel in kernels.items()}
+    experts = [{name: kernel[e].copy() for name, kernel in kernels.items()} for e in range(EXPERTS)]
+    each = np.stack([mean_shares(iter([expert]), centres, 0.25) for expert in experts])
+    [trial] = trials(layer, unaligned(layer), [make_method("resmoe", {"keep": 0.25}).choice], refit=True)
+    np.testing.assert_allclose(trial.shares, each.mean(axis=0), rtol=1e-6)
+    assert np.abs(each - trial.shares).max() > 1e-3
+
+
+def test_entries_of_a_layer_follow_its_own_shares():
+    source = memory_moe(FULL, FULL, noise=0.2)
+    layers, shares = [SourceLayer(source, i) for i in (0, 1)], [[0.6, 0.3, 0.1], [0.1, 0.3, 0.6]]
+    budget = Budget(target_bytes=10**9, sizes=(make_method("resmoe", {"keep": 0.2}).choice,))
+    analyses = {i: {"errors": np.ones(1), "shares": np.array([shares[i]])} for i in (0, 1)}
+    divided = budget.divide(layers, analyses)
+    first, second = (divided[i].bank.form.entries for i in (0, 1))
+    assert first[0] > first[1] > first[2] and second[0] < second[1] < second[2]
+
+
+def test_codes_make_up_for_errors_only_where_that_is_asked_for(tmp_path):
+    source = memory_moe(FULL, noise=0.2)
+    codes = {}
+    for feedback in (True, False):
+        method = make_method("resmoe", {"residual": "quantized", "bits": 3, "solver": "identity", "feedback": feedback})
+        place = tmp_path / str(feedback)
+        compress(source, place, method, calibration=calibration_of(recorded(source), tmp_path), described={})
+        made = ModelDirectory(place)
+        codes[feedback] = made.read(next(path for path in sorted(made.specs()) if path.endswith("codes")))
+    assert (codes[True] != codes[False]).any()
 
 
 def test_a_budget_is_kept_and_more_of_it_is_better(tmp_path):

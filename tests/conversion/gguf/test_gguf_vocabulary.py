@@ -153,3 +153,28 @@ def test_every_cut_makes_a_tokenizer_of_files():
     for pre in PIECES:
         tokenizer, _ = tokenizer_of(metadata | {"tokenizer.ggml.pre": pre})
         assert tokenizers.Tokenizer.from_str(tokenizer).encode("It's 12").ids
+
+
+def test_tokens_of_users_are_text_and_control_tokens_are_not():
+    made = tokenizers.Tokenizer.from_str(tokenizer_of(metadata_of(published("gpt-2"), "gpt-2"))[0])
+    special = {token.content: token.special for token in made.get_added_tokens_decoder().values()}
+    assert special == {"<|begin|>": True, "<|end|>": True, "<|sep|>": False}
+    ids = made.encode("<|end|>we<|sep|>", add_special_tokens=False).ids
+    assert made.decode(ids, skip_special_tokens=True) == "we<|sep|>"
+
+
+def test_pieces_of_equal_score_are_joined_in_the_order_of_their_numbers():
+    """Those of the left part first, as Transformers orders them."""
+    tokens = ["<unk>", "\u2581", "c", "b", "a", "bc", "ab"]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": np.array([2, 1, 1, 1, 1, 1, 1], np.int32),
+        "tokenizer.ggml.scores": np.zeros(len(tokens), np.float32),
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    made = tokenizers.Tokenizer.from_str(tokenizer_of(metadata)[0])
+    assert [tuple(merge) for merge in json.loads(made.to_str())["model"]["merges"]] == [("b", "c"), ("a", "b")]
+    assert made.encode("abc").tokens == ["a", "bc"]

@@ -48,7 +48,7 @@ batch_size = 8
 every = 10
 [eval]
 text = "held_out.txt"
-every = 10
+every = 12
 """
 
 
@@ -153,7 +153,7 @@ def test_a_run_leaves_metrics_of_every_step_and_a_model(workplace, undisturbed):
     assert keys | {"flops_per_second", "dropped"} <= record.keys()
     assert list(record["expert_load"]) == ["0"]
     assert sum(record["expert_load"]["0"]) == pytest.approx(1, abs=1e-4)
-    assert [record["step"] for record in undisturbed if "eval_loss" in record] == [10, 20, 30]
+    assert [record["step"] for record in undisturbed if "eval_loss" in record] == [12, 24, 30]
     run = workplace / "undisturbed"
     made = {path.name for path in run.iterdir()}
     assert made == {"recipe.toml", "run.json", "tokenizer", "checkpoints", "metrics.jsonl", "tensorboard", "model"}
@@ -224,7 +224,7 @@ def test_two_processes_train_like_one(workplace, monkeypatch, tmp_path):
     program = tmp_path / "moe-jax"
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m moe_jax.commands.cli "$@"\n')
     program.chmod(0o755)
-    arguments = ["recipe.toml", "--set", "train.steps=4", "mesh.fsdp=4", "mesh.expert=2", "eval.every=2"]
+    arguments = ["recipe.toml", "--set", "train.steps=4", "mesh.fsdp=4", "mesh.expert=2", "eval.every=3"]
     done = subprocess.run(
         [str(ROOT / "train" / "launch" / "local.sh"), "2", *arguments, "run_dir=two"],
         cwd=workplace,
@@ -241,6 +241,8 @@ def test_two_processes_train_like_one(workplace, monkeypatch, tmp_path):
     assert [record["step"] for record in two] == [1, 2, 3, 4]
     for key in ("loss", "aux_loss", "grad_norm", "tokens"):
         np.testing.assert_allclose([r[key] for r in two], [r[key] for r in one], atol=1e-5)
+    # The last step is evaluated, too.
+    assert ["eval_loss" in record for record in two] == [False, False, True, True]
     assert two[-1]["eval_loss"] == pytest.approx(one[-1]["eval_loss"], abs=1e-5)
 
 
