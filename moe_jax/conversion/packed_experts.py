@@ -38,7 +38,7 @@ Quantise = Callable[[np.ndarray, int, int], Codes]
 """`quantise(kernel, bits, group_size)`: returns the codes of a kernel float32[i, o]."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Packing:
     """How the experts of a model are written in codes."""
 
@@ -79,7 +79,7 @@ class Packing:
                     f"in layer {i}: compressed-tensors has whole groups; "
                     + (f"try {fitting}" if fitting else "no size divides those of all matrices")
                 )
-        return cls(bits, group_size, quantise)
+        return cls(bits=bits, group_size=group_size, quantise=quantise)
 
     def is_packed(self, path: str) -> bool:
         """Whether a leaf is written in codes."""

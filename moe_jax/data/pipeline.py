@@ -124,7 +124,7 @@ class PackedRow(Row):
             filled += count
             self.offset += count
         # A document that was cut continues as a new segment, because attention cannot see the previous row.
-        row.starts[:1] = filled > 0
+        row.starts[:1] = True
         index = np.arange(self._seq_len)
         inside = index < filled
         return {

@@ -34,7 +34,7 @@ _KERNEL = re.compile(r"layers/(\d+)/(attention|mlp)/(.*)/kernel")
 _NF4_LEAVES = ("codes", "scale_codes", "scales", "offset")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Merged:
     """Numbers of kernels that LoRA was merged into, and that were NF4 codes; and adapters that were kept, by kind."""
 
@@ -69,7 +69,7 @@ def merge(
         raise InputError(f"{source.path} has nothing to merge: neither LoRA nor NF4 kernels")
     check_leaves(leaf_specs(source.config), stored, str(source.path))
 
-    result = Merged(len(folded), len(dequantized), tuple(kept))
+    result = Merged(folded=len(folded), dequantized=len(dequantized), kept=tuple(kept))
     options = spec.described()
     lineage = [*source.lineage, first_decides(lambda: new_lineage_entry("merge", options, [source]))]
     check_equal({"the options": options, "the model": config_to_json(source.config)})

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 
 import jax
@@ -381,6 +382,20 @@ def test_router_weights_are_not_rounded(through, strategy):
     weights = jnp.full((1, top_k), (1 + 0.45 / 128) / 8)
     got = applied(weights)
     np.testing.assert_array_equal(got, jnp.full((1, d_model), jnp.sum(weights), jnp.bfloat16))
+
+
+@pytest.mark.parametrize("kind, options", [("low-rank", {"rank": 2}), ("sparse", {"rate": 0.99})])
+def test_over_a_mesh_tokens_do_not_travel_to_small_deltas(kind, options):
+    config, expert = BankConfig(kind=kind, **options), FFNConfig(dim=256)
+    numbers = set()
+    for chip, tokens in itertools.product(("h100", "v5e"), (16, 65536)):
+        platform, load = Platform.of(CHIPS[chip], 2), Load(2, tokens, 1)
+        costs = strategy_costs(config, expert, 64, load, platform, alone=False)
+        others = {name: cost.total for name, cost in costs.items() if name != "synthesised"}
+        assert strategy_on(platform, config, expert, 64, load, alone=False) == min(others, key=others.__getitem__)
+        assert strategy_on(platform, config, expert, 64, load, "synthesised", alone=False) == "synthesised"
+        numbers.add(len(costs))
+    assert numbers == ({2, 3} if kind == "sparse" else {3})
 
 
 def test_counts_bytes_and_frozen_leaves():

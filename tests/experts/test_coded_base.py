@@ -367,3 +367,11 @@ def test_what_makes_no_sense_is_refused(make, said):
 def test_a_base_in_the_models_dtype_is_written_as_before():
     assert "base_codes" not in BankConfig(kind="low-rank", rank=1).to_json()
     assert Linear((4, 8), rngs=nnx.Rngs(0), dtype=jnp.dtype("float32")).arrays().keys() == {"kernel"}
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_fresh_codes_stand_for_kernels_as_wide_as_others(bits):
+    matrix, form = Matrix("", (64, 96), "out"), BaseCodes(code=str(bits)).form
+    leaves = form.fresh(nnx.Rngs(0), matrix, (), jnp.float32)
+    kernel = form.of_matrix(matrix).apply(jnp.eye(64), leaves, matrix, None)
+    assert np.std(kernel) == pytest.approx(0.02, rel=0.05)

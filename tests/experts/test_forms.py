@@ -34,6 +34,7 @@ from moe_jax.experts.shapes import shapes_of
 from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig, MoEConfig, config_from_json, config_to_json
 from moe_jax.upcycling.spec import UpcycleSpec
 from tests.support.environment import ROOT
+from tests.support.numerics import normal
 from tests.support.tiers import one_in
 
 EXPERTS, D_MODEL = 3, 16
@@ -283,3 +284,11 @@ def test_codes_of_nf4_are_split_like_the_kernel():
     for split, axes in (("in", ("expert", "tensor", "fsdp")), ("out", ("expert", "fsdp", "tensor"))):
         specs = NF4.stored_specs(split)
         assert [tuple(spec) for path, spec in specs.items() if path.endswith("/codes")] == [axes]
+
+
+def test_every_expert_mixes_the_bases_by_its_own_logits():
+    form = MixtureOfBases(rank=2, bases=3)
+    bases, logits = normal(0, 3, 4, 2), normal(1, 5, 3)
+    shares = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    mixed = np.einsum("em,mxy->exy", shares, bases)
+    np.testing.assert_allclose(form.mix(bases, logits), mixed / (1 + np.exp(-mixed)), rtol=1e-5, atol=1e-6)

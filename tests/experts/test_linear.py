@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 import scipy.stats
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import leaf_spec, make_mesh, path_name
 from moe_jax.experts import make_bank, set_strategy
+from moe_jax.experts.devices import sharded_product
 from moe_jax.experts.linear import Linear, ffn_linears
+from moe_jax.experts.shapes import Matrix
 from moe_jax.functional.keys import dropout, fold_in
 from moe_jax.functional.routing import Routing
 from moe_jax.models import BankConfig, FFNConfig, LoRAConfig, MoEConfig
@@ -227,3 +230,32 @@ def test_no_array_of_the_size_of_the_kernel_is_made(nf4):
 def test_configs_that_make_no_sense(make, said):
     with pytest.raises(InputError, match=said):
         make()
+
+
+@pytest.mark.parametrize(
+    ("shape", "split", "unit", "part"),
+    [
+        ((96, 40), "out", 8, (96, 10)),
+        ((96, 42), "out", 8, None),
+        ((96, 40), "in", 8, (24, 40)),
+        ((80, 40), "in", 8, None),  # shards of 20 rows do not begin with whole bytes
+        ((80, 40), "in", 2, (20, 40)),
+    ],
+)
+def test_a_product_over_a_mesh_is_of_parts_where_the_kernel_divides(shape, split, unit, part):
+    seen = []
+
+    def multiply(x, arrays, part):
+        seen.append((part and part.shape, arrays["kernel"].shape, x.shape[-1]))
+        return x @ arrays["kernel"]
+
+    x, kernel = normal(0, 8, shape[0]), normal(1, *shape)
+    specs = {"kernel": P("tensor", None) if split == "in" else P(None, "tensor")}
+    with jax.set_mesh(make_mesh({"fsdp": 2, "tensor": 4})):
+        y = jax.jit(
+            lambda x, kernel: sharded_product(
+                x, {"kernel": kernel}, Matrix("", shape, split), specs, multiply, unit=unit
+            )
+        )(x, kernel)
+    np.testing.assert_allclose(y, x @ kernel, rtol=1e-4, atol=1e-4)
+    assert set(seen) == {(part, part or shape, (part or shape)[0])}

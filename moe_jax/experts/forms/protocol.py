@@ -359,8 +359,8 @@ def option_of_form(form: str | ExpertForm) -> str:
     if not isinstance(form, ExpertForm) or form.delta_option is None:
         offered = ", ".join(delta_options().values())
         raise InputError(f"delta={shown(form)}: upcycling makes no such experts; it is one of {offered}")
-    named, _, number = form.delta_option.partition(":")
-    text = f"{named}:{getattr(form, form.delta_number[0])}" if number and form.delta_number else named
+    named = form.delta_option.partition(":")[0]
+    text = f"{named}:{getattr(form, form.delta_number[0])}" if form.delta_number else named
     if form_of_option(text) != form:
         raise InputError(f"delta={shown(form)}: upcycling sets no other options than {form.delta_option} has")
     return text

@@ -11,7 +11,7 @@ import pytest
 from moe_jax.api.open_source import open_source, read_config  # noqa: E402
 from moe_jax.commands.cli import main  # noqa: E402
 from moe_jax.conversion import GGUFModel, HuggingFaceDirectory, checkpoint_source  # noqa: E402
-from moe_jax.conversion.gguf.gguf_architectures import llama3_factors  # noqa: E402
+from moe_jax.conversion.gguf.gguf_architectures import Metadata, llama3_factors  # noqa: E402
 from moe_jax.core.errors import InputError  # noqa: E402
 from moe_jax.functional.position_embeddings import rope_tables  # noqa: E402
 from tests.support.gguf_files import ARCHITECTURES, tensors_of, write_gguf  # noqa: E402
@@ -191,6 +191,15 @@ def test_what_is_not_supported_is_one_line(tmp_path, change, message):
     with pytest.raises(InputError, match=message) as caught:
         both(tmp_path, "llama", **change)
     assert len(str(caught.value).splitlines()) == 1 and str(tmp_path / "model.gguf") in str(caught.value)
+
+
+def test_numbers_of_layers_are_one_where_they_are_equal():
+    values = {"llama.a": np.array([3, 3, 3]), "llama.b": np.array([3, 3, 4]), "llama.c": np.array([])}
+    metadata = Metadata(values, "llama", {})
+    assert metadata.number("a") == 3
+    for key in ("b", "c"):
+        with pytest.raises(InputError, match="between layers"):
+            metadata.number(key)
 
 
 def test_tensors_must_be_those_of_the_metadata(tmp_path):

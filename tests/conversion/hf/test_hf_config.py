@@ -183,6 +183,12 @@ def moe_layers(**keys: object) -> tuple[int, ...]:
     return read_hf_config({**CONFIGS["qwen3_moe"], "num_hidden_layers": 6, **keys}).moe_layers
 
 
+def test_an_activation_of_nothing_is_one_that_is_missing():
+    for config in ({**LLAMA, "hidden_act": None}, {**CONFIGS["switch_transformers"], "dense_act_fn": None}):
+        (key,) = {"hidden_act", "dense_act_fn"} & config.keys()
+        assert f"no {key!r}" in complaint(config)
+
+
 def test_layers_of_qwen3_moe():
     assert moe_layers() == (0, 1, 2, 3, 4, 5)
     assert moe_layers(decoder_sparse_step=2) == (1, 3, 5)
@@ -191,6 +197,8 @@ def test_layers_of_qwen3_moe():
     assert moe_layers(mlp_only_layers=None) == (0, 1, 2, 3, 4, 5)
     assert "'mlp_only_layers' is 3, expected a list" in complaint({**CONFIGS["qwen3_moe"], "mlp_only_layers": 3})
     assert moe_layers(decoder_sparse_step=7) == ()
+    without = write_hf_config(read_hf_config({**CONFIGS["qwen3_moe"], "decoder_sparse_step": 7}))
+    assert without["mlp_only_layers"] == list(range(without["num_hidden_layers"]))
     assert "decoder_sparse_step=0 must be at least 1" in complaint({**CONFIGS["qwen3_moe"], "decoder_sparse_step": 0})
 
 
@@ -315,6 +323,8 @@ def test_rope_parameters_may_be_given_per_layer_type_if_they_agree():
     )
     other = {"full_attention": one, "sliding_attention": {**one, "factor": 3.0}}
     assert "differ between layer types" in complaint({**LLAMA, "rope_parameters": other})
+    alone = {"full_attention": one, "sliding_attention": None}
+    assert read_hf_config({**LLAMA, "rope_parameters": alone}).rope.theta == 7.0
 
 
 def test_keys_inside_the_rope_that_mean_nothing_here_are_given_back():

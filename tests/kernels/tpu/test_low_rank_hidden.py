@@ -144,3 +144,15 @@ def test_what_does_not_fit_is_made_apart(monkeypatch):
     monkeypatch.setattr(kernel, "low_rank_hidden", None)
     got = jax.jit(lambda *args: _fused_low_rank(*args, num_experts=EXPERTS, activation="silu"))(*given_)
     assert_close(got, apart("silu")(*given_))
+
+
+def test_what_fits_is_made_by_the_kernel_if_both_projections_are_of_one_size(monkeypatch):
+    gate, up, *rest = arguments(np.random.default_rng(3), 9)
+    monkeypatch.setattr(kernel, "fits", lambda *sizes, **options: True)
+    made = []
+    monkeypatch.setattr(kernel, "low_rank_hidden", lambda *args, **options: made.append(args) or args[:2])
+    options = {"num_experts": EXPERTS, "activation": "silu"}
+    assert _fused_low_rank(gate, up, *rest, **options).summed is gate and len(made) == 1
+    smaller = gate._replace(b=gate.b[:EXPERTS], inner=gate.inner[..., :EXPERTS])
+    monkeypatch.setattr(kernel, "low_rank_hidden", None)
+    assert isinstance(_fused_low_rank(smaller, up, *rest, **options), Hidden)
