@@ -3,16 +3,21 @@
 import dataclasses
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from moe_jax.core.errors import InputError
+from moe_jax.distributed.sharding import make_mesh
+from moe_jax.experts.devices import BATCH_AXES
+from moe_jax.functional.head_chunks import LossAxes
 from moe_jax.model_io.loading import load_model
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig, SelectionConfig
 from moe_jax.nn import Decoder, Embed, Head, Stack, init_cache
+from moe_jax.nn.layers import _axes as loss_axes
 from moe_jax.planning.model_costs import make_plan, trained_leaves
 from tests.nn import plain_transformer as plain
 from tests.support.dense_models import random_leaves, write_model
@@ -306,3 +311,25 @@ def test_what_does_not_go_together(config, given, message):
         given = {**given, "caches": init_cache(config, 2, given["caches"], jnp.float32)}
     with pytest.raises(InputError, match=message):
         nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))(jnp.asarray(TOKENS), **given).logits)
+
+
+@pytest.mark.parametrize(
+    ("axes", "batch", "sizes", "expected"),
+    [
+        ({"fsdp": 4, "tensor": 2}, (8, 16), (64, 100), LossAxes(BATCH_AXES, None, ("fsdp",), "tensor")),
+        ({"fsdp": 4, "tensor": 2}, (8, 16), (66, 101), LossAxes(BATCH_AXES, None, (), None)),
+        ({"fsdp": 4, "tensor": 2}, (6, 16), (64, 100), LossAxes((), None, (), "tensor")),
+        (
+            {"fsdp": 2, "sequence": 4},
+            (8, 16),
+            (64, 100),
+            LossAxes(BATCH_AXES, "sequence", ("fsdp", "sequence"), "tensor"),
+        ),
+        ({"fsdp": 2, "sequence": 4}, (8, 16), (66, 100), LossAxes(BATCH_AXES, "sequence", ("fsdp",), "tensor")),
+        ({"fsdp": 2, "sequence": 4}, (8, 18), (64, 100), LossAxes(BATCH_AXES, None, ("fsdp",), "tensor")),
+    ],
+)
+def test_operands_of_a_loss_are_split_where_they_divide(axes, batch, sizes, expected):
+    assert loss_axes(batch, *sizes) is None
+    with jax.set_mesh(make_mesh(axes)):
+        assert loss_axes(batch, *sizes) == expected

@@ -192,8 +192,7 @@ ENTRY %main (x: bf16[4,8]) -> bf16[4,8] {
     }
 
 
-def test_a_ring_of_the_tpu_compiler_counts_its_devices_and_not_by_ones():
-    text = """HloModule jit_step
+RING = """HloModule jit_step
 
 %ring (arg: (bf16[4,8], u32[])) -> (bf16[4,8], u32[]) {
   %two = u32[]{:T(128)} constant(2)
@@ -220,5 +219,20 @@ ENTRY %main (x: bf16[4,8]) -> bf16[4,8] {
   %while.1 = (bf16[4,8], u32[]) while(%tuple), condition=%goes_on, body=%ring
 }
 """
-    # Four iterations of two steps.
-    assert sums_by_kind(transfers(text)) == {"collective-permute": Collectives(8, 8 * 4 * 8 * 2)}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "iterations"),
+    [
+        ("", "", 4),  # of two steps
+        ("add(%number, %two)", "add(%number, %fifteen)", 1),
+        ("add(%number, %two)", "add(%two, %fifteen)", 8),  # nothing is known of such a counter
+        ("%two = u32[]{:T(128)} constant(2)", "%two = u32[]{:T(128)} constant(0)", 8),
+        ("index=1\n  %other", "index=2\n  %other", 4),
+        ("constant(8)", "constant(9)", 5),  # the last iteration is counted too
+        ("compare(%counter, %bound)", "compare(%counter, %other)", 1),
+    ],
+)
+def test_a_ring_of_the_tpu_compiler_counts_its_devices_and_not_by_ones(before, after, iterations):
+    sent = sums_by_kind(transfers(RING.replace(before, after)))
+    assert sent == {"collective-permute": Collectives(2 * iterations, 2 * iterations * 4 * 8 * 2)}

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from typing import Literal
 
 import jax
@@ -143,6 +144,7 @@ def test_without_a_compiler_what_is_kept_is_estimated_for_every_device(monkeypat
         shards = (leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(tree))
         sizes = [4 * jnp.zeros(shape).size for shape in shards]
         assert sum(sizes) <= found[name] <= sum(sizes) + 4
+    assert 50 << 20 <= found["program"] <= 110 << 20
     # The input of every layer and its hidden neurons, for the backward pass, of the rows of one device.
     assert found["activations"] > 16 * 4 * (2 * 64 + 2 * 32)
     alone = planned_training.planned_training(dataclasses.replace(recipe, mesh=ONE), config, "h100:1")
@@ -291,3 +293,23 @@ def test_bytes_of_a_slice_are_those_of_compile_only(folder):
     norms = 4 * 3 * 128
     assert sizes["parameters, trained"] == (4 * plan["total_params"] - norms) // 4 + norms
     assert "process" not in sizes and training["is_least"] and training["time"]["seconds"] > 0
+
+
+def test_a_compiler_for_gpus_is_that_of_either_cuda(monkeypatch):
+    for there in ("jax_cuda12_plugin", "jax_cuda13_plugin", None):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, there=there: there if name == there else None)
+        assert planned_devices.has_gpu_compiler() == (there is not None)
+
+
+def test_what_the_compiler_is_asked_for_reaches_it():
+    recipe, asked = recipe_of(mesh=ONE), []
+
+    class Lowered:
+        def compile(self, compiler_options=None):
+            asked.append(compiler_options)
+            return "compiled"
+
+    program = make_program(recipe, config_of(FFN), jax.devices()[:1])
+    program = dataclasses.replace(program, step=types.SimpleNamespace(lower=lambda *_: Lowered()))
+    assert compile_only.compiled_step(program, recipe, {"xla_option": True}) == "compiled"
+    assert asked == [{"xla_option": True}]
