@@ -23,12 +23,12 @@ from moe_jax.nn import Decoder
 from moe_jax.training.flops import step_flops, train_flops_per_token
 from moe_jax.training.in_memory_training import read_batch
 from moe_jax.training.metrics import read_metrics
-from moe_jax.training.program import draw_model
+from moe_jax.training.program import abstract_batch, draw_model, make_program
 from tests.support.byte_tokenizer import EOS
 from tests.support.losses import token_losses
 from tests.support.numerics import initialised
 from tests.support.tiers import long
-from tests.support.training_models import FFN, config_of, encoder_decoder, write_config
+from tests.support.training_models import FFN, config_of, encoder_decoder, recipe_of, write_config
 
 SWITCH = MoEConfig(expert=FFN, num_experts=4, top_k=1, gate="top1", balance_coef=0.01, z_coef=0.01)
 CONFIG = encoder_decoder(SWITCH, SWITCH)
@@ -207,6 +207,17 @@ def test_batches_in_memory_on_one_device_train_as_those_of_files_on_eight(finish
         assert many["aux_loss"] == pytest.approx(one["aux_loss"], rel=2e-4)
         assert many["input_tokens"] == one["input_tokens"] and "cut_inputs" in one
     assert len(records) == 6
+
+
+def test_what_was_cut_is_counted_by_inputs_and_targets_over_all_rows():
+    config = encoder_decoder(FFN, FFN)
+    recipe = recipe_of(batch_size=4)
+    program = make_program(recipe, config, jax.devices()[:1])
+    batch = abstract_batch(recipe, config, program.mesh)
+    assert batch["cut"].shape == (4, 2)
+    with jax.set_mesh(program.mesh):
+        _, metrics = jax.eval_shape(program.step, program.state, program.frozen, batch)
+    assert metrics.cut.shape == (2,)
 
 
 def test_flops_of_inputs_are_those_of_the_encoder():
