@@ -11,7 +11,7 @@ import pytest
 from moe_jax.api.open_source import open_source, read_config  # noqa: E402
 from moe_jax.commands.cli import main  # noqa: E402
 from moe_jax.conversion import GGUFModel, HuggingFaceDirectory, checkpoint_source  # noqa: E402
-from moe_jax.conversion.gguf.gguf_architectures import Metadata, llama3_factors  # noqa: E402
+from moe_jax.conversion.gguf.gguf_architectures import Metadata, architecture_of, llama3_factors  # noqa: E402
 from moe_jax.core.errors import InputError  # noqa: E402
 from moe_jax.functional.position_embeddings import rope_tables  # noqa: E402
 from tests.support.gguf_files import ARCHITECTURES, tensors_of, write_gguf  # noqa: E402
@@ -200,6 +200,13 @@ def test_numbers_of_layers_are_one_where_they_are_equal():
     for key in ("b", "c"):
         with pytest.raises(InputError, match="between layers"):
             metadata.number(key)
+
+
+@pytest.mark.parametrize(("name", "hint"), [("lama", "did you mean 'llama'"), (5, "is 5; known"), (None, "is None;")])
+def test_an_unknown_architecture_is_named(name, hint):
+    with pytest.raises(InputError) as caught:
+        architecture_of({"general.architecture": name})
+    assert hint in str(caught.value)
 
 
 def test_tensors_must_be_those_of_the_metadata(tmp_path):
