@@ -16,7 +16,8 @@ class Options(OneModel):
     """Serves a model by the OpenAI protocol: /v1/completions and /v1/chat/completions, with streaming.
 
     Requests are answered together: one that comes takes a free slot, and gets tokens with all others. No answer depends
-    on the others. Whoever can reach the address can use the model: there is no password.
+    on the others, but for the last digits of log-probabilities. Whoever can reach the address can use the model: there
+    is no password.
     """
 
     host: Annotated[str, tyro.conf.arg(metavar="ADDRESS")] = "127.0.0.1"

@@ -17,6 +17,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from moe_jax.core.errors import InputError, first_sentence, shown
+from moe_jax.data.token_bytes import CHARACTER_OF_BYTE
 from moe_jax.files.regular_files import read_regular
 
 # The largest vocabulary in use, of 200,000 tokens, has 4 MB and tokens of 128 bytes.
@@ -127,15 +128,5 @@ def _joined(token: bytes, ranks: Mapping[bytes, int], *, below: int) -> Sequence
     return parts
 
 
-def _character_of_bytes() -> dict[int, str]:
-    """Returns the printable character that stands for each byte in a tokenizer.json of bytes (GPT-2's)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-
-
-_CHARACTERS = _character_of_bytes()
-
-
 def _as_characters(token: bytes) -> str:
-    return "".join(map(_CHARACTERS.__getitem__, token))
+    return "".join(map(CHARACTER_OF_BYTE.__getitem__, token))

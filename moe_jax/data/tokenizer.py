@@ -1,6 +1,7 @@
 """Token ids of examples, made with a Hugging Face `tokenizer.json`."""
 
 import contextlib
+import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from moe_jax.core.errors import InputError, first_sentence, shown
 from moe_jax.data.chat_template import FILE as CHAT_TEMPLATE
 from moe_jax.data.chat_template import read_settings
 from moe_jax.data.rows import Example
+from moe_jax.data.token_bytes import TokenBytes
+from moe_jax.files.json_toml import is_unicode
 from moe_jax.files.regular_files import read_regular
 from moe_jax.files.storage_path import as_path
 from moe_jax.files.tokenizer_files import TOKENIZER, read_tokenizer_file, tokenizer_files
@@ -118,6 +121,34 @@ class Tokenizer:
         ids = self._encoded(text).ids
         return self._checked(ids if self._bos is None else [self._bos, *ids])
 
+    @property
+    def bos(self) -> int | None:
+        """The BOS token that `prompt` puts before a text; None: it puts none."""
+        return self._bos
+
+    def placed(self, text: str) -> tuple[list[int], list[int]]:
+        """Returns the ids of `encode(text)`, and where in the text each of them begins, in characters.
+
+        While long texts are tokenised, other threads go on.
+        """
+        with self._library_errors(text):
+            (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
+        begins, end = [], 0
+        for first, last in encoding.offsets:
+            between = text[end:first]  # spaces at the beginning of a token may not be counted to it
+            begins.append(first - len(between) + len(between.rstrip()))
+            end = max(end, last)
+        return self._checked(encoding.ids).tolist(), begins
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Returns the bytes that a token adds to a text: none if it is special; see `TokenBytes`."""
+        with self._library_errors():
+            return self._token_bytes(token_id)
+
+    @functools.cached_property
+    def _token_bytes(self) -> TokenBytes:
+        return TokenBytes(self._tokenizer)
+
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Returns the text of ids, with or without special tokens."""
         with self._library_errors():
@@ -211,18 +242,20 @@ class Tokenizer:
         return self._checked(ids), np.asarray(scored, np.float32)
 
     def _encoded(self, text: str, add_special_tokens: bool = False) -> tokenizers.Encoding:
-        with self._library_errors():
+        with self._library_errors(text):
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     @contextlib.contextmanager
-    def _library_errors(self) -> Iterator[None]:
-        """Turns errors of the library into ours."""
+    def _library_errors(self, text: str = "") -> Iterator[None]:
+        """Turns errors of the library into ours; `text` is what it is given."""
         try:
             yield
         except BaseException as error:
             # The library raises bare `Exception`; a panic of its Rust code is not even that, and has no public name.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
+            if not is_unicode(text):
+                raise InputError("the text holds one half of a character in UTF-16") from None
             raise InputError(f"{self.path} is not a tokenizer.json: {first_sentence(error)}") from None
 
     def _own_bos(self, config: ModelConfig) -> int | None:

@@ -13,13 +13,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from moe_jax.api.generate import eos_ids, prompt_ids
+from moe_jax.api.generate import eos_ids
 from moe_jax.api.model import Model
-from moe_jax.core.errors import InputError
+from moe_jax.core.errors import InputError, shown
+from moe_jax.data.chat_template import Message, load_chat_template
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.files.json_toml import ANYTHING, parse_json
-from moe_jax.serve.openai import Answer, Piece, ProtocolError, TokenTexts, model_of, read_chat, read_completion
+from moe_jax.serve.answers import Answer, Piece, Prompt, TokenTexts, prompt_of
 from moe_jax.serve.openai import Request as Asked
+from moe_jax.serve.openai import model_of, read_chat, read_completion
+from moe_jax.serve.protocol_error import ProtocolError
 from moe_jax.serve.scheduler import Closed, Full, Scheduler
 
 MOST_BYTES = 16 << 20
@@ -71,15 +74,13 @@ class App(Starlette):
     async def _completions(self, http: Request) -> Response:
         body = await self._body(http)
         asked = read_completion(body)
-        answers = self._submit(asked, [self._ids(prompt) for prompt in asked.prompts])
+        answers = self._submit(asked, [self._prompt(prompt, echo=asked.echo) for prompt in asked.prompts])
         head = self._head("cmpl", "text_completion")
-        offsets = [0] * len(answers)
 
         def choice(index: int, piece: Piece) -> dict[str, Any]:
             logprobs = None
             if asked.logprobs is not None:
-                logprobs = self._texts.completion_logprobs(piece.told, asked.logprobs, offsets[index])
-                offsets[index] += sum(map(len, logprobs["tokens"]))
+                logprobs = self._texts.completion_logprobs(piece.told, asked.logprobs)
             return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish}
 
         if asked.stream:
@@ -91,7 +92,7 @@ class App(Starlette):
     async def _chat(self, http: Request) -> Response:
         body = await self._body(http)
         asked = read_chat(body)
-        answers = self._submit(asked, [self._ids(asked.messages)])
+        answers = self._submit(asked, [self._conversation(asked.messages)])
         head = self._head("chatcmpl", "chat.completion.chunk" if asked.stream else "chat.completion")
 
         def rest(piece: Piece) -> dict[str, Any]:
@@ -129,21 +130,30 @@ class App(Starlette):
         name = f"{prefix}-{secrets.token_hex(12)}"
         return {"id": name, "object": kind, "created": int(time.time()), "model": self._name}
 
-    def _ids(self, prompt: Any) -> list[int]:
+    def _prompt(self, given: str | list[int], *, echo: bool = False) -> Prompt:
+        if not isinstance(given, str):
+            size = self._model.config.vocab_size
+            if outside := [token for token in given if not 0 <= token < size]:
+                raise _cannot_continue(f"token id {shown(outside[0])} lies outside the vocabulary of {size}")
         try:
-            ids = prompt_ids(prompt, self._model)
+            prompt = prompt_of(given, self._tokenizer, echo=echo)
         except InputError as error:
-            raise ProtocolError(400, str(error), param="prompt") from None
-        size = self._model.config.vocab_size
-        outside = [token for token in ids if not 0 <= token < size]
-        if outside or not ids:
-            problem = f"token id {outside[0]} lies outside the vocabulary of {size}" if outside else "it is empty"
-            raise ProtocolError(400, f"the prompt cannot be continued: {problem}", param="prompt")
-        return ids
+            raise _cannot_continue(str(error)) from None
+        if not prompt.ids:
+            raise _cannot_continue("it is empty")
+        return prompt
 
-    def _submit(self, asked: Asked, prompts: Sequence[list[int]]) -> list[Answer]:
+    def _conversation(self, messages: Sequence[Message]) -> Prompt:
+        try:
+            template = load_chat_template(self._tokenizer.path)
+            ids, _ = self._tokenizer.placed(template(messages, add_generation_prompt=True))
+        except InputError as error:
+            raise ProtocolError(400, str(error), param="messages") from None
+        return Prompt(ids)
+
+    def _submit(self, asked: Asked, prompts: Sequence[Prompt]) -> list[Answer]:
         context = self._scheduler.context
-        longest = max(map(len, prompts))
+        longest = max(len(prompt.ids) for prompt in prompts)
         wanted = 1 if asked.max_tokens is None else asked.max_tokens
         if longest + wanted > context:
             raise ProtocolError(
@@ -158,8 +168,14 @@ class App(Starlette):
         eos = self._chat_eos if asked.messages else self._eos
         stop_ids = (*(() if asked.ignore_eos else eos), *asked.stop_ids)
         answers = [
-            Answer(asked, ids, context - len(ids) if asked.max_tokens is None else wanted, stop_ids, self._tokenizer)
-            for ids in prompts
+            Answer(
+                asked,
+                prompt,
+                context - len(prompt.ids) if asked.max_tokens is None else wanted,
+                stop_ids,
+                self._tokenizer,
+            )
+            for prompt in prompts
         ]
         try:
             self._scheduler.submit([answer.job for answer in answers])
@@ -257,6 +273,10 @@ def _usage(answers: Sequence[Answer]) -> dict[str, int]:
 
 def _event(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+
+
+def _cannot_continue(problem: str) -> ProtocolError:
+    return ProtocolError(400, f"the prompt cannot be continued: {problem}", param="prompt")
 
 
 def _gone() -> ProtocolError:

@@ -1,22 +1,18 @@
-"""Requests of the OpenAI protocol, read and checked, and their answers as they come from the scheduler.
+"""Requests of the OpenAI protocol, read and checked.
 
 Fields that are not known are ignored, as clients send many. Known ones of another type, and known ones that ask for
 what this server does not do, are errors.
 """
 
-import asyncio
 import dataclasses
-import itertools
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from moe_jax.core.errors import MAX_SIZE, InputError, is_finite, shown
 from moe_jax.data.chat_template import check_messages
-from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.generation.engine import MOST_SCORES, MOST_STOP_IDS
-from moe_jax.generation.texts import StreamedText
-from moe_jax.serve.scheduler import Job, News, Scored
+from moe_jax.serve.protocol_error import ProtocolError
 
 MOST_STOPS = 16
 """Stop strings of a request; OpenAI's own server takes 4."""
@@ -35,20 +31,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "functions": (None, []),
     "response_format": (None, {"type": "text"}),
 }
-
-
-class ProtocolError(Exception):
-    """A request that is answered with an error: status of HTTP, message for people, the field at fault, a code."""
-
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-
-    def body(self) -> dict[str, Any]:
-        """The error in OpenAI's form."""
-        kind = {404: "not_found_error", 429: "rate_limit_error"}.get(self.status, "invalid_request_error")
-        kind = "server_error" if self.status >= 500 else kind
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -209,140 +191,3 @@ def _is_ids(value: Any) -> bool:
 
 def _bad(name: str, value: Any, expected: str) -> ProtocolError:
     return ProtocolError(400, f"{name}: expected {expected}, got {shown(value)}", param=name)
-
-
-class Told(NamedTuple):
-    """A token and its log-probabilities; without the latter, the first token of a prompt."""
-
-    token: int
-    scored: Scored | None
-
-
-class Piece(NamedTuple):
-    """A part of an answer: text that was added, and its tokens if log-probabilities were asked for.
-
-    The token that ended the answer is told too; `finish` is `stop` or `length` with the last piece, else None.
-    """
-
-    text: str
-    told: list[Told]
-    finish: str | None
-
-
-class Answer:
-    """The answer to a prompt: makes its `job` for the scheduler, in a running event loop, and asks nobody yet.
-
-    `made` counts the tokens that the answer took so far, the one that ended it included.
-    """
-
-    def __init__(self, request: Request, ids: Sequence[int], most: int, stop_ids: Sequence[int], tokenizer: Tokenizer):
-        self._news: asyncio.Queue[News] = asyncio.Queue()
-        self._text = StreamedText(tokenizer.decode, request.stop, ids)
-        self._request, self._tokenizer = request, tokenizer
-        scores = request.logprobs is not None
-        loop = asyncio.get_running_loop()
-        self.job = Job(
-            ids=ids,
-            most=most,
-            on_news=lambda news: _call(loop, self._news.put_nowait, news),
-            temperature=request.temperature,
-            top_p=request.top_p,
-            seed=request.seed,
-            stop_ids=stop_ids,
-            scores=scores,
-            scores_prompt=scores and request.echo,
-        )
-        self.made = 0
-
-    def cancel(self) -> None:
-        """Nobody wants the answer any more."""
-        self.job.cancelled = True
-
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """The parts of the answer as they come; raises `ProtocolError` if the model fails."""
-        first = True
-        try:
-            while True:
-                news = await self._news.get()
-                if news.ended == "error":
-                    raise ProtocolError(500, news.problem)
-                text, told = "", list[Told]()
-                if first and self._request.echo:
-                    text = self._tokenizer.decode(self.job.ids)
-                    if news.prompt_scores is not None:
-                        told = list(map(Told, self.job.ids, [None, *news.prompt_scores]))
-                first, finish = False, news.ended
-                for at, token in enumerate(news.tokens):
-                    self.made += 1
-                    told += [Told(token, news.scores[at])] if news.scores else []
-                    if news.ended == "stop" and at + 1 == len(news.tokens):
-                        break  # it is no text, but clients count on its log-probability
-                    text += self._text.push(token)
-                    if self._text.ended_by is not None:
-                        finish = "stop"
-                        break
-                if finish is not None and self._text.ended_by is None:
-                    text += self._text.finish()
-                    finish = "stop" if self._text.ended_by is not None else finish
-                if text or told or finish:
-                    yield Piece(text, told, finish)
-                if finish is not None:
-                    return
-        finally:
-            self.cancel()
-
-
-def _call(loop: asyncio.AbstractEventLoop, function: Any, news: News) -> None:
-    try:
-        loop.call_soon_threadsafe(function, news)
-    except RuntimeError:
-        assert loop.is_closed(), "only a loop that has ended takes no calls"
-
-
-class TokenTexts:
-    """The text of single tokens, as log-probabilities are told of."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-        self._before = tokenizer.encode("a").tolist()[-1:]
-        self._known: dict[int, str] = {}
-
-    def __call__(self, token: int) -> str:
-        """The text after another; of special tokens, how the vocabulary writes them."""
-        if token not in self._known:
-            decode = self._tokenizer.decode
-            text = decode([*self._before, token]).removeprefix(decode(self._before))
-            self._known[token] = text or self._tokenizer.token(token)
-        return self._known[token]
-
-    def completion_logprobs(self, told: Sequence[Told], count: int, offset: int) -> dict[str, Any]:
-        """The form of `/v1/completions`, with `count` of the most likely tokens; `offset` characters stand before."""
-        tokens = [self(one.token) for one in told]
-        return {
-            "tokens": tokens,
-            "token_logprobs": [None if one.scored is None else one.scored.chosen for one in told],
-            "top_logprobs": [None if one.scored is None else self._most_likely(one, count) for one in told],
-            "text_offset": list(itertools.accumulate(map(len, tokens), initial=offset))[:-1],
-        }
-
-    def chat_logprobs(self, told: Sequence[Told], count: int) -> dict[str, Any]:
-        """The form of `/v1/chat/completions`."""
-
-        def entry(token: int, logprob: float) -> dict[str, Any]:
-            text = self(token)
-            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-        content = []
-        for one in told:
-            assert one.scored is not None
-            top = [entry(token, value) for token, value in list(one.scored.top.items())[:count]]
-            content.append({**entry(one.token, one.scored.chosen), "top_logprobs": top})
-        return {"content": content}
-
-    def _most_likely(self, one: Told, count: int) -> dict[str, float]:
-        assert one.scored is not None
-        found: dict[str, float] = {}
-        for token, value in [*list(one.scored.top.items())[:count], (one.token, one.scored.chosen)]:
-            text = self(token)  # of tokens that are written alike, the likelier one
-            found[text] = max(value, found.get(text, value))
-        return found
