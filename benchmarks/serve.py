@@ -78,7 +78,7 @@ def answered(address: str, count: int, tokens: int) -> float:
     def ask(index: int) -> int:
         words = [_WORDS[(index + at) % len(_WORDS)] for at in range(12 + 4 * (index % 8))]
         # All answers have the same length, whatever the model says.
-        body = {"prompt": " ".join(words), "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        body = {"model": "model", "prompt": " ".join(words), "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         request = urllib.request.Request(
             f"{address}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )

@@ -65,8 +65,8 @@ class App(Starlette):
         limits = {"max_model_len": self._scheduler.context}
         return {"id": self._name, "object": "model", "created": self._created, "owned_by": "moe-jax", **limits}
 
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self._name:
+    def _check_model(self, name: str) -> None:
+        if name != self._name:
             raise ProtocolError(
                 404, f"the model {name!r} does not exist; this server has {self._name!r}", code="model_not_found"
             )

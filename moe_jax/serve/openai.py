@@ -1,8 +1,4 @@
-"""Requests of the OpenAI protocol, read and checked.
-
-Fields that are not known are ignored, as clients send many. Known ones of another type, and known ones that ask for
-what this server does not do, are errors.
-"""
+"""Requests of the OpenAI protocol, read and checked; for fields that are not read see `fields`."""
 
 import dataclasses
 import secrets
@@ -12,25 +8,13 @@ from typing import Any
 from moe_jax.core.errors import MAX_SIZE, InputError, is_finite, shown
 from moe_jax.data.chat_template import check_messages
 from moe_jax.generation.engine import MOST_SCORES, MOST_STOP_IDS
+from moe_jax.serve.fields import CHAT, COMPLETION, STREAM_OPTIONS, check_fields
 from moe_jax.serve.protocol_error import ProtocolError
 
 MOST_STOPS = 16
 """Stop strings of a request; OpenAI's own server takes 4."""
 MOST_PROMPTS = 128
 """Prompts of a request."""
-
-# What would change the answer: the values by which it stays as it is.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "n": (None, 1),
-    "best_of": (None, 1),
-    "suffix": (None, ""),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "logit_bias": (None, {}),
-    "tools": (None, []),
-    "functions": (None, []),
-    "response_format": (None, {"type": "text"}),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,10 +52,13 @@ class Request:
 
 def read_completion(body: Any) -> Request:
     """Returns a request to `/v1/completions`, checked; raises `ProtocolError` with status 400."""
+    check_fields(body, COMPLETION)
+    if body.get("prompt") is None:
+        raise _missing("prompt")
     logprobs = _integer(body, "logprobs", None, 0, MOST_SCORES)
     max_tokens = _integer(body, "max_tokens", 16, 0, MAX_SIZE)
     return Request(
-        prompts=_prompts(body.get("prompt", "")),
+        prompts=_prompts(body["prompt"]),
         max_tokens=max_tokens,
         logprobs=logprobs,
         echo=_boolean(body, "echo"),
@@ -81,18 +68,21 @@ def read_completion(body: Any) -> Request:
 
 def read_chat(body: Any) -> Request:
     """Returns a request to `/v1/chat/completions`, checked; errors as of `read_completion`."""
+    check_fields(body, CHAT)
+    if body.get("messages") is None:
+        raise _missing("messages")
     try:
-        messages = check_messages(body.get("messages"))
+        messages = check_messages(body["messages"])
     except InputError as error:
         raise ProtocolError(400, str(error), param="messages") from None
     wanted = _boolean(body, "logprobs")
     top = _integer(body, "top_logprobs", None, 0, MOST_SCORES)
     if top is not None and not wanted:
         raise ProtocolError(400, "top_logprobs goes with logprobs: true", param="top_logprobs")
-    name = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+    most = _integer(body, "max_tokens", None, 1, MAX_SIZE)  # the old name
     return Request(
         messages=list(map(_as_one_text, messages)),
-        max_tokens=_integer(body, name, None, 1, MAX_SIZE),
+        max_tokens=_integer(body, "max_completion_tokens", most, 1, MAX_SIZE),
         logprobs=(top or 0) if wanted else None,
         **_common(body),
     )
@@ -105,18 +95,19 @@ def _as_one_text(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": "\n".join(part["text"] for part in message["content"])}
 
 
-def model_of(body: Any) -> str | None:
-    """Returns the name of the model that a request asks for; None if it names none, and takes the one there is."""
+def model_of(body: Any) -> str:
+    """Returns the name of the model that a request asks for, which OpenAI's own server requires, too."""
     if not isinstance(body, dict):
         raise ProtocolError(400, f"expected a JSON object, got {shown(body)}")
-    return _field(body, "model", None, "a name", lambda model: isinstance(model, str))
+    name = _field(body, "model", None, "a name", lambda model: isinstance(model, str))
+    if name is None:
+        raise _missing("model")
+    return name
 
 
 def _common(body: Mapping[str, Any]) -> dict[str, Any]:
-    for name, allowed in _UNSUPPORTED.items():
-        if body.get(name) not in allowed:
-            raise ProtocolError(400, f"{name}={shown(body[name])} is not supported", param=name, code="unsupported")
     options = _field(body, "stream_options", {}, "an object", lambda value: isinstance(value, dict))
+    check_fields(options, STREAM_OPTIONS)
     seed = _integer(body, "seed", None, -(1 << 63), (1 << 63) - 1)
     temperature = _field(body, "temperature", 1.0, "a number from 0 to 2", lambda t: is_finite(t) and 0 <= t <= 2)
     top_p = _field(body, "top_p", 1.0, "a number above 0 and up to 1", lambda p: is_finite(p) and 0 < p <= 1)
@@ -187,6 +178,10 @@ def _is_integer(value: Any) -> bool:
 
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(map(_is_integer, value))
+
+
+def _missing(name: str) -> ProtocolError:
+    return ProtocolError(400, f"the field {name} is missing", param=name, code="missing_required_parameter")
 
 
 def _bad(name: str, value: Any, expected: str) -> ProtocolError:

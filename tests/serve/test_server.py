@@ -16,7 +16,6 @@ import pytest
 
 import moe_jax
 from moe_jax.generation import engine
-from moe_jax.serve.openai import read_chat
 from moe_jax.serve.scheduler import Scheduler
 from tests.support.byte_tokenizer import BOS
 from tests.support.numerics import logits_of
@@ -60,13 +59,6 @@ def test_the_model_is_listed(client):
     assert found.id == "tiny" and client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
-
-
-def test_a_message_in_parts_is_one_text():
-    parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": "this?"}]
-    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
-    asked = read_chat({"messages": [{"role": "user", "content": parts}, call]})
-    assert asked.messages == [{"role": "user", "content": "What is\nthis?"}, call]
 
 
 def test_a_conversation_is_answered_as_generate_does(client, model):
@@ -129,7 +121,7 @@ def test_answers_end_with_the_eos_of_the_model_unless_it_is_ignored(model, serve
     ends = moe_jax.load(served_dir)
     ends.decoder.config = dataclasses.replace(ends.config, eos_ids=(free.ids[4],))
     with serving(ends, Scheduler(ends.decoder, slots=1)) as address:
-        asked = {"prompt": "ab", "max_tokens": 12, "temperature": 0}
+        asked = {"model": "tiny", "prompt": "ab", "max_tokens": 12, "temperature": 0}
         _, _, answer = post(address, "completions", json.dumps(asked).encode())
         assert answer["choices"][0]["text"] == greedy(ends, "ab").text and answer["usage"]["completion_tokens"] <= 5
         assert answer["choices"][0]["finish_reason"] == "stop"
@@ -137,6 +129,7 @@ def test_answers_end_with_the_eos_of_the_model_unless_it_is_ignored(model, serve
         assert answer["choices"][0]["text"] == free.text and answer["usage"]["completion_tokens"] == 12
         # What scores a text asks for one token more, and takes the last log-probability away: there has to be one.
         scored = {
+            "model": "tiny",
             "prompt": [BOS, *b"ab", *free.ids[:4]],
             "max_tokens": 1,
             "temperature": 0,
@@ -220,21 +213,25 @@ def test_log_probabilities_are_those_of_the_model(client, model):
         ("completions", b"[1]", 400, "expected a JSON object"),
         ("completions", b'{"model": "other", "prompt": "a"}', 404, "'other' does not exist"),
         ("completions", b'{"model": 1, "prompt": "a"}', 400, "model: expected a name"),
-        ("completions", b'{"prompt": {"a": 1}}', 400, "prompt: expected a text"),
-        ("completions", b'{"prompt": [[258]]}', 400, "token id 258 lies outside"),
-        ("completions", b'{"prompt": "a", "max_tokens": "9"}', 400, "max_tokens: expected an integer"),
-        ("completions", b'{"prompt": "a", "max_tokens": 0}', 400, "max_tokens=0 goes with echo"),
-        ("completions", b'{"prompt": "a", "max_tokens": 299}', 400, "context length is 300 tokens"),
-        ("completions", b'{"prompt": "a", "temperature": NaN}', 400, "number from 0 to 2"),
-        ("completions", b'{"prompt": "a", "top_p": 0}', 400, "top_p: expected a number above 0"),
-        ("completions", b'{"prompt": "a", "stop": 3}', 400, "stop: expected a text"),
-        ("completions", b'{"prompt": "a", "seed": 1.5}', 400, "seed: expected an integer"),
-        ("completions", b'{"prompt": "a", "stream": "yes"}', 400, "stream: expected true"),
-        ("completions", b'{"prompt": "a", "n": 2}', 400, "n=2 is not supported"),
-        ("completions", b'{"prompt": "a", "logprobs": 21}', 400, "integer from 0 to 20"),
-        ("chat/completions", b"{}", 400, "list of messages"),
-        ("chat/completions", b'{"messages": [{"role": "usr", "content": "a"}]}', 400, "did you mean 'user'"),
-        ("chat/completions", b'{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}', 400, "not supported"),
+        ("completions", b'{"model": "tiny", "prompt": {"a": 1}}', 400, "prompt: expected a text"),
+        ("completions", b'{"model": "tiny", "prompt": [[258]]}', 400, "token id 258 lies outside"),
+        ("completions", b'{"model": "tiny", "prompt": "a", "max_tokens": "9"}', 400, "max_tokens: expected an integer"),
+        ("completions", b'{"model": "tiny", "prompt": "a", "max_tokens": 0}', 400, "max_tokens=0 goes with echo"),
+        ("completions", b'{"model": "tiny", "prompt": "a", "max_tokens": 299}', 400, "context length is 300 tokens"),
+        ("completions", b'{"model": "tiny", "prompt": "a", "temperature": NaN}', 400, "number from 0 to 2"),
+        ("completions", b'{"model": "tiny", "prompt": "a", "top_p": 0}', 400, "top_p: expected a number above 0"),
+        ("completions", b'{"model": "tiny", "prompt": "a", "stop": 3}', 400, "stop: expected a text"),
+        ("completions", b'{"model": "tiny", "prompt": "a", "seed": 1.5}', 400, "seed: expected an integer"),
+        ("completions", b'{"model": "tiny", "prompt": "a", "stream": "yes"}', 400, "stream: expected true"),
+        ("completions", b'{"model": "tiny", "prompt": "a", "n": 2}', 400, "n=2 is not supported"),
+        ("completions", b'{"model": "tiny", "prompt": "a", "logprobs": 21}', 400, "integer from 0 to 20"),
+        ("completions", b'{"prompt": "a"}', 400, "model is missing"),
+        ("completions", b'{"model": "tiny"}', 400, "prompt is missing"),
+        ("completions", b'{"model": "tiny", "prompt": "\\ud83d"}', 400, "half of a character"),
+        ("chat/completions", b'{"model": "tiny"}', 400, "messages is missing"),
+        ("chat/completions", b'{"model": "tiny", "messages": "a"}', 400, "list of messages"),
+        ("chat/completions", b'{"model": "tiny", "messages": [{"role": "usr"}]}', 400, "did you mean 'user'"),
+        ("chat/completions", b'{"model": "tiny", "messages": [], "tools": [{}]}', 400, "not supported"),
         ("embeddings", b"{}", 404, "/v1/embeddings: Not Found"),
     ],
 )
@@ -284,7 +281,7 @@ def test_who_finds_the_queue_full_may_come_again(model):
         until(lambda: health(address)["running"] == 1)
         answers.append(pool.submit(ask))
         until(lambda: health(address) == {"status": "ok", "running": 1, "waiting": 1})
-        status, headers, body = post(address, "completions", b'{"prompt": "ab"}')
+        status, headers, body = post(address, "completions", b'{"model": "tiny", "prompt": "ab"}')
         assert status == 429 and int(headers["retry-after"]) >= 1 and body["error"]["code"] == "queue_full"
         with pytest.raises(openai.RateLimitError):
             ask()
@@ -320,12 +317,13 @@ def test_a_client_that_goes_away_leaves_its_slot(model, streams):
 def test_what_is_answered_when_the_server_ends_is_told(model):
     scheduler = Gated(model.decoder, slots=1, waiting=4)
     with serving(model, scheduler) as address, concurrent.futures.ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(post, address, "completions", b'{"prompt": "a", "max_tokens": 99, "temperature": 0}')
+        body = b'{"model": "tiny", "prompt": "a", "max_tokens": 99, "temperature": 0}'
+        answer = pool.submit(post, address, "completions", body)
         until(lambda: health(address)["running"] == 1)
         scheduler.close()
         status, _, body = answer.result(30)
         assert status == 500 and body["error"]["message"] == "the server is shutting down"
-        assert post(address, "completions", b'{"prompt": "a"}')[0] == 503
+        assert post(address, "completions", b'{"model": "tiny", "prompt": "a"}')[0] == 503
 
 
 def test_logits_that_are_not_finite_end_their_request_alone(model, served_dir):
@@ -333,7 +331,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(model, served_dir):
     embedding = broken.decoder.embed.embedding
     embedding[...] = embedding[...].at[ord("x")].set(math.nan)
     with serving(broken, Scheduler(broken.decoder, slots=1)) as address:
-        status, _, body = post(address, "completions", b'{"prompt": "x", "temperature": 0}')
+        status, _, body = post(address, "completions", b'{"model": "tiny", "prompt": "x", "temperature": 0}')
         assert status == 500 and "not finite" in body["error"]["message"]
         answer = client_of(address).completions.create(model="tiny", prompt="ab", max_tokens=2, temperature=0)
         assert answer.choices[0].text == greedy(model, "ab", max_new_tokens=2).text
