@@ -1,6 +1,7 @@
 """`moe-jax serve MODEL`: answers requests of the OpenAI protocol."""
 
 import dataclasses
+import os
 import socket
 import sys
 from typing import Annotated, Literal
@@ -9,6 +10,9 @@ import tyro
 
 from moe_jax.commands.options import OneModel
 from moe_jax.core.errors import InputError
+from moe_jax.serve.access import Access, is_local
+
+API_KEY = "MOE_JAX_API_KEY"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,14 +20,18 @@ class Options(OneModel):
     """Serves a model by the OpenAI protocol: /v1/completions and /v1/chat/completions, with streaming.
 
     Requests are answered together: one that comes takes a free slot, and gets tokens with all others. No answer depends
-    on the others, but for the last digits of log-probabilities. Whoever can reach the address can use the model: there
-    is no password.
+    on the others, but for the last digits of log-probabilities. Whoever can reach the address can use the model,
+    unless there is an API key, in MOE_JAX_API_KEY or --api-key.
     """
 
     host: Annotated[str, tyro.conf.arg(metavar="ADDRESS")] = "127.0.0.1"
     """Address to listen at; 0.0.0.0: all of this machine's."""
     port: int = 8000
     """Port to listen at; 0: any that is free."""
+    api_key: Annotated[
+        str | None, tyro.conf.arg(metavar="KEY", help_behavior_hint="(default: MOE_JAX_API_KEY, or no key)")
+    ] = None
+    """Key that requests have to bring, as OpenAI's do. Who lists processes reads it; the environment is kept better."""
     name: Annotated[
         str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="(default: that of the directory)")
     ] = None
@@ -60,6 +68,8 @@ def run(options: Options) -> None:
 
     if not 0 <= options.port < 1 << 16:
         raise InputError(f"port={options.port} must lie from 0 to 65535")
+    api_key = os.environ.get(API_KEY) or None if options.api_key is None else options.api_key
+    Access(api_key)
     source = options.open()
     model = Model.of_source(source, Loading.for_generation(source, compute_dtype=options.compute_dtype))
     tokenizer = tokenizer_of(model, "serving", "serve a model that has one")
@@ -70,7 +80,9 @@ def run(options: Options) -> None:
             scheduler.warm()
             scheduler.on_compile = _say_compiling
             name = options.name or options.model.resolve().name
-            app = App(model, tokenizer, scheduler, name)
+            access = Access(api_key, is_local(listener.getsockname()[0]))
+            _warn_if_open(access)
+            app = App(model, tokenizer, scheduler, name, access)
             config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=10)
             server = uvicorn.Server(config)
             seats = f"{options.seats} seats of {scheduler.context} tokens"
@@ -83,6 +95,11 @@ def run(options: Options) -> None:
         finally:
             scheduler.close()
     print("moe-jax: stopped", file=sys.stderr)
+
+
+def _warn_if_open(access: Access) -> None:
+    if not access.local_only and access.api_key is None:
+        print(f"warning: whoever reaches this machine can use the model; {API_KEY} sets a key", file=sys.stderr)
 
 
 def _say_compiling(width: int, length: int) -> None:

@@ -8,10 +8,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from moe_jax.api.generate import eos_ids
 from moe_jax.api.model import Model
@@ -19,6 +21,7 @@ from moe_jax.core.errors import InputError, shown
 from moe_jax.data.chat_template import Message, load_chat_template
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.files.json_toml import ANYTHING, parse_json
+from moe_jax.serve.access import Access
 from moe_jax.serve.answers import Answer, Piece, Prompt, TokenTexts, prompt_of
 from moe_jax.serve.openai import Request as Asked
 from moe_jax.serve.openai import model_of, read_chat, read_completion
@@ -33,7 +36,10 @@ _SECONDS_TO_RETRY = 1
 class App(Starlette):
     """The application of the server of one model, called `name`; whoever started its scheduler closes it."""
 
-    def __init__(self, model: Model, tokenizer: Tokenizer, scheduler: Scheduler, name: str):
+    def __init__(
+        self, model: Model, tokenizer: Tokenizer, scheduler: Scheduler, name: str, access: Access | None = None
+    ):
+        self._access = access or Access()
         self._model, self._tokenizer, self._scheduler, self._name = model, tokenizer, scheduler, name
         self._texts = TokenTexts(tokenizer)
         self._eos, self._chat_eos = eos_ids(model), eos_ids(model, chat=True)
@@ -47,6 +53,16 @@ class App(Starlette):
         ]
         handlers = {ProtocolError: _error, HTTPException: _http_error, Exception: _bug}
         super().__init__(routes=routes, exception_handlers=handlers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers requests of those who have access, as ASGI has it."""
+        if scope["type"] == "http":
+            try:
+                self._access.check(scope["path"], Headers(scope=scope))
+            except ProtocolError as error:
+                await _response(error)(scope, receive, send)
+                return
+        await super().__call__(scope, receive, send)
 
     async def _health(self, request: Request) -> Response:
         failure = self._scheduler.failure
@@ -283,17 +299,19 @@ def _gone() -> ProtocolError:
     return ProtocolError(499, "the client has gone away")
 
 
+def _response(error: ProtocolError) -> Response:
+    headers = {429: {"Retry-After": str(_SECONDS_TO_RETRY)}, 401: {"WWW-Authenticate": "Bearer"}}
+    return JSONResponse(error.body(), error.status, headers.get(error.status))
+
+
 async def _error(request: Request, error: Any) -> Response:
-    headers = {"Retry-After": str(_SECONDS_TO_RETRY)} if error.status == 429 else None
-    return JSONResponse(error.body(), error.status, headers)
+    return _response(error)
 
 
 async def _http_error(request: Request, error: Any) -> Response:
     """Paths and methods that there are not."""
-    return await _error(
-        request, ProtocolError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-    )
+    return _response(ProtocolError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    return await _error(request, ProtocolError(500, f"the server failed: {type(error).__name__}"))
+    return _response(ProtocolError(500, f"the server failed: {type(error).__name__}"))

@@ -5,7 +5,10 @@ import signal
 import subprocess
 import sys
 
-from moe_jax.commands import cli
+import pytest
+
+from moe_jax.commands import cli, serve
+from moe_jax.serve.access import Access
 from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.environment import ROOT
 from tests.support.forked import OF_COMMANDS, start
@@ -13,6 +16,8 @@ from tests.support.served_models import client_of
 
 
 def test_it_says_where_it_listens_and_ends_cleanly(served_dir):
+    import openai
+
     arguments = [
         sys.executable,
         "-m",
@@ -25,7 +30,8 @@ def test_it_says_where_it_listens_and_ends_cleanly(served_dir):
         "mine",
     ]
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
-    with start(arguments, imports=OF_COMMANDS, env=os.environ | {"PYTHONPATH": str(ROOT)}, **how) as run:
+    env = os.environ | {"PYTHONPATH": str(ROOT), "MOE_JAX_API_KEY": "none"}  # that of the client
+    with start(arguments, imports=OF_COMMANDS, env=env, **how) as run:
         try:
             line = run.stdout.readline()
             assert line.startswith("serving 'mine' at http://127.0.0.1:") and line.endswith("8 seats of 300 tokens\n")
@@ -33,6 +39,9 @@ def test_it_says_where_it_listens_and_ends_cleanly(served_dir):
             assert (
                 client.completions.create(model="mine", prompt="a", max_tokens=2, seed=1).usage.completion_tokens == 2
             )
+            client.api_key = "another"
+            with pytest.raises(openai.AuthenticationError):
+                client.models.list()
             run.send_signal(signal.SIGTERM)
             out, err = run.communicate(timeout=30)
             assert run.returncode == 0 and err.splitlines()[-1] == "moe-jax: stopped"
@@ -47,8 +56,17 @@ def test_what_cannot_be_served_is_told(served_dir, tmp_path, capsys):
         (bare, (), "has no tokenizer.json, which serving needs"),
         (served_dir, ("--port", "70000"), "port=70000 must lie from 0 to 65535"),
         (served_dir, ("--seats", "0"), "seats=0 must be at least 1"),
+        (served_dir, ("--api-key", ""), "printable ASCII"),
         (tmp_path / "absent", (), "absent"),
     ):
         assert cli.main(["serve", str(path), "--port", "0", *options]) == 2
         err = capsys.readouterr().err
         assert message in err and err.startswith("moe-jax: error: ") and err.count("\n") == 1
+
+
+def test_a_server_that_anyone_may_use_is_warned_of(capsys):
+    for access in (Access(), Access("key", local_only=False)):
+        serve._warn_if_open(access)
+    assert capsys.readouterr().err == ""
+    serve._warn_if_open(Access(local_only=False))
+    assert capsys.readouterr().err.startswith("warning: ")
