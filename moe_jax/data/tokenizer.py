@@ -15,6 +15,7 @@ from moe_jax.data.chat_template import FILE as CHAT_TEMPLATE
 from moe_jax.data.chat_template import read_settings
 from moe_jax.data.rows import Example
 from moe_jax.data.token_bytes import TokenBytes
+from moe_jax.data.token_lengths import most_characters
 from moe_jax.files.json_toml import is_unicode
 from moe_jax.files.regular_files import read_regular
 from moe_jax.files.storage_path import as_path
@@ -31,6 +32,8 @@ class Document(NamedTuple):
 
 Edge = Literal["auto", "always", "never"]
 MAX_BYTES = 64 << 20  # of a tokenizer.json; those of 250,000 tokens have half
+
+_SHORT = 4096  # characters of a text that is tokenised in no time
 
 
 class Pairs(NamedTuple):
@@ -131,14 +134,21 @@ class Tokenizer:
 
         While long texts are tokenised, other threads go on.
         """
-        with self._library_errors(text):
-            (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
+        if len(text) <= _SHORT:
+            encoding = self._encoded(text)
+        else:
+            with self._library_errors(text):  # alone, it keeps other threads waiting
+                (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
         begins, end = [], 0
         for first, last in encoding.offsets:
             between = text[end:first]  # spaces at the beginning of a token may not be counted to it
             begins.append(first - len(between) + len(between.rstrip()))
             end = max(end, last)
         return self._checked(encoding.ids).tolist(), begins
+
+    def most_characters(self) -> int | None:
+        """Returns how many characters of a text become one token at most; None: there is no bound that is known."""
+        return most_characters(self._tokenizer)
 
     def bytes_of(self, token_id: int) -> bytes:
         """Returns the bytes that a token adds to a text: none if it is special; see `TokenBytes`."""

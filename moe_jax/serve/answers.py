@@ -6,68 +6,14 @@ likely. Log-probabilities may differ by about 3e-6: with other numbers of rows, 
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from moe_jax.data.tokenizer import Tokenizer
-from moe_jax.generation.texts import Detokenizer, StreamedText
+from moe_jax.generation.texts import StreamedText
 from moe_jax.serve.openai import Request
+from moe_jax.serve.prompts import Begins, Prompt
 from moe_jax.serve.protocol_error import ProtocolError
 from moe_jax.serve.scheduler import Job, News, Scored
-
-
-class Prompt(NamedTuple):
-    """A prompt: its tokens, and for its echo the text, and where in it each token begins, in characters."""
-
-    ids: list[int]
-    text: str = ""
-    begins: Sequence[int] = ()
-
-
-def prompt_of(given: str | list[int], tokenizer: Tokenizer, *, echo: bool) -> Prompt:
-    """Returns the prompt that a text is, or token ids; with its echo: the text itself, or that of all the ids.
-
-    Raises:
-      InputError: for a text that is not Unicode, or a tokenizer that is not the model's.
-    """
-    if not isinstance(given, str):
-        return (
-            Prompt(given, tokenizer.decode(given, special=True), _begins(given, tokenizer)) if echo else Prompt(given)
-        )
-    ids, begins = tokenizer.placed(given)
-    bos = [] if tokenizer.bos is None else [tokenizer.bos]  # it is no part of the text
-    if echo and tokenizer.decode(ids, special=True) == given:
-        begins = _begins(ids, tokenizer)  # exact where the library is not: it counts no space at a token's end to it
-    return Prompt([*bos, *ids], given, [*[0] * len(bos), *begins]) if echo else Prompt([*bos, *ids])
-
-
-def _begins(ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
-    return list(map(_Begins(tokenizer, special=True).of, ids))
-
-
-class _Begins:
-    """Returns where tokens begin in a text, in characters; those of one character all begin where it does.
-
-    The text, which has `chars` characters so far, goes on after the tokens `before`.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = (), chars: int = 0, *, special: bool = False):
-        self._tokenizer, self._chars = tokenizer, chars
-        self._text, self._broken = Detokenizer(partial(tokenizer.decode, special=special), before), False
-
-    def of(self, token: int) -> int:
-        """Returns where the next token begins."""
-        begin = self._chars
-        if self._broken and not _goes_on(self._tokenizer.bytes_of(token)):
-            begin += len(self._text.finish())  # what came before will never be a character
-        new = self._text.push(token)
-        self._chars, self._broken = self._chars + len(new), not new
-        return begin
-
-
-def _goes_on(content: bytes) -> bool:
-    """Whether bytes begin within a character of UTF-8."""
-    return bool(content) and content[0] & 0xC0 == 0x80
 
 
 class Told(NamedTuple):
@@ -99,7 +45,7 @@ class Answer:
         self._news: asyncio.Queue[News] = asyncio.Queue()
         self._text = StreamedText(tokenizer.decode, request.stop, prompt.ids)
         self._request, self._prompt = request, prompt
-        self._begins = _Begins(tokenizer, prompt.ids, len(prompt.text))
+        self._begins = Begins(tokenizer, prompt.ids, len(prompt.text))
         scores = request.logprobs is not None
         loop = asyncio.get_running_loop()
         self.job = Job(

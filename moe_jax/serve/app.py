@@ -4,8 +4,8 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -17,20 +17,25 @@ from starlette.types import Receive, Scope, Send
 
 from moe_jax.api.generate import eos_ids
 from moe_jax.api.model import Model
-from moe_jax.core.errors import InputError, shown
-from moe_jax.data.chat_template import Message, load_chat_template
+from moe_jax.core.errors import InputError
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.files.json_toml import ANYTHING, parse_json
 from moe_jax.serve.access import Access
-from moe_jax.serve.answers import Answer, Piece, Prompt, TokenTexts, prompt_of
+from moe_jax.serve.answers import Answer, Piece, TokenTexts
+from moe_jax.serve.lanes import Lane
 from moe_jax.serve.openai import Request as Asked
 from moe_jax.serve.openai import model_of, read_chat, read_completion
+from moe_jax.serve.prompts import Prompt, PromptReader
 from moe_jax.serve.protocol_error import ProtocolError
 from moe_jax.serve.scheduler import Closed, Full, Scheduler
 
 MOST_BYTES = 16 << 20
 """Largest body of a request."""
 _SECONDS_TO_RETRY = 1
+_SECONDS_OF_BODY = 60.0
+_SHORT = 1 << 16  # bytes of a request that is read in no time
+
+T = TypeVar("T")
 
 
 class App(Starlette):
@@ -42,6 +47,9 @@ class App(Starlette):
         self._access = access or Access()
         self._model, self._tokenizer, self._scheduler, self._name = model, tokenizer, scheduler, name
         self._texts = TokenTexts(tokenizer)
+        self._prompts = PromptReader(tokenizer, vocab_size=model.config.vocab_size, context=scheduler.context)
+        # A long request is read beside short ones.
+        self._short, self._long, self._reading = Lane(), Lane(), 0
         self._eos, self._chat_eos = eos_ids(model), eos_ids(model, chat=True)
         self._created = int(time.time())
         routes = [
@@ -88,9 +96,7 @@ class App(Starlette):
             )
 
     async def _completions(self, http: Request) -> Response:
-        body = await self._body(http)
-        asked = read_completion(body)
-        answers = self._submit(asked, [self._prompt(prompt, echo=asked.echo) for prompt in asked.prompts])
+        asked, answers = await self._read(http, self._read_completion)
         head = self._head("cmpl", "text_completion")
 
         def choice(index: int, piece: Piece) -> dict[str, Any]:
@@ -106,9 +112,7 @@ class App(Starlette):
         return JSONResponse({**head, "choices": choices, "usage": _usage(answers)})
 
     async def _chat(self, http: Request) -> Response:
-        body = await self._body(http)
-        asked = read_chat(body)
-        answers = self._submit(asked, [self._conversation(asked.messages)])
+        asked, answers = await self._read(http, self._read_chat)
         head = self._head("chatcmpl", "chat.completion.chunk" if asked.stream else "chat.completion")
 
         def rest(piece: Piece) -> dict[str, Any]:
@@ -126,46 +130,50 @@ class App(Starlette):
         choice = {"index": 0, "message": message, **rest(piece)}
         return JSONResponse({**head, "choices": [choice], "usage": _usage(answers)})
 
-    async def _body(self, http: Request) -> Any:
-        """The JSON of a request, for the model that is served; raises `ProtocolError` for any other."""
-        content = b""
+    async def _read(
+        self, http: Request, read: Callable[[Any], tuple[Asked, list[Prompt]]]
+    ) -> tuple[Asked, list[Answer]]:
+        """Returns a request, and the answers to its prompts, which the scheduler has.
+
+        Raises `ProtocolError` for a request that is not right, or that finds no place.
+        """
+        content = await _content(http)
+        if self._reading >= self._scheduler.most:
+            raise _full()
+
+        def prompts() -> tuple[Asked, list[Prompt]]:
+            try:
+                body = parse_json(content, where="the request", allow=ANYTHING)
+            except InputError as error:
+                raise ProtocolError(400, str(error)) from None
+            self._check_model(model_of(body))
+            return read(body)
+
+        self._reading += 1
         try:
-            async for chunk in http.stream():
-                content += chunk
-                if len(content) > MOST_BYTES:
-                    raise ProtocolError(413, f"a request may have {MOST_BYTES:,} bytes")
-            body = parse_json(content, where="the request", allow=ANYTHING)
-        except ClientDisconnect:
-            raise _gone() from None
-        except InputError as error:
-            raise ProtocolError(400, str(error)) from None
-        self._check_model(model_of(body))
-        return body
+            lane = self._short if len(content) <= _SHORT else self._long
+            asked, found = await _unless_gone(http, lane.run(prompts))
+        finally:
+            self._reading -= 1
+        return asked, self._submit(asked, found)
+
+    def _read_completion(self, body: Any) -> tuple[Asked, list[Prompt]]:
+        asked = read_completion(body)
+        if len(asked.prompts) > self._scheduler.most:
+            raise ProtocolError(
+                400,
+                f"{len(asked.prompts)} prompts in a request, but {self._scheduler.most} are answered or wait at most",
+                param="prompt",
+            )
+        return asked, [self._prompts.of(prompt, echo=asked.echo) for prompt in asked.prompts]
+
+    def _read_chat(self, body: Any) -> tuple[Asked, list[Prompt]]:
+        asked = read_chat(body)
+        return asked, [self._prompts.of_conversation(asked.messages)]
 
     def _head(self, prefix: str, kind: str) -> dict[str, Any]:
         name = f"{prefix}-{secrets.token_hex(12)}"
         return {"id": name, "object": kind, "created": int(time.time()), "model": self._name}
-
-    def _prompt(self, given: str | list[int], *, echo: bool = False) -> Prompt:
-        if not isinstance(given, str):
-            size = self._model.config.vocab_size
-            if outside := [token for token in given if not 0 <= token < size]:
-                raise _cannot_continue(f"token id {shown(outside[0])} lies outside the vocabulary of {size}")
-        try:
-            prompt = prompt_of(given, self._tokenizer, echo=echo)
-        except InputError as error:
-            raise _cannot_continue(str(error)) from None
-        if not prompt.ids:
-            raise _cannot_continue("it is empty")
-        return prompt
-
-    def _conversation(self, messages: Sequence[Message]) -> Prompt:
-        try:
-            template = load_chat_template(self._tokenizer.path)
-            ids, _ = self._tokenizer.placed(template(messages, add_generation_prompt=True))
-        except InputError as error:
-            raise ProtocolError(400, str(error), param="messages") from None
-        return Prompt(ids)
 
     def _submit(self, asked: Asked, prompts: Sequence[Prompt]) -> list[Answer]:
         context = self._scheduler.context
@@ -196,7 +204,7 @@ class App(Starlette):
         try:
             self._scheduler.submit([answer.job for answer in answers])
         except Full:
-            raise ProtocolError(429, "too many requests wait; try again later", code="queue_full") from None
+            raise _full() from None
         except Closed as error:
             raise ProtocolError(503, str(error)) from None
         return answers
@@ -220,11 +228,23 @@ class App(Starlette):
                 yield "data: [DONE]\n\n"
             except ProtocolError as error:
                 yield _event(error.body())
-            finally:  # also when the client went away
-                for answer in answers:
-                    answer.cancel()
 
-        return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        return _Stream(answers, events())
+
+
+class _Stream(StreamingResponse):
+    """Events of answers that are cancelled when it ends, also if the client went away before the first."""
+
+    def __init__(self, answers: Sequence[Answer], events: AsyncIterator[str]):
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._answers = answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            for answer in self._answers:
+                answer.cancel()
 
 
 async def _merged(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Piece]]:
@@ -256,7 +276,7 @@ async def _merged(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Piece]]
 
 
 async def _collected(http: Request, answers: Sequence[Answer]) -> list[Piece]:
-    """All answers, whole; if the client goes away, they are cancelled, and an error says so that nobody will read."""
+    """All answers, whole; if the client goes away, they are cancelled."""
 
     async def collect() -> list[Piece]:
         found = [Piece("", [], None) for _ in answers]
@@ -265,21 +285,45 @@ async def _collected(http: Request, answers: Sequence[Answer]) -> list[Piece]:
             found[index] = Piece(before.text + piece.text, before.told + piece.told, piece.finish)
         return found
 
+    try:
+        return await _unless_gone(http, collect())
+    finally:
+        for answer in answers:
+            answer.cancel()
+
+
+async def _content(http: Request) -> bytes:
+    """The body of a request; raises `ProtocolError` if it is too long, or does not come."""
+    content = bytearray()
+    try:
+        async with asyncio.timeout(_SECONDS_OF_BODY):
+            async for chunk in http.stream():
+                content += chunk
+                if len(content) > MOST_BYTES:
+                    raise ProtocolError(413, f"a request may have {MOST_BYTES:,} bytes")
+    except ClientDisconnect:
+        raise _gone() from None
+    except TimeoutError:
+        raise ProtocolError(408, f"the request did not come within {_SECONDS_OF_BODY:g} seconds") from None
+    return bytes(content)
+
+
+async def _unless_gone(http: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of some work; if the client goes away, it is cancelled, and an error says so that nobody will read."""
+
     async def gone() -> None:
         while (await http.receive())["type"] != "http.disconnect":
             pass
 
-    collecting, leaving = asyncio.create_task(collect()), asyncio.create_task(gone())
+    working, leaving = asyncio.create_task(work), asyncio.create_task(gone())
     try:
-        await asyncio.wait((collecting, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not collecting.done():
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
             raise _gone()
-        return collecting.result()
+        return working.result()
     finally:
-        for task in (collecting, leaving):
+        for task in (working, leaving):
             task.cancel()
-        for answer in answers:
-            answer.cancel()
 
 
 def _usage(answers: Sequence[Answer]) -> dict[str, int]:
@@ -291,8 +335,8 @@ def _event(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
 
-def _cannot_continue(problem: str) -> ProtocolError:
-    return ProtocolError(400, f"the prompt cannot be continued: {problem}", param="prompt")
+def _full() -> ProtocolError:
+    return ProtocolError(429, "too many requests wait; try again later", code="queue_full")
 
 
 def _gone() -> ProtocolError:

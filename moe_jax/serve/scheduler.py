@@ -99,6 +99,7 @@ class Scheduler:
 
     Attributes:
       context: tokens of a prompt and what is added to it, at most.
+      most: requests that are answered or wait at the same time, at most.
       failure: what ended the thread, if it was not `close`; None: nothing has.
       on_compile: called before the first block of so many rows in caches of such a length, whose program has to be
         compiled; all requests wait for it.
@@ -118,7 +119,7 @@ class Scheduler:
                 raise InputError(f"{name}={value} must be at least {least}")
         if config.bounded_positions and context > config.max_positions:
             raise InputError(f"context={context}, but the model has {config.max_positions} positions")
-        self.context = context
+        self.context, self.most = context, slots + waiting
         self.failure: str | None = None
         self.on_compile: Callable[[int, int], object] = lambda width, length: None
         self.seconds_a_block = 0.1
@@ -138,6 +139,7 @@ class Scheduler:
     def load(self) -> dict[str, int]:
         """Returns the numbers of requests that are answered and that wait."""
         with self._changed:
+            self._forget_cancelled()
             return {"running": len(self._running()), "waiting": len(self._waiting)}
 
     def submit(self, jobs: Sequence[Job]) -> None:
@@ -145,11 +147,16 @@ class Scheduler:
         with self._changed:
             if self._closing or self.failure is not None:
                 raise Closed(self.failure or "the server is shutting down")
+            self._forget_cancelled()
             free = self._most_slots - len(self._running())
             if len(self._waiting) + len(jobs) > self._most_waiting + free:
                 raise Full
             self._waiting.extend(jobs)
             self._changed.notify()
+
+    def _forget_cancelled(self) -> None:
+        """Frees the places of those that nobody waits for any more."""
+        self._waiting = collections.deque(job for job in self._waiting if not job.cancelled)
 
     def warm(self) -> None:
         """Compiles what a short request needs, so that the first need not wait; `InputError` if the model fails."""

@@ -3,13 +3,13 @@
 import asyncio
 
 import pytest
-import tokenizers
 
 from moe_jax.data.tokenizer import Tokenizer
-from moe_jax.serve.answers import Answer, Piece, TokenTexts, Told, prompt_of
+from moe_jax.serve.answers import Answer, Piece, TokenTexts, Told
 from moe_jax.serve.openai import read_completion
+from moe_jax.serve.prompts import PromptReader
 from moe_jax.serve.scheduler import News, Scored
-from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
+from tests.support.byte_tokenizer import EOS, byte_tokenizer
 from tests.support.dense_models import dense_config
 
 CONFIG = dense_config(vocab_size=300)
@@ -25,7 +25,7 @@ def answered(tokenizer: Tokenizer, news: list[News], prompt: str, **fields) -> l
 
     async def pieces() -> list[Piece]:
         asked = read_completion({"model": "m", "prompt": prompt, "logprobs": 1, **fields})
-        given = prompt_of(prompt, tokenizer, echo=asked.echo)
+        given = PromptReader(tokenizer, vocab_size=258, context=300).of(prompt, echo=asked.echo)
         answer = Answer(asked, given, 99, [EOS], tokenizer)
         for one in news:
             answer.job.on_news(one)
@@ -70,16 +70,3 @@ def test_as_many_tokens_are_told_as_were_asked_for(tokenizer):
     assert found == {"bytes:\\xe4": -0.5, "bytes:\\xc3": -0.6, "token_id:65": -0.7, "A": -0.8}
     assert list(found.values()) == sorted(found.values(), reverse=True)
     assert len(texts.completion_logprobs([Told(66, Scored(-5.0, top), 0)], 3)["top_logprobs"][0]) == 4
-
-
-def test_a_prompt_is_echoed_as_it_was_given(tokenizer, tmp_path):
-    assert prompt_of("<s>A", tokenizer, echo=True) == ([BOS, BOS, 65], "<s>A", [0, 0, 3])
-    assert prompt_of([BOS, 65], tokenizer, echo=True) == ([BOS, 65], "<s>A", [0, 3])
-    assert prompt_of("A", tokenizer, echo=False).ids == [BOS, 65]
-    # A tokenizer that composes characters, and counts no space to a token that begins with one.
-    library = tokenizers.Tokenizer.from_file(str(tokenizer.path))
-    library.normalizer = tokenizers.normalizers.NFC()
-    library.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
-    library.save(str(tmp_path / "tokenizer.json"))
-    found = prompt_of("e\u0301 A", Tokenizer(tmp_path / "tokenizer.json", CONFIG), echo=True)
-    assert found == ([*"é A".encode()], "e\u0301 A", [0, 0, 2, 3])

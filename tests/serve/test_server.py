@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import json
 import math
+import socket
 import threading
 import time
 import urllib.error
@@ -16,6 +17,8 @@ import pytest
 
 import moe_jax
 from moe_jax.generation import engine
+from moe_jax.serve import app
+from moe_jax.serve.prompts import PromptReader
 from moe_jax.serve.scheduler import Scheduler
 from tests.support.byte_tokenizer import BOS
 from tests.support.numerics import logits_of
@@ -312,6 +315,69 @@ def test_a_client_that_goes_away_leaves_its_slot(model, streams):
         scheduler.permits.release(100)
         other = client.completions.create(model="tiny", prompt="c", max_tokens=3, temperature=0)
         assert other.choices[0].text == greedy(model, "c", max_new_tokens=3).text
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_client_that_goes_away_leaves_the_queue(model, streams):
+    import openai
+
+    scheduler = Gated(model.decoder, slots=1, waiting=1)
+    with serving(model, scheduler) as address, concurrent.futures.ThreadPoolExecutor(2) as pool:
+
+        def ask(**options):
+            asking = client_of(address).with_options(**options).completions
+            return asking.create(
+                model="tiny", prompt="ab", max_tokens=3, temperature=0, stream=streams and bool(options)
+            )
+
+        answers = [pool.submit(ask)]
+        until(lambda: health(address)["running"] == 1)
+        for _ in range(3):  # each of them would fill the queue
+            if streams:
+                ask(timeout=60).close()
+            else:
+                with pytest.raises(openai.APITimeoutError):
+                    ask(timeout=0.2)
+            until(lambda: health(address)["waiting"] == 0)
+        answers.append(pool.submit(ask))
+        until(lambda: health(address)["waiting"] == 1)
+        scheduler.permits.release(100)
+        assert len({answer.result(30).choices[0].text for answer in answers}) == 1
+
+
+def test_more_prompts_than_ever_find_a_place_are_refused_at_once(address):
+    body = {"model": "tiny", "prompt": ["a"] * 69, "max_tokens": 1}
+    status, _, answer = post(address, "completions", json.dumps(body).encode())
+    assert status == 400 and answer["error"]["param"] == "prompt"
+
+
+def test_a_long_request_keeps_nobody_waiting(address, client, monkeypatch):
+    """Reading it takes until the others have been answered."""
+    answered = threading.Event()
+    read = PromptReader.of
+
+    def slowly(self, given, *, echo=False):
+        assert len(given) < 10_000 or answered.wait(30)
+        return read(self, given, echo=echo)
+
+    monkeypatch.setattr(PromptReader, "of", slowly)
+    body = json.dumps({"model": "tiny", "prompt": "a" * 100_000}).encode()
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        long = [pool.submit(post, address, "completions", body) for _ in range(2)]
+        time.sleep(0.1)
+        assert health(address)["status"] == "ok"
+        client.completions.create(model="tiny", prompt="ab", max_tokens=1)
+        assert not any(one.done() for one in long)
+        answered.set()
+        assert [one.result(30)[0] for one in long] == [400, 400]
+
+
+def test_a_request_that_does_not_come_is_not_waited_for(address, monkeypatch):
+    monkeypatch.setattr(app, "_SECONDS_OF_BODY", 0.1)
+    host, port = address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as half:
+        half.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: 9\r\n\r\n{{".encode())
+        assert half.recv(100).startswith(b"HTTP/1.1 408 ")
 
 
 def test_what_is_answered_when_the_server_ends_is_told(model):

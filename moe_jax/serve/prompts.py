@@ -1,0 +1,113 @@
+"""Prompts of requests as tokens, and as they are echoed."""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from moe_jax.core.errors import InputError, shown
+from moe_jax.data.chat_template import ChatTemplate, Message, load_chat_template
+from moe_jax.data.tokenizer import Tokenizer
+from moe_jax.generation.texts import Detokenizer
+from moe_jax.serve.protocol_error import ProtocolError
+
+
+class Prompt(NamedTuple):
+    """A prompt: its tokens, and for its echo the text, and where in it each token begins, in characters."""
+
+    ids: list[int]
+    text: str = ""
+    begins: Sequence[int] = ()
+
+
+class PromptReader:
+    """Makes prompts of what requests hold, in any thread.
+
+    Its errors, `ProtocolError` with status 400, do not say where the server's files are.
+
+    Args:
+      tokenizer: the model's.
+      vocab_size: of the model.
+      context: tokens that a prompt and its answer have together at most.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, context: int):
+        self._tokenizer, self._vocab_size, self._context = tokenizer, vocab_size, context
+        self._most_of_token = tokenizer.most_characters()
+
+    def of(self, given: str | list[int], *, echo: bool = False) -> Prompt:
+        """Returns the prompt that a text is, or token ids; with its echo: the text itself, or that of all the ids."""
+        if isinstance(given, str):
+            ids, begins = self._tokens_of(given, "prompt")
+            bos = [] if self._tokenizer.bos is None else [self._tokenizer.bos]  # it is no part of the text
+            if echo and self._text_of(ids) == given:
+                begins = self._begins(ids)  # exact where the library is not: it counts no space at a token's end to it
+            return Prompt([*bos, *ids], given, [*[0] * len(bos), *begins]) if echo else Prompt([*bos, *ids])
+        if outside := [token for token in given if not 0 <= token < self._vocab_size]:
+            raise _refused("prompt", f"token id {shown(outside[0])} lies outside the vocabulary of {self._vocab_size}")
+        return Prompt(given, self._text_of(given), self._begins(given)) if echo else Prompt(given)
+
+    def of_conversation(self, messages: Sequence[Message]) -> Prompt:
+        """Returns a conversation up to where the answer begins, as the chat template writes it."""
+        try:
+            text = self._template(messages, add_generation_prompt=True)
+        except InputError as error:
+            raise self._error(error, "messages") from None
+        return Prompt(self._tokens_of(text, "messages")[0])
+
+    def _tokens_of(self, text: str, param: str) -> tuple[list[int], list[int]]:
+        """The tokens of a text that is not too long to have few enough, and where they begin."""
+        if self._most_of_token is not None and len(text) > self._context * self._most_of_token:
+            raise ProtocolError(
+                400,
+                f"this model's maximum context length is {self._context} tokens, of up to {self._most_of_token} "
+                f"characters; the prompt has {len(text):,} characters",
+                param=param,
+                code="context_length_exceeded",
+            )
+        try:
+            return self._tokenizer.placed(text)
+        except InputError as error:
+            raise self._error(error, param) from None
+
+    @functools.cached_property
+    def _template(self) -> ChatTemplate:
+        return load_chat_template(self._tokenizer.path)
+
+    def _text_of(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, special=True)
+
+    def _begins(self, ids: Sequence[int]) -> list[int]:
+        return list(map(Begins(self._tokenizer, special=True).of, ids))
+
+    def _error(self, error: InputError, param: str) -> ProtocolError:
+        folder = str(self._tokenizer.path.parent)
+        return _refused(param, str(error).replace(f"{folder}/", "").replace(folder, "the model"))
+
+
+class Begins:
+    """Returns where tokens begin in a text, in characters; those of one character all begin where it does.
+
+    The text, which has `chars` characters so far, goes on after the tokens `before`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = (), chars: int = 0, *, special: bool = False):
+        self._tokenizer, self._chars = tokenizer, chars
+        self._text, self._broken = Detokenizer(functools.partial(tokenizer.decode, special=special), before), False
+
+    def of(self, token: int) -> int:
+        """Returns where the next token begins."""
+        begin = self._chars
+        if self._broken and not _goes_on(self._tokenizer.bytes_of(token)):
+            begin += len(self._text.finish())  # what came before will never be a character
+        new = self._text.push(token)
+        self._chars, self._broken = self._chars + len(new), not new
+        return begin
+
+
+def _goes_on(content: bytes) -> bool:
+    """Whether bytes begin within a character of UTF-8."""
+    return bool(content) and content[0] & 0xC0 == 0x80
+
+
+def _refused(param: str, problem: str) -> ProtocolError:
+    return ProtocolError(400, f"the prompt cannot be continued: {problem}", param=param)
