@@ -8,10 +8,8 @@ import collections
 import concurrent.futures
 import dataclasses
 import json
-import multiprocessing
 import os
-import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +17,7 @@ import numpy as np
 
 from moe_jax.core.errors import InputError
 from moe_jax.core.terminal import Progress, no_progress
+from moe_jax.core.worker_pool import worker_pool
 from moe_jax.data.rows import Example
 from moe_jax.data.sections import DataSection, input_length
 from moe_jax.data.sources import Files, find_files, open_sources
@@ -239,48 +238,34 @@ def _tokenized(
         _begin(task, folder)
         yield from map(_tokenize, shards)
         return
-    # A fork would share the threads of the libraries that are loaded here.
-    context = multiprocessing.get_context("spawn")
-    workers, stop = min(processes, len(shards)), context.Event()
-    with concurrent.futures.ProcessPoolExecutor(
-        workers, mp_context=context, initializer=_begin_worker, initargs=(task, folder, stop)
-    ) as executor:
-        try:
-            waiting = [executor.submit(_tokenize, shard) for shard in shards]
-            for future in concurrent.futures.as_completed(waiting):
-                yield future.result()
-        except BaseException:
-            stop.set()
-            executor.shutdown(wait=False, cancel_futures=True)
-            raise
+    with worker_pool(min(processes, len(shards)), _begin_worker, (task, folder)) as executor:
+        for future in concurrent.futures.as_completed([executor.submit(_tokenize, shard) for shard in shards]):
+            yield future.result()
 
 
 class _Work(NamedTuple):
-    """The files that a process keeps open; `stops` returns true once it is to leave its shard unfinished."""
+    """The files that a process keeps open."""
 
     sources: list[Files]
     tokenizer: Tokenizer
     folder: Path
-    stops: Callable[[], bool]
 
 
 _work: _Work | None = None
 
 
-def _begin_worker(task: Task, folder: Path, stop: Any) -> None:
-    # Ctrl-C reaches all processes of the terminal; the first of them ends the others.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _begin_worker(task: Task, folder: Path) -> None:
     # The tokenizer would start a thread for every core itself.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _begin(task, folder, stop.is_set)
+    _begin(task, folder)
 
 
-def _begin(task: Task, folder: Path, stops: Callable[[], bool] = lambda: False) -> None:
+def _begin(task: Task, folder: Path) -> None:
     global _work
     section = task.section
     sources = open_sources(section, task.config, task.batch_size, task.tokenizer_path)
     tokenizer = Tokenizer(task.tokenizer_path, task.config, bos=section.bos, eos=section.eos)
-    _work = _Work(sources, tokenizer, folder, stops)
+    _work = _Work(sources, tokenizer, folder)
 
 
 def _tokenize(shard: Shard) -> tuple[str, dict[str, int]]:
@@ -295,8 +280,6 @@ def _tokenize(shard: Shard) -> tuple[str, dict[str, int]]:
     # A group is what is read and decompressed at once.
     writer = ArrayRecordWriter(str(fresh), "group_size:1")
     for index in range(shard.begin, shard.end):
-        if _work.stops():
-            raise concurrent.futures.CancelledError
         documents = _work.tokenizer.documents(source[index])
         writer.write(pack(documents))
         counts["documents"] += len(documents)

@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -235,6 +236,20 @@ def test_a_jobset_starts_every_process_with_its_place(kind, resource, fake):
     (fake / "end").touch()
     with start() as whole:
         assert whole.communicate(timeout=30)[0].endswith("done\n") and whole.returncode == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a process hears of the end of another one on Linux only")
+def test_processes_on_this_machine_end_with_the_script_that_started_them(tmp_path):
+    program = tmp_path / "moe-jax"
+    program.write_text("#!/bin/bash\ntrap 'echo saved; exit' TERM\necho $1\nwhile true; do sleep 0.05; done\n")
+    program.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", str(LAUNCH / "local.sh"), "2", "recipe.toml"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as script:
+        assert script.stdout is not None
+        assert [script.stdout.readline() for _ in range(2)] == ["train\n"] * 2
+        script.kill()
+        assert script.communicate(timeout=20)[0] == "saved\n" * 2
 
 
 def test_the_walkthrough_names_what_is_there():
