@@ -14,6 +14,7 @@ from moe_jax.core.errors import InputError, first_sentence, shown
 from moe_jax.data.chat_template import FILE as CHAT_TEMPLATE
 from moe_jax.data.chat_template import read_settings
 from moe_jax.data.rows import Example
+from moe_jax.data.text_windows import Encoded, LongTexts
 from moe_jax.data.token_bytes import TokenBytes
 from moe_jax.data.token_lengths import most_characters
 from moe_jax.files.json_toml import is_unicode
@@ -32,8 +33,6 @@ class Document(NamedTuple):
 
 Edge = Literal["auto", "always", "never"]
 MAX_BYTES = 64 << 20  # of a tokenizer.json; those of 250,000 tokens have half
-
-_SHORT = 4096  # characters of a text that is tokenised in no time
 
 
 class Pairs(NamedTuple):
@@ -92,6 +91,8 @@ class Tokenizer:
         self._tokenizer.no_padding()
         if getattr(self._tokenizer.model, "dropout", None) is not None:
             self._tokenizer.model.dropout = None
+        with self._library_errors():
+            self._texts = LongTexts(self._tokenizer)
         self._vocab_size = config.vocab_size
         self._decoder_start = config.decoder_start_id
         own_bos = self._own_bos(config)
@@ -122,7 +123,7 @@ class Tokenizer:
     def prompt(self, text: str) -> np.ndarray:
         """Returns the ids, Int32[n], of `text` as the beginning of a document, after BOS if documents begin so."""
         ids = self._encoded(text).ids
-        return self._checked(ids if self._bos is None else [self._bos, *ids])
+        return self._checked(ids if self._bos is None else np.append(np.uint32(self._bos), ids))
 
     @property
     def bos(self) -> int | None:
@@ -134,17 +135,13 @@ class Tokenizer:
 
         While long texts are tokenised, other threads go on.
         """
-        if len(text) <= _SHORT:
-            encoding = self._encoded(text)
-        else:
-            with self._library_errors(text):  # alone, it keeps other threads waiting
-                (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
+        ids, offsets = self._encoded(text)
         begins, end = [], 0
-        for first, last in encoding.offsets:
+        for first, last in offsets.tolist():
             between = text[end:first]  # spaces at the beginning of a token may not be counted to it
             begins.append(first - len(between) + len(between.rstrip()))
             end = max(end, last)
-        return self._checked(encoding.ids).tolist(), begins
+        return self._checked(ids).tolist(), begins
 
     def most_characters(self) -> int | None:
         """Returns how many characters of a text become one token at most; None: there is no bound that is known."""
@@ -236,24 +233,23 @@ class Tokenizer:
         return Pair(tokens, targets, np.ones(len(targets), np.float32), inputs, input_was_cut, target_was_cut)
 
     def _document(self, example: Example) -> tuple[np.ndarray, np.ndarray]:
-        encoding = self._encoded(example.text)
-        ids = list(encoding.ids)
+        ids, offsets = self._encoded(example.text)
         if example.spans is not None:
-            return self._checked(ids), _within(example.spans, encoding.offsets)
+            return self._checked(ids), _within(example.spans, offsets)
         # A token that spans the boundary between prompt and response belongs to the response.
-        scored = [float(end > example.prompt_chars) for _, end in encoding.offsets]
+        scored = (offsets[:, 1] > example.prompt_chars).astype(np.float32)
         if example.begins and self._bos is not None:
-            ids, scored = [self._bos, *ids], [0.0, *scored]
+            ids, scored = np.append(np.uint32(self._bos), ids), np.append(np.float32(0), scored)
         eos = self._eos_after_response if example.is_response else self._eos_after_text
         if example.ends and eos is not None:
-            ids, scored = [*ids, eos], [*scored, 1.0]
+            ids, scored = np.append(ids, np.uint32(eos)), np.append(scored, np.float32(1))
         if not example.prompt_chars:
-            scored = [1.0] * len(ids)
-        return self._checked(ids), np.asarray(scored, np.float32)
+            scored = np.ones(len(ids), np.float32)
+        return self._checked(ids), scored
 
-    def _encoded(self, text: str, add_special_tokens: bool = False) -> tokenizers.Encoding:
+    def _encoded(self, text: str) -> Encoded:
         with self._library_errors(text):
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return self._texts(text)
 
     @contextlib.contextmanager
     def _library_errors(self, text: str = "") -> Iterator[None]:
@@ -262,7 +258,9 @@ class Tokenizer:
             yield
         except BaseException as error:
             # The library raises bare `Exception`; a panic of its Rust code is not even that, and has no public name.
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            if isinstance(error, InputError) or not (
+                isinstance(error, Exception) or type(error).__name__ == "PanicException"
+            ):
                 raise
             if not is_unicode(text):
                 raise InputError("the text holds one half of a character in UTF-16") from None
@@ -270,29 +268,28 @@ class Tokenizer:
 
     def _own_bos(self, config: ModelConfig) -> int | None:
         """Returns the BOS token that the tokenizer itself adds, if it adds one."""
-        plain, special = self._encoded("a").ids, self._encoded("a", add_special_tokens=True).ids
+        with self._library_errors():
+            plain, special = (self._tokenizer.encode("a", add_special_tokens=one).ids for one in (False, True))
         if len(special) > len(plain) and special[0] != plain[0]:
             return special[0]
         # Some (DeepSeek-Coder's) name their BOS only beside the file.
         settings = read_settings(self.path.with_name("tokenizer_config.json"))
         return config.bos_id if settings.get("add_bos_token") is True else None
 
-    def _checked(self, ids: Sequence[int]) -> np.ndarray:
-        array = np.asarray(ids, np.int64)  # some are too large for the type that is returned
-        if array.size and array.max() >= self._vocab_size:
-            worst = int(array.max())
+    def _checked(self, ids: np.ndarray) -> np.ndarray:
+        if ids.size and (worst := int(ids.max())) >= self._vocab_size:
             raise InputError(
                 f"{self.path} gives token id {worst} ({shown(self._tokenizer.id_to_token(worst))}), but the model's "
                 f"vocabulary has {self._vocab_size} entries: the tokenizer is not this model's"
             )
-        return array.astype(np.int32)
+        return ids.astype(np.int32)
 
 
-def _within(spans: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]) -> np.ndarray:
+def _within(spans: Sequence[tuple[int, int]], offsets: np.ndarray) -> np.ndarray:
     """Returns Float32[n], 1 for tokens that have a character in one of the spans, which are in order."""
-    if not spans or not offsets:
+    if not spans or not len(offsets):
         return np.zeros(len(offsets), np.float32)
-    (begins, ends), (first, last) = np.asarray(spans).T, np.asarray(offsets).T
+    (begins, ends), (first, last) = np.asarray(spans).T, offsets.T
     # The first span that ends after the token's beginning is the only one that the token can begin in, or run into.
     which = np.searchsorted(ends, first, side="right")
     begins = np.append(begins, np.iinfo(begins.dtype).max)
