@@ -17,7 +17,6 @@ Both only hold for normalizers and pre-tokenizers that decide by what is near, a
 text in which there is no such place is tokenised as a whole if it is not too long.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ import tokenizers
 
 from moe_jax.core.errors import InputError
 from moe_jax.data.token_bytes import CHARACTER_OF_BYTE
+from moe_jax.data.tokenizer_bounds import components
 
 WINDOW = 1 << 16
 """Characters of a window."""
@@ -93,8 +93,8 @@ class LongTexts:
         longest = max((len(token.content) for token in tokenizer.get_added_tokens_decoder().values()), default=0)
         # A window sees every token of its own (`<|im_end|>`) that comes near a cut.
         self._overlap = max(overlap, 4 * longest)
-        normalizers = list(_components(tokenizer.normalizer, "normalizers"))
-        splitters = list(_components(tokenizer.pre_tokenizer, "pretokenizers"))
+        normalizers = components(tokenizer.normalizer, "normalizers")
+        splitters = components(tokenizer.pre_tokenizer, "pretokenizers")
         is_local = all(map(_is_local_normalizer, normalizers)) and all(map(_is_local_splitter, splitters))
         self._can_cut = is_local and 2 * self._overlap <= window
         of_bytes = any(state["type"] == "ByteLevel" for state in (*normalizers, *splitters))
@@ -205,20 +205,6 @@ class _Window:
         """Returns for some tokens their id, and begin and end of what they stand for."""
         firsts, lasts = self.offsets[begin:end].T.tolist()
         return list(zip(self.ids[begin:end].tolist(), firsts, lasts, strict=True))
-
-
-def _components(component: Any, members: str) -> Iterator[Mapping[str, Any]]:
-    """Yields what a normalizer or a pre-tokenizer says of itself; for a sequence, each of its members."""
-    if component is not None:
-        yield from _flat(json.loads(component.__getstate__()), members)
-
-
-def _flat(state: Mapping[str, Any], members: str) -> Iterator[Mapping[str, Any]]:
-    if state["type"] != "Sequence":
-        yield state
-        return
-    for member in state[members]:
-        yield from _flat(member, members)
 
 
 def _is_local_normalizer(state: Mapping[str, Any]) -> bool:

@@ -17,6 +17,7 @@ from moe_jax.data.rows import Example
 from moe_jax.data.text_windows import Encoded, LongTexts
 from moe_jax.data.token_bytes import TokenBytes
 from moe_jax.data.token_lengths import most_characters
+from moe_jax.data.tokenizer_bounds import check_growth
 from moe_jax.files.json_toml import is_unicode
 from moe_jax.files.regular_files import read_regular
 from moe_jax.files.storage_path import as_path
@@ -92,6 +93,10 @@ class Tokenizer:
         if getattr(self._tokenizer.model, "dropout", None) is not None:
             self._tokenizer.model.dropout = None
         with self._library_errors():
+            try:
+                check_growth(self._tokenizer)
+            except InputError as error:
+                raise InputError(f"{path}: {error}") from None
             self._texts = LongTexts(self._tokenizer)
         self._vocab_size = config.vocab_size
         self._decoder_start = config.decoder_start_id
