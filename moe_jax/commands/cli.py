@@ -4,7 +4,6 @@ Nothing here imports JAX; a command's module is imported when the command is cho
 """
 
 import atexit
-import contextlib
 import errno
 import gc
 import importlib
@@ -12,10 +11,8 @@ import os
 import re
 import signal
 import sys
-import threading
 import traceback
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import moe_jax
 from moe_jax.commands.arguments import help_of, parse_arguments
@@ -27,6 +24,7 @@ from moe_jax.commands.environment import (
     open_standard_streams,
 )
 from moe_jax.core.errors import SIGNALLED, USER_ERROR, InputError, clipped, first_line, nearest, printable, shown
+from moe_jax.core.interruptions import interruptions, number_of
 
 COMMANDS = {
     "convert": "Hugging Face checkpoint or GGUF file to model directory",
@@ -91,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Python looks through all objects for garbage once more when it ends, which takes half a second after JAX.
         atexit.register(gc.freeze)
     try:
-        with _interruptions():
+        with interruptions():
             code = _run(arguments)
             if (processes := sys.modules.get("moe_jax.distributed.processes")) is not None:
                 processes.leave_processes()
@@ -103,9 +101,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (InputError, OSError) as error:
         return _end(USER_ERROR, f"error: {_message(error)}{_notes(error)}")
     except KeyboardInterrupt as error:
-        # By its attribute: run as `python -m`, this module is there twice, and so is the class `Interrupted`.
-        number = getattr(error, "number", signal.SIGINT)
-        return _end(SIGNALLED + number, f"interrupted by {signal.Signals(number).name}{_notes(error)}")
+        number = number_of(error)
+        code = _end(SIGNALLED + number, f"interrupted by {signal.Signals(number).name}{_notes(error)}")
+        if argv is None:
+            _leave_at_once(code)
+        return code
     except BaseException as error:
         if _is_out_of_memory(error):
             return _end(USER_ERROR, f"error: not enough memory: {first_line(error)}{_notes(error)}")
@@ -115,33 +115,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             _end(1, traceback.format_exc(), f"{type(error).__name__}: {first_line(error)}")
         raise
     return code
-
-
-class Interrupted(KeyboardInterrupt):
-    """A signal asked the process to end; `number` says which. Open files are closed, as after Ctrl-C."""
-
-    def __init__(self, number: int):
-        super().__init__(number)
-        self.number = number
-
-
-@contextlib.contextmanager
-def _interruptions() -> Iterator[None]:
-    """Lets SIGTERM and SIGHUP interrupt the block as SIGINT does."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise Interrupted(number)
-
-    previous = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
-                previous[number] = signal.signal(number, interrupt)
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _end(code: int, message: str, short: str | None = None) -> int:
@@ -156,6 +129,14 @@ def _end(code: int, message: str, short: str | None = None) -> int:
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def _leave_at_once(code: int) -> None:
+    """Ends the program without the end of the interpreter, which threads of XLA may not survive after an interrupt."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _others_wait() -> bool:

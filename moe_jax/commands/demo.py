@@ -42,8 +42,9 @@ def run(options: Options) -> None:
     """Runs the demo."""
     import rich.console
 
-    from moe_jax.commands.cli import Interrupted, main
+    from moe_jax.commands.cli import main
     from moe_jax.core.errors import InputError
+    from moe_jax.core.interruptions import Interrupted
     from moe_jax.demo import run_quick_demo, run_real_demo
     from moe_jax.demo.shell import Shell
     from moe_jax.training.loop import Stopped

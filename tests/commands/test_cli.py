@@ -227,6 +227,19 @@ def test_signals_say_and_do_the_same(convert, capsys, name):
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)] == before
 
 
+def test_an_interrupted_program_ends_without_the_end_of_the_interpreter(convert, monkeypatch, capsys):
+    ended = []
+    monkeypatch.setattr(sys, "argv", ["moe-jax", "convert", "a"])
+    monkeypatch.setattr(cli, "open_standard_streams", lambda: None)
+    monkeypatch.setattr("atexit.register", lambda function: None)
+    monkeypatch.setattr("atexit._run_exitfuncs", lambda: ended.append("what is to be done at the end"))
+    monkeypatch.setattr("os._exit", ended.append)
+    convert.do = lambda options: signal.raise_signal(signal.SIGTERM)
+    cli.main()
+    assert ended == ["what is to be done at the end", 143]
+    assert capsys.readouterr().err == "moe-jax: interrupted by SIGTERM\n"
+
+
 def test_what_an_error_notes_is_said(convert, capsys):
     error = OSError(28, "No space left on device", "out")
     error.add_note("what is done of it is kept")

@@ -12,7 +12,7 @@ import pytest
 
 import moe_jax
 from moe_jax.commands import cli
-from moe_jax.commands.cli import Interrupted
+from moe_jax.core.interruptions import Interrupted
 from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
 from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.environment import ROOT
