@@ -305,10 +305,11 @@ def open_work(target: Path, job: Any = None) -> Workplace | RemoteWork:
     return RemoteWork(target, job, suffix=PARTIAL) if isinstance(target, BucketPath) else Workplace(target, job)
 
 
-def require_space(target: Path, needed: int) -> None:
+def require_space(target: Path, needed: int, *, what: str = "") -> None:
     """Raises `InputError` if a target of `needed` bytes has no room on its disk. Buckets have room.
 
-    The files that an interrupted command wrote of it count as free space: they are used again, or removed.
+    `what` says what these bytes are, where the target does not. The files that an interrupted command wrote of the
+    target count as free space: they are used again, or removed.
     """
     target = as_path(target).absolute()
     if isinstance(target, BucketPath):
@@ -317,7 +318,7 @@ def require_space(target: Path, needed: int) -> None:
     free = shutil.disk_usage(existing).free + _bytes_on_disk(Workplace(target).folder)
     if free < needed:
         raise InputError(
-            f"{target} takes {show_bytes(needed)}, but {existing} has {show_bytes(free)} free; "
+            f"{target} takes {show_bytes(needed)}{what and f' ({what})'}, but {existing} has {show_bytes(free)} free; "
             "free some or choose another disk"
         )
 

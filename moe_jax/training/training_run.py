@@ -29,6 +29,7 @@ from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.peft.trained import print_trained
 from moe_jax.training import recipe_toml
+from moe_jax.training.disk_room import kept_after, require_room
 from moe_jax.training.loop import Loop
 from moe_jax.training.metrics import NO_TENSORBOARD, has_tensorboard, import_wandb, read_metrics
 from moe_jax.training.program import (
@@ -112,7 +113,7 @@ def train(
             return _train(recipe, config, source, teacher, lock, console, begun, **options)
         except OSError as error:
             if (as_path(recipe.run_dir) / RECORD).exists():
-                error.add_note(f"what the run has saved is kept; continue with: {continue_command}")
+                error.add_note(kept_after(error, recipe, continue_command))
             raise
 
 
@@ -237,6 +238,8 @@ def _train(
         elif begun.origin is None:
             write_run(run_dir, recipe, record)
 
+    copied = None if begun is None or begun.origin is None else begun.origin.step
+    first_decides(lambda: require_room(recipe, program, source, copied=copied))
     # All processes have checked everything before the first one writes.
     wait_for_all("run directory checked")
     first_decides(write)

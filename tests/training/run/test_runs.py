@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import namedtuple
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from tests.support.forked import OF_COMMANDS, start
 from tests.support.tiers import long
 from tests.support.training_models import config_of, moe, write_config
 
+usage = namedtuple("usage", ("total", "used", "free"))
 STEPS = 30
 RECIPE = """
 run_dir = "run"
@@ -264,14 +266,22 @@ def test_a_run_ends_when_the_data_does(workplace, monkeypatch, capsys):
     assert not (workplace / "short" / "tensorboard").exists()
 
 
-def test_a_full_disk_is_one_line_and_leaves_no_model(workplace, tmp_path, monkeypatch, capsys):
+def test_a_disk_without_room_is_one_line_and_leaves_no_model(workplace, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(workplace)
-    with small_disk(tmp_path / "small", 1) as disk:
-        arguments = ("--set", f"run_dir={disk}/run", "checkpoint.every=2", "checkpoint.keep=50")
+
+    def error_of(run: Path) -> str:
+        arguments = ("--set", f"run_dir={run}", "checkpoint.every=2", "checkpoint.keep=50")
         assert cli.main(["train", "recipe.toml", *arguments]) == 2
-        error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("moe-jax: error:")]
-        assert len(error) == 1 and "No space left on device; what the run has saved is kept; continue" in error[0]
-        assert error[0].endswith(" --resume")
+        (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("moe-jax: error:")]
+        return error
+
+    with small_disk(tmp_path / "small", 1) as disk:
+        assert f"{disk}/run/checkpoints takes 2.0 MB" in error_of(disk / "run") and not list(disk.iterdir())
+        # Another program fills the disk after the run has begun.
+        monkeypatch.setattr("shutil.disk_usage", lambda path: usage(total=1 << 40, used=0, free=1 << 40))
+        error = error_of(disk / "run")
+        kept = re.search(rf"{disk}/run.*: No space left on device; the checkpoint of step (\d+) is kept; ", error)
+        assert kept and (disk / "run" / "checkpoints" / kept[1]).is_dir() and error.endswith(" --resume")
         assert not (disk / "run" / "model").exists()
 
 
