@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import socket
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -184,8 +185,7 @@ class DirectoryLock:
         try:
             self._descriptor = lock_directory(directory, directory)
         except InputError:
-            who = self._holder.read_text(encoding="utf-8")[:80] if self._holder.is_file() else "another process"
-            raise InputError(f"{directory} is in use by {who}; wait for it, or choose another run_dir") from None
+            raise _in_use(directory, self._holder) from None
         now = datetime.datetime.now(datetime.UTC).isoformat(sep=" ", timespec="seconds")
         self._holder.write_text(f"process {os.getpid()} on {socket.gethostname()} since {now}", encoding="utf-8")
 
@@ -193,6 +193,29 @@ class DirectoryLock:
         """Unlocks the directory."""
         self._holder.unlink(missing_ok=True)
         os.close(self._descriptor)
+
+
+def check_not_held(directory: StoragePath, holder: str) -> None:
+    """Raises `InputError` if another process works in a directory; the message says which. Changes nothing.
+
+    In a bucket, where only waiting shows whether a process is still at work, nothing is checked.
+    """
+    if isinstance(directory, BucketPath) or not (directory / holder).is_file():
+        return
+    try:
+        os.close(lock_directory(directory, directory))
+    except InputError:
+        raise _in_use(directory, directory / holder) from None
+
+
+def _in_use(directory: StoragePath, holder: StoragePath) -> InputError:
+    """Returns the error that another process works in a directory, with what its file says of it."""
+    who, end = "", time.monotonic() + 1.0
+    while not who and time.monotonic() < end:  # the process writes it after it has locked the directory
+        with contextlib.suppress(FileNotFoundError):
+            who = holder.read_text(encoding="utf-8", errors="replace")[:80]
+        time.sleep(0 if who else 0.02)
+    return InputError(f"{directory} is in use by {who or 'another process'}; wait for it, or choose another run_dir")
 
 
 def hold_alone(directory: StoragePath, holder: str) -> DirectoryLock | Lease:

@@ -67,5 +67,5 @@ def kept_after(error: OSError, recipe: Recipe, continue_command: str) -> str:
     with contextlib.suppress(OSError):
         saved = dict(saved_steps(run_dir))
     if not saved:
-        return "no checkpoint had been saved, so the run will begin anew"
+        return "no checkpoint had been saved; the same command begins anew"
     return f"the checkpoint of step {max(saved)} is kept; continue with: {continue_command}"

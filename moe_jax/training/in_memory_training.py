@@ -56,7 +56,7 @@ def train_on_batches(
 
     def report(record: Record) -> Record:
         if not is_finite(record):
-            raise Diverged(divergence(record))
+            raise Diverged(f"{divergence(record)}; try a lower optimizer.learning_rate")
         on_step(record)
         return record
 

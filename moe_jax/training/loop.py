@@ -311,8 +311,11 @@ class Loop:
         if is_finite(record):
             return
         run_dir, last = as_path(self._recipe.run_dir), self._checkpoints.latest_step()
-        go_on = "no checkpoint had been saved yet"
-        if last is not None:
+        if last is None:
+            go_on = "no checkpoint had been saved yet; begin anew with a lower optimizer.learning_rate"
+            if record["step"] > 1:
+                go_on += f", or with checkpoint.every below {record['step']}, so that --restart can --skip-batches"
+        else:
             go_on = (
                 f"the last good checkpoint is {run_dir / CHECKPOINTS / str(last)}; go on from it, or from an earlier "
                 f"one, with --restart {run_dir}@{last}, another run_dir, and a lower optimizer.learning_rate or "

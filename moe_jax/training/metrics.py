@@ -31,6 +31,8 @@ NO_TENSORBOARD = (
 )
 _SECONDS = 20.0
 
+WANDB_ID = "wandb_id"
+
 
 def has_tensorboard() -> bool:
     """Whether tensorboardX is installed; importing it imports PyTorch, too, where that is installed."""
@@ -93,7 +95,7 @@ class WandbWriter:
     """
 
     def __init__(self, run_dir: Path, *, mode: Literal["online", "offline"], project: str, config: Mapping[str, Any]):
-        wandb, file = import_wandb(), run_dir / "wandb_id"
+        wandb, file = import_wandb(), run_dir / WANDB_ID
         if not file.is_file():
             as_path(file).replace_content(secrets.token_hex(4).encode())
         self._run = wandb.init(

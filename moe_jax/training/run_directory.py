@@ -31,7 +31,7 @@ from moe_jax.data.sources import find_files
 from moe_jax.data.tokenizer import tokenizer_identity
 from moe_jax.files.byte_files import fingerprint_contents
 from moe_jax.files.json_toml import parse, read_json_object, without_format
-from moe_jax.files.staging import hold_alone
+from moe_jax.files.staging import check_not_held, hold_alone
 from moe_jax.files.storage_path import as_path
 from moe_jax.files.tokenizer_files import copy_tokenizer_files, tokenizer_files_in
 from moe_jax.model_io.adapter_dir import ModelReference
@@ -72,15 +72,22 @@ class RunLock(contextlib.ExitStack):
             self._is_held = True
 
 
-def read_run(run_dir: Path, *, resume: bool) -> Recipe | None:
-    """Returns the recipe of the run in a directory; None if there is none. Writes nothing.
+def check_unused(run_dir: Path) -> None:
+    """Raises `InputError` if another process works on the run in a directory; the message says which."""
+    check_not_held(as_path(run_dir), _HOLDER)
 
-    Raises `InputError` if `run_dir` exists and is not to be continued, or is not a run.
+
+def read_run(run_dir: Path, *, resume: bool) -> Recipe | None:
+    """Returns the recipe of the run in a directory; None if there is none, or one that has nothing to continue from.
+
+    Writes nothing. Raises `InputError` if `run_dir` exists and is not to be continued, or is not a run.
     """
     # In a bucket, the listing that shows whether something exists may be late.
     if not (run_dir / RECIPE).is_file() and not run_dir.exists() and not run_dir.is_symlink():
         return None
     if run_dir.is_dir() and all(child.name == _HOLDER for child in run_dir.iterdir()):
+        return None
+    if is_without_checkpoint(run_dir):
         return None
     if not resume:
         raise InputError(f"{run_dir} already exists; continue it with --resume, or choose another run_dir")
@@ -89,6 +96,14 @@ def read_run(run_dir: Path, *, resume: bool) -> Recipe | None:
     if not (run_dir / RECORD).is_file() and any((run_dir / CHECKPOINTS).glob("*")):
         raise InputError(f"{run_dir} has checkpoints, but no {RECORD} that says of what; start a new run")
     return load_recipe(run_dir / RECIPE)
+
+
+def is_without_checkpoint(run_dir: Path) -> bool:
+    """Whether there is a run that ended before its first checkpoint: nothing is lost if it begins anew."""
+    record = read_record(run_dir)
+    if record is None or record.restarts or (run_dir / MODEL).exists():
+        return False
+    return not saved_steps(run_dir)
 
 
 def split_step(path: Path) -> tuple[Path, int] | None:

@@ -31,7 +31,7 @@ from moe_jax.peft.trained import print_trained
 from moe_jax.training import recipe_toml
 from moe_jax.training.disk_room import kept_after, require_room
 from moe_jax.training.loop import Loop
-from moe_jax.training.metrics import NO_TENSORBOARD, has_tensorboard, import_wandb, read_metrics
+from moe_jax.training.metrics import NO_TENSORBOARD, WANDB_ID, has_tensorboard, import_wandb, read_metrics
 from moe_jax.training.program import (
     Program,
     completed_state,
@@ -55,9 +55,11 @@ from moe_jax.training.run_directory import (
     check_continues,
     check_restarts,
     check_same,
+    check_unused,
     comparable,
     described_record,
     files_of_run,
+    is_without_checkpoint,
     make_record,
     read_record,
     read_run,
@@ -135,8 +137,8 @@ def _read_run(
     run_dir = as_path(recipe.run_dir)
 
     def read() -> list[Any] | None:
-        if resume and run_dir.is_dir():
-            lock.take()
+        if run_dir.is_dir():
+            lock.take() if resume else check_unused(run_dir)
         if restart is not None and not resume:
             find_origin(restart, run_dir)
             before, record = None, None
@@ -198,6 +200,8 @@ def _train(
     if known < _USED_OF_VOCABULARY * config.vocab_size:
         counts = f"{tokenizer} knows {known:,} tokens, the model's vocabulary has {config.vocab_size:,}"
         notes.append(f"{counts}: is it this model's?")
+    if begun is None and is_without_checkpoint(run_dir):
+        notes.append(f"the run in {run_dir} had saved no checkpoint and begins anew")
     if recipe.log.tensorboard and not has_tensorboard():
         notes.append(NO_TENSORBOARD)
     size = recipe.train.batch_size
@@ -233,6 +237,7 @@ def _train(
         lock.take()
         if begun is None:
             read_run(run_dir, resume=False)  # another process may have begun and ended a run there by now
+            (run_dir / WANDB_ID).unlink(missing_ok=True)  # of one that had no checkpoint: this is another run
         if begun is None or begun.record is None:
             write_run(run_dir, recipe, record, _files(recipe, source, tokenizer))
         elif begun.origin is None:

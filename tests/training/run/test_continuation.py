@@ -1,6 +1,8 @@
 """What a run may be continued with: other paths, but the same contents; more steps, but the same schedule."""
 
 import json
+import os
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -132,9 +134,36 @@ def test_a_run_has_one_process_at_a_time(folder, failing):
     before = content(folder / "run")
     with RunLock(Path("run")) as lock:
         lock.take()
-        line = failing("--resume", "--set", "train.steps=6")
-        assert line.startswith("run is in use by process ") and "; wait for it, or choose another run_dir" in line
+        held = rf"run is in use by process {os.getpid()} on \S+ since \S+ \S+; wait for it, or choose another run_dir"
+        for arguments in (["--resume", "--set", "train.steps=6"], [], ["--restart", "run@2"]):
+            assert re.fullmatch(held, failing(*arguments))
+        # Between the lock and the name there is a moment.
+        name = Path("run/.lock").read_text()
+        Path("run/.lock").write_text("")
+        later = threading.Timer(0.05, lambda: Path("run/.lock").write_text(name))
+        later.start()
+        assert re.fullmatch(held, failing())
+        later.join()
     assert content(folder / "run") == before
+
+
+def test_a_run_that_diverged_before_its_first_checkpoint_begins_anew(folder, failing, capsys):
+    spoilt = ("optimizer.learning_rate=1e30", "optimizer.clip_norm=0", "checkpoint.every=4")
+    line = failing("--set", "run_dir=new", *spoilt)
+    step = len(rates("new")) + 1
+    assert f"step {step}: loss is " in line and line.endswith(
+        f"no checkpoint had been saved yet; begin anew with a lower optimizer.learning_rate, or with checkpoint.every "
+        f"below {step}, so that --restart can --skip-batches"
+    )
+    Path("new/wandb_id").write_text("0123abcd")
+    # Without --resume and with, whatever is changed.
+    assert cli.main(["train", "recipe.toml", "--set", "run_dir=new", "train.steps=1"]) == 0
+    assert "the run in new had saved no checkpoint and begins anew" in capsys.readouterr().out
+    assert len(rates("new")) == 1 and not Path("new/wandb_id").exists() and open_source(Path("new/model")).fingerprint()
+    shutil.rmtree("new/checkpoints")
+    assert failing("--set", "run_dir=new") == "new already exists; continue it with --resume, or choose another run_dir"
+    shutil.rmtree("new/model")
+    assert cli.main(["train", "recipe.toml", "--resume", "--set", "run_dir=new", "train.steps=1", "seed=3"]) == 0
 
 
 def test_of_two_that_begin_a_run_one_wins(folder, failing, monkeypatch):
