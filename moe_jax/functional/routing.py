@@ -214,26 +214,55 @@ class Routing(NamedTuple):
 
 
 class RouterStats(NamedTuple):
-    """Statistics of a router's decisions for a batch, over the tokens that are not padding; float32.
+    """Statistics of a router's decisions for a batch: means over the tokens that are not padding; float32.
+
+    They may be stacked, and be NumPy's.
 
     Attributes:
-      balance: `E * sum_i f_i P_i`, 1 for uniform routing, E/k when collapsed onto k experts.
       z: mean squared logsumexp of the logits.
-      load: share f_i of the assignments per expert; sums to 1.
+      load: share f_i of the assignments per expert; sums to 1. It is a count, without a gradient.
       dropped: share of the assignments that are beyond the capacity.
-      cv: squared coefficient of variation of the importance (an expert's sum of probabilities over the tokens that
-        chose it) plus that of the load, as XFT adds them; 0 for uniform routing.
-      probability: mean probability per expert; sums to 1.
+      importance: an expert's sum of probabilities over the tokens that chose it, by the number of all tokens.
+      probability: mean probability P_i per expert; sums to 1.
       gram: mean over the tokens of the product of the logits of every two experts. It has no gradient.
+      tokens: the number of tokens.
     """
 
-    balance: Float[Array, ""]
     z: Float[Array, ""]
     load: Float[Array, " E"]
     dropped: Float[Array, ""]
-    cv: Float[Array, ""]
+    importance: Float[Array, " E"]
     probability: Float[Array, " E"]
     gram: Float[Array, "E E"]
+    tokens: Float[Array, ""]
+
+    @property
+    def balance(self) -> Float[Array, ""]:
+        """`E * sum_i f_i P_i`, 1 for uniform routing, E/k when collapsed onto k experts.
+
+        The gradient reaches the router through the probabilities alone.
+        """
+        return self.load.shape[-1] * (self.load * self.probability).sum(-1)
+
+    @property
+    def cv(self) -> Float[Array, ""]:
+        """Squared coefficient of variation of the importance plus that of the load, as XFT adds them; 0 if uniform."""
+        return squared_cv(self.importance) + squared_cv(self.load)
+
+
+def sums_of(stats: RouterStats) -> RouterStats:
+    """Returns statistics as sums over the tokens, which those of several batches can be added to."""
+    return _scaled(stats, stats.tokens)
+
+
+def means_of(sums: RouterStats) -> RouterStats:
+    """Returns the statistics of sums over tokens."""
+    return _scaled(sums, 1.0 / jnp.maximum(sums.tokens, 1.0))
+
+
+def _scaled(stats: RouterStats, factor: Array) -> RouterStats:
+    scaled = (field * factor.reshape(factor.shape + (1,) * (field.ndim - factor.ndim)) for field in stats)
+    return RouterStats(*scaled)._replace(tokens=stats.tokens)
 
 
 def route(
@@ -286,11 +315,8 @@ def route(
     assigned = jnp.sum(chosen, axis=1)
     load = jnp.sum(assigned * counted[:, None], axis=0) / (total * top_k)
     mean_probability = jnp.sum(probabilities * counted[:, None], axis=0) / total
-    # The load is a count and has no gradient; the gradient reaches the router through the probabilities alone.
-    balance = num_experts * jnp.sum(jax.lax.stop_gradient(load) * mean_probability)
     z = jnp.sum(jnp.square(jax.nn.logsumexp(logits, axis=-1)) * counted) / total
     importance = jnp.sum(chosen * (top_probabilities * counted[:, None])[:, :, None], axis=(0, 1)) / total
-    cv = squared_cv(importance) + squared_cv(jax.lax.stop_gradient(load))
 
     fixed = jax.lax.stop_gradient(logits)
     gram = jnp.einsum("ti,tj->ij", fixed * counted[:, None], fixed, precision="highest") / total
@@ -301,18 +327,19 @@ def route(
         dropped = 1.0 - jnp.sum(kept.astype(jnp.float32)) / (total * top_k)
     if kept is not None:
         experts, weights = jnp.where(kept, experts, NO_EXPERT), jnp.where(kept, weights, 0.0)
-    stats = RouterStats(balance, z, load, dropped, cv, mean_probability, gram)
+    count = jnp.sum(counted)
+    stats = RouterStats(z, jax.lax.stop_gradient(load), dropped, importance, mean_probability, gram, count)
     return Routing(experts, weights), stats
 
 
-def squared_cv(x: Float[Array, " E"]) -> Float[Array, ""]:
+def squared_cv(x: Float[Array, "*S E"]) -> Float[Array, "*S"]:
     """Returns the squared coefficient of variation: sample variance, as in XFT, over squared mean.
 
     It is 0 where all entries are equal, and E/k * (E - k)/(E - 1) where k of E entries are equal and the others 0.
     """
-    mean = jnp.mean(x)
-    variance = jnp.sum(jnp.square(x - mean)) / max(1, x.size - 1)
-    return variance / (jnp.square(mean) + 1e-10)
+    mean = x.mean(-1, keepdims=True)
+    variance = ((x - mean) ** 2).sum(-1) / max(1, x.shape[-1] - 1)
+    return variance / (mean[..., 0] ** 2 + 1e-10)
 
 
 def _within_capacity(

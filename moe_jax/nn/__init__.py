@@ -28,6 +28,7 @@ from moe_jax.nn.moe import LinearRouter as LinearRouter
 from moe_jax.nn.moe import MoE as MoE
 from moe_jax.nn.moe import Perft as Perft
 from moe_jax.nn.moe import auxiliary_loss as auxiliary_loss
+from moe_jax.nn.moe import has_auxiliary_loss as has_auxiliary_loss
 from moe_jax.nn.moe import load_per_layer as load_per_layer
 from moe_jax.nn.stack import Block as Block
 from moe_jax.nn.stack import Stack as Stack

@@ -131,6 +131,11 @@ def auxiliary_loss(config: ModelConfig, router: StackedStats) -> Float[Array, ""
     return _weighted([position.coefficients for position in _routers(config)], router)
 
 
+def has_auxiliary_loss(config: ModelConfig) -> bool:
+    """Whether any router of a model has an auxiliary loss."""
+    return any(any(position.coefficients) for position in _routers(config))
+
+
 def load_per_layer(config: ModelConfig, router: StackedStats) -> dict[int, Float[Array, " E"]]:
     """Returns the share of the assignments per expert, by layer index."""
     return {layer: stats.load for layer, stats in stats_per_layer(config, router).items()}

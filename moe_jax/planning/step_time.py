@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from moe_jax.core.data_sheets import Chip
 from moe_jax.data.sections import input_length
 from moe_jax.models import ModelConfig
+from moe_jax.nn import has_auxiliary_loss
 from moe_jax.planning.hlo import Transfer
 from moe_jax.training.flops import batch_flops, train_flops_per_token
 from moe_jax.training.optimizer import is_orthogonalised
@@ -194,7 +195,8 @@ def step_time(
 
     Weights are read by every microbatch forward and backward, and once more where a layer is computed again; the
     `activations` of a microbatch, in bytes, are written and read; gradients too; and the optimizer reads and writes all
-    that it changes. `optimizer` is from `optimizer_operations`; a teacher only goes forward.
+    that it changes. `optimizer` is from `optimizer_operations`; a teacher only goes forward. So does the model, once
+    more, where auxiliary losses need the loads of all microbatches first.
     """
     rows, seq_len, input_len = recipe.train.batch_size, recipe.data.seq_len, input_length(recipe.data)
     model = batch_flops(recipe, config) / devices
@@ -202,12 +204,13 @@ def step_time(
     weights = held.params + held.frozen
     trained = held.params / weights if weights else 0.0
     # Of six parts two are forward, two the gradient of the input, and two that of the weights, if they are trained.
-    operations = model * (4 + 2 * trained + (2 if again else 0)) / 6 + optimizer / devices
+    loads_first = recipe.train.accumulation > 1 and has_auxiliary_loss(config)
+    operations = model * (4 + 2 * trained + 2 * again + 2 * loads_first) / 6 + optimizer / devices
     if teacher is not None:
         operations += rows * seq_len * train_flops_per_token(teacher, seq_len) / 3 / devices
     products = operations / rates.operations
     microbatches = recipe.train.accumulation
-    passes = microbatches * ((3 if again else 2) * weights + held.teacher + 2 * activations) / rates.bytes
+    passes = microbatches * ((2 + again + loads_first) * weights + held.teacher + 2 * activations) / rates.bytes
     update = 2 * (held.changed + held.gradients) / rates.bytes
     # The optimizer waits for the last gradient.
     seconds = (max(products, passes) if rates.overlap else products + passes) + update

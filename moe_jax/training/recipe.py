@@ -247,7 +247,8 @@ class TrainSection:
       steps: optimizer steps.
       batch_size: sequences per step, over all devices.
       accumulation: number of microbatches into which a batch is split, to save memory. The result is the same, except
-        that each microbatch draws its own noise (of `coder` routers).
+        that each microbatch draws its own noise (of `coder` routers). With auxiliary losses of routers, which depend on
+        the loads of the whole batch, the model runs forward once more, about a third of the time of a step.
     """
 
     steps: int = 1000

@@ -1,6 +1,7 @@
 """One training step as a pure function of (state, frozen parameters, batch)."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -13,8 +14,9 @@ from jaxtyping import Array, Float, Int
 from moe_jax.distributed.sharding import batch_spec
 from moe_jax.evaluation.held_out import Batch, run_to_head
 from moe_jax.functional.keys import round_stochastically
+from moe_jax.functional.routing import means_of, sums_of
 from moe_jax.models import ModelConfig
-from moe_jax.nn import auxiliary_loss
+from moe_jax.nn import auxiliary_loss, has_auxiliary_loss
 from moe_jax.nn.moe import StackedStats
 
 
@@ -85,7 +87,7 @@ class StepMetrics(NamedTuple):
       tokens: number of tokens that are not padding, the encoder's inputs aside.
       input_tokens: number of tokens of the encoder's inputs that are not padding; 0 without an encoder.
       cut: number of inputs and number of targets of pairs that were cut; zeros without an encoder.
-      router: statistics of every router, means over the microbatches.
+      router: statistics of every router.
     """
 
     loss: Float[Array, ""]
@@ -137,10 +139,11 @@ def make_step(
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
     """Makes the step `(state, frozen, batch) -> (state, metrics)`; jit it with the state donated.
 
-    The loss is the mean over all scored tokens of the batch, whatever the number of microbatches it is computed in,
-    plus the auxiliary losses (their mean over the microbatches). Gradients are added up in float32. Everything random
-    depends only on the seed and the numbers of the step and the microbatch: it is the same after an interruption and on
-    every mesh.
+    The loss is the mean over all scored tokens of the batch, plus the auxiliary losses, which are those of all tokens
+    of the batch, whatever the number of microbatches it is computed in. With several, and auxiliary losses, the model
+    runs once more: what a token counts in the loss of a router depends on the loads that all tokens make. Gradients are
+    added up in float32. Everything random depends only on the seed and the numbers of the step and the microbatch: it
+    is the same after an interruption and on every mesh.
 
     Args:
       graphdef: from `peft.split_model`.
@@ -149,7 +152,7 @@ def make_step(
       ema_decay: of the average, if the state has one.
       teacher: its parameters are then a fourth argument of the step, which leaves them as they are.
     """
-    loss_of = make_loss(graphdef, config, accumulation=accumulation, teacher=teacher)
+    loss_of = make_loss(graphdef, config, teacher=teacher)
 
     def step(
         state: TrainState, frozen: nnx.State, batch: Batch, taught: nnx.State | None = None
@@ -159,26 +162,32 @@ def make_step(
         divisor = jnp.maximum(scored, 1.0)
         key = step_key(seed, state.step)
 
-        def loss_of_micro(params: nnx.State, scanned: tuple[Batch, Array | int]) -> tuple:
+        def loss_of_micro(
+            params: nnx.State, scanned: tuple[Batch, Array | int], slopes: StackedStats | None = None
+        ) -> tuple:
             micro, index = scanned
-            return loss_of(params, frozen, micro, divisor, jax.random.fold_in(key, index), taught)
+            return loss_of(params, frozen, micro, divisor, jax.random.fold_in(key, index), taught, slopes)
 
         if accumulation == 1:
             found = jax.grad(loss_of_micro, has_aux=True)(state.params, (batch, 0))
-            grads, (loss, auxiliary, router, distillation) = found
+            grads, (loss, router, distillation) = found
             grads = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), grads)
         else:
             microbatches = {key: split_batch(array, accumulation) for key, array in batch.items()}
             numbered = microbatches, jnp.arange(accumulation, dtype=jnp.int32)
-            grads, (losses, auxiliaries, stats, divergences) = sum_of_gradients(loss_of_micro, state.params, numbered)
-            loss, auxiliary = jnp.sum(losses), jnp.sum(auxiliaries)
+            slopes = None
+            if has_auxiliary_loss(config):
+                router = router_statistics(graphdef, state.params, frozen, numbered, key)
+                slopes = slopes_of_auxiliary_loss(config, router)
+            of_micro = partial(loss_of_micro, slopes=slopes)
+            grads, (losses, stats, divergences) = sum_of_gradients(of_micro, state.params, numbered)
+            loss, router = jnp.sum(losses), over_microbatches(stats)
             distillation = None if divergences is None else jnp.sum(divergences)
-            router = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), stats)
 
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         metrics = StepMetrics(
             loss=loss,
-            auxiliary=auxiliary,
+            auxiliary=auxiliary_loss(config, router),
             grad_norm=optax.tree.norm(grads),
             learning_rate=jnp.asarray(schedule(state.step), jnp.float32),
             scored=scored,
@@ -197,18 +206,23 @@ def make_step(
     return step
 
 
-def make_loss(
-    graphdef: nnx.GraphDef, config: ModelConfig, *, accumulation: int = 1, teacher: Teacher | None = None
-) -> Callable[..., tuple]:
+def make_loss(graphdef: nnx.GraphDef, config: ModelConfig, *, teacher: Teacher | None = None) -> Callable[..., tuple]:
     """Makes the loss of a microbatch, which a step differentiates by its first argument; arguments as in `make_step`.
 
-    It is `(params, frozen, batch, scored, key, taught) -> (loss, (cross-entropy of the tokens, auxiliary losses, router
+    It is `(params, frozen, batch, scored, key, taught, slopes) -> (loss, (cross-entropy of the tokens, router
     statistics, divergence from the teacher))`, where `scored` is the weight of all tokens of the batch, and `taught`
-    has a teacher's parameters; without one, it and the divergence are None.
+    has a teacher's parameters; without one, it and the divergence are None. `slopes` are those of the auxiliary losses
+    (`slopes_of_auxiliary_loss`); None: the microbatch is the batch.
     """
 
     def microbatch_loss(
-        params: nnx.State, frozen: nnx.State, batch: Batch, scored: Array, key: Array, taught: nnx.State | None = None
+        params: nnx.State,
+        frozen: nnx.State,
+        batch: Batch,
+        scored: Array,
+        key: Array,
+        taught: nnx.State | None = None,
+        slopes: StackedStats | None = None,
     ) -> tuple[Array, tuple]:
         model = nnx.merge(graphdef, params, frozen)
         out = run_to_head(model, batch, key)
@@ -224,10 +238,41 @@ def make_loss(
             loss, cross_entropy, divergence = model.distilled_loss(
                 out.x, targets, weights, temperature=teacher.temperature, **of_teacher
             )
-        auxiliary = auxiliary_loss(config, out.router) / accumulation
-        return loss + auxiliary, (cross_entropy, auxiliary, out.router, divergence)
+        if slopes is None:
+            auxiliary = auxiliary_loss(config, out.router)
+        else:
+            auxiliary = optax.tree.vdot(slopes, tuple(map(sums_of, out.router)))
+        return loss + auxiliary, (cross_entropy, out.router, divergence)
 
     return microbatch_loss
+
+
+def router_statistics(
+    graphdef: nnx.GraphDef, params: nnx.State, frozen: nnx.State, numbered: tuple[Batch, Array], key: Array
+) -> StackedStats:
+    """Returns the statistics of all routers over all microbatches, with the random keys of the loss; no gradients."""
+
+    def statistics(carry: None, scanned: tuple[Batch, Array]) -> tuple[None, StackedStats]:
+        micro, index = scanned
+        model = nnx.merge(graphdef, params, frozen)
+        return carry, run_to_head(model, micro, jax.random.fold_in(key, index)).router
+
+    return over_microbatches(jax.lax.scan(statistics, None, numbered)[1])
+
+
+def over_microbatches(stats: StackedStats) -> StackedStats:
+    """Returns the statistics of all tokens of the microbatches that the leading axis of `stats` counts."""
+    return tuple(means_of(jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), sums_of(one))) for one in stats)
+
+
+def slopes_of_auxiliary_loss(config: ModelConfig, router: StackedStats) -> StackedStats:
+    """Returns the derivatives of the auxiliary losses of a batch by the sums over its tokens (`sums_of`).
+
+    Multiplied by the sums over the tokens of a microbatch they give a loss; the gradients of these losses of all
+    microbatches sum to that of the batch.
+    """
+    sums = tuple(map(sums_of, router))
+    return jax.grad(lambda sums: auxiliary_loss(config, tuple(map(means_of, sums))))(sums)
 
 
 def updated_params(params: nnx.State, updates: optax.Updates, key: Array) -> nnx.State:

@@ -31,7 +31,7 @@ from moe_jax.training.recipe import (
 from tests.support.dense_models import random_leaves, write_model
 from tests.support.tiers import EVERY, long
 from tests.support.training_models import BANKS, FFN, config_of, moe, recipe_of
-from tests.training.test_step import PLAIN, drawn, initial_states, largest_difference, random_batch, repeated_batch
+from tests.training.test_step import PLAIN, drawn, initial_states, largest_difference, random_batch
 
 ROUTERS_AND_NORMS = (".*/router/.*", ".*norm/.*")
 STUDENT = config_of(moe(BANKS["low-rank" if EVERY else "full"], expert=PLAIN))
@@ -46,7 +46,7 @@ def distilling(section: DistillSection = DISTILL, **sections) -> Recipe:
     return recipe_of(distill=section, partition=PartitionSection(train=ROUTERS_AND_NORMS), **sections)
 
 
-def run(recipe, *, config=STUDENT, teacher=TEACHER, devices=1, steps=2, make_batch=random_batch):
+def run(recipe, *, config=STUDENT, teacher=TEACHER, devices=1, steps=2):
     """Metrics of a few steps, the program, and the state after them."""
     program = make_program(recipe, config, jax.devices()[:devices], teacher=teacher)
     assert program.teacher is not None
@@ -57,7 +57,7 @@ def run(recipe, *, config=STUDENT, teacher=TEACHER, devices=1, steps=2, make_bat
         taught = jax.device_put(jax.tree.map(np.copy, drawn(teacher)), shardings)
         state = first_state(program, params)
         for step in range(steps):
-            batch = place(make_batch(step, rows), local_rows(program.mesh, rows), program.mesh, rows)
+            batch = place(random_batch(step, rows), local_rows(program.mesh, rows), program.mesh, rows)
             state, metrics = program.step(state, frozen, batch, taught)
             found.append([float(getattr(metrics, key)) for key in ("loss", "distillation", "auxiliary", "grad_norm")])
         assert largest_difference(taught, drawn(teacher)) == 0.0
@@ -124,13 +124,13 @@ def test_a_mesh_of_eight_devices_trains_like_one(one_device):
 
 @long
 def test_accumulation_an_average_and_bfloat16_go_with_a_teacher():
-    whole, _, state = run(distilling(ema=EmaSection()), make_batch=repeated_batch)
+    whole, _, state = run(distilling(ema=EmaSection()))
     accumulated = TrainSection(batch_size=8, accumulation=4)
-    parts, _, other = run(distilling(ema=EmaSection(), train=accumulated), make_batch=repeated_batch)
+    parts, _, other = run(distilling(ema=EmaSection(), train=accumulated))
     np.testing.assert_allclose(parts, whole, rtol=1e-5, atol=1e-6)
     assert largest_difference(other.ema, state.ema) < 1e-6
     rough_model = ModelSection(config="c", init="random", compute_dtype="bfloat16")
-    rough, *_ = run(distilling(model=rough_model), make_batch=repeated_batch, steps=1)
+    rough, *_ = run(distilling(model=rough_model), steps=1)
     np.testing.assert_allclose(rough[:, :2], whole[:1, :2], rtol=0.02)
     assert np.abs(rough[:, 1] - whole[:1, 1]).max() > 0
 

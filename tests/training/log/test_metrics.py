@@ -29,20 +29,20 @@ def step_metrics(router=(), **changes) -> StepMetrics:
 def test_router_statistics_are_reported_by_layer():
     config = config_of(FFN, moe(), FFN, moe())
     stats = RouterStats(
-        balance=np.array([1.0, 2.0], np.float32),
         z=np.array([0.5, 0.7], np.float32),
         load=np.array([[0.25, 0.25, 0.25, 0.25], [0.5, 0.5, 0.0, 0.0]], np.float32),
         dropped=np.array([0.0, 0.125], np.float32),
-        cv=np.array([0.2, 0.4], np.float32),
-        probability=np.full((2, 4), 0.25, np.float32),
+        importance=np.full((2, 4), 0.25, np.float32),
+        probability=np.array([[0.25, 0.25, 0.25, 0.25], [0.5, 0.5, 0.0, 0.0]], np.float32),
         gram=np.zeros((2, 4, 4), np.float32),
+        tokens=np.full(2, 120, np.float32),
     )
     record = json.loads(json.dumps(to_record(config, 7, step_metrics((stats,)))))
     assert record["step"] == 7 and record["tokens"] == 120 and record["scored_tokens"] == 100
     assert record["expert_load"] == {"1": [0.25] * 4, "3": [0.5, 0.5, 0.0, 0.0]}
     assert record["dropped"] == {"1": 0.0, "3": 0.125}
     assert record["balance_loss"] == 1.5 and record["z_loss"] == pytest.approx(0.6)
-    assert record["cv_loss"] == pytest.approx(0.3)
+    assert record["cv_loss"] == pytest.approx(2 / 3)  # of the second layer's load: E/k (E - k) / (E - 1), halved
 
 
 @pytest.mark.parametrize("name", ["loss", "auxiliary", "grad_norm"])
