@@ -10,7 +10,7 @@ from moe_jax.core.errors import InputError, raise_if_any, shown
 from moe_jax.models import ModelConfig
 
 # Settings of training and storage, which Hugging Face formats do not store and which do not change the logits.
-_NOT_COMPARED = {"family", "foreign", "dtype", "balance_coef", "z_coef", "cv_coef", "capacity_factor"}
+_NOT_COMPARED = {"family", "foreign", "dtype", "balance_coef", "z_coef", "cv_coef", "balance_over", "capacity_factor"}
 
 
 def read_hf_config(data: Mapping[str, Any], *, ignored: Collection[str] = ()) -> ModelConfig:
@@ -27,6 +27,8 @@ def read_hf_config(data: Mapping[str, Any], *, ignored: Collection[str] = ()) ->
     family = FAMILIES[_family_name(data)]
     keys = HFConfig(data, family.defaults)
     config = family.read(keys)
+    if config.moe_layers:
+        config = dataclasses.replace(config, balance_over=family.balance_over)
     if family.classifier_architecture in _architectures(data):
         config = _as_classifier(config, family, data)
     keys.check_all_known(family.harmless, ignored)

@@ -110,6 +110,8 @@ class ModelConfig:
       head_hidden: before it scores, the head has a linear map d -> d with a bias, and tanh (classifiers of T5).
       bos_id, eos_ids: special tokens, where they are known.
       dtype: dtype of newly initialised parameters (a checkpoint keeps its own).
+      balance_over: what balance losses are taken of: every `layer` has its own, and they are summed; or the whole
+        `model` has one, of the loads and probabilities of all its layers together, times the k experts of a token.
       frozen_base: by default, only LoRA, adapters and the routers that choose among adapters are trained.
       foreign: keys of the source's config.json that are not used here, and are written back on export.
     """
@@ -137,6 +139,7 @@ class ModelConfig:
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    balance_over: Literal["layer", "model"] = "layer"
     frozen_base: bool = False
     foreign: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, hash=False)
 
@@ -146,6 +149,7 @@ class ModelConfig:
         check_number(self, "norm_eps", at_least=0)
         check_member("norm", self.norm, ("rms", "rms_plus_one", "layer", "none"))
         check_member("dtype", self.dtype, ("float32", "bfloat16", "float16"))
+        check_member("balance_over", self.balance_over, ("layer", "model"))
         if self.num_classes is not None and self.tie_embeddings:
             raise InputError(f"a head for num_classes={self.num_classes} cannot be tied to the embedding")
         if self.num_classes is None and self.head_hidden:

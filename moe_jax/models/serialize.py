@@ -19,6 +19,8 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
     fields = dataclasses.asdict(config)
     del fields["layers"]
     fields["foreign"] = dict(config.foreign)
+    if config.balance_over == ModelConfig.balance_over:
+        del fields["balance_over"]  # as in older files, whose fingerprints are noted elsewhere
     fields["segments"] = [
         {"repeats": segment.repeats, "pattern": [_layer_to_json(layer) for layer in segment.pattern]}
         for segment in segments_of(config.layers)

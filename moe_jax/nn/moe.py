@@ -127,8 +127,41 @@ class RouterSums:
 
 
 def auxiliary_loss(config: ModelConfig, router: StackedStats) -> Float[Array, ""]:
-    """Sums `balance_coef * balance + z_coef * z + cv_coef * cv` over all routers (methods.md 1), float32."""
-    return _weighted([position.coefficients for position in _routers(config)], router)
+    """Sums `balance_coef * balance + z_coef * z + cv_coef * cv` over all routers (methods.md 1), float32.
+
+    Where the config says that the balance loss is that of the `model`, the MoEs' routers have one together; adapters'
+    routers have their own.
+    """
+    positions = _routers(config)
+    if config.balance_over == "layer":
+        return _weighted([position.coefficients for position in positions], router)
+    alone = [
+        position.coefficients if position.of_perft else (0.0, *position.coefficients[1:]) for position in positions
+    ]
+    return _weighted(alone, router) + _balance_of_model(positions, router)
+
+
+def _balance_of_model(positions: Sequence["_Router"], router: StackedStats) -> Float[Array, ""]:
+    """Returns the balance loss of all layers together, with its coefficient.
+
+    It is that of Transformers' `load_balancing_loss_func`: `E * sum_i F_i P_i`, where F_i is the mean number of tokens'
+    assignments to expert i, which are k for each token, and P_i its mean probability, over all tokens and layers.
+    Layers of other numbers of experts, or other coefficients, count by themselves, by their share of the layers.
+    """
+    groups: dict[tuple[int, int, float], list[RouterStats]] = {}
+    for position, stats in zip(positions, router, strict=True):
+        if not position.of_perft:
+            kind = stats.load.shape[-1], position.top_k, position.coefficients[0]
+            groups.setdefault(kind, []).append(stats)
+    num_layers = sum(len(position.layers) for position in positions if not position.of_perft)
+    total = jnp.zeros((), jnp.float32)
+    for (experts, top_k, coefficient), members in groups.items():
+        load, probability = (
+            jnp.concatenate([getattr(stats, name) for stats in members]) for name in ("load", "probability")
+        )
+        balance = experts * top_k * jnp.sum(jnp.mean(load, axis=0) * jnp.mean(probability, axis=0))
+        total = total + coefficient * balance * (len(load) / num_layers)
+    return total
 
 
 def has_auxiliary_loss(config: ModelConfig) -> bool:
@@ -160,6 +193,7 @@ class _Router(NamedTuple):
     layers: list[int]
     of_perft: bool
     coefficients: tuple[float, float, float]
+    top_k: int
 
 
 _Coefficients = tuple[float, float, float]
@@ -191,7 +225,7 @@ def _routers(config: ModelConfig) -> list[_Router]:
                 continue
             layers = [segment.layer(repeat, position) for repeat in range(segment.repeats)]
             for index, coefficients in enumerate(_coefficients(layer.mlp)):
-                routers.append(_Router(layers, index > 0, coefficients))
+                routers.append(_Router(layers, index > 0, coefficients, layer.mlp.top_k))
     return routers
 
 
@@ -327,7 +361,10 @@ class MoE(nnx.Module):
         return (y + added).reshape(x.shape), (stats, *own_stats)
 
     def auxiliary_loss(self, stats: tuple[RouterStats, ...]) -> Float[Array, ""]:
-        """Returns the layer's term of the training loss (methods.md 1), float32; `stats` as the call returned them."""
+        """Returns the layer's term of the training loss (methods.md 1), float32; `stats` as the call returned them.
+
+        Where every layer has a balance loss of its own: see `ModelConfig.balance_over`.
+        """
         return _weighted(_coefficients(self.config), stats)
 
     def _selection(self) -> Selection:

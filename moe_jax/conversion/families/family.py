@@ -45,6 +45,8 @@ class Family:
         (`hf.config_keys`) and those that `read` asks for or `defaults` names.
       moe_formats: names of families whose formats may hold a model of this family that has MoE layers; it is exported
         in the first that gives the same logits.
+      balance_over: what the published code takes the balance loss of, whose coefficient is in config.json; see
+        `ModelConfig`.
       universal: the kind of universal FFN that every MoE of the format has; None: MoEs may have none.
       vocabulary: name of the file that its checkpoints have in place of a tokenizer.json, and a function that converts
         that file to one.
@@ -63,6 +65,7 @@ class Family:
     harmless: tuple[str, ...] = ()
     moe_formats: tuple[str, ...] = ()
     classifier: Classifier | None = None
+    balance_over: Literal["layer", "model"] = "layer"
     universal: Literal["sigmoid"] | None = None
     vocabulary: tuple[str, Callable[[Path], str]] | None = None
     further: tuple[str, ...] = ()

@@ -89,6 +89,7 @@ MIXTRAL = Family(
     },
     read=_read_mixtral,
     write=_write_mixtral,
+    balance_over="model",
     table=(
         *usual.EMBEDDING,
         *usual.ATTENTION,
@@ -137,5 +138,6 @@ OLMOE = Family(
     },
     read=_read_olmoe,
     write=_write_olmoe,
+    balance_over="model",
     table=(*usual.EMBEDDING, *usual.ATTENTION, *usual.ROUTER, *usual.gated_experts(), *usual.HEAD),
 )

@@ -184,6 +184,7 @@ QWEN2_MOE = Family(
     },
     read=_read_qwen2_moe,
     write=_write_qwen2_moe,
+    balance_over="model",
     table=(
         *usual.EMBEDDING,
         *usual.ATTENTION,
@@ -234,5 +235,6 @@ QWEN3_MOE = Family(
     harmless=("max_window_layers", "layer_types"),  # see `_read_qwen3_moe`
     read=_read_qwen3_moe,
     write=_write_qwen3_moe,
+    balance_over="model",
     table=(*usual.EMBEDDING, *usual.ATTENTION, *usual.ROUTER, *usual.gated_experts(), *usual.GATED_FFN, *usual.HEAD),
 )
