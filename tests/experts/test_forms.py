@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from moe_jax.core.data_sheets import CHIPS
 from moe_jax.core.draws import stream
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import leaf_spec, path_name
 from moe_jax.experts import AdapterConfig, AdapterExperts, BankConfig, BaseCodes, FFNConfig, Mixed, make_bank
+from moe_jax.experts.devices import Platform
 from moe_jax.experts.forms import (
     Full,
     JointLowRank,
@@ -26,7 +28,7 @@ from moe_jax.experts.forms import (
     Sparse,
     ffn_matrices,
 )
-from moe_jax.experts.forms.coding import CodedJointly, experts_with
+from moe_jax.experts.forms.coding import CodedJointly, check_keep, experts_with
 from moe_jax.experts.forms.kernel_of_codes import NF4
 from moe_jax.experts.forms.protocol import delta_options, form_of_option, option_of_form, registered
 from moe_jax.experts.on_host import expert_kernels, leaves_from_dense
@@ -292,3 +294,20 @@ def test_every_expert_mixes_the_bases_by_its_own_logits():
     shares = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     mixed = np.einsum("em,mxy->exy", shares, bases)
     np.testing.assert_allclose(form.mix(bases, logits), mixed / (1 + np.exp(-mixed)), rtol=1e-5, atol=1e-6)
+
+
+def test_a_share_that_stays_is_a_share():
+    for keep in (None, 0.0, -0.1, 1.01, float("nan")):
+        with pytest.raises(InputError, match="keep"):
+            check_keep(keep)
+    check_keep(1e-6), check_keep(1.0)
+
+
+def test_experts_of_several_forms_cost_what_they_cost_on_average():
+    expert, platform = FFNConfig(dim=48), Platform.of(CHIPS["v5e"], 2)
+    matrices = tuple(ffn_matrices(expert, 32).values())
+    one, other = LowRank(rank=2), LowRank(rank=8)
+    mixed = Mixed(parts=(one, other), part_of=(0, 1, 1, 1))
+    for cost in (lambda form: form.own_bytes(matrices, 2), lambda form: form.making(matrices, platform)):
+        assert cost(mixed) == pytest.approx((cost(one) + 3 * cost(other)) / 4)
+    assert one.own_bytes(matrices, 2) < other.own_bytes(matrices, 2)
