@@ -269,7 +269,7 @@ def print_sweep(out: Path, sweep: "Sweep", *, as_json: bool) -> None:
     """Prints the results of a sweep: a table, or its JSON file. Warnings go to standard error."""
     _warn(sweep.warnings)
     if as_json:
-        print((out / "sweep.json").read_text())
+        print((out / "sweep.json").read_text("utf-8"))
         return
     table = table_of_figures("method", "", "bytes of experts", "kept", "error", "perplexity")
     table.add_row("not compressed", "", show_bytes(sweep.expert_bytes), "", "", f"{sweep.perplexity:.4f}")

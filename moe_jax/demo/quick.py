@@ -163,12 +163,12 @@ def run_quick_demo(folder: Path, *, dense_steps: int, more_steps: int, shell: Sh
     trained, held_out = write_text(folder / "text", HELD_OUT_BYTES)
     console.print(f"text: the standard library's source, {trained:,} bytes to train on, {held_out:,} held out")
     byte_tokenizer().save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text(json.dumps(CONFIG, indent=2))
+    (folder / "config.json").write_text(json.dumps(CONFIG, indent=2), "utf-8")
     new, trained_model = f'config = "{folder}/config.json"\ninit = "random"', f'path = "{folder}/dense"'
     dense = dict(name="dense", model=new, learning_rate=3e-3, steps=dense_steps, eval_every=40)
     longer = dict(name="dense-longer", model=trained_model, learning_rate=1e-3, steps=more_steps, eval_every=10)
-    (folder / "dense.toml").write_text(RECIPE.format(folder=folder, **dense))
-    (folder / "continue.toml").write_text(RECIPE.format(folder=folder, **longer))
+    (folder / "dense.toml").write_text(RECIPE.format(folder=folder, **dense), "utf-8")
+    (folder / "continue.toml").write_text(RECIPE.format(folder=folder, **longer), "utf-8")
 
     console.rule("a small dense model, as a Hugging Face directory")
     shell.train(folder / "dense.toml")

@@ -96,8 +96,8 @@ def write_problems(folder: Path, *, train: int, held_out: int, seed: int = 0) ->
         question, answer = draw.choice(KINDS)(draw)
         seen.setdefault(question, answer)
     lines = [_conversation(question, answer) for question, answer in seen.items()]
-    (folder / "train.jsonl").write_text("".join(lines[:train]))
-    (folder / "held-out.jsonl").write_text("".join(lines[train:]))
+    (folder / "train.jsonl").write_text("".join(lines[:train]), "utf-8")
+    (folder / "held-out.jsonl").write_text("".join(lines[train:]), "utf-8")
 
 
 def _conversation(question: str, answer: str) -> str:
@@ -214,7 +214,7 @@ def run_real_demo(folder: Path, model: Path, *, steps: int, shell: Shell) -> Non
     make_folder(folder)
     (folder / "problems").mkdir()
     write_problems(folder / "problems", train=TRAINED, held_out=HELD_OUT)
-    (folder / "tune.toml").write_text(RECIPE.format(folder=folder, steps=steps))
+    (folder / "tune.toml").write_text(RECIPE.format(folder=folder, steps=steps), "utf-8")
     paths = {name: folder / name for name in ("dense", "moe", "resmoe", "4-bit", "hf")}
     tuned = folder / "run/model"
 

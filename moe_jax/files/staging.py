@@ -273,7 +273,7 @@ class Workplace(Work):
         try:
             refuse_existing(self._target)
             job = self.folder / _JOB
-            if not (self._goes_on and job.is_file() and job.read_text() == self._job):
+            if not (self._goes_on and job.is_file() and job.read_text("utf-8") == self._job):
                 self.begin_anew()
         except BaseException:
             _remove_empty([self.folder, *self._made])

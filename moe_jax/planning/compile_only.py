@@ -59,7 +59,7 @@ def compile_only(
         except DoesNotFit as error:
             raise InputError(f"the step does not fit into {topology}: {error}{_named(error.largest)}") from None
         (text,) = Path(folder).glob(f"*.{'sm_*_gpu_' if is_gpu(topology) else ''}after_optimizations.txt")
-        program_text = text.read_text()
+        program_text = text.read_text("utf-8")
     sent, sizes = transfers(program_text), bytes_of(compiled)
     kind = devices[0].device_kind
     chip = chip_of_kind(kind)

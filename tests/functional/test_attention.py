@@ -194,7 +194,7 @@ def test_accelerator_form_equals_cpu_form():
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-def kernels_of(placement, length=300, dtype="bfloat16", packed=True, width=64, **options):
+def kernels_of(placement, length=300, dtype="bfloat16", packed=True, width=64, value_width=None, **options):
     """Names of the kernels that a program calls."""
     x = jax.ShapeDtypeStruct((2, length, 4, width), dtype)
     positions = jnp.broadcast_to(jnp.arange(length)[None], (2, length))
@@ -202,7 +202,8 @@ def kernels_of(placement, length=300, dtype="bfloat16", packed=True, width=64, *
     prefix = {"prefix": jnp.ones(2, jnp.int32)} if options.get("mask") == "prefix" else {}
     visible = Visibility(positions, positions, *documents, **prefix)
     given = dict(aligned=True, placement=placement) | options
-    program = jax.make_jaxpr(lambda x: attention(x, x, x, visible, **given))(x)
+    values = jax.ShapeDtypeStruct((2, length, 4, value_width or width), dtype)
+    program = jax.make_jaxpr(lambda x, values: attention(x, x, values, visible, **given))(x, values)
     return [one.params["name"] for one in equations(program) if one.primitive.name == "pallas_call"]
 
 
@@ -216,6 +217,7 @@ def kernels_of(placement, length=300, dtype="bfloat16", packed=True, width=64, *
         ("tpu", {"length": 100}, None, None),
         ("tpu", {"width": 256}, "splash_mha_fwd_segmented_no_residuals", None),
         ("tpu", {"width": 264}, None, "TPU's kernels, which are faster: heads are wider than 256"),
+        ("tpu", {"value_width": 264}, None, "TPU's kernels, which are faster: heads are wider than 256"),
         ("tpu", {"mask": "prefix"}, None, "TPU's kernels, which are faster"),
         ("tpu", {"aligned": False}, None, "TPU's kernels, which are faster"),
         ("tpu", {"bias": jnp.zeros((4, 9))}, None, "TPU's kernels, which are faster"),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moe_jax.core.errors import InputError
-from moe_jax.functional.position_embeddings import RopeConfig, apply_rope, rope_tables
+from moe_jax.functional.position_embeddings import RelativeBiasConfig, RopeConfig, apply_rope, rope_tables
 
 jitted_tables = jax.jit(rope_tables, static_argnums=(0, 1, 2))
 
@@ -89,3 +89,26 @@ def test_yarn_at_the_size_of_real_heads_is_that_of_transformers(original, trunca
     expected = np.concatenate([frequencies.numpy()] * 2)
     np.testing.assert_allclose(np.ravel(sines), np.sin(expected) * scale, rtol=1e-5)
     np.testing.assert_allclose(np.ravel(cosines), np.cos(expected) * scale, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mask", "buckets", "farthest", "problem"),
+    [
+        ("causal", 2, 2, None),
+        ("causal", 1, 2, "too few"),
+        ("bidirectional", 4, 2, None),
+        ("bidirectional", 3, 2, "too few"),
+        ("causal", 8, 5, None),
+        ("causal", 8, 4, "must be above 4"),
+        ("bidirectional", 16, 5, None),
+        ("bidirectional", 16, 4, "must be above 4"),
+    ],
+)
+def test_buckets_of_distances_must_fit_the_mask(mask, buckets, farthest, problem):
+    config = RelativeBiasConfig(buckets=buckets, max_distance=farthest)
+    if problem is None:
+        config.check_fits(mask)
+        assert config.bucket_of_distance(mask).max() == buckets - 1
+    else:
+        with pytest.raises(InputError, match=problem):
+            config.check_fits(mask)

@@ -211,3 +211,28 @@ def test_quantised_values_of_sparse_deltas(bits, group_size, count, seed):
     per_value = np.repeat(scales, count if group_size is None else group_size)[:count]
     levels = 2 * drawn + 1 - 2**bits - (per_value < 0)
     np.testing.assert_array_equal(values, levels.astype(np.float32) * per_value)
+
+
+@pytest.mark.parametrize("given", ["no base", "nothing trained"])
+def test_gradients_where_there_is_no_base_or_nothing_else_is_trained(given):
+    tiles, trained, fixed = delta("quantized")
+    rng, sizes = np.random.default_rng(1), jnp.asarray([5, 0, 9], jnp.int32)
+    lhs, base, target = random(rng, ROWS, SHAPE[0]), random(rng, *SHAPE), random(rng, ROWS, SHAPE[1])
+    if given == "no base":
+        base = None
+    else:
+        trained, fixed = {}, trained | fixed
+
+    def value(differentiated, reference):
+        base, trained = differentiated
+        if reference:
+            group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(ROWS, dtype=jnp.int32), side="right")
+            y = jnp.einsum("mi,mio->mo", lhs, stored(tiles, trained, fixed, base)[group])
+        else:
+            y = synthesised_matmul(lhs, base, trained, fixed, sizes, tiles)
+        return jnp.sum(y * target)
+
+    got, expected = (
+        jax.jit(jax.grad(value), static_argnums=1)((base, trained), reference) for reference in (False, True)
+    )
+    assert_close(got, expected)

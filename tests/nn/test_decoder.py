@@ -13,7 +13,8 @@ from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import make_mesh, state_shardings
 from moe_jax.model_io.loading import abstract_model
 from moe_jax.models import AttentionConfig, BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig
-from moe_jax.nn import Decoder, auxiliary_loss, load_per_layer
+from moe_jax.nn import Decoder, auxiliary_loss, load_per_layer, unstacked
+from moe_jax.nn.decoder import is_stacked
 from tests.support.numerics import initialised
 from tests.support.tiers import long
 
@@ -100,6 +101,12 @@ def test_a_model_without_weights_is_that_which_is_drawn():
     stacked = config((FFN, moe_layer()) * 2)
     drawn = nnx.eval_shape(lambda: Decoder(stacked, rngs=nnx.Rngs(0), compute_dtype="bfloat16", remat="full"))
     assert nnx.split(abstract_model(stacked, compute_dtype="bfloat16", remat="full")) == nnx.split(drawn)
+
+
+def test_a_model_that_is_not_stacked_is_not_copied():
+    alone, stacked = (abstract_model(config((FFN, moe_layer()) * repeats)) for repeats in (1, 2))
+    assert not is_stacked(alone) and unstacked(alone) is alone
+    assert is_stacked(stacked) and unstacked(stacked) is not stacked
 
 
 def test_program_does_not_grow_with_depth():

@@ -150,3 +150,23 @@ def test_targets_are_named_by_what_a_model_has():
 def test_a_rotated_width_is_even():
     with pytest.raises(InputError, match="rope_dim=3 must be even"):
         LatentConfig(kv_rank=4, rope_dim=3, value_dim=4)
+
+
+@pytest.mark.parametrize("widths", [(512, 64, 128, 128), (16, 4, 8, 12), (7, 4, 40, 5)], ids=str)
+def test_what_is_cheaper_is_counted_in_multiplications(widths):
+    rank, rotated, value, plain = widths
+    latent = LatentConfig(kv_rank=rank, rope_dim=rotated, value_dim=value)
+    config = AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=plain + rotated, latent=latent)
+    layer = LayerConfig(attention=config, mlp=FFNConfig(dim=8))
+    model = ModelConfig(family="x", vocab_size=8, d_model=8, max_positions=8, layers=(layer,))
+    attention = nnx.eval_shape(lambda: LatentAttention(config, model, rngs=nnx.Rngs(0), dtype=jnp.dtype("float32")))
+    found = set()
+    for slots in (1, 8, 100, 4096):
+        for queries in range(1, 400, 7):
+            # Keys and values of every slot are made; queries meet keys, and weights meet values.
+            of_heads = slots * rank * (plain + value) + queries * slots * ((plain + rotated) + value)
+            # Queries and results are turned; the former meet latents and the rotated part, weights meet latents.
+            of_latents = queries * (plain * rank + rank * value) + queries * slots * ((rank + rotated) + rank)
+            assert attention._is_cheaper_absorbed(queries, slots) == (of_latents < of_heads)
+            found.add(of_latents < of_heads)
+    assert found == {True, False}

@@ -208,7 +208,7 @@ def record(
     size, batches = batches_of(len(windows), batch_size, mesh)
     last = max(config.moe_layers)
     shape = (*windows.shape, config.d_model)
-    begin = int((folder / NEXT).read_text()) if (folder / NEXT).is_file() else 0
+    begin = int((folder / NEXT).read_text("utf-8")) if (folder / NEXT).is_file() else 0
     if begin == 0:
         states = _states(folder, 0, shape)
         embedding = {path: source.read(path) for path in source.specs() if path.startswith("embed/")}

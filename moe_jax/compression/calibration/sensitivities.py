@@ -93,7 +93,7 @@ def record_gradients(
     )
     direction, begin = _FORWARDS, 0
     if (states / NEXT).is_file():
-        direction, layer = (states / NEXT).read_text().split()
+        direction, layer = (states / NEXT).read_text("utf-8").split()
         begin = int(layer)
     if direction == _FORWARDS:
         work.forwards(begin)
