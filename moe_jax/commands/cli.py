@@ -23,6 +23,7 @@ from moe_jax.commands.environment import (
     keep_compiled_programs,
     open_standard_streams,
 )
+from moe_jax.commands.options import check_options
 from moe_jax.core.errors import SIGNALLED, USER_ERROR, InputError, clipped, first_line, nearest, printable, shown
 from moe_jax.core.interruptions import interruptions, number_of
 
@@ -179,6 +180,7 @@ def _run(arguments: list[str]) -> int:
     options = parse_arguments(module.Options, rest, command=command)
     if options is None:
         return 0
+    check_options(options)
     if os.environ.get("MOE_JAX_DISTRIBUTED") and command not in _OF_ALL_PROCESSES:
         from moe_jax.distributed.processes import let_first_work
 

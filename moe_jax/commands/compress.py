@@ -15,6 +15,7 @@ import tyro
 from moe_jax.commands.options import (
     Field,
     by_name,
+    check_text_file,
     command_options,
     field_name,
     field_value,
@@ -114,6 +115,8 @@ moe-jax compress moe-dir sweep-dir --sweep --text held-out.txt --method resmoe,q
 
 def run(options: _Command) -> None:
     """Compresses the model, and prints errors and sizes; errors as in `moe_jax.compress`."""
+    for option in ("calibrate", "text"):
+        check_text_file(vars(options)[option])
     from moe_jax.api.compress import compress_model, sweep
     from moe_jax.distributed.processes import join_processes
 

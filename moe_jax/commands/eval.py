@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
-from moe_jax.commands.options import OneModel
+from moe_jax.commands.options import OneModel, check_text_file
 from moe_jax.core.errors import InputError, flag_of
 from moe_jax.files.staging import check_writable
 from moe_jax.files.storage_path import as_path
@@ -98,6 +98,33 @@ class Options(OneModel):
     """Prints JSON and nothing else: tokens, nll (mean, natural log), perplexity, total_nll, windows (or pairs), cut,
     seq_len; or accuracy, interval, correct, count, labels, confusion, predictions, by, cut; or lm-eval's results."""
 
+    def check(self) -> None:
+        """Raises an error for options that do not go together or are out of range, and for a text that is empty."""
+        if self.batch_size is not None and self.batch_size < 1:
+            raise InputError(f"--batch-size {self.batch_size} must be at least 1")
+        if [self.text, self.classify, self.tasks].count(None) != 2:
+            raise InputError("give one of --text FILE, --classify FILE and --tasks NAME,...")
+        if self.tasks is None:
+            for name in _OF_TASKS:
+                if getattr(self, name) not in (None, False):
+                    raise InputError(f"{flag_of(name)} goes with --tasks")
+        if self.classify is None and (self.labels is not None or self.template is not None):
+            raise InputError("--labels and --template go with --classify FILE")
+        if self.classify is not None and self.seq_len is not None:
+            raise InputError("--seq-len goes with --text; with --classify, --input-len says how much of a text is read")
+        if self.tasks is not None and self.input_len is not None:
+            raise InputError("--input-len goes with --text and --classify")
+        if self.text is not None and self.seq_len is not None and self.seq_len < 2:
+            raise InputError(
+                f"seq_len = {self.seq_len} must be at least 2, for the first token of a window is never scored"
+            )
+        for name, least in (("input_len", 1), ("limit", 1), ("num_fewshot", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise InputError(f"{flag_of(name)} {value} must be at least {least}")
+        check_text_file(self.text)
+        check_text_file(self.classify, "file of labelled texts")
+
 
 GROUPS = {
     "what is measured (one of these)": ("text", "classify", "tasks"),
@@ -121,22 +148,8 @@ def run(options: Options) -> None:
     from moe_jax.distributed.sharding import make_mesh
     from moe_jax.model_io.loading import dtype_for_generation
 
-    if options.batch_size is not None and options.batch_size < 1:
-        raise InputError(f"--batch-size {options.batch_size} must be at least 1")
-    if [options.text, options.classify, options.tasks].count(None) != 2:
-        raise InputError("give one of --text FILE, --classify FILE and --tasks NAME,...")
-    if options.tasks is None:
-        for name in _OF_TASKS:
-            if getattr(options, name) not in (None, False):
-                raise InputError(f"{flag_of(name)} goes with --tasks")
-    if options.classify is None and (options.labels is not None or options.template is not None):
-        raise InputError("--labels and --template go with --classify FILE")
-    if options.classify is not None and options.seq_len is not None:
-        raise InputError("--seq-len goes with --text; with --classify, --input-len says how much of a text is read")
     known = None
     if options.tasks is not None:
-        if options.input_len is not None:
-            raise InputError("--input-len goes with --text and --classify")
         known = _read_tasks(options)
         if options.tasks == "list":
             if let_first_work():
@@ -229,10 +242,6 @@ def _read_tasks(options: Options) -> "TaskFolder":
     from moe_jax.harness.task_run import check_installed, known_tasks
 
     check_installed()
-    for name, least in (("limit", 1), ("num_fewshot", 0)):
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise InputError(f"--{name.replace('_', '-')} {value} must be at least {least}")
     for name in ("output", "samples"):
         path = getattr(options, name)
         if path is None:

@@ -73,11 +73,7 @@ moe-jax generate model-dir --chat --prompts-file questions.jsonl --json
 
 def run(options: _Command) -> None:
     """Prints the continued prompts, or leads a conversation."""
-    from moe_jax.api.generate import Prompt, continue_prompts, is_conversation, prompt_ids
-    from moe_jax.api.model import Loading, Model
     from moe_jax.distributed.job_place import find_place
-    from moe_jax.distributed.processes import is_first_process, join_processes, let_first_work
-    from moe_jax.distributed.sharding import make_mesh
 
     if options.system is not None and not options.chat:
         raise InputError("--system goes with --chat")
@@ -85,7 +81,7 @@ def run(options: _Command) -> None:
     texts: list[Any] = [*options.prompt, *_prompts_of(options.prompts_file)]
     if options.chat:
         texts = [[*system, {"role": "user", "content": one}] if isinstance(one, str) else one for one in texts]
-    prompts: list[Prompt] = [*texts, *map(_parse_ids, options.ids)]
+    prompts: list[Any] = [*texts, *map(_parse_ids, options.ids)]
     converses = options.chat and not prompts
     if not prompts and not converses:
         raise InputError("nothing to continue: give --prompt, --prompts-file or --ids, or --chat for a conversation")
@@ -96,11 +92,19 @@ def run(options: _Command) -> None:
         raise InputError("--stream is for one prompt, and not for --json")
     if converses and options.json:
         raise InputError("--json is for prompts, and not for a conversation")
-    if options.mesh is not None:
+    sizes = None if options.mesh is None else parse_mesh(options.mesh)
+
+    # All that needs neither JAX nor the model has been checked.
+    from moe_jax.api.generate import continue_prompts, is_conversation, prompt_ids
+    from moe_jax.api.model import Loading, Model
+    from moe_jax.distributed.processes import is_first_process, join_processes, let_first_work
+    from moe_jax.distributed.sharding import make_mesh
+
+    if sizes is not None:
         join_processes()
     elif not let_first_work():
         return
-    mesh = None if options.mesh is None else make_mesh(parse_mesh(options.mesh))
+    mesh = None if sizes is None else make_mesh(sizes)
     source = options.open()
     loading = Loading.for_generation(source, compute_dtype=options.compute_dtype, mesh=mesh)
     model = Model.of_source(source, loading)

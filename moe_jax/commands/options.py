@@ -12,6 +12,7 @@ import tyro
 
 from moe_jax.core.errors import InputError, flag_of, raise_if_any, shown
 from moe_jax.core.verb_spec import Option, Spec
+from moe_jax.files.storage_path import as_path
 
 if TYPE_CHECKING:
     from moe_jax.model_io.model_source import ModelSource
@@ -52,6 +53,8 @@ def command_options(command: type[C], *specs: type[Spec], more: Collection[Field
     fields = [field for spec in specs for field in map(option_field, spec.list_options()) if field[0] not in taken]
     made = dataclasses.make_dataclass("Options", [*fields, *more], bases=(command,), frozen=True, kw_only=True)
     made.__doc__ = command.__doc__
+    # Where there are `more` options, the command chooses among verbs itself.
+    made.specs = () if more else specs
     made.local_only = tuple(name for one in (command, *specs) for name in getattr(one, "local_only", ()))
     return made
 
@@ -59,6 +62,32 @@ def command_options(command: type[C], *specs: type[Spec], more: Collection[Field
 def given_to(spec: type[S], options: Any, **more: Any) -> S:
     """Makes the spec of a verb from the options of its command and `more` values of fields."""
     return spec.of({option.name: field_value(option, options) for option in spec.list_options()} | more)
+
+
+def check_options(options: Any) -> None:
+    """Raises `InputError` for options that cannot be, before JAX is imported and models are read.
+
+    Those of a verb are checked by its spec, and what a command has besides by `check` of its options.
+    """
+    for spec in getattr(options, "specs", ()):
+        given_to(spec, options)
+    if hasattr(options, "check"):
+        options.check()
+
+
+def check_text_file(path: Path | None, what: str = "text") -> None:
+    """Raises an error if a file of text is not there, or is empty, before a model is read.
+
+    Of one in a bucket, and of patterns, nothing is said; nor where several processes have to hear of an error.
+    """
+    from moe_jax.distributed.job_place import find_place
+
+    if path is None or not as_path(path).renames or any(one in str(path) for one in "*?[") or find_place() is not None:
+        return
+    if not path.is_file():
+        raise FileNotFoundError(f"no {what} at {path}")
+    if not path.stat().st_size:
+        raise InputError(f"{path} is empty; give a file with a text")
 
 
 def either_options(specs: Mapping[type[Spec], Collection[str]]) -> list[Field]:

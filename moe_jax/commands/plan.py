@@ -94,6 +94,13 @@ class _Command:
     json: bool = False
     """Prints JSON and nothing else."""
 
+    def check(self) -> None:
+        """Raises `InputError` for a mesh that cannot be read, and for a number that is out of range."""
+        if self.mesh is not None:
+            parse_mesh(self.mesh)
+        if self.tokens is not None and self.tokens < 1:
+            raise InputError(f"tokens={self.tokens} must be at least 1")
+
 
 # Options of upcycle and adapt that do not change the config of the new model.
 _NOT_OF_MODELS = {UpcycleSpec: ("base", "text", "allow_nonfinite"), AdaptSpec: ("text", "allow_nonfinite")}

@@ -47,11 +47,25 @@ class Options(OneModel):
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the activations."""
 
+    def check(self) -> None:
+        """Raises `InputError` for numbers that are out of range."""
+        if not 0 <= self.port < 1 << 16:
+            raise InputError(f"port={self.port} must lie from 0 to 65535")
+        for name, least in (("seats", 1), ("waiting", 1), ("context", 2)):
+            number = getattr(self, name)
+            if number is not None and number < least:
+                raise InputError(f"{name}={number} must be at least {least}")
+        Access(_api_key(self))
+
 
 EXAMPLES = """
 moe-jax serve SmolLM2-135M-Instruct --port 8123 --name smol --context 2048
 curl http://127.0.0.1:8123/v1/completions -d '{"model": "smol", "prompt": "Once", "max_tokens": 16}'
 """
+
+
+def _api_key(options: Options) -> str | None:
+    return os.environ.get(API_KEY) or None if options.api_key is None else options.api_key
 
 
 def run(options: Options) -> None:
@@ -66,10 +80,6 @@ def run(options: Options) -> None:
     from moe_jax.serve.app import App
     from moe_jax.serve.scheduler import Scheduler
 
-    if not 0 <= options.port < 1 << 16:
-        raise InputError(f"port={options.port} must lie from 0 to 65535")
-    api_key = os.environ.get(API_KEY) or None if options.api_key is None else options.api_key
-    Access(api_key)
     source = options.open()
     model = Model.of_source(source, Loading.for_generation(source, compute_dtype=options.compute_dtype))
     tokenizer = tokenizer_of(model, "serving", "serve a model that has one")
@@ -80,7 +90,7 @@ def run(options: Options) -> None:
             scheduler.warm()
             scheduler.on_compile = _say_compiling
             name = options.name or options.model.resolve().name
-            access = Access(api_key, is_local(listener.getsockname()[0]))
+            access = Access(_api_key(options), is_local(listener.getsockname()[0]))
             _warn_if_open(access)
             app = App(model, tokenizer, scheduler, name, access)
             config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=10)

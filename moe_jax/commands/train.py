@@ -4,9 +4,16 @@ import dataclasses
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
+
+from moe_jax.core.errors import InputError
+from moe_jax.distributed.job_place import find_place
+from moe_jax.files.storage_path import as_path
+
+if TYPE_CHECKING:
+    from moe_jax.training.recipe import Recipe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +49,35 @@ class Options:
     json: bool = False
     """With --compile-only: prints JSON and nothing else."""
 
+    def check(self) -> None:
+        """Raises `InputError` for options that do not go together or are out of range."""
+        if self.keys is not None:
+            return
+        if self.compile_only != (self.topology is not None):
+            raise InputError("--compile-only and --topology go together, as in --compile-only --topology v5e:4x4")
+        if not self.compile_only and (self.json or self.config):
+            raise InputError("--json and --config go with --compile-only")
+        if self.skip_batches < 0 or (self.skip_batches and self.restart is None):
+            raise InputError(f"--skip-batches {self.skip_batches}: expected a number from 0, and --restart with it")
+        if self.recipe is None:
+            raise InputError("missing: RECIPE.toml; see moe-jax train --help, and --keys for what a recipe holds")
+        # Several processes have to hear of an error in one; and a pipe can be read only once.
+        if find_place() is None and (not as_path(self.recipe).renames or not self.recipe.is_fifo()):
+            self.load()
+
+    def load(self) -> "Recipe":
+        """Returns the recipe with what is set besides; raises `InputError` if it cannot be read."""
+        from moe_jax.training.recipe import load_recipe
+        from moe_jax.training.recipe_toml import recipe_file
+
+        assert self.recipe is not None
+        return load_recipe(recipe_file(self.recipe), self.overrides)
+
+    @property
+    def overrides(self) -> list[str]:
+        """The keys that are set besides the recipe, as they are given."""
+        return [override for group in self.set for override in group]
+
 
 GROUPS = {
     "recipe": ("set", "keys"),
@@ -61,26 +97,17 @@ moe-jax train --keys optimizer
 
 def run(options: Options) -> int:
     """Runs the recipe; returns the exit code, 128 + N after signal N, which is no success: the run is to go on."""
-    from moe_jax.api.open_source import read_config
-    from moe_jax.core.errors import InputError
-    from moe_jax.training.recipe import load_recipe
-    from moe_jax.training.recipe_toml import recipe_file
-
     if options.keys is not None:
         _print_keys(options.keys)
         return 0
-    if options.recipe is None:
-        raise InputError("missing: RECIPE.toml; see moe-jax train --help, and --keys for what a recipe holds")
-    if options.compile_only != (options.topology is not None):
-        raise InputError("--compile-only and --topology go together, as in --compile-only --topology v5e:4x4")
-    if not options.compile_only and (options.json or options.config):
-        raise InputError("--json and --config go with --compile-only")
-    overrides = [override for group in options.set for override in group]
+    from moe_jax.api.open_source import read_config
+
+    assert options.recipe is not None
     if not options.compile_only:
         from moe_jax.distributed.processes import join_processes
 
         join_processes()  # before anything is read: an error in one process is heard of in all
-    recipe = load_recipe(recipe_file(options.recipe), overrides)
+    recipe = options.load()
     if options.compile_only:
         from moe_jax.planning.planned_devices import prepare_environment
 
@@ -100,7 +127,13 @@ def run(options: Options) -> int:
     from moe_jax.core.errors import SIGNALLED
     from moe_jax.training.loop import Stopped
 
-    command = ["moe-jax", "train", str(options.recipe), *(["--set", *overrides] if overrides else []), "--resume"]
+    command = [
+        "moe-jax",
+        "train",
+        str(options.recipe),
+        *(["--set", *options.overrides] if options.overrides else []),
+        "--resume",
+    ]
     try:
         run_recipe(
             recipe,

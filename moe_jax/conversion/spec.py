@@ -5,6 +5,7 @@ from collections.abc import Collection
 from typing import Annotated, Literal
 
 from moe_jax.core.errors import InputError, flag_of
+from moe_jax.core.formatting import parse_bytes
 from moe_jax.core.verb_spec import Shown, TakesMovedBase, TakesNonfinite
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -70,3 +71,5 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
             raise InputError(f"{', '.join(given)}: does not go with --format peft, which writes LoRA as it is stored")
         if self.format != "compressed-tensors" and (self.bits is not None or self.group_size is not None):
             raise InputError("--bits and --group-size: only with --format compressed-tensors")
+        if self.max_shard_size is not None:
+            parse_bytes(self.max_shard_size, flag="--max-shard-size")

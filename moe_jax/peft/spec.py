@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from moe_jax.core.errors import InputError
+from moe_jax.core.errors import InputError, check_number, check_positive
 from moe_jax.core.verb_spec import Shown, TakesMovedBase, TakesNonfinite
 
 
@@ -58,6 +58,8 @@ class AdaptSpec(TakesNonfinite):
     def __post_init__(self) -> None:
         if self.targets is not None and not isinstance(self.targets, str):
             object.__setattr__(self, "targets", tuple(self.targets))  # an iterator could be read only once
+        check_positive(self, "experts", "top_k")
+        check_number(self, "dropout", "balance_coef", "z_coef", at_least=0)
         if self.seed < 0:
             raise InputError(f"seed={self.seed} must not be negative")
 

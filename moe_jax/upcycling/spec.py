@@ -183,6 +183,8 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
     shown; its first 512 tokens."""
 
     def __post_init__(self) -> None:
+        check_positive(self, "experts", "top_k")
+        check_number(self, "balance_coef", "z_coef", "cv_coef", at_least=0)
         from moe_jax.experts import BankConfig
         from moe_jax.experts.forms.protocol import option_of_form
 

@@ -90,7 +90,7 @@ def test_options_reach_the_moe():
         ({"layers": (-1,)}, "layers -1 do not exist"),
         ({"layers": ()}, "layers are named"),
         ({"experts": 1}, "top_k=2 is above num_experts=1"),
-        ({"experts": 0, "top_k": 0}, "num_experts=0 must be a"),
+        ({"experts": 0, "top_k": 0}, "experts=0 must be a"),
         ({"gate": "top1"}, "top1' routes .* expert, top_k=2"),
         ({"top_k": 1}, "top_k=1 with gate 'topk_softmax' weights .* by 1 .*; use top_k=2, a universal FFN"),
         ({"top_k": 1, "method": "pesc"}, "top_k=1 with gate 'topk_softmax' .*; use top_k=2$"),

@@ -1,0 +1,60 @@
+"""What can be said of options without JAX and without a model is said before JAX is imported."""
+
+import os
+
+from moe_jax.commands import cli
+from tests.support.disks import run_python
+
+# What is given, and what the message must hold.
+CASES = [
+    ("eval model --text empty.txt", "empty.txt is empty"),
+    ("eval model --text missing.txt", "no text at missing.txt"),
+    ("eval model --classify missing.txt", "no file of labelled"),
+    ("eval model --text empty.txt --batch-size 0", "--batch-size 0"),
+    ("eval model --text text.txt --seq-len 1", "seq_len = 1"),
+    ("eval model --text text.txt --input-len 0", "--input-len 0"),
+    ("eval model --tasks piqa --limit 0", "--limit 0"),
+    ("generate model --prompt a --max-new-tokens 0", "max_new_tokens=0"),
+    ("generate model --prompt a --temperature -1", "temperature=-1.0"),
+    ("generate model --prompts-file empty.txt", "empty.txt has no prompts"),
+    ("generate model --prompt a --mesh fsdp", "--mesh 'fsdp'"),
+    ("serve model --port 99999", "port=99999"),
+    ("serve model --seats 0", "seats=0"),
+    ("upcycle model out --experts 0", "experts=0"),
+    ("upcycle model out --balance-coef -1", "balance_coef=-1.0"),
+    ("adapt model out --method perft-r --adapter lora:2 --experts 0", "experts=0"),
+    ("export model out --max-shard-size 0", "--max-shard-size '0'"),
+    ("plan model --platform cpu --tokens 0", "tokens=0"),
+    ("train", "missing: RECIPE.toml"),
+    ("train recipe.toml --skip-batches 1", "--skip-batches 1"),
+    ("train recipe.toml --set train.steps=0", "steps = 0"),
+    ("train recipe.toml --topology v5e:4x4", "go together"),
+]
+_PROGRAM = """
+import sys
+from moe_jax.commands import cli
+for line in sys.argv[1:]:
+    assert cli.main(line.split()) == 2, line
+print("jax" in sys.modules)
+"""
+
+
+def test_before_jax_is_imported(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "text.txt").write_text("a text")
+    (tmp_path / "recipe.toml").write_text('run_dir = "run"\nmodel = {path = "m"}\ndata = {sources = [{path = "x"}]}\n')
+    done = run_python(_PROGRAM, *(line for line, _ in CASES), imports=None)
+    assert done.returncode == 0 and done.stdout == "False\n", done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("moe-jax: error: ")]
+    assert len(errors) == len(CASES)
+    for (line, message), error in zip(CASES, errors, strict=True):
+        assert message in error, (line, error)
+
+
+def test_what_can_be_read_only_once_is_not_read_for_a_check(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("recipe")
+    read = []
+    monkeypatch.setattr("moe_jax.commands.train.run", lambda options: read.append(options.recipe.name))
+    assert cli.main(["train", "recipe"]) == 0 and read == ["recipe"]
