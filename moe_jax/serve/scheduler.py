@@ -4,12 +4,16 @@ A request waits until a slot is free, its prompt is read alone, and from then on
 have a slot, in blocks of a tenth of a second. It leaves its slot when it has ended or nobody wants it any more. There
 are as many rows as the next power of two has: rows move together when others end, and one request alone costs no more
 than it does in `generate`.
+
+Prompts of every length have a program of their own, and so have those that are scored, which takes seconds to compile.
+That is done beside: the first prompt of its kind is read in another thread, and all others go on.
 """
 
 import collections
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Literal, NamedTuple
 
@@ -19,6 +23,7 @@ import numpy as np
 from moe_jax.core.errors import InputError, first_line
 from moe_jax.generation.engine import Block, Engine, Rows, Scores, ask, move_rows, put_row
 from moe_jax.nn import Decoder
+from moe_jax.serve.beside import Beside
 
 _LEAST_PROMPT = 32
 # Caches grow by doubling: every length is a program of its own to compile.
@@ -57,6 +62,14 @@ class News(NamedTuple):
     problem: str = ""
 
 
+class Read(NamedTuple):
+    """A prompt that was read: the row that continues it, its first token, and the prompt's scores if it is scored."""
+
+    row: Rows
+    block: Block
+    prompt_scores: list[Scored] | None
+
+
 @dataclasses.dataclass(eq=False)
 class Job:
     """A request.
@@ -69,6 +82,7 @@ class Job:
       scores, scores_prompt: whether tokens that are added, and those of the prompt, are scored.
       cancelled: set by anyone when nobody wants it any more.
       added: how many tokens it was given.
+      read: its prompt, if that was read before there was a slot.
     """
 
     ids: Sequence[int]
@@ -82,6 +96,7 @@ class Job:
     scores_prompt: bool = False
     cancelled: bool = False
     added: int = 0
+    read: Read | None = None
 
     def fail(self, problem: str) -> None:
         """Tells that the request has ended with an error."""
@@ -130,8 +145,11 @@ class Scheduler:
         self._jobs: list[Job | None] = []
         self._rows: Rows | None = None
         self._cache_length = 0
+        # Requests whose prompts are read beside, and have been; they wait as the others do.
+        self._apart: list[Job] = []
+        self._beside = Beside(self._stir)
         self._compiled = set[tuple[int, int]]()
-        self._closing = False
+        self._closing = self._stirred = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="moe-jax-scheduler", daemon=True)
         self._thread.start()
@@ -140,7 +158,7 @@ class Scheduler:
         """Returns the numbers of requests that are answered and that wait."""
         with self._changed:
             self._forget_cancelled()
-            return {"running": len(self._running()), "waiting": len(self._waiting)}
+            return {"running": len(self._running()), "waiting": len(self._waiting) + len(self._apart)}
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Takes requests, all or none; raises `Full` or `Closed`. What waits has a slot soon: free slots count."""
@@ -149,14 +167,15 @@ class Scheduler:
                 raise Closed(self.failure or "the server is shutting down")
             self._forget_cancelled()
             free = self._most_slots - len(self._running())
-            if len(self._waiting) + len(jobs) > self._most_waiting + free:
+            if len(self._waiting) + len(self._apart) + len(jobs) > self._most_waiting + free:
                 raise Full
             self._waiting.extend(jobs)
-            self._changed.notify()
+        self._stir()
 
     def _forget_cancelled(self) -> None:
         """Frees the places of those that nobody waits for any more."""
         self._waiting = collections.deque(job for job in self._waiting if not job.cancelled)
+        self._apart = [job for job in self._apart if not job.cancelled]
 
     def warm(self) -> None:
         """Compiles what a short request needs, so that the first need not wait; `InputError` if the model fails."""
@@ -171,8 +190,15 @@ class Scheduler:
         """Ends the thread; requests that have not ended end with an error."""
         with self._changed:
             self._closing = True
-            self._changed.notify()
+        self._stir()
         self._thread.join()
+        self._beside.close()
+
+    def _stir(self) -> None:
+        """Has the thread look again at who waits."""
+        with self._changed:
+            self._stirred = True
+            self._changed.notify()
 
     def _run(self) -> None:
         try:
@@ -182,6 +208,7 @@ class Scheduler:
                     self._admit(job)
                 if self._running():
                     self._continue()
+                    self._stir()  # perhaps there is a slot now
                 else:
                     self._rows, self._cache_length = None, 0  # caches of a long text are given back
             self._end_all("the server is shutting down")
@@ -194,13 +221,14 @@ class Scheduler:
     def _wait(self) -> bool:
         """Waits for something to do; False: the thread is to end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or self._waiting or self._running())
+            self._changed.wait_for(lambda: self._closing or self._stirred or self._running())
+            self._stirred = False
             return not self._closing
 
     def _end_all(self, problem: str) -> None:
         with self._changed:
-            jobs = [*self._running(), *self._waiting]
-            self._jobs = []
+            jobs = [*self._running(), *self._apart, *self._waiting]
+            self._jobs, self._apart = [], []
             self._waiting.clear()
         for job in jobs:
             job.fail(problem)
@@ -213,14 +241,44 @@ class Scheduler:
             self._jobs = jobs
 
     def _next(self) -> Job | None:
+        """Takes the first request whose prompt was read, or can be now; programs for others are compiled beside."""
         with self._changed:
-            while self._waiting:
-                if not (job := self._waiting.popleft()).cancelled:
-                    return job
+            self._forget_cancelled()
+            apart, waiting = list(self._apart), list(self._waiting)
+        for job in apart:
+            if job.read is not None:
+                return self._taken(job)
+        for job in waiting:
+            if not self._beside.has(program := self._reading(job)):
+                with self._changed:
+                    self._apart = [*self._apart, self._taken(job)]
+                self._beside.begin(program, partial(self._read_beside, job))
+            elif self._beside.is_done(program):
+                return self._taken(job)
         return None
 
-    def _admit(self, job: Job) -> None:
-        """Reads the prompt of a request, and gives it a slot unless it has ended then."""
+    def _taken(self, job: Job) -> Job:
+        """Takes a request from those that wait, if it is still there."""
+        with self._changed:
+            self._waiting = collections.deque(one for one in self._waiting if one is not job)
+            self._apart = [one for one in self._apart if one is not job]
+        return job
+
+    def _reading(self, job: Job) -> tuple[str, int, bool]:
+        """The program that reads the prompt of a request."""
+        return "read", self._length(job), job.scores_prompt
+
+    def _length(self, job: Job) -> int:
+        """Tokens that the prompt of a request is padded to."""
+        return self._engine.room(len(job.ids), least=_LEAST_PROMPT)
+
+    def _read_beside(self, job: Job) -> None:
+        job.read = None if job.cancelled or self._closing else self._read(job)
+        if job.read is None:  # so the program may not be there: the next request finds out
+            self._beside.forget(self._reading(self._taken(job)))
+
+    def _read(self, job: Job) -> Read | None:
+        """Reads the prompt of a request; None: it has failed, and was told so."""
         try:
             asked = ask(
                 1,
@@ -234,22 +292,26 @@ class Scheduler:
             row, block, scores = self._engine.read(
                 [job.ids], asked, least=_LEAST_PROMPT, scores_prompt=job.scores_prompt
             )
-            before = None if scores is None else _scored(scores, 0, len(job.ids) - 1)
+            return Read(row, block, None if scores is None else _scored(scores, 0, len(job.ids) - 1))
         except Exception as error:  # such as memory that a long prompt does not find
             job.fail(f"{type(error).__name__}: {first_line(error)}")
+            return None
+
+    def _admit(self, job: Job) -> None:
+        """Gives a request a slot, unless it ends with its first token."""
+        read, job.read = job.read or self._read(job), None
+        if read is None or self._tell(job, read.block, 0, read.prompt_scores):
             return
-        if self._tell(job, block, 0, before):
-            return
-        length = self._engine.room(len(job.ids), least=_LEAST_PROMPT)
-        coming = min(len(self._running()) + 1 + len(self._waiting), self._most_slots)
+        length = self._length(job)
+        coming = min(len(self._running()) + 1 + len(self._waiting) + len(self._apart), self._most_slots)
         if self._rows is None:
-            self._rows, self._cache_length = row, 0
+            self._rows, self._cache_length = read.row, 0
             self._set_jobs([job])
             self._arrange(coming, length)
         else:
             self._arrange(coming, length)
             slot = self._jobs.index(None)
-            self._rows = put_row(self._rows, row, slot)
+            self._rows = put_row(self._rows, read.row, slot)
             self._set_jobs([*self._jobs[:slot], job, *self._jobs[slot + 1 :]])
 
     def _continue(self) -> None:
@@ -262,7 +324,7 @@ class Scheduler:
             self.on_compile(*program)
         stay = np.array([job is not None for job in self._jobs])
         # Who waits is given the first slot that is left.
-        least = len(jobs) if self._waiting else 1
+        least = len(jobs) if self._waiting or self._apart else 1
         self._rows, block = self._engine.advance(self._rows, steps, stay=stay, least=least)
         self._set_jobs(
             [None if job is None or self._tell(job, block, at, None) else job for at, job in enumerate(self._jobs)]

@@ -1,6 +1,7 @@
 """The scheduler alone, with models whose caches and experts are of other kinds."""
 
 import queue
+import threading
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from moe_jax.generation.engine import Engine
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.nn import Decoder
 from moe_jax.serve import scheduler as scheduler_module
-from moe_jax.serve.scheduler import Closed, Job, Scheduler
+from moe_jax.serve.scheduler import Closed, Job, News, Scheduler
 from tests.support.generated import generate
 from tests.support.numerics import initialised
 from tests.support.tiers import long
@@ -72,30 +73,81 @@ def test_rings_and_experts_and_caches_that_grow_change_no_token(model):
     assert together == [tokens[:n] for tokens, n in zip(expected, most, strict=True)]
 
 
-def test_as_many_rows_are_computed_as_requests_need(model, monkeypatch):
-    """One of five goes on when the others have ended: in one row, in which it is given what it would be given alone."""
+class Counted(Engine):
+    """Counts the rows of every block."""
+
     widths: list[int] = []
 
-    class Counted(Engine):
-        def advance(self, rows, steps, **options):
-            widths.append(len(rows.tokens))
-            return super().advance(rows, steps, **options)
+    def advance(self, rows, steps, **options):
+        self.widths.append(len(rows.tokens))
+        return super().advance(rows, steps, **options)
 
+
+@pytest.fixture
+def counted(model, monkeypatch):
+    """A scheduler that gives tokens one by one, and has read a short prompt."""
     monkeypatch.setattr(scheduler_module, "Engine", Counted)
     scheduler = Scheduler(model)
-    scheduler.seconds_a_block = 0.0  # tokens come one by one
-    compiled: list[tuple[int, int]] = []
-    scheduler.on_compile = lambda *program: compiled.append(program)
-    prompts = [[1, 2, 3], [4], [5, 6], [7], [8, 9, 10]]
     try:
-        together = answers(scheduler, prompts, [3, 3, 3, 12, 3])
-        assert widths == [8] * 2 + [1] * 9 and compiled == [(8, 256), (1, 256)]
-        assert answers(scheduler, prompts[3:], [12, 3]) == together[3:]
-        assert widths[11:] == [2] * 2 + [1] * 9 and compiled[2:] == [(2, 256)]
+        answers(scheduler, [[1]], [2])
+        scheduler.seconds_a_block = 0.0
+        Counted.widths.clear()
+        yield scheduler
     finally:
         scheduler.close()
+
+
+def test_as_many_rows_are_computed_as_requests_need(counted, model):
+    """One of five goes on when the others have ended: in one row, in which it is given what it would be given alone."""
+    prompts, most = [[1, 2, 3], [4], [5, 6], [7], [8, 9, 10]], [3, 3, 3, 12, 3]
+    compiled: list[tuple[int, int]] = []
+    counted.on_compile = lambda *program: compiled.append(program)
+    together = answers(counted, prompts, most)
+    assert Counted.widths == [8] * 2 + [1] * 9 and compiled == [(8, 256)]
+    assert answers(counted, prompts[3:], [12, 3]) == together[3:]
+    assert Counted.widths[11:] == [2] * 2 + [1] * 9 and compiled[1:] == [(2, 256)]
     expected = generate(model, prompts, max_new_tokens=12)
-    assert [tokens[:n] for tokens, n in zip(expected, [3, 3, 3, 12, 3], strict=True)] == together
+    assert [tokens[:n] for tokens, n in zip(expected, most, strict=True)] == together
+
+
+def test_who_waits_is_given_the_slot_that_is_left_first(counted):
+    """Two of ten have no slot. When one of the eight has ended, others are in the middle of a long block."""
+    told: list[tuple[int, int]] = []
+    ended = queue.SimpleQueue()
+
+    def news(index: int, one: News) -> None:
+        told.extend([(index, len(one.tokens))])
+        if one.ended is not None:
+            ended.put(index)
+
+    counted.seconds_a_block = 60.0
+    counted.submit([Job([1 + i], 3 if i in (5, 8, 9) else 60, lambda one, i=i: news(i, one)) for i in range(10)])
+    assert [ended.get(timeout=60) for _ in range(3)] == [5, 8, 9]
+    before = told[: [index for index, _ in told].index(8)]
+    assert sum(count for index, count in before if index == 0) == 3
+    assert len(counted._jobs) == 8
+
+
+def test_what_has_to_be_compiled_keeps_nobody_waiting(counted, monkeypatch):
+    """A prompt of a length that was never read waits for its program; who came after it is answered before."""
+    begun, go = threading.Event(), threading.Event()
+    read = Counted.read
+
+    def slowly(self, prompts, asked, **options):
+        if len(prompts[0]) > 32:
+            begun.set()
+            assert go.wait(30)
+            prompts = [prompts[0][:32]]  # whose program is there
+        return read(self, prompts, asked, **options)
+
+    monkeypatch.setattr(Counted, "read", slowly)
+    long = queue.SimpleQueue()
+    counted.submit([Job([1] * 40, 3, long.put)])
+    assert begun.wait(30)
+    assert len(answers(counted, [[4], [5]], [3, 3])) == 2
+    assert long.empty() and counted.load() == {"running": 0, "waiting": 1}
+    go.set()
+    assert sum(len(long.get(timeout=60).tokens) for _ in range(3)) == 3
 
 
 @pytest.mark.parametrize(

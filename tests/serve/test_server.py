@@ -128,6 +128,8 @@ def test_answers_end_with_the_eos_of_the_model_unless_it_is_ignored(model, serve
         _, _, answer = post(address, "completions", json.dumps(asked).encode())
         assert answer["choices"][0]["text"] == greedy(ends, "ab").text and answer["usage"]["completion_tokens"] <= 5
         assert answer["choices"][0]["finish_reason"] == "stop"
+        _, _, answer = post(address, "completions", json.dumps({**asked, "stop_token_ids": [7]}).encode())
+        assert answer["choices"][0]["text"] == greedy(ends, "ab").text  # they are added to those of the model
         _, _, answer = post(address, "completions", json.dumps({**asked, "ignore_eos": True}).encode())
         assert answer["choices"][0]["text"] == free.text and answer["usage"]["completion_tokens"] == 12
         # What scores a text asks for one token more, and takes the last log-probability away: there has to be one.

@@ -1,0 +1,41 @@
+"""Work that is done beside what goes on: a program is compiled while others answer requests."""
+
+import concurrent.futures
+from collections.abc import Callable, Hashable
+
+
+class Beside:
+    """Does pieces of work, each under a key, in a thread of its own, in the order in which they were begun.
+
+    `on_done` is called in that thread after each of them.
+    """
+
+    def __init__(self, on_done: Callable[[], object]):
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="moe-jax-beside")
+        self._work: dict[Hashable, concurrent.futures.Future[object]] = {}
+        self._on_done = on_done
+
+    def has(self, key: Hashable) -> bool:
+        """Whether a piece of work was begun."""
+        return key in self._work
+
+    def begin(self, key: Hashable, work: Callable[[], object]) -> None:
+        """Begins a piece of work."""
+        self._work[key] = future = self._pool.submit(work)
+        future.add_done_callback(lambda _: self._on_done())
+
+    def is_done(self, key: Hashable) -> bool:
+        """Whether a piece of work was begun and is done; raises what it raised."""
+        future = self._work.get(key)
+        if future is None or not future.done():
+            return False
+        future.result()
+        return True
+
+    def forget(self, key: Hashable) -> None:
+        """Has a piece of work that came to nothing be begun again."""
+        self._work.pop(key, None)
+
+    def close(self) -> None:
+        """Ends the thread; what has not begun never does."""
+        self._pool.shutdown(cancel_futures=True)
