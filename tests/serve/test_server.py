@@ -353,8 +353,8 @@ def test_more_prompts_than_ever_find_a_place_are_refused_at_once(address):
     assert status == 400 and answer["error"]["param"] == "prompt"
 
 
-def test_a_long_request_keeps_nobody_waiting(address, client, monkeypatch):
-    """Reading it takes until the others have been answered."""
+def test_a_long_request_keeps_nobody_waiting(model, monkeypatch):
+    """Reading it takes until others have been answered. As many are read at once as are answered and wait."""
     answered = threading.Event()
     read = PromptReader.of
 
@@ -364,11 +364,15 @@ def test_a_long_request_keeps_nobody_waiting(address, client, monkeypatch):
 
     monkeypatch.setattr(PromptReader, "of", slowly)
     body = json.dumps({"model": "tiny", "prompt": "a" * 100_000}).encode()
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        long = [pool.submit(post, address, "completions", body) for _ in range(2)]
+    short = b'{"model": "tiny", "prompt": "ab", "max_tokens": 1}'
+    scheduler = Scheduler(model.decoder, slots=1, waiting=1)
+    with serving(model, scheduler) as address, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        long = [pool.submit(post, address, "completions", body)]
         time.sleep(0.1)
-        assert health(address)["status"] == "ok"
-        client.completions.create(model="tiny", prompt="ab", max_tokens=1)
+        assert health(address)["status"] == "ok" and post(address, "completions", short)[0] == 200
+        long.append(pool.submit(post, address, "completions", body))
+        time.sleep(0.2)
+        assert post(address, "completions", short)[0] == 429
         assert not any(one.done() for one in long)
         answered.set()
         assert [one.result(30)[0] for one in long] == [400, 400]
