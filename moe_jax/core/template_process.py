@@ -20,7 +20,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
 
-MAX_MEMORY = 1 << 30
+MAX_MEMORY = 1 << 28
 """Bytes of address space, Python's own included."""
 
 _written = [0]
@@ -93,7 +93,7 @@ def _rendered(template: jinja2.Template, values: Mapping[str, Any], max_chars: i
 
 
 def _answer(
-    source: str, of_task: bool, values: Mapping[str, Any] | None, max_chars: int, max_seconds: float
+    source: str, values: Mapping[str, Any] | None, of_task: bool, max_chars: int, max_seconds: float
 ) -> dict[str, Any]:
     # Its default action ends the process, wherever it is: in a loop, or inside of one long operation.
     signal.setitimer(signal.ITIMER_PROF, max_seconds)
@@ -115,11 +115,16 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     while True:
         try:
-            request = pickle.load(sys.stdin.buffer)
+            limits, given = pickle.load(sys.stdin.buffer), pickle.load(sys.stdin.buffer)
+            answer = _answer(*given, *limits)
+            line = json.dumps(answer, ensure_ascii=False).encode("utf-8", "surrogatepass")
         except EOFError:
             return
-        sys.stdout.write(json.dumps(_answer(*request)) + "\n")
-        sys.stdout.flush()
+        except MemoryError:  # of values; the one who asks then asks another process
+            line = json.dumps({"endless": "MemoryError"}).encode()
+        sys.stdout.buffer.write(line)
+        sys.stdout.buffer.write(b"\n")
+        sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

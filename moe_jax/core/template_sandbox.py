@@ -25,10 +25,12 @@ from typing import Any, NamedTuple
 
 MAX_TEMPLATE = 1 << 20
 """Characters of a template."""
-MAX_CHARS = 1 << 24
+MAX_CHARS = 1 << 22
 """Characters that a template writes."""
-MAX_SECONDS = 5.0
-"""Seconds of processor time that compiling or rendering a template takes."""
+MAX_SECONDS = 0.8
+"""Seconds of processor time that compiling or rendering a template takes; those in use take milliseconds."""
+_BYTES_PER_SECOND = 4 << 20  # of a template and its values, which add to the seconds
+_MAX_REQUEST = 4 * MAX_CHARS + 4 * MAX_TEMPLATE + (1 << 20)  # bytes of a template and its values
 
 _PROGRAM = pathlib.Path(__file__).with_name("template_process.py")
 _lock = threading.Lock()
@@ -85,12 +87,14 @@ class Template:
 
 def _ask(source: str, of_task: bool, values: dict[str, Any] | None) -> dict[str, Any]:
     """Returns the answer of the process of templates, which starts if there is none."""
-    request = pickle.dumps((source, of_task, values, MAX_CHARS, MAX_SECONDS))
+    given = _pickled((source, values))
+    seconds = MAX_SECONDS + len(given) / _BYTES_PER_SECOND
     with _lock:
         process = _running()
         assert process.stdin and process.stdout
         try:
-            process.stdin.write(request)
+            process.stdin.write(pickle.dumps((of_task, MAX_CHARS, seconds)))
+            process.stdin.write(given)
             process.stdin.flush()
             line = process.stdout.readline()
         except BrokenPipeError:
@@ -102,14 +106,41 @@ def _ask(source: str, of_task: bool, values: dict[str, Any] | None) -> dict[str,
             _stop()
     if not line.endswith(b"\n"):
         ended = f"its process ended ({process.returncode})"
-        why = f"it takes more than {MAX_SECONDS:g} seconds" if process.returncode == -signal.SIGPROF else ended
+        why = f"it takes more than {seconds:.2g} seconds" if process.returncode == -signal.SIGPROF else ended
         raise TemplateFails(why, is_endless=True)
     answer = json.loads(line)
     if "endless" in answer:
+        with _lock:  # what fills its memory may stay there
+            _stop()
         raise TemplateFails(answer["endless"], is_endless=True)
     if "error" in answer:
         raise TemplateFails(answer["error"], line=answer["line"])
     return answer
+
+
+def _pickled(given: Any) -> bytes:
+    """Returns what the process of templates is to read; raises `TemplateFails` if it would be too much."""
+    pieces = _Pieces()
+    try:
+        pickle.Pickler(pieces).dump(given)
+    except RecursionError:
+        raise TemplateFails("its values are nested too deeply") from None
+    return b"".join(pieces.written)
+
+
+class _Pieces:
+    """A file in memory that takes so much and no more."""
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+        self._left = _MAX_REQUEST
+
+    def write(self, piece: bytes) -> int:
+        self._left -= len(piece)
+        if self._left < 0:
+            raise TemplateFails(f"its values take more than {_MAX_REQUEST:,} bytes")
+        self.written.append(bytes(piece))
+        return len(piece)
 
 
 def _running() -> subprocess.Popen[bytes]:

@@ -33,9 +33,11 @@ def _flat(state: Mapping[str, Any], members: str) -> Iterator[Mapping[str, Any]]
 
 
 def check_growth(tokenizer: tokenizers.Tokenizer) -> None:
-    """Raises `InputError` if normalizers, decoders or post-processors could make far more of a text than it is."""
+    """Raises `InputError` if parts of a tokenizer could make far more of a text than it is."""
     _check_product("normalizer", components(tokenizer.normalizer, "normalizers"))
-    _check_product("decoder", components(tokenizer.decoder, "decoders"))
+    _check_product("pre-tokenizer", components(tokenizer.pre_tokenizer, "pretokenizers"))
+    decoders = components(tokenizer.decoder, "decoders")
+    _check_product("decoder", [state for state in decoders if state["type"] != "ByteLevel"])
     for state in components(tokenizer.post_processor, "processors"):
         if state["type"] == "TemplateProcessing":
             _check_template(state)
@@ -63,12 +65,14 @@ def _named(state: Mapping[str, Any]) -> str:
 
 
 def _growth(state: Mapping[str, Any]) -> int:
-    """Returns the most characters that a normalizer or a decoder makes of one.
+    """Returns the most characters that a normalizer, a pre-tokenizer or a decoder makes of one.
 
     The forms of Unicode count as 1: they make 18 of one at most, and nothing more of what they have made.
     """
     if state["type"] == "Replace":
         return _growth_of_replace(state["pattern"], state["content"])
+    if state["type"] == "ByteLevel":  # which writes a character for each byte
+        return 4
     if state["type"] == "Prepend":
         return max(1, len(state["prepend"]))
     if state["type"] == "Precompiled":
@@ -83,7 +87,8 @@ def _growth_of_replace(pattern: Mapping[str, str], content: str) -> int:
     expression = pattern.get("Regex", "")
     replaced = tokenizers.normalizers.Replace(tokenizers.Regex(expression), "a").normalize_str
     is_between = any(len(replaced(one)) > 1 for one in _SAMPLES) or any(sign in expression for sign in _ZERO_WIDTH)
-    return len(content) + 1 if is_between and content else max(1, len(content))
+    # Before and after a token of one character.
+    return 2 * len(content) + 1 if is_between and content else max(1, len(content))
 
 
 def _longest_of_charsmap(encoded: str) -> int:

@@ -168,7 +168,7 @@ def test_a_template_that_is_none_is_one_line(tmp_path, content, complaint):
         ([{"role": "user", "content": [{"type": "image"}]}], "expected a text"),
         ([{"role": "user", "content": "\ud800"}], "message 1 holds one half"),
         ([{"role": "user", "content": "a", "x": object()}], "expected what JSON can hold"),
-        ([{"role": "user", "content": "x" * 9_000_000}] * 2, "more than 16,777,216 characters"),
+        ([{"role": "user", "content": "x" * 9_000_000}] * 2, "more than 4,194,304 characters"),
     ],
 )
 def test_messages_that_are_none_are_one_line(messages, complaint):
@@ -222,12 +222,25 @@ ENDLESS = (
 def test_templates_end_in_bounded_time_and_memory(text, monkeypatch):
     monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.1)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(InputError, match="does not end: |writes more than 16,777,216 characters") as error:
+    with pytest.raises(InputError, match="does not end: |writes more than 4,194,304 characters") as error:
         ChatTemplate(text)(TURNS)
     assert "\n" not in str(error.value) and len(str(error.value)) < 300
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + (64 << 10)  # KiB
     monkeypatch.undo()
     assert ChatTemplate("{{ messages | length }}")(TURNS) == str(len(TURNS))  # those that come after it are rendered
+
+
+def test_values_are_bounded_before_they_are_handed_over(monkeypatch):
+    monkeypatch.setattr(template_sandbox, "_MAX_REQUEST", 10_000)
+    template = ChatTemplate("{{ messages | length }}{{ tools | length }}")
+    assert template(TURNS, tools=["a" * 100]) == f"{len(TURNS)}1"
+    with pytest.raises(InputError, match="more than 10,000 bytes"):
+        template(TURNS, tools=[{"name": "a" * 9_999}])
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(template_sandbox.TemplateFails, match="nested too deeply"):
+        template_sandbox.Template("{{ x }}").render({"x": deep})
 
 
 @pytest.mark.parametrize(
@@ -241,7 +254,7 @@ def test_templates_end_in_bounded_time_and_memory(text, monkeypatch):
         ("{{ 1 / 0 }}", "division by zero"),
         ("{{ x.y.z }}", "'x' is undefined"),
         ("{{ 10 ** 99999 }}", "4300 digits"),
-        ("{% for i in range(99999) %}" + "x" * 1000 + "{% endfor %}", "writes more than 16,777,216 characters"),
+        ("{% for i in range(99999) %}" + "x" * 1000 + "{% endfor %}", "writes more than 4,194,304 characters"),
         ("{% set y %}{% generation %}a{% endgeneration %}{% endset %}b{{ y }}", "or a block"),
     ],
 )

@@ -5,6 +5,7 @@ import struct
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, processors
 from tokenizers import normalizers as forms
+from tokenizers import pre_tokenizers as splitters
 
 from moe_jax.core.errors import InputError
 from moe_jax.data.tokenizer_bounds import MOST_GROWTH, check_growth
@@ -12,9 +13,10 @@ from moe_jax.data.tokenizer_bounds import MOST_GROWTH, check_growth
 REPLACE, TEMPLATE = forms.Replace, processors.TemplateProcessing
 
 
-def made(normalizer=None, decoder=None, post_processor=None):
+def made(normalizer=None, decoder=None, post_processor=None, pre_tokenizer=None):
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "<s>": 1}, unk_token="a"))
     parts = {"normalizer": normalizer, "decoder": decoder, "post_processor": post_processor}
+    parts["pre_tokenizer"] = pre_tokenizer
     for name, part in parts.items():
         if part is not None:
             setattr(tokenizer, name, part)
@@ -38,6 +40,8 @@ MULTIPLY = {
     "between characters": (made(REPLACE(Regex("x*"), "b" * 64)), "normalizer Replace"),
     "before each": (made(REPLACE(Regex("(?=.)"), "b" * 64)), "normalizer Replace"),
     "at no character": (made(REPLACE("", "b" * 64)), "normalizer Replace"),
+    "bytes of bytes": (made(forms.Sequence([forms.ByteLevel()] * 20)), "normalizer ByteLevel"),
+    "and split": (made(pre_tokenizer=splitters.Sequence([splitters.ByteLevel()] * 20)), "pre-tokenizer ByteLevel"),
     "prepended": (made(forms.Prepend("▁" * 65)), "normalizer Prepend"),
     "decoded": (made(decoder=decoders.Sequence([decoders.Replace("a", "aa")] * 7)), "decoder Replace"),
     "text twice": (made(post_processor=template("$A $A")), "2 times"),
@@ -67,6 +71,8 @@ def test_what_multiplies_is_refused_by_name(kind):
         ),
         made(forms.Sequence([forms.Nmt(), forms.NFKC(), REPLACE(Regex(" {2,}"), " ")])),
         made(forms.Sequence([REPLACE(Regex(r"\s+"), "▁"), REPLACE("\n", "<0x0A>"), REPLACE(Regex("^x"), "")])),
+        made(forms.Sequence([forms.NFC(), forms.ByteLevel()]), decoders.Sequence([decoders.ByteLevel()] * 4)),
+        made(pre_tokenizer=splitters.Sequence([splitters.Digits(), splitters.ByteLevel()])),
         made(decoder=decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])),
         made(post_processor=template("<s> $A <s>")),
         made(post_processor=processors.RobertaProcessing(("<s>", 1), ("<s>", 1))),
