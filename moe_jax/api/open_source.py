@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from moe_jax.core.errors import InputError, clipped
 from moe_jax.files.json_toml import read_json_object
 from moe_jax.files.staging import check_model_path
-from moe_jax.files.storage_path import as_path
+from moe_jax.files.storage_path import as_path, nearest_path
 from moe_jax.model_io.lineage import local_model, why_a_path
 
 if TYPE_CHECKING:  # they import JAX, and `--help` should answer without it
@@ -45,7 +45,7 @@ def open_source(path: Path | str, *, base: Path | str | None = None) -> "ModelSo
         return _open_saved(*saved, base)
     path = as_path(local_model(path))
     if not path.exists():
-        raise FileNotFoundError(f"no model at {path}{path.absence}{why_a_path(path)}")
+        raise FileNotFoundError(f"no model at {path}{path.absence}{why_a_path(path)}{nearest_path(path)}")
     if is_gguf(path):
         if base is not None:
             raise InputError(f"{path} is not an adapter directory, and has no base; leave out {clipped(str(base))}")

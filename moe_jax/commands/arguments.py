@@ -110,8 +110,8 @@ def _missing(event: Any, options: type) -> str:
 
 
 def _unknown(tokens: Sequence[str], options: type) -> str:
-    hint = nearest(tokens[0], _flags(options)) if tokens[0].startswith("--") else ""
-    return f"unknown: {clipped(' '.join(tokens))}{hint}"
+    hinted = [token + nearest(token, _flags(options)) if token.startswith("--") else token for token in tokens]
+    return f"unknown: {clipped(' '.join(hinted))}"
 
 
 def _flags(options: type) -> list[str]:

@@ -78,11 +78,11 @@ def _beginning(value: Any, levels: int) -> str:
     return f"{opening}{', '.join(items)}{rest}{closing}"
 
 
-def nearest(word: str, options: Iterable[str]) -> str:
-    """Returns ` (did you mean 'x'?)` for the option closest to `word`, or an empty string."""
+def nearest(word: str, options: Iterable[str], *, cutoff: float = 0.5) -> str:
+    """Returns ` (did you mean 'x'?)` for the option closest to `word`, or an empty string; 1 is equal, 0 not alike."""
     if len(word) > MAX_SHOWN:  # comparing takes time that grows with the square of the length
         return ""
-    close = difflib.get_close_matches(word, list(options), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word, list(options), n=1, cutoff=cutoff)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 

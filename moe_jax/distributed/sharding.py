@@ -77,7 +77,13 @@ def mesh_sizes(axes: Mapping[str, int], count: int) -> dict[str, int]:
     if wild and count % known == 0:
         sizes[wild[0]] = count // known
     if math.prod(sizes.values()) != count:
-        raise InputError(f"mesh {dict(axes)} does not fit {count} devices; the product of its sizes must be that")
+        fixed = " x ".join(f"{name}={size}" for name, size in sizes.items() if size not in (1, -1)) or "1"
+        rest = f"{fixed} takes {known}"
+        if wild:
+            rest = f"{wild[0]} = -1 is for the rest of them, which {fixed} does not divide"
+        raise InputError(
+            f"mesh {dict(axes)} does not fit {count} devices: {rest}; the product of its sizes must be that"
+        )
     return sizes
 
 

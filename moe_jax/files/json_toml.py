@@ -147,7 +147,7 @@ def parse_toml(text: str, *, where: str) -> dict[str, Any]:
     except RecursionError:
         raise _too_deep(where) from None
     except ValueError as error:  # also of an integer with too many digits
-        raise InputError(f"{where} is not TOML: {error}") from None
+        raise InputError(f"{where} is not TOML: {error}{_given_before(text, str(error))}") from None
     _check_depth(table, where)
     return table
 
@@ -165,6 +165,7 @@ def is_unicode(text: str) -> bool:
 _STRING_OR_COMMENT = re.compile(
     r'"""(?:[^\\]|\\.)*?"""|' r"'''.*?'''|" r'"(?:[^"\\\n]|\\.)*"|' r"'[^'\n]*'|#[^\n]*", re.DOTALL
 )
+_KEY_OR_TABLE = re.compile(r"""\s*(?:\[[^\[\]\n]+\]|[\w."' -]+?\s*=)""")
 _LONG_KEY = re.compile(rf"(?<![\w-])(?:[\w-]++[ \t]*+\.[ \t]*+){{{MAX_KEY_PARTS}}}")
 
 
@@ -183,6 +184,22 @@ def _check_depth(value: Any, where: str) -> None:
         if depth > MAX_DEPTH:
             raise _too_deep(where)
         level = [child for node in level for child in (node.values() if isinstance(node, dict) else node)]
+
+
+def _given_before(text: str, error: str) -> str:
+    """Returns what to add to the error of a key or a table that a TOML text gives twice: its name, and both lines."""
+    at = re.search(r"^Cannot (?:overwrite|declare).*\(at (?:line (\d+),|end of document)", error)
+    lines = text.splitlines()
+    last = 0 if at is None else int(at[1] or len(lines))
+    if not 0 < last <= len(lines) or not (named := _KEY_OR_TABLE.match(lines[last - 1])):
+        return ""
+    for number in range(last - 1, 0, -1):
+        found = _KEY_OR_TABLE.match(lines[number - 1])
+        if found and found[0] == named[0]:
+            return f": {shown(named[0].strip().rstrip('=').rstrip())} stands on line {number} and on line {last}"
+        if found and found[0].startswith("[") and not named[0].startswith("["):
+            return ""
+    return ""
 
 
 def _too_deep(where: str) -> InputError:
@@ -254,7 +271,7 @@ class _Reader:
         values = {}
         for key, value in table.items():
             if key not in fields:
-                self._note(f"unknown key {shown(path + key)}{nearest(key, fields)}")
+                self._note(f"unknown key {shown(path + key)}{nearest(path + key, [path + name for name in fields])}")
             else:
                 values[key] = self._checked(annotations[key], value, path + key)
         for name, field in fields.items():

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PosixPath
 from typing import IO, Any, Self, TextIO, TypeVar
 
-from moe_jax.core.errors import InputError
+from moe_jax.core.errors import InputError, nearest
 from moe_jax.files import objects as buckets
 from moe_jax.files.objects import AT_ONCE, Found, GrowingObjects
 
@@ -421,3 +421,15 @@ def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
     if patterns[0] == "**":
         return _matches(names, patterns[1:]) or (not hidden and _matches(names[1:], patterns))
     return not hidden and fnmatch.fnmatchcase(names[0], patterns[0]) and _matches(names[1:], patterns[1:])
+
+
+_MOST_NAMES = 1000
+
+
+def nearest_path(path: Path) -> str:
+    """Returns ` (did you mean 'x'?)` for the name beside an absent path that is closest to its own."""
+    with contextlib.suppress(OSError):
+        if as_path(path).on_disk is not None:
+            names = (entry.name for entry in itertools.islice(os.scandir(path.parent), _MOST_NAMES))
+            return nearest(path.name, names, cutoff=0.8)
+    return ""

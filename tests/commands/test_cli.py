@@ -98,6 +98,7 @@ assert "jax" not in sys.modules and "orbax" not in sys.modules
     ("arguments", "message"),
     [
         (["convrt"], "unknown command 'convrt' (did you mean 'convert'?); see moe-jax --help"),
+        (["train", "a", "--resum", "--sett"], "--resum (did you mean '--resume'?) --sett (did you mean '--set'?); see"),
         (["convert", "a", "--topk"], "unknown: --topk (did you mean '--top-k'?); see"),
         (["--verison"], "unknown command '--verison' (did you mean '--version'?); see moe-jax --help"),
         (["convert", "a", "--top-k", "x"], "--top-k: expected an integer, got 'x'; see"),

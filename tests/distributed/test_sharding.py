@@ -33,11 +33,11 @@ def test_mesh():
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
-        ({"data": 3}, "does not fit 8 devices"),
+        ({"data": 3}, "devices: data=3 takes 3;"),
         ({"dta": 8}, "unknown mesh axis 'dta' .did you mean 'data'"),
         ({"data": -1, "fsdp": -1}, "most one is -1"),
         ({"data": 0, "fsdp": 8}, "sizes are positive"),
-        ({"data": 3, "fsdp": -1}, "does not fit 8 devices"),
+        ({"data": 3, "fsdp": -1}, "which data=3 does not divide"),
     ],
 )
 def test_bad_mesh(axes, message):

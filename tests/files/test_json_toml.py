@@ -132,3 +132,16 @@ def test_files(tmp_path):
         read_toml(file)
     with pytest.raises(InputError, match="regular file"):
         read_json(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[train]\nsteps = 3\nseq = 1\nsteps = 4", "'steps' stands on line 2 and on line 4"),
+        ("steps = 3\n[a]\n[train]\nx = 1\n[a]\n", "'[a]' stands on line 2 and on line 5"),
+    ],
+)
+def test_a_key_that_is_given_twice_is_named_with_its_lines(text, said):
+    with pytest.raises(InputError) as error:
+        parse_toml(text, where="a.toml")
+    assert str(error.value).endswith(said)

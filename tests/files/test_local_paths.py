@@ -10,6 +10,7 @@ from moe_jax.api.open_source import open_source, read_config
 from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
 from moe_jax.files.staging import check_beside, check_local, check_model_path, refuse_existing
+from moe_jax.files.storage_path import nearest_path
 from moe_jax.model_io.model_dir import ModelDirectoryWriter
 from moe_jax.training.recipe import load_recipe
 from tests.support.dense_models import dense_config, random_leaves, write_model
@@ -105,3 +106,17 @@ def test_files_that_cannot_be_read_are_one_line(tmp_path, capsys, file, content)
     assert cli.main(["inspect", str(tmp_path / "model")]) == 2
     err = capsys.readouterr().err
     assert err.startswith("moe-jax: error: ") and err.count("\n") == 1 and len(err) < 400 + len(str(tmp_path))
+
+
+def test_an_absent_path_names_the_one_beside_it_that_is_nearly_the_same(tmp_path):
+    (tmp_path / "recipe.toml").touch()
+    assert nearest_path(tmp_path / "recpie.toml") == " (did you mean 'recipe.toml'?)"
+    assert nearest_path(tmp_path / "other.txt") == nearest_path(tmp_path / "no" / "recipe.toml") == ""
+
+
+def test_a_folder_in_the_place_of_a_recipe_is_named_for_what_it_is(tmp_path):
+    with pytest.raises(InputError, match="expected a recipe"):
+        load_recipe(tmp_path)
+    (tmp_path / "config.json").touch()
+    with pytest.raises(InputError, match="of a model"):
+        load_recipe(tmp_path)

@@ -106,7 +106,7 @@ def test_overrides_are_toml_values_or_bare_strings(good):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.stpes=3", "unknown key 'train.stpes' (did you mean 'steps'?)"),
+        ("train.stpes=3", "unknown key 'train.stpes' (did you mean 'train.steps'?)"),
         ("optimiser.b1=0.5", "unknown key 'optimiser' (did you mean 'optimizer'?)"),
         ("train.steps=many", 'train.steps: expected an integer, got the string "many"'),
         ("train.steps=true", "train.steps: expected an integer"),
@@ -115,7 +115,7 @@ def test_overrides_are_toml_values_or_bare_strings(good):
         ("run_dir=5", "run_dir: expected a string, got the integer 5"),
         ("data=5", "data: expected a table, got the integer 5"),
         ("data.sources=a.txt", 'data.sources: expected an array, each item a table, got the string "a.txt"'),
-        ('data.sources=[{pth="a"}]', "unknown key 'data.sources[0].pth' (did you mean 'path'?)"),
+        ('data.sources=[{pth="a"}]', "unknown key 'data.sources[0].pth' (did you mean 'data.sources[0].path'?)"),
         ("model.remat=ful", "model.remat: expected one of 'none', 'full', 'dots', got the string \"ful\""),
         ("model.config=c.json", "model: give either path (a model with weights) or config"),
         ("optimizer.b1=1.0", "optimizer: b1 = 1.0 must lie in [0, 1)"),
@@ -140,7 +140,7 @@ def test_all_problems_are_listed_together(tmp_path):
     assert text.startswith(f"{path}: 4 problems")
     for problem in (
         "model.path: expected a string",
-        "unknown key 'train.btach_size' (did you mean 'batch_size'?)",
+        "unknown key 'train.btach_size' (did you mean 'train.batch_size'?)",
         'data.seq_len: expected an integer, got the string "long"',
         "key 'run_dir' is missing, expected a string",
     ):

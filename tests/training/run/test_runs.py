@@ -304,7 +304,7 @@ def test_an_existing_run_is_not_touched(workplace, undisturbed, monkeypatch, cap
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--set", "train.stpes=3"), "unknown key 'train.stpes' (did you mean 'steps'?)"),
+        (("--set", "train.stpes=3"), "unknown key 'train.stpes' (did you mean 'train.steps'?)"),
         (("--set", 'partition.freeze=["router"]'), "'router' matches no parameter"),
         (("--set", "data.seq_len=100000"), "text.txt is too short: "),
         (("--set", 'data.sources=[{path="nothing.txt"}]'), "no file matches nothing.txt"),
