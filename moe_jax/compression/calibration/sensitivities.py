@@ -104,7 +104,7 @@ def record_gradients(
     shutil.rmtree(states)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class _GradientPass:
     """The steps of the pass; each continues at a layer and ends with everything on the disk that the next one needs."""
 
