@@ -115,8 +115,6 @@ moe-jax compress moe-dir sweep-dir --sweep --text held-out.txt --method resmoe,q
 
 def run(options: _Command) -> None:
     """Compresses the model, and prints errors and sizes; errors as in `moe_jax.compress`."""
-    for option in ("calibrate", "text"):
-        check_text_file(vars(options)[option])
     from moe_jax.api.compress import compress_model, sweep
     from moe_jax.distributed.processes import join_processes
 
@@ -124,6 +122,8 @@ def run(options: _Command) -> None:
     if options.sweep:
         spec = given_to(SweepSpec, options)
         methods = swept_methods(name.split(",") if name else (), given, calibrated=spec.calibrate is not None)
+        check_text_file(spec.calibrate)
+        check_text_file(spec.text)
         join_processes()
         result = sweep(options.model, options.out, methods, spec, given=given)
         print_sweep(options.out, result, as_json=options.json)
@@ -131,6 +131,7 @@ def run(options: _Command) -> None:
     if vars(options)["text"] is not None:
         raise InputError("--text: only with --sweep")
     spec = given_to(CompressSpec, options, method=name and one_method(name, given))
+    check_text_file(spec.calibrate)
     join_processes()
     on_layer = _print_layer if options.json else lambda *done: None
     made = compress_model(options.model, options.out, spec, on_layer=on_layer)

@@ -1,6 +1,7 @@
 """The options of commands: those that several have, and those that are generated from the spec of a verb."""
 
 import dataclasses
+import os
 import re
 import types
 import typing
@@ -75,14 +76,17 @@ def check_options(options: Any) -> None:
         options.check()
 
 
-def check_text_file(path: Path | None, what: str = "text") -> None:
+def check_text_file(given: str | os.PathLike[str] | None, what: str = "text") -> None:
     """Raises an error if a file of text is not there, or is empty, before a model is read.
 
     Of one in a bucket, and of patterns, nothing is said; nor where several processes have to hear of an error.
     """
     from moe_jax.distributed.job_place import find_place
 
-    if path is None or not as_path(path).renames or any(one in str(path) for one in "*?[") or find_place() is not None:
+    if given is None or find_place() is not None:
+        return
+    path = as_path(given)
+    if not path.renames or any(one in str(path) for one in "*?["):
         return
     if not path.is_file():
         raise FileNotFoundError(f"no {what} at {path}")

@@ -180,7 +180,7 @@ def test_another_base_is_one_clear_line(folder, failing):
     with pytest.raises(InputError, match="made for: its fingerprint"):
         open_source(folder / "one", base=other)
     refer(folder / "one", path="../other")
-    err = failing("eval", folder / "one", "--text", "x")
+    err = failing("inspect", folder / "one")
     assert "--base where the old" in err
 
 

@@ -101,8 +101,8 @@ def test_skipped_batches_stay_skipped(folder, capsys):
         (["run_dir=new", "--restart", "run"], "cannot restart from run: expected RUN@STEP, as in run@500"),
         (["run_dir=new", "--restart", "text@1"], "text: there is no run.json"),
         (["--restart", "run@2", "--resume"], "run@2; leave out --restart"),
-        (["run_dir=new", "--skip-batches", "3"], "skip_batches = 3: expected"),
-        (["run_dir=new", "--restart", "run@2", "--skip-batches", "-1"], "skip_batches = -1: expected"),
+        (["run_dir=new", "--skip-batches", "3"], "--skip-batches 3: expected"),
+        (["run_dir=new", "--restart", "run@2", "--skip-batches", "-1"], "--skip-batches -1: expected"),
         (
             ["run_dir=new", "seed=4", "--restart", "run@2"],
             "cannot restart with a changed recipe: seed (was 0, is 4); a restart may change optimizer",
