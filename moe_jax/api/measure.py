@@ -43,6 +43,7 @@ def evaluate(
     seq_len: int | None = None,
     input_len: int | None = None,
     batch_size: int = 8,
+    apply_chat_template: bool = False,
 ) -> held_out.Evaluation:
     """Measures the perplexity of a model on a text, or on the targets of pairs.
 
@@ -67,6 +68,8 @@ def evaluate(
         do if that is less.
       input_len: length of inputs where there is an encoder; by default the same.
       batch_size: windows or pairs computed at once. Does not change the result.
+      apply_chat_template: whether the pairs of a file are a question of the user and the assistant's answer, written
+        with the model's chat template, as training data with `chat = true` are.
 
     Returns:
       `tokens` scored, `nll` (mean, natural log), `perplexity`, `total_nll`, `windows` or pairs, and how many pairs were
@@ -77,7 +80,8 @@ def evaluate(
       InputError: if the text is not UTF-8 or too short, or no pairs for an encoder; ids are not the model's, it has no
         tokenizer for a text, or the perplexity is not finite.
     """
-    found = score(model, text, seq_len=seq_len, input_len=input_len, batch_size=batch_size)
+    lengths = {"seq_len": seq_len, "input_len": input_len}
+    found = score(model, text, **lengths, batch_size=batch_size, apply_chat_template=apply_chat_template)
     if not math.isfinite(found.perplexity):
         why = "the model predicts nothing of this text"
         if not math.isfinite(found.nll):
@@ -87,7 +91,13 @@ def evaluate(
 
 
 def score(
-    model: ModelOrPath, text: Text | Texts, *, seq_len: int | None, batch_size: int, input_len: int | None = None
+    model: ModelOrPath,
+    text: Text | Texts,
+    *,
+    seq_len: int | None,
+    batch_size: int,
+    input_len: int | None = None,
+    apply_chat_template: bool = False,
 ) -> held_out.Evaluation:
     """Measures as `evaluate` does, but also returns figures that are not finite: a model of a sweep may be broken."""
     if batch_size < 1:
@@ -101,17 +111,17 @@ def score(
     if input_len < 2:
         raise InputError(f"{input_len=} must be at least 2")
     model.config.check_scores_tokens("a perplexity")
-    pairs = read_pairs_for(model, text, input_len=input_len, seq_len=seq_len)
+    pairs = read_pairs_for(model, text, input_len=input_len, seq_len=seq_len, chat=apply_chat_template)
     rows = read_ids(model, cast(Text, text)) if pairs is None else pairs
     graphdef, state = nnx.split(model.decoder)
     return held_out.Evaluator(graphdef, rows, seq_len=seq_len, batch_size=batch_size, mesh=model.mesh)(state)
 
 
-def read_pairs_for(model: Model, text: Any, *, input_len: int, seq_len: int) -> list[Pair] | None:
+def read_pairs_for(model: Model, text: Any, *, input_len: int, seq_len: int, chat: bool = False) -> list[Pair] | None:
     """Returns the pairs of a list or a file, None for a text. Takes the input of `evaluate`, and raises its errors."""
     lengths: dict[str, Any] = {"input_len": input_len, "seq_len": seq_len}
     if isinstance(text, str | os.PathLike):
-        source, data = SourceSection(path=os.fspath(text)), held_out.with_lengths(DataSection(), **lengths)
+        source, data = SourceSection(path=os.fspath(text), chat=chat), held_out.with_lengths(DataSection(), **lengths)
         if source.form == "text" and not model.config.has_encoder:
             return None
         what = f"a file of {'pairs' if source.form == 'text' else source.form}"
@@ -119,6 +129,8 @@ def read_pairs_for(model: Model, text: Any, *, input_len: int, seq_len: int) -> 
         rows = held_out.read_held_out(source, data, model.config, tokenizer.path)
         assert isinstance(rows, list)
         return rows
+    if chat:
+        raise InputError("apply_chat_template is for the pairs of a file")
     if len(text) and isinstance(text[0], tuple | list) and all(_is_pair(one) for one in text):
         tokenizer = tokenizer_of(model, "a list of pairs", "give a model that has one")
         return [tokenizer.pair(Example(a + b, len(a), is_response=True), **lengths) for a, b in text]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _BATCH_SIZE = 8
 # Batch size of requests, which are mostly short.
 _REQUESTS = 32
-_OF_TASKS = ("tasks_dir", "data_dir", "limit", "num_fewshot", "apply_chat_template", "cache", "output", "samples")
+_OF_TASKS = ("tasks_dir", "data_dir", "limit", "num_fewshot", "cache", "output", "samples")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,8 @@ class Options(OneModel):
     """With --tasks: so many examples with their answers before a question, unless a task says 0. By default as
     the task says."""
     apply_chat_template: bool = False
-    """With --tasks: prompts are messages of a conversation, in the tokenizer's own template."""
+    """With --tasks: prompts are messages of a conversation, in the tokenizer's own template. With --text: pairs are a
+    question of the user and the assistant's answer, as those of training with chat = true."""
     cache: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """With --tasks: a file that keeps the model's answers, so that none is asked for twice."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -112,6 +113,8 @@ class Options(OneModel):
             raise InputError("--labels and --template go with --classify FILE")
         if self.classify is not None and self.seq_len is not None:
             raise InputError("--seq-len goes with --text; with --classify, --input-len says how much of a text is read")
+        if self.classify is not None and self.apply_chat_template:
+            raise InputError("--apply-chat-template goes with --text and --tasks")
         if self.tasks is not None and self.input_len is not None:
             raise InputError("--input-len goes with --text and --classify")
         if self.text is not None and self.seq_len is not None and self.seq_len < 2:
@@ -128,6 +131,7 @@ class Options(OneModel):
 
 GROUPS = {
     "what is measured (one of these)": ("text", "classify", "tasks"),
+    "of --text and --tasks": ("apply_chat_template",),
     "of --text and all others": ("seq_len", "input_len", "batch_size", "compute_dtype", "tokenizer", "split"),
     "of --classify": ("labels", "template"),
     "of --tasks": _OF_TASKS,
@@ -192,7 +196,14 @@ def _evaluate(model: "Model", options: Options) -> None:
     if seq_len > most and is_first_process():
         print(f"warning: {options.model} was made for {most} positions, not {seq_len}", file=sys.stderr)
     batch_size = _BATCH_SIZE if options.batch_size is None else options.batch_size
-    result = evaluate(model, options.text, seq_len=seq_len, input_len=options.input_len, batch_size=batch_size)
+    result = evaluate(
+        model,
+        options.text,
+        seq_len=seq_len,
+        input_len=options.input_len,
+        batch_size=batch_size,
+        apply_chat_template=options.apply_chat_template,
+    )
     if result.cut and is_first_process():
         print(f"note: {result.cut:,} of {result.windows:,} pairs are too long and were cut", file=sys.stderr)
     result = result._asdict() | {"seq_len": seq_len, "model": str(options.model), "text": str(options.text)}

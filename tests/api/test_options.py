@@ -49,11 +49,12 @@ OF_COMMANDS = {
 # Verbs without a spec: the options of the verb that its command calls otherwise, or has not.
 RENAMED = {"classify": "examples"}
 OF_TASKS = {
-    *("tasks", "tasks_dir", "data_dir", "limit", "num_fewshot", "apply_chat_template", "cache", "output", "samples"),
+    *("tasks", "tasks_dir", "data_dir", "limit", "num_fewshot", "cache", "output", "samples"),
 }
 WITHOUT_SPEC = {
     "evaluate": OF_TASKS | {"base", "json", "compute_dtype", "split", "tokenizer", "classify", "labels", "template"},
-    "classify": OF_TASKS | {"base", "json", "compute_dtype", "split", "tokenizer", "text", "seq_len"},
+    "classify": OF_TASKS
+    | {"base", "json", "compute_dtype", "split", "tokenizer", "text", "seq_len", "apply_chat_template"},
 }
 
 

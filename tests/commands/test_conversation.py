@@ -12,6 +12,7 @@ import pytest
 
 import moe_jax
 from moe_jax.commands import cli
+from moe_jax.core.errors import InputError
 from moe_jax.core.interruptions import Interrupted
 from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
 from tests.support.dense_models import dense_config, random_leaves, write_model
@@ -184,3 +185,19 @@ def test_a_model_without_chat_template_is_told(config, tmp_path, capsys):
         assert cli.main(["generate", str(path), "--chat", *options]) == 2
         err = capsys.readouterr().err
         assert "chat template" in err and err.count("\n") == 1
+
+
+def test_pairs_are_scored_as_conversations_where_that_is_asked_for(model, tmp_path, capsys):
+    pairs, chats = tmp_path / "pairs.jsonl", tmp_path / "chats.jsonl"
+    pairs.write_text(json.dumps({"prompt": "one", "response": "two"}) + "\n")
+    chats.write_text(json.dumps({"messages": [user("one"), assistant("two")]}) + "\n")
+    asked = moe_jax.evaluate(model, pairs, apply_chat_template=True)
+    assert asked == moe_jax.evaluate(model, chats) != moe_jax.evaluate(model, pairs)
+    assert cli.main(["eval", str(model), "--text", str(pairs), "--apply-chat-template", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["nll"] == asked.nll
+    with pytest.raises(InputError, match="of a file"):
+        moe_jax.evaluate(model, [("one", "two")], apply_chat_template=True)
+    text = tmp_path / "text.txt"
+    text.write_text("one two")
+    for words in (["--text", str(text)], ["--classify", str(pairs)]):
+        assert cli.main(["eval", str(model), *words, "--apply-chat-template"]) == 2
