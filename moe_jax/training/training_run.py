@@ -200,6 +200,8 @@ def _train(
     if known < _USED_OF_VOCABULARY * config.vocab_size:
         counts = f"{tokenizer} knows {known:,} tokens, the model's vocabulary has {config.vocab_size:,}"
         notes.append(f"{counts}: is it this model's?")
+    if recipe.data.seq_len > config.max_positions and not config.has_encoder:
+        notes.append(f"data.seq_len = {recipe.data.seq_len}: the model was made for {config.max_positions:,} positions")
     if begun is None and is_without_checkpoint(run_dir):
         notes.append(f"the run in {run_dir} had saved no checkpoint and begins anew")
     if recipe.log.tensorboard and not has_tensorboard():

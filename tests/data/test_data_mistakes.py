@@ -86,13 +86,13 @@ def test_a_mistake_is_said_in_one_line_before_the_model_is_built(override, messa
     assert not (folder / "run").exists()
 
 
-def test_a_tokenizer_that_is_probably_another_models_is_noted(folder, data_dir, monkeypatch, capsys):
+def test_another_models_tokenizer_and_a_length_beyond_the_context_are_noted(folder, data_dir, monkeypatch, capsys):
     class Built(Exception):
         pass
 
     monkeypatch.chdir(folder)
     config = json.loads((folder / "model" / "config.json").read_text())
-    (folder / "large.json").write_text(json.dumps(config | {"vocab_size": 2000}))
+    (folder / "large.json").write_text(json.dumps(config | {"vocab_size": 2000, "max_position_embeddings": 8}))
     recipe = RECIPE.replace('path = "model"', 'config = "large.json"\ninit = "random"')
     (folder / "large.toml").write_text(recipe.replace("[data]", '[data]\ntokenizer = "model/tokenizer.json"'))
 
@@ -104,3 +104,4 @@ def test_a_tokenizer_that_is_probably_another_models_is_noted(folder, data_dir, 
         cli.main(["train", "large.toml"])
     printed = " ".join(capsys.readouterr().out.split())
     assert "knows 512 tokens, the model's vocabulary has 2,000: is it this model's?" in printed
+    assert "the model was made for 8 positions" in printed
