@@ -42,6 +42,8 @@ class PromptReader:
             if echo and self._text_of(ids) == given:
                 begins = self._begins(ids)  # exact where the library is not: it counts no space at a token's end to it
             return Prompt([*bos, *ids], given, [*[0] * len(bos), *begins]) if echo else Prompt([*bos, *ids])
+        if len(given) > self._context:
+            raise self._too_long("prompt", f"has {len(given):,} of them")
         if outside := [token for token in given if not 0 <= token < self._vocab_size]:
             raise _refused("prompt", f"token id {shown(outside[0])} lies outside the vocabulary of {self._vocab_size}")
         return Prompt(given, self._text_of(given), self._begins(given)) if echo else Prompt(given)
@@ -57,12 +59,8 @@ class PromptReader:
     def _tokens_of(self, text: str, param: str) -> tuple[list[int], list[int]]:
         """The tokens of a text that is not too long to have few enough, and where they begin."""
         if self._most_of_token is not None and len(text) > self._context * self._most_of_token:
-            raise ProtocolError(
-                400,
-                f"this model's maximum context length is {self._context} tokens, of up to {self._most_of_token} "
-                f"characters; the prompt has {len(text):,} characters",
-                param=param,
-                code="context_length_exceeded",
+            raise self._too_long(
+                param, f"has {len(text):,} characters, of which a token has at most {self._most_of_token}"
             )
         try:
             return self._tokenizer.placed(text)
@@ -78,6 +76,10 @@ class PromptReader:
 
     def _begins(self, ids: Sequence[int]) -> list[int]:
         return list(map(Begins(self._tokenizer, special=True).of, ids))
+
+    def _too_long(self, param: str, size: str) -> ProtocolError:
+        problem = f"this model's maximum context length is {self._context} tokens; the prompt {size}"
+        return ProtocolError(400, problem, param=param, code="context_length_exceeded")
 
     def _error(self, error: InputError, param: str) -> ProtocolError:
         folder = str(self._tokenizer.path.parent)
