@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import pathlib
+import types
 
 import numpy as np
 import pytest
@@ -154,3 +155,20 @@ def test_copy_transposed_is_a_transpose(n: int, m: int, dtype: str, strided: boo
     out = np.zeros((m, 2 * n), DTYPES[dtype])[:, :n] if strided else np.zeros((m, n), DTYPES[dtype])
     copy_transposed(source, out)
     assert out.tobytes() == np.ascontiguousarray(source.T).tobytes()  # NaNs keep their bits
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.classifier is not None])
+def test_the_table_of_a_classifier_has_all_but_the_language_models_head(name):
+    family = FAMILIES[name]
+    assert family.classifier is not None
+    table = family.table_of(types.SimpleNamespace(num_classes=3))
+    rows = {str(row.leaves): row.tensor for row in table if isinstance(row, Row)}
+    heads = {str(row.leaves) for row in family.classifier.head if isinstance(row, Row)}
+    prefix = family.classifier.prefix
+    expected = {
+        str(row.leaves): prefix + row.tensor
+        for row in family.table
+        if isinstance(row, Row) and "lm_head" not in str(row.leaves)
+    }
+    assert expected and heads and {leaf: rows[leaf] for leaf in expected} == expected
+    assert rows.keys() == expected.keys() | heads

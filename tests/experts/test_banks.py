@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from moe_jax.core.data_sheets import CHIPS
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import leaf_spec, make_mesh, path_name
 from moe_jax.experts import BankConfig, BaseCodes, FFNConfig, Mixed, make_bank, set_strategy
+from moe_jax.experts import strategy as module
 from moe_jax.experts.devices import Platform, current_chip, spec_on_mesh
 from moe_jax.experts.forms import Quantized
 from moe_jax.experts.forms.optional import costs_by_strategy
@@ -459,3 +461,12 @@ def test_csr_gives_the_positions_back(rows, columns, share, seed):
 def test_a_bank_that_does_not_fit_is_not_made(bank, num_experts, d_model, complaint):
     with pytest.raises(InputError, match=complaint):
         make_bank(bank, FFNConfig(dim=16), num_experts, d_model, rngs=nnx.Rngs(0))
+
+
+def test_where_kernels_have_one_way_over_a_mesh_it_is_taken(monkeypatch):
+    monkeypatch.setattr(module, "_is_small", lambda *_: True)
+    monkeypatch.setattr(module, "strategy_costs", lambda *_, **__: {"synthesised": types.SimpleNamespace(total=1.0)})
+    strategy_on.cache_clear()
+    config, platform = BankConfig(kind="quantized", bits=2, group_size=8), Platform.of(CHIPS["h100"], 2)
+    assert strategy_on(platform, config, FFNConfig(dim=40), 24, Load(2, 16, 1), alone=False) == "synthesised"
+    strategy_on.cache_clear()

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import make_mesh, state_shardings
 from moe_jax.experts import BankConfig, FFNConfig, make_bank, set_exchange
-from moe_jax.experts.exchange import AXIS, Buffer, Exchange, make_plan, rounds_needed
+from moe_jax.experts.exchange import AXIS, Buffer, Exchange, _send_fwd, make_plan, rounds_needed
 from moe_jax.functional.dense import ffn
 from moe_jax.functional.routing import NO_EXPERT, Routing
 from tests.support.numerics import assert_close, randomised
@@ -185,3 +185,14 @@ def test_what_is_no_exchange_is_named(text, monkeypatch):
     monkeypatch.setenv("MOE_JAX_EXCHANGE", text)
     with pytest.raises(InputError, match=f"MOE_JAX_EXCHANGE is '{text}'"):
         Layer("full", 4)
+
+
+def test_nothing_but_the_number_of_rows_is_kept_for_their_way_back():
+    def sends(rows):
+        buffer = Buffer.of(len(rows), 1, 1.0, ragged=False)
+        counts = jnp.asarray([[[len(rows)]]], jnp.int32)
+        return _send_fwd(rows, make_plan(counts, buffer, jnp.int32(0)), buffer)
+
+    alone = functools.partial(jax.vmap, axis_name=AXIS)
+    _, (_, kept) = jax.eval_shape(alone(sends), jax.ShapeDtypeStruct((1, 12, 8), jnp.float32))
+    assert kept.shape[1] == 12 and kept.size == 0

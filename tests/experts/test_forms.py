@@ -311,3 +311,12 @@ def test_experts_of_several_forms_cost_what_they_cost_on_average():
     for cost in (lambda form: form.own_bytes(matrices, 2), lambda form: form.making(matrices, platform)):
         assert cost(mixed) == pytest.approx((cost(one) + 3 * cost(other)) / 4)
     assert one.own_bytes(matrices, 2) < other.own_bytes(matrices, 2)
+
+
+@pytest.mark.parametrize("bits", range(1, 10))
+def test_kept_values_have_as_many_bits_as_there_are_formats_for(bits):
+    if bits in (2, 3, 4, 8):
+        assert Sparse(rate=0.5, bits=bits).bits == bits
+    else:
+        with pytest.raises(InputError, match="bits"):
+            Sparse(rate=0.5, bits=bits)
