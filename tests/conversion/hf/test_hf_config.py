@@ -183,6 +183,20 @@ def moe_layers(**keys: object) -> tuple[int, ...]:
     return read_hf_config({**CONFIGS["qwen3_moe"], "num_hidden_layers": 6, **keys}).moe_layers
 
 
+def test_the_window_of_qwen3_moe_is_given_back():
+    for window in ({"use_sliding_window": True, "sliding_window": 16}, {"use_sliding_window": False}):
+        config = read_hf_config({**CONFIGS["qwen3_moe"], **window})
+        assert {layer.attention.sliding_window for layer in config.layers} == {window.get("sliding_window")}
+        written = write_hf_config(config)
+        assert {key: written[key] for key in window} == window and read_hf_config(written) == config
+        assert ("sliding_window" in written) == ("sliding_window" in window)
+
+
+def test_a_model_has_no_more_layers_than_can_be():
+    for family in ("llama", "qwen3_moe", "gemma2"):
+        assert "are the most" in complaint({**CONFIGS[family], "num_hidden_layers": 10**7})
+
+
 def test_an_activation_of_nothing_is_one_that_is_missing():
     for config in ({**LLAMA, "hidden_act": None}, {**CONFIGS["switch_transformers"], "dense_act_fn": None}):
         (key,) = {"hidden_act", "dense_act_fn"} & config.keys()
