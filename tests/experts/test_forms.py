@@ -320,3 +320,10 @@ def test_kept_values_have_as_many_bits_as_there_are_formats_for(bits):
     else:
         with pytest.raises(InputError, match="bits"):
             Sparse(rate=0.5, bits=bits)
+
+
+@pytest.mark.parametrize("form", [LowRank, JointLowRank])
+@pytest.mark.parametrize("rank", [0, -1])
+def test_a_rank_is_above_0(form, rank):
+    with pytest.raises(InputError, match="rank"):
+        form(rank=rank)

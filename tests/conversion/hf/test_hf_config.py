@@ -8,9 +8,11 @@ import re
 import pytest
 
 from moe_jax.conversion import families, read_hf_config, write_hf_config
-from moe_jax.conversion.families import FAMILIES
+from moe_jax.conversion.config_keys import HFConfig
+from moe_jax.conversion.families import FAMILIES, usual
 from moe_jax.core.errors import InputError
 from moe_jax.models import BankConfig, ModelConfig, RopeConfig
+from moe_jax.models.config import MAX_LAYERS
 from tests.support.hf_checkpoints import BASE, CONFIGS
 
 LLAMA = CONFIGS["llama"]
@@ -193,8 +195,11 @@ def test_the_window_of_qwen3_moe_is_given_back():
 
 
 def test_a_model_has_no_more_layers_than_can_be():
-    for family in ("llama", "qwen3_moe", "gemma2"):
-        assert "are the most" in complaint({**CONFIGS[family], "num_hidden_layers": 10**7})
+    """Which is known before any is made."""
+    for count in (0, -1, MAX_LAYERS + 1, 10**9):
+        with pytest.raises(InputError, match="layers"):
+            usual.num_layers(HFConfig({"num_hidden_layers": count}, {}))
+    assert usual.num_layers(HFConfig({"num_hidden_layers": MAX_LAYERS}, {})) == MAX_LAYERS
 
 
 def test_an_activation_of_nothing_is_one_that_is_missing():
