@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh
 from moe_jax.core.data_sheets import CHIPS
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import leaf_spec, make_mesh, path_name
-from moe_jax.experts import BankConfig, BaseCodes, FFNConfig, Mixed, make_bank, set_strategy
+from moe_jax.experts import BankConfig, BaseCodes, FFNConfig, Mixed, hidden_rows, make_bank, set_strategy
 from moe_jax.experts import strategy as module
 from moe_jax.experts.devices import Platform, current_chip, spec_on_mesh
 from moe_jax.experts.forms import Quantized
@@ -470,3 +470,18 @@ def test_where_kernels_have_one_way_over_a_mesh_it_is_taken(monkeypatch):
     config, platform = BankConfig(kind="quantized", bits=2, group_size=8), Platform.of(CHIPS["h100"], 2)
     assert strategy_on(platform, config, FFNConfig(dim=40), 24, Load(2, 16, 1), alone=False) == "synthesised"
     strategy_on.cache_clear()
+
+
+@pytest.mark.parametrize("ffn_kind, fused", [("gated", True), ("biased", False)])
+def test_gate_and_up_are_one_product_where_neither_has_a_bias(ffn_kind, fused, monkeypatch):
+    made = []
+    product = hidden_rows.gated_product
+    monkeypatch.setattr(hidden_rows, "gated_product", lambda *args: made.append(args) or product(*args))
+    expert = FFNConfig(dim=40, bias=ffn_kind == "biased")
+    config = BankConfig(kind="low-rank", rank=2)
+    bank = nnx.eval_shape(lambda: make_bank(config, expert, 4, D_MODEL, rngs=nnx.Rngs(0), dtype=jnp.dtype("float32")))
+    set_strategy(bank, "synthesised")
+    graphdef, state = nnx.split(bank)
+    routing = Routing(jnp.zeros((4, 1), jnp.int32), jnp.ones((4, 1)))
+    jax.eval_shape(lambda state, x: nnx.merge(graphdef, state)(x, routing), state, jnp.ones((4, D_MODEL)))
+    assert bool(made) == fused

@@ -18,6 +18,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig
 from moe_jax.planning import compile_only, planned_devices, planned_training
 from moe_jax.planning.compile_only import DoesNotFit
+from moe_jax.planning.expected_step import _kept_bytes
 from moe_jax.planning.step_time import HeldBytes, Rates, optimizer_operations, step_time
 from moe_jax.training.program import abstract_batch, first_state, initial_states, make_program
 from moe_jax.training.recipe import (
@@ -325,3 +326,40 @@ def test_what_the_compiler_is_asked_for_reaches_it():
     program = dataclasses.replace(program, step=types.SimpleNamespace(lower=lambda *_: Lowered()))
     assert compile_only.compiled_step(program, recipe, {"xla_option": True}) == "compiled"
     assert asked == [{"xla_option": True}]
+
+
+@pytest.mark.parametrize(
+    ("platform", "mesh", "compiles", "count", "devices", "per_host", "missing"),
+    [
+        ("v5e:4x4", {}, True, 16, "v5e:4x4", None, ""),
+        ("v5p:2x2x4", {}, False, 16, None, None, ""),
+        ("v5e", {"fsdp": 3}, True, 3, 3, None, ""),  # of the smallest slice
+        ("h100:2x8", {}, True, 16, "h100:2x8", None, ""),
+        ("h100:2x8", {}, False, 16, None, 8, ""),
+        ("h100:2x4", {}, False, 8, None, 4, ""),
+        ("h100", {"fsdp": 4, "expert": 3}, False, 12, None, 8, ""),
+        ("h100", {"fsdp": 4}, False, 4, None, 4, ""),
+        ("h100", {"fsdp": 4}, True, 4, "h100:4", None, ""),
+    ],
+)
+def test_the_devices_of_a_platform(monkeypatch, platform, mesh, compiles, count, devices, per_host, missing):
+    asked = []
+    monkeypatch.setattr(planned_devices, "has_gpu_compiler", lambda: True)
+    monkeypatch.setattr(planned_devices, "has_tpu_compiler", lambda: True)
+    monkeypatch.setattr(planned_devices, "described_devices", lambda name: asked.append(name) or list(range(99)))
+    section = MeshSection(**{"data": 1, "fsdp": 1, **mesh})
+    found = planned_devices.planned_devices(section, platform, compiles=compiles)
+    assert (found.count, found.per_host, found.missing) == (count, per_host, missing)
+    assert found.chip is not None and found.name == platform
+    if isinstance(devices, int):
+        assert found.devices == list(range(devices))
+    else:
+        assert asked == ([] if devices is None else [devices]) and bool(found.devices) == bool(asked)
+
+
+def test_a_microbatch_keeps_its_share():
+    def kept(accumulation: int) -> int:
+        recipe = recipe_of(mesh=ONE, train=TrainSection(steps=1, batch_size=8, accumulation=accumulation))
+        return _kept_bytes(make_program(recipe, config_of(FFN), jax.devices()[:1]), recipe)
+
+    assert 0.2 < kept(4) / kept(1) < 0.35
