@@ -40,7 +40,12 @@ def _anything(rng: random.Random, depth: int = 3) -> Any:
     if kind == 5:
         return {_text(rng)[:50]: _anything(rng, depth - 1) for _ in range(rng.choice((1, 3)))}
     one = _anything(rng, depth - 1)
-    return [one] * rng.choice((1, 2, 3, 100) if isinstance(one, dict | list | str) else (1, 200, 20_000))
+    return _many(one, rng.choice((1, 2, 3, 200, 20_000)))
+
+
+def _many(one: Any, count: int) -> list[Any]:
+    """A list of the same thing so often, but of no more than about a million characters."""
+    return [one] * min(count, 1 + 1_000_000 // len(repr(one)))
 
 
 def _messages(rng: random.Random) -> Any:
@@ -50,7 +55,7 @@ def _messages(rng: random.Random) -> Any:
         one[rng.choice(("role", "content", "name", "tool_calls"))] = _anything(rng)
     if rng.random() < 0.2:
         one["content"] = [{"type": "text", "text": _text(rng, 100)}] * rng.choice((1, 2, 5000))
-    return [one] * rng.choice((1, 2, 3, 5000))
+    return _many(one, rng.choice((1, 2, 3, 5000)))
 
 
 def _prompt(rng: random.Random) -> Any:
