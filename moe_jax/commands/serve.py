@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from moe_jax.commands.options import OneModel
-from moe_jax.core.errors import InputError
+from moe_jax.core.errors import InputError, check_number
 from moe_jax.serve.access import Access, is_local
 
 API_KEY = "MOE_JAX_API_KEY"
@@ -51,10 +51,8 @@ class Options(OneModel):
         """Raises `InputError` for numbers that are out of range."""
         if not 0 <= self.port < 1 << 16:
             raise InputError(f"port={self.port} must lie from 0 to 65535")
-        for name, least in (("seats", 1), ("waiting", 1), ("context", 2)):
-            number = getattr(self, name)
-            if number is not None and number < least:
-                raise InputError(f"{name}={number} must be at least {least}")
+        check_number(self, "seats", "waiting", at_least=1)
+        check_number(self, "context", at_least=2)
         Access(_api_key(self))
 
 

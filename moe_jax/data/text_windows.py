@@ -34,6 +34,7 @@ OVERLAP = 1 << 12
 """Characters of an overlap, at least."""
 MOST_UNCUT = 1 << 24
 """Most characters that are tokenised at once where they cannot be cut."""
+_SHORT = 4096  # characters that are tokenised in no time
 
 
 class Encoded(NamedTuple):
@@ -164,10 +165,16 @@ class LongTexts:
                 f"a text has {len(text):,} characters which cannot be tokenised in parts, {MOST_UNCUT:,} are the most: "
                 "divide it, best where a document or a sentence ends"
             )
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        encoding = self._encoding(text)
         words = [-1 if word is None else word for word in encoding.word_ids]
         offsets = np.array(encoding.offsets, np.int32).reshape(-1, 2)
         return _Window(np.array(encoding.ids, np.uint32), offsets, np.array(words, np.int32))
+
+    def _encoding(self, text: str) -> tokenizers.Encoding:
+        if len(text) <= _SHORT:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        # While the library encodes a batch, other threads of Python go on.
+        return self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
 
 
 class _Window:

@@ -1,10 +1,10 @@
 """The bytes of single tokens. A character may be spread over several of them, none of which has a text of its own."""
 
-import json
 import re
-from typing import Any
 
 import tokenizers
+
+from moe_jax.data.tokenizer_bounds import components
 
 
 def _characters() -> dict[int, str]:
@@ -29,9 +29,7 @@ class TokenBytes:
     def __init__(self, tokenizer: tokenizers.Tokenizer):
         self._tokenizer = tokenizer
         self._special = {id_ for id_, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-        decoder: Any = tokenizer.decoder
-        state = {} if decoder is None else json.loads(decoder.__getstate__())
-        steps = {step["type"] for step in state.get("decoders", [state]) if "type" in step}
+        steps = {step["type"] for step in components(tokenizer.decoder, "decoders")}
         self._of_bytes, self._has_bytes = "ByteLevel" in steps, "ByteFallback" in steps
         # Some decoders take the first space of a text away, so that a token's text is what it is after another.
         self._before = tokenizer.encode("a", add_special_tokens=False).ids[-1:]

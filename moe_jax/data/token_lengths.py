@@ -1,12 +1,12 @@
 """How long a text can be that has few tokens, so that one that has too many need not be tokenised to say so."""
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import tokenizers
 
 from moe_jax.data.token_bytes import CHARACTER_OF_BYTE
+from moe_jax.data.tokenizer_bounds import components
 
 # A text has no fewer characters after these steps, but that up to four are composed to one.
 _KEEPS_ALL = (
@@ -30,8 +30,8 @@ def most_characters(tokenizer: tokenizers.Tokenizer) -> int | None:
     There is none where characters are left out, or many that the vocabulary does not have become one token. Blanks
     that special tokens take from the text beside them do not count.
     """
-    states = [part.__getstate__() for part in (tokenizer.normalizer, tokenizer.pre_tokenizer) if part is not None]
-    steps = [step for state in states for step in _steps(json.loads(state))]
+    normalizers = components(tokenizer.normalizer, "normalizers")
+    steps = [*normalizers, *components(tokenizer.pre_tokenizer, "pretokenizers")]
     vocab = tokenizer.get_vocab()
     kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds:
@@ -43,15 +43,6 @@ def most_characters(tokenizer: tokenizers.Tokenizer) -> int | None:
     if not all(map(vocab.__contains__, needed)) or not all(map(_keeps_all, steps)):
         return None
     return max(map(len, vocab)) * (_MOST_COMPOSED if kinds & set(_COMPOSES) else 1)
-
-
-def _steps(state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yields the steps of a normaliser or pre-tokeniser, those of a sequence one by one."""
-    parts = state.get("normalizers", state.get("pretokenizers"))
-    for part in parts or ():
-        yield from _steps(part)
-    if parts is None:
-        yield state
 
 
 def _keeps_all(step: Mapping[str, Any]) -> bool:

@@ -1,6 +1,7 @@
 """A long text has the tokens that it would have as a whole, in memory that does not grow with it."""
 
 import functools
+import threading
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,6 +12,7 @@ from tokenizers import pre_tokenizers as splitters
 from moe_jax.core.errors import InputError
 from moe_jax.data import text_windows
 from moe_jax.data.text_windows import LongTexts
+from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.tiers import examples
 
 TEXT = "The cat sat on the mat, and the unbelievable other cat ate 1234 of that. “Nein”, said É. 字、字！\n"
@@ -147,6 +149,10 @@ class Sizes:
         self.seen.append(len(text))
         return self._tokenizer.encode(text, **options)
 
+    def encode_batch(self, texts, **options):
+        self.seen += map(len, texts)
+        return self._tokenizer.encode_batch(texts, **options)
+
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("text", [TEXT, "unbelievable", "cat,mat,"])
@@ -168,3 +174,23 @@ def test_a_text_that_cannot_be_cut_is_not_tokenised_in_any_amount_of_memory(monk
     for tokenizer, text in ((unknown, "a b " * 251), (tokenizer_of("BERT"), "a" * 1001)):
         with pytest.raises(InputError, match="cannot be tokenised"):
             LongTexts(tokenizer, window=200, overlap=20)(text)
+
+
+def test_other_threads_go_on_while_a_text_that_cannot_be_cut_is_tokenised(tmp_path):
+    made = Tokenizer.from_file(str(byte_tokenizer(tmp_path / "tokenizer.json")))
+    made.pre_tokenizer = splitters.Sequence([splitters.Split(Regex("q+z"), "isolated"), made.pre_tokenizer])
+    texts, counts, done = LongTexts(made), [], threading.Event()
+    assert not texts._can_cut
+
+    def count():
+        while not done.wait(0.0005):
+            counts.append(1)
+
+    other = threading.Thread(target=count)
+    other.start()
+    before = len(counts)
+    encoding = texts._encoding("ab" * 200_000)
+    meanwhile = len(counts) - before
+    done.set()
+    other.join()
+    assert len(encoding.ids) == 400_000 and meanwhile >= 5

@@ -96,6 +96,8 @@ class WithLoRA(KernelForm):
       lora: options of the products beside it. Only linear maps have dropout; experts, which take sorted rows, do not.
     """
 
+    over_base: ClassVar[bool] = False
+
     kernel: KernelForm
     lora: LoRAConfig
 
