@@ -190,7 +190,7 @@ def _show_speed(speed: "Speed") -> str:
     """Returns tokens, seconds and tokens per second in one line."""
     if speed.tokens == 1:
         return f"1 token in {speed.seconds:.1f} s"
-    rate = f"the first after {speed.first:.1f} s, then {speed.per_second:.1f} a second"
+    rate = f"the first after {speed.first:.1f} s, {speed.per_second:.1f} a second once compiled"
     return f"{speed.tokens} tokens in {speed.seconds:.1f} s: {rate}"
 
 
