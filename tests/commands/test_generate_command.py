@@ -148,7 +148,9 @@ def test_why_texts_ended_and_how_fast_they_came_is_said_on_standard_error(model,
 
     why, speed = said()
     assert why == "moe-jax: ended at 12 tokens (--max-new-tokens)"
-    assert re.fullmatch(r"moe-jax: 12 tokens in [\d.]+ s: the first after [\d.]+ s, [\d.]+ a second once compiled", speed)
+    assert re.fullmatch(
+        r"moe-jax: 12 tokens in [\d.]+ s: the first after [\d.]+ s, [\d.]+ a second once compiled", speed
+    )
     why, _ = said("--stop-ids", stop)
     assert why.startswith("moe-jax: ended with ") and why.endswith(" (--stop-ids)")
     why, speed = said("--stop-ids", free[0])
