@@ -79,6 +79,8 @@ class Mutant:
             return ["tests/project/test_lint.py::test_ruff_finds_nothing[strict]"]
         if self.rule == "dropped keyword encoding":
             return ["tests/project/test_lint.py::test_text_is_read_and_written_in_a_named_encoding"]
+        if self.rule in ("constant", "dropped keyword default"):
+            return ["tests/project/test_interface.py::test_defaults_are_those_of_the_table"]
         return []
 
     @property
@@ -132,6 +134,8 @@ class _Rules(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_If(self, node):
+        if ast.unparse(node.test) == "TYPE_CHECKING":
+            return
         if not isinstance(node.test, ast.Compare):  # whose operators are changed anyway
             self.found.append(("condition", node.test, f"(not ({ast.unparse(node.test)}))"))
         self.generic_visit(node)
