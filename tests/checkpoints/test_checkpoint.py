@@ -1,6 +1,7 @@
 """What a training run needs to go on: on any number of devices, after being killed, on a full disk."""
 
 import signal
+import types
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from moe_jax.checkpoints import orbax_store
 from moe_jax.checkpoints.orbax_store import TrainingCheckpoints
 from moe_jax.core.errors import InputError
 from tests.checkpoints.test_leaf_files import BITS, assert_same_bits
@@ -77,6 +79,15 @@ def assert_same_state(actual, expected) -> None:
         if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
             one, other = jax.random.key_data(one), jax.random.key_data(other)
         assert_same_bits(np.asarray(one), np.asarray(other))
+
+
+def test_what_each_process_holds_alone_goes_through_the_host(monkeypatch):
+    array = jnp.arange(3, dtype=jnp.float32)
+    assert orbax_store._plain(array) is array  # nothing is copied where one process holds all
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert type(orbax_store._plain(array)) is np.ndarray  # Orbax takes no array that is local to one of several
+    over_all = types.SimpleNamespace(dtype=array.dtype, is_fully_addressable=False)
+    assert orbax_store._plain(over_all) is over_all
 
 
 def test_the_path_of_a_run_is_no_pattern(tmp_path):

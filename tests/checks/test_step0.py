@@ -13,6 +13,7 @@ from moe_jax.models import BankConfig, LayerConfig, ModelConfig, MoEConfig, Rope
 from tests.support.dense_models import ATTENTION, dense_config, random_leaves, write_model
 from tests.support.numerics import logits_of
 from tests.support.tiers import one_in
+from tests.support.training_models import encoder_decoder
 
 
 def moe_layer(bank: BankConfig, **kwargs) -> LayerConfig:
@@ -57,6 +58,17 @@ def test_a_streamed_model_gives_the_decoders_logits(name, tmp_path):
     assert logits.shape == (*PROBE_SHAPE, config.vocab_size) and len(layers_done) == config.num_layers
     expected = logits_of(load_model(source), jnp.asarray(tokens))
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_streamed_decoder_reads_what_its_encoder_was_given(tmp_path):
+    ffn = dense_config().layers[0].mlp
+    config = encoder_decoder(ffn, ffn)
+    source = ModelDirectory(write_model(tmp_path / "model", config, random_leaves(config)))
+    tokens = np.array([[5, 9, 3, 7], [2, 4, 8, 6]], np.int32)
+    shifted = np.array([[0, 5, 9, 3], [0, 2, 4, 8]], np.int32)
+    expected = load_model(source)(jnp.asarray(shifted), inputs=jnp.asarray(tokens)).logits
+    logits = StreamedModel(config, source.specs(), tokens).logits(source.read)
+    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_memory_is_that_of_the_largest_layer():

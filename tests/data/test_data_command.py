@@ -30,6 +30,8 @@ def test_inspect_shows_what_is_scored_and_counts(chat, capsys):
     assert "too long: longer than data.seq_len = 16" in out
     [row] = [line for line in out.splitlines() if "chat.jsonl" in line and "│" in line]
     assert [cell.strip() for cell in row.split("│")[1:4]] == ["chat.jsonl", "jsonl", "40"]
+    assert cli.main(["data", "inspect", "recipe.toml", "--examples", "0"]) == 0
+    assert "document 1" not in capsys.readouterr().out
 
 
 def test_inspect_in_json_has_all_tokens_once(chat, capsys):

@@ -1,6 +1,7 @@
 """Pieces of the demo; the whole of it is `make demo`."""
 
 import json
+import pathlib
 import random
 import re
 import signal
@@ -8,6 +9,7 @@ import signal
 import pytest
 import rich.console
 
+from moe_jax import demo
 from moe_jax.commands.cli import main
 from moe_jax.demo import shell
 from moe_jax.demo.quick import Result, byte_tokenizer, median_speed, plot, table, write_text
@@ -47,6 +49,14 @@ def test_steps_below_one_are_refused(tmp_path, capsys):
     assert main(["demo", "--dir", str(tmp_path / "d"), "--more-steps", "0"]) == 2
     assert "steps must be at least 1" in capsys.readouterr().err
     assert not (tmp_path / "d").exists()
+
+
+def test_a_model_gets_the_demo_on_a_real_one(tmp_path, monkeypatch):
+    called = []
+    monkeypatch.setattr(demo, "run_real_demo", lambda *places, steps, shell: called.append((*places, steps, shell)))
+    assert main(["demo", "--dir", str(tmp_path / "d"), "--model", "m.gguf", "--tuning-steps", "3"]) == 0
+    [(folder, model, steps, its_shell)] = called
+    assert (folder, model, steps) == (tmp_path / "d", pathlib.Path("m.gguf"), 3) and isinstance(its_shell, shell.Shell)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

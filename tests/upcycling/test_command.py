@@ -31,6 +31,7 @@ def test_stories260k_starts_as_the_dense_model(delta, data_dir, tmp_path, capsys
     assert run(source, tmp_path / "moe", "--delta", delta, "--every", 2 if delta == "full" else 1) == 0
     out = capsys.readouterr().out
     assert "260,032" in out and "step-0 difference" in out
+    assert "┃" not in out  # rows are named, columns are not
 
     dense, moe = open_source(source), open_source(tmp_path / "moe")
     assert moe.config.moe_layers == ((1, 3) if delta == "full" else (0, 1, 2, 3, 4))
