@@ -168,6 +168,8 @@ MODELS = {
 """The models that are compared, and where they lie in the folder of the demo."""
 NEW_TOKENS = 48
 TRAINED, HELD_OUT = 600, 16
+# Tokens of a row, in training and when answers are scored: a problem and its answer.
+SEQ_LEN = 192
 # Batches of conversations, short enough for two cores. Embeddings and attention stay as they are: that is faster, and
 # there are no moments to be kept for them.
 RECIPE = """\
@@ -178,7 +180,7 @@ run_dir = "{folder}/run"
 path = "{folder}/moe"
 
 [data]
-seq_len = 192
+seq_len = {seq_len}
 sources = [{{ path = "{folder}/problems/train.jsonl" }}]
 
 [partition]
@@ -214,7 +216,7 @@ def run_real_demo(folder: Path, model: Path, *, steps: int, shell: Shell) -> Non
     make_folder(folder)
     (folder / "problems").mkdir()
     write_problems(folder / "problems", train=TRAINED, held_out=HELD_OUT)
-    (folder / "tune.toml").write_text(RECIPE.format(folder=folder, steps=steps), "utf-8")
+    (folder / "tune.toml").write_text(RECIPE.format(folder=folder, steps=steps, seq_len=SEQ_LEN), "utf-8")
     paths = {name: folder / name for name in ("dense", "moe", "resmoe", "4-bit", "hf")}
     tuned = folder / "run/model"
 
@@ -264,9 +266,9 @@ def _ask(shell: Shell, model: Path) -> list[str]:
 def _row(name: str, path: Path, problems: Path) -> Row:
     """Scores the answers of the held-out problems twice: the second time shows the speed without compiling."""
     model = moe_jax.load(path)
-    score = moe_jax.evaluate(model, problems, seq_len=192)
+    score = moe_jax.evaluate(model, problems, seq_len=SEQ_LEN)
     began = time.monotonic()
-    moe_jax.evaluate(model, problems, seq_len=192)
+    moe_jax.evaluate(model, problems, seq_len=SEQ_LEN)
     seconds = time.monotonic() - began
     source = open_source(path)
     return Row(

@@ -11,6 +11,7 @@ import rich.console
 
 from moe_jax import demo
 from moe_jax.commands.cli import main
+from moe_jax.core.errors import InputError
 from moe_jax.demo import shell
 from moe_jax.demo.quick import Result, byte_tokenizer, median_speed, plot, table, write_text
 from moe_jax.demo.real import KINDS, MODELS, QUESTIONS, Answers, Row, print_page, write_page, write_problems
@@ -43,6 +44,17 @@ def test_a_folder_that_no_demo_made_is_left_alone(tmp_path, capsys):
     assert main(["demo", "--dir", str(tmp_path)]) == 2
     assert "demo; choose another --dir" in capsys.readouterr().err
     assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_folder_of_an_earlier_demo_is_replaced(tmp_path):
+    folder = tmp_path / "of" / "a demo"
+    shell.make_folder(folder)
+    (folder / "old.txt").touch()
+    shell.make_folder(folder)
+    assert [file.name for file in folder.iterdir()] == [shell.MARKER]
+    (folder / shell.MARKER).unlink()
+    with pytest.raises(InputError, match="another --dir"):
+        shell.make_folder(folder)
 
 
 def test_steps_below_one_are_refused(tmp_path, capsys):

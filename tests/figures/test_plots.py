@@ -2,11 +2,12 @@
 
 import pathlib
 
+import matplotlib.figure
 import matplotlib.image
 import numpy as np
 import pytest
 
-from moe_jax.figures.plots import plot_between, plot_load, plot_to_base, scale_of
+from moe_jax.figures.plots import plot_between, plot_load, plot_to_base, plot_use_over_time, scale_of
 from moe_jax.figures.similarity import MEAN, SHARED, LayerSimilarity
 from tests.support.tiers import one_in
 
@@ -46,6 +47,19 @@ def test_a_share_that_changes_changes_the_picture(tmp_path: pathlib.Path):
     changed = np.abs(even - uneven).sum(axis=(1, 2)) > 0
     # Only the lower one of the two layers.
     assert changed.any() and not changed[: len(changed) // 3].any()
+
+
+def test_steps_and_experts_are_whole_numbers(monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    shares = {layer: np.array([[0.5, 0.5], [1.0, 0.0]]) for layer in (1, 4, 6)}
+    plot_use_over_time([10, 11], shares, tmp_path / "load.png")
+    [figure] = drawn
+    *maps, _ = figure.axes
+    assert [axes.get_title() for axes in maps if axes.get_title()] == ["layer 1", "layer 4", "layer 6"]
+    for axes in maps[:3]:
+        assert all(float(tick).is_integer() for tick in (*axes.get_xticks(), *axes.get_yticks()))
+        assert axes.get_images()[0].get_array().tolist() == [[1.0, 2.0], [1.0, 0.0]]
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,10 @@ def arguments_of(value) -> Iterator[str]:
             default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             if field.init:
                 yield field.name if default is dataclasses.MISSING else f"{field.name} = {default!r}"
+    elif hasattr(value, "_field_defaults"):  # a named tuple
+        for name in value._fields:
+            default = value._field_defaults.get(name, dataclasses.MISSING)
+            yield name if default is dataclasses.MISSING else f"{name} = {default!r}"
     elif inspect.isfunction(value) or inspect.isclass(value) and "__init__" in vars(value):
         positional = True
         for parameter in inspect.signature(value).parameters.values():
