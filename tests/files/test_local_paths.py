@@ -10,7 +10,7 @@ from moe_jax.api.open_source import open_source, read_config
 from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
 from moe_jax.files.staging import check_beside, check_local, check_model_path, refuse_existing
-from moe_jax.files.storage_path import nearest_path
+from moe_jax.files.storage_path import as_path, nearest_path
 from moe_jax.model_io.model_dir import ModelDirectoryWriter
 from moe_jax.training.recipe import load_recipe
 from tests.support.dense_models import dense_config, random_leaves, write_model
@@ -32,6 +32,18 @@ def test_what_may_be_in_a_bucket_is_said_where_it_may_not(path):
         check_local(path)
     with pytest.raises(InputError, match="address and not"):
         refuse_existing(Path(path))
+
+
+def test_ways_between_places_lead_there():
+    for begin, place, way in (
+        ("/models/a", "/models/b/c", "../b/c"),
+        ("gs://bucket/models/a", "gs://bucket/b", "../../b"),
+        ("/models/a", "gs://bucket/b", None),
+        ("gs://bucket/a", "/models/b", None),
+        ("gs://bucket/a", "gs://another/a", None),
+    ):
+        assert as_path(begin).way_to(as_path(place)) == way
+        assert as_path(begin).follow(way or place) == as_path(place)
 
 
 @pytest.mark.parametrize("path", ["gs://", "gs://Bucket/a", "gs://b/a", "gs://bucket/../a"])

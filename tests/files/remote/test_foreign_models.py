@@ -137,12 +137,16 @@ def test_damaged_files_are_told_as_on_a_disk(bucket, dense, tmp_path, monkeypatc
 def test_a_long_part_is_read_in_pieces(bucket, monkeypatch):
     monkeypatch.setattr(byte_files, "HEAD_BYTES", 64)
     monkeypatch.setattr(byte_files, "PIECE_BYTES", 100)
+    monkeypatch.setattr(byte_files, "AT_ONCE", 3)
+    begun, pool = [], byte_files.ThreadPoolExecutor
+    monkeypatch.setattr(byte_files, "ThreadPoolExecutor", lambda threads: begun.append(threads) or pool(threads))
     content = bytes(range(256)) * 2
     bucket.store("data/bytes", content)
-    for position, length in ((0, 512), (70, 250), (70, 100), (500, 12), (300, 400), (512, 8)):
+    for position, length in ((0, 512), (70, 250), (70, 150), (70, 100), (500, 12), (300, 400), (512, 8)):
         with open_bytes("gs://bucket/data/bytes") as file:  # whose size is not known yet
             out, expected = bytearray(length), content[position : position + length]
             assert file.read_at(position, out) == len(expected) and out[: len(expected)] == expected
+    assert max(begun) == 3 and min(begun) == 2
 
 
 def test_files_of_other_formats(bucket, tmp_path, monkeypatch):
