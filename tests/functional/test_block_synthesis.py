@@ -15,7 +15,14 @@ from moe_jax.experts.forms.sparse import to_csr
 from moe_jax.functional import sparse_product, synthesis
 from moe_jax.functional.codes import codes_shape, scales_shape
 from moe_jax.functional.sparse_product import EntryTiles
-from moe_jax.functional.synthesis import Operands, Tiles, block_gradients, block_product, experts_per_block
+from moe_jax.functional.synthesis import (
+    Operands,
+    Tiles,
+    block_gradients,
+    block_product,
+    experts_per_block,
+    synthesised_matmul,
+)
 from tests.support.environment import INTERPRET
 from tests.support.numerics import assert_close
 from tests.support.tiers import one_in
@@ -124,6 +131,21 @@ def test_bfloat16_rounds_kernels_and_results_alone(kind):
         error = jnp.linalg.norm((one.astype(jnp.float32) - other).reshape(-1)) / jnp.linalg.norm(other.reshape(-1))
         # Rounding is 0.0017 of the norm, and of two factors of a product together 0.0024.
         assert error < 0.003
+
+
+def test_gpus_are_given_blocks_forwards_and_backwards():
+    tiles, trained, fixed = experts("quantized")
+    lhs, base, sizes = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((ROWS, SHAPE[0]), SHAPE, (EXPERTS,)))
+    sizes = jax.ShapeDtypeStruct(sizes.shape, jnp.int32)
+
+    def value(lhs, base, trained, sizes):
+        return jnp.sum(synthesised_matmul(lhs, base, trained, fixed, sizes, tiles) ** 2)
+
+    traced = jax.jit(jax.grad(value, argnums=(0, 1, 2))).trace(lhs, base, trained, sizes)
+    programs = [traced.lower(lowering_platforms=(platform,)).as_text() for platform in ("cuda", "cpu")]
+    # The kernels of a block of experts, beside each other, are made on GPUs alone.
+    kernels = f"tensor<{EXPERTS}x{SHAPE[0]}x{SHAPE[1]}xf32>"
+    assert [kernels in program for program in programs] == [True, False]
 
 
 def test_blocks_hold_a_bounded_number_of_entries():

@@ -1,6 +1,8 @@
 """Rotary embedding: what is rotated, by how much, and what that depends on. Scalings are compared with Transformers
 in `tests/families`."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,6 +54,16 @@ def test_frequencies_depend_on_the_length_of_the_own_text_alone(rope):
     packed = tables(short + long, [1] * 5 + [2] * 13)
     np.testing.assert_array_equal(packed[:, :5], alone)
     np.testing.assert_array_equal(packed[:, 5:], stretched)
+
+
+@pytest.mark.parametrize(
+    ("factor", "own", "expected"),
+    [(2.0, None, (1 + np.log(2) / np.log(8)) ** 0.5), (1.0, None, 1.0), (0.5, None, 1.0), (2.0, 1.75, 1.75)],
+)
+def test_longrope_scales_what_it_rotates(factor, own, expected):
+    rope = dataclasses.replace(LONGROPE, factor=factor, attention_factor=own)
+    cos, sin = jitted_tables(rope, 4, 8, jnp.arange(12, dtype=jnp.int32)[None])
+    np.testing.assert_allclose(np.hypot(cos, sin), expected, rtol=1e-6)
 
 
 def test_dynamic_frequencies_are_the_plain_ones_within_the_trained_context():

@@ -1,6 +1,7 @@
 """KV-cached generation: against recomputation without a cache, for batches of different lengths."""
 
 import re
+import types
 from functools import partial
 
 import jax
@@ -203,3 +204,14 @@ def test_caches_are_updated_in_place_and_rings_are_no_longer_than_their_window(w
 def test_bad_options(small, prompts, options, message):
     with pytest.raises(InputError, match=message):
         generate(small, prompts, **{"max_new_tokens": 3, **options})
+
+
+def test_rows_have_room_in_powers_of_two_within_the_context():
+    def room(*lengths, bounded, **options):
+        config = types.SimpleNamespace(bounded_positions=bounded, max_positions=100)
+        return [Engine.room(types.SimpleNamespace(config=config), length, **options) for length in lengths]
+
+    assert room(3, 16, 17, 70, 120, bounded=False) == [16, 16, 32, 128, 128]
+    assert room(3, 16, 17, 70, 120, bounded=True) == [16, 16, 32, 100, 120]
+    assert room(3, 70, bounded=True, least=4, needed=110) == [110, 110]
+    assert room(3, 70, bounded=True, least=4) == [4, 100]
