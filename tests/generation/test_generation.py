@@ -206,12 +206,12 @@ def test_bad_options(small, prompts, options, message):
         generate(small, prompts, **{"max_new_tokens": 3, **options})
 
 
-def test_rows_have_room_in_powers_of_two_within_the_context():
+def test_rows_have_the_room_of_a_bucket_within_the_context():
     def room(*lengths, bounded, **options):
         config = types.SimpleNamespace(bounded_positions=bounded, max_positions=100)
         return [Engine.room(types.SimpleNamespace(config=config), length, **options) for length in lengths]
 
-    assert room(3, 16, 17, 70, 120, bounded=False) == [16, 16, 32, 128, 128]
-    assert room(3, 16, 17, 70, 120, bounded=True) == [16, 16, 32, 100, 120]
-    assert room(3, 70, bounded=True, least=4, needed=110) == [110, 110]
-    assert room(3, 70, bounded=True, least=4) == [4, 100]
+    assert room(3, 16, 17, 97, 120, bounded=False) == [16, 16, 24, 128, 128]
+    assert room(3, 16, 17, 97, 120, bounded=True) == [16, 16, 24, 100, 120]
+    assert room(3, 97, bounded=True, least=4, needed=110) == [110, 110]
+    assert room(3, 97, bounded=True, least=4) == [4, 100]
