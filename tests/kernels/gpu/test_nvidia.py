@@ -1,10 +1,13 @@
 """Which GPU a program is for."""
 
+import types
+
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from moe_jax.kernels.hardware import capability_of, compute_capability
+from moe_jax.kernels.hardware import capability_of, compute_capability, triton_fits
 from tests.support.environment import PLATFORM
 
 
@@ -44,3 +47,14 @@ def test_the_mesh_says_for_which_gpu_a_program_is():
         mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,), abstract_device=device)
         with jax.sharding.use_abstract_mesh(mesh):
             assert compute_capability() == expected
+
+
+@pytest.mark.parametrize(("said", "expected"), [("9.0", (9, 0)), ("10.3", (10, 3)), (None, None), ("gfx942", None)])
+def test_a_gpu_whose_name_is_unknown_says_it_itself(said, expected, monkeypatch):
+    gpu = types.SimpleNamespace(device_kind="a GPU of 2040", compute_capability=said)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
+    assert compute_capability() == capability_of("a GPU of 2040") == expected
+    assert capability_of("another GPU of 2040") is None
+    assert triton_fits(jnp.bfloat16, expected) and triton_fits(jnp.bfloat16, (8, 0))
+    assert not triton_fits(jnp.bfloat16, (7, 5)) and not triton_fits(jnp.float64, expected)

@@ -314,3 +314,15 @@ def test_factors_that_do_not_fit_into_fast_memory(monkeypatch):
     assert_close([got["a"], got["b"]], expected)
     with pytest.raises(ValueError, match="rank 3 of kernels"):
         kernel_gradients.low_rank_gradients(rows, dout, arrays["a"], arrays["b"], sizes, **SMALL)
+
+
+def test_factors_are_split_where_bfloat16_would_round_them():
+    arrays = factors(np.random.default_rng(0))
+    exact = jnp.einsum("eir,ero->eio", arrays["a"], arrays["b"], precision="highest")
+    rounded = {name: array.astype(jnp.bfloat16) for name, array in arrays.items()}
+    for given, dtype, terms in ((arrays, jnp.bfloat16, 3), (arrays, jnp.float32, 1), (rounded, jnp.bfloat16, 1)):
+        a, b = (operand.array for operand in LowRankTile().operands(given, dtype))
+        assert a.shape[1] == b.shape[1] == terms * RANK and a.dtype == b.dtype == dtype
+        made = jnp.einsum("eri,ero->eio", a.astype(jnp.float32), b.astype(jnp.float32), precision="highest")
+        most = float(jnp.max(jnp.abs(made - exact)) / jnp.max(jnp.abs(exact)))
+        assert most < (2**-6 if given is rounded else 2**-14)
