@@ -320,9 +320,9 @@ def test_factors_are_split_where_bfloat16_would_round_them():
     arrays = factors(np.random.default_rng(0))
     exact = jnp.einsum("eir,ero->eio", arrays["a"], arrays["b"], precision="highest")
     rounded = {name: array.astype(jnp.bfloat16) for name, array in arrays.items()}
-    for given, dtype, terms in ((arrays, jnp.bfloat16, 3), (arrays, jnp.float32, 1), (rounded, jnp.bfloat16, 1)):
-        a, b = (operand.array for operand in LowRankTile().operands(given, dtype))
+    for kept, dtype, terms in ((arrays, jnp.bfloat16, 3), (arrays, jnp.float32, 1), (rounded, jnp.bfloat16, 1)):
+        a, b = (operand.array for operand in LowRankTile().operands(kept, dtype))
         assert a.shape[1] == b.shape[1] == terms * RANK and a.dtype == b.dtype == dtype
         made = jnp.einsum("eri,ero->eio", a.astype(jnp.float32), b.astype(jnp.float32), precision="highest")
         most = float(jnp.max(jnp.abs(made - exact)) / jnp.max(jnp.abs(exact)))
-        assert most < (2**-6 if given is rounded else 2**-14)
+        assert most < (2**-6 if kept is rounded else 2**-14)
