@@ -12,6 +12,8 @@ from moe_jax.conversion import HuggingFaceDirectory, convert, export
 from moe_jax.conversion.safetensors_file import PlannedTensor, plan_shards
 from moe_jax.conversion.spec import ConvertSpec, ExportSpec
 from moe_jax.conversion.table import FUSED, LAYOUTS, PER_EXPERT
+from moe_jax.conversion.tensors import TensorEntry
+from moe_jax.conversion.to_hugging_face import _check_planned
 from moe_jax.core.errors import InputError
 from moe_jax.model_io.lineage import read_lineage
 from moe_jax.model_io.model_dir import ModelDirectory
@@ -211,6 +213,28 @@ def test_bad_options(llama: pathlib.Path, options: dict, expected: str):
     with pytest.raises(InputError) as error:
         export(HuggingFaceDirectory(llama), llama.parent / "out", ExportSpec(**options), console=QUIET)
     assert expected in str(error.value)
+
+
+def test_keys_to_ignore_come_from_the_command_line_or_as_a_list():
+    assert ConvertSpec().ignored_keys == () == ConvertSpec(ignore_keys=[]).ignored_keys
+    for keys in ("one,other", ["one", "other"]):
+        assert ConvertSpec(ignore_keys=keys).ignored_keys == ("one", "other")
+    assert ConvertSpec(ignore_keys="one").ignored_keys == ("one",)
+
+
+def test_files_that_somebody_else_has_written_into_are_not_published():
+    place = pathlib.Path("model.safetensors")
+    tensors = {"a": PlannedTensor("F32", (2,)), "b": PlannedTensor("F32", (2,))}
+    found = {name: TensorEntry(place, tensor.dtype, tensor.shape, 0, None) for name, tensor in tensors.items()}
+    _check_planned(found, tensors)
+    for other, named in (
+        (found | {"b": found["b"]._replace(dtype="F16")}, "^b is"),
+        (found | {"a": found["a"]._replace(shape=(1, 2))}, "^a is"),
+        (found | {"c": found["a"]}, "^c is"),
+        ({"a": found["a"]}, "^a tensor is"),
+    ):
+        with pytest.raises(InputError, match=f"{named} not what"):
+            _check_planned(other, tensors)
 
 
 def test_a_model_directory_is_not_converted_again(llama: pathlib.Path, tmp_path: pathlib.Path):

@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import os
+import pathlib
 
 import numpy as np
 import pyarrow as pa
@@ -9,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from moe_jax.core.errors import InputError
-from moe_jax.data.data_files import uncompressed
+from moe_jax.data.data_files import cached_copy, uncompressed
 from moe_jax.data.pipeline import open_data
 from moe_jax.data.sections import DataSection, SourceSection
 from tests.data.test_chat_data import CONFIG
@@ -88,6 +90,34 @@ def test_a_copy_is_made_once_of_the_columns_that_are_needed_and_anew_of_another_
     assert next(opened(tmp_path, path))["tokens"].shape == (2, 64)
     assert len(list((tmp_path / "cache").rglob("*.arrow"))) == 2
     assert not list((tmp_path / "cache").rglob("*.new"))
+
+
+def test_a_copy_is_made_where_it_stays_and_only_of_a_whole_file(tmp_path, monkeypatch):
+    """To move it there from another disk would be to copy it again; what is not whole yet has another name."""
+    folder, file = tmp_path / "cache" / "moe_jax" / "data", tmp_path / "a"
+    file.write_text("a")
+    written: list[pathlib.Path] = []
+
+    def write(handle, content=b"copy"):
+        handle.write(content)
+        (path,) = folder.iterdir()
+        assert os.path.samestat(path.stat(), os.fstat(handle.fileno()))
+        written.append(path)
+        if content != b"copy":
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        cached_copy(file, "form of it", lambda handle: write(handle, b"half of it"))
+    assert not [*folder.iterdir()]
+    copy = cached_copy(file, "form of it", write)
+    assert copy.parent == folder and copy.suffix == ".form" and copy.read_bytes() == b"copy"
+    assert [*folder.iterdir()] == [copy] and copy not in written
+    assert cached_copy(file, "form of it", write) == copy and len(written) == 2
+    copy.unlink()
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")  # no absolute path, which the standard has ignored
+    monkeypatch.setattr(pathlib.Path, "home", lambda: tmp_path)
+    (tmp_path / ".cache").symlink_to(tmp_path / "cache")
+    assert cached_copy(file, "other form", write).parent == tmp_path / ".cache" / "moe_jax" / "data"
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
-from moe_jax.conversion.safetensors_file import Layout, PlannedTensor, read_header
+from moe_jax.conversion.safetensors_file import DiskShards, Layout, PlannedTensor, read_header
 from moe_jax.conversion.tensors import DTYPES, TensorFiles
 from moe_jax.core.errors import InputError
 from tests.support.tiers import examples
@@ -135,6 +135,24 @@ def test_tensors_begin_aligned():
     header = Layout.of({"x": PlannedTensor("BF16", (3,))}).header
     assert len(header) % 8 == 0
     assert json.loads(header[8:])["x"] == {"dtype": "BF16", "shape": [3], "data_offsets": [0, 6]}
+
+
+def test_every_shard_is_on_the_disk_before_it_is_said_to_be(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    tensors = {name: PlannedTensor("F32", TENSORS["a.weight"].shape) for name in ("a", "b", "c")}
+    values = {name: TENSORS["a.weight"] + place for place, name in enumerate(tensors)}
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.readlink(f"/proc/self/fd/{file}")))
+    with DiskShards(tmp_path, tensors, max_bytes=100) as writer:
+        shards = sorted(str(path) for path in tmp_path.glob("*.safetensors"))
+        for name, value in values.items():
+            writer.write(name, 8, value.reshape(-1)[8:])
+            writer.write(name, 0, value.reshape(-1)[:8])
+        assert writer.sync() and len(shards) == 2 and sorted(synced) == shards
+        assert not writer.are_kept(values)  # the notes of the work say it
+        synced.clear()
+    assert {*shards} < {*synced}  # and the index
+    found = load_file(shards[0]) | load_file(shards[1])
+    assert found.keys() == values.keys() and all(np.array_equal(found[name], values[name]) for name in found)
 
 
 @settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -118,6 +118,20 @@ def test_the_share_that_stablelm_rotates_is_always_written(fraction: float):
     assert read_hf_config({**newer, "rope_parameters": parameters}) == config
 
 
+ATTENTION_BIASES = {
+    **dict.fromkeys(("qwen2", "qwen2_moe", "stablelm", "qwen"), ("q", "k", "v")),
+    **dict.fromkeys(("llama-biases", "qwen3-window", "qwen3_moe-dense-layers", "gemma"), ("q", "k", "v", "o")),
+    **dict.fromkeys(("phi", "phi-tied-wide-heads", "qwen-biases-everywhere"), ("q", "k", "v", "o")),
+    "deepseek_v3": ("q_down", "kv_down", "o"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_which_projections_have_biases(name: str):
+    config = read_hf_config(CONFIGS[name])
+    assert {layer.attention.biases for layer in config.layers} == {ATTENTION_BIASES.get(name, ())}
+
+
 def windows(family: str = "qwen2", **keys: object) -> list[int | None]:
     config = read_hf_config({**BASE, "model_type": family, **keys})
     return [layer.attention.sliding_window for layer in config.layers]
