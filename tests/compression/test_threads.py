@@ -1,3 +1,4 @@
+import os
 import threading
 
 import pytest
@@ -44,3 +45,15 @@ def test_results_are_in_the_order_of_the_items():
 def test_an_error_in_a_thread_is_raised():
     with pytest.raises(ZeroDivisionError):
         in_threads(lambda number: 1 // number, [1, 0])
+
+
+@pytest.mark.parametrize(("cores", "most", "expected"), [(64, 3, 3), (2, 8, 2), (None, 8, 1)])
+def test_there_are_as_many_threads_as_cores_but_not_too_many(cores, most, expected, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    together = threading.Barrier(expected, timeout=10)
+
+    def work(number):
+        together.wait()
+        return threading.get_ident()
+
+    assert len(set(in_threads(work, range(12), most=most))) == expected

@@ -11,7 +11,7 @@ from scipy.optimize import linear_sum_assignment
 
 from moe_jax.compression.alignment import assignment, matching
 from moe_jax.compression.alignment.assignment import align, distinct_nearest, transport_costs
-from moe_jax.compression.alignment.barycenter import SOLVERS, free_support_barycenter
+from moe_jax.compression.alignment.barycenter import SOLVERS, _costs, _round, free_support_barycenter
 from moe_jax.core.errors import InputError
 from tests.support.tiers import examples
 
@@ -270,3 +270,25 @@ def test_an_order_that_is_read_off_is_the_optimal_one(n, dim, noise, seed):
     nearest = np.sort(distances, axis=1)
     clear = len(set(distances.argmin(axis=1))) == n and np.all(nearest[:, 1] - nearest[:, 0] > 1e-3)
     assert (order is not None) or not clear
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 9999))
+def test_an_order_is_rounded_with_its_cost_and_what_potentials_prove_of_it(seed):
+    """Against distances in float64; there are more points than dimensions, so that no axis is another one."""
+    n, random = 7, np.random.default_rng(seed)
+    points, target = random_clouds(seed, 2, n, 3)
+    points += 2  # terms of single points are not small
+    distances = ((target[:, None].astype(np.float64) - points[None]) ** 2).sum(axis=-1)
+    centred = distances - distances.mean(axis=1, keepdims=True) - distances.mean(axis=0) + distances.mean()
+    costs = _costs(points, target)
+    np.testing.assert_allclose(costs.matrix * costs.spread, centred, atol=1e-4)
+    assert np.std(costs.matrix) == pytest.approx(1, rel=1e-4)
+    assert costs.offset == pytest.approx(distances.mean(), rel=1e-5)
+    f, g = (0.3 * random.standard_normal(n).astype(np.float32) for _ in range(2))
+    order, cost, gap = _round(points, target, (f, g))
+    least = linear_sum_assignment(distances)
+    np.testing.assert_array_equal(order, least[1])
+    assert cost == pytest.approx(distances[least].mean(), rel=1e-4)
+    proven = (centred - float(costs.spread) * g).min(axis=1).mean() + float(costs.spread) * g.mean() + distances.mean()
+    assert cost - gap == pytest.approx(proven, rel=1e-4)

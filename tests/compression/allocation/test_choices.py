@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 
 from moe_jax.compression.coding.coder import LeastError, expert_coders, shared_base_coder
-from moe_jax.compression.methods.choices import TOKENS, Choice, Together, errors_of_choices, rank_of, together
+from moe_jax.compression.methods.choices import (
+    CHOICES,
+    FACTORED,
+    TOKENS,
+    Choice,
+    Together,
+    errors_of_choices,
+    rank_of,
+    together,
+)
 from moe_jax.compression.source_layer import SourceLayer, aligned_kernels, mean_kernel, unaligned
 from moe_jax.model_io.model_dir import ModelDirectory
 from tests.compression.methods.recorded_layers import recorded
@@ -132,3 +141,14 @@ def test_one_expert_for_a_token_has_errors_of_its_own(source):
 def test_formats_are_what_matrices_of_an_expert_have_in_common():
     assert Choice(4, 2).format == Choice(None, 3).format != Choice(4, None, keep=0.1).format
     assert Choice(4, 2, ("zero_points",)).format != Choice(4, 2).format
+
+
+def test_what_is_tried():
+    """Everything once; and codes of what is left of a centre are no larger than its own, or it would be none."""
+    assert len({*CHOICES}) == len(CHOICES) and len({*FACTORED}) == len(FACTORED)
+    centres = {centre for centre, _ in CHOICES if centre is not None}
+    for centre in centres:
+        own = [bits for of, bits in CHOICES if of == centre]
+        assert own == [*range(own[0], own[-1] + 1)] and 1 < len(own)
+        assert own[-1] <= min(centre, 4)
+    assert {centre for centre, _ in FACTORED} == centres == {bits for centre, bits in CHOICES if centre is None}

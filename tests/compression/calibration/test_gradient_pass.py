@@ -83,6 +83,7 @@ def test_are_those_of_the_whole_model(source, windows, recorded, monkeypatch):
         assert found.dtype == np.float32 and np.isclose(found.mean(), 1, rtol=1e-5) and found.std() > 0.2
         # Without asking, nothing is different.
         assert read_layer(recorded, layer).rows.gradients is None
+    assert all(path.is_file() for path in recorded.iterdir())  # nothing is left of what the pass kept on its way
 
 
 @long

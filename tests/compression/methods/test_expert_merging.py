@@ -102,6 +102,17 @@ def test_what_is_left_is_the_weighted_mean_of_the_aligned_experts(source, name):
     np.testing.assert_allclose(output(after[1], X), output(before[2], X), rtol=1e-4, atol=1e-5)
 
 
+def test_progress_rises_with_every_expert(source):
+    told = {}
+    for name in ("msmoe", "git-rebasin"):
+        layer = SourceLayer(source, 0, calibration=CALIBRATION)
+        METHODS[name](keep=0.5).analyse(layer, told.setdefault(name, []).append)
+    np.testing.assert_allclose(told["msmoe"], np.arange(1, E + 1) / E)
+    # Nobody knows how many rounds there will be: each takes half of what is left.
+    np.testing.assert_allclose(told["git-rebasin"][:E], 1 - 0.5 ** (np.arange(1, E + 1) / E))
+    assert (np.diff(told["git-rebasin"]) > 0).all() and told["git-rebasin"][-1] < 1
+
+
 def test_msmoe_aligns_to_the_dominant_expert(source):
     """No exchange of two neurons brings an expert nearer to it, and permuted copies are found."""
     before = experts_of(SourceLayer(source, 0))

@@ -62,7 +62,9 @@ def test_saliency_is_the_mean_weighted_norm_of_the_outputs(shape):
     layer = SourceLayer(source, 0, calibration=recorded(source, unused=1))
     expected = saliency_as_published(layer)
     assert expected[-1] == 0 and len(set(expected)) == E
-    np.testing.assert_allclose(weighted_output_norms(layer), expected, rtol=1e-5)
+    shares = []
+    np.testing.assert_allclose(weighted_output_norms(layer, shares.append), expected, rtol=1e-5)
+    np.testing.assert_allclose(shares, np.arange(1, E + 1) / E)
     kept = make_method("reap", {"keep": 0.5}).analyse(layer)["kept"]
     assert kept.tolist() == sorted(np.argsort(-expected)[:3])
 
