@@ -4,7 +4,7 @@ import functools
 import threading
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, trainers
 from tokenizers import pre_tokenizers as splitters
@@ -127,7 +127,8 @@ TEXTS = st.lists(st.sampled_from(PIECES), min_size=2, max_size=8, unique=True).f
 
 @pytest.mark.parametrize("kind", [*KINDS, "stories260K"])
 @settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(TEXTS)
+@given(text=TEXTS)
+@example(text="a" * 139 + "4a6ubelievable")  # a token of the first window that the second one has not
 def test_the_tokens_are_those_of_the_whole_text(request, kind, text):
     tokenizer = tokenizer_of(kind) if kind in KINDS else request.getfixturevalue("stories")
     whole = tokenizer.encode(text, add_special_tokens=False)

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_jax.conversion import read_hf_config
 from moe_jax.core.errors import InputError
 from moe_jax.data import tokenize_sources as tokenizing
 from moe_jax.data.pipeline import open_data
 from moe_jax.data.sections import DataSection, SourceSection
 from moe_jax.data.token_files import INDEX, pack, unpack
-from moe_jax.data.tokenize_sources import Task, source_patterns, tokenize, totals
+from moe_jax.data.tokenize_sources import Task, preview, source_patterns, tokenize, totals
 from moe_jax.data.tokenizer import Document
 from moe_jax.files.staging import leftovers
 from tests.data.test_chat_data import CONFIG
@@ -24,6 +25,7 @@ from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.chat_templates import TURNS, plain
 from tests.support.environment import ROOT
 from tests.support.forked import start
+from tests.support.hf_checkpoints import CONFIGS
 
 
 def a_task(folder, **options):
@@ -82,6 +84,44 @@ def test_a_record_holds_documents_as_they_were(documents, all_scored):
     for one, other in zip(got, given, strict=True):
         assert np.array_equal(one.ids, other.ids) and np.array_equal(one.scored, other.scored)
         assert one.ids.dtype == np.int32 and one.scored.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("with_encoder", "lengths", "too_long"),
+    [
+        (False, {"seq_len": 13}, 2),
+        (False, {"seq_len": 14}, 1),
+        (False, {"seq_len": 14, "input_len": 99}, 1),  # nothing has inputs apart
+        (True, {"seq_len": 11}, 1),  # inputs may be as long as targets
+        (True, {"seq_len": 11, "input_len": 12}, 0),
+        (True, {"seq_len": 11, "input_len": 3}, 2),
+    ],
+)
+def test_a_preview_counts_what_does_not_fit(tmp_path, with_encoder, lengths, too_long, monkeypatch):
+    """All documents end with a token, and inputs of an encoder, too."""
+    byte_tokenizer(tmp_path / "tokenizer.json")
+    pairs = [("p" * 3, "c" * 2), ("p" * 9, "c" * 4), ("p" * 12, "c" * 9)]
+    rows = [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = read_hf_config({**CONFIGS["t5"], "vocab_size": CONFIG.vocab_size}) if with_encoder else CONFIG
+    section = DataSection(sources=(SourceSection(path=str(file)),), prefetch=0, **lengths)
+    expected = [len(prompt + completion) + 1 + with_encoder for prompt, completion in pairs]
+
+    def found(count=0):
+        [source] = preview(section, config, tmp_path / "tokenizer.json", batch_size=2, count=count)
+        return source
+
+    whole = found(2)
+    assert (whole.records, whole.counted_records, whole.documents, whole.bytes) == (3, 3, 3, file.stat().st_size)
+    assert (whole.tokens, whole.estimated_tokens, whole.longest) == (sum(expected), sum(expected), expected[-1])
+    assert (whole.scored, whole.too_long) == (sum(len(completion) + 1 for _, completion in pairs), too_long)
+    assert [[part.scored for part in parts] for parts in whole.shown] == [[False, True]] * 2
+    assert [part.text[:2] for part in whole.shown[0]] == ["pp", "cc"]
+    monkeypatch.setattr(tokenizing, "MOST_DOCUMENTS", 2)
+    some = found()
+    assert (some.records, some.counted_records, some.documents, some.shown) == (3, 2, 2, ())
+    assert (some.tokens, some.estimated_tokens) == (sum(expected[:2]), sum(expected[:2]) * 3 // 2)
 
 
 def test_training_on_tokens_is_training_on_their_sources_and_goes_on_in_the_middle(tmp_path, small_shards):

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 
 from moe_jax.compression import compress, make_method
+from moe_jax.compression.budget import Candidate
 from moe_jax.compression.calibration.recording import Calibration
 from moe_jax.compression.coding import storage
 from moe_jax.compression.coding.coder import LeastError, expert_coders
 from moe_jax.compression.coding.storage import disk_bytes, layer_bytes
 from moe_jax.compression.methods import bits_by_matrix
+from moe_jax.compression.methods.choices import Choice
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.core.errors import InputError
 from moe_jax.experts import BankConfig, BaseCodes
@@ -116,6 +118,22 @@ def test_a_layer_gets_the_best_of_all_that_fits(names, of_all, source, calibrati
     assert () in formats and names in formats  # small budgets have nothing of it, and large ones have all
     with pytest.raises(InputError, match="experts of 1 layers"):
         dataclasses.replace(method, target_bytes=sizes[0] - 1).check([layer])
+
+
+def test_zero_points_are_asked_for_and_not_taken_where_layers_are_better_without(source, calibration, monkeypatch):
+    """The search among more formats is a heuristic as well, which may end higher."""
+    layer = SourceLayer(source, 0, calibration=calibration.layers[0])
+    method = make_method("allocate", {**ALLOCATE, "target_bytes": 10**6, "zero_points": True})
+    added = ((), ("zero_points",))
+    analysis = {"errors": np.zeros((len(layer.shapes), layer.num_experts, 1))}
+    for best in added:
+
+        def chosen(self, layers, divergences, formats, best=best):
+            found = formats[-1]
+            return {0: Candidate(1, float(found != best), (Choice(None, 3, found),) * len(layer.shapes))}
+
+        monkeypatch.setattr(bits_by_matrix.Allocate, "_chosen", chosen)
+        assert method.plan([layer], {0: analysis})[0].bank.form.zero_points == bool(best)
 
 
 def compressed(source, calibration, out, **options):
