@@ -31,8 +31,9 @@ from moe_jax.experts.forms import (
 from moe_jax.experts.forms.coding import CodedJointly, check_keep, experts_with
 from moe_jax.experts.forms.kernel_of_codes import NF4
 from moe_jax.experts.forms.protocol import delta_options, form_of_option, option_of_form, registered
+from moe_jax.experts.forms.whole import WithLoRA
 from moe_jax.experts.on_host import expert_kernels, leaves_from_dense
-from moe_jax.experts.shapes import shapes_of
+from moe_jax.experts.shapes import Load, LoRAConfig, Matrix, Window, shapes_of
 from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig, MoEConfig, config_from_json, config_to_json
 from moe_jax.upcycling.spec import UpcycleSpec
 from tests.support.environment import ROOT
@@ -311,6 +312,47 @@ def test_experts_of_several_forms_cost_what_they_cost_on_average():
     for cost in (lambda form: form.own_bytes(matrices, 2), lambda form: form.making(matrices, platform)):
         assert cost(mixed) == pytest.approx((cost(one) + 3 * cost(other)) / 4)
     assert one.own_bytes(matrices, 2) < other.own_bytes(matrices, 2)
+
+
+def test_thin_products_cost_their_multiplications_and_their_factors_bytes():
+    expert, platform, rank = FFNConfig(dim=48), Platform.of(CHIPS["v5e"], 2), 3
+    form, load = LowRank(rank=rank), Load(num_experts=5, tokens=10, top_k=2)
+    matrices = tuple(ffn_matrices(expert, 32).values())
+    assert [matrix.shape for matrix in matrices] == [(32, 48), (32, 48), (48, 32)]
+    into, out, chip = 32 + 32 + 48, 48 + 48 + 32, CHIPS["v5e"]
+    costs = form.delta_costs(matrices, load, platform)
+    assert costs.keys() == {"side-by-side", "grouped"}
+    # Each row goes through two thin kernels of its own expert, and is sorted before and after.
+    assert costs["grouped"].products == pytest.approx(2 * 20 * rank * (into + out) / chip.bfloat16)
+    assert costs["grouped"].reading == pytest.approx(4 * 2 * 20 * (into + out) / chip.bandwidth)
+    # Or each token through the first kernels of all experts at once, and each row through all of the second ones.
+    assert costs["side-by-side"].products == pytest.approx(2 * 5 * rank * (10 * into + 20 * out) / chip.bfloat16)
+    assert costs["side-by-side"].reading == 0
+    leaves = nnx.eval_shape(lambda: [form.fresh(nnx.Rngs(0), matrix, (), jnp.float32) for matrix in matrices])
+    entries = sum(leaf.size for own in leaves for leaf in own.values())
+    assert form.own_bytes(matrices, 2) == 2 * entries and form.multiplied_entries(expert, 32) == entries
+    # The product of its factors, of so many operations, is what makes a kernel.
+    assert form.making(matrices, platform) == pytest.approx(2 * rank * 3 * 32 * 48 / chip.bfloat16)
+
+
+def test_lora_beside_the_kernels_of_experts_has_its_scale_in_every_product():
+    matrix, sizes = Matrix("up", (8, 12)), (3, 0, 4)
+    form = WithLoRA(kernel=Full(), lora=LoRAConfig(rank=2, targets=("up",), scale=0.25))
+    shapes = {"kernel": (3, 8, 12), "lora/a": (3, 8, 2), "lora/b": (3, 2, 12)}
+    arrays = {name: normal(seed, *shape) for seed, (name, shape) in enumerate(shapes.items())}
+    kernel, a, b = (np.asarray(array) for array in arrays.values())
+    kernels, rows, of_rows = kernel + 0.25 * a @ b, normal(9, 7, 8), np.repeat(np.arange(3), sizes)
+
+    @jax.jit
+    def three_ways(rows, arrays):
+        own = {name: array[2] for name, array in arrays.items()}
+        grouped = form.grouped(rows, arrays, jnp.array(sizes, jnp.int32), matrix)
+        return grouped, form.apply(rows, own, matrix, None), form.tile(None, own, Window.all(matrix.shape))
+
+    grouped, alone, made = three_ways(rows, arrays)
+    np.testing.assert_allclose(grouped, np.einsum("ri,rio->ro", rows, kernels[of_rows]), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(alone, rows @ kernels[2], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(made, kernels[2], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("bits", range(1, 10))
