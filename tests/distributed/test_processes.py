@@ -4,13 +4,25 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 
 from moe_jax.core.errors import InputError
-from moe_jax.distributed.processes import join_processes
+from moe_jax.distributed.processes import (
+    check_equal,
+    first_decides,
+    gathered,
+    gathered_arrays,
+    gathered_bytes,
+    join_processes,
+)
 from moe_jax.model_io.model_dir import ModelDirectory
 from tests.support.environment import COMPILER_FLAGS, ROOT
 from tests.support.forked import OF_MODELS, start
@@ -127,6 +139,89 @@ def test_the_first_process_decides_and_all_hear(both):
     heard = ["{'step': 3, 'of': [None, 'é']}", "InputError None True", "OSError 28 True", "FileNotFoundError None True"]
     heard += ["any None True", "True", "goes on"]
     assert [lines[1:] for lines in both[1]] == [heard, heard]
+
+
+@pytest.fixture
+def in_three(monkeypatch):
+    """`in_three(call)`: what `call(index)` returns or raises in each of three threads, which stand for processes."""
+    here, barrier, given = threading.local(), threading.Barrier(3, timeout=20), [None] * 3
+
+    def exchanged(array):
+        given[here.index] = np.asarray(array)
+        barrier.wait()
+        found = list(given)
+        barrier.wait()
+        assert len({(one.shape, one.dtype) for one in found}) == 1  # or JAX would wait for ever
+        return found
+
+    def call_of(index, call):
+        here.index = index
+        try:
+            return call(index)
+        except Exception as error:
+            return error
+
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    monkeypatch.setattr(jax, "process_index", lambda: here.index)
+    monkeypatch.setattr(multihost_utils, "process_allgather", lambda array: np.stack(exchanged(array)))
+    monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", lambda array: exchanged(array)[0])
+
+    def run(call):
+        with ThreadPoolExecutor(3) as threads:
+            return list(threads.map(call_of, range(3), [call] * 3))
+
+    return run
+
+
+def test_all_hear_what_each_says_however_long_it_is(in_three):
+    said = [b"", b"a" * 300, bytes(range(256)) * 20]
+    assert in_three(lambda index: gathered_bytes(said[index])) == [said] * 3
+    values = [None, {"é": [1.5, "x" * 99]}, 3]
+    assert in_three(lambda index: gathered(values[index])) == [values] * 3
+    arrays = [{}, {"a/b": np.arange(3)}, {"c": np.float32([[1, 2]]), "d": np.array("text")}]
+    for found in in_three(lambda index: gathered_arrays(arrays[index])):
+        assert found.keys() == {"a/b", "c", "d"}
+        for own in arrays:
+            assert all(
+                found[name].dtype == array.dtype and np.array_equal(found[name], array) for name, array in own.items()
+            )
+
+
+def test_the_first_decides_or_fails_for_all(in_three):
+    assert in_three(lambda index: first_decides(lambda: [index, "é" * 300])) == [[0, "é" * 300]] * 3
+    for error in (InputError("no"), OSError(28, "full"), FileNotFoundError("gone"), KeyError("bug")):
+        ran = []
+
+        def fail(index, error=error, ran=ran):
+            def action():
+                ran.append(index)
+                raise error
+
+            return first_decides(action)
+
+        first, *others = in_three(fail)
+        assert first is error and ran == [0]
+        for heard in others:
+            assert type(heard) is (RuntimeError if isinstance(error, KeyError) else type(error))
+            assert getattr(heard, "errno", None) == getattr(error, "errno", None)
+            assert "the first process" in str(heard) and str(error) in str(heard)
+
+
+def test_values_that_differ_are_named_in_all_processes(in_three):
+    same = {"seed": 3, "of": {"b": 1, "a": [2]}}
+    assert in_three(
+        lambda index: check_equal({"seed": 3, "of": {**({"a": [2]} if index else {}), "b": 1, "a": [2]}})
+    ) == ([None] * 3)
+    for other, said in (
+        ({**same, "seed": 4}, "seed is 4 in process 2, and 3 in the first; start"),
+        (
+            {**same, "seed": 4, "steps": 1, "a": 0},
+            "a is 0 in process 2, and nothing in the first (and 2 more: seed, steps)",
+        ),
+        ({"seed": 3}, "of is nothing in process 2, and "),
+    ):
+        errors = in_three(lambda index, other=other: check_equal(other if index == 2 else same))
+        assert all(type(error) is InputError and said in str(error) for error in errors), errors
 
 
 DIFFER = 'processes.check_equal({"seed": 3} if sys.argv[3] == "0" else {"seed": 4, "steps": 5})'
