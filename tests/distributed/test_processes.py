@@ -219,6 +219,7 @@ def test_values_that_differ_are_named_in_all_processes(in_three):
             "a is 0 in process 2, and nothing in the first (and 2 more: seed, steps)",
         ),
         ({"seed": 3}, "of is nothing in process 2, and "),
+        ({"seed": 4}, "(and 1 more: seed)"),
     ):
         errors = in_three(lambda index, other=other: check_equal(other if index == 2 else same))
         assert all(type(error) is InputError and said in str(error) for error in errors), errors

@@ -33,7 +33,7 @@ from moe_jax.experts.forms.kernel_of_codes import NF4
 from moe_jax.experts.forms.protocol import delta_options, form_of_option, option_of_form, registered
 from moe_jax.experts.forms.whole import WithLoRA
 from moe_jax.experts.on_host import expert_kernels, leaves_from_dense
-from moe_jax.experts.shapes import Load, LoRAConfig, Matrix, Window, shapes_of
+from moe_jax.experts.shapes import Load, LoRAConfig, Matrix, Window, normal_kernel, shapes_of, uniform_factor
 from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig, MoEConfig, config_from_json, config_to_json
 from moe_jax.upcycling.spec import UpcycleSpec
 from tests.support.environment import ROOT
@@ -369,3 +369,16 @@ def test_kept_values_have_as_many_bits_as_there_are_formats_for(bits):
 def test_a_rank_is_above_0(form, rank):
     with pytest.raises(InputError, match="rank"):
         form(rank=rank)
+
+
+def test_kernels_begin_as_small_as_they_are_said_to():
+    """Against quantiles of their distributions; whatever the dtype, they are drawn in float32."""
+    rngs = nnx.Rngs(0)
+    kernel = np.asarray(normal_kernel(rngs, (2, 64, 96), jnp.dtype("bfloat16")), np.float32)
+    quantiles = np.quantile(kernel, [0.023, 0.159, 0.5, 0.841, 0.977])
+    np.testing.assert_allclose(quantiles, [-0.04, -0.02, 0, 0.02, 0.04], atol=1.5e-3)
+    factor = np.asarray(uniform_factor(rngs, (2,), 64, 96, jnp.dtype("bfloat16")), np.float32)
+    assert kernel.shape == (2, 64, 96) == factor.shape and np.abs(factor).max() <= 1 / 8
+    np.testing.assert_allclose(np.quantile(factor, [0, 0.25, 0.5, 0.75, 1]) * 8, [-1, -0.5, 0, 0.5, 1], atol=0.03)
+    for drawn in (kernel, factor):  # of every expert anew
+        assert abs(np.corrcoef(drawn.reshape(2, -1))[0, 1]) < 0.05
