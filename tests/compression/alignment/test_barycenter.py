@@ -1,7 +1,9 @@
 """Barycenters of point clouds: exact on tiny ones, planted orders found, and nothing hangs on how the clouds came."""
 
 import itertools
+import types
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,7 +13,13 @@ from scipy.optimize import linear_sum_assignment
 
 from moe_jax.compression.alignment import assignment, matching
 from moe_jax.compression.alignment.assignment import align, distinct_nearest, transport_costs
-from moe_jax.compression.alignment.barycenter import SOLVERS, _costs, _round, free_support_barycenter
+from moe_jax.compression.alignment.barycenter import (
+    SOLVERS,
+    _costs,
+    _is_worth_annealing,
+    _round,
+    free_support_barycenter,
+)
 from moe_jax.core.errors import InputError
 from tests.support.tiers import examples
 
@@ -292,3 +300,26 @@ def test_an_order_is_rounded_with_its_cost_and_what_potentials_prove_of_it(seed)
     assert cost == pytest.approx(distances[least].mean(), rel=1e-4)
     proven = (centred - float(costs.spread) * g).min(axis=1).mean() + float(costs.spread) * g.mean() + distances.mean()
     assert cost - gap == pytest.approx(proven, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("platform", "points", "is_small", "expected"),
+    [
+        ("cpu", 2048, True, True),
+        ("cpu", 2049, True, False),
+        ("cpu", 100, False, False),  # its rounds are long
+        ("gpu", 100, False, True),
+        ("gpu", 16384, True, True),
+        ("gpu", 16385, True, False),
+    ],
+)
+def test_what_is_annealed_fits_into_time_and_memory_and_has_no_clear_order(
+    platform, points, is_small, expected, monkeypatch
+):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    places = np.broadcast_to(np.int32(0), (50, points))
+    for moved, moves in ((places.size // 50, False), (places.size // 50 + 1, True)):
+        matching_ = types.SimpleNamespace(
+            mean=np.broadcast_to(0.0, (points, 3)), permutations=places, moved=moved, is_small=is_small
+        )
+        assert _is_worth_annealing(matching_) == (expected and moves)

@@ -1,13 +1,18 @@
-"""Allocation of a budget over layers, against every possible allocation."""
+"""Allocation of a budget over layers, against every possible allocation; and the part of a layer that is tried."""
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_jax.compression import budget as budgets
 from moe_jax.compression.budget import Candidate, allocate
+from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.core.errors import InputError
+from moe_jax.models import BankConfig
+from tests.support.moe_models import memory_moe
 
 CANDIDATES = st.builds(Candidate, st.integers(1, 60), st.integers(0, 100).map(float), st.none())
 LAYERS = st.lists(st.lists(CANDIDATES, min_size=1, max_size=6), min_size=1, max_size=4).map(
@@ -80,3 +85,19 @@ def test_what_a_candidate_stands_for_need_not_be_comparable():
 def test_a_budget_that_is_too_small_names_the_smallest_possible(layers):
     with pytest.raises(InputError, match=f"at least {smallest(layers)} bytes"):
         allocate(layers, smallest(layers) - 1)
+
+
+@pytest.mark.parametrize(("neurons", "chosen"), [(8, range(8)), (9, [0, 1, 6, 7]), (24, [0, 1, 22, 23])])
+def test_a_large_layer_is_tried_on_blocks_of_neurons_from_its_first_to_its_last(neurons, chosen, monkeypatch):
+    """Which are groups of the same scales."""
+    monkeypatch.setattr(budgets, "DEFAULT_GROUP_SIZE", 2)
+    monkeypatch.setattr(budgets, "SAMPLED_NEURONS", 4)
+    layer = SourceLayer(memory_moe(BankConfig(), shape={"d_model": 16, "dim": neurons}, num_experts=3), 0)
+    random = np.random.default_rng(0)
+    orders = np.stack([random.permutation(neurons) for _ in range(3)])
+    found = budgets._sampled(layer, orders)
+    assert found.keys() == layer.shapes.keys()
+    for name, kernels in found.items():
+        for kernel, whole, order in zip(kernels, layer.kernels(name), orders, strict=True):
+            some = order[list(chosen)]
+            np.testing.assert_array_equal(kernel, whole[some] if name == "down" else whole[:, some])
