@@ -10,6 +10,7 @@ import pytest
 from moe_jax.conversion import families, read_hf_config, write_hf_config
 from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families import FAMILIES, usual
+from moe_jax.conversion.hf_config import class_names
 from moe_jax.core.errors import InputError
 from moe_jax.models import BankConfig, ModelConfig, RopeConfig
 from moe_jax.models.config import MAX_LAYERS
@@ -471,12 +472,109 @@ def test_bad_configs_of_single_families():
     assert "'qk_layernorm' is 1, expected true or false" in complaint({**CONFIGS["stablelm"], "qk_layernorm": 1})
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "expected"),
+    [
+        ("deepseek", {"first_k_dense_replace": -1}, "first_k_dense_replace=-1 must"),
+        ("deepseek", {"moe_layer_freq": 0}, "moe_layer_freq=0"),
+        ("deepseek", {"n_shared_experts": -1}, "n_shared_experts=-1 must"),
+        ("deepseek_v2", {"num_key_value_heads": 2}, "num_key_value_heads=2 must be num_attention_heads=4"),
+        ("deepseek_v3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ("deepseek_v2", {"topk_method": "greddy"}, "'greddy' (did you mean 'greedy'?)"),
+        ("deepseek_v2", {"topk_method": None}, "unknown topk_method None; known"),
+        ("gemma", {"hidden_size": 0}, "hidden_size=0 must"),
+        ("t5", {"num_layers": 0}, "num_layers=0 must"),
+        ("t5", {"num_decoder_layers": -1}, "num_decoder_layers=-1 must"),
+        ("t5", {"num_layers": 6000, "num_decoder_layers": 4001}, "10001 layers"),
+        ("t5", {"feed_forward_proj": "gated-silo"}, "unknown feed_forward_proj 'gated-silo'; known: "),
+        ("t5", {"feed_forward_proj": "fused-gelu"}, "unknown feed_forward_proj 'fused-gelu'"),
+        ("t5", {"feed_forward_proj": None}, "unknown feed_forward_proj ''"),
+        ("switch_transformers", {"num_sparse_decoder_layers": -1}, "num_sparse_decoder_layers=-1 must"),
+        ("switch_transformers", {"num_sparse_encoder_layers": -1}, "num_sparse_encoder_layers=-1 must"),
+    ],
+)
+def test_what_a_family_cannot_be_is_refused(name: str, change: dict, expected: str):
+    message = complaint({**CONFIGS[name], **change})
+    assert expected in message and "\n" not in message
+
+
+def test_what_some_keys_mean_that_are_seldom_there():
+    greedy = read_hf_config({**CONFIGS["deepseek_v2"], "topk_method": "greedy"})
+    grouped = read_hf_config(CONFIGS["deepseek_v2"])
+    keys = CONFIGS["deepseek_v2"]
+    selections = [config.moe(config.moe_layers[0]).selection for config in (greedy, grouped)]
+    assert [(one.groups, one.top_groups) for one in selections] == [(1, 1), (keys["n_group"], keys["topk_group"])]
+    # Without experts all layers are dense, and without a frequency every one from the first on is an MoE.
+    deepseek = {key: value for key, value in CONFIGS["deepseek"].items() if key != "moe_layer_freq"}
+    assert read_hf_config(deepseek).moe_layers == (1, 2)
+    assert read_hf_config({**deepseek, "first_k_dense_replace": 0, "moe_layer_freq": 2}).moe_layers == (0, 2)
+    of_experts = ("n_routed_experts", "n_shared_experts", "num_experts_per_tok")
+    assert read_hf_config({key: deepseek[key] for key in deepseek if key not in of_experts}).moe_layers == ()
+    assert read_hf_config({**deepseek, "n_shared_experts": 0}).moe(1).universal == "none"
+    # A decoder begins with padding if nothing else is said; and there are as many layers as in the encoder.
+    t5 = {key: value for key, value in CONFIGS["t5"].items() if key != "decoder_start_token_id"}
+    config = read_hf_config({**t5, "pad_token_id": 7, "num_layers": 3})
+    assert (config.decoder_start_id, config.num_encoder_layers, config.num_layers) == (7, 3, 6)
+    assert write_hf_config(config)["pad_token_id"] == 7
+    # A head that is the embedding may have inputs that are not scaled, and the other way round.
+    for tied, scaled in ((True, False), (False, True), (True, True)):
+        keys = {"tie_word_embeddings": tied, "scale_decoder_outputs": scaled}
+        config = read_hf_config({**t5, **keys})
+        assert (config.tie_embeddings, config.logit_scale) == (tied, 32**-0.5 if scaled else 1.0)
+        assert read_hf_config(write_hf_config(config)) == dataclasses.replace(config, foreign=config.foreign)
+
+
+def test_names_of_classes_are_those_of_all_or_none():
+    config = dataclasses.replace(read_hf_config(LLAMA), num_classes=2)
+    named = {"0": "bad", "1": "good"}
+    for names, expected in (
+        (named, ("bad", "good")),
+        ({**named, "2": "more"}, None),
+        ({"0": "bad"}, None),
+        ({"0": "bad", "2": "good"}, None),
+        ([*named], None),
+        (None, None),
+    ):
+        foreign = {} if names is None else {"id2label": names}
+        assert class_names(dataclasses.replace(config, foreign=foreign)) == expected
+    assert class_names(dataclasses.replace(config, num_classes=None, foreign={"id2label": named})) is None
+    written = write_hf_config(config)
+    assert written["architectures"] == ["LlamaForSequenceClassification"] and "tie_word_embeddings" not in written
+    assert (written["id2label"], written["label2id"]) == (
+        {"0": "LABEL_0", "1": "LABEL_1"},
+        {"LABEL_0": 0, "LABEL_1": 1},
+    )
+
+
 def changed(config: ModelConfig, **attention: object) -> ModelConfig:
     """The config with something else in the attention of its last layer."""
     last = dataclasses.replace(
         config.layers[-1], attention=dataclasses.replace(config.layers[-1].attention, **attention)
     )
     return dataclasses.replace(config, layers=(*config.layers[:-1], last))
+
+
+def with_moe(name: str, **moe: object) -> ModelConfig:
+    """The config with something else in its MoEs."""
+    config = read_hf_config(CONFIGS[name])
+    layers = [
+        dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, **moe)) if i in config.moe_layers else layer
+        for i, layer in enumerate(config.layers)
+    ]
+    return dataclasses.replace(config, layers=tuple(layers))
+
+
+def two_windows(config: ModelConfig) -> ModelConfig:
+    one = dataclasses.replace(config.layers[0].attention, sliding_window=6)
+    layers = (dataclasses.replace(config.layers[0], attention=one), *config.layers[1:])
+    return changed(dataclasses.replace(config, layers=layers), sliding_window=4)
+
+
+def with_moes_first(config: ModelConfig) -> ModelConfig:
+    """MoEs in the first two layers of the encoder: no step leads there."""
+    moe, ffn = config.layers[1].mlp, config.layers[0].mlp
+    layers = [dataclasses.replace(config.layers[i], mlp=mlp) for i, mlp in enumerate((moe, moe, ffn))]
+    return dataclasses.replace(config, layers=(*layers, *config.layers[3:]))
 
 
 @pytest.mark.parametrize(
@@ -498,6 +596,16 @@ def changed(config: ModelConfig, **attention: object) -> ModelConfig:
         (dataclasses.replace(read_hf_config(LLAMA), family="phi"), "3 layers (first: 0): parallel is False"),
         (dataclasses.replace(read_hf_config(LLAMA), family="gpt9"), "unknown model family 'gpt9'"),
         (dataclasses.replace(read_hf_config(CONFIGS["olmoe"]), family="mixtral"), "mlp.gate is 'softmax_topk'"),
+        (dataclasses.replace(read_hf_config(CONFIGS["deepseek"]), family="deepseek_v2"), "latent attention only"),
+        (with_moe("deepseek", universal_dim=50), "whole number of experts wide, but they are 50 wide and an expert 24"),
+        (dataclasses.replace(read_hf_config(LLAMA), family="t5"), "with an encoder and a decoder, and no"),
+        (changed(read_hf_config(CONFIGS["t5"]), relative_bias=None), "and relative biases for all layers"),
+        (two_windows(read_hf_config(CONFIGS["qwen2"])), "one sliding window, the layers have [4, 6, 8]"),
+        (dataclasses.replace(read_hf_config(CONFIGS["switch_transformers"]), tie_embeddings=False), "has its own"),
+        (
+            with_moes_first(read_hf_config(CONFIGS["switch_transformers"])),
+            "in the encoder, layers [0, 1] of 3 are MoEs",
+        ),
     ],
 )
 def test_what_a_format_cannot_say_is_refused(config: ModelConfig, expected: str):
