@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import tyro
 
@@ -26,9 +26,14 @@ from moe_jax.commands.options import (
     switch_field,
     words_of,
 )
-from moe_jax.compression import METHODS, Method, make_method, make_swept_methods
-from moe_jax.compression.report import WORDS, layer_columns
-from moe_jax.compression.spec import CompressSpec, SweepSpec
+from moe_jax.compression.spec import (
+    METHOD_OPTIONS,
+    CompressSpec,
+    MethodOptions,
+    SweepSpec,
+    make_options,
+    make_swept_options,
+)
 from moe_jax.core.errors import InputError, check_member, flag_of, shown
 from moe_jax.core.formatting import parse_bytes, show_bytes
 from moe_jax.core.terminal import console_for_tables, table_of_figures
@@ -62,11 +67,18 @@ class _Command:
     sweep: bool = False
     """Error and perplexity of --text over a range of what is kept; OUT holds sweep.json and sweep.png, and no model."""
 
+    def check(self) -> None:
+        """Raises `InputError` for what can be said of the options without the model."""
+        if self.sweep:
+            _asked_sweep(self)
+        else:
+            _asked_method(self)
+
 
 def command_fields() -> list[Field]:
     """Returns one field for every option of any method, None or False if it is not given."""
     fields = []
-    for name, same in by_name({method: _options(method) for method in METHODS}).items():
+    for name, same in by_name({method: _options(method) for method in METHOD_OPTIONS}).items():
         texts: dict[str, list[str]] = {}
         for method, option in same.items():
             texts.setdefault(option.text, []).append(method)
@@ -84,7 +96,7 @@ def command_fields() -> list[Field]:
 
 
 def _options(method: str) -> list[Option]:
-    return options_of(METHODS[method], attribute_texts)
+    return options_of(METHOD_OPTIONS[method], attribute_texts)
 
 
 _OF_METHODS = command_fields()
@@ -118,60 +130,82 @@ def run(options: _Command) -> None:
     from moe_jax.api.compress import compress_model, sweep
     from moe_jax.distributed.processes import join_processes
 
-    given, name = given_options(options), vars(options)["method"]
     if options.sweep:
-        spec = given_to(SweepSpec, options)
-        methods = swept_methods(name.split(",") if name else (), given, calibrated=spec.calibrate is not None)
-        check_text_file(spec.calibrate)
-        check_text_file(spec.text)
+        swept, given = _asked_sweep(options), given_options(options)
         join_processes()
-        result = sweep(options.model, options.out, methods, spec, given=given)
+        methods = [(name, method.to_method()) for name, method in swept.methods]
+        result = sweep(options.model, options.out, methods, swept.spec, given=given)
         print_sweep(options.out, result, as_json=options.json)
         return
-    if vars(options)["text"] is not None:
-        raise InputError("--text: only with --sweep")
-    spec = given_to(CompressSpec, options, method=name and one_method(name, given))
-    check_text_file(spec.calibrate)
+    spec = _asked_method(options)
     join_processes()
     on_layer = _print_layer if options.json else lambda *done: None
     made = compress_model(options.model, options.out, spec, on_layer=on_layer)
     print_report(options.model, options.out, made.report, as_json=options.json)
 
 
+class _Swept(NamedTuple):
+    """The methods that a sweep tries, and its other options."""
+
+    spec: SweepSpec
+    methods: list[tuple[str, MethodOptions]]
+
+
+def _asked_sweep(options: Any) -> _Swept:
+    """Reads the options of a sweep; `InputError` for one that is wrong whatever the model is."""
+    spec, name = given_to(SweepSpec, options), options.method
+    names = name.split(",") if name else ()
+    methods = swept_methods(names, given_options(options), calibrated=spec.calibrate is not None)
+    check_text_file(spec.calibrate)
+    check_text_file(spec.text)
+    return _Swept(spec, methods)
+
+
+def _asked_method(options: Any) -> CompressSpec:
+    """Reads the options of a compression; `InputError` for one that is wrong whatever the model is."""
+    if options.text is not None:
+        raise InputError("--text: only with --sweep")
+    method = None if options.method is None else one_method(options.method, given_options(options))
+    spec = given_to(CompressSpec, options, method=method)
+    spec.check_named()
+    check_text_file(spec.calibrate)
+    return spec
+
+
 def given_options(options: Any) -> dict[str, Any]:
     """Returns the options of methods that the user gave, by the names of the fields: texts, or bool for switches."""
     given = {}
-    for option in (option for method in METHODS for option in _options(method)):
+    for option in (option for method in METHOD_OPTIONS for option in _options(method)):
         if getattr(options, field_name(option)) not in (None, False):
             given[option.name] = field_value(option, options)
     return given
 
 
-def one_method(name: str, given: Mapping[str, Any]) -> Method:
-    """Makes the method that the user asks for."""
+def one_method(name: str, given: Mapping[str, Any]) -> MethodOptions:
+    """Makes the options of the method that the user asks for."""
     options = {}
     for key, value in _read(name, given).items():
         values = value if isinstance(value, tuple) else (value,)
         if len(values) > 1:
             raise InputError(f"{flag_of(key)} {given[key]}: several values need --sweep")
         options[key] = next(iter(values))
-    return make_method(name, options)
+    return make_options(name, options)
 
 
 def swept_methods(
     names: Sequence[str], given: Mapping[str, Any], *, calibrated: bool = False
-) -> list[tuple[str, Method]]:
-    """Makes all methods that a sweep tries, by name: every method gets the options that it can read.
+) -> list[tuple[str, MethodOptions]]:
+    """Makes the options of all that a sweep tries, by method: every one gets the options that it can read.
 
     Without names, these are the methods whose swept option is given, or else all; not `calibrated`, for there is no
     text, only those that need none.
     """
     for name in names:
-        if name not in METHODS:
-            make_method(name, {})  # says so
+        if name not in METHOD_OPTIONS:
+            make_options(name, {})  # says so
     if not names:
-        usable = [name for name, method in METHODS.items() if calibrated or not method.needs_calibration]
-        swept = {name: METHODS[name].swept[0] for name in usable}
+        usable = [name for name, method in METHOD_OPTIONS.items() if calibrated or not method.needs_calibration]
+        swept = {name: METHOD_OPTIONS[name].swept[0] for name in usable}
         names = [name for name, key in swept.items() if key in given and key not in _refused(name, given)]
         names = names or usable
     refused = {name: _refused(name, given) for name in names}
@@ -181,7 +215,7 @@ def swept_methods(
     made = []
     for name in names:
         options = {key: value for key, value in given.items() if key not in refused[name]}
-        made += make_swept_methods([name], _read(name, options))
+        made += make_swept_options([name], _read(name, options))
     return made
 
 
@@ -192,7 +226,7 @@ def _refused(name: str, given: Mapping[str, Any]) -> dict[str, InputError]:
         try:
             read = _read(name, {key: value})
             if key not in {option.name for option in _options(name)}:
-                make_method(name, read)
+                make_options(name, read)
         except InputError as error:
             refusals[key] = error
     return refusals
@@ -200,11 +234,11 @@ def _refused(name: str, given: Mapping[str, Any]) -> dict[str, InputError]:
 
 def _read(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns options in the types of a method, its swept option with all values; leaves others as they are."""
-    known = {option.name: option for option in _options(name)} if name in METHODS else {}
+    known = {option.name: option for option in _options(name)} if name in METHOD_OPTIONS else {}
     read = dict(given)
     for key, value in given.items():
         if key in known and isinstance(value, str):
-            swept = METHODS[name].swept[0] == key
+            swept = METHOD_OPTIONS[name].swept[0] == key
             read[key] = _values(known[key], value) if swept else _value(known[key], value)
     return read
 
@@ -240,6 +274,7 @@ def print_report(model: Path, out: Path, report: "Report", *, as_json: bool) -> 
     """Prints the figures of a compression: a table and totals, or a line of JSON. Warnings go to standard error."""
     from moe_jax.api.open_source import read_config
     from moe_jax.compression.coding.storage import bytes_by_part
+    from moe_jax.compression.report import WORDS, layer_columns
 
     _warn(report.warnings)
     if as_json:

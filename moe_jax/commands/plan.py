@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hi
 import tyro
 
 from moe_jax.commands.options import command_options, either_options, given_fields, mesh_section, parse_mesh
-from moe_jax.core.errors import InputError, flag_of
+from moe_jax.compression.options.in_common import centre_options
+from moe_jax.compression.spec import check_method
+from moe_jax.core.code_options import check_scale_bits
+from moe_jax.core.errors import InputError, check_member, flag_of
+from moe_jax.core.form_options import check_keep, residual_options
 from moe_jax.files.storage_path import as_path
 from moe_jax.peft.spec import AdaptSpec
 from moe_jax.upcycling.spec import UpcycleSpec
@@ -95,11 +99,14 @@ class _Command:
     """Prints JSON and nothing else."""
 
     def check(self) -> None:
-        """Raises `InputError` for a mesh that cannot be read, and for a number that is out of range."""
+        """Raises `InputError` for what can be said of the options without the model."""
         if self.mesh is not None:
             parse_mesh(self.mesh)
         if self.tokens is not None and self.tokens < 1:
             raise InputError(f"tokens={self.tokens} must be at least 1")
+        _check_training(self)
+        _spec(self)
+        _check_compression(self)
 
 
 # Options of upcycle and adapt that do not change the config of the new model.
@@ -186,7 +193,8 @@ def run(options: _Command) -> None:
             print(f"note: {note}")
 
 
-def _recipe(options: _Command) -> "Recipe | None":
+def _check_training(options: _Command) -> None:
+    """Raises `InputError` for options of training that do not go together."""
     if options.train is None:
         if options.set:
             raise InputError("--set: only with --train")
@@ -194,12 +202,17 @@ def _recipe(options: _Command) -> "Recipe | None":
             raise InputError("--optimizer: only with --mesh")
         if options.tokens is not None and options.platform is None:
             raise InputError("--tokens: only with --platform")
-        return None
+        return
     needless = [name for name in ("optimizer", "tokens") if getattr(options, name) is not None]
     if needless:
         raise InputError(f"{', '.join(map(flag_of, needless))}: the recipe says it; change it with --set")
     if options.mesh is not None and options.platform in (None, "cpu"):
         raise InputError("--mesh with --train: only with --platform, such as v5p or h100; else use --set mesh.fsdp=8")
+
+
+def _recipe(options: _Command) -> "Recipe | None":
+    if options.train is None:
+        return None
     from moe_jax.training.recipe import load_recipe
 
     recipe = load_recipe(options.train, [override for group in options.set for override in group])
@@ -239,13 +252,27 @@ def _spec(options: _Command) -> UpcycleSpec | AdaptSpec | None:
     return spec.of(given) if given else None
 
 
-def _compression(config: "ModelConfig", options: _Command) -> "PlannedCompression | None":
+def _check_compression(options: _Command) -> None:
+    """Raises `InputError` for options of a compression without one, or that its method does not have."""
     given = {name: getattr(options, name) for name in _OF_COMPRESS}
     if options.compress is None:
         needless = [name for name, value in given.items() if value is not None and value is not False]
         if needless:
             raise InputError(f"{', '.join(map(flag_of, needless))}: only with --compress")
+        return
+    check_method(options.compress)
+    if options.keep is not None:
+        check_keep(options.keep)
+    if options.scale_bits is not None:
+        check_scale_bits(options.scale_bits)
+    if options.residual is not None:
+        check_member("residual", options.residual.partition(":")[0], tuple(residual_options()))
+    centre_options(options.centre_bits, options.centre_group_size)
+
+
+def _compression(config: "ModelConfig", options: _Command) -> "PlannedCompression | None":
+    if options.compress is None:
         return None
     from moe_jax.planning.planned_compression import planned_compression
 
-    return planned_compression(config, options.compress, **given)
+    return planned_compression(config, options.compress, **{name: getattr(options, name) for name in _OF_COMPRESS})

@@ -20,11 +20,13 @@ from moe_jax.compression.coding.factorization import truncated_svd
 from moe_jax.compression.coding.pruning import mean_shares, prune, squared
 from moe_jax.compression.coding.quantizer import quantize
 from moe_jax.compression.coding.storage import disk_bytes
+from moe_jax.compression.options.in_common import check_budget
 from moe_jax.compression.source_layer import SourceLayer, aligned_experts, aligned_kernels, mean_kernel, neuron_rows
+from moe_jax.core.code_options import DEFAULT_GROUP_SIZE
 from moe_jax.core.errors import InputError
 from moe_jax.experts import BankConfig, BaseCodes
 from moe_jax.experts.forms import JointLowRank, LowRank, Matrix, Sparse
-from moe_jax.experts.forms.coding import DEFAULT_GROUP_SIZE, Encodable, Residual, Wanted
+from moe_jax.experts.forms.coding import Encodable, Residual, Wanted
 from moe_jax.experts.forms.optional import SideBySide
 from moe_jax.models import MoEConfig
 
@@ -88,10 +90,7 @@ class Budget:
 
     def __post_init__(self) -> None:
         assert (self.target_bytes is None) != (self.budget_bits is None)
-        for name in ("target_bytes", "budget_bits"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise InputError(f"{name}={value:g} must be above 0")
+        check_budget(self.target_bytes, self.budget_bits)
 
     def nbytes(self, layers: Sequence[SourceLayer]) -> int:
         """The budget, in bytes."""

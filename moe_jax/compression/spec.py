@@ -4,44 +4,87 @@ import dataclasses
 import inspect
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from moe_jax.compression.methods.bits_by_matrix import Allocate
-from moe_jax.compression.methods.deltas import D2MoE, Quantize, Sparsify
-from moe_jax.compression.methods.fewer_experts import MEO, REAP, GitReBasin, HCSMoE, MSMoE
-from moe_jax.compression.methods.interface import Method
-from moe_jax.compression.methods.mobe import MoBE
-from moe_jax.compression.methods.narrower import MLPFusion, StructuredPruning
-from moe_jax.compression.methods.resmoe import ResMoE
-from moe_jax.compression.methods.without_base import HQQ, NF4, SVD, PlainQuantize, UnstructuredPruning
+from moe_jax.compression.options.around_centre import (
+    AllocateOptions,
+    D2MoEOptions,
+    QuantizeOptions,
+    ResMoEOptions,
+    SparsifyOptions,
+)
+from moe_jax.compression.options.in_common import MethodOptions
+from moe_jax.compression.options.of_kernels import (
+    HQQOptions,
+    MoBEOptions,
+    NF4Options,
+    PlainQuantizeOptions,
+    SVDOptions,
+    UnstructuredPruningOptions,
+)
+from moe_jax.compression.options.of_whole_experts import (
+    GitReBasinOptions,
+    HCSMoEOptions,
+    MEOOptions,
+    MLPFusionOptions,
+    MSMoEOptions,
+    REAPOptions,
+    StructuredPruningOptions,
+)
 from moe_jax.core.errors import InputError, check_member, flag_of, nearest, shown
 from moe_jax.core.formatting import parse_bytes
 from moe_jax.core.verb_spec import Option, Shown, Spec, name_of
-from moe_jax.model_io.model_source import ModelLike
-from moe_jax.models import ModelConfig
 
-METHODS: dict[str, type[Method]] = {
-    "ders-sparsify": Sparsify,
-    "ders-quantize": Quantize,
-    "resmoe": ResMoE,
-    "up": UnstructuredPruning,
-    "sp": StructuredPruning,
-    "svd": SVD,
-    "msmoe": MSMoE,
-    "meo": MEO,
-    "git-rebasin": GitReBasin,
-    "mlp-fusion": MLPFusion,
-    "quantize": PlainQuantize,
-    "reap": REAP,
-    "hc-smoe": HCSMoE,
-    "d2-moe": D2MoE,
-    "hqq": HQQ,
-    "nf4": NF4,
-    "mobe": MoBE,
-    "allocate": Allocate,
+if TYPE_CHECKING:  # they import JAX, and the command line should read options without it
+    from moe_jax.compression.methods.interface import Method
+    from moe_jax.model_io.model_source import ModelLike
+    from moe_jax.models import ModelConfig
+
+METHOD_OPTIONS: dict[str, type[MethodOptions]] = {
+    "ders-sparsify": SparsifyOptions,
+    "ders-quantize": QuantizeOptions,
+    "resmoe": ResMoEOptions,
+    "up": UnstructuredPruningOptions,
+    "sp": StructuredPruningOptions,
+    "svd": SVDOptions,
+    "msmoe": MSMoEOptions,
+    "meo": MEOOptions,
+    "git-rebasin": GitReBasinOptions,
+    "mlp-fusion": MLPFusionOptions,
+    "quantize": PlainQuantizeOptions,
+    "reap": REAPOptions,
+    "hc-smoe": HCSMoEOptions,
+    "d2-moe": D2MoEOptions,
+    "hqq": HQQOptions,
+    "nf4": NF4Options,
+    "mobe": MoBEOptions,
+    "allocate": AllocateOptions,
 }
+"""The options of every method, by its name."""
+
+
+class _Methods(MutableMapping[str, "type[Method]"]):
+    """The methods by name, imported when they are asked for; one that is set here is added to `METHOD_OPTIONS`."""
+
+    def __getitem__(self, name: str) -> "type[Method]":
+        return METHOD_OPTIONS[name].method_class()
+
+    def __setitem__(self, name: str, method: "type[Method]") -> None:
+        METHOD_OPTIONS[name] = method
+
+    def __delitem__(self, name: str) -> None:
+        del METHOD_OPTIONS[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(METHOD_OPTIONS)
+
+    def __len__(self) -> int:
+        return len(METHOD_OPTIONS)
+
+
+METHODS: MutableMapping[str, "type[Method]"] = _Methods()
 # What other libraries have as methods of their own.
 _NAMES_ELSEWHERE = {
     "awq": "quantize with --calibrate, --row-scales and --no-feedback",
@@ -55,51 +98,62 @@ def check_method(name: str) -> None:
     """Raises `InputError` for an unknown method; it says what is nearest, or how what others call so is asked for."""
     if isinstance(name, str) and (asked := _NAMES_ELSEWHERE.get(name.lower())):
         raise InputError(f"unknown method {shown(name)}: here it is {asked}")
-    check_member("method", name, tuple(METHODS))
+    check_member("method", name, tuple(METHOD_OPTIONS))
 
 
 def option_names() -> tuple[str, ...]:
     """Options of all methods."""
-    return tuple(dict.fromkeys(name for method in METHODS for name in options_of(method)))
+    return tuple(dict.fromkeys(name for method in METHOD_OPTIONS for name in options_of(method)))
 
 
-def make_method(name: str, options: Mapping[str, Any]) -> Method:
-    """Makes a method, by its key in `METHODS`, from the options that the user gave, by name.
+def make_options(name: str, options: Mapping[str, Any]) -> MethodOptions:
+    """Makes the options of a method, by its key in `METHOD_OPTIONS`, from those that the user gave, by name.
 
     Raises:
       InputError: for an unknown method, an option of another one, one that is missing, or a value out of range.
     """
     check_method(name)
     check_options([name], options)
-    for field in dataclasses.fields(METHODS[name]):
+    for field in dataclasses.fields(METHOD_OPTIONS[name]):
         if field.default is dataclasses.MISSING and field.name not in options:
             raise InputError(f"{name} needs {flag_of(field.name)}")
-    return METHODS[name](**options)
+    return METHOD_OPTIONS[name](**options)
 
 
-def make_swept_methods(names: Sequence[str], options: Mapping[str, Any]) -> list[tuple[str, Method]]:
-    """Makes the methods that a sweep tries, one for every name and value; errors as of `make_method`.
+def make_method(name: str, options: Mapping[str, Any]) -> "Method":
+    """Makes a method, by its key in `METHODS`; errors as of `make_options`."""
+    return make_options(name, options).to_method()
+
+
+def make_swept_options(names: Sequence[str], options: Mapping[str, Any]) -> list[tuple[str, MethodOptions]]:
+    """Makes the options of what a sweep tries, one for every name and value; errors as of `make_options`.
 
     Without names, these are the methods whose swept option is given, or else all. Of a swept option, `options` have all
     the values to try, by default the method's own.
     """
     for name in names:
         check_method(name)
-    names = names or [name for name, method in METHODS.items() if method.swept[0] in options] or list(METHODS)
+    swept_by = {name: method.swept for name, method in METHOD_OPTIONS.items()}
+    names = names or [name for name, swept in swept_by.items() if swept[0] in options] or list(METHOD_OPTIONS)
     check_options(names, options)
     made = []
     for name in dict.fromkeys(names):
-        swept, values = METHODS[name].swept
+        swept, values = swept_by[name]
         fixed = {option: value for option, value in options.items() if option in options_of(name)}
         for value in dict.fromkeys(fixed.pop(swept, values)):
-            made.append((name, make_method(name, fixed | {swept: value})))
+            made.append((name, make_options(name, fixed | {swept: value})))
     return made
+
+
+def make_swept_methods(names: Sequence[str], options: Mapping[str, Any]) -> "list[tuple[str, Method]]":
+    """Makes the methods that a sweep tries; arguments and errors as of `make_swept_options`."""
+    return [(name, made.to_method()) for name, made in make_swept_options(names, options)]
 
 
 def check_options(names: Sequence[str], options: Iterable[str]) -> None:
     """Raises `InputError` for an option that none of the methods takes."""
     for option in options:
-        takers = [method for method in METHODS if option in options_of(method)]
+        takers = [method for method in METHOD_OPTIONS if option in options_of(method)]
         if not set(takers) & set(names):
             belongs = f"it belongs to {', '.join(takers)}" if takers else "no method takes it"
             raise InputError(f"{flag_of(option)} does not go with {', '.join(names)}: {belongs}")
@@ -107,7 +161,7 @@ def check_options(names: Sequence[str], options: Iterable[str]) -> None:
 
 def options_of(method: str) -> tuple[str, ...]:
     """The options of a method."""
-    return tuple(field.name for field in dataclasses.fields(METHODS[method]))
+    return tuple(field.name for field in dataclasses.fields(METHOD_OPTIONS[method]))
 
 
 MethodOption = str | int | float | bool | None
@@ -129,11 +183,11 @@ class CompressSpec(Spec):
     local_only: ClassVar[tuple[str, ...]] = ("calibration_dir",)
     reads_windows: ClassVar[bool] = False
 
-    method: Annotated[str | Method | None, Shown("NAME", read_as=str | None)] = None
+    method: Annotated[str | MethodOptions | None, Shown("NAME", read_as=str | None)] = None
     """How: the name of a method, or a method itself."""
     options: Mapping[str, MethodOption] | None = None
     """Options of the method, where that is a name."""
-    base: Annotated[ModelLike | None, Shown("DENSE", read_as=Path | None)] = None
+    base: Annotated["ModelLike | None", Shown("DENSE", read_as=Path | None)] = None
     """The dense model that the experts came from, for deltas from it; by default the base that a layer has already, or
     else the mean of its experts."""
     model_base: Annotated[str | os.PathLike[str] | None, Shown("DIR", "where it was", Path | None)] = None
@@ -197,7 +251,9 @@ class CompressSpec(Spec):
     @classmethod
     def list_options(cls) -> list[Option]:
         """The options but those of the methods; the text of `method` says what every one does."""
-        summaries = (f"{name}: {(inspect.getdoc(method) or name).splitlines()[0]}" for name, method in METHODS.items())
+        summaries = (
+            f"{name}: {(inspect.getdoc(method) or name).splitlines()[0]}" for name, method in METHOD_OPTIONS.items()
+        )
         methods = "\n".join(["How. With --sweep several, separated by commas, by default all.", *summaries])
         listed = [option for option in super().list_options() if option.name != "options"]
         return [option._replace(text=methods) if option.name == "method" else option for option in listed]
@@ -209,18 +265,24 @@ class CompressSpec(Spec):
         taken = {parameter.name for parameter in super().parameters()}
         return [*super().parameters(), *(one.replace(default=None) for one in of_methods if one.name not in taken)]
 
-    def named_method(self) -> tuple[str, Method]:
-        """Returns the method with its name; `InputError` if there is none, or its options do not go with it."""
+    def check_named(self) -> None:
+        """Raises `InputError` if no method is named."""
         if self.method is None:
             raise InputError("--method is missing; see moe-jax compress --help")
-        if not isinstance(self.method, Method):
+
+    def named_method(self) -> "tuple[str, Method]":
+        """Returns the method with its name; `InputError` if there is none, or its options do not go with it."""
+        self.check_named()
+        assert self.method is not None
+        if not isinstance(self.method, MethodOptions):
             given = {key: value for key, value in (self.options or {}).items() if value is not None}
             if isinstance(size := given.get("target_bytes"), str):
                 given["target_bytes"] = parse_bytes(size, flag="target_bytes")
             return self.method, make_method(self.method, given)
         if self.options:
             raise InputError(f"{', '.join(self.options)}: options of a method that is given itself")
-        return next(name for name, kind in METHODS.items() if kind is type(self.method)), self.method
+        method = self.method.to_method()
+        return next(name for name, kind in METHOD_OPTIONS.items() if isinstance(method, kind)), method
 
     def described(self, layers: Sequence[int] | None) -> dict[str, Any]:
         """Returns the options but the method's for the lineage; `layers` are those that are meant."""
@@ -249,7 +311,7 @@ class SweepSpec(CompressSpec):
         super().__post_init__()
 
 
-def parse_layers(text: str, config: ModelConfig) -> tuple[int, ...] | None:
+def parse_layers(text: str, config: "ModelConfig") -> tuple[int, ...] | None:
     """Reads which layers a user means.
 
     The text is `all`; `top:N`, the last N MoE layers; or layers and ranges of layers, counted from 0, separated by

@@ -1,1 +1,1 @@
-"""Used by every room: errors, formatting, dtypes, finiteness, random draws, data sheets, the terminal."""
+"""Used by every room: errors, options of forms, formatting, dtypes, finiteness, draws, data sheets, the terminal."""

@@ -30,7 +30,7 @@ class InputError(ValueError):
 
     >>> moe_jax.upcycle(moe_jax.tiny_model(), experts=2, top_k=3)
     Traceback (most recent call last):
-    moe_jax.core.errors.InputError: these options do not go with the model: top_k=3 is above num_experts=2
+    moe_jax.core.errors.InputError: these options do not go together: top_k=3 is above num_experts=2
     """
 
 

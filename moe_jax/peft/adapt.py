@@ -1,7 +1,6 @@
 """Adds new adapters to a model, and writes them with a reference to it as their base."""
 
 import dataclasses
-import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from moe_jax.checks.step0 import Probe, ProbeText, Step0, TextComparison
 from moe_jax.core.draws import draw_factor, draw_router, stream
-from moe_jax.core.errors import InputError, check_member, flag_of, nearest, raise_if_any, shown
+from moe_jax.core.errors import InputError, raise_if_any
 from moe_jax.core.formatting import count_bytes
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.experts.shapes import AdapterConfig, FFNConfig, LoRAConfig
@@ -23,22 +22,9 @@ from moe_jax.models import LayerConfig, ModelConfig, MoEConfig, PerftConfig
 from moe_jax.peft.spec import AdaptSpec
 from moe_jax.peft.trained import parameter_sizes
 
-METHODS = {"perft-r": "routed", "perft-e": "embedded", "perft-d": "dense", "perft-s": "single", "lora": "lora"}
-BASES = ("stored", "nf4")
+_VARIANTS = {"perft-r": "routed", "perft-e": "embedded", "perft-d": "dense", "perft-s": "single"}
 ROUTER = "router"
 DROPOUT = 0.05
-# Alpha is twice the rank by default (methods.md 7).
-LORA_SCALE = 2.0
-PARALLEL_SCALE = 1.0
-# Options that only some methods have.
-_ONLY = {
-    "experts": ("perft-r", "perft-d"),
-    "top_k": ("perft-r",),
-    "balance_coef": ("perft-r",),
-    "z_coef": ("perft-r",),
-    "targets": ("lora",),
-}
-_REQUIRED = {"experts": ("perft-r", "perft-d"), "top_k": ("perft-r",), "targets": ("lora",)}
 
 
 def adapted_config(config: ModelConfig, spec: AdaptSpec) -> ModelConfig:
@@ -47,17 +33,9 @@ def adapted_config(config: ModelConfig, spec: AdaptSpec) -> ModelConfig:
     Raises:
       InputError: if the options contradict each other or do not fit the model; all problems are listed.
     """
-    check_member("--method", spec.method, tuple(METHODS))
-    check_member("--base", spec.base, BASES)
     config = as_base(config)
-    problems: list[str] = []
-    adapter: AdapterConfig | None = None
-    try:
-        adapter = parse_adapter(spec)
-    except InputError as error:
-        problems.append(str(error))
-    raise_if_any(problems + _misplaced(spec) + _unfit(config, spec), f"--method {spec.method}")
-    assert adapter is not None
+    raise_if_any(_unfit(config, spec), f"--method {spec.method}")
+    adapter = parse_adapter(spec)
     layers = list(config.layers)
     for i, layer in enumerate(layers):
         try:
@@ -70,27 +48,8 @@ def adapted_config(config: ModelConfig, spec: AdaptSpec) -> ModelConfig:
 
 
 def parse_adapter(spec: AdaptSpec) -> AdapterConfig:
-    """Reads `lora:R` or `parallel:R`, with scale, alpha and dropout.
-
-    Raises:
-      InputError: for anything else, or values out of range.
-    """
-    kind, colon, number = spec.adapter.partition(":")
-    if kind not in ("lora", "parallel") or not colon:
-        raise InputError(
-            f"unknown --adapter {shown(spec.adapter)}{nearest(kind, ('lora', 'parallel'))}; it is lora:R or parallel:R"
-        )
-    if spec.method == "lora" and kind != "lora":
-        raise InputError(f"--adapter {spec.adapter} does not go with LoRA, whose adapters are lora:R")
-    try:
-        rank = int(number)
-    except ValueError:
-        raise InputError(f"--adapter {shown(spec.adapter)}: expected a whole number after the colon") from None
-    if rank < 1:
-        raise InputError(f"--adapter {spec.adapter}: the rank must be at least 1")
-    scale = _scale(spec, kind, rank)
-    if not 0.0 < scale < math.inf:
-        raise InputError(f"a scale of {scale:g} makes nothing of the adapters; it must be above 0")
+    """Returns the config of an adapter: `lora:R` or `parallel:R`, with scale and dropout."""
+    kind, rank, scale = spec.form_of_adapter
     return AdapterConfig(
         rank=rank,
         activation="none" if kind == "lora" else "silu",
@@ -104,31 +63,6 @@ def targets_of(config: ModelConfig) -> tuple[str, ...]:
     of_attention = (name for layer in config.layers for name in layer.attention.projections)
     of_mlp = (name for layer in config.layers for name in _targets(layer.mlp))
     return tuple(dict.fromkeys([*of_attention, *of_mlp]))
-
-
-def _scale(spec: AdaptSpec, kind: str, rank: int) -> float:
-    if spec.alpha is None:
-        return spec.scale if spec.scale is not None else LORA_SCALE if kind == "lora" else PARALLEL_SCALE
-    if kind != "lora":
-        raise InputError("--alpha is LoRA's, and a parallel adapter has none; use --scale")
-    if spec.scale is not None:
-        raise InputError("give --alpha or --scale, which is alpha/R, but not both")
-    return spec.alpha / rank
-
-
-def _misplaced(spec: AdaptSpec) -> list[str]:
-    """Returns a problem for each option that the method does not have, and each required one that is missing."""
-    problems = []
-    for name, methods in _ONLY.items():
-        flag = flag_of(name)
-        given = getattr(spec, name) is not None
-        if given and spec.method == "perft-e" and name == "experts":
-            problems.append("PERFT-E has one adapter for each of the MoE's experts; leave --experts out")
-        elif given and spec.method not in methods:
-            problems.append(f"{flag} goes with {' and '.join(methods)} only")
-        elif not given and spec.method in _REQUIRED.get(name, ()):
-            problems.append(f"{flag} is missing")
-    return problems
 
 
 def _unfit(config: ModelConfig, spec: AdaptSpec) -> list[str]:
@@ -146,8 +80,6 @@ def _unfit(config: ModelConfig, spec: AdaptSpec) -> list[str]:
         if unknown or not spec.target_names:
             named = ", ".join(unknown) or "nothing"
             problems.append(f"--targets: {named} matches no kernel; this model has {', '.join(known)}")
-        if len(set(spec.target_names)) < len(spec.target_names):
-            problems.append("--targets: name every kernel once")
     return problems
 
 
@@ -158,7 +90,7 @@ def _adapted(layer: LayerConfig, spec: AdaptSpec, adapter: AdapterConfig) -> Lay
         return layer
     num_experts = layer.mlp.num_experts if spec.method == "perft-e" else spec.experts
     given = {"num_experts": num_experts, "balance_coef": spec.balance_coef, "z_coef": spec.z_coef}
-    variant: Any = METHODS[spec.method]
+    variant: Any = _VARIANTS[spec.method]
     perft = PerftConfig(
         variant=variant,
         adapter=adapter,

@@ -3,16 +3,17 @@
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from moe_jax.compression.coding.coder import Levels, check_levels
 from moe_jax.compression.coding.storage import FULL, AnyLayout, Fewer, Stored, stored_bytes
-from moe_jax.compression.coding.write_experts import codes_of_options
-from moe_jax.compression.methods.resmoe import DEFAULT_BITS, residual_forms
+from moe_jax.compression.methods.resmoe import residual_forms
+from moe_jax.compression.options.around_centre import DEFAULT_BITS
+from moe_jax.compression.options.in_common import centre_options
 from moe_jax.compression.report import NO_BASE
 from moe_jax.compression.spec import METHODS, check_method, check_options, options_of, parse_layers
 from moe_jax.compression.stream import choose_layers
+from moe_jax.core.code_options import Levels, check_levels, check_scale_bits
 from moe_jax.core.errors import InputError, check_member
+from moe_jax.experts import BaseCodes
 from moe_jax.experts.forms.coding import Layout
-from moe_jax.experts.forms.quantized import check_scale_bits
 
 if TYPE_CHECKING:
     from moe_jax.models import ModelConfig
@@ -78,7 +79,8 @@ def planned_compression(
     format_ = {**METHODS[method].codes_format, **more, **({"table": True} if levels == "fitted" else {})}
     of_centre = {"table": levels == "fitted", "scale_bits": more.get("scale_bits", 16)}
     planned_bits = METHODS[method].planned_centre_bits
-    base_codes = codes_of_options(centre_bits or planned_bits, centre_group_size, **of_centre)
+    centre = centre_options(centre_bits or planned_bits, centre_group_size, **of_centre)
+    base_codes = None if centre is None else BaseCodes(**centre)
     asked = "centre_bits" in options_of(method)
     if base_codes is not None and planned_bits is None and not asked:
         raise InputError(f"--centre-bits does not go with {method}, which has no centre")

@@ -18,6 +18,7 @@ from moe_jax.core.errors import (
     raise_if_any,
     shown,
 )
+from moe_jax.core.form_options import FORM_OPTIONS, FormOptions, delta_options, read_delta
 from moe_jax.core.verb_spec import NOT_GIVEN, Shown, TakesMovedBase, TakesNonfinite, name_of
 
 if TYPE_CHECKING:  # they import JAX, and the command line should read options without it
@@ -185,11 +186,8 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
     def __post_init__(self) -> None:
         check_positive(self, "experts", "top_k")
         check_number(self, "balance_coef", "z_coef", "cv_coef", at_least=0)
-        from moe_jax.experts import BankConfig
-        from moe_jax.experts.forms.protocol import option_of_form
-
-        if self.delta is not None and not isinstance(self.delta, BankConfig):
-            object.__setattr__(self, "delta", option_of_form(self.delta))
+        if self.delta is not None and not isinstance(self.delta, str):
+            object.__setattr__(self, "delta", _option_or_bank(self.delta))
         headline = "upcycling" if self.method is None else f"--method {self.method}"
         if self.method == "pesc":
             problems = [f"{flag_of(name)} does not go with adapter experts" for name in _NOT_OF_PESC if self._has(name)]
@@ -214,9 +212,14 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
             )
         if self.drop > 1:
             raise InputError(f"drop={self.drop} is a share of the neurons, at most 1")
-        if not self.bank.has_own_kernels:
+        if self.method == "pesc":
+            check_number(self, "scale")
+            self._adapter_width()
+            self.dense_parameters  # noqa: B018  (checks `rest`)
+        elif self._delta_is_over_base(freeze_base=self.freeze_base):
             needs = [f"{flag_of(name)} needs --delta full: {why}" for name, why in _WHY_FULL.items() if self._has(name)]
             raise_if_any(needs, "upcycling")
+        raise_if_any(self._contradictions(), "these options do not go together")
         if self.router_from:
             raise_if_any(self.prompt_problems(len(self.router_from)), "upcycling")
 
@@ -268,7 +271,7 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
             problems.append(f"--router-from has {prompts} texts for {self.copies} {what}; give one for each")
         if self.universal == "coder":
             problems.append("--router-from makes linear routers, and --universal coder has a gate network")
-        if self.bank.form.beside_base_model:
+        if self.method == "pesc":
             problems.append("--router-from does not go with adapter experts")
         return problems
 
@@ -309,14 +312,34 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
         """Returns PESC's bank; options that are not given are as in the released Camelidae models (methods.md 6)."""
         from moe_jax.experts import AdapterConfig, AdapterExperts, BankConfig
 
+        scale = 0.25 if self.scale is None else self.scale
+        adapter = AdapterConfig(rank=self._adapter_width(), activation="gelu", scale=scale, dropout=0.1)
+        return BankConfig(AdapterExperts(adapter=adapter))
+
+    def _contradictions(self) -> list[str]:
+        problems = []
+        if self.every_nth < 1:
+            problems.append(f"every={self.every_nth} must be at least 1")
+        if self.top_k > self.copies:
+            problems.append(f"top_k={self.top_k} is above num_experts={self.copies}")
+        if self.weighting == "top1" and self.top_k != 1:
+            problems.append(f"gate 'top1' routes to one expert, top_k={self.top_k}")
+        if self.extended and self.universal == "none":
+            problems.append("--extended needs a universal FFN to extend the bank by: --universal coder or med")
+        return problems
+
+    def _adapter_width(self) -> int:
         width = "512" if self.adapter is None else str(self.adapter)
-        if not re.fullmatch(r"\d{1,9}", width):
+        if not re.fullmatch(r"0*[1-9]\d{0,8}", width):
             raise InputError(
                 f"--adapter {shown(self.adapter)}: of pesc it is the adapters' width, a whole number such as 512"
             )
-        scale = 0.25 if self.scale is None else self.scale
-        adapter = AdapterConfig(rank=int(width), activation="gelu", scale=scale, dropout=0.1)
-        return BankConfig(AdapterExperts(adapter=adapter))
+        return int(width)
+
+    def _delta_is_over_base(self, *, freeze_base: bool = False) -> bool:
+        if self.delta is None or isinstance(self.delta, str):
+            return _read_delta(self.delta or "full", freeze_base=freeze_base).over_base
+        return not self.bank.has_own_kernels
 
     def _described_delta(self) -> str | dict[str, Any]:
         if self.delta is None or isinstance(self.delta, str):
@@ -329,15 +352,11 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
 
     def _delta_problems(self) -> list[str]:
         """Returns the problems of `delta` with a method that has deltas or copies."""
-        from moe_jax.experts import BankConfig
-        from moe_jax.experts.forms.protocol import delta_options, form_named, form_of_option
-
-        form = self.delta.form if isinstance(self.delta, BankConfig) else self.delta and form_of_option(str(self.delta))
-        over_base = bool(form and form.over_base)
+        over_base = self._delta_is_over_base()
         if self.method == "vanilla" and over_base:
             return [f"its experts are copies, and --delta {self.delta} is another kind; use --method ders"]
         if self.method == "ders" and not over_base:
-            offered = [option for kind, option in delta_options().items() if form_named(kind).over_base]
+            offered = [option for kind, option in delta_options().items() if FORM_OPTIONS[kind].over_base]
             return [f"--delta is missing: {' or '.join(offered)}"]
         if self.method not in (None, "vanilla", "ders"):
             return [f"unknown method {shown(self.method)}; it is one of vanilla, ders, pesc"]
@@ -353,7 +372,19 @@ def parse_delta(text: str, *, freeze_base: bool = False) -> "BankConfig":
     from moe_jax.experts import BankConfig
     from moe_jax.experts.forms.protocol import form_of_option
 
-    form = form_of_option(text)
+    _read_delta(text, freeze_base=freeze_base)
+    return BankConfig(form_of_option(text), train_base=not freeze_base)
+
+
+def _read_delta(text: str, *, freeze_base: bool) -> FormOptions:
+    form = read_delta(text)
     if freeze_base and not form.over_base:
         raise InputError(f"--freeze-base needs a shared base, and --delta {text} has none: its experts are copies")
-    return BankConfig(form, train_base=not freeze_base)
+    return form
+
+
+def _option_or_bank(delta: "ExpertForm | BankConfig") -> "str | BankConfig":
+    from moe_jax.experts import BankConfig
+    from moe_jax.experts.forms.protocol import option_of_form
+
+    return delta if isinstance(delta, BankConfig) else option_of_form(delta)

@@ -185,7 +185,7 @@ def test_upcycle_says_what_will_be_trained(models, tmp_path, capsys):
     [
         ("--method pesc --top-k 9", ["top_k=9 is above num_experts=8"]),
         ("--method pesc --adapter lora:4", ["it is the adapters' width, a whole number such as 512"]),
-        ("--method pesc --adapter 0", ["rank=0 must be a positive integer"]),
+        ("--method pesc --adapter 0", ["a whole number such as 512"]),
         ("--method pesc --rest qlora", ["--rest 'qlora'"]),
         ("--method pesc --rest lora:0", ["rank 0 must be at least 1"]),
         ("--method pesc --delta low-rank:2 --freeze-base", ["2 problems", "--delta does not go", "--freeze-base does"]),

@@ -46,7 +46,7 @@ class Places:
 @pytest.fixture(autouse=True)
 def two_methods(monkeypatch):
     for module in (compress, spec):
-        monkeypatch.setattr(module, "METHODS", {"shares": Shares, "places": Places})
+        monkeypatch.setattr(module, "METHOD_OPTIONS", {"shares": Shares, "places": Places})
 
 
 def given(**options):

@@ -14,11 +14,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.compression.coding.coder import LeastError
+from moe_jax.core.code_options import CODES
 from moe_jax.core.data_sheets import CHIPS
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import leaf_spec, make_mesh, path_name
 from moe_jax.experts import BankConfig, BaseCodes, FFNConfig, LoRAConfig, make_bank, set_strategy
-from moe_jax.experts.bank_config import CODES
 from moe_jax.experts.devices import Platform
 from moe_jax.experts.forms.coding import Residual
 from moe_jax.experts.forms.optional import costs_of

@@ -15,6 +15,7 @@ from flax import nnx
 from moe_jax.core.data_sheets import CHIPS
 from moe_jax.core.draws import stream
 from moe_jax.core.errors import InputError
+from moe_jax.core.form_options import check_keep, delta_options
 from moe_jax.distributed.sharding import leaf_spec, path_name
 from moe_jax.experts import AdapterConfig, AdapterExperts, BankConfig, BaseCodes, FFNConfig, Mixed, make_bank
 from moe_jax.experts.devices import Platform
@@ -28,7 +29,7 @@ from moe_jax.experts.forms import (
     Sparse,
     ffn_matrices,
 )
-from moe_jax.experts.forms.coding import CodedJointly, check_keep, experts_with
+from moe_jax.experts.forms.coding import CodedJointly, experts_with
 from moe_jax.experts.forms.kernel_of_codes import NF4
 from moe_jax.experts.forms.protocol import delta_options, form_of_option, option_of_form, registered
 from moe_jax.experts.forms.whole import WithLoRA

@@ -84,7 +84,7 @@ def test_options_reach_the_moe():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"every": 0}, "every=0 must lie between 1 and .* layers, 4"),
+        ({"every": 0}, "every=0 must be at"),
         ({"every": 5}, "every=5 must lie between 1 and .* layers, 4"),
         ({"layers": (1, 4)}, "layers 4 do .* layers 0 to 3"),
         ({"layers": (-1,)}, "layers -1 do not exist"),
@@ -105,8 +105,10 @@ def test_options_that_do_not_go_with_the_model_are_refused(options, message):
 
 
 def test_all_problems_are_reported_together():
-    with pytest.raises(InputError, match="(?s)every=9 must.*top_k=3 is above num_experts=2"):
-        upcycled_config(dense_config(), UpcycleSpec(every=9, experts=2, top_k=3))
+    with pytest.raises(InputError, match="(?s)every=9 must.*rank 17 is above"):
+        upcycled_config(dense_config(), UpcycleSpec(every=9, delta="low-rank:17"))
+    with pytest.raises(InputError, match="(?s)every=0 must.*top_k=3 is above num_experts=2"):
+        UpcycleSpec(every=0, experts=2, top_k=3)
 
 
 def test_an_moe_is_not_upcycled_again():

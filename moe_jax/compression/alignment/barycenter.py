@@ -22,9 +22,8 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.compression.alignment.assignment import assign
 from moe_jax.compression.alignment.matching import AlignmentProgress, Matching, canonical_order, is_small
+from moe_jax.compression.options.in_common import SOLVERS
 from moe_jax.core.errors import InputError, check_member
-
-SOLVERS = ("auto", "assignment", "alternation", "sinkhorn")
 
 # `auto` does not anneal if less than this share of all places changes in a round: the clouds' order is then clear.
 _SETTLED = 0.02

@@ -7,7 +7,7 @@ import abc
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Unpack, get_args
+from typing import Any, ClassVar, Unpack
 
 import jax
 import numpy as np
@@ -25,22 +25,8 @@ from moe_jax.compression.coding.calibrated_codes import (
 from moe_jax.compression.coding.factorization import joint_factors, truncated_svd
 from moe_jax.compression.coding.quantizer import quantize
 from moe_jax.compression.source_layer import SourceLayer
-from moe_jax.core.errors import InputError, check_member
 from moe_jax.experts.forms.coding import Coder, Encoded, JointCoder, MoreOfCodes
 from moe_jax.functional.codes import SCALE_DTYPE
-
-Levels = Literal["any", "even", "fitted"]
-LEVELS: tuple[str, ...] = get_args(Levels)
-"""Levels of codes: per group the better of two grids, always the one with a zero, or a table fitted to every kernel."""
-
-
-def check_levels(levels: str, bits: int, *, zero_points: bool = False) -> None:
-    """Raises `InputError` if codes of so many bits have no such levels."""
-    check_member("levels", levels, LEVELS)
-    if bits == 1 and levels == "even":
-        raise InputError("levels=even: one bit has no zero; choose 2 bits or more")
-    if zero_points and levels != "any":
-        raise InputError(f"levels={levels} do not go with zero points, which say where levels lie")
 
 
 class _Quantizing(Coder):

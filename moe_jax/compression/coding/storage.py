@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from moe_jax.core.form_options import check_keep
 from moe_jax.core.formatting import count_bytes
 from moe_jax.distributed.sharding import path_name
 from moe_jax.experts import BankConfig, BaseCodes, make_bank
 from moe_jax.experts.forms import ExpertForm, Full, ffn_matrices
-from moe_jax.experts.forms.coding import Encodable, Layout, Storable, Wanted, check_keep
+from moe_jax.experts.forms.coding import Encodable, Layout, Storable, Wanted
 from moe_jax.experts.shapes import shapes_of
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.models import ModelConfig, MoEConfig

@@ -9,11 +9,10 @@ the squared error, and 18 % if done twice, where the residuals have 0.72 of the 
 0.074 of it, the grid of the base is coarser than what it would be moved by, and the gain is 0.2 %.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Int
@@ -37,8 +36,7 @@ from moe_jax.compression.source_layer import (
     mean_kernel,
     neuron_rows,
 )
-from moe_jax.core.errors import InputError
-from moe_jax.experts import BankConfig, BaseCodes
+from moe_jax.experts import BankConfig
 from moe_jax.experts.forms import KernelForm, Matrix
 from moe_jax.experts.forms.coding import ByExpert, CodedJointly, Coder, Encodable, Residual, experts_with, own_of
 
@@ -68,24 +66,6 @@ class Coded(NamedTuple):
     base: SharedBase | None
     leaves: dict[str, np.ndarray]
     measure: Measure
-
-
-def codes_of_options(
-    bits: Any, group_size: int | None, *, table: bool = False, scale_bits: int = 16
-) -> BaseCodes | None:
-    """Reads `centre_bits` and `centre_group_size` of a method; None: no codes. With a table where codes may have one.
-
-    Raises:
-      InputError: if they are out of range, or the second stands alone.
-    """
-    if bits is not None:
-        codes = BaseCodes(code=str(bits), group_size=group_size)  # type: ignore[arg-type]
-        if codes.group_size is None:
-            return codes
-        return dataclasses.replace(codes, table=table and codes.may_have_table, scale_bits=scale_bits)
-    if group_size is not None:
-        raise InputError(f"centre_group_size={group_size} goes with centre_bits: the centre has no codes without them")
-    return None
 
 
 def write_experts(

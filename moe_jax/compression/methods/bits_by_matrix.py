@@ -13,15 +13,13 @@ import functools
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from moe_jax.compression.alignment.barycenter import SOLVERS
 from moe_jax.compression.budget import Budget, Candidate, allocate
-from moe_jax.compression.coding.coder import check_levels
 from moe_jax.compression.coding.storage import LEAF_OVERHEAD, disk_bytes_by_matrix
 from moe_jax.compression.coding.write_experts import write_experts
 from moe_jax.compression.methods.choices import (
@@ -37,16 +35,17 @@ from moe_jax.compression.methods.choices import (
     together,
     without_worse,
 )
-from moe_jax.compression.methods.interface import Analysis, Base, Method, OfCodes, Tick, check_calibrated
-from moe_jax.compression.methods.resmoe import IDENTITY, aligned
+from moe_jax.compression.methods.interface import Analysis, Base, Method, Tick, check_calibrated
+from moe_jax.compression.methods.resmoe import aligned
+from moe_jax.compression.options.around_centre import AllocateOptions
 from moe_jax.compression.report import BARYCENTER, LayerFigures
 from moe_jax.compression.source_layer import SourceLayer, Write, unaligned
-from moe_jax.core.errors import InputError, check_member, check_positive
+from moe_jax.core.code_options import TABLE_BITS
+from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import count_bytes
 from moe_jax.experts import BankConfig, BaseCodes, Mixed
 from moe_jax.experts.forms import KernelForm, LowRank, Matrix, Quantized
-from moe_jax.experts.forms.coding import DEFAULT_GROUP_SIZE, Layout, own_of
-from moe_jax.experts.forms.quantized import TABLE_BITS
+from moe_jax.experts.forms.coding import Layout, own_of
 from moe_jax.models import MoEConfig
 
 
@@ -92,57 +91,14 @@ def best_of_one_format(by_matrix: Sequence[Sequence[Candidate]]) -> list[Candida
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Allocate(OfCodes, Method):
-    """Codes around a shared centre or not, of as many bits for every matrix as --calibrate says that it is worth.
+class Allocate(AllocateOptions, Method):
+    """The method with the options `AllocateOptions`."""
 
-    Layers that are worth little have low-rank factors around a centre in codes.
-
-    Attributes:
-      budget_bits: bits per weight of the experts of all compressed layers, everything included.
-      target_bytes: the same in bytes; one of both.
-      group_size: entries along the input axis that share a scale.
-      solver: of the alignment around a centre, see `barycenter`; `identity` takes the neurons as they are.
-      levels: `any`: of every group the better of two grids; `fitted`: codes of 4, 3 or 2 bits have a table of levels,
-        one for every kernel, fitted to it.
-      zero_points: codes may have a zero point of eight bits for every group, in the layers where that is worth its
-        bytes; those of centres have none.
-      row_scales: codes may have a bfloat16 scale for every row, likewise: by the sizes of its entries or of its inputs
-        (AWQ), whichever changes the outputs less. To try that takes more than ten times as long.
-      experts: `alike`: all experts of a layer have the same bits; `own`: in two parts of a layer, experts may have bits
-        of their own.
-      experts_multiple: the number of experts in every part is a multiple of it: for a mesh, the size of its axis
-        `expert`. A part that this does not divide is on every device.
-    """
-
-    swept: ClassVar[tuple[str, tuple[float, ...]]] = ("budget_bits", (2.0, 2.5, 3.0, 4.0))
     # Factors have sizes of their own, which no option names.
     layouts: ClassVar[tuple[Layout, ...]] = Quantized.layouts()
     origin: ClassVar[str | None] = BARYCENTER
     planned_centre_bits: ClassVar[int | None] = 4  # the middle of what it chooses from
-    needs_calibration: ClassVar[bool] = True
     needs_sensitivities: ClassVar[bool] = True
-
-    budget_bits: float | None = None
-    target_bytes: int | None = None
-    group_size: int = DEFAULT_GROUP_SIZE
-    solver: Literal["auto", "alternation", "assignment", "sinkhorn", "identity"] = "auto"
-    levels: Literal["any", "fitted"] = "any"
-    scale_bits: int = 16
-    zero_points: bool = False
-    row_scales: bool = False
-    experts: Literal["alike", "own"] = "alike"
-    experts_multiple: int = 1
-
-    def __post_init__(self) -> None:
-        check_member("experts", self.experts, ("alike", "own"))
-        check_positive(self, "experts_multiple")
-        check_member("solver", self.solver, (*SOLVERS, IDENTITY))
-        check_member("levels", self.levels, ("any", "fitted"))
-        check_levels(self.levels, min(TABLE_BITS), zero_points=self.zero_points)
-        if (self.budget_bits is None) == (self.target_bytes is None):
-            raise InputError("allocate needs --budget-bits or --target-bytes, and not both")
-        self._budget  # noqa: B018  (checks it)
-        Quantized(bits=2, group_size=self.group_size, scale_bits=self.scale_bits)  # checks both
 
     @functools.cached_property
     def _budget(self) -> Budget:

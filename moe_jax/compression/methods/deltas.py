@@ -8,37 +8,33 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
 from moe_jax.compression.calibration.expert_statistics import moments
-from moe_jax.compression.coding.coder import ExpertCoder, Levels, check_levels
+from moe_jax.compression.coding.coder import ExpertCoder
 from moe_jax.compression.coding.pruning import largest_mask
 from moe_jax.compression.coding.write_experts import write_experts
 from moe_jax.compression.methods.interface import (
     Analysis,
-    AroundCentre,
     Base,
+    HasCentre,
     Method,
-    OfCodes,
     all_alike,
     check_calibrated,
 )
+from moe_jax.compression.options.around_centre import D2MoEOptions, QuantizeOptions, SparsifyOptions
 from moe_jax.compression.report import LayerFigures, Measure
 from moe_jax.compression.source_layer import SourceLayer, Write
 from moe_jax.core.draws import draw_positions
-from moe_jax.core.errors import InputError, check_member
+from moe_jax.core.errors import InputError
 from moe_jax.experts import BankConfig, FFNConfig
-from moe_jax.experts.bank_config import Code
 from moe_jax.experts.forms import LowRank, Quantized, Sparse
-from moe_jax.experts.forms.coding import DEFAULT_GROUP_SIZE, Layout, Residual, Wanted
-from moe_jax.experts.forms.quantized import BITS
+from moe_jax.experts.forms.coding import Layout, Residual, Wanted
 from moe_jax.experts.forms.sparse import encode_positions, smallest_encoding
 from moe_jax.models import MoEConfig
-
-SCALES = ("mse", "absmax")
 
 
 def _figures(bank: BankConfig, measure: Measure) -> LayerFigures:
@@ -46,39 +42,14 @@ def _figures(bank: BankConfig, measure: Measure) -> LayerFigures:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Quantize(AroundCentre, OfCodes, Method):
-    """Quantised deltas over a shared base.
+class Quantize(QuantizeOptions, HasCentre, Method):
+    """The method with the options `QuantizeOptions`."""
 
-    Attributes:
-      scale: `mse`: of every group the grid of levels and the scale that give the least squared error; `absmax`: the
-        largest level stands for the largest absolute value of the group. One bit has no choice: its scale, the mean
-        absolute value, already has the least error.
-    """
-
-    swept: ClassVar[tuple[str, tuple[int, ...]]] = ("bits", BITS)
     layouts: ClassVar[tuple[Layout, ...]] = Quantized.layouts()
 
-    bits: int
-    group_size: int = DEFAULT_GROUP_SIZE
-    scale: Literal["mse", "absmax"] = "mse"
-    feedback: bool = True
-    levels: Levels = "any"
-    scale_bits: int = 16
-    zero_points: bool = False
-    row_scales: bool = False
-    centre_bits: Code | None = None
-    centre_group_size: int | None = None
-
-    def __post_init__(self) -> None:
-        check_member("scale", self.scale, SCALES)
-        check_levels(self.levels, self.bits, zero_points=self.zero_points)
-        if self.scale != "mse" and self.levels != "any":
-            raise InputError(f"levels={self.levels} have scales of least squared error: leave scale={self.scale} out")
-        self.wanted_codes  # noqa: B018  (checks bits and group size)
-        self.codes  # noqa: B018  (checks those of the centre)
-
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
-        return all_alike(layers, self.wanted_codes, analyses, base="shared", codes=self.codes)
+        wanted = Wanted(form=Quantized, **self.codes_options)
+        return all_alike(layers, wanted, analyses, base="shared", codes=self.codes)
 
     def compress(
         self, layer: SourceLayer, base: Base, target: MoEConfig, write: Write, analysis: Analysis
@@ -88,41 +59,16 @@ class Quantize(AroundCentre, OfCodes, Method):
         return _figures(target.bank, write_experts(layer, target.bank, write, base=base.kernel, **options))
 
 
-KEEP = ("random", "exact", "magnitude")
-
 # What a stream of random numbers is for. Part of its key: changing one changes what a seed gives. Upcycling uses 0-9.
 _COUNT, _POSITIONS = 10, 11
 _MATRICES = ("gate", "up", "down")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sparsify(AroundCentre, Method):
-    """Sparse deltas over a shared base.
+class Sparsify(SparsifyOptions, HasCentre, Method):
+    """The method with the options `SparsifyOptions`."""
 
-    Attributes:
-      drop: share p of the entries that are left out, in [0, 1); required.
-      keep: which entries stay. `random`: each with probability 1-p, divided by 1-p (DARE). `exact`: as many in every
-        kernel, drawn at random and divided by their share; both are right on average. `magnitude`: the largest ones
-        as they are, which is the least error; of a layer that was calibrated, those of the inputs that count most.
-      seed: of everything random.
-    """
-
-    swept: ClassVar[tuple[str, tuple[float, ...]]] = ("drop", (0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.99))
     layouts: ClassVar[tuple[Layout, ...]] = Sparse.layouts()
-
-    drop: float
-    keep: Literal["random", "exact", "magnitude"] = "random"
-    seed: int = 0
-    centre_bits: Code | None = None
-    centre_group_size: int | None = None
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.drop < 1.0:
-            raise InputError(f"drop={self.drop:g} must lie in [0, 1): it is the share of entries left out")
-        check_member("keep", self.keep, KEEP)
-        if self.seed < 0:
-            raise InputError(f"seed={self.seed} must not be negative")
-        self.codes  # noqa: B018  (checks those of the centre)
 
     def plan(self, layers: Sequence[SourceLayer], analyses: Mapping[int, Analysis]) -> dict[int, MoEConfig]:
         """Layers of equal shape have room for the same count, the largest, in the fewest bytes."""
@@ -211,25 +157,11 @@ WEIGHTED_MEAN = "mean of the experts, weighted by their inputs"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class D2MoE(Method):
-    """A mean of the experts, weighted by what they are given on --calibrate, and deltas of low rank.
+class D2MoE(D2MoEOptions, Method):
+    """The method with the options `D2MoEOptions`."""
 
-    D2-MoE (Gu et al., 2025, "Delta Decompression for MoE-based LLMs Compression", arXiv 2502.17298), with the second
-    moments of inputs in place of Fisher information, which takes gradients, and without the pruning of the base.
-
-    Attributes:
-      keep: share of the numbers of an expert that its delta has, in (0, 1]; the ranks follow. The base comes on top.
-    """
-
-    swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.05, 0.1, 0.15, 0.25, 0.35, 0.5))
     layouts: ClassVar[tuple[Layout, ...]] = LowRank.layouts(design="separate")
     origin: ClassVar[str | None] = WEIGHTED_MEAN
-    needs_calibration: ClassVar[bool] = True
-
-    keep: float
-
-    def __post_init__(self) -> None:
-        self.wanted  # noqa: B018  (checks the share)
 
     def check(self, layers: Sequence[SourceLayer]) -> None:
         if any(layer.num_experts > layer.moe.bank_experts for layer in layers):

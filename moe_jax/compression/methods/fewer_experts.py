@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -29,11 +29,18 @@ from moe_jax.compression.methods.narrower import (
     routed_kernels,
     write_universal,
 )
+from moe_jax.compression.options.of_whole_experts import (
+    GitReBasinOptions,
+    HCSMoEOptions,
+    MEOOptions,
+    MergingOptions,
+    MSMoEOptions,
+    REAPOptions,
+)
 from moe_jax.compression.report import NO_BASE, LayerFigures, Measure
 from moe_jax.compression.source_layer import SourceLayer, Write, design_matrices, unaligned
-from moe_jax.core.errors import InputError, check_member
+from moe_jax.core.errors import InputError
 from moe_jax.core.finite import cast
-from moe_jax.experts.forms.coding import check_keep
 from moe_jax.models import MoEConfig
 from moe_jax.nn.moe import RouterStatistics
 
@@ -49,23 +56,14 @@ class Groups(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Merging(Method):
+class Merging(MergingOptions, Method):
     """The router keeps its E outputs, the bank holds G = max(1, round(keep E)) experts.
 
     An error is that of an aligned expert against what is left of it, the one of its group.
-
-    Attributes:
-      keep: share of the experts that stays, in (0, 1].
     """
 
-    swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.125, 0.25, 0.5, 0.75))
     layouts: ClassVar[tuple[AnyLayout, ...]] = (MERGED,)
     origin: ClassVar[str | None] = NO_BASE
-
-    keep: float
-
-    def __post_init__(self) -> None:
-        check_keep(self.keep)
 
     def align(self, layer: SourceLayer, groups: Groups, tick: Tick) -> tuple[Int[np.ndarray, "E f"], dict[str, Any]]:
         """Finds the order of every expert's neurons, by default as they are, and figures of the search by name.
@@ -159,11 +157,8 @@ def _merge_matrix(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MSMoE(Merging):
-    """Neurons are aligned to the dominant expert of the group by an exact assignment, experts weighted by usage.
-
-    M-SMoE (Li et al., 2024, "Merge, Then Compress", arXiv 2310.01334).
-    """
+class MSMoE(MSMoEOptions, Merging):
+    """The method with the options `MSMoEOptions`."""
 
     def align(self, layer: SourceLayer, groups: Groups, tick: Tick) -> tuple[Int[np.ndarray, "E f"], dict[str, Any]]:
         permutations, figures = super().align(layer, groups, tick)
@@ -180,25 +175,16 @@ class MSMoE(Merging):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MEO(Merging):
-    """Experts are weighted by their router's scores; neurons stay where they are.
-
-    "Merging Experts into One" (He et al., 2023, arXiv 2310.09832) merges the chosen experts anew for every token, by
-    its own scores. What can be stored is the mean: experts of a group are weighted by their mean probability on the
-    text.
-    """
+class MEO(MEOOptions, Merging):
+    """The method with the options `MEOOptions`."""
 
     def weights(self, statistics: RouterStatistics) -> Float[np.ndarray, " E"]:
         return statistics.score
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GitReBasin(Merging):
-    """Every expert is aligned to the mean of all others, again and again until no order changes; plain means per group.
-
-    Weight matching of many models (Ainsworth et al., 2023, arXiv 2209.04836, algorithm 3). There the models are taken
-    in random order; here always in the order of the experts, so that results repeat.
-    """
+class GitReBasin(GitReBasinOptions, Merging):
+    """The method with the options `GitReBasinOptions`."""
 
     def align(self, layer: SourceLayer, groups: Groups, tick: Tick) -> tuple[Int[np.ndarray, "E f"], dict[str, Any]]:
         identity, figures = super().align(layer, groups, tick)
@@ -240,14 +226,8 @@ MOST_TOKENS = 2048
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HCSMoE(Merging):
-    """Experts of similar mean outputs on --calibrate, clustered hierarchically and merged by usage; neurons stay.
-
-    HC-SMoE (Chen et al., 2024, "Retraining-Free Merging of Sparse MoE via Hierarchical Clustering", arXiv 2410.08589):
-    Euclidean distances and average linkage.
-    """
-
-    needs_calibration: ClassVar[bool] = True
+class HCSMoE(HCSMoEOptions, Merging):
+    """The method with the options `HCSMoEOptions`."""
 
     def check(self, layers: Sequence[SourceLayer]) -> None:
         super().check(layers)
@@ -280,36 +260,16 @@ def cluster_by_distance(points: Float[np.ndarray, "n d"], count: int) -> Int[np.
     return cut_tree(linkage(points, method="average", metric="euclidean"), n_clusters=count)[:, 0]
 
 
-CRITERIA = ("reap", "frequency")
-
 # Leaves beside the experts that have an entry for every expert, on the last axis.
 _OF_ROUTER = ("router/kernel", "router/selection_bias")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class REAP(Method):
-    """Whole experts removed, and their outputs of the router: those that add least on --calibrate.
+class REAP(REAPOptions, Method):
+    """The method with the options `REAPOptions`."""
 
-    REAP (Lasby et al., 2025, arXiv 2510.13999). What stays is not changed by a bit, in whatever bank it is. An error is
-    that of experts of which nothing is left.
-
-    Attributes:
-      keep: share of the experts that stays, in (0, 1]; not fewer than a token is routed to.
-      criterion: `reap`: the norm of an expert's outputs times the router's weights, its mean over the tokens that are
-        routed to it; `frequency`: the share of the tokens that are.
-    """
-
-    swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.5, 0.75))
     layouts: ClassVar[tuple[AnyLayout, ...]] = (REMOVED,)
     origin: ClassVar[str | None] = NO_BASE
-    needs_calibration: ClassVar[bool] = True
-
-    keep: float
-    criterion: Literal["reap", "frequency"] = "reap"
-
-    def __post_init__(self) -> None:
-        check_keep(self.keep)
-        check_member("criterion", self.criterion, CRITERIA)
 
     def check(self, layers: Sequence[SourceLayer]) -> None:
         for layer in layers:

@@ -8,16 +8,13 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from moe_jax.compression.alignment.matching import AlignmentProgress
-from moe_jax.compression.coding.coder import Levels
 from moe_jax.compression.coding.storage import AnyLayout
-from moe_jax.compression.coding.write_experts import codes_of_options
+from moe_jax.compression.options.in_common import AroundCentre, MethodOptions
 from moe_jax.compression.report import DENSE, MEAN, OWN, LayerFigures
 from moe_jax.compression.source_layer import SourceLayer, Write, check_weights, mean_kernel
 from moe_jax.conversion.families import FAMILIES
 from moe_jax.core.errors import InputError
 from moe_jax.experts import BankConfig, BaseCodes
-from moe_jax.experts.bank_config import Code
-from moe_jax.experts.forms import Quantized
 from moe_jax.experts.forms.coding import Wanted
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import FFNConfig, ModelConfig, MoEConfig
@@ -67,28 +64,24 @@ def check_base(base: ModelConfig, model: ModelConfig, layers: Iterable[int]) -> 
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Method(abc.ABC):
+class Method(MethodOptions, abc.ABC):
     """A frozen dataclass: its fields are its options, and also the command's.
 
     A job analyses every layer, then plans what all of them become, then compresses one after another.
 
     Attributes:
-      swept: name of the option that says how much is kept, and the values that a sweep tries.
       layouts: the layouts in which it can store the experts, as `moe-jax plan --compress` shows them.
       codes_format: fields of `Wanted` that all of its codes have, whatever its own options are.
       origin: what takes the place of a base: `BARYCENTER`, or `NO_BASE`; None: the base that the user may give, see
         `Base`.
       planned_centre_bits: of a centre that it stores in codes without being asked to, as `moe-jax plan` counts it.
-      needs_calibration: whether it can do nothing without a text; a sweep of all methods leaves it out then.
       needs_sensitivities: whether it has to know how much depends on each layer (`calibration.sensitivities`).
     """
 
-    swept: ClassVar[tuple[str, tuple[Any, ...]]]
     layouts: ClassVar[tuple[AnyLayout, ...]]
     codes_format: ClassVar[Mapping[str, Any]] = {}
     origin: ClassVar[str | None] = None
     planned_centre_bits: ClassVar[int | None] = None
-    needs_calibration: ClassVar[bool] = False
     needs_sensitivities: ClassVar[bool] = False
 
     def check(self, layers: Sequence[SourceLayer]) -> None:
@@ -153,61 +146,10 @@ def check_calibrated(layers: Sequence[SourceLayer]) -> None:
         raise InputError("this method looks at what the experts do on a text: give one with --calibrate TEXT")
 
 
-class OfCodes:
-    """Options of methods that store experts in codes. A method has those of them that are among its own fields.
-
-    Attributes:
-      bits: of a code: 8, 4, 3, 2 or 1.
-      group_size: entries along the input axis that share a scale; 0: the whole kernel.
-      feedback: with a calibration, each row of codes makes up for the errors of those before it (GPTQ). Otherwise every
-        entry is rounded on its own, and the text says only how much each row counts.
-      scale_bits: of a scale: 16, or 8, with a bfloat16 step for each row of groups.
-      zero_points: every group has a zero point of eight bits beside its scale: its levels need not lie around zero.
-      row_scales: every row of a kernel has a bfloat16 scale, too: by the sizes of its entries, and with a calibration
-        by these or by those of its inputs (AWQ), whichever changes the outputs less.
-    """
-
-    bits: int
-    group_size: int
-    levels: Levels
-    scale_bits: int
-    zero_points: bool
-    row_scales: bool
-
-    @property
-    def wanted_codes(self) -> Wanted:
-        """How experts are stored, for a method that has all of these options."""
-        return Wanted(
-            form=Quantized,
-            bits=self.bits,
-            group_size=self.group_size or None,
-            table=self.levels == "fitted",
-            scale_bits=self.scale_bits,
-            zero_points=self.zero_points,
-            row_scales=self.row_scales,
-        )
-
-
-class AroundCentre:
-    """Options of methods whose centre may be in codes. A method has those of them that are among its own fields.
-
-    Attributes:
-      levels: `any`: of every group the better of two grids, one of which has no zero; `even`: always the other one, the
-        only one that formats of other libraries have (`export --format compressed-tensors`); `fitted`: a table of
-        levels for every kernel, fitted to it, of 4, 3 or 2 bits; so has a centre of so many.
-      scale_bits: of a scale: 16, or 8, with a bfloat16 step for each row of groups; those of a centre in codes, too.
-      centre_bits: of a code of the centre: 8, 4, 3 or 2, or `nf4`; residuals are taken from what these codes stand for.
-        By default it is stored in the dtype of the model.
-      centre_group_size: of the centre's codes: entries along the input axis that share a scale, by default 128.
-    """
-
-    levels: Levels = "any"
-    scale_bits: int = 16
-    centre_bits: Code | None
-    centre_group_size: int | None
+class HasCentre(AroundCentre):
+    """A method whose centre may be in codes."""
 
     @property
     def codes(self) -> BaseCodes | None:
         """The codes of the centre; None: it has the dtype of the model."""
-        table = self.levels == "fitted"
-        return codes_of_options(self.centre_bits, self.centre_group_size, table=table, scale_bits=self.scale_bits)
+        return None if self.centre is None else BaseCodes(**self.centre)

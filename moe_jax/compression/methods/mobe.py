@@ -28,12 +28,13 @@ from jaxtyping import Array, Float
 from moe_jax.compression.coding.factorization import truncated_svd
 from moe_jax.compression.coding.storage import disk_bytes
 from moe_jax.compression.methods.interface import Analysis, Base, Method
+from moe_jax.compression.options.of_kernels import MoBEOptions
 from moe_jax.compression.report import NO_BASE, LayerFigures, Measure
 from moe_jax.compression.source_layer import SourceLayer, Write
-from moe_jax.core.errors import InputError, check_member, check_positive
+from moe_jax.core.errors import InputError
 from moe_jax.experts.forms import MixtureOfBases
-from moe_jax.experts.forms.coding import Layout, check_keep
-from moe_jax.experts.forms.mixture_of_bases import FUNCTIONS, MIXTURE, BasisActivation, sides
+from moe_jax.experts.forms.coding import Layout
+from moe_jax.experts.forms.mixture_of_bases import MIXTURE, sides
 from moe_jax.models import BankConfig, MoEConfig
 
 Mix = Callable[[Array, Array], Array]
@@ -131,44 +132,11 @@ def _best_own(mixed: Float[Array, "E w r"], target: Float[Array, "E w s"]) -> Fl
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MoBE(Method):
-    """Factors of gate and up, one mixed of bases that all experts of a layer share (MoBE), a baseline.
+class MoBE(MoBEOptions, Method):
+    """The method with the options `MoBEOptions`."""
 
-    Found by Adam (what differs from the paper is said at the top of this file); down stays whole. --calibrate changes
-    nothing. Of the paper, the division of experts into groups with bases of their own is left out. Experts wider than
-    the model, which it has none of, have their own factor on the side of the model.
-
-    Attributes:
-      keep: share of the numbers of gate and up that is stored, in (0, 1]; the rank follows.
-      rank: instead of `keep`; by default the shorter side of a kernel, as published.
-      bases: that the experts of a layer share; by default a quarter of their number, about as published.
-      activation: of the mixed bases.
-      steps: of Adam; published are 10000 to 30000.
-      rate: of Adam at first, for kernels of standard deviation 1; published 0.07.
-    """
-
-    swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.15, 0.25, 0.35, 0.5, 0.65))
     layouts: ClassVar[tuple[Layout, ...]] = MixtureOfBases.layouts()
     origin: ClassVar[str | None] = NO_BASE
-
-    keep: float | None = None
-    rank: int | None = None
-    bases: int | None = None
-    activation: BasisActivation = "silu"
-    steps: int = 2000
-    rate: float = 0.02
-
-    def __post_init__(self) -> None:
-        if self.keep is not None:
-            check_keep(self.keep)
-            if self.rank is not None:
-                raise InputError("keep and rank say the same in two ways; give one of them")
-        for name in ("rank", "bases", "steps"):
-            if getattr(self, name) is not None:
-                check_positive(self, name)
-        if not 0 < self.rate < 1:
-            raise InputError(f"rate={self.rate:g} must lie in (0, 1)")
-        check_member("activation", self.activation, tuple(FUNCTIONS))
 
     def check(self, layers: Sequence[SourceLayer]) -> None:
         """Nothing is gained where factors and bases take as much as kernels."""

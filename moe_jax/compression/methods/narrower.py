@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import scipy.sparse
@@ -12,10 +12,10 @@ from scipy.cluster.vq import vq
 from moe_jax.compression.coding.pruning import largest_mask
 from moe_jax.compression.coding.storage import NARROWED, AnyLayout
 from moe_jax.compression.methods.interface import Analysis, Base, Method, Tick
+from moe_jax.compression.options.of_whole_experts import MLPFusionOptions, StructuredPruningOptions
 from moe_jax.compression.report import NO_BASE, LayerFigures, Measure
 from moe_jax.compression.source_layer import SourceLayer, Write, design_matrices, neuron_rows
-from moe_jax.core.errors import InputError, check_member
-from moe_jax.experts.forms.coding import DESIGNS, check_keep
+from moe_jax.core.errors import InputError
 from moe_jax.experts.forms.sparse import kept_entries
 from moe_jax.experts.shapes import FFNConfig
 from moe_jax.models import BankConfig, MoEConfig
@@ -69,28 +69,11 @@ def neurons_of(name: str, kernel: np.ndarray, neurons: Sequence[int] | np.ndarra
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StructuredPruning(Method):
-    """The neurons whose rows of the design matrix have the largest L1 norms; the experts become narrower.
+class StructuredPruning(StructuredPruningOptions, Method):
+    """The method with the options `StructuredPruningOptions`."""
 
-    Pruned for each matrix, a neuron that one of them has dropped contributes nothing, for act(0) = 0: only neurons that
-    all matrices keep are stored. An input bias is part of its matrix's row and goes with it; the output bias stays.
-    Errors are those of what the method stands for, the matrices pruned each on its own.
-
-    Attributes:
-      keep: share of the neurons that stays, in (0, 1].
-      design: `concat`: a neuron stays or goes as a whole; `separate`: every matrix drops its own.
-    """
-
-    swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.05, 0.1, 0.15, 0.25, 0.35, 0.5))
     origin: ClassVar[str | None] = NO_BASE
     layouts: ClassVar[tuple[AnyLayout, ...]] = (NARROWED,)
-
-    keep: float
-    design: Literal["concat", "separate"] = "concat"
-
-    def __post_init__(self) -> None:
-        check_keep(self.keep)
-        check_member("design", self.design, DESIGNS)
 
     def check(self, layers: Sequence[SourceLayer]) -> None:
         check_full(layers)
@@ -156,28 +139,11 @@ MOST_ITERATIONS = 30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MLPFusion(Method):
-    """The rows of the design matrix are clustered; a centroid stands for its cluster, and the experts become narrower.
+class MLPFusion(MLPFusionOptions, Method):
+    """The method with the options `MLPFusionOptions`."""
 
-    A cluster's centroid makes its row of gate and up; its row of down is the centroid's as often as the cluster has
-    neurons. Clusters are found by Lloyd's algorithm from neurons drawn at random.
-
-    Attributes:
-      keep: number of clusters as a share of the neurons, in (0, 1].
-      seed: of the neurons that clusters begin with.
-    """
-
-    swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.05, 0.1, 0.15, 0.25, 0.35, 0.5))
     origin: ClassVar[str | None] = NO_BASE
     layouts: ClassVar[tuple[AnyLayout, ...]] = (NARROWED,)
-
-    keep: float
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_keep(self.keep)
-        if self.seed < 0:
-            raise InputError(f"seed={self.seed} must not be negative")
 
     def check(self, layers: Sequence[SourceLayer]) -> None:
         check_full(layers)

@@ -21,7 +21,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, Unpack
+from typing import Any, ClassVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -29,16 +29,23 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from moe_jax.compression.coding.coder import ExpertCoder, LeastError, Levels, check_levels
+from moe_jax.compression.coding.coder import ExpertCoder, LeastError
 from moe_jax.compression.coding.pruning import mean_shares
 from moe_jax.compression.coding.quantizer import nearest_codes, read_grid, stored
 from moe_jax.compression.coding.write_experts import write_experts
-from moe_jax.compression.methods.interface import Analysis, Base, Method, OfCodes, Tick, all_alike
+from moe_jax.compression.methods.interface import Analysis, Base, Method, Tick, all_alike
+from moe_jax.compression.options.of_kernels import (
+    HQQOptions,
+    NF4Options,
+    PlainQuantizeOptions,
+    SVDOptions,
+    UnstructuredPruningOptions,
+)
 from moe_jax.compression.report import NO_BASE, LayerFigures
 from moe_jax.compression.source_layer import SourceLayer, Write, aligned_experts, unaligned
+from moe_jax.core.code_options import Levels
 from moe_jax.experts.forms import LowRank, Quantized, Sparse
-from moe_jax.experts.forms.coding import DEFAULT_GROUP_SIZE, Encoded, Layout, MoreOfCodes, Wanted
-from moe_jax.experts.forms.quantized import BITS
+from moe_jax.experts.forms.coding import Encoded, Layout, MoreOfCodes, Wanted
 from moe_jax.functional.codes import LEVELS, SCALE_DTYPE, Grid, scale_leaves, scales_of
 from moe_jax.models import MoEConfig
 
@@ -146,14 +153,7 @@ class WithoutBase(Method):
     @property
     @abc.abstractmethod
     def wanted(self) -> Wanted:
-        """How every expert is stored.
-
-        Raises:
-          InputError: if an option is out of range.
-        """
-
-    def __post_init__(self) -> None:
-        self.wanted  # noqa: B018  (checks the options)
+        """How every expert is stored."""
 
     def analyse(self, layer: SourceLayer, tick: Tick = lambda share: None) -> Analysis:
         if not self.wanted.needs_shares:
@@ -180,22 +180,10 @@ class WithoutBase(Method):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class UnstructuredPruning(WithoutBase):
-    """The weights of largest absolute value, stored sparsely.
+class UnstructuredPruning(UnstructuredPruningOptions, WithoutBase):
+    """The method with the options `UnstructuredPruningOptions`."""
 
-    Attributes:
-      keep: share of the weights that stays, in (0, 1].
-      design: `concat`: one threshold for the whole design matrix of an expert, whose shares of the matrices are
-        averaged over experts and layers of one shape; `separate`: one for each matrix.
-      bits: of the values that stay: 8, 4, 3 or 2; by default floats.
-    """
-
-    swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.05, 0.1, 0.15, 0.25, 0.35, 0.5))
     layouts: ClassVar[tuple[Layout, ...]] = Sparse.layouts()
-
-    keep: float
-    design: Literal["concat", "separate"] = "concat"
-    bits: int | None = None
 
     @property
     def wanted(self) -> Wanted:
@@ -203,21 +191,10 @@ class UnstructuredPruning(WithoutBase):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SVD(WithoutBase):
-    """Truncated singular value decompositions of the kernels; biases stay as they are.
+class SVD(SVDOptions, WithoutBase):
+    """The method with the options `SVDOptions`."""
 
-    Attributes:
-      keep: share of the numbers that are stored, in (0, 1]; the ranks follow. With 1, factors take as much as the
-        experts and are not yet of full rank.
-      design: `concat`: of the design matrix of an expert, whose factor over the neurons is stored once; `separate`: of
-        every kernel.
-    """
-
-    swept: ClassVar[tuple[str, tuple[float, ...]]] = ("keep", (0.05, 0.1, 0.15, 0.25, 0.35, 0.5))
     layouts: ClassVar[tuple[Layout, ...]] = LowRank.layouts()
-
-    keep: float
-    design: Literal["concat", "separate"] = "concat"
 
     @property
     def wanted(self) -> Wanted:
@@ -225,52 +202,23 @@ class SVD(WithoutBase):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlainQuantize(OfCodes, WithoutBase):
-    """Every weight rounded to the nearest level; the scale of a group is the one of least squared error.
+class PlainQuantize(PlainQuantizeOptions, WithoutBase):
+    """The method with the options `PlainQuantizeOptions`."""
 
-    Attributes:
-      levels: `any`: of every group the better of two grids, one of which has no zero; `even`: always the other one, the
-        only one that formats of other libraries have (`export --format compressed-tensors`); `fitted`: a table of
-        levels for every kernel, fitted to it, of 4, 3 or 2 bits.
-    """
-
-    swept: ClassVar[tuple[str, tuple[int, ...]]] = ("bits", (8, 4, 3, 2))
     layouts: ClassVar[tuple[Layout, ...]] = Quantized.layouts()
-
-    bits: int
-    group_size: int = DEFAULT_GROUP_SIZE
-    feedback: bool = True
-    levels: Levels = "any"
-    scale_bits: int = 16
-    zero_points: bool = False
-    row_scales: bool = False
-
-    def __post_init__(self) -> None:
-        check_levels(self.levels, self.bits, zero_points=self.zero_points)
-        super().__post_init__()
 
     @property
     def wanted(self) -> Wanted:
-        return self.wanted_codes
+        return Wanted(form=Quantized, **self.codes_options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HQQ(OfCodes, WithoutBase):
-    """Codes with zero points by half-quadratic splitting (HQQ), a baseline: --calibrate changes nothing.
+class HQQ(HQQOptions, WithoutBase):
+    """The method with the options `HQQOptions`."""
 
-    Attributes:
-      group_size: entries along the input axis that share a scale and a zero point; as published 64.
-      scale_bits: of a scale: 16, or 8, with a bfloat16 step for each row of groups. Zero points have 8 bits.
-    """
-
-    swept: ClassVar[tuple[str, tuple[int, ...]]] = ("bits", BITS)
     layouts: ClassVar[tuple[Layout, ...]] = Quantized.layouts()
     codes_format: ClassVar[Mapping[str, Any]] = {"group_size": 64, "zero_points": True}
     coder: ClassVar[HalfQuadratic] = HalfQuadratic()
-
-    bits: int
-    group_size: int = 64
-    scale_bits: int = 16
 
     @property
     def wanted(self) -> Wanted:
@@ -279,19 +227,12 @@ class HQQ(OfCodes, WithoutBase):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NF4(WithoutBase):
-    """NF4 with scales of eight bits (QLoRA's double quantisation), a baseline: --calibrate changes nothing.
+class NF4(NF4Options, WithoutBase):
+    """The method with the options `NF4Options`."""
 
-    Attributes:
-      group_size: entries along the input axis that share a scale; as published 64.
-    """
-
-    swept: ClassVar[tuple[str, tuple[int, ...]]] = ("group_size", (64,))
     layouts: ClassVar[tuple[Layout, ...]] = Quantized.layouts(bits=4)
     codes_format: ClassVar[Mapping[str, Any]] = {"group_size": 64, "table": True, "scale_bits": 8}
     coder: ClassVar[NormalFloat] = NormalFloat()
-
-    group_size: int = 64
 
     @property
     def wanted(self) -> Wanted:

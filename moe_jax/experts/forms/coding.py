@@ -3,23 +3,21 @@
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypedDict, Unpack, cast
 
 import numpy as np
 from jaxtyping import Bool, Float
 
-from moe_jax.core.errors import InputError, check_member
+from moe_jax.core.code_options import DEFAULT_GROUP_SIZE
+from moe_jax.core.errors import check_member
+from moe_jax.core.form_options import DESIGNS, Design, ResidualOptions
 from moe_jax.experts.shapes import FFNConfig, Matrix
 
 if TYPE_CHECKING:
     from moe_jax.experts.forms.protocol import KernelForm
 
-DEFAULT_GROUP_SIZE = 128
-"""Number of codes that share a scale, where nothing else is asked for."""
 EncodedKernel = tuple[dict[str, np.ndarray], Float[np.ndarray, "i o"]]
 """The leaves of one kernel by name, and the float32 numbers that they stand for."""
-Design = Literal["concat", "separate"]
-DESIGNS = ("concat", "separate")
 
 
 class Encoded(NamedTuple):
@@ -98,6 +96,9 @@ class Residual(NamedTuple):
     kept: Bool[np.ndarray, "i o"] | None = None
 
 
+_OF_CODES = ("group_size", "table", "scale_bits", "zero_points", "row_scales")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wanted:
     """A form, and how much of the experts is to stay in it. With the shape of the experts it gives the form's options.
@@ -130,7 +131,8 @@ class Wanted:
     row_scales: bool = False
 
     def __post_init__(self) -> None:
-        self.form.check_wanted(self)
+        codes = {name: getattr(self, name) for name in _OF_CODES}
+        self.form.check_size(keep=self.keep, bits=self.bits, **codes)
         check_member("design", self.design, DESIGNS)
 
     @property
@@ -174,19 +176,14 @@ class Layout(NamedTuple):
         return "bits" in self.form.asks_for and self.options.get("bits", bits) == bits
 
 
-class Storable(abc.ABC):
+class Storable(ResidualOptions, abc.ABC):
     """Optional: a form whose size follows from a share or a number of bits.
 
     Attributes:
-      residual_option: how `--residual` names it, with `[:BITS]` if bits may follow; None: by its kind.
-      asks_for: the fields of `Wanted` that say how large it is.
       counts_largest: it stores the largest entries, and with the design `concat` as many of a matrix as that has.
       places, row_pointers: names of leaves that say where entries are, and which of these are ends of rows.
     """
 
-    kind: ClassVar[str]
-    residual_option: ClassVar[str | None] = None
-    asks_for: ClassVar[tuple[str, ...]] = ()
     counts_largest: ClassVar[bool] = False
     places: ClassVar[tuple[str, ...]] = ()
     row_pointers: ClassVar[tuple[str, ...]] = ()
@@ -195,11 +192,6 @@ class Storable(abc.ABC):
     def codes_in_groups(self) -> tuple[int, int] | None:
         """Bits and group size of experts that are codes with a scale per group, and nothing else; None of others."""
         return None
-
-    @classmethod
-    def option_name(cls) -> str:
-        """The name of the form as a value of `--residual`."""
-        return (cls.residual_option or cls.kind).partition("[")[0]
 
     @classmethod
     def layouts(cls, **fixed: Any) -> tuple[Layout, ...]:
@@ -220,13 +212,6 @@ class Storable(abc.ABC):
         return (Wanted(form=cls),)
 
     @classmethod
-    def check_wanted(cls, wanted: Wanted) -> None:
-        """Raises `InputError` for a size that the form cannot have; by default for any, as it has one alone."""
-        for name in ("keep", "bits"):
-            if getattr(wanted, name) is not None and name not in cls.asks_for:
-                raise InputError(f"{name} does not go with {cls.kind}: experts in this form have one size")
-
-    @classmethod
     def for_share(
         cls, wanted: Wanted, expert: FFNConfig, d_model: int, num_experts: int, shares: Sequence[float] | None = None
     ) -> "KernelForm":
@@ -236,6 +221,8 @@ class Storable(abc.ABC):
 
 class Encodable(Storable):
     """Optional: a form that residuals are encoded in, one matrix of one expert at a time."""
+
+    takes_residuals: ClassVar[bool] = True
 
     @abc.abstractmethod
     def encode(self, residual: Residual, matrix: Matrix, coder: Coder) -> EncodedKernel:
@@ -272,14 +259,6 @@ class CodedJointly(abc.ABC):
         self, residuals: Mapping[str, np.ndarray], matrices: Mapping[str, Matrix], dtype: np.dtype, coder: JointCoder
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Encodes all matrices of an expert at once: leaves by path below `delta`, approximations by name."""
-
-
-def check_keep(keep: float | None) -> None:
-    """Raises `InputError` unless `keep` is a share."""
-    if keep is None:
-        raise InputError("keep is missing: the share of the experts that stays, in (0, 1]")
-    if not 0.0 < keep <= 1.0:
-        raise InputError(f"keep={keep:g} must lie in (0, 1]: it is the share of the experts that stays")
 
 
 class Own(NamedTuple):

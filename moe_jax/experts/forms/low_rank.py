@@ -11,20 +11,19 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from moe_jax.core.draws import FACTOR, draw_factor
-from moe_jax.core.errors import InputError, check_positive
+from moe_jax.core.errors import InputError
 from moe_jax.core.finite import cast
+from moe_jax.core.form_options import Design, FactorsOptions, LowRankOptions
 from moe_jax.experts.devices import Cost, Platform
 from moe_jax.experts.forms.coding import (
     CodedJointly,
     Coder,
-    Design,
     Encodable,
     EncodedKernel,
     JointCoder,
     Layout,
     Residual,
     Wanted,
-    check_keep,
 )
 from moe_jax.experts.forms.optional import CostModel, MadeInPallas, MadeInTriton, SideBySide
 from moe_jax.experts.forms.protocol import KernelForm, Streams, register
@@ -50,7 +49,7 @@ NEURONS = "neurons/factor"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ProductOfFactors(CostModel, SideBySide, MadeInPallas, MadeInTriton, KernelForm):
+class ProductOfFactors(FactorsOptions, CostModel, SideBySide, MadeInPallas, MadeInTriton, KernelForm):
     """`W + a b` with arrays `a` [E, in, r] and `b` [E, r, out], whatever leaves they are made of.
 
     Attributes:
@@ -58,11 +57,6 @@ class ProductOfFactors(CostModel, SideBySide, MadeInPallas, MadeInTriton, Kernel
     """
 
     includes_base: ClassVar[bool] = False
-
-    rank: int
-
-    def __post_init__(self) -> None:
-        check_positive(self, "rank")
 
     def check_fits(self, matrices: Mapping[str, Matrix]) -> None:
         for name, matrix in matrices.items():
@@ -128,17 +122,12 @@ class ProductOfFactors(CostModel, SideBySide, MadeInPallas, MadeInTriton, Kernel
 
 @register("low-rank")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LowRank(ProductOfFactors, Encodable):
+class LowRank(LowRankOptions, ProductOfFactors, Encodable):
     """`W + a b` with `a` [E, in, r], kaiming uniform with a = sqrt(5) as in LoRA, and `b` [E, r, out], zero at first.
 
     Attributes:
       rank: r.
     """
-
-    delta_option: ClassVar[str | None] = "low-rank:R"
-    delta_number: ClassVar[tuple[str, type] | None] = ("rank", int)
-    residual_option: ClassVar[str | None] = "svd"
-    asks_for: ClassVar[tuple[str, ...]] = ("keep",)
 
     def fresh(self, rngs: nnx.Rngs, matrix: Matrix, stack: tuple[int, ...], dtype: jnp.dtype) -> dict[str, Array]:
         fan_in, fan_out = matrix.shape
@@ -169,12 +158,6 @@ class LowRank(ProductOfFactors, Encodable):
     @classmethod
     def sizes_to_try(cls, design: Design) -> tuple[Wanted, ...]:
         return tuple(Wanted(form=cls, keep=keep, design=design) for keep in (0.05, 0.1, 0.15, 0.2, 0.25))
-
-    @classmethod
-    def check_wanted(cls, wanted: Wanted) -> None:
-        check_keep(wanted.keep)
-        if wanted.bits is not None:
-            raise InputError("bits do not go with an svd residual: its factors are floats")
 
     @classmethod
     def for_share(

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from moe_jax.core.errors import InputError, check_member, check_positive
+from moe_jax.core.form_options import BasisActivation
 from moe_jax.experts.devices import Cost, Platform
 from moe_jax.experts.forms.coding import Layout, Storable, Wanted
 from moe_jax.experts.forms.low_rank import LowRank, ProductOfFactors
@@ -18,7 +19,6 @@ from moe_jax.experts.forms.protocol import KernelForm, register
 from moe_jax.experts.forms.whole import Full
 from moe_jax.experts.shapes import Arrays, FFNConfig, Load, Matrix, Split, ffn_matrices, normal_kernel
 
-BasisActivation = Literal["silu", "tanh"]
 FUNCTIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu, "tanh": jnp.tanh}
 MIXTURE = "mixture"
 

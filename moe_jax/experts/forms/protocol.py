@@ -23,9 +23,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from moe_jax.core.draws import FRESH
-from moe_jax.core.errors import InputError, check_member, nearest, shown
+from moe_jax.core.errors import InputError, check_member, shown
+from moe_jax.core.form_options import FORM_OPTIONS, FormOptions, delta_options, read_delta
 from moe_jax.core.formatting import count_bytes
-from moe_jax.experts.forms.coding import CodedJointly, Encodable
+from moe_jax.experts.forms.coding import CodedJointly
 from moe_jax.experts.forms.optional import FormTiles
 from moe_jax.experts.shapes import (
     BASE,
@@ -51,32 +52,24 @@ Streams = Callable[[int, int], np.random.Generator]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExpertForm(abc.ABC):
+class ExpertForm(FormOptions, abc.ABC):
     """A form of the experts of a layer. Subclasses are frozen dataclasses whose fields are its options.
 
     Attributes:
-      kind: the name under which the form is registered.
       allowed_bases: the values of `BankConfig.base` that the form allows.
-      over_base: an expert consists of a base that all share and a part of its own; false: its kernels are whole.
       adds_to_base: the expert's own part is added to the base, so that the base can be applied once per token.
       bank: the class of bank that holds such experts; None: `KernelBank`.
       has_expert_kernels: every expert is an FFN, and could be stored as full kernels.
       needs_unit_weights: the weights of a token's experts must sum to 1.
       includes_base: `multiplied_entries` includes the base, because base and delta are multiplied as one kernel.
-      delta_option: how `upcycle --delta` names the form, such as `low-rank:R`; None: upcycling does not offer it.
-      delta_number: name and type of the option that follows the colon there; None: none does.
     """
 
-    kind: ClassVar[str] = ""
     allowed_bases: ClassVar[tuple[str, ...]] = BASES
-    over_base: ClassVar[bool] = True
     adds_to_base: ClassVar[bool] = True
     bank: ClassVar[type | None] = None
     has_expert_kernels: ClassVar[bool] = True
     needs_unit_weights: ClassVar[bool] = False
     includes_base: ClassVar[bool] = False
-    delta_option: ClassVar[str | None] = None
-    delta_number: ClassVar[tuple[str, type] | None] = None
 
     def check_base(self, base: str) -> None:
         """Raises `InputError` if the form does not allow this value of `BankConfig.base`."""
@@ -294,7 +287,7 @@ def register(kind: str) -> Callable[[type[_Form]], type[_Form]]:
                     if known.get(name, spec) != spec:
                         raise ValueError(f"leaf {name!r} of form {kind!r} is {spec}, and in another form {known[name]}")
         form.kind = kind
-        _FORMS[kind] = cast(type[ExpertForm], form)
+        _FORMS[kind] = FORM_OPTIONS[kind] = cast(type[ExpertForm], form)
         return form
 
     return add
@@ -302,7 +295,7 @@ def register(kind: str) -> Callable[[type[_Form]], type[_Form]]:
 
 def unregister(kind: str) -> None:
     """Removes a form from the registry."""
-    del _FORMS[kind]
+    del _FORMS[kind], FORM_OPTIONS[kind]
 
 
 def form_named(kind: str) -> type[ExpertForm]:
@@ -320,32 +313,11 @@ def registered() -> tuple[type[ExpertForm], ...]:
     return tuple(_FORMS.values())
 
 
-def delta_options() -> dict[str, str]:
-    """The values of `upcycle --delta`, such as `low-rank:R`, by kind, in alphabetical order."""
-    return {kind: form.delta_option for kind, form in sorted(_FORMS.items()) if form.delta_option is not None}
-
-
 def form_of_option(text: str) -> ExpertForm:
-    """Reads a value of `upcycle --delta`, such as `low-rank:16`.
-
-    Raises:
-      InputError: if it is none of `delta_options`, or its number cannot be read or is out of range.
-    """
-    kind, colon, number = text.partition(":")
-    offered = delta_options()
-    if kind not in offered or bool(colon) != (":" in offered[kind]) or bool(number) != bool(colon):
-        hint = "" if kind in offered else nearest(kind, offered)
-        raise InputError(f"unknown --delta {shown(text)}{hint}; it is one of {', '.join(offered.values())}")
-    form = _FORMS[kind]
-    if form.delta_number is None:
-        return form()
-    name, read = form.delta_number
-    try:
-        value = read(number)
-    except ValueError:
-        expected = "a whole number" if read is int else "a number"
-        raise InputError(f"--delta {shown(text)}: expected {expected} after the colon") from None
-    return form(**{name: value})
+    """Reads a value of `upcycle --delta`, such as `low-rank:16`; errors as of `read_delta`."""
+    form = read_delta(text)
+    assert isinstance(form, ExpertForm)  # all forms of the library are registered here
+    return form
 
 
 def option_of_form(form: str | ExpertForm) -> str:
@@ -364,11 +336,6 @@ def option_of_form(form: str | ExpertForm) -> str:
     if form_of_option(text) != form:
         raise InputError(f"delta={shown(form)}: upcycling sets no other options than {form.delta_option} has")
     return text
-
-
-def encodable_forms() -> tuple[type[Encodable], ...]:
-    """The forms that residuals around a shared base can be encoded in, in the order in which they were registered."""
-    return tuple(form for form in _FORMS.values() if issubclass(form, Encodable) and form.over_base)
 
 
 def kinds_with(option: str) -> list[str]:

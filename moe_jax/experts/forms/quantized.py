@@ -2,16 +2,16 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, UInt8
 
-from moe_jax.core.errors import MAX_SIZE, InputError
+from moe_jax.core.code_options import BITS, TABLE_BITS
+from moe_jax.core.form_options import Design, QuantizedOptions
 from moe_jax.experts.devices import Platform
-from moe_jax.experts.forms.coding import Coder, Design, Encodable, EncodedKernel, Layout, Residual, Wanted
+from moe_jax.experts.forms.coding import Coder, Encodable, EncodedKernel, Layout, Residual, Wanted
 from moe_jax.experts.forms.optional import CostModel, MadeInPallas, MadeInTriton
 from moe_jax.experts.forms.protocol import KernelForm, register
 from moe_jax.experts.shapes import Arrays, FFNConfig, Matrix, Split, Window
@@ -30,79 +30,17 @@ from moe_jax.functional.synthesis import InTriton
 from moe_jax.kernels.tpu.fused_tile import FusedTile
 from moe_jax.kernels.tpu.tiles import PackedTile, why_not_packed
 
-BITS = (8, 4, 3, 2, 1)
-TABLE_BITS = (4, 3, 2)
 _OWN_BITS = ("gate_bits", "up_bits", "down_bits")
-
-
-class CodesOptions:
-    """The options that codes of experts and of a shared base have in common; fields of dataclasses."""
-
-    table: bool
-    scale_bits: int
-    gate_bits: int | None
-    up_bits: int | None
-    down_bits: int | None
-
-    @property
-    def own_bits(self) -> dict[str, int]:
-        """Bits of the matrices that have others than most."""
-        given = {"gate": self.gate_bits, "up": self.up_bits, "down": self.down_bits}
-        return {name: bits for name, bits in given.items() if bits is not None}
-
-    def own_bits_in_words(self) -> str:
-        """Returns such as ` (gate 2, down 4)`, or ` (down none)` for a base; empty if all matrices are alike."""
-        own = ", ".join(f"{name} {bits or 'none'}" for name, bits in self.own_bits.items())
-        return own and f" ({own})"
-
-    def more_in_words(self) -> str:
-        """Returns the other options of codes in words, such as `, 8-bit scales`."""
-        return (", fitted levels" if self.table else "") + (", 8-bit scales" if self.scale_bits == 8 else "")
 
 
 @register("quantized")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Quantized(CodesOptions, Encodable, CostModel, MadeInPallas, MadeInTriton, KernelForm):
+class Quantized(QuantizedOptions, Encodable, CostModel, MadeInPallas, MadeInTriton, KernelForm):
     """`W` plus packed `codes` [E, bytes, out] times `scales` [E, groups, out] (or [E, 1, 1]), which are zero at first.
 
     Kernels in Pallas, for TPUs and GPUs, know the codes of the plain format only (`is_plain`); others are made by plain
-    XLA, a tile at a time.
-
-    Attributes:
-      bits: per code: 8, 4, 3, 2 or 1.
-      group_size: the number of entries along the input axis that share a scale; None: one scale for the whole kernel.
-      table: the levels of codes are those of a `table` [E, 2^bits] of every kernel; of matrices of 4, 3 or 2 bits.
-      scale_bits: 16, or 8: instead of `scales`, `scale_codes` [E, groups, out], and `scale_steps` [E, groups, 1].
-      zero_points: groups have `zeros` [E, groups, out], zero points of eight bits.
-      row_scales: what codes stand for is multiplied by `row_scales` [E, in, 1].
-      gate_bits, up_bits, down_bits: of the kernels of these matrices; None: `bits`.
+    XLA, a tile at a time. Its options are those of `ExpertCodesOptions`.
     """
-
-    residual_option: ClassVar[str | None] = "quantized[:BITS]"
-    asks_for: ClassVar[tuple[str, ...]] = ("bits", "group_size", "table", "scale_bits", "zero_points", "row_scales")
-
-    bits: int
-    group_size: int | None = None
-    table: bool = False
-    scale_bits: int = 16
-    zero_points: bool = False
-    row_scales: bool = False
-    gate_bits: int | None = None
-    up_bits: int | None = None
-    down_bits: int | None = None
-
-    def __post_init__(self) -> None:
-        for bits in (self.bits, *self.own_bits.values()):
-            if bits not in BITS:
-                raise InputError(f"bits={bits} must be one of {', '.join(map(str, BITS))}")
-        if self.table and not {self.bits, *self.own_bits.values()} & set(TABLE_BITS):
-            raise InputError(f"bits={self.bits} have no table of levels: only 4, 3 or 2 bits have")
-        check_group_size(self.group_size)
-        check_scale_bits(self.scale_bits)
-        if self.scale_bits == 8 and self.group_size is None:
-            raise InputError("scale_bits=8 go with groups: one scale for a whole kernel takes next to nothing")
-        if self.zero_points and (self.table or self.group_size is None):
-            raise InputError("zero points go with groups, and with levels at equal distances (no table)")
 
     def of_matrix(self, matrix: Matrix) -> "Quantized":
         own = self.own_bits
@@ -231,12 +169,6 @@ class Quantized(CodesOptions, Encodable, CostModel, MadeInPallas, MadeInTriton, 
         return tuple(Wanted(form=cls, bits=bits) for bits in BITS)
 
     @classmethod
-    def check_wanted(cls, wanted: Wanted) -> None:
-        if wanted.keep is not None:
-            raise InputError("keep does not go with a quantized residual, of which every entry stays: give bits")
-        cls._of(wanted)
-
-    @classmethod
     def for_share(
         cls, wanted: Wanted, expert: FFNConfig, d_model: int, num_experts: int, shares: Sequence[float] | None = None
     ) -> "Quantized":
@@ -251,15 +183,3 @@ class Quantized(CodesOptions, Encodable, CostModel, MadeInPallas, MadeInTriton, 
         options = dataclasses.asdict(self.of_matrix(matrix))
         made = coder.quantize(residual.values, **{name: options[name] for name in options if name not in _OWN_BITS})
         return dict(made.leaves), made.approximation
-
-
-def check_scale_bits(scale_bits: int) -> None:
-    """Raises `InputError` unless scales can have so many bits."""
-    if scale_bits not in (16, 8):
-        raise InputError(f"scale_bits={scale_bits} must be 16 or 8")
-
-
-def check_group_size(group_size: int | None) -> None:
-    """Raises `InputError` unless the group size is a multiple of 8, so that groups begin at whole bytes."""
-    if group_size is not None and (not 8 <= group_size <= MAX_SIZE or group_size % 8):
-        raise InputError(f"group_size={group_size} must be a multiple of 8, or null for one per kernel")

@@ -24,14 +24,15 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
+from moe_jax.core.code_options import VALUE_BITS, check_group_size
 from moe_jax.core.draws import POSITIONS, draw_positions
 from moe_jax.core.errors import InputError, check_member, shown
 from moe_jax.core.finite import cast
+from moe_jax.core.form_options import Design, SparseOptions
 from moe_jax.experts.devices import Cost, Platform
-from moe_jax.experts.forms.coding import Coder, Design, Encodable, EncodedKernel, Layout, Residual, Wanted, check_keep
+from moe_jax.experts.forms.coding import Coder, Encodable, EncodedKernel, Layout, Residual, Wanted
 from moe_jax.experts.forms.optional import CostModel, Factored, MadeInPallas
 from moe_jax.experts.forms.protocol import KernelForm, Streams, register
-from moe_jax.experts.forms.quantized import check_group_size
 from moe_jax.experts.shapes import Arrays, FFNConfig, GroupSizes, Load, Matrix, Part, Rows, Split, Window, ffn_matrices
 from moe_jax.functional.codes import SCALE_DTYPE, dequantize, pack, scales_shape
 from moe_jax.functional.sparse_product import bitmap_tile, entry_coordinates, grouped_sparse_matmul, scatter_tile
@@ -165,7 +166,6 @@ def random_positions(
     return jax.lax.map(one, jax.random.split(key, num_experts))
 
 
-VALUE_BITS = (8, 4, 3, 2)
 # What is tried under a budget.
 _KEEPS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0)
 _BITS_OF_VALUES = (None, 8, 4)
@@ -173,7 +173,7 @@ _BITS_OF_VALUES = (None, 8, 4)
 
 @register("sparse")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sparse(Encodable, CostModel, MadeInPallas, Factored, KernelForm):
+class Sparse(SparseOptions, Encodable, CostModel, MadeInPallas, Factored, KernelForm):
     """`W` plus `values` [E, n], zero at first, at fixed distinct positions (leaves of `POSITION_LEAVES`).
 
     Quantised values are stored as `value_codes` [E, bytes] and `value_scales` [E, groups] instead.
@@ -187,16 +187,11 @@ class Sparse(Encodable, CostModel, MadeInPallas, Factored, KernelForm):
       group_size: the number of consecutive values that share a scale; None: all do.
     """
 
-    delta_option: ClassVar[str | None] = "sparse:RATE"
-    delta_number: ClassVar[tuple[str, type] | None] = ("rate", float)
     includes_base: ClassVar[bool] = False
-    residual_option: ClassVar[str | None] = "up"
-    asks_for: ClassVar[tuple[str, ...]] = ("keep", "bits", "encoding")
     counts_largest: ClassVar[bool] = True
     places: ClassVar[tuple[str, ...]] = ("columns", "rows", "mask", "row_ends")
     row_pointers: ClassVar[tuple[str, ...]] = ("row_ends",)
 
-    rate: float
     entries: int | tuple[int, ...] | None = None
     encoding: Encoding = "csr"
     bits: int | None = None
@@ -204,8 +199,7 @@ class Sparse(Encodable, CostModel, MadeInPallas, Factored, KernelForm):
 
     def __post_init__(self) -> None:
         check_member("encoding", self.encoding, ENCODINGS)
-        if not 0.0 <= self.rate < 1.0:
-            raise InputError(f"rate={self.rate} must lie in [0, 1): it is the share of entries left out")
+        super().__post_init__()
         if self.entries is not None and min(self._counts(), default=0) < 1:
             raise InputError(f"entries={shown(self.entries)} must be at least 1")
         if self.bits is not None and self.bits not in VALUE_BITS:
@@ -359,12 +353,6 @@ class Sparse(Encodable, CostModel, MadeInPallas, Factored, KernelForm):
         return tuple(
             Wanted(form=cls, keep=keep, bits=bits, design=design) for keep in _KEEPS for bits in _BITS_OF_VALUES
         )
-
-    @classmethod
-    def check_wanted(cls, wanted: Wanted) -> None:
-        check_keep(wanted.keep)
-        if wanted.bits is not None and wanted.bits not in VALUE_BITS:
-            raise InputError(f"bits={wanted.bits} of kept entries must be one of {', '.join(map(str, VALUE_BITS))}")
 
     @classmethod
     def for_share(

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from moe_jax.core.form_options import FullOptions
 from moe_jax.experts.devices import Platform
 from moe_jax.experts.forms.coding import Storable
 from moe_jax.experts.forms.kernel_of_codes import NF4, Coded, CodedLevels, CodedNF4
@@ -38,11 +39,9 @@ from moe_jax.kernels.tpu.tiles import StoredTile
 
 @register("full")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Full(Storable, CostModel, MadeInPallas, KernelForm):
+class Full(FullOptions, Storable, CostModel, MadeInPallas, KernelForm):
     """`kernel` [..., in, out], normal with standard deviation 0.02 at first."""
 
-    over_base: ClassVar[bool] = False
-    delta_option: ClassVar[str | None] = "full"
     rounded_leaves: ClassVar[tuple[str, ...]] = ("kernel",)
 
     def fresh(self, rngs: nnx.Rngs, matrix: Matrix, stack: tuple[int, ...], dtype: jnp.dtype) -> dict[str, Array]:

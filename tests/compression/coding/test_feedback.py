@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from moe_jax.compression.coding.calibrated_codes import DAMPING, quantize_with_feedback, triangular_factor
 from moe_jax.compression.coding.coder import LeastError, LeastOutputError
 from moe_jax.compression.coding.quantizer import quantize
+from moe_jax.core.code_options import TABLE_BITS
 from moe_jax.core.errors import InputError
-from moe_jax.experts.forms.quantized import TABLE_BITS, Quantized
+from moe_jax.experts.forms.quantized import Quantized
 from tests.experts.code_reference import decoded
 from tests.support.tiers import examples, one_in
 

@@ -13,7 +13,7 @@ from moe_jax.compression.report import Measure
 from moe_jax.compression.source_layer import mean_kernel
 from moe_jax.compression.spec import METHODS, make_method
 from moe_jax.core.errors import InputError
-from moe_jax.experts.forms.coding import check_keep
+from moe_jax.core.form_options import check_keep
 from moe_jax.model_io.loading import load_model
 from moe_jax.model_io.model_dir import ModelDirectory
 from tests.support.numerics import logits_of
