@@ -7,7 +7,8 @@ from moe_jax.core.errors import InputError, clipped
 from moe_jax.files.json_toml import read_json_object
 from moe_jax.files.staging import check_model_path
 from moe_jax.files.storage_path import as_path, nearest_path
-from moe_jax.model_io.lineage import local_model, why_a_path
+from moe_jax.model_io.hub_names import why_a_path
+from moe_jax.model_io.lineage import local_model
 
 if TYPE_CHECKING:  # they import JAX, and `--help` should answer without it
     from moe_jax.model_io.model_source import ModelSource
@@ -147,7 +148,7 @@ def read_config(path: Path | str) -> "ModelConfig":
         return GGUFModel(path).config
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise FileNotFoundError(f"no config at {file}{why_a_path(path)}")
+        raise FileNotFoundError(f"no config at {file}{why_a_path(path)}{nearest_path(path)}")
     data = read_json_object(file, allow=("nonfinite",))
     if data.get("format") == FORMAT:
         return config_from_json(data, where=str(file))

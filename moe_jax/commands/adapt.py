@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
@@ -20,6 +20,9 @@ class _Command:
     The output holds only the adapters and refers to the model, which has to stay where it is. Several adapter
     directories can share one model.
     """
+
+    models: ClassVar[tuple[str, ...]] = ("model",)
+    texts: ClassVar[tuple[str, ...]] = ("text",)
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
     """A model directory or a Hugging Face directory."""

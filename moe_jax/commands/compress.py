@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import tyro
 
@@ -55,6 +55,8 @@ class _Command:
     Interrupted, even killed, it goes on where it was when the same command is given again. Several processes share the
     layers.
     """
+
+    models: ClassVar[tuple[str, ...]] = ("model", "model_base", "base")
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
     """A model with MoE layers: a model directory, an adapter directory, a Hugging Face directory, or RUN@STEP: a

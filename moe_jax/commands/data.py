@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from moe_jax.commands.options import check_places
 from moe_jax.core.errors import InputError
+from moe_jax.files.storage_path import as_path
 
 if TYPE_CHECKING:  # they import JAX, and `--help` should answer without it
     from moe_jax.data.tokenize_sources import Part, Task
+    from moe_jax.training.recipe import Recipe
 
 _MOST_SHOWN = 2000  # characters of a document
 
@@ -41,6 +44,21 @@ class Options:
     json: bool = False
     """Prints JSON and nothing else."""
 
+    def check(self) -> None:
+        """Raises an error for options that do not go together, and for what is not there."""
+        if (self.task == "tokenize") != (self.out is not None):
+            raise InputError("data tokenize RECIPE.toml OUT writes to OUT; data inspect RECIPE.toml writes nothing")
+        if self.examples < 0:
+            raise InputError(f"--examples {self.examples}: expected a number from 0")
+        if not as_path(self.recipe).renames or not self.recipe.is_fifo():
+            check_places(self.load())
+
+    def load(self) -> "Recipe":
+        """Returns the recipe with what is set besides; raises `InputError` if it cannot be read."""
+        from moe_jax.training.recipe import load_recipe
+
+        return load_recipe(self.recipe, [override for group in self.set for override in group])
+
 
 EXAMPLES = """
 moe-jax data inspect recipe.toml --examples 1
@@ -50,16 +68,11 @@ moe-jax data tokenize recipe.toml tokens --processes 8
 
 def run(options: Options) -> None:
     """Runs the task."""
-    if (options.task == "tokenize") != (options.out is not None):
-        raise InputError("data tokenize RECIPE.toml OUT writes to OUT; data inspect RECIPE.toml writes nothing")
-    if options.examples < 0:
-        raise InputError(f"--examples {options.examples}: expected a number from 0")
     from moe_jax.api.open_source import open_recipe_model
     from moe_jax.data.tokenize_sources import Task
-    from moe_jax.training.recipe import load_recipe
     from moe_jax.training.training_run import path_of_tokenizer
 
-    recipe = load_recipe(options.recipe, [override for group in options.set for override in group])
+    recipe = options.load()
     source, config = open_recipe_model(recipe)
     task = Task(recipe.data, config, path_of_tokenizer(recipe, source), recipe.train.batch_size)
     if options.out is None:

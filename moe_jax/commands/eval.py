@@ -13,8 +13,9 @@ import tyro
 
 from moe_jax.commands.options import OneModel, check_text_file
 from moe_jax.core.errors import InputError, flag_of
+from moe_jax.distributed.job_place import find_place
 from moe_jax.files.staging import check_writable
-from moe_jax.files.storage_path import as_path
+from moe_jax.files.storage_path import as_path, nearest_path
 
 if TYPE_CHECKING:
     from moe_jax.api.model import Model
@@ -127,6 +128,24 @@ class Options(OneModel):
                 raise InputError(f"{flag_of(name)} {value} must be at least {least}")
         check_text_file(self.text)
         check_text_file(self.classify, "file of labelled texts")
+        if find_place() is None:
+            self._check_places()
+
+    def _check_places(self) -> None:
+        """Raises an error for files and folders that are not there, or in the way."""
+        if self.tokenizer is not None:
+            _tokenizer_file(self.tokenizer)
+        for name in ("output", "samples"):
+            path = getattr(self, name)
+            if path is None:
+                continue
+            if path.exists():
+                raise InputError(f"--{name} {path} exists already")
+            if not path.parent.is_dir():
+                raise FileNotFoundError(f"--{name} {path}: there is no directory {path.parent}")
+        for what, path in (("directory of data", self.data_dir), ("folder of task files", self.tasks_dir)):
+            if path is not None and not path.is_dir():
+                raise FileNotFoundError(f"no {what} at {path}{nearest_path(path)}")
 
 
 GROUPS = {
@@ -179,7 +198,7 @@ def run(options: Options) -> None:
 def _tokenizer_file(path: Path) -> Path:
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
-        raise FileNotFoundError(f"no tokenizer at {file}")
+        raise FileNotFoundError(f"no tokenizer at {file}{nearest_path(file)}")
     if file.name != "tokenizer.json":
         raise InputError(f"--tokenizer {path}: expected a file named tokenizer.json, or the directory that holds it")
     return file
@@ -253,18 +272,12 @@ def _read_tasks(options: Options) -> "TaskFolder":
     from moe_jax.harness.task_run import check_installed, known_tasks
 
     check_installed()
-    for name in ("output", "samples"):
-        path = getattr(options, name)
-        if path is None:
-            continue
-        if path.exists():
-            raise InputError(f"--{name} {path} exists already")
-        if not path.parent.is_dir():
-            raise FileNotFoundError(f"--{name} {path}: there is no directory {path.parent}")
-        check_writable(path)
+    for path in (options.output, options.samples):
+        if path is not None:
+            check_writable(path)
     data = options.data_dir or (Path(os.environ[DATA_VARIABLE]) if os.environ.get(DATA_VARIABLE) else None)
     if data is not None and not data.is_dir():
-        raise FileNotFoundError(f"no directory of data at {data}")
+        raise FileNotFoundError(f"no directory of data at {data}{nearest_path(data)}")
     return known_tasks(options.tasks_dir, data=data)
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import tyro
 
@@ -16,6 +16,8 @@ class _Command:
 
     Experts that share a base are written as full experts, because no such checkpoint knows a shared base.
     """
+
+    models: ClassVar[tuple[str, ...]] = ("src", "base")
 
     src: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SRC")]
     """The model: a model directory, an adapter directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint

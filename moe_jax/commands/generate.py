@@ -14,6 +14,7 @@ import tyro
 from moe_jax.commands.options import OneModel, command_options, given_to, parse_mesh
 from moe_jax.core.errors import InputError, shown
 from moe_jax.data.chat_template import Message, load_chat_template
+from moe_jax.files.storage_path import nearest_path
 from moe_jax.generation.spec import GenerateSpec
 
 if TYPE_CHECKING:
@@ -218,6 +219,8 @@ def _prompts_of(path: Path | None) -> list[Any]:
     """Returns the prompts of a file: texts, or in a file of JSON lines also conversations."""
     if path is None:
         return []
+    if not path.exists():
+        raise FileNotFoundError(f"no prompts at {path}{nearest_path(path)}")
     try:
         # A line ends at "\n" alone: `str.splitlines` also cuts at characters that texts and JSON hold, such as U+2028.
         lines = [line.removesuffix("\r") for line in path.read_bytes().decode("utf-8-sig").split("\n")]

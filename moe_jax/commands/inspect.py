@@ -29,6 +29,7 @@ class Options(OneModel):
     """
 
     local_only: ClassVar[tuple[str, ...]] = ("plots",)
+    texts: ClassVar[tuple[str, ...]] = ("text",)
 
     json: bool = False
     """Prints JSON and nothing else, with one entry per leaf."""
@@ -46,6 +47,17 @@ class Options(OneModel):
     split: bool = False
     """With --text: splits the parameters over the devices, instead of copying them to each."""
 
+    def check(self) -> None:
+        """Raises `InputError` for options that do not go together, or a folder that exists."""
+        from moe_jax.files.staging import check_target
+
+        if self.plots is None and (self.text is not None or self.seq_len is not None):
+            raise InputError(f"--{'text' if self.text is not None else 'seq-len'} belongs to --plots DIR")
+        if self.text is None and (self.seq_len is not None or self.split):
+            raise InputError(f"--{'split' if self.split else 'seq-len'} belongs to --text FILE")
+        if self.plots is not None:
+            check_target(self.plots)
+
 
 GROUPS = {
     "what is looked at": ("weights", "json"),
@@ -62,7 +74,6 @@ def run(options: Options) -> None:
     from moe_jax.model_io.model_source import OverBase
     from moe_jax.models import config_to_json
 
-    _check(options)
     source = options.open()
     plots = _draw(source, options, options.plots) if options.plots is not None else []
     specs = source.specs()
@@ -302,19 +313,6 @@ def _adapter_lines(layer: "LayerConfig") -> Iterator[str]:
 
 def _lora(lora: Any) -> str:
     return f"{', '.join(lora.targets)}; rank {lora.rank}, scale {lora.scale:g}, dropout {lora.dropout:g}"
-
-
-def _check(options: Options) -> None:
-    """Raises `InputError` for options that do not go together, or a folder that exists."""
-    from moe_jax.files.staging import check_target
-
-    plots, text, seq_len, split = options.plots, options.text, options.seq_len, options.split
-    if plots is None and (text is not None or seq_len is not None):
-        raise InputError(f"--{'text' if text is not None else 'seq-len'} belongs to --plots DIR")
-    if text is None and (seq_len is not None or split):
-        raise InputError(f"--{'split' if split else 'seq-len'} belongs to --text FILE")
-    if plots is not None:
-        check_target(plots)
 
 
 def _draw(source: "ModelSource", options: Options, plots: Path) -> list[Path]:

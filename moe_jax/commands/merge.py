@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import tyro
 
@@ -16,6 +16,8 @@ class _Command:
 
     If the base was kept in 4 bits (NF4), LoRA is added to the dequantised kernels: the model computes what was trained.
     """
+
+    models: ClassVar[tuple[str, ...]] = ("adapter", "base")
 
     adapter: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="ADAPTER")]
     """An adapter directory, a model directory with LoRA or NF4 kernels, or RUN@STEP: a checkpoint of a run."""

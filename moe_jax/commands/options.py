@@ -7,17 +7,17 @@ import types
 import typing
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 import tyro
 
 from moe_jax.core.errors import InputError, flag_of, raise_if_any, shown
 from moe_jax.core.verb_spec import Option, Spec
-from moe_jax.files.storage_path import as_path
+from moe_jax.files.storage_path import as_path, nearest_path
 
 if TYPE_CHECKING:
     from moe_jax.model_io.model_source import ModelSource
-    from moe_jax.training.recipe import MeshSection
+    from moe_jax.training.recipe import MeshSection, Recipe
 
 C = TypeVar("C")
 K = TypeVar("K")
@@ -29,6 +29,8 @@ _VALUES = {int: "N", float: "X", str: "TEXT"}
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OneModel:
     """The options of a command that opens one model of any kind."""
+
+    models: ClassVar[tuple[str, ...]] = ("model", "base")
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
     """The model: a model directory, an adapter directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint
@@ -68,12 +70,43 @@ def given_to(spec: type[S], options: Any, **more: Any) -> S:
 def check_options(options: Any) -> None:
     """Raises `InputError` for options that cannot be, before JAX is imported and models are read.
 
-    Those of a verb are checked by its spec, and what a command has besides by `check` of its options.
+    Those of a verb are checked by its spec, and what a command has besides by `check` of its options. Of a command,
+    `texts` and `models` are the options that name files of text and models.
     """
     for spec in getattr(options, "specs", ()):
         given_to(spec, options)
     if hasattr(options, "check"):
         options.check()
+    for name in getattr(options, "texts", ()):
+        check_text_file(getattr(options, name))
+    for name in getattr(options, "models", ()):
+        given = getattr(options, name)
+        for model in given if isinstance(given, tuple) else (given,):
+            check_model(model)
+
+
+def check_model(given: str | os.PathLike[str] | None) -> None:
+    """Raises an error if there is nothing at the path of a model, unless several processes have to hear of it."""
+    from moe_jax.distributed.job_place import find_place
+    from moe_jax.model_io.hub_names import is_absent, why_a_path
+
+    if given is not None and find_place() is None and is_absent(path := os.fspath(given)):
+        raise FileNotFoundError(f"no model at {path}{why_a_path(path)}{nearest_path(path)}")
+
+
+def check_places(recipe: "Recipe", *, reads_data: bool = True) -> None:
+    """Raises an error if a model, file of data or text that a recipe names is not there; as `check_text_file`."""
+    from moe_jax.distributed.job_place import find_place
+
+    teacher = None if recipe.distill is None else recipe.distill.teacher
+    for model in (recipe.model.path, recipe.model.base, teacher):
+        check_model(model)
+    for source in recipe.data.sources if reads_data and find_place() is None else ():
+        place = as_path(source.path)
+        if place.renames and not any(one in source.path for one in "*?[") and not place.exists():
+            raise FileNotFoundError(f"no file matches {source.path} ({place.looked_from()}){nearest_path(source.path)}")
+    if reads_data and recipe.eval is not None:
+        check_text_file(recipe.eval.text)
 
 
 def check_text_file(given: str | os.PathLike[str] | None, what: str = "text") -> None:
@@ -89,7 +122,7 @@ def check_text_file(given: str | os.PathLike[str] | None, what: str = "text") ->
     if not path.renames or any(one in str(path) for one in "*?["):
         return
     if not path.is_file():
-        raise FileNotFoundError(f"no {what} at {path}")
+        raise FileNotFoundError(f"no {what} at {path}{nearest_path(path)}")
     if not path.stat().st_size:
         raise InputError(f"{path} is empty; give a file with a text")
 

@@ -6,6 +6,9 @@ from typing import Annotated
 
 import tyro
 
+from moe_jax.commands.options import check_model
+from moe_jax.core.errors import InputError
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
@@ -28,6 +31,14 @@ class Options:
     base: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: where it was)")] = None
     """The present path of the model that an adapter directory or a checkpoint among the PATHs needs, if it moved."""
 
+    def check(self) -> None:
+        """Raises an error if no path is given, or one that is not there."""
+        if not self.paths:
+            raise InputError("missing: PATH; see moe-jax report --help")
+        for path in self.paths:
+            if path.suffix != ".json":
+                check_model(path)
+
 
 EXAMPLES = """
 moe-jax report run --out run.html
@@ -38,13 +49,10 @@ moe-jax report mixtral-dir --no-weights
 
 def run(options: Options) -> None:
     """Writes the page."""
-    from moe_jax.core.errors import InputError
     from moe_jax.core.formatting import show_bytes
     from moe_jax.core.terminal import progress_bars
     from moe_jax.report.build import write_report
 
-    if not options.paths:
-        raise InputError("missing: PATH; see moe-jax report --help")
     with progress_bars() as progress:
         nbytes = write_report(
             options.paths, options.out, base=options.base, weights=not options.no_weights, progress=progress

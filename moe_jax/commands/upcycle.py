@@ -2,11 +2,11 @@
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
-from moe_jax.commands.options import command_options, given_to
+from moe_jax.commands.options import check_text_file, command_options, given_to
 from moe_jax.upcycling.spec import UpcycleSpec
 
 if TYPE_CHECKING:
@@ -26,11 +26,20 @@ class _Command:
     to the dense model, which has to stay where it is.
     """
 
+    models: ClassVar[tuple[str, ...]] = ("src", "base", "experts_from")
+    texts: ClassVar[tuple[str, ...]] = ("text",)
+
     src: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SRC")]
     """A dense model: a model directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint of a training
     run), or org/name on the Hugging Face Hub."""
     dst: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DST")]
     """Where the model directory appears; must not exist."""
+
+    def check(self) -> None:
+        """Raises an error if a text for the routers is not there, or is empty."""
+        for text in vars(self)["router_from"]:
+            if text.startswith("@"):
+                check_text_file(text[1:])
 
 
 Options = command_options(_Command, UpcycleSpec)

@@ -26,10 +26,11 @@ from moe_jax.core.terminal import ByteProgress, console_for_tables
 from moe_jax.distributed.processes import first_decides, is_first_process
 from moe_jax.files.json_toml import read_json_object
 from moe_jax.files.staging import check_target, refuse_existing, require_space
-from moe_jax.files.storage_path import as_path
+from moe_jax.files.storage_path import as_path, nearest_path
+from moe_jax.model_io.hub_names import why_a_path
 from moe_jax.model_io.in_memory import InMemory, open_writer
 from moe_jax.model_io.leaves_to_write import ZeroExperts, zero_experts_line
-from moe_jax.model_io.lineage import local_model, new_lineage_entry, why_a_path
+from moe_jax.model_io.lineage import local_model, new_lineage_entry
 from moe_jax.model_io.loading import leaf_specs
 
 
@@ -65,7 +66,7 @@ def convert(
     src = local_model(src, weights=not dry_run)
     if not src.exists():
         expected = "expected a Hugging Face directory or a GGUF file"
-        raise FileNotFoundError(f"there is nothing at {src}; {expected}{why_a_path(src)}")
+        raise FileNotFoundError(f"there is nothing at {src}; {expected}{why_a_path(src)}{nearest_path(src)}")
     source: HuggingFaceDirectory | GGUFModel
     if is_gguf(src):
         source = GGUFModel(src)

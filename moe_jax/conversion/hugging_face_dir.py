@@ -16,7 +16,7 @@ from moe_jax.core.errors import InputError, raise_if_any, shown
 from moe_jax.files.byte_files import fingerprint_files
 from moe_jax.files.json_toml import read_json_object
 from moe_jax.files.regular_files import hold
-from moe_jax.files.storage_path import as_path
+from moe_jax.files.storage_path import as_path, nearest_path
 from moe_jax.files.tokenizer_files import TOKENIZER, tokenizer_files_in
 from moe_jax.model_io.lineage import read_lineage
 from moe_jax.models.serialize import FORMAT
@@ -124,7 +124,7 @@ class HuggingFaceDirectory(CheckpointSource):
         super().__init__()
         self.path = as_path(path)
         if not self.path.is_dir():
-            raise FileNotFoundError(f"no Hugging Face directory at {path}")
+            raise FileNotFoundError(f"no Hugging Face directory at {path}{nearest_path(path)}")
         self._held = hold(self.path)
         data = read_json_object(Path("config.json"), allow=("nonfinite",), inside=self._held)
         if data.get("format") == FORMAT:

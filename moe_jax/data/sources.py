@@ -30,7 +30,7 @@ from moe_jax.data.token_files import TokenRecords
 from moe_jax.data.tokenizer import Document, tokenizer_identity
 from moe_jax.files.byte_files import open_bytes, size_of
 from moe_jax.files.json_toml import ANYTHING, parse_json
-from moe_jax.files.storage_path import as_path
+from moe_jax.files.storage_path import as_path, nearest_path
 from moe_jax.models import ModelConfig
 
 # This much of every file is checked before training starts; the rest is checked when it is read.
@@ -208,7 +208,7 @@ def find_files(pattern: str) -> list[Path]:
         return [place]
     paths = place.matching()
     if not paths:
-        raise FileNotFoundError(f"no file matches {pattern} ({place.looked_from()})")
+        raise FileNotFoundError(f"no file matches {pattern} ({place.looked_from()}){nearest_path(pattern)}")
     return list(paths)
 
 

@@ -20,7 +20,7 @@ from moe_jax.data.rows import Example
 from moe_jax.data.tokenizer import Pair, Tokenizer
 from moe_jax.evaluation.held_out import Batch, RowScore, model_inputs, target_losses
 from moe_jax.files.json_toml import ANYTHING, is_unicode, parse_json
-from moe_jax.files.storage_path import as_path
+from moe_jax.files.storage_path import as_path, nearest_path
 from moe_jax.models import ModelConfig
 
 # Names that data sets have for the texts to be labelled; the first entry of which a line has all names counts.
@@ -80,7 +80,7 @@ def read_labelled(path: str | Path, template: str | None = None) -> list[Labelle
     """
     path = as_path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"no file of labelled texts at {path}")
+        raise FileNotFoundError(f"no file of labelled texts at {path}{nearest_path(path)}")
     found = []
     with read_through(path) as file:
         for number, line in enumerate(file, start=1):

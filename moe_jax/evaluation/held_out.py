@@ -22,7 +22,7 @@ from moe_jax.data.sections import DataSection, SourceSection, input_length
 from moe_jax.data.sources import check_form, named_files, open_files, template_loader
 from moe_jax.data.tokenizer import Document, Pair, Tokenizer
 from moe_jax.distributed.sharding import batch_shards, local_rows, make_mesh, place
-from moe_jax.files.storage_path import as_path
+from moe_jax.files.storage_path import as_path, nearest_path
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
 from moe_jax.nn.moe import RouterStatistics, RouterSums, StackedStats, stats_per_layer
@@ -274,7 +274,7 @@ def read_text(path: str | Path, tokenizer: Tokenizer, *, name: str | None = None
     path = as_path(path)
     name = str(path) if name is None else name
     if not path.is_file():
-        raise FileNotFoundError(f"no text at {name}")
+        raise FileNotFoundError(f"no text at {name}{nearest_path(path)}")
     content = path.read_bytes()
     if not is_told:
         check_is_text(name, content)
@@ -303,7 +303,7 @@ def read_held_out(source: SourceSection, data: DataSection, config: ModelConfig,
         scored on.
     """
     if not any(character in source.path for character in "*?[") and not as_path(source.path).is_file():
-        raise FileNotFoundError(f"no text at {source.path}")
+        raise FileNotFoundError(f"no text at {source.path}{nearest_path(source.path)}")
     if config.has_encoder:
         check_form(source, "scored")
     named = named_files(source.path)

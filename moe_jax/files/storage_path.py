@@ -426,10 +426,16 @@ def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
 _MOST_NAMES = 1000
 
 
-def nearest_path(path: Path) -> str:
-    """Returns ` (did you mean 'x'?)` for the name beside an absent path that is closest to its own."""
+def nearest_path(path: str | Path) -> str:
+    """Returns ` (did you mean 'x'?)` for the name beside an absent path that is closest to its own.
+
+    If the folder that it would be in is absent too, the name is that of a folder. Empty for a path that exists.
+    """
+    path = Path(path)
     with contextlib.suppress(OSError):
-        if as_path(path).on_disk is not None:
+        if as_path(path).on_disk is not None and not path.exists():
+            while not path.parent.exists():
+                path = path.parent
             names = (entry.name for entry in itertools.islice(os.scandir(path.parent), _MOST_NAMES))
             return nearest(path.name, names, cutoff=0.8)
     return ""

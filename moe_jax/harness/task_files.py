@@ -20,6 +20,7 @@ from moe_jax.core.errors import InputError, clipped, first_sentence, nearest, sh
 from moe_jax.core.template_sandbox import Template
 from moe_jax.files.json_toml import ANYTHING, parse_json
 from moe_jax.files.regular_files import read_regular
+from moe_jax.files.storage_path import nearest_path
 
 MAX_BYTES = 1 << 30
 """Most bytes of a file, and of the content of a compressed one."""
@@ -33,7 +34,7 @@ def read_examples(path: Path) -> list[dict[str, Any]]:
       InputError: if it is neither, holds anything but objects, or nothing.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"no data at {path}")
+        raise FileNotFoundError(f"no data at {path}{nearest_path(path)}")
     content = read_regular(path, max_bytes=MAX_BYTES)
     if path.suffix == ".gz":
         content = _unpacked(content, path)
@@ -133,7 +134,7 @@ def read_task_folder(folder: Path, *, data: Path | None = None) -> TaskFolder:
       InputError: if a file is no YAML, or two define the same name.
     """
     if not folder.is_dir():
-        raise FileNotFoundError(f"no folder of task files at {folder}")
+        raise FileNotFoundError(f"no folder of task files at {folder}{nearest_path(folder)}")
     found = TaskFolder({}, {}, {}, {})
     for number, file in enumerate(sorted(folder.rglob("*.yaml"))):
         if number == _MAX_FILES:

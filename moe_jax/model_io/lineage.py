@@ -1,7 +1,6 @@
 """The origin of models: the Hugging Face Hub; and lineages, which say how a model was made, one entry per command.
 
-A model of the Hub is given as `org/name` or `org/name@revision` instead of a path. A text is taken as a path if it
-exists on the disk, or could: if its first part is a folder here. The config of a model, its tokenizer and its weights
+How a model of the Hub is named says `hub_names`. The config of a model, its tokenizer and its weights
 are downloaded, as safetensors or, where there are none, as PyTorch files; code never is. Files lie in the Hub's own
 cache, which is also used when there is no network.
 """
@@ -26,37 +25,14 @@ from moe_jax.files.json_toml import ANYTHING, read_json
 from moe_jax.files.regular_files import Directory, hold
 from moe_jax.files.storage_path import as_path
 from moe_jax.files.tokenizer_files import goes_with_model
+from moe_jax.model_io.hub_names import NAME, is_hub_name
 from moe_jax.model_io.model_source import ModelSource
 
 CONFIG = "config.json"
-# The names that the Hub allows. Only the single slash tells a name from a path.
-_PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9])?"
-_NAME = re.compile(rf"(?P<repository>{_PART}/{_PART})(?:@(?P<revision>[\w][\w./-]{{0,200}}))?")
 _SNAPSHOT = re.compile(r"models--(?P<organisation>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/?")
 _SHARD = r"(-\d+(-of-\d+)?)?"
 _SAFETENSORS = re.compile(rf"model{_SHARD}\.safetensors(\.index\.json)?")
 _TORCH = re.compile(rf"pytorch_model{_SHARD}\.bin(\.index\.json)?")
-
-
-def is_hub_name(path: Path | str) -> bool:
-    """Whether a text names a model on the Hub and not a path, by the rule at the top of this module."""
-    text = os.fspath(path)
-    found = _name(text)
-    if found is None or os.path.lexists(text):
-        return False
-    return not os.path.lexists(found["repository"]) and not os.path.lexists(text.split("/")[0])
-
-
-def why_a_path(path: Path | str) -> str:
-    """Returns why a path was not taken for a name on the Hub, if it could be one; for the message that it is absent."""
-    text = os.fspath(path)
-    if _name(text) is None or os.path.lexists(text) or is_hub_name(text):
-        return ""
-    return f"; it is not looked for on the Hugging Face Hub, because there is a {text.split('/')[0]} in {Path.cwd()}"
-
-
-def _name(text: str) -> re.Match[str] | None:
-    return None if ".." in text or "--" in text else _NAME.fullmatch(text)
 
 
 def local_model(path: Path | str, *, weights: bool = True) -> Path:
@@ -70,7 +46,7 @@ def local_model(path: Path | str, *, weights: bool = True) -> Path:
     """
     if not is_hub_name(path):
         return as_path(path)
-    found = _NAME.fullmatch(os.fspath(path))
+    found = NAME.fullmatch(os.fspath(path))
     assert found is not None
     if importlib.util.find_spec("huggingface_hub") is None:
         raise InputError(

@@ -16,7 +16,7 @@ from moe_jax.figures.plots import NUMBERS
 from moe_jax.files.json_toml import ANYTHING, parse, read_json
 from moe_jax.files.regular_files import read_regular
 from moe_jax.files.staging import check_model_path
-from moe_jax.files.storage_path import as_path
+from moe_jax.files.storage_path import as_path, nearest_path
 from moe_jax.training.metrics import Record, read_metrics
 from moe_jax.training.run_directory import METRICS, MODEL, RECIPE, describe_run, saved_steps, split_step
 
@@ -113,7 +113,7 @@ def open_subject(path: Path | str, *, base: Path | None = None) -> Subject:
         return _of_json(path, path)
     if not path.is_dir():
         if path.suffix == ".json":
-            raise FileNotFoundError(f"there is nothing at {path}")
+            raise FileNotFoundError(f"there is nothing at {path}{nearest_path(path)}")
         return _of_model(path, base)
     if describe_run(path) is not None:
         return _of_run(path, base)

@@ -32,7 +32,7 @@ from moe_jax.data.tokenizer import tokenizer_identity
 from moe_jax.files.byte_files import fingerprint_contents
 from moe_jax.files.json_toml import parse, read_json_object, without_format
 from moe_jax.files.staging import check_not_held, hold_alone
-from moe_jax.files.storage_path import as_path
+from moe_jax.files.storage_path import as_path, nearest_path
 from moe_jax.files.tokenizer_files import copy_tokenizer_files, tokenizer_files_in
 from moe_jax.model_io.adapter_dir import ModelReference
 from moe_jax.model_io.model_source import ModelSource
@@ -138,7 +138,7 @@ def check_saved(run_dir: Path, step: int) -> "RunRecord":
     """
     record = read_record(run_dir)
     if record is None:
-        raise FileNotFoundError(f"no training run at {run_dir}: there is no {RECORD}")
+        raise FileNotFoundError(f"no training run at {run_dir}: there is no {RECORD}{nearest_path(run_dir)}")
     steps = saved_steps(run_dir)
     if step not in steps:
         listed = ", ".join(map(str, steps)) or "none"

@@ -8,6 +8,26 @@ from tests.support.disks import run_python
 # What is given, and what the message must hold.
 CASES = [
     ("eval model --text empty.txt", "empty.txt is empty"),
+    ("convert modle out", "did you mean 'model'"),
+    ("inspect modle", "did you mean 'model'"),
+    ("upcycle modle out", "did you mean 'model'"),
+    ("compress model out --method up --keep 0.5 --base modle", "did you mean 'model'"),
+    ("plan modle", "did you mean 'model'"),
+    ("report modle", "did you mean 'model'"),
+    ("eval model --text texxt.txt", "did you mean 'text.txt'"),
+    ("eval model --tasks piqa --tasks-dir modle", "did you mean 'model'"),
+    ("eval model --text text.txt --tokenizer modle", "did you mean 'model'"),
+    ("adapt model out --method lora --adapter lora:2 --targets q --text texxt.txt", "did you mean 'text.txt'"),
+    ("upcycle model out --router-from @texxt.txt a", "did you mean 'text.txt'"),
+    ("generate model --prompts-file texxt.txt", "did you mean 'text.txt'"),
+    ("inspect model --text text.txt", "--plots DIR"),
+    ("train recipe.toml", "no model at m"),
+    ('train recipe.toml --set model.path=model data.sources=[{path="texxt.txt"}]', "did you mean 'text.txt'"),
+    (
+        'train recipe.toml --set model.path=model data.sources=[{path="text.txt"}] eval.text=mode/a',
+        "did you mean 'model'",
+    ),
+    ("data inspect recipe.toml --set model.path=model", "no file matches x"),
     ("eval model --text missing.txt", "no text at missing.txt"),
     ("eval model --classify missing.txt", "no file of labelled"),
     ("eval model --text empty.txt --batch-size 0", "--batch-size 0"),
@@ -64,6 +84,7 @@ def test_before_jax_is_imported(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.txt").touch()
     (tmp_path / "text.txt").write_text("a text")
+    (tmp_path / "model").mkdir()
     (tmp_path / "recipe.toml").write_text('run_dir = "run"\nmodel = {path = "m"}\ndata = {sources = [{path = "x"}]}\n')
     done = run_python(_PROGRAM, *(line for line, _ in CASES), imports=None)
     assert done.returncode == 0 and done.stdout == "False\n", done.stderr

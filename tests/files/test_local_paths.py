@@ -124,6 +124,9 @@ def test_an_absent_path_names_the_one_beside_it_that_is_nearly_the_same(tmp_path
     (tmp_path / "recipe.toml").touch()
     assert nearest_path(tmp_path / "recpie.toml") == " (did you mean 'recipe.toml'?)"
     assert nearest_path(tmp_path / "other.txt") == nearest_path(tmp_path / "no" / "recipe.toml") == ""
+    (tmp_path / "recipes").mkdir()
+    assert nearest_path(str(tmp_path / "recpies" / "one.toml")) == " (did you mean 'recipes'?)"
+    assert nearest_path(tmp_path / "recipe.toml") == ""
 
 
 def test_a_folder_in_the_place_of_a_recipe_is_named_for_what_it_is(tmp_path):
