@@ -36,8 +36,8 @@ class Options:
     """Continues the run in the run directory after its last checkpoint; starts it where there is none."""
     restart: Annotated[str | None, tyro.conf.arg(metavar="RUN@STEP")] = None
     """Begins a new run with a checkpoint of another one, which stays as it is: after a divergence, or to try other
-    settings. The recipe names another run_dir; optimizer and schedule may differ, and lineage.json says how. With
-    --resume, a run that was begun so goes on."""
+    settings. The recipe names another run_dir, where there may be a run that had saved no checkpoint; optimizer and
+    schedule may differ, and lineage.json says how. With --resume, a run that was begun so goes on."""
     skip_batches: int = 0
     """With --restart: leaves out this many batches after the checkpoint."""
     compile_only: bool = False

@@ -36,6 +36,7 @@ from moe_jax.training.run_directory import (
     changed_keys,
     check_saved,
     files_of_run,
+    is_without_checkpoint,
     saved_steps,
     split_step,
     with_horizon,
@@ -165,7 +166,7 @@ def find_origin(saved: Path, run_dir: Path) -> Origin:
     """Finds the checkpoint `RUN@STEP`, for a run that is to be written at `run_dir`.
 
     Raises `FileNotFoundError` if there is no run, `InputError` if it has no such checkpoint, `saved` has another form,
-    or there is something at `run_dir`.
+    or there is something at `run_dir` but a run that had saved no checkpoint.
     """
     parts = split_step(saved)
     if parts is None:
@@ -173,7 +174,8 @@ def find_origin(saved: Path, run_dir: Path) -> Origin:
     # In a bucket, the remains of an interrupted restart are where the run will be.
     is_run = (run_dir / RECORD).is_file()
     begun = not is_run and is_begun(as_path(run_dir), PARTIAL)
-    if is_run or (run_dir.exists() and not begun) or run_dir.is_symlink():
+    is_there = (is_run and not is_without_checkpoint(run_dir)) or (not is_run and run_dir.exists() and not begun)
+    if is_there or run_dir.is_symlink():
         raise InputError(f"{run_dir} already exists, and a restart is a new run; choose another run_dir")
     record = check_saved(*parts)
     return Origin(*parts, with_horizon(load_recipe(parts[0] / RECIPE)), record)

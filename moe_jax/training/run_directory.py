@@ -71,6 +71,11 @@ class RunLock(contextlib.ExitStack):
             self.callback(hold_alone(self._run_dir, _HOLDER).release)
             self._is_held = True
 
+    def release(self) -> None:
+        """Gives the lock back before the end of the block; it can be taken again."""
+        self.close()
+        self._is_held = False
+
 
 def check_unused(run_dir: Path) -> None:
     """Raises `InputError` if another process works on the run in a directory; the message says which."""
@@ -104,6 +109,15 @@ def is_without_checkpoint(run_dir: Path) -> bool:
     if record is None or record.restarts or (run_dir / MODEL).exists():
         return False
     return not saved_steps(run_dir)
+
+
+def clear_unsaved(run_dir: Path, lock: RunLock) -> None:
+    """Removes a run that ended before its first checkpoint, if there is one, so that another can take its place."""
+    if is_without_checkpoint(run_dir):
+        lock.take()
+        if is_without_checkpoint(run_dir):
+            as_path(run_dir).remove_tree()
+        lock.release()
 
 
 def split_step(path: Path) -> tuple[Path, int] | None:

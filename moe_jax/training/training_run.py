@@ -56,6 +56,7 @@ from moe_jax.training.run_directory import (
     check_restarts,
     check_same,
     check_unused,
+    clear_unsaved,
     comparable,
     described_record,
     files_of_run,
@@ -202,7 +203,7 @@ def _train(
         notes.append(f"{counts}: is it this model's?")
     if recipe.data.seq_len > config.max_positions and not config.has_encoder:
         notes.append(f"data.seq_len = {recipe.data.seq_len}: the model was made for {config.max_positions:,} positions")
-    if begun is None and is_without_checkpoint(run_dir):
+    if (begun is None or begun.origin is not None) and is_without_checkpoint(run_dir):
         notes.append(f"the run in {run_dir} had saved no checkpoint and begins anew")
     if recipe.log.tensorboard and not has_tensorboard():
         notes.append(NO_TENSORBOARD)
@@ -235,6 +236,7 @@ def _train(
 
     def write() -> None:
         if begun is not None and begun.origin is not None:
+            clear_unsaved(run_dir, lock)
             write_restart(begun.origin, run_dir, recipe, record)
         lock.take()
         if begun is None:

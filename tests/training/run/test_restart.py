@@ -29,9 +29,13 @@ def restarts(run: str) -> list[dict]:
     return json.loads(Path(run, "model/lineage.json").read_text())[-1]["options"]["restarts"]
 
 
-def test_without_changes_it_gives_the_same_curve_to_the_last_bit(folder):
+def test_without_changes_it_gives_the_same_curve_to_the_last_bit(folder, capsys):
     before = content(folder / "run")
+    # What stands in its place is a run that had saved nothing: nothing is lost.
+    shutil.copytree("run", "again", ignore=shutil.ignore_patterns("checkpoints", "model"))
+    Path("again/wandb_id").write_text("0123abcd")
     assert cli.main([*TRAIN, "run_dir=again", "--restart", "run@2"]) == 0
+    assert "again had saved no checkpoint" in capsys.readouterr().out and not Path("again/wandb_id").exists()
     assert content(folder / "run") == before
     assert losses("again") == losses("run") and len(losses("again")) == 4
     assert ModelDirectory(Path("again/model")).fingerprint() == ModelDirectory(Path("run/model")).fingerprint()
