@@ -69,7 +69,15 @@ def compile_only(
     if chip is not None:
         per_host = gpu_hosts(topology)[1] if is_gpu(topology) else None
         roofline = step_roofline(
-            recipe, chip, model_flops, StateNumbers.of(program), sizes["temporaries"], sent, len(devices), per_host
+            recipe,
+            config,
+            chip,
+            model_flops,
+            StateNumbers.of(program),
+            sizes["temporaries"],
+            sent,
+            len(devices),
+            per_host,
         )._asdict() | {"source": chip.source}
     return {
         "topology": topology,

@@ -20,6 +20,8 @@ adds them up there:
 - Activations travel to experts and back (`over_mesh`), are added up over `tensor`, and change from a part of the
   tokens to a part of the heads and back over `sequence` (`grouped_query`): forward, again with `remat`, and
   backward.
+- Where the loads of all microbatches are counted first (`counts_loads_first`), the model runs forward once more,
+  without its head.
 """
 
 import dataclasses
@@ -43,7 +45,7 @@ from moe_jax.experts.shapes import Load
 from moe_jax.experts.strategy import strategy_on
 from moe_jax.models import FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.planning.hlo import Transfer
-from moe_jax.planning.step_time import StateNumbers, StepRoofline, step_roofline
+from moe_jax.planning.step_time import StateNumbers, StepRoofline, counts_loads_first, step_roofline
 from moe_jax.training.flops import batch_flops
 from moe_jax.training.program import Program, abstract_batch
 from moe_jax.training.recipe import Recipe
@@ -165,7 +167,7 @@ def expected_step(
         changed=changed,
         trained=sum(leaf.held * leaf.layers for leaf in leaves if leaf.trained),
     )
-    roofline = step_roofline(recipe, chip, model_flops, state, temporaries, sent, devices, per_host)
+    roofline = step_roofline(recipe, config, chip, model_flops, state, temporaries, sent, devices, per_host)
     return ExpectedStep(temporaries, kept, sent, model_flops, roofline)
 
 
@@ -178,6 +180,7 @@ class _Step:
         self._recipe, self._config, self._leaves, self._mesh, self._chip = recipe, config, leaves, mesh, chip
         self._microbatches = recipe.train.accumulation
         self._again = recipe.model.remat == "full"
+        self._first = counts_loads_first(recipe, config)
         self.number = np.dtype(recipe.model.compute_dtype).itemsize
         rows = recipe.train.batch_size // recipe.train.accumulation
         self.tokens = math.ceil(rows * recipe.data.seq_len / math.prod(mesh[axis] for axis in TOKEN_AXES))
@@ -270,32 +273,33 @@ class _Step:
     def _gathers(self, leaf: PlacedLeaf, *, gathered_explicitly: bool) -> int:
         """Returns how often one microbatch gathers a parameter."""
         if not leaf.is_in_stack:
-            return 2 if self._config.tie_embeddings else 1
+            # What counts the loads first has no head.
+            return (2 if self._config.tie_embeddings else 1) + (self._first and not leaf.path.startswith("head/"))
         if gathered_explicitly:
-            return 1 if self._recipe.model.remat == "none" else 2
+            return (1 if self._recipe.model.remat == "none" else 2) + self._first
         # Packed leaves are unpacked again; small leaves with an axis of experts are gathered ahead of their products.
         is_dense_product = len(leaf.shape) == 2 and leaf.dtype.kind != "u"
-        return 3 if self._again and is_dense_product else 2
+        return (3 if self._again and is_dense_product else 2) + self._first
 
     def _activation_transfers(self) -> Iterator[Transfer]:
-        tokens, runs, again = self.tokens, self._microbatches, self._again
+        tokens, runs, again, first = self.tokens, self._microbatches, self._again, self._first
         row = self._config.d_model * self.number
         tensor, expert = self._group(("tensor",)), self._group(("expert",))
         for layer in self._config.layers:
             # Forward the outputs of both halves of a layer, backward the gradients of their inputs; of these, only the
             # first half's output is computed again: nothing in the layer needs the output of the second.
-            yield Transfer("all-reduce", runs * (5 if again else 4), tokens * row, tensor)
-            yield self._head_transfer(layer, runs * (3 if again else 2))
+            yield Transfer("all-reduce", runs * (4 + again + 2 * first), tokens * row, tensor)
+            yield self._head_transfer(layer, runs * (2 + again + first))
             if not isinstance(layer.mlp, MoEConfig) or not self._exchanges(layer.mlp):
                 continue
             devices, top_k = self._mesh["expert"], layer.mlp.bank_top_k
             if self._exchange.chosen(devices, top_k) == "all-to-all":
                 kind = "all-to-all" if self._chip.platform == "cpu" else "ragged-all-to-all"
-                yield Transfer(kind, runs * (6 if again else 4), tokens * top_k * row, expert)
+                yield Transfer(kind, runs * 2 * (2 + again + first), tokens * top_k * row, expert)
             else:
                 size = devices * tokens * row
-                yield Transfer("all-gather", runs * (3 if again else 2), size, expert)
-                yield Transfer("reduce-scatter", runs * 2, size, expert)
+                yield Transfer("all-gather", runs * (2 + again + first), size, expert)
+                yield Transfer("reduce-scatter", runs * (2 + first), size, expert)
 
     def _head_transfer(self, layer: LayerConfig, runs: int) -> Transfer:
         """Returns the transfer of queries, keys and values to the devices of their heads, and of outputs back."""

@@ -71,8 +71,14 @@ class StateNumbers(NamedTuple):
         )
 
 
+def counts_loads_first(recipe: Recipe, config: ModelConfig) -> bool:
+    """Whether a step runs the model once more, forward: auxiliary losses need the loads of all microbatches first."""
+    return recipe.train.accumulation > 1 and has_auxiliary_loss(config)
+
+
 def step_roofline(
     recipe: Recipe,
+    config: ModelConfig,
     chip: Chip,
     model_flops: float,
     state: StateNumbers,
@@ -83,9 +89,9 @@ def step_roofline(
 ) -> StepRoofline:
     """Estimates a step.
 
-    Parameters are read in the dtype of the products, forward, backward, and once more where a layer is computed again,
-    by every microbatch. What a step changes, and the gradients, are read and written once; what it holds temporarily is
-    written once and read once.
+    Parameters are read in the dtype of the products, forward, backward, and once more where a layer is computed again
+    or loads are counted first, by every microbatch. What a step changes, and the gradients, are read and written once;
+    what it holds temporarily is written once and read once.
 
     Args:
       model_flops: operations of a chip in a step, without those done again.
@@ -94,8 +100,9 @@ def step_roofline(
     """
     itemsize, again = np.dtype(recipe.model.compute_dtype).itemsize, recipe.model.remat == "full"
     peak = chip.operations_per_second(itemsize)
-    matrix = model_flops * (8 / 6 if again else 1) / peak
-    passes = recipe.train.accumulation * (3 if again else 2)
+    more = again + counts_loads_first(recipe, config)  # forward runs, each two of the six parts of `model_flops`
+    matrix = model_flops * (6 + 2 * more) / 6 / peak
+    passes = recipe.train.accumulation * (2 + more)
     moved = passes * state.used * itemsize + 2 * (state.changed + 4 * state.trained)
     memory = (moved + 2 * temporaries) / chip.bandwidth
     links = sum(one.count * sending_seconds(one, chip, devices, per_host) for one in sent) if chip.link else None
@@ -204,7 +211,7 @@ def step_time(
     weights = held.params + held.frozen
     trained = held.params / weights if weights else 0.0
     # Of six parts two are forward, two the gradient of the input, and two that of the weights, if they are trained.
-    loads_first = recipe.train.accumulation > 1 and has_auxiliary_loss(config)
+    loads_first = counts_loads_first(recipe, config)
     operations = model * (4 + 2 * trained + 2 * again + 2 * loads_first) / 6 + optimizer / devices
     if teacher is not None:
         operations += rows * seq_len * train_flops_per_token(teacher, seq_len) / 3 / devices

@@ -140,6 +140,27 @@ def test_heads_of_a_sequence_are_divided_where_they_can_be(sequence, remat, runs
     assert found == [sent]
 
 
+@pytest.mark.parametrize(("coefficient", "first"), [(0.0, 0), (0.01, 1)])
+def test_what_counts_the_loads_first_runs_forward_once_more_and_without_the_head(coefficient, first):
+    layer = moe(num_experts=E, top_k=K, balance_coef=coefficient)
+
+    def gathers(*mlps, **options) -> list[int]:
+        step = a_step(*mlps, leaves=("dense", "experts", "codes", "embed", "head"), **options)
+        return [one.count for one in step._parameter_transfers() if one.kind == "all-gather"]
+
+    # Two microbatches, of two layers each: forward, backward and perhaps first.
+    assert gathers(layer, accumulation=2) == [4 * (2 + first), 4 * (1 + first), 4 * (2 + first), 2 * (1 + first), 2]
+    assert gathers(layer) == [4, 2, 4, 1, 1]
+    tokens = ROWS * LENGTH // 8 // 2
+    sums = Transfer("all-reduce", 2 * (4 + 2 * first), tokens * D * BFLOAT16, TENSOR)
+    there = Transfer("ragged-all-to-all", 2 * (4 + 2 * first), tokens * K * D * BFLOAT16, EXPERT)
+    assert of_activations(layer, accumulation=2) == [sums, there]
+    gathered = of_activations(layer, accumulation=2, exchange="all-gather", remat="full")
+    assert [(one.kind, one.count) for one in gathered] == [
+        ("all-reduce", 2 * (5 + 2 * first)), ("all-gather", 2 * (3 + first)), ("reduce-scatter", 2 * (2 + first)),
+    ]  # fmt: skip
+
+
 def held(*leaves, kept=0, **options) -> float:
     return a_step(leaves=leaves, **options).temporaries(kept)
 

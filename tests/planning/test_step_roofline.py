@@ -1,5 +1,7 @@
 """The least time of a step from its parts: what a chip sends, reads and multiplies, by hand for small numbers."""
 
+import dataclasses
+
 import jax
 import pytest
 
@@ -11,7 +13,7 @@ from moe_jax.planning.hlo import Transfer, largest_arrays, sums_by_kind, transfe
 from moe_jax.planning.step_time import StateNumbers, sending_seconds, step_roofline
 from moe_jax.training.program import make_program
 from moe_jax.training.recipe import MeshSection, ModelSection
-from tests.support.training_models import FFN, config_of, recipe_of
+from tests.support.training_models import FFN, config_of, moe, recipe_of
 
 V5P, H100 = CHIPS["v5p"], CHIPS["h100"]
 
@@ -64,15 +66,22 @@ def test_the_longest_part_is_the_time():
     kept = (size - replicated) / 8 + replicated  # numbers of a chip
     sent = [Transfer("all-gather", 10, 8 * 10**6, tuple(range(8)))]
     state = StateNumbers.of(program)
-    found = step_roofline(recipe, V5P, 6e6, state, 1000, sent, 8, None)
+    found = step_roofline(recipe, config_of(FFN), V5P, 6e6, state, 1000, sent, 8, None)
     assert found.matrix == pytest.approx(8e6 / 459e12)
     # Read three times in bfloat16; parameters, two moments and gradients in float32 read and written.
     assert found.memory == pytest.approx((3 * 2 * size + 2 * 4 * 4 * kept + 2 * 1000 + 2 * 4) / V5P.bandwidth, rel=1e-3)
     assert found.links == pytest.approx(10 * 7e6 / 200e9)
     assert (found.seconds, found.bound) == (found.links, "links")
     assert found.utilisation == pytest.approx(6e6 / 459e12 / found.seconds)
-    assert step_roofline(recipe, V5P, 6e15, state, 1000, sent, 8, None).bound == "matrix units"
-    unknown = step_roofline(recipe, CHIPS["v4"], 6e6, state, 1000, sent, 8, None)
+    assert step_roofline(recipe, config_of(FFN), V5P, 6e15, state, 1000, sent, 8, None).bound == "matrix units"
+    # With microbatches, what auxiliary losses need is computed first, forward.
+    divided = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, accumulation=2))
+    dense, first = (
+        step_roofline(divided, config_of(one), V5P, 6e6, state, 1000, sent, 8, None) for one in (FFN, moe())
+    )
+    assert dense.matrix == found.matrix and first.matrix == pytest.approx(10e6 / 459e12)
+    assert first.memory - dense.memory == pytest.approx(2 * 2 * state.used / V5P.bandwidth)
+    unknown = step_roofline(recipe, config_of(FFN), CHIPS["v4"], 6e6, state, 1000, sent, 8, None)
     assert unknown.links is None and unknown.bound == "memory"
 
 
