@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from moe_jax.conversion.config_keys import HFConfig, is_integer
 from moe_jax.conversion.families import FAMILIES, Family, family_named
@@ -39,7 +39,8 @@ def write_hf_config(config: ModelConfig) -> dict[str, Any]:
     """Returns the config.json of `config` in the format of its family.
 
     The result is read back and compared, so that a format that cannot express something is an error and never
-    a silent loss. (Coefficients of auxiliary losses and the expert capacity in training may be lost.)
+    a silent loss. (Coefficients of auxiliary losses and the expert capacity in training may be lost; that of the
+    balance loss becomes the one for what the published code takes the loss of, see `with_balance_over`.)
 
     Raises:
       InputError: if the format cannot express the model.
@@ -64,8 +65,26 @@ def inexpressible(config: ModelConfig) -> list[str]:
         return [str(error)]
 
 
+def with_balance_over(config: ModelConfig, over: Literal["layer", "model"]) -> ModelConfig:
+    """Returns a config whose balance loss is taken of every layer, or of the whole model, with the coefficients for it.
+
+    Of L layers with the coefficient c, the sum of losses `c E sum_i f_i P_i` is the model's one loss
+    `(c L / k) E k sum_i F_i P_i` if all layers have the same loads and probabilities, as balanced ones have, and always
+    if L is 1. Otherwise no coefficient makes them equal, for F and P are means over layers; the gradient of a layer's
+    probabilities then has the mean F in place of its own f.
+    """
+    layers, count = list(config.layers), len(config.moe_layers)
+    for i in config.moe_layers if config.balance_over != over else ():
+        moe = config.moe(i)
+        factor = count / moe.top_k if over == "model" else moe.top_k / count
+        coefficient = float(f"{moe.balance_coef * factor:.12g}")  # without the last digit's rounding
+        layers[i] = dataclasses.replace(layers[i], mlp=dataclasses.replace(moe, balance_coef=coefficient))
+    return dataclasses.replace(config, layers=tuple(layers), balance_over=over)
+
+
 def _write(config: ModelConfig) -> dict[str, Any]:
     family = family_named(config.family)
+    config = with_balance_over(config, family.balance_over)
     written = {"architectures": [family.architecture], "model_type": family.name, **family.write(config)}
     if config.num_classes is None or family.classifier_architecture is None:
         return written

@@ -1,5 +1,6 @@
 """The balance loss that a published coefficient belongs to: against Transformers' own function."""
 
+import dataclasses
 import importlib
 import json
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from moe_jax.conversion import read_hf_config
+from moe_jax.conversion.hf_config import with_balance_over, write_hf_config
 from moe_jax.functional.routing import RouterStats, route
 from moe_jax.models import config_from_json, config_to_json
 from moe_jax.models.config import segments_of
@@ -44,6 +46,28 @@ def test_the_coefficient_means_what_it_does_in_transformers(name):
     theirs = 0.5 * float(module.load_balancing_loss_func(*given))
     found = float(auxiliary_loss(config, routed(config, logits, valid)))
     assert found == pytest.approx(theirs, rel=1e-5) and found > 0.4 * moe.top_k
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_an_exported_coefficient_gives_transformers_our_loss_of_layers_that_are_alike(layers):
+    data = CONFIGS["qwen3_moe"] | {"num_hidden_layers": layers, "router_aux_loss_coef": 0.5}
+    ours = dataclasses.replace(read_hf_config(data), balance_over="layer")
+    rng, moe = np.random.default_rng(1), ours.moe(0)
+    logits = dict.fromkeys(ours.moe_layers, rng.normal(0, 2.0, (24, moe.num_experts)).astype(np.float32))
+    module = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
+    given = tuple(map(torch.tensor, logits.values())), moe.num_experts, moe.top_k
+    coefficient = write_hf_config(ours)["router_aux_loss_coef"]
+    assert coefficient == pytest.approx(0.5 * len(logits) / moe.top_k)
+    of_layers = float(auxiliary_loss(ours, routed(ours, logits, np.ones(24, bool))))
+    assert of_layers == pytest.approx(coefficient * float(module.load_balancing_loss_func(*given)), rel=1e-5)
+    # And back: the loss of the model, for a family whose layers have one each.
+    back = with_balance_over(with_balance_over(ours, "model"), "layer")
+    assert back == ours and read_hf_config(write_hf_config(ours)).balance_over == "model"
+
+
+def test_a_coefficient_that_was_read_is_written_as_it_was():
+    data = CONFIGS["mixtral"] | {"router_aux_loss_coef": 0.02}
+    assert write_hf_config(read_hf_config(data))["router_aux_loss_coef"] == 0.02
 
 
 def test_a_model_that_was_upcycled_has_a_loss_in_every_layer_and_files_are_as_before():
