@@ -13,6 +13,7 @@ import tyro
 
 from moe_jax.commands.options import OneModel, check_text_file
 from moe_jax.core.errors import InputError, flag_of
+from moe_jax.data.sections import check_seq_len
 from moe_jax.distributed.job_place import find_place
 from moe_jax.files.staging import check_writable
 from moe_jax.files.storage_path import as_path, nearest_path
@@ -118,10 +119,8 @@ class Options(OneModel):
             raise InputError("--apply-chat-template goes with --text and --tasks")
         if self.tasks is not None and self.input_len is not None:
             raise InputError("--input-len goes with --text and --classify")
-        if self.text is not None and self.seq_len is not None and self.seq_len < 2:
-            raise InputError(
-                f"seq_len = {self.seq_len} must be at least 2, for the first token of a window is never scored"
-            )
+        if self.text is not None and self.seq_len is not None:
+            check_seq_len(self.seq_len)
         for name, least in (("input_len", 1), ("limit", 1), ("num_fewshot", 0)):
             value = getattr(self, name)
             if value is not None and value < least:

@@ -13,6 +13,7 @@ import tyro
 from moe_jax.commands.options import OneModel
 from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import count_bytes, index_set, is_parameter, show_bytes
+from moe_jax.data.sections import check_seq_len
 
 if TYPE_CHECKING:
     import jax
@@ -55,6 +56,8 @@ class Options(OneModel):
             raise InputError(f"--{'text' if self.text is not None else 'seq-len'} belongs to --plots DIR")
         if self.text is None and (self.seq_len is not None or self.split):
             raise InputError(f"--{'split' if self.split else 'seq-len'} belongs to --text FILE")
+        if self.seq_len is not None:
+            check_seq_len(self.seq_len)
         if self.plots is not None:
             check_target(self.plots)
 

@@ -33,9 +33,10 @@ from moe_jax.compression.options.of_whole_experts import (
     REAPOptions,
     StructuredPruningOptions,
 )
-from moe_jax.core.errors import InputError, check_member, flag_of, nearest, shown
+from moe_jax.core.errors import InputError, check_member, check_positive, flag_of, nearest, shown
 from moe_jax.core.formatting import parse_bytes
 from moe_jax.core.verb_spec import Option, Shown, Spec, name_of
+from moe_jax.data.sections import check_seq_len
 
 if TYPE_CHECKING:  # they import JAX, and the command line should read options without it
     from moe_jax.compression.methods.interface import Method
@@ -230,6 +231,11 @@ class CompressSpec(Spec):
         unused += ["--gradients"] if self.gradients else []
         if unused and self.calibrate is None:
             raise InputError(f"{', '.join(unused)}: only with --calibrate")
+        check_positive(self, "samples")
+        if self.calibration_seed is not None and self.calibration_seed < 0:
+            raise InputError(f"calibration_seed={self.calibration_seed} must not be negative")
+        if self.seq_len is not None:
+            check_seq_len(self.seq_len)
         if self.batch_size is not None and self.batch_size < 1:
             raise InputError(f"--batch-size {self.batch_size} must be at least 1")
 

@@ -187,3 +187,9 @@ class DataSection:
 def input_length(data: DataSection) -> int:
     """Number of tokens of an encoder's inputs in training."""
     return data.seq_len if data.input_len is None else data.input_len
+
+
+def check_seq_len(seq_len: int) -> None:
+    """Raises `InputError` for windows so short that nothing could be scored."""
+    if seq_len < 2:
+        raise InputError(f"seq_len = {seq_len} must be at least 2, for the first token of a window is never scored")

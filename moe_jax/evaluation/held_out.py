@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from moe_jax.core.errors import InputError
 from moe_jax.data.file_forms import check_is_text
 from moe_jax.data.rows import Example
-from moe_jax.data.sections import DataSection, SourceSection, input_length
+from moe_jax.data.sections import DataSection, SourceSection, check_seq_len, input_length
 from moe_jax.data.sources import check_form, named_files, open_files, template_loader
 from moe_jax.data.tokenizer import Document, Pair, Tokenizer
 from moe_jax.distributed.sharding import batch_shards, local_rows, make_mesh, place
@@ -153,12 +153,6 @@ def next_token_row_losses(model: Decoder, batch: Batch) -> Float[Array, " B"]:
     """Returns for every row of `text_windows` the sum of the losses of its tokens but the first."""
     losses = model.token_losses(run_to_head(model, batch).x, jnp.roll(batch["tokens"], -1, axis=1))
     return jnp.sum(losses[:, :-1] * batch["segment_ids"][:, 1:].astype(jnp.float32), axis=1)
-
-
-def check_seq_len(seq_len: int) -> None:
-    """Raises `InputError` for windows so short that nothing could be scored."""
-    if seq_len < 2:
-        raise InputError(f"seq_len = {seq_len} must be at least 2, for the first token of a window is never scored")
 
 
 def text_windows(ids: np.ndarray, *, seq_len: int, batch_size: int) -> Iterator[dict[str, np.ndarray]]:

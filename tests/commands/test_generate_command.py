@@ -228,7 +228,7 @@ def test_beyond_the_context_there_is_a_note(model, capsys):
         (("--prompt", "a", "--stop", ""), "least one character"),
         (("--prompt", "a", "--prompt", "b", "--stream"), "--stream is for one"),
         (("--prompt", "a", "--json", "--stream"), "--stream is for one"),
-        (("--prompts-file", "absent.txt"), "absent.txt: No such file"),
+        (("--prompts-file", "absent.txt"), "no prompts at absent.txt"),
     ],
 )
 def test_bad_input_is_refused(options, message, model, capsys):

@@ -116,7 +116,7 @@ def test_a_gate_over_all_experts_is_equal(dense_model, tmp_path):
     ("options", "message"),
     [
         (("--experts", 1), "top_k=2 is above num_experts=1"),
-        (("--every", 0), "every=0 must lie between 1 and the number of layers, 4"),
+        (("--every", 0), "every=0 must be at least"),
         (("--every", 5), "every=5 must lie between 1 and the number of layers, 4"),
         (("--layers", 4), "layers 4 do not exist"),
         (("--delta", "low-rank:99"), "rank 99 is above min(d, f) = 16"),
