@@ -71,5 +71,7 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
             raise InputError(f"{', '.join(given)}: does not go with --format peft, which writes LoRA as it is stored")
         if self.format != "compressed-tensors" and (self.bits is not None or self.group_size is not None):
             raise InputError("--bits and --group-size: only with --format compressed-tensors")
+        if self.group_size is not None and (self.group_size < 8 or self.group_size % 8):
+            raise InputError(f"--group-size {self.group_size} must be a multiple of 8")
         if self.max_shard_size is not None:
             parse_bytes(self.max_shard_size, flag="--max-shard-size")

@@ -18,13 +18,12 @@ from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moe_jax.core.errors import InputError, nearest, raise_if_any, shown
+from moe_jax.core.errors import InputError, raise_if_any
+from moe_jax.distributed.mesh_axes import AXES, unknown_axes
 from moe_jax.experts.devices import spec_on_mesh
 from moe_jax.experts.forms.protocol import delta_specs, shared_delta_specs
 from moe_jax.experts.forms.whole import whole_kernel_specs
 from moe_jax.experts.shapes import Split
-
-AXES = ("data", "fsdp", "expert", "sequence", "tensor")
 
 # (path pattern, spec of an unstacked leaf). The first match decides. Parameters of layers in memory, below `segments/`,
 # carry one more leading axis, the repeats of the layer, which is never split.
@@ -85,11 +84,6 @@ def mesh_sizes(axes: Mapping[str, int], count: int) -> dict[str, int]:
             f"mesh {dict(axes)} does not fit {count} devices: {rest}; the product of its sizes must be that"
         )
     return sizes
-
-
-def unknown_axes(axes: Iterable[str]) -> list[str]:
-    """Returns a problem, in words, for every axis that is not in `AXES`."""
-    return [f"unknown mesh axis {shown(name)}{nearest(name, AXES)}" for name in axes if name not in AXES]
 
 
 def undivided_experts(counts: Iterable[int], mesh: Mapping[str, int]) -> list[str]:

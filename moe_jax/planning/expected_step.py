@@ -37,7 +37,8 @@ from flax import nnx
 
 from moe_jax.core.data_sheets import Chip
 from moe_jax.core.errors import raise_if_any
-from moe_jax.distributed.sharding import AXES, leaf_spec, parts, path_name, undivided
+from moe_jax.distributed.mesh_axes import AXES
+from moe_jax.distributed.sharding import leaf_spec, parts, path_name, undivided
 from moe_jax.experts.devices import TOKEN_AXES, Platform, spec_on_mesh
 from moe_jax.experts.exchange import Exchange, exchange_from_environment
 from moe_jax.experts.forms.protocol import KernelForm

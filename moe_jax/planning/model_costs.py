@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec
 from moe_jax.core.data_sheets import CHIPS
 from moe_jax.core.errors import InputError, check_member, raise_if_any
 from moe_jax.core.formatting import count_bytes
-from moe_jax.distributed.sharding import AXES, leaf_spec, parts, path_name, undivided, unknown_axes
+from moe_jax.distributed.mesh_axes import AXES, unknown_axes
+from moe_jax.distributed.sharding import leaf_spec, parts, path_name, undivided
 from moe_jax.experts.devices import Cost, Platform, spec_on_mesh
 from moe_jax.experts.forms.optional import costs_of
 from moe_jax.experts.shapes import Load
