@@ -31,7 +31,7 @@ from moe_jax.experts.forms import (
 )
 from moe_jax.experts.forms.coding import CodedJointly, experts_with
 from moe_jax.experts.forms.kernel_of_codes import NF4
-from moe_jax.experts.forms.protocol import delta_options, form_of_option, option_of_form, registered
+from moe_jax.experts.forms.protocol import form_of_option, option_of_form, registered
 from moe_jax.experts.forms.whole import WithLoRA
 from moe_jax.experts.on_host import expert_kernels, leaves_from_dense
 from moe_jax.experts.shapes import Load, LoRAConfig, Matrix, Window, normal_kernel, shapes_of, uniform_factor
