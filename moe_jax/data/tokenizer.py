@@ -22,6 +22,7 @@ from moe_jax.files.json_toml import is_unicode
 from moe_jax.files.regular_files import read_regular
 from moe_jax.files.storage_path import as_path, nearest_path
 from moe_jax.files.tokenizer_files import TOKENIZER, read_tokenizer_file, tokenizer_files
+from moe_jax.files.tokenizer_size import check_size
 from moe_jax.models import ModelConfig
 
 
@@ -84,8 +85,7 @@ class Tokenizer:
             raise FileNotFoundError(f"no tokenizer at {path}{nearest_path(path)}")
         content = read_regular(path, max_bytes=MAX_BYTES)
         self.path = path
-        with self._library_errors():
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        self._tokenizer = parse_tokenizer(content, path)
         # The file may contain settings of its last use: truncation, padding, and BPE's dropout of merges in training,
         # with which the tokens of a text are random.
         self._tokenizer.no_truncation()
@@ -256,20 +256,8 @@ class Tokenizer:
         with self._library_errors(text):
             return self._texts(text)
 
-    @contextlib.contextmanager
-    def _library_errors(self, text: str = "") -> Iterator[None]:
-        """Turns errors of the library into ours; `text` is what it is given."""
-        try:
-            yield
-        except BaseException as error:
-            # The library raises bare `Exception`; a panic of its Rust code is not even that, and has no public name.
-            if isinstance(error, InputError) or not (
-                isinstance(error, Exception) or type(error).__name__ == "PanicException"
-            ):
-                raise
-            if not is_unicode(text):
-                raise InputError("the text holds one half of a character in UTF-16") from None
-            raise InputError(f"{self.path} is not a tokenizer.json: {first_sentence(error)}") from None
+    def _library_errors(self, text: str = "") -> contextlib.AbstractContextManager[None]:
+        return _library_errors(self.path, text)
 
     def _own_bos(self, config: ModelConfig) -> int | None:
         """Returns the BOS token that the tokenizer itself adds, if it adds one."""
@@ -288,6 +276,36 @@ class Tokenizer:
                 f"vocabulary has {self._vocab_size} entries: the tokenizer is not this model's"
             )
         return ids.astype(np.int32)
+
+
+def parse_tokenizer(content: bytes, file: object) -> tokenizers.Tokenizer:
+    """Returns the library's tokenizer for the content of a tokenizer.json.
+
+    Raises:
+      InputError: with the name of the file, if it is none or too large for what it is (`check_size`).
+    """
+    try:
+        check_size(content)
+    except InputError as error:
+        raise InputError(f"{file} is not a tokenizer.json: {error}") from None
+    with _library_errors(file):
+        return tokenizers.Tokenizer.from_buffer(content)
+
+
+@contextlib.contextmanager
+def _library_errors(file: object, text: str = "") -> Iterator[None]:
+    """Turns errors of the library into ours; `text` is what it is given."""
+    try:
+        yield
+    except BaseException as error:
+        # The library raises bare `Exception`; a panic of its Rust code is not even that, and has no public name.
+        if isinstance(error, InputError) or not (
+            isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        ):
+            raise
+        if not is_unicode(text):
+            raise InputError("the text holds one half of a character in UTF-16") from None
+        raise InputError(f"{file} is not a tokenizer.json: {first_sentence(error)}") from None
 
 
 def _within(spans: Sequence[tuple[int, int]], offsets: np.ndarray) -> np.ndarray:

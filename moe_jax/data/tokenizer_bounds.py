@@ -13,6 +13,10 @@ from moe_jax.core.errors import InputError, shown
 
 MOST_GROWTH = 64
 """Most characters that normalizers make of one, and decoders of one of a token. Those of SentencePiece make 18."""
+MOST_STEPS = 256
+"""Normalizers, pre-tokenizers, decoders and the like of a tokenizer; each reads the whole text, and ten are many."""
+MOST_WORD = 256
+"""Characters of a word that WordPiece divides, in time that grows with their cube; BERT's has 100."""
 _MOST_ADDED = 1024  # special tokens that a post-processor puts around a text; those in use put four
 _SAMPLES = "a~0 \n"
 # What may match where there is no character.
@@ -33,14 +37,30 @@ def _flat(state: Mapping[str, Any], members: str) -> Iterator[Mapping[str, Any]]
 
 
 def check_growth(tokenizer: tokenizers.Tokenizer) -> None:
-    """Raises `InputError` if parts of a tokenizer could make far more of a text than it is."""
-    _check_product("normalizer", components(tokenizer.normalizer, "normalizers"))
-    _check_product("pre-tokenizer", components(tokenizer.pre_tokenizer, "pretokenizers"))
+    """Raises `InputError` if parts of a tokenizer could make far more of a text than it is, or take far too long."""
+    _check_model(tokenizer.model)
+    normalizers = components(tokenizer.normalizer, "normalizers")
+    splitters = components(tokenizer.pre_tokenizer, "pretokenizers")
     decoders = components(tokenizer.decoder, "decoders")
+    processors = components(tokenizer.post_processor, "processors")
+    steps = sum(map(len, (normalizers, splitters, decoders, processors)))
+    if steps > MOST_STEPS:
+        raise InputError(f"the tokenizer has {steps:,} steps, {MOST_STEPS} are the most")
+    _check_product("normalizer", normalizers)
+    _check_product("pre-tokenizer", splitters)
     _check_product("decoder", [state for state in decoders if state["type"] != "ByteLevel"])
-    for state in components(tokenizer.post_processor, "processors"):
+    for state in processors:
         if state["type"] == "TemplateProcessing":
             _check_template(state)
+
+
+def _check_model(model: Any) -> None:
+    unknown = getattr(model, "unk_token", None) or ""
+    if len(unknown) > MOST_GROWTH:  # it stands for single characters
+        raise InputError(f"the unknown token has {len(unknown):,} characters, {MOST_GROWTH} are the most")
+    longest = getattr(model, "max_input_chars_per_word", 0)
+    if longest > MOST_WORD:
+        raise InputError(f"the model divides words of {longest:,} characters, {MOST_WORD} are the most")
 
 
 def _check_product(what: str, states: Sequence[Mapping[str, Any]]) -> None:

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import tokenizers
 from jaxtyping import Array, Float, Int
 
 from moe_jax.checks.streamed_layers import StreamedModel
 from moe_jax.core.data_sheets import available_memory
-from moe_jax.core.errors import InputError, first_sentence, shown
+from moe_jax.core.errors import InputError, shown
 from moe_jax.core.formatting import show_bytes
 from moe_jax.core.terminal import Progress, no_progress
+from moe_jax.data.tokenizer import parse_tokenizer
 from moe_jax.files.regular_files import read_regular
 from moe_jax.files.storage_path import as_path
 from moe_jax.files.tokenizer_files import TOKENIZER
@@ -145,10 +145,7 @@ def _other_tokens(base: ModelSource, model: ModelSource) -> str | None:
 
 def _vocabulary(content: bytes, file: object) -> dict[str, int]:
     """Returns tokens and their ids, ordered by id; the library's own order is different every time."""
-    try:
-        vocabulary = tokenizers.Tokenizer.from_buffer(content).get_vocab(with_added_tokens=True)
-    except Exception as error:  # the library raises Exception itself
-        raise InputError(f"{file} is not a tokenizer: {first_sentence(error)}") from None
+    vocabulary = parse_tokenizer(content, file).get_vocab(with_added_tokens=True)
     return dict(sorted(vocabulary.items(), key=lambda entry: entry[1]))
 
 

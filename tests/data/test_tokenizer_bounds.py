@@ -86,3 +86,16 @@ def test_the_longest_text_of_a_map_of_characters_counts():
     check_growth(made(charsmap("صلى الله عليه وسلم", "a")))
     with pytest.raises(InputError, match="normalizer Precompiled"):
         check_growth(made(charsmap("a", "b" * (MOST_GROWTH**2 + 1))))
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "named"),
+    [
+        (made(forms.Sequence([forms.NFC()] * 300)), "300 steps"),
+        (Tokenizer(models.WordLevel({"a" * 65: 0}, unk_token="a" * 65)), "unknown token has 65"),
+        (Tokenizer(models.WordPiece({"a": 0}, unk_token="a", max_input_chars_per_word=10**9)), "words of 1,000"),
+    ],
+)
+def test_what_takes_long_is_refused(tokenizer, named):
+    with pytest.raises(InputError, match=named):
+        check_growth(tokenizer)
