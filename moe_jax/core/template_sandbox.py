@@ -23,13 +23,13 @@ import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-MAX_TEMPLATE = 1 << 20
-"""Characters of a template."""
+MAX_TEMPLATE = 1 << 18
+"""Characters of a template; those in use have a few thousand."""
 MAX_CHARS = 1 << 22
 """Characters that a template writes."""
 MAX_SECONDS = 0.8
 """Seconds of processor time that compiling or rendering a template takes; those in use take milliseconds."""
-_BYTES_PER_SECOND = 4 << 20  # of a template and its values, which add to the seconds
+_BYTES_PER_SECOND = 16 << 20  # of a template and its values, which add to the seconds
 _MAX_REQUEST = 4 * MAX_CHARS + 4 * MAX_TEMPLATE + (1 << 20)  # bytes of a template and its values
 
 _PROGRAM = pathlib.Path(__file__).with_name("template_process.py")

@@ -24,6 +24,9 @@ Message = Mapping[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 """Roles of messages. A template may know fewer."""
 
+MAX_VALUES = 1 << 16
+"""Values of a conversation, and keys: a message of a text has five."""
+
 FILE = "chat_template.jinja"
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -140,7 +143,7 @@ class ChatTemplate:
             return None
         if "tools" not in self.source:
             raise InputError(f"{self._where} never writes the tools that a conversation has")
-        return _plain(list(tools))
+        return _Plain()(list(tools))
 
     def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None, add_generation_prompt: bool) -> Written:
         if any(message.get("tool_calls") for message in messages):
@@ -222,11 +225,12 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
     """Returns a conversation as plain lists, objects and scalars.
 
     Raises:
-      InputError: if it is no list of messages, has a value of the wrong type, or more than `MAX_CHARS` characters.
+      InputError: if it is no list of messages, has a value of the wrong type, more than `MAX_CHARS` characters, or more
+        than `MAX_VALUES` values.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise InputError(f"expected a list of messages, got {shown(messages)}")
-    checked, size = [], 0
+    checked, plain = [], _Plain()
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, Mapping):
             raise InputError(f"message {number} is {shown(message)}, expected an object with role and content")
@@ -235,12 +239,9 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
             hint = nearest(role, ROLES) if isinstance(role, str) else ""
             raise InputError(f"message {number} has the role {shown(role)}{hint}, known are {', '.join(ROLES)}")
         for text in _texts(content, number, optional=bool(message.get("tool_calls"))):
-            size += len(text)
             if not is_unicode(text):
                 raise InputError(f"message {number} holds one half of a character in UTF-16")
-        checked.append({str(key): _plain(value) for key, value in message.items()})
-    if size > MAX_CHARS:
-        raise InputError(f"a conversation has more than {MAX_CHARS:,} characters")
+        checked.append(plain(message))
     return checked
 
 
@@ -258,15 +259,30 @@ def _texts(content: Any, number: int, *, optional: bool) -> list[str]:
     return texts
 
 
-def _plain(value: Any) -> Any:
-    """Returns a value as JSON has it, so that a template meets no object with methods of its own."""
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    raise InputError(f"a message holds {shown(value)}, expected what JSON can hold")
+class _Plain:
+    """Returns values as JSON has them, so that a template meets no object with methods of its own.
+
+    Raises:
+      InputError: for what JSON cannot hold, and if all that was asked for together is too much.
+    """
+
+    def __init__(self) -> None:
+        self._values, self._chars = MAX_VALUES, MAX_CHARS
+
+    def __call__(self, value: Any) -> Any:
+        self._values -= 1
+        if isinstance(value, str):
+            self._chars -= len(value)
+        if self._values < 0 or self._chars < 0:
+            many = f"{MAX_VALUES:,} values" if self._values < 0 else f"{MAX_CHARS:,} characters"
+            raise InputError(f"a conversation has more than {many}")
+        if value is None or type(value) in (str, int, float, bool):
+            return value
+        if isinstance(value, Mapping):
+            return {self(str(key)): self(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self(item) for item in value]
+        raise InputError(f"a message holds {shown(value)}, expected what JSON can hold")
 
 
 def load_chat_template(tokenizer: Path) -> ChatTemplate:

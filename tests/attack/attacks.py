@@ -16,6 +16,11 @@ from moe_jax.core.errors import InputError
 CLASSES = f"{__package__}.classes"
 
 
+def nothing_besides() -> tuple[float, int]:
+    """For readers that do all of their work in their own process."""
+    return 0.0, 0
+
+
 def nothing_wrong(original: Any, folder: Path, read: Any) -> str | None:
     """For readers of which nothing more is asked than that they end well."""
     return None
@@ -37,6 +42,9 @@ class Attack:
       quick: how many inputs the tests try.
       share: how many the long run tries, in proportion to those of other classes; None: as many as the tests.
       max_seconds: of processor time that reading may take; more only where what is read is worked on, too.
+      max_bytes: of memory that reading may take, above what the process had.
+      besides: returns the processor time that other processes of the reader have taken so far, in seconds, and the
+        most bytes that they have had; both count for the reader.
     """
 
     name: str
@@ -47,6 +55,8 @@ class Attack:
     quick: int = 200
     share: int | None = None
     max_seconds: float = 5.0
+    max_bytes: int = 500_000_000
+    besides: Callable[[], tuple[float, int]] = nothing_besides
 
 
 def canary(folder: Path) -> Path:

@@ -26,7 +26,6 @@ FAULTS = ("executed", "escape", "wrong", "hang", "memory", "traceback", "echo")
 FINE = ("refused", "accepted")
 
 MAX_WAITING = 40.0  # seconds by the clock in which no processor time is used
-MAX_BYTES = 500_000_000  # of memory, above what the process had
 MAX_MESSAGE = 8000  # characters of a refusal: forty problems and what stands before them
 MAX_LINE = 1000
 _ADDRESS_SPACE = 3 << 30  # above what the process had; the machine is to survive what the reader does not
@@ -53,8 +52,8 @@ class Outcome:
       number: of the input.
       verdict: one of `FAULTS` or `FINE`.
       detail: what the reader said, or how it failed.
-      seconds: processor time of the reader.
-      bytes: of memory that it took at most.
+      seconds: processor time of the reader and of what it has work besides.
+      bytes: of memory that they took at most.
     """
 
     number: int
@@ -196,12 +195,14 @@ def _work(
             connection.send(traceback.format_exc())
             return
         base = _reset_peak()
-        began = time.process_time()
+        began, began_besides = time.process_time(), attack.besides()[0]
         connection.send(began)
         files.allowed = str(out)
         verdict, detail, read = _read(attack, folder, out)
         files.allowed = None
         seconds, peak = time.process_time() - began, max(0, _peak() - base)
+        besides = attack.besides()
+        seconds, peak = seconds + besides[0] - began_besides, peak + besides[1]
         if verdict == "accepted":
             try:
                 wrong = attack.wrong(original, folder, read)
@@ -209,7 +210,7 @@ def _work(
                 wrong = f"the judge failed: {traceback.format_exc()}"
             verdict, detail = ("wrong", wrong) if wrong else (verdict, detail)
         read = None
-        if peak > MAX_BYTES:
+        if peak > attack.max_bytes:
             verdict, detail = "memory", f"{peak / 1e6:.0f} MB: {detail}"
         elif seconds > max_seconds:
             verdict, detail = "hang", f"{seconds:.1f} s: {detail}"

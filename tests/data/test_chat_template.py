@@ -146,7 +146,7 @@ def test_where_a_tokenizer_keeps_its_template(tmp_path, files, expected):
         ({"chat_template": [{"name": "rag", "template": ""}]}, "name \"default\", but \\[\\'rag\\'\\]"),
         ({"chat_template": "{% for %}"}, r"chat template \(line 1\)"),
         ({"chat_template": "{{ x }}\n{% end %}"}, r"chat template \(line 2\)"),
-        ({"chat_template": "x" * (1 << 20) + "x"}, "is .* chat template: it .* than 1,048,576 characters"),
+        ({"chat_template": "x" * (1 << 18) + "x"}, "is .* chat template: it .* than 262,144 characters"),
     ],
 )
 def test_a_template_that_is_none_is_one_line(tmp_path, content, complaint):
@@ -169,6 +169,9 @@ def test_a_template_that_is_none_is_one_line(tmp_path, content, complaint):
         ([{"role": "user", "content": "\ud800"}], "message 1 holds one half"),
         ([{"role": "user", "content": "a", "x": object()}], "expected what JSON can hold"),
         ([{"role": "user", "content": "x" * 9_000_000}] * 2, "more than 4,194,304 characters"),
+        ([{"role": "user", "content": "a", "x": {"y": "x" * 5_000_000}}], "more than 4,194,304 characters"),
+        ([{"role": "user", "content": "a", "x": [0] * 70_000}], "more than 65,536 values"),
+        ([{"role": "user", "content": ""}] * 20_000, "more than 65,536 values"),
     ],
 )
 def test_messages_that_are_none_are_one_line(messages, complaint):

@@ -14,6 +14,7 @@ from moe_jax.serve.openai import model_of, read_chat, read_completion
 from moe_jax.serve.prompts import PromptReader
 from moe_jax.serve.protocol_error import ProtocolError
 from tests.attack.attacks import Attack
+from tests.attack.classes.templates import of_templates
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.chat_templates import plain
 from tests.support.dense_models import dense_config
@@ -130,6 +131,15 @@ def _wrong(original: Any, folder: Path, read: list[tuple[int, Any]]) -> str | No
 
 ATTACKS = (
     Attack(
-        name="requests", original=_original, make=_make, read=_read, wrong=_wrong, quick=30, share=100, max_seconds=1
+        name="requests",
+        original=_original,
+        make=_make,
+        read=_read,
+        wrong=_wrong,
+        quick=30,
+        share=100,
+        max_seconds=1.0,
+        max_bytes=300_000_000,
+        besides=of_templates,
     ),
 )

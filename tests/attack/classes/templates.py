@@ -1,16 +1,17 @@
 """Chat templates that would take all time or memory: values that double, loops in loops, one huge operation."""
 
+import os
 import random
 import resource
 from pathlib import Path
 from typing import Any
 
 from moe_jax.core import template_sandbox
+from moe_jax.core.template_process import MAX_MEMORY
 from moe_jax.data.chat_template import ChatTemplate
 from tests.attack.attacks import Attack
 
 FILE = "chat_template.jinja"
-MOST_SECONDS, MOST_BYTES = 1.0, 300_000_000  # of processor time and memory of the process of templates
 _SAID = [{"role": role, "content": f"This is said {i}."} for i in range(5) for role in ("user", "assistant")]
 
 # What x begins as, what becomes of it again and again, and what is made of it at last. N is a number.
@@ -151,21 +152,29 @@ def _growing(rng: random.Random) -> str:
 
 
 def _render(folder: Path, out: Path) -> str:
-    before = _seconds()
-    try:
-        return ChatTemplate((folder / FILE).read_text())(_SAID)
-    finally:
-        seconds, peak = _seconds() - before, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-        assert seconds < MOST_SECONDS and peak < MOST_BYTES, (
-            f"the template took {seconds:.2f} s and {peak / 1e6:.0f} MB"
-        )
+    return ChatTemplate((folder / FILE).read_text())(_SAID)
 
 
-def _seconds() -> float:
-    """Processor time of all processes of templates so far."""
+def of_templates() -> tuple[float, int]:
+    """Returns the processor time of all processes of templates so far, and the most bytes of the one there is.
+
+    One that was ended is said to have had all that it may have, or more if it had.
+    """
     ended, process = resource.getrusage(resource.RUSAGE_CHILDREN), template_sandbox._running()
-    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-    return ended.ru_utime + ended.ru_stime + (int(fields[11]) + int(fields[12])) / 100
+    folder = Path(f"/proc/{process.pid}")
+    fields = (folder / "stat").read_text().rpartition(")")[2].split()
+    living = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    status = (folder / "status").read_text()
+    most = int(status.split("VmHWM:")[1].split()[0]) * 1024 if "VmHWM:" in status else 0
+    before = ended.ru_utime + ended.ru_stime
+    if before > _ENDED[0]:
+        # What a process has had includes what the one that started it had.
+        most = max(ended.ru_maxrss * 1024, MAX_MEMORY)
+    _ENDED[0] = before
+    return before + living, most
+
+
+_ENDED = [0.0]  # processor time of those that had been ended when it was last asked for
 
 
 def _wrong(original: None, folder: Path, read: Any) -> str | None:
@@ -175,5 +184,16 @@ def _wrong(original: None, folder: Path, read: Any) -> str | None:
 
 
 ATTACKS = (
-    Attack(name="chat templates", original=lambda: None, make=_make, read=_render, wrong=_wrong, quick=5, share=200),
+    Attack(
+        name="chat templates",
+        original=lambda: None,
+        make=_make,
+        read=_render,
+        wrong=_wrong,
+        quick=5,
+        share=200,
+        max_seconds=1.0,
+        max_bytes=300_000_000,
+        besides=of_templates,
+    ),
 )

@@ -102,6 +102,14 @@ def _wrong(original: Any, folder: Path, read: tuple[int, int]) -> str | None:
 
 ATTACKS = (
     Attack(
-        name="tokenizers that multiply", original=_original, make=_make, read=_read, wrong=_wrong, quick=20, share=100
+        name="tokenizers that multiply",
+        original=_original,
+        make=_make,
+        read=_read,
+        wrong=_wrong,
+        quick=20,
+        share=100,
+        max_seconds=1.0,
+        max_bytes=300_000_000,
     ),
 )

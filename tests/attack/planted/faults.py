@@ -1,6 +1,7 @@
 """One attack for each fault, and readers that fall for them."""
 
 import functools
+import itertools
 import os
 import subprocess
 import time
@@ -55,6 +56,13 @@ def _wrong(original: None, folder: Path, read: str) -> str | None:
     return "it is wrong" if read == "wrong" else None
 
 
+_CALLS = itertools.count()
+
+
+def _besides(fault: str) -> tuple[float, int]:
+    return 9.0 * next(_CALLS) if fault == "slow process" else 0.0, 10**9 if fault == "memory of a process" else 0
+
+
 VERDICTS = {
     "accepted": "accepted",
     "output": "accepted",
@@ -72,6 +80,8 @@ VERDICTS = {
     "slow": "hang",
     "memory": "memory",
     "memory of a library": "memory",
+    "slow process": "hang",
+    "memory of a process": "memory",
     "payload": "executed",
     "program": "executed",
     "escape": "escape",
@@ -84,6 +94,7 @@ ATTACKS = tuple(
         make=lambda chance, original, folder: None,
         read=functools.partial(_read, fault),
         wrong=_wrong,
+        besides=functools.partial(_besides, fault),
     )
     for fault in VERDICTS
 )
