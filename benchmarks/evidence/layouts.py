@@ -113,6 +113,15 @@ ATTACKS = Table(
     ),
     ("{}", *["{:,}"] * 10),
 )  # fmt: skip
+ATTACK_BOUNDS = Table(
+    "bounds",
+    ("inputs", "tried", "bounds", "most processor time", "most memory", "over the bounds", "silently wrong",
+     "tracebacks"),
+    ("{}", "{:,}", "{:g} s, {:.0f} MB", "{:.2f} s", "{:.0f} MB", *["{:,}"] * 3),
+)  # fmt: skip
+ATTACK_FAULTS = Table(
+    "faults", ("bound taken out", "noticed by", "inputs until harm was done", "harm"), ("{}", "{}", "{:,}", "{}")
+)
 KILLS = Table(
     "kills",
     ("command, killed at random times", "kills", "given again until done", "found work to go on with", "bit-identical",

@@ -2,10 +2,12 @@
 
 import pytest
 
-from tests.attack import planted
+from tests.attack import planted, unbounded
 from tests.attack.attacks import all_attacks
 from tests.attack.planted.faults import VERDICTS
 from tests.attack.trial import FAULTS, FINE, try_inputs
+from tests.attack.unbounded.faults import ATTACKS
+from tests.support.tiers import long
 
 
 @pytest.mark.parametrize("fault", VERDICTS)
@@ -18,3 +20,14 @@ def test_finds(fault):
 
 def test_every_fault_is_planted():
     assert set(VERDICTS.values()) == {*FAULTS, *FINE} and all_attacks(planted.__name__).keys() == VERDICTS.keys()
+
+
+NOT_LOOKED_AT = "members of a sequence are not looked at"
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(one.name, marks=[long] * (one.name != NOT_LOOKED_AT)) for one in ATTACKS]
+)
+def test_finds_what_has_no_bound(fault):
+    verdicts = (outcome.verdict for outcome in try_inputs(fault, range(1000), unbounded.__name__))
+    assert any(verdict in FAULTS for verdict in verdicts)

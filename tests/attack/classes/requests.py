@@ -44,9 +44,11 @@ def _anything(rng: random.Random, depth: int = 3) -> Any:
     return _many(one, rng.choice((1, 2, 3, 200, 20_000)))
 
 
-def _many(one: Any, count: int) -> list[Any]:
-    """A list of the same thing so often, but of no more than about a million characters."""
-    return [one] * min(count, 1 + 1_000_000 // len(repr(one)))
+def _many(one: Any, count: int, most: int = 1_000_000) -> list[Any]:
+    """A list of the same thing so often, but of no more than about so many characters."""
+    if most > 1_000_000 and count > 1:
+        count = most
+    return [one] * min(count, 1 + most // len(repr(one)))
 
 
 def _messages(rng: random.Random) -> Any:
@@ -56,7 +58,25 @@ def _messages(rng: random.Random) -> Any:
         one[rng.choice(("role", "content", "name", "tool_calls"))] = _anything(rng)
     if rng.random() < 0.2:
         one["content"] = [{"type": "text", "text": _text(rng, 100)}] * rng.choice((1, 2, 5000))
-    return _many(one, rng.choice((1, 2, 3, 5000)))
+    if rng.random() < 0.1:
+        call = {
+            "id": "a",
+            "type": "function",
+            "function": {"name": "f", "arguments": rng.choice(('{"a": 1}', {}, "{"))},
+        }
+        one = {"role": "assistant", "content": "", "tool_calls": [call] * rng.choice((1, 9, 50_000))}
+    return _many(one, rng.choice((1, 2, 3, 5000)), rng.choice((1_000_000, 10_000_000)))
+
+
+def _many_keys(rng: random.Random) -> dict[str, Any]:
+    return {f"{rng.choice('k0')}{i}": rng.choice(NUMBERS) for i in range(rng.choice((1, 999, 200_000)))}
+
+
+def _deep(rng: random.Random) -> Any:
+    one: Any = rng.choice(NUMBERS)
+    for _ in range(rng.choice((9, 90, 99, 101, 900))):
+        one = [one] if rng.random() < 0.5 else {"a": one}
+    return one
 
 
 def _prompt(rng: random.Random) -> Any:
@@ -72,14 +92,16 @@ def _make(rng: random.Random, original: Any, folder: Path) -> None:
         body["prompt"] = _prompt(rng)
     fields = (*(CHAT if is_chat else COMPLETION), "top_k", "n", "user", "tools", "temprature", "logit_bias")
     for _ in range(rng.choice((0, 0, 1, 2, 5))):
-        body[rng.choice(fields)] = _anything(rng)
+        body[rng.choice(fields)] = rng.choice((_anything, _anything, _anything, _many_keys, _deep))(rng)
     if rng.random() < 0.1:
         body["stream_options"] = {rng.choice((*STREAM_OPTIONS, "x")): _anything(rng)}
     content = json.dumps(body, ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
     if rng.random() < 0.1:
         cut = rng.randrange(len(content))
         broken = content[:cut] + b"\xff" + content[cut:]
-        content = rng.choice((content[:cut], b"[" * 100_000 + content, broken, content * 2))
+        digits = b'{"seed":' + b"9" * rng.choice((399, 401, 100_000)) + b"," + content[1:]
+        twice = b'{"model":"m",' * 2 + content[1:]
+        content = rng.choice((content[:cut], b"[" * 100_000 + content, broken, content * 2, digits, twice))
     (folder / FILE).write_bytes(content[:MOST_BYTES])
 
 

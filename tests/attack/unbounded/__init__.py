@@ -1,0 +1,1 @@
+"""The library with single bounds taken out, which the classes of inputs must notice."""
