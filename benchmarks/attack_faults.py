@@ -22,8 +22,10 @@ from tests.attack.trial import FAULTS as VERDICTS  # noqa: E402
 from tests.attack.trial import Outcome, try_inputs  # noqa: E402
 from tests.attack.unbounded import faults  # noqa: E402
 
-NAMES: dict[str, str] = dict(zip(VERDICTS, ("executed", "files elsewhere", "silently wrong", "too slow", "too much memory",
-                            "traceback or end of the process", "message too long"), strict=True))  # fmt: skip
+NAMES: dict[str, str] = dict(
+    executed="executed", escape="files elsewhere", wrong="silently wrong", hang="too slow", memory="too much memory",
+    traceback="traceback or end of the process", echo="message too long",
+)  # fmt: skip
 
 
 def main() -> None:
