@@ -4,6 +4,8 @@ import base64
 import binascii
 import json
 import math
+import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +21,10 @@ MOST_WORD = 256
 """Characters of a word that WordPiece divides, in time that grows with their cube; BERT's has 100."""
 _MOST_ADDED = 1024  # special tokens that a post-processor puts around a text; those in use put four
 _SAMPLES = "a~0 \n"
+_WORD = re.compile(r"[^\W_]{2,16}")
+_MOST_UNITS = 256  # characters and words of an expression that are tried; those in use have fewer
+_RUNS = tuple(1 << exponent for exponent in range(4, 11))  # lengths of the texts
+_MOST_SECONDS = 0.02  # of processor time; those in use take a thousandth
 # What may match where there is no character.
 _ZERO_WIDTH = ("^", "$", "(?", "\\b", "\\B", "\\A", "\\z", "\\Z", "\\G", "\\K")
 
@@ -46,6 +52,9 @@ def check_growth(tokenizer: tokenizers.Tokenizer) -> None:
     steps = sum(map(len, (normalizers, splitters, decoders, processors)))
     if steps > MOST_STEPS:
         raise InputError(f"the tokenizer has {steps:,} steps, {MOST_STEPS} are the most")
+    for state in (*normalizers, *splitters, *decoders):
+        if state["type"] in ("Replace", "Split"):
+            _check_time(state["pattern"].get("Regex"))
     _check_product("normalizer", normalizers)
     _check_product("pre-tokenizer", splitters)
     _check_product("decoder", [state for state in decoders if state["type"] != "ByteLevel"])
@@ -61,6 +70,25 @@ def _check_model(model: Any) -> None:
     longest = getattr(model, "max_input_chars_per_word", 0)
     if longest > MOST_WORD:
         raise InputError(f"the model divides words of {longest:,} characters, {MOST_WORD} are the most")
+
+
+def _check_time(expression: str | None) -> None:
+    """Refuses an expression whose time grows with more than the square of one character or word again and again.
+
+    What it takes for other texts is not known.
+    """
+    if not expression:
+        return
+    replaced = tokenizers.normalizers.Replace(tokenizers.Regex(expression), "").normalize_str
+    for unit in list(dict.fromkeys([*_SAMPLES, *expression, *_WORD.findall(expression)]))[:_MOST_UNITS]:
+        for length in _RUNS:
+            start = time.thread_time()
+            replaced(unit * (length // len(unit)) + "\0")
+            if time.thread_time() - start > _MOST_SECONDS:
+                raise InputError(
+                    f"the expression {shown(expression)} takes more than {_MOST_SECONDS} s in a text of {length + 1} "
+                    "characters"
+                )
 
 
 def _check_product(what: str, states: Sequence[Mapping[str, Any]]) -> None:

@@ -8,6 +8,7 @@ from tokenizers import normalizers as forms
 from tokenizers import pre_tokenizers as splitters
 
 from moe_jax.core.errors import InputError
+from moe_jax.data.text_windows import _LOCAL_PATTERNS
 from moe_jax.data.tokenizer_bounds import MOST_GROWTH, check_growth
 
 REPLACE, TEMPLATE = forms.Replace, processors.TemplateProcessing
@@ -73,6 +74,7 @@ def test_what_multiplies_is_refused_by_name(kind):
         made(forms.Sequence([REPLACE(Regex(r"\s+"), "▁"), REPLACE("\n", "<0x0A>"), REPLACE(Regex("^x"), "")])),
         made(forms.Sequence([forms.NFC(), forms.ByteLevel()]), decoders.Sequence([decoders.ByteLevel()] * 4)),
         made(pre_tokenizer=splitters.Sequence([splitters.Digits(), splitters.ByteLevel()])),
+        made(pre_tokenizer=splitters.Sequence([splitters.Split(Regex(one), "isolated") for one in _LOCAL_PATTERNS])),
         made(decoder=decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])),
         made(post_processor=template("<s> $A <s>")),
         made(post_processor=processors.RobertaProcessing(("<s>", 1), ("<s>", 1))),
@@ -80,6 +82,14 @@ def test_what_multiplies_is_refused_by_name(kind):
 )
 def test_what_is_in_use_is_not(tokenizer):
     check_growth(tokenizer)
+
+
+@pytest.mark.parametrize("expression", ["a*a*a*[bc]|a", r"\w*\w*\w*!|.", "(?:ab)*(?:ab)*(?:ab)*c|."])
+def test_expressions_that_take_long_are_refused(expression):
+    splitter = splitters.Split(Regex(expression), "isolated")
+    for parts in ({"pre_tokenizer": splitter}, {"normalizer": REPLACE(Regex(expression), "")}):
+        with pytest.raises(InputError, match="the expression"):
+            check_growth(made(**parts))
 
 
 def test_the_longest_text_of_a_map_of_characters_counts():

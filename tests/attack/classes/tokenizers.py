@@ -21,7 +21,7 @@ _NOTHING: tuple[Any, ...] = (0, "", [], {}, [0], {"": 0}, [[]], {"type": "NFC"},
 _SPECIAL = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 _EXPRESSIONS = (
     "(a+)+$", "(a|a)*$", "(?:a*)*b", "(.*)*x", "[\\p{L}\\p{N}]", "(?:a{1000}){1000}", "a?", "(", "\\p{L}+|", "(?i:a)|",
-    "\\b", "(?<!a)(?=a)", "a{99999}", "x*", "",
+    "\\b", "(?<!a)(?=a)", "a*a*a*[bc]|a", "a*a*[bc]|a", "(?:at )*(?:at )*!|.", "a{99999}", "x*", "",
 )  # fmt: skip
 
 

@@ -67,6 +67,7 @@ _SET: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "members of a sequence are not looked at": (
         TOKENIZERS, tokenizer_bounds, {"_flat": lambda state, members: [state]}
     ),
+    "expressions take any time": (TOKENIZERS, tokenizer_bounds, {"_check_time": _nothing}),
     "words of any length are divided": (TOKENIZERS, tokenizer_bounds, {"MOST_WORD": ENDLESS}),
     "texts are not measured in characters": (REQUESTS, Tokenizer, {"most_characters": _nothing}),
     "prompts have any number of ids": (REQUESTS, requests, {"CONTEXT": ENDLESS}),
