@@ -4,7 +4,7 @@
 
 Tries inputs of all classes of `tests/attack/classes/`, of each in proportion to its share, and prints what became of
 them and each one that did harm; for classes with bounds of their own also what the worst took. OUT receives
-`attack.json`, after every few hundred inputs; a run that was stopped is continued, except for classes that another
+`attack.json`, after every hundred inputs; a run that was stopped is continued, except for classes that another
 commit tried. Exits with code 1 if any input did harm.
 `--one CLASS NUMBER` tries one input alone.
 """
@@ -26,7 +26,7 @@ from tests.attack.attacks import Attack, all_attacks  # noqa: E402
 from tests.attack.trial import FAULTS, FINE, Outcome, try_inputs  # noqa: E402
 
 # How often the file of results is written.
-CHUNK = 500
+CHUNK = 100
 COLUMNS = (*FINE, *FAULTS)
 
 
