@@ -27,7 +27,7 @@ MAX_TEMPLATE = 1 << 18
 """Characters of a template; those in use have a few thousand."""
 MAX_CHARS = 1 << 22
 """Characters that a template writes."""
-MAX_SECONDS = 0.8
+MAX_SECONDS = 0.7
 """Seconds of processor time that compiling or rendering a template takes; those in use take milliseconds."""
 _BYTES_PER_SECOND = 16 << 20  # of a template and its values, which add to the seconds
 _MAX_REQUEST = 4 * MAX_CHARS + 4 * MAX_TEMPLATE + (1 << 20)  # bytes of a template and its values

@@ -4,8 +4,11 @@ The library makes of JSON up to 150 times its size, of regular expressions a tho
 vocabulary a chain that ends the process where it is long. So the file is measured before, without being parsed.
 """
 
+import base64
+import json
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from moe_jax.core.errors import InputError, shown
 from moe_jax.files.json_toml import ANYTHING, parse_json
@@ -24,6 +27,8 @@ MOST_ADDED = 1 << 22
 """Bytes of the texts of all added tokens."""
 MOST_PIECES = 1 << 24
 """Bytes of the texts of all tokens of a Unigram vocabulary."""
+MOST_CHAIN = 256
+"""Tokens of a Unigram vocabulary each of which is the beginning of the next; all are tried at each character."""
 _MOST_SETTINGS = 1 << 10  # bytes of a model without vocabulary and merges
 _MOST_OBJECTS = 1 << 18  # braces of vocabulary, merges and added tokens
 _MOST_MEMBERS = 64
@@ -48,6 +53,7 @@ _NEXT = re.compile(rb"\s*+([,}])")
 _TEXT = re.compile(_STRING, re.DOTALL)
 # What stands ahead is there because it fails fast: nearly all texts are short.
 _LONG = re.compile(rb'"(?!(?:[^"\\]{1,16}+|\\.){0,60}+")(?:[^"\\]|\\.){1024,}+(?=")', re.DOTALL)
+_RATHER_LONG = re.compile(rb'"(?!(?:[^"\\]{1,16}+|\\.){0,7}+")(?:[^"\\]|\\.){128,}+(?=")', re.DOTALL)
 _CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*+:\s*+"([^"\\]*+)"')
 _OF_ADDED = frozenset(
     f'"{name}"'.encode() for name in "id content single_word lstrip rstrip normalized special".split()
@@ -82,6 +88,7 @@ def check_size(content: bytes) -> None:
     _at_most(_texts(content, added, MOST_ADDED), MOST_ADDED, "bytes in the added tokens")
     pieces = [span for span in vocabulary if content.startswith(b"[", span[0])]
     _at_most(_texts(content, pieces, MOST_PIECES), MOST_PIECES, "bytes in the tokens of the vocabulary")
+    _at_most(_longest_chain(content, pieces), MOST_CHAIN, "tokens that begin with each other")
 
 
 class _NoObject(Exception):
@@ -126,6 +133,22 @@ def _check_rest(content: bytes, parts: Members) -> None:
     largest = max(parts, key=lambda name: _size({name: parts[name]}), default=b"")
     named = shown(largest.decode(errors="replace").strip('"'))
     _at_most(_size(parts) - maps, MOST_PARTS, f"bytes besides the vocabulary, most of them in {named}")
+    for begin, end in (span for spans in parts.values() for span in spans):
+        try:
+            json.loads(content[begin:end], object_pairs_hook=_check_charsmaps)
+        except InputError:
+            raise
+        except ValueError:
+            pass  # the library refuses it
+
+
+def _check_charsmaps(pairs: Sequence[tuple[str, Any]]) -> None:
+    """Checks that a map of characters has the trie that it says it has, for which the library makes room."""
+    for encoded in (value for key, value in pairs if key == "precompiled_charsmap" and isinstance(value, str)):
+        charsmap = base64.b64decode(encoded)
+        size = int.from_bytes(charsmap[:4], "little")
+        if size > len(charsmap) - 4:
+            raise InputError(f"the map of characters has {len(charsmap):,} bytes, too few for its trie of {size:,}")
 
 
 def _size(members: Members) -> int:
@@ -152,6 +175,18 @@ def _texts(content: bytes, spans: Sequence[Span], enough: int) -> int:
 def _found(content: bytes, spans: Sequence[Span]) -> Iterator[bytes]:
     matches = (match[0] for span in spans for match in _TEXT.finditer(content, *span))
     return (text for text in matches if text not in _OF_ADDED)
+
+
+def _longest_chain(content: bytes, spans: Sequence[Span]) -> int:
+    """Returns the most tokens each of which begins the next, those of at most 128 bytes as if all were such."""
+    texts = sorted(match[0] for span in spans for match in _RATHER_LONG.finditer(content, *span))
+    longest, chain = 0, []
+    for text in dict.fromkeys(texts):
+        while chain and not text.startswith(chain[-1]):
+            chain.pop()
+        chain.append(text)
+        longest = max(longest, len(chain))
+    return longest + 128 if longest > MOST_CHAIN - 128 else 0
 
 
 def _at_most(number: int, most: int, of_what: str) -> None:

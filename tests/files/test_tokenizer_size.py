@@ -14,7 +14,7 @@ MODEL = {"type": "BPE", "unk_token": None, "vocab": {"<s>": 0, 'a"[{\\': 1}, "me
 WHOLE = {
     "version": "1.0",
     "added_tokens": [{"id": 0, "content": "<s>", **SPECIAL}],
-    "normalizer": {"type": "Precompiled", "precompiled_charsmap": "a" * (MOST_PARTS + 1)},
+    "normalizer": {"type": "Precompiled", "precompiled_charsmap": "A" * (MOST_PARTS + 4)},
     "post_processor": {"type": "Sequence", "processors": [{"type": "TemplateProcessing", "single": [PIECE]}]},
     "model": MODEL,
 }
@@ -28,7 +28,9 @@ def with_model(**settings):
     return {"model": MODEL | settings}
 
 
-@pytest.mark.parametrize("change", [{}, unigram("a", "b"), {"added_tokens": []}, {"model": {}}])
+@pytest.mark.parametrize(
+    "change", [{}, unigram("a", "b"), unigram(*(str(i) * 200 for i in range(300))), {"added_tokens": []}, {"model": {}}]
+)
 @pytest.mark.parametrize("indent", [None, 2])
 def test_what_is_in_use_is_read(change, indent):
     check_size(json.dumps(WHOLE | change, indent=indent).encode())
@@ -38,6 +40,7 @@ TOO_MUCH = {
     "template": ({"post_processor": {"single": [PIECE] * 3000}}, "'post_processor'"),
     "key": ({"a" * MOST_PARTS: 0}, "besides the vocabulary"),
     "map": ({"normalizer": {"precompiled_charsmap": "a" * (MOST_CHARSMAP + 1)}}, "map of characters"),
+    "trie": ({"normalizer": {"precompiled_charsmap": "/////wAAAAA="}}, "for its trie"),
     "expressions": ({"pre_tokenizer": {"pattern": {"Regex": "[a]" * MOST_PARTS}}}, "'pre_tokenizer'"),
     "no object": ({"model": [0] * MOST_PARTS}, "'model'"),
     "settings": (with_model(nothing=[{}] * 1000), "besides its vocabulary"),
@@ -47,6 +50,7 @@ TOO_MUCH = {
     "token": (with_model(vocab={"a" * MOST_TOKEN: 0}), "in one token"),
     "piece": (unigram("\\" * MOST_TOKEN), "in one token"),
     "piece of quotes": (unigram(("a" * 100 + '"') * 1000), "in one token"),
+    "chain": (unigram(*("a" * length for length in range(300))), "begin with each"),
     "added": ({"added_tokens": [{"id": 1, "content": "é" * MOST_TOKEN}]}, "in one token"),
     "long tokens": (unigram(*(str(i) + "a" * 2000 for i in range(MOST_LONG // 2000))), "in long tokens"),
 }
@@ -88,3 +92,10 @@ def test_the_largest_are_refused(monkeypatch, limit, change, named):
 def test_what_is_no_object_is_refused(content, named):
     with pytest.raises(InputError, match=named):
         check_size(content)
+
+
+@pytest.mark.parametrize(("plain", "written"), [("charsmap", r"charsm\u0061p"), ("/", r"\/")])
+def test_a_map_of_characters_is_found_however_it_is_written(plain, written):
+    content = json.dumps({"normalizer": [{"precompiled_charsmap": "/////wAAAAA="}]})
+    with pytest.raises(InputError, match="for its trie"):
+        check_size(content.replace(plain, written).encode())

@@ -93,7 +93,10 @@ def _many(rng: random.Random, one: Any) -> list[Any]:
 def _words(rng: random.Random) -> dict[str, int]:
     """A vocabulary of few long or many short tokens."""
     long = "a" * min(1_000_000, rng.choice(_SIZES))
-    return rng.choice(({"a": 0, "##a": 1, "<unk>": 2, long: 3}, {f"{i:x}": i for i in range(rng.choice(_SIZES) // 5)}))
+    chain = {"a" * i: i for i in range(rng.choice((9, 250, 1000)))}
+    return rng.choice(
+        (chain, {"a": 0, "##a": 1, "<unk>": 2, long: 3}, {f"{i:x}": i for i in range(rng.choice(_SIZES) // 5)})
+    )
 
 
 def _model(rng: random.Random, model: dict[str, Any]) -> dict[str, Any]:
@@ -126,7 +129,9 @@ def _part(rng: random.Random, content: dict[str, Any]) -> tuple[str, Any]:
     expression = rng.choice(_EXPRESSIONS) * rng.choice((1, 1, 2, 99, 9999))
     added = {"id": 300, "content": rng.choice("a<") * rng.choice(_SIZES), **_SPECIAL}
     tokens = [added | {"id": 258 + i, "content": f"<{i:x}>"} for i in range(min(40_000, rng.choice(_SIZES)))]
-    charsmap = rng.choice(("", "AAAA", "BAAAAAAAAAB", "////", "A" * 1_500_000, "AQAAAAA" + "A" * 4000))
+    charsmap = rng.choice(
+        ("", "AAAA", "BAAAAAAAAAB", "////", "/////wAAAAA=", "BAAAAP////8AAA==", "A" * 1_500_000, "AQAAAAA" + "A" * 4000)
+    )
     return rng.choice(
         (
             (name, deep),

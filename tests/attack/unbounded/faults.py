@@ -60,6 +60,7 @@ _SET: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "a tokenizer.json is not measured": (TOKENIZERS, tokenizer, {"check_size": _nothing}),
     "its parts have any size": (TOKENIZERS, tokenizer_size, {"MOST_PARTS": ENDLESS}),
     "its model has any settings": (TOKENIZERS, tokenizer_size, {"_MOST_SETTINGS": ENDLESS}),
+    "maps of characters are not looked into": (TOKENIZERS, tokenizer_size, {"_check_charsmaps": _nothing}),
     "its tokens have any length": (TOKENIZERS, tokenizer_size, {"MOST_TOKEN": ENDLESS, "MOST_LONG": ENDLESS}),
     "growth is not looked at": (TOKENIZERS, tokenizer, {"check_growth": _nothing}),
     "growth has no bound": (TOKENIZERS, tokenizer_bounds, {"MOST_GROWTH": ENDLESS}),
