@@ -426,7 +426,7 @@ def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
 _MOST_NAMES = 1000
 
 
-def nearest_path(path: str | Path) -> str:
+def nearest_path(path: str | os.PathLike[str]) -> str:
     """Returns ` (did you mean 'x'?)` for the name beside an absent path that is closest to its own.
 
     If the folder that it would be in is absent too, the name is that of a folder. Empty for a path that exists.

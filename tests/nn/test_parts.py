@@ -333,3 +333,15 @@ def test_operands_of_a_loss_are_split_where_they_divide(axes, batch, sizes, expe
     assert loss_axes(batch, *sizes) is None
     with jax.set_mesh(make_mesh(axes)):
         assert loss_axes(batch, *sizes) == expected
+
+
+def test_fresh_heads_have_biases_of_zero():
+    layer = bidirectional(mask="causal")
+    for fields, biases in ((dict(num_classes=3, head_hidden=True), {"bias", "hidden/bias"}), ({}, {"bias"})):
+        head = Head(model_config(layer, head_bias=True, **fields), rngs=nnx.Rngs(0))
+        state = nnx.to_flat_state(nnx.state(head))
+        found = {"/".join(map(str, path)): bool(np.any(np.asarray(leaf[...]))) for path, leaf in state}
+        assert {name for name, any_at_all in found.items() if not any_at_all} == biases
+        assert {name for name, any_at_all in found.items() if any_at_all} == {
+            at.replace("bias", "kernel") for at in biases
+        }

@@ -36,7 +36,7 @@ def planned(config: ModelConfig, platform: str, **options):
 def test_whole_kernels_take_their_products_and_their_bytes(name):
     chip, found = CHIPS[name], planned(model(BankConfig()), name)
     training, decoding = found[1, "training"], found[1, "decoding"]
-    assert (training.tokens, decoding.tokens) == (TOKENS, DECODED)
+    assert (training.tokens, decoding.tokens) == (TOKENS, DECODED) == (8192, 8)
     time = training.times["grouped"]
     assert list(training.times) == [training.chosen] == ["grouped"]
     assert time.products == pytest.approx(1e6 * 2 * TOKENS * K * SIZE / chip.bfloat16)

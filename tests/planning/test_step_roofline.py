@@ -100,6 +100,9 @@ def test_the_largest_arrays_are_named():
         "4.00G f32[8,4096,32768] of body/transpose/dot_general",
         "512.0M bf16[16,1024]",
     ]
+    listed = "".join(f"\n  {i}. Size: {i}.00G\n     Shape: f32[{i}]" for i in range(1, 6))
+    assert allocations(listed) == ["1.00G f32[1]", "2.00G f32[2]", "3.00G f32[3]"]
+    assert allocations(listed, 1) == ["1.00G f32[1]"] and allocations("Ran out of memory") == []
 
 
 def test_a_step_that_is_too_large_ends_with_its_largest_arrays():
