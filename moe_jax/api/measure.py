@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 from flax import nnx
@@ -13,7 +13,8 @@ from flax import nnx
 from moe_jax.api.model import Model, ModelOrPath, open_model
 from moe_jax.api.open_source import read_config
 from moe_jax.conversion.hf_config import class_names
-from moe_jax.core.errors import InputError
+from moe_jax.core.bad_documents import OnBad, Skipped, naming
+from moe_jax.core.errors import InputError, check_member
 from moe_jax.core.finite import is_floating, largest_magnitude
 from moe_jax.data.data_files import uncompressed
 from moe_jax.data.rows import Example
@@ -44,6 +45,7 @@ def evaluate(
     input_len: int | None = None,
     batch_size: int = 8,
     apply_chat_template: bool = False,
+    bad_documents: OnBad = "stop",
 ) -> held_out.Evaluation:
     """Measures the perplexity of a model on a text, or on the targets of pairs.
 
@@ -70,10 +72,12 @@ def evaluate(
       batch_size: windows or pairs computed at once. Does not change the result.
       apply_chat_template: whether the pairs of a file are a question of the user and the assistant's answer, written
         with the model's chat template, as training data with `chat = true` are.
+      bad_documents: whether a document of a file that cannot be scored is an error (`stop`), or is left out and counted
+        (`skip`).
 
     Returns:
-      `tokens` scored, `nll` (mean, natural log), `perplexity`, `total_nll`, `windows` or pairs, and how many pairs were
-      `cut`.
+      `tokens` scored, `nll` (mean, natural log), `perplexity`, `total_nll`, `windows` or pairs, how many pairs were
+      `cut`, and how many bad documents were `skipped`, with the `problems` of the first of these.
 
     Raises:
       FileNotFoundError: if there is nothing at a path.
@@ -81,7 +85,8 @@ def evaluate(
         tokenizer for a text, or the perplexity is not finite.
     """
     lengths = {"seq_len": seq_len, "input_len": input_len}
-    found = score(model, text, **lengths, batch_size=batch_size, apply_chat_template=apply_chat_template)
+    how: dict[str, Any] = {"apply_chat_template": apply_chat_template, "bad_documents": bad_documents}
+    found = score(model, text, **lengths, batch_size=batch_size, **how)
     if not math.isfinite(found.perplexity):
         why = "the model predicts nothing of this text"
         if not math.isfinite(found.nll):
@@ -98,6 +103,7 @@ def score(
     batch_size: int,
     input_len: int | None = None,
     apply_chat_template: bool = False,
+    bad_documents: OnBad = "stop",
 ) -> held_out.Evaluation:
     """Measures as `evaluate` does, but also returns figures that are not finite: a model of a sweep may be broken."""
     if batch_size < 1:
@@ -111,13 +117,23 @@ def score(
     if input_len < 2:
         raise InputError(f"{input_len=} must be at least 2")
     model.config.check_scores_tokens("a perplexity")
-    pairs = read_pairs_for(model, text, input_len=input_len, seq_len=seq_len, chat=apply_chat_template)
+    skipped = _skipped(bad_documents)
+    lengths = {"input_len": input_len, "seq_len": seq_len}
+    pairs = read_pairs_for(model, text, **lengths, chat=apply_chat_template, skipped=skipped)
     rows = read_ids(model, cast(Text, text)) if pairs is None else pairs
     graphdef, state = nnx.split(model.decoder)
-    return held_out.Evaluator(graphdef, rows, seq_len=seq_len, batch_size=batch_size, mesh=model.mesh)(state)
+    found = held_out.Evaluator(graphdef, rows, seq_len=seq_len, batch_size=batch_size, mesh=model.mesh)(state)
+    return found._replace(skipped=skipped.count, problems=tuple(skipped.problems))
 
 
-def read_pairs_for(model: Model, text: Any, *, input_len: int, seq_len: int, chat: bool = False) -> list[Pair] | None:
+def _skipped(bad_documents: str) -> Skipped:
+    check_member("choice of bad_documents", bad_documents, get_args(OnBad))
+    return Skipped(cast(OnBad, bad_documents))
+
+
+def read_pairs_for(
+    model: Model, text: Any, *, input_len: int, seq_len: int, chat: bool = False, skipped: Skipped | None = None
+) -> list[Pair] | None:
     """Returns the pairs of a list or a file, None for a text. Takes the input of `evaluate`, and raises its errors."""
     lengths: dict[str, Any] = {"input_len": input_len, "seq_len": seq_len}
     if isinstance(text, str | os.PathLike):
@@ -126,14 +142,19 @@ def read_pairs_for(model: Model, text: Any, *, input_len: int, seq_len: int, cha
             return None
         what = f"a file of {'pairs' if source.form == 'text' else source.form}"
         tokenizer = tokenizer_of(model, what, "give a model that has one")
-        rows = held_out.read_held_out(source, data, model.config, tokenizer.path)
+        rows = held_out.read_held_out(source, data, model.config, tokenizer.path, skipped)
         assert isinstance(rows, list)
         return rows
     if chat:
         raise InputError("apply_chat_template is for the pairs of a file")
     if len(text) and isinstance(text[0], tuple | list) and all(_is_pair(one) for one in text):
         tokenizer = tokenizer_of(model, "a list of pairs", "give a model that has one")
-        return [tokenizer.pair(Example(a + b, len(a), is_response=True), **lengths) for a, b in text]
+        skipped, rows = skipped or Skipped(), list[Pair]()
+        for number, (a, b) in enumerate(text, start=1):
+            with skipped.passed_over(), naming(f"pair {number}"):
+                rows.append(tokenizer.pair(Example(a + b, len(a), is_response=True), **lengths))
+        skipped.check_any_left(len(rows), "the list of pairs")
+        return rows
     model.config.check_no_encoder("the perplexity of a text that is no list of pairs (input, target)")
     return None
 
@@ -254,6 +275,7 @@ def classify(
     template: str | None = None,
     input_len: int | None = None,
     batch_size: int = 8,
+    bad_documents: OnBad = "stop",
 ) -> classification.Classification:
     """Measures how often a model gives texts the labels that they should have.
 
@@ -274,10 +296,13 @@ def classify(
       input_len: number of tokens that are read; by default 1024, or the context length if that is less. The end of a
         longer text is left out, or its beginning if a decoder is asked for likelihoods.
       batch_size: rows computed at once. Does not change the result.
+      bad_documents: whether a text without tokens or with an unknown label, or a line of another form, is an error
+        (`stop`), or is left out and counted (`skip`).
 
     Returns:
       `accuracy`, its 95% `interval` (Wilson), `correct`, `count`, `labels`, `confusion` (label by label given),
-      `predictions`, `by` (`head` or `likelihood`), and how many texts were `cut`.
+      `predictions`, `by` (`head` or `likelihood`), how many texts were `cut`, and how many bad ones were `skipped`,
+      with the `problems` of the first of these.
 
     Raises:
       FileNotFoundError: if there is nothing at a path.
@@ -290,27 +315,40 @@ def classify(
     input_len = default_seq_len(config) if input_len is None else input_len
     if input_len < 2:
         raise InputError(f"{input_len=} must be at least 2")
-    found = _read(examples, template)
+    skipped = _skipped(bad_documents)
+    found = _read(examples, template, skipped)
     names = classification.names_of_labels(found, labels, class_names(config), config.num_classes)
     # A decoder that only continues texts need not have learned to end them after a label.
     eos = "auto" if config.has_encoder else "never"
     tokenizer = Tokenizer(tokenizer_of(model, "classifying texts", "put one there").path, config, eos=eos)
-    texts = [one.text for one in found]
+    by_head = config.num_classes is not None
+    good, rows = list[classification.Labelled](), list[Any]()
+    for one in found:
+        with skipped.passed_over(), naming(one.where):
+            classification.check_label(one, names)
+            if by_head:
+                rows.append(classification.text_ids(config, tokenizer, one.text))
+            else:
+                rows.append(classification.label_pairs(config, tokenizer, one.text, names, input_len=input_len))
+            good.append(one)
+    skipped.check_any_left(len(good), "the labelled texts")
     graphdef, state = nnx.split(model.decoder)
-    rows = partial(held_out.score_rows, graphdef=graphdef, states=(state,), batch_size=batch_size, mesh=model.mesh)
-    if config.num_classes is not None:
-        scores, cut = classification.scores_by_head(rows, config, tokenizer, texts, input_len=input_len)
-        return classification.count_labels(found, scores, names, "head", cut)
-    scores, cut = classification.scores_by_likelihood(rows, config, tokenizer, texts, names, input_len=input_len)
-    return classification.count_labels(found, scores, names, "likelihood", cut)
+    run = partial(held_out.score_rows, graphdef=graphdef, states=(state,), batch_size=batch_size, mesh=model.mesh)
+    if by_head:
+        scores, cut = classification.scores_by_head(run, config, rows, input_len=input_len)
+    else:
+        scores, cut = classification.scores_by_likelihood(run, rows)
+    counted = classification.count_labels(good, scores, names, "head" if by_head else "likelihood", cut)
+    return counted._replace(skipped=skipped.count, problems=tuple(skipped.problems))
 
 
-def _read(examples: Examples, template: str | None) -> list[classification.Labelled]:
+def _read(examples: Examples, template: str | None, skipped: Skipped) -> list[classification.Labelled]:
     if isinstance(examples, str | os.PathLike):
-        return classification.read_labelled(as_path(examples), template)
+        return classification.read_labelled(as_path(examples), template, skipped)
     if template is not None:
         raise InputError("a template goes with a file, whose lines have keys")
-    found = [classification.Labelled(text, label) for text, label in examples]
+    numbered = enumerate(examples, start=1)
+    found = [classification.Labelled(text, label, f"example {number}") for number, (text, label) in numbered]
     if not found or not all(isinstance(one.text, str) for one in found):
         raise InputError("examples are pairs of a text and its label, and there must be one at least")
     return found

@@ -1,17 +1,20 @@
 """`moe-jax eval MODEL`: perplexity on a text or on pairs (`--text FILE`), label accuracy (`--classify FILE`), or tasks
 of lm-eval (`--tasks NAME,...`)."""
 
+import collections
 import dataclasses
 import hashlib
 import json
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
 from moe_jax.commands.options import OneModel, check_text_file
+from moe_jax.core.bad_documents import OnBad, Skipped, skipped_lines
 from moe_jax.core.errors import InputError, flag_of
 from moe_jax.data.sections import check_seq_len
 from moe_jax.distributed.job_place import find_place
@@ -91,6 +94,9 @@ class Options(OneModel):
         int | None, tyro.conf.arg(metavar="N", help_behavior_hint="(default: 8; with --tasks 32)")
     ] = None
     """Number of windows, pairs or requests computed at once. Does not change the result."""
+    bad_documents: OnBad = "stop"
+    """A document that cannot be scored (no row of its file, no answer, no known label) ends everything, or it is left
+    out, named and counted."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the matrix products."""
     tokenizer: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -99,7 +105,8 @@ class Options(OneModel):
     """Splits the parameters over the devices, of all processes, instead of copying them to each."""
     json: bool = False
     """Prints JSON and nothing else: tokens, nll (mean, natural log), perplexity, total_nll, windows (or pairs), cut,
-    seq_len; or accuracy, interval, correct, count, labels, confusion, predictions, by, cut; or lm-eval's results."""
+    seq_len; or accuracy, interval, correct, count, labels, confusion, predictions, by, cut; or lm-eval's results. With
+    these, skipped and problems, of bad documents."""
 
     def check(self) -> None:
         """Raises an error for options that do not go together or are out of range, and for a text that is empty."""
@@ -150,7 +157,15 @@ class Options(OneModel):
 GROUPS = {
     "what is measured (one of these)": ("text", "classify", "tasks"),
     "of --text and --tasks": ("apply_chat_template",),
-    "of --text and all others": ("seq_len", "input_len", "batch_size", "compute_dtype", "tokenizer", "split"),
+    "of --text and all others": (
+        "seq_len",
+        "input_len",
+        "batch_size",
+        "bad_documents",
+        "compute_dtype",
+        "tokenizer",
+        "split",
+    ),
     "of --classify": ("labels", "template"),
     "of --tasks": _OF_TASKS,
 }
@@ -221,7 +236,9 @@ def _evaluate(model: "Model", options: Options) -> None:
         input_len=options.input_len,
         batch_size=batch_size,
         apply_chat_template=options.apply_chat_template,
+        bad_documents=options.bad_documents,
     )
+    _say_skipped(result.skipped, result.problems)
     if result.cut and is_first_process():
         print(f"note: {result.cut:,} of {result.windows:,} pairs are too long and were cut", file=sys.stderr)
     result = result._asdict() | {"seq_len": seq_len, "model": str(options.model), "text": str(options.text)}
@@ -229,7 +246,7 @@ def _evaluate(model: "Model", options: Options) -> None:
         print(json.dumps(result))
         return
     windows = f"windows of {seq_len}" if SourceSection(path=str(options.text)).form == "text" else "rows"
-    print(f"{result['tokens']:,} tokens scored in {result['windows']:,} {windows}")
+    print(f"{result['tokens']:,} tokens scored in {result['windows']:,} {windows}{_and_skipped(result['skipped'])}")
     print(f"nll {result['nll']:.6f}  perplexity {result['perplexity']:.4f}")
 
 
@@ -247,7 +264,9 @@ def _classify(model: "Model", options: Options) -> None:
         template=options.template,
         input_len=options.input_len,
         batch_size=_BATCH_SIZE if options.batch_size is None else options.batch_size,
+        bad_documents=options.bad_documents,
     )
+    _say_skipped(result.skipped, result.problems)
     if result.cut and is_first_process():
         print(f"note: {result.cut:,} of {result.count:,} texts are too long and were cut", file=sys.stderr)
     if options.json:
@@ -256,11 +275,24 @@ def _classify(model: "Model", options: Options) -> None:
     low, high = result.interval
     how = "the head" if result.by == "head" else "the likelihood of the labels"
     print(f"accuracy {result.accuracy:.4f} (95%: {low:.4f} to {high:.4f})")
-    print(f"{result.correct:,} of {result.count:,} texts are labelled as they should be, by {how}")
+    counts = f"{result.correct:,} of {result.count:,} texts"
+    print(f"{counts} are labelled as they should be, by {how}{_and_skipped(result.skipped)}")
     width = max(5, *(len(name) for name in result.labels), len(f"{result.count:,}"))
     print(f"{'label':>{width}}  given " + "  ".join(f"{name:>{width}}" for name in result.labels))
     for name, row in zip(result.labels, result.confusion, strict=True):
         print(f"{name:>{width}}        " + "  ".join(f"{count:>{width},}" for count in row))
+
+
+def _say_skipped(count: int, problems: Sequence[str]) -> None:
+    from moe_jax.distributed.processes import is_first_process
+
+    if count and is_first_process():
+        for line in skipped_lines(count, problems):
+            print(line, file=sys.stderr)
+
+
+def _and_skipped(count: int) -> str:
+    return f"; {count:,} bad documents were skipped" if count else ""
 
 
 def _read_tasks(options: Options) -> "TaskFolder":
@@ -301,19 +333,24 @@ def _evaluate_on_tasks(model: "Model", known: "TaskFolder", options: Options) ->
     names = [name.strip() for name in (options.tasks or "").split(",") if name.strip()]
     if not names:
         raise InputError("--tasks names no task; --tasks list shows those that there are")
+    skipped = collections.defaultdict(lambda: Skipped(options.bad_documents))
     with sandboxed_templates():
-        tasks = load_tasks(names, known)
+        tasks = load_tasks(names, known, skipped)
         written = [name for name, task in tasks["tasks"].items() if (task.get_config("metadata") or {}).get("samples")]
         if options.samples is None and written:
             raise InputError(f"{written[0]} is not judged here, but written for another program: give --samples FILE")
         if options.samples is not None and not written:
             raise InputError("--samples: none of the tasks says what its samples are (metadata.samples)")
-        found = _evaluated(model, tasks, options, batch_size)
+        found = _evaluated(model, tasks, skipped, options, batch_size)
         lines = [json.dumps(line, ensure_ascii=False) for line in samples_of(found)] if options.samples else []
     if not is_first_process():
         return
     results = without_unjudged(found)
     results.pop("samples", None)
+    if options.bad_documents == "skip":
+        results["skipped"] = {name: {"count": one.count, "problems": one.problems} for name, one in skipped.items()}
+    for one in skipped.values():
+        _say_skipped(one.count, one.problems)
     results["config"] = {  # under the names that lm-eval gives them
         "model": "moe-jax",
         "model_args": {"path": str(options.model), "compute_dtype": model.loading.compute_dtype},
@@ -333,10 +370,13 @@ def _evaluate_on_tasks(model: "Model", known: "TaskFolder", options: Options) ->
         # lm-eval's own table, with standard errors; tasks without figures are left out.
         tables = [make_table(results), *([make_table(results, "groups")] if results.get("groups") else [])]
         text = "\n".join(table.rstrip() for table in tables)
+        text += "".join(f"\n{name}{_and_skipped(one.count)}" for name, one in skipped.items() if one.count)
     print(text)
 
 
-def _evaluated(model: "Model", tasks: dict[str, Any], options: Options, batch_size: int) -> dict[str, Any]:
+def _evaluated(
+    model: "Model", tasks: dict[str, Any], skipped: Mapping[str, Skipped], options: Options, batch_size: int
+) -> dict[str, Any]:
     from moe_jax.api.measure import tokenizer_of
     from moe_jax.core.terminal import progress_bars
     from moe_jax.distributed.processes import is_first_process
@@ -366,6 +406,7 @@ def _evaluated(model: "Model", tasks: dict[str, Any], options: Options, batch_si
                 limit=options.limit,
                 num_fewshot=options.num_fewshot,
                 apply_chat_template=options.apply_chat_template,
+                skipped=skipped,
             )
     finally:
         if cache is not None:

@@ -20,6 +20,7 @@ from typing import IO, Any, Literal, Protocol
 
 import numpy as np
 
+from moe_jax.core.bad_documents import BadDocument
 from moe_jax.core.errors import InputError, clipped, first_sentence, shown
 from moe_jax.data.chat_template import ChatTemplate, load_chat_template, read_chat_template
 from moe_jax.data.data_files import DataFile, cached_copy, import_pyarrow, uncompressed
@@ -50,6 +51,10 @@ class Records(Protocol):
 
     def __getitem__(self, index: int) -> Sequence[Example | Document]: ...
 
+    def where(self, index: int) -> str:
+        """Returns where a record is, for messages."""
+        ...
+
 
 class _DataFileRecords:
     """Records of a file, which has a name of its own in messages: it may be an uncompressed copy."""
@@ -77,6 +82,10 @@ class TextFile(_DataFileRecords):
 
     def __len__(self) -> int:
         return -(-self.size // self._piece)
+
+    def where(self, index: int) -> str:
+        """Returns the name of the file, and where a piece begins in it, about."""
+        return f"{self._name}, from byte {index * self._piece:,}" if index else str(self._name)
 
     def __getitem__(self, index: int) -> list[Example]:
         begin, end = index * self._piece, (index + 1) * self._piece
@@ -157,7 +166,11 @@ class JsonLines(_DataFileRecords):
             return self._reader(row)
         except InputError as error:
             problem = error if is_json else f"expected {self._reader.expected}, got {error}"
-            raise InputError(f"{self._name}, {self._unit} {self._number(index) + 1}: {problem}") from None
+            raise BadDocument(f"{self.where(index)}: {problem}") from None
+
+    def where(self, index: int) -> str:
+        """Returns the name of the file, and the number of a line or entry."""
+        return f"{self._name}, {self._unit} {self._number(index) + 1}"
 
     def _number(self, index: int) -> int:
         """Returns the number of the line of a record in the file, from 0."""
@@ -191,8 +204,17 @@ class Files:
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, index: int) -> Sequence[Example | Document]:
+        file, within = self._place(index)
+        return file[within]
+
+    def where(self, index: int) -> str:
+        """Returns where a record is, for messages."""
+        file, within = self._place(index)
+        return file.where(within)
+
+    def _place(self, index: int) -> tuple[Records, int]:
         which = bisect.bisect_right(self._ends, index)
-        return self._files[which][index - (self._ends[which - 1] if which else 0)]
+        return self._files[which], index - (self._ends[which - 1] if which else 0)
 
 
 def find_files(pattern: str) -> list[Path]:
@@ -234,12 +256,13 @@ class TableRows:
     """The rows of a parquet or arrow file, of which the reader makes examples.
 
     Raises:
-      InputError: if it is no such file, or has none of the columns that the reader knows.
+      InputError: if it is no such file, or has none of the columns that the reader knows; with `checks`, if a table
+        that is copied begins with a bad row.
     """
 
-    def __init__(self, path: Path, form: str, reader: RowReader):
+    def __init__(self, path: Path, form: str, reader: RowReader, *, checks: bool = True):
         self.path = path
-        self._reader = reader
+        self._reader, self._checks = reader, checks
         self._arrow = import_pyarrow(str(path))
         try:
             file, self._size = self._in_file_format(form)
@@ -267,7 +290,11 @@ class TableRows:
         try:
             return self._reader({name: _without_nulls(value) for name, value in row.items()})
         except InputError as error:
-            raise InputError(f"{self.path}, row {index + 1}: {error}") from None
+            raise BadDocument(f"{self.where(index)}: {error}") from None
+
+    def where(self, index: int) -> str:
+        """Returns the path of the file, and the number of a row."""
+        return f"{self.path}, row {index + 1}"
 
     def _open(self, file: Path) -> None:
         source = self._arrow.memory_map(str(file))
@@ -315,7 +342,7 @@ class TableRows:
         def write(handle: IO[bytes]) -> None:
             writer = None
             for batch in batches(names):
-                if writer is None and batch.num_rows:
+                if writer is None and batch.num_rows and self._checks:
                     # A column that may not be there is found before all others are copied.
                     self._examples({name: batch.column(name)[0].as_py() for name in names}, 0)
                 writer = writer or self._arrow.ipc.new_file(handle, batch.schema)
@@ -394,11 +421,12 @@ def open_files(
     *,
     template: Callable[[], ChatTemplate],
     piece: int,
+    checks: bool = True,
 ) -> Files:
     """Opens the records of one source, whose `files` are from `named_files`; see `open_sources`.
 
     Files of tokens must have been made with the special tokens and the template of `section`. `template` is from
-    `template_loader`, and `piece` the bytes of a record of text.
+    `template_loader`, and `piece` the bytes of a record of text. Without `checks`, a bad row is found when it is read.
     """
     if source.form == "tokens":
         expected = {"tokenizer": tokenizer_identity(tokenizer_path, section.chat_template)}
@@ -418,8 +446,9 @@ def open_files(
                 list(pool.map(lambda named: check_file_is_text(*named), files))
         opened = [TextFile(file, piece=piece, separator=source.separator, name=name) for name, file in files]
     else:
-        opened = [TableRows(file.path, source.form, reader) for _, file in files]
-    check_beginning(opened)
+        opened = [TableRows(file.path, source.form, reader, checks=checks) for _, file in files]
+    if checks:
+        check_beginning(opened)
     return Files(opened)
 
 

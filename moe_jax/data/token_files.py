@@ -229,10 +229,14 @@ class TokenRecords:
         try:
             documents = unpack(self._records[index])
         except (ValueError, struct.error, RuntimeError) as error:
-            raise InputError(f"{self.path}, record {index}: {first_sentence(error)}") from None
+            raise InputError(f"{self.where(index)}: {first_sentence(error)}") from None
         if any(len(document.ids) and document.ids.max() >= self._vocab_size for document in documents):
-            raise InputError(f"{self.path}, record {index}: an id is outside of the vocabulary of {self._vocab_size}")
+            raise InputError(f"{self.where(index)}: an id is outside of the vocabulary of {self._vocab_size}")
         return documents
+
+    def where(self, index: int) -> str:
+        """Returns the path of the file, and the number of a record."""
+        return f"{self.path}, record {index}"
 
     @functools.cached_property
     def _records(self) -> Any:

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import tokenizers
 
+from moe_jax.core.bad_documents import BadDocument
 from moe_jax.core.errors import InputError, first_sentence, shown
 from moe_jax.data.chat_template import FILE as CHAT_TEMPLATE
 from moe_jax.data.chat_template import read_settings
@@ -215,12 +216,13 @@ class Tokenizer:
           seq_len: most tokens of the target, or without an encoder of both; None: no limit.
 
         Raises:
-          InputError: if nothing would be left to predict, or ids lie outside the vocabulary.
+          BadDocument: if nothing would be left to predict.
+          InputError: if ids lie outside the vocabulary.
         """
         if self._decoder_start is None:
             tokens, targets, weights, _ = self.pairs([example])
             if not weights.any():
-                raise InputError(f"a pair whose target {shown(example.text[example.prompt_chars :])} has no tokens")
+                raise BadDocument(f"a pair whose target {shown(example.text[example.prompt_chars :])} has no tokens")
             was_cut, kept = seq_len is not None and len(tokens) > seq_len, slice(-(seq_len or 0), None)
             return Pair(tokens[kept], targets[kept], weights[kept], target_was_cut=was_cut)
         eos = self._response_end
@@ -231,7 +233,7 @@ class Tokenizer:
         targets = np.append(self.encode(example.text[example.prompt_chars :]), eos)
         for name, ids in (("input", inputs), ("target", targets)):
             if not len(ids):
-                raise InputError(f"a pair whose {name} has no tokens, for it is empty and no EOS ends it")
+                raise BadDocument(f"a pair whose {name} has no tokens, for it is empty and no EOS ends it")
         target_was_cut = seq_len is not None and len(targets) > seq_len
         targets = targets[:seq_len]
         tokens = np.append(np.int32(self._decoder_start), targets[:-1])
@@ -304,7 +306,7 @@ def _library_errors(file: object, text: str = "") -> Iterator[None]:
         ):
             raise
         if not is_unicode(text):
-            raise InputError("the text holds one half of a character in UTF-16") from None
+            raise BadDocument("the text holds one half of a character in UTF-16") from None
         raise InputError(f"{file} is not a tokenizer.json: {first_sentence(error)}") from None
 
 

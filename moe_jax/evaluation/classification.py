@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from moe_jax.core.bad_documents import BadDocument, Skipped
 from moe_jax.core.errors import InputError, clipped, shown
 from moe_jax.data.data_files import read_through
 from moe_jax.data.rows import Example
@@ -33,10 +34,11 @@ _FIELD = re.compile(r"\{(\w+)\}")
 
 
 class Labelled(NamedTuple):
-    """A text and its true label: the name of a class, or its number."""
+    """A text and its true label: the name of a class, or its number; and where it is, for messages."""
 
     text: str
     label: str | int
+    where: str = ""
 
 
 class Classification(NamedTuple):
@@ -54,6 +56,8 @@ class Classification(NamedTuple):
       predictions: the index of the label given to every text.
       by: `head`, or `likelihood`.
       cut: number of texts that were too long, and were cut.
+      skipped: number of bad texts that were left out, of all the figures above.
+      problems: where the first of these are, and what is wrong with them.
     """
 
     accuracy: float
@@ -65,30 +69,37 @@ class Classification(NamedTuple):
     predictions: tuple[int, ...]
     by: str
     cut: int = 0
+    skipped: int = 0
+    problems: tuple[str, ...] = ()
 
 
-def read_labelled(path: str | Path, template: str | None = None) -> list[Labelled]:
+def read_labelled(path: str | Path, template: str | None = None, skipped: Skipped | None = None) -> list[Labelled]:
     """Reads the texts of a file of JSON lines, in the style of GLUE; blank lines are skipped.
 
     Lines have a `label`, a string or a number from 0 on, and a text: `text`, `sentence`, or `input`, or two:
     `sentence1` and `sentence2`, or others of `TEXT_KEYS`, which are joined by a blank. A template makes the text
-    instead, with keys of the lines in braces: `"sst2 sentence: {sentence}"`.
+    instead, with keys of the lines in braces: `"sst2 sentence: {sentence}"`. `skipped` decides about bad lines, and
+    counts them; None: the first ends it.
 
     Raises:
       FileNotFoundError: no such file.
-      InputError: for a line of another form, with its number; or a file without lines.
+      BadDocument: for a line of another form, with its number, unless it is skipped.
+      InputError: for a file without lines.
     """
-    path = as_path(path)
+    path, skipped = as_path(path), Skipped() if skipped is None else skipped
     if not path.is_file():
         raise FileNotFoundError(f"no file of labelled texts at {path}{nearest_path(path)}")
     found = []
     with read_through(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.isspace():
-                try:
-                    found.append(_labelled(line, template))
-                except InputError as error:
-                    raise InputError(f"{path}, line {number}: {error}") from None
+                where = f"{path}, line {number}"
+                with skipped.passed_over():
+                    try:
+                        found.append(_labelled(line, template)._replace(where=where))
+                    except InputError as error:
+                        raise BadDocument(f"{where}: {error}") from None
+    skipped.check_any_left(len(found), str(path))
     if not found:
         raise InputError(f"{path} holds no labelled texts")
     return found
@@ -128,7 +139,8 @@ def names_of_labels(
     `count`; None: it scores tokens.
 
     Raises:
-      InputError: if there are too few, or more than classes, or names are needed and none are known.
+      InputError: if there are too few, or more than classes, or names are needed and none are known. A label that is
+        none of them is not looked for here; see `check_label`.
     """
     used = {example.label for example in examples}
     numbers, texts = {one for one in used if isinstance(one, int)}, {one for one in used if isinstance(one, str)}
@@ -142,10 +154,14 @@ def names_of_labels(
         raise InputError(f"{len(names)} names of labels for a head that scores {count} classes")
     if len(set(names)) != len(names) or (len(names) < 2 and count is None) or not all(names):
         raise InputError(f"labels {shown(list(names))}: expected two or more that differ, and none that is empty")
-    strange = sorted(texts - set(names)) + [str(one) for one in sorted(numbers) if one >= len(names)]
-    if strange:
-        raise InputError(f"label {shown(strange[0])} is none of the labels {shown(list(names))}")
     return names
+
+
+def check_label(example: Labelled, names: Sequence[str]) -> None:
+    """Raises `BadDocument` for a label that is none of the names, nor the number of one."""
+    is_known = example.label < len(names) if isinstance(example.label, int) else example.label in names
+    if not is_known:
+        raise BadDocument(f"label {shown(example.label)} is none of the labels {shown(list(names))}")
 
 
 def _class_scores(graphdef: nnx.GraphDef, states: tuple[nnx.State, ...], batch: Batch) -> Float[Array, "B C"]:
@@ -173,14 +189,18 @@ def _text_row(ids: np.ndarray, start: int | None) -> Pair:
     return Pair(np.append(np.int32(start), ids[:-1]), ids, nothing, ids)
 
 
+def text_ids(config: ModelConfig, tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """Returns the ids, Int32[n], of a text for a head; raises `BadDocument` if there are none."""
+    ids = tokenizer.inputs(text) if config.has_encoder else tokenizer.prompt(text)
+    if not len(ids):
+        raise BadDocument("a text to be labelled has no tokens")
+    return ids
+
+
 def scores_by_head(
-    score_rows: ScoreRows, config: ModelConfig, tokenizer: Tokenizer, texts: Sequence[str], *, input_len: int
+    score_rows: ScoreRows, config: ModelConfig, ids: Sequence[np.ndarray], *, input_len: int
 ) -> tuple[Float[np.ndarray, "n C"], int]:
-    """Returns the head's logits for every text, and the number of texts whose end was cut to `input_len` tokens."""
-    to_ids = tokenizer.inputs if config.has_encoder else tokenizer.prompt
-    ids = [to_ids(text) for text in texts]
-    if not all(map(len, ids)):
-        raise InputError("a text to be labelled has no tokens")
+    """Returns the head's logits for every text, given its `text_ids`, and how many were cut to `input_len` tokens."""
     # An encoder's input keeps the token that ends it.
     ends = int(config.has_encoder)
     cut = [np.concatenate([one[: input_len - ends], one[len(one) - ends :]]) if len(one) > input_len else one
@@ -188,27 +208,28 @@ def scores_by_head(
     return class_scores(score_rows, config, cut), sum(len(one) > input_len for one in ids)
 
 
-def scores_by_likelihood(
-    score_rows: ScoreRows,
-    config: ModelConfig,
-    tokenizer: Tokenizer,
-    texts: Sequence[str],
-    labels: Sequence[str],
-    *,
-    input_len: int,
-) -> tuple[Float[np.ndarray, "n C"], int]:
-    """Returns the log-likelihood of every label after every text, and how many texts were cut to `input_len` tokens.
+def label_pairs(
+    config: ModelConfig, tokenizer: Tokenizer, text: str, labels: Sequence[str], *, input_len: int
+) -> list[Pair]:
+    """Returns a text, cut to `input_len` tokens, with every label.
 
-    Without an encoder, a blank stands between text and label unless the text ends with white space.
+    Without an encoder, a blank stands between text and label unless the text ends with white space. Raises
+    `BadDocument` if no token stands before the labels, so that their first is not predicted.
     """
-    pairs, lengths = [], {"input_len": input_len} if config.has_encoder else {"seq_len": input_len}
-    for text in texts:
-        before = text if config.has_encoder or not text or text[-1].isspace() else f"{text} "
-        examples = (Example(before + label, len(before), is_response=True) for label in labels)
-        pairs += [tokenizer.pair(example, **lengths) for example in examples]
-    losses = score_rows(target_losses, pairs)
-    cut = sum(pair.input_was_cut or pair.target_was_cut for pair in pairs[:: len(labels)])
-    return -losses.reshape(len(texts), len(labels)), cut
+    lengths = {"input_len": input_len} if config.has_encoder else {"seq_len": input_len}
+    before = text if config.has_encoder or not text or text[-1].isspace() else f"{text} "
+    if not config.has_encoder and not len(tokenizer.prompt(before)):
+        raise BadDocument("a text to be labelled has no tokens")
+    return [tokenizer.pair(Example(before + label, len(before), is_response=True), **lengths) for label in labels]
+
+
+def scores_by_likelihood(
+    score_rows: ScoreRows, pairs: Sequence[Sequence[Pair]]
+) -> tuple[Float[np.ndarray, "n C"], int]:
+    """Returns the log-likelihood of every label after every text, given its `label_pairs`, and how many were cut."""
+    losses = score_rows(target_losses, [pair for of_text in pairs for pair in of_text])
+    cut = sum(of_text[0].input_was_cut or of_text[0].target_was_cut for of_text in pairs)
+    return -losses.reshape(len(pairs), -1), cut
 
 
 def count_labels(

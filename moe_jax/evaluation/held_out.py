@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from moe_jax.core.bad_documents import Skipped, naming
 from moe_jax.core.errors import InputError
 from moe_jax.data.file_forms import check_is_text
 from moe_jax.data.rows import Example
@@ -65,6 +66,8 @@ class Evaluation(NamedTuple):
       total_nll: sum over the scored tokens.
       windows: number of windows the text was cut into, or of pairs.
       cut: number of pairs that were too long, and were cut.
+      skipped: number of bad documents that were left out.
+      problems: where the first of these are, and what is wrong with them.
     """
 
     tokens: int
@@ -73,6 +76,8 @@ class Evaluation(NamedTuple):
     total_nll: float
     windows: int
     cut: int = 0
+    skipped: int = 0
+    problems: tuple[str, ...] = ()
 
 
 HeldOut = np.ndarray | list[Pair]
@@ -282,17 +287,25 @@ def read_text(path: str | Path, tokenizer: Tokenizer, *, name: str | None = None
     return ids
 
 
-def read_held_out(source: SourceSection, data: DataSection, config: ModelConfig, tokenizer_path: Path) -> HeldOut:
+def read_held_out(
+    source: SourceSection,
+    data: DataSection,
+    config: ModelConfig,
+    tokenizer_path: Path,
+    skipped: Skipped | None = None,
+) -> HeldOut:
     """Reads files as a whole.
 
     A file of text is one text, without special tokens, unless the source has a separator or names several files.
     Everything else is rows. A pair or conversation is a row, of which the response, or the assistant's messages, are
     scored (for those that are too long, see `Tokenizer.pair`). Other documents are rows of up to `seq_len` tokens, with
     the special tokens that documents have in training, of which every token but the document's first is scored. `data`
-    has lengths of rows, special tokens, and the chat template; its own sources are ignored.
+    has lengths of rows, special tokens, and the chat template; its own sources are ignored. `skipped` decides about bad
+    documents, and counts them; None: the first ends it.
 
     Raises:
       FileNotFoundError: if there is no such file.
+      BadDocument: for a row that cannot be scored, with its place, unless it is skipped.
       InputError: for a file that cannot be read or holds nothing to score, or that a model with an encoder is not
         scored on.
     """
@@ -309,9 +322,16 @@ def read_held_out(source: SourceSection, data: DataSection, config: ModelConfig,
     # A text of any length is one record.
     piece = 1 + max(file.size for _, file in named)
     template = template_loader(data, tokenizer_path)
-    files = open_files(source, named, data, config, tokenizer_path, template=template, piece=piece)
+    skipped, rows = Skipped() if skipped is None else skipped, list[Pair]()
+    checks = {"checks": not skipped.skips}
+    files = open_files(source, named, data, config, tokenizer_path, template=template, piece=piece, **checks)
     lengths = {"input_len": input_length(data), "seq_len": data.seq_len}
-    rows = [row for i in range(len(files)) for example in files[i] for row in _rows(example, tokenizer, **lengths)]
+    for index in range(len(files)):
+        with skipped.passed_over():
+            examples = files[index]
+            with naming(files.where(index)):
+                rows += [row for example in examples for row in _rows(example, tokenizer, **lengths)]
+    skipped.check_any_left(len(rows), source.path)
     if not rows:
         raise InputError(f"{source.path} holds no {'pairs' if config.has_encoder else 'documents to score'}")
     return rows
@@ -328,7 +348,7 @@ def _rows(example: Example | Document, tokenizer: Tokenizer, *, input_len: int, 
         for start in range(0, len(tokens), seq_len):
             window = slice(start, start + seq_len)
             yield Pair(tokens[window], targets[window], scored[window])
-    elif scored[-seq_len:].any():
+    elif scored.any():
         end = slice(-seq_len, None)
         yield Pair(tokens[end], targets[end], scored[end], target_was_cut=len(tokens) > seq_len)
 

@@ -21,6 +21,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM, hash_args
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from moe_jax.core.bad_documents import BadDocument, naming
 from moe_jax.core.errors import InputError, first_sentence, nearest, shown
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.data.chat_template import (
@@ -192,13 +193,22 @@ class HarnessModel(TemplateLM):
     def _likelihoods_of(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         rows = []
         for request in requests:
-            context, continuation = cast(tuple[str, str], request.args)
-            ids = self._in_tokens(context, continuation)
-            if not ids[1]:
-                name = f"{request.task_name}, document {request.doc_id} (from 0)"
-                raise InputError(f"{name}: the answer {shown(continuation)} has no tokens, so that nothing is scored")
-            rows.append((request.args, *ids))
+            with naming(f"{request.task_name}, document {request.doc_id} (from 0)"):
+                rows.append((request.args, *self._scorable(*cast(tuple[str, str], request.args))))
         return self._loglikelihood_tokens(rows)
+
+    def check_request(self, request: Instance) -> None:
+        """Raises `BadDocument` for a request for a likelihood that has no answer."""
+        if request.request_type == "loglikelihood":
+            self._scorable(*cast(tuple[str, str], request.args))
+
+    def _scorable(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        before, after = self._in_tokens(context, continuation)
+        if not after:
+            raise BadDocument(f"the answer {shown(continuation)} has no tokens, so that nothing is scored")
+        if len(after) > self.max_length:
+            raise BadDocument(f"an answer of {len(after):,} tokens is more than the {self.max_length:,} that fit")
+        return before, after
 
     def _in_tokens(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Returns the tokens of a context, at least one, and those of its continuation, as lm-eval divides them.

@@ -9,63 +9,14 @@ A folder of task files is read whole; a refused file is an error only once its t
 
 import contextlib
 import functools
-import gzip
-import io
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe_jax.core.errors import InputError, clipped, first_sentence, nearest, shown
 from moe_jax.core.template_sandbox import Template
-from moe_jax.files.json_toml import ANYTHING, parse_json
 from moe_jax.files.regular_files import read_regular
 from moe_jax.files.storage_path import nearest_path
-
-MAX_BYTES = 1 << 30
-"""Most bytes of a file, and of the content of a compressed one."""
-
-
-def read_examples(path: Path) -> list[dict[str, Any]]:
-    """Returns the objects of a file of JSON lines (blank ones are skipped) or of one JSON list, perhaps `.gz`.
-
-    Raises:
-      FileNotFoundError: no such file.
-      InputError: if it is neither, holds anything but objects, or nothing.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"no data at {path}{nearest_path(path)}")
-    content = read_regular(path, max_bytes=MAX_BYTES)
-    if path.suffix == ".gz":
-        content = _unpacked(content, path)
-    what, items = "line", content.split(b"\n")
-    if content.lstrip()[:1] == b"[":
-        what, items = "example", parse_json(content, where=str(path), allow=ANYTHING, max_values=len(content))
-    examples = []
-    for number, item in enumerate(items, start=1):
-        where = f"{path}, {what} {number}"
-        if isinstance(item, bytes):
-            if not item.strip():
-                continue
-            item = parse_json(item, where=where, allow=ANYTHING, max_values=len(item))
-        if not isinstance(item, dict):
-            raise InputError(f"{where}: expected an object, got a JSON {type(item).__name__}")
-        examples.append(item)
-    if not examples:
-        raise InputError(f"{path} holds no examples")
-    return examples
-
-
-def _unpacked(content: bytes, path: Path) -> bytes:
-    try:
-        with gzip.open(io.BytesIO(content)) as file:
-            unpacked = file.read(MAX_BYTES + 1)
-    except (OSError, EOFError, zlib.error) as error:
-        raise InputError(f"{path} is not a gzip file: {error}") from None
-    if len(unpacked) > MAX_BYTES:
-        raise InputError(f"{path} unpacks to more than {MAX_BYTES:,} bytes")
-    return unpacked
-
 
 SHIPPED = Path(__file__).parent / "tasks"
 """The task files that come with the library."""
@@ -312,26 +263,12 @@ def _dataset(config: Mapping[str, Any], file: Path, data: Path | None) -> dict[s
             raise InputError(f"{key} {shown(config[key])} is none of the splits of data_files: {', '.join(splits)}")
     if config.get("test_split") is None and config.get("validation_split") is None:
         raise InputError("neither test_split nor validation_split says what is evaluated")
-    return {"dataset_kwargs": {"data_files": splits}, "custom_dataset": local_data}
+    return {"dataset_kwargs": {"data_files": splits}}
 
 
-def local_data(*, data_files: Mapping[str, str], **_: Any) -> dict[str, Any]:
-    """Returns the splits of local JSON files, as lm-eval takes the data of a task.
-
-    Raises:
-      FileNotFoundError, InputError: see `read_examples`; or if the examples of a file have values of different types.
-    """
-    import datasets
-    import pyarrow
-
-    splits = {}
-    for split, file in data_files.items():
-        rows = read_examples(Path(file))
-        try:
-            splits[split] = datasets.Dataset.from_list(rows)
-        except (pyarrow.ArrowException, TypeError, ValueError, OverflowError) as error:
-            raise InputError(f"{file}: its examples are not alike: {first_sentence(error)}") from None
-    return splits
+def is_local(config: Mapping[str, Any]) -> bool:
+    """Whether the data of a task of a `TaskFolder` is in local files."""
+    return config["dataset_path"] == "json"
 
 
 @contextlib.contextmanager

@@ -1,6 +1,8 @@
 """Evaluates a model on tasks: from task files of this library, from a folder's, and lm-eval's own."""
 
+import collections
 import contextlib
+import functools
 import importlib.metadata
 import importlib.util
 import logging
@@ -12,9 +14,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moe_jax.core.bad_documents import Skipped
 from moe_jax.core.errors import InputError, first_sentence, nearest, shown
 from moe_jax.core.template_sandbox import Template
-from moe_jax.harness.task_files import SHIPPED, TaskFolder, read_task_folder
+from moe_jax.harness.documents import LocalData, document_errors, good_documents, keep_good_examples
+from moe_jax.harness.task_files import SHIPPED, TaskFolder, is_local, read_task_folder
 
 # As in lm-eval: equal examples before a question, and equal resampling, give equal figures.
 _SEED = 1234
@@ -43,11 +47,11 @@ def known_tasks(folder: Path | None = None, *, data: Path | None = None) -> Task
     return TaskFolder({**shipped, **own.tasks}, {**found.groups, **own.groups}, tags, own.refused)
 
 
-def load_tasks(names: Sequence[str], known: TaskFolder) -> dict[str, Any]:
-    """Loads tasks with their data for lm-eval's `evaluate`, by names of tasks, groups or tags.
+def load_tasks(names: Sequence[str], known: TaskFolder, skipped: Mapping[str, Skipped] | None = None) -> dict[str, Any]:
+    """Loads tasks with their data for `evaluate_tasks`, by names of tasks, groups or tags.
 
     To be called in `sandboxed_templates`. Names that are not `known` are looked for among lm-eval's own tasks, whose
-    data is on the Hub.
+    data is on the Hub. `skipped` decides about bad documents, task by task (a `defaultdict`); None: the first ends it.
 
     Raises:
       InputError: for an unknown or refused task, or one whose data is not available.
@@ -67,17 +71,25 @@ def load_tasks(names: Sequence[str], known: TaskFolder) -> dict[str, Any]:
     for name in sorted(needed - ours - theirs):
         options = [*known.names(), *theirs]
         raise InputError(f"unknown task {shown(name)}{nearest(name, options)}; here are {', '.join(known.names())}")
-    for kind, configs in ((Kind.TASK, known.tasks), (Kind.GROUP, known.groups)):
-        manager.task_index.update({name: Entry(name, kind, None, config) for name, config in configs.items()})
-    on_hub = [name for name in sorted(needed) if "custom_dataset" not in known.tasks.get(name, {}) and
-              name not in known.groups]  # fmt: skip
+    skipped = collections.defaultdict(Skipped) if skipped is None else skipped
+    data = {name: LocalData(known.tasks[name], skipped[name]) for name in needed & known.tasks.keys()
+            if is_local(known.tasks[name])}  # fmt: skip
+    configs = known.tasks | {name: _with_data(known.tasks[name], local) for name, local in data.items()}
+    for kind, described in ((Kind.TASK, configs), (Kind.GROUP, known.groups)):
+        manager.task_index.update({name: Entry(name, kind, None, config) for name, config in described.items()})
+    on_hub = sorted(needed - data.keys() - known.groups.keys())
     with _quiet(), _loading_errors(sorted(needed)), _hub_errors(on_hub):
         loaded: dict[str, Any] = dict(manager.load(list(wanted)))
     for task in loaded["tasks"].values():
         _check_safe(task)
         # It does not belong to the description of a task in the results.
         task.set_config("custom_dataset", None)
-    return loaded
+    return loaded | {"places": {name: local.places for name, local in data.items()}}
+
+
+def _with_data(config: dict[str, Any], local: LocalData) -> dict[str, Any]:
+    # A function, for lm-eval copies the configuration, and a method would be copied with its object.
+    return config | {"custom_dataset": lambda **given: local.read(**given)}
 
 
 def evaluate_tasks(
@@ -87,14 +99,17 @@ def evaluate_tasks(
     limit: int | None = None,
     num_fewshot: int | None = None,
     apply_chat_template: bool = False,
+    skipped: Mapping[str, Skipped] | None = None,
 ) -> dict[str, Any]:
     """Evaluates an `lm_eval.api.model.LM` on tasks that `load_tasks` loaded.
 
     Args:
+      model: a `HarnessModel` if documents are skipped: it is asked which it can score.
       limit: number of examples of every task, the first ones; None: all.
       num_fewshot: number of examples with answers before a question; None: as the task says. A task that says 0 keeps
         0, as with lm-eval.
       apply_chat_template: whether prompts are messages of a conversation; examples are turns of it.
+      skipped: as for `load_tasks`.
 
     Returns:
       lm-eval's results, JSON except `samples`: `results`, `groups`, `configs`, `versions`, `n-shot`, `n-samples`, ...
@@ -109,12 +124,53 @@ def evaluate_tasks(
         own = task.get_config("num_fewshot")
         task.set_config("num_fewshot", own or 0 if num_fewshot is None or own == 0 else num_fewshot)
         task.set_fewshot_seed(seed=_SEED)
+    skipped = collections.defaultdict(Skipped) if skipped is None else skipped
     began = time.time()
     chat: dict[str, Any] = {"apply_chat_template": apply_chat_template, "fewshot_as_multiturn": apply_chat_template}
+    given, places = dict(tasks), tasks["places"]
+    del given["places"]
+    which: dict[str, Any] = {"limit": limit}
     with _quiet():
-        found = lm_eval.evaluator.evaluate(lm=model, task_dict=dict(tasks), limit=limit, **chat)
+        good = {}
+        for name, task in tasks["tasks"].items():
+            of_task = skipped[name]
+            check = functools.partial(_check_requests, model, task, chat) if of_task.skips else lambda *_: None
+            good[name] = good_documents(task, check, of_task, places=places.get(name), limit=limit)
+            if of_task.skips and task.get_config("num_fewshot"):
+                keep_good_examples(task, is_local=name in places)
+            _check_fewshot(name, task)
+        if any(skipped[name].count for name in good):
+            which = {"samples": good}
+        found = lm_eval.evaluator.evaluate(lm=model, task_dict=given, **which, **chat)
     assert found is not None
     return dict(found) | {"date": began, "lm_eval_version": importlib.metadata.version("lm_eval")}
+
+
+def _check_fewshot(name: str, task: Any) -> None:
+    """Raises `InputError` if there are fewer examples to stand before a question than are wanted."""
+    wanted, sampler = task.get_config("num_fewshot"), getattr(task, "sampler", None)
+    if wanted and sampler is not None:
+        count = len(sampler.fewshot_indices or sampler.df)
+        if wanted > count:
+            raise InputError(f"{name}: num_fewshot is {wanted}, but there are {count:,} examples with their answers")
+
+
+def _check_requests(model: Any, task: Any, chat: Mapping[str, bool], number: int, document: Any) -> None:
+    """Raises `BadDocument` if the model cannot answer what a task asks of a document, without examples before it."""
+    template = model.apply_chat_template if chat["apply_chat_template"] else None
+    with document_errors():
+        context = task.fewshot_context(
+            document, num_fewshot=0, chat_template=template, gen_prefix=task.doc_to_prefix(document), **chat
+        )
+        asked = task.construct_requests(
+            doc=document,
+            ctx=context,
+            metadata=(task.config.task, number, 1),
+            apply_chat_template=chat["apply_chat_template"],
+            chat_template=template,
+        )
+        for one in asked if isinstance(asked, list) else [asked]:
+            model.check_request(one)
 
 
 @contextlib.contextmanager

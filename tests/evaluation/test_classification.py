@@ -50,7 +50,8 @@ def model_at(path, config, tokenizer_path, size=4.0):
     ],
 )
 def test_texts_are_found_by_the_names_that_data_sets_have(tmp_path, line, template, text):
-    assert read_labelled(lines(tmp_path / "a.jsonl", [line]), template) == [Labelled(text, "x")]
+    file = lines(tmp_path / "a.jsonl", [line])
+    assert read_labelled(file, template) == [Labelled(text, "x", f"{file}, line 1")]
 
 
 @pytest.mark.parametrize(
@@ -83,8 +84,6 @@ def test_names_of_labels():
         ((numbers, ["a"], None, None), "expected two or more that differ"),
         ((numbers, ["a", "a"], None, None), "expected two or more that differ"),
         ((numbers, ["a", "b"], None, 3), "2 names of labels for a head that scores 3 classes"),
-        ((texts, ["a", "c"], None, None), "label 'b' is none of the labels"),
-        (([Labelled("", 2)], ["a", "b"], None, None), "label '2' is none of the labels"),
     ]:
         with pytest.raises(InputError, match=message):
             names_of_labels(*given)
@@ -147,6 +146,13 @@ def test_a_head_scores_classes_and_nothing_else(tmp_path, tokenizer_path, capsys
         predictions.append(int(np.argmax(logits[0, len(tokens) - 1])))
     found = moe_jax.classify(folder, file, input_len=40, batch_size=3)
     assert list(found.predictions) == predictions and found.labels == ("bad", "good") and found.by == "head"
+    bad = [{"sentence": "", "label": 1}, {"sentence": "a", "label": 2}, {"sentence": "a", "label": "fine"}, "[]"]
+    mixed = lines(tmp_path / "b.jsonl", [bad[0], *map(json.loads, file.read_text().split("\n\n")), *bad[1:]])
+    also = moe_jax.classify(folder, mixed, input_len=40, batch_size=3, bad_documents="skip")
+    assert also == found._replace(skipped=4, problems=also.problems)
+    assert [one.split(": ")[0] for one in also.problems] == [f"{mixed}, line {number}" for number in (15, 1, 11, 13)]
+    with pytest.raises(InputError, match="b.jsonl, line 15: "):
+        moe_jax.classify(folder, mixed)
     for arguments, message in [
         (["generate", str(folder), "--prompt", "a"], "scores 2 classes and not tokens, which generation needs"),
         (["eval", str(folder), "--text", str(file)], "which a perplexity needs"),

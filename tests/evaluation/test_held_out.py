@@ -12,6 +12,7 @@ from flax import nnx
 
 import moe_jax
 from moe_jax.commands import cli
+from moe_jax.core.bad_documents import BadDocument, Skipped
 from moe_jax.core.errors import InputError
 from moe_jax.data.sections import DataSection, FieldsSection, SourceSection
 from moe_jax.data.tokenizer import Pair, Tokenizer
@@ -52,11 +53,11 @@ def same(found, expected) -> bool:
 
 @pytest.fixture
 def read(tmp_path, model, config):
-    def read(name: str, content: bytes | None, data: DataSection = DATA, **settings):
+    def read(name: str, content: bytes | None, data: DataSection = DATA, skipped: Skipped | None = None, **settings):
         if content is not None:
             (tmp_path / name).write_bytes(content)
         source = SourceSection(path=str(tmp_path / name), **settings)
-        return read_held_out(source, data, config, model / "tokenizer.json")
+        return read_held_out(source, data, config, model / "tokenizer.json", skipped)
 
     return read
 
@@ -97,6 +98,38 @@ def test_conversations_are_written_with_the_template(read, tmp_path):
     assert len(chats) == 2 and all(0 < pair.weights.sum() < len(pair.weights) for pair in chats)
     pairs = lines({"prompt": chat[0]["content"], "response": chat[1]["content"]} for chat in CHATS)
     assert same(read("b.jsonl", pairs, data, chat=True), chats)
+
+
+def test_bad_rows_of_every_form_are_skipped_and_named(read, tmp_path):
+    rows = [{"prompt": prompt, "response": response} for prompt, response in PAIRS]
+    nothing, half = {"prompt": "Who?", "response": None}, {"prompt": "Who?", "response": "\ud83d"}
+    expected = read("a.jsonl", lines(rows))
+    tables = {name: [row[name] for row in [nothing, *rows]] for name in nothing}
+    pyarrow.parquet.write_table(pyarrow.table(tables), tmp_path / "b.parquet")
+    (tmp_path / "c.json").write_text(json.dumps([*rows, nothing]))
+    for name, content, places in (
+        ("a.jsonl", lines([nothing, rows[0], half, rows[1], {"prompt": "Who?"}]) + b"{\n", "line 1,3,5,6"),
+        ("b.parquet", None, "row 1"),
+        ("c.json", None, "entry 3"),
+    ):
+        skipped = Skipped("skip")
+        assert same(read(name, content, skipped=skipped), expected)
+        unit, numbers = places.split()
+        wanted = [f"{tmp_path / name}, {unit} {number}: " for number in numbers.split(",")]
+        assert skipped.count == len(wanted)
+        assert all(map(str.startswith, skipped.problems, wanted))
+        with pytest.raises(BadDocument, match=f"{unit} {numbers[0]}: "):
+            read(name, None)
+    with pytest.raises(InputError, match="all 2 documents are bad"):
+        read("a.jsonl", lines([nothing] * 2), skipped=Skipped("skip"))
+
+
+def test_an_answer_that_is_cut_away_is_counted(read, tmp_path):
+    (tmp_path / "my.jinja").write_text(plain("chatml"))
+    chat = [*CHATS[0], {"role": "user", "content": "Why? " * 20}]
+    data = DataSection(seq_len=16, chat_template=str(tmp_path / "my.jinja"))
+    (row,) = read("a.jsonl", lines([{"messages": chat}]), data)
+    assert row.target_was_cut and not row.weights.any()
 
 
 @pytest.mark.parametrize(
@@ -150,8 +183,15 @@ def test_a_run_is_evaluated_on_tokens_and_the_command_says_the_same_of_their_sou
     assert cli.main(["train", "recipe.toml"]) == 0
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     capsys.readouterr()
-    assert cli.main(["eval", str(model), "--text", "held_out.jsonl", "--seq-len", "16", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["nll"] == pytest.approx(last["eval_loss"], rel=1e-5)
+    (tmp_path / "held_out.jsonl").write_bytes(lines([{"text": 1}, *({"text": text} for text in TEXTS), ["b"]]))
+    options = ["eval", str(model), "--text", "held_out.jsonl", "--seq-len", "16", "--json"]
+    assert cli.main([*options, "--bad-documents", "skip"]) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert found["nll"] == pytest.approx(last["eval_loss"], rel=1e-5) and found["skipped"] == 2
+    assert all(one in printed.err for one in found["problems"]) and "line 4: expected" in found["problems"][1]
+    assert cli.main(options) == 2
+    assert "held_out.jsonl, line 1: expected" in capsys.readouterr().err
 
 
 def test_pairs_of_which_nothing_is_scored_are_an_error():

@@ -118,12 +118,18 @@ def test_without_a_network_data_on_the_hub_is_one_line(tiny_llama, folder, capsy
     assert constants.HF_HUB_OFFLINE == before
 
 
-@pytest.mark.parametrize("document", [0, 1])
-def test_an_empty_answer_is_one_line(tiny_llama, folder, capsys, document):
-    questions = [{**one, "a": ["a", "", "b"]} if index == document else one for index, one in enumerate(QUESTIONS)]
-    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
-    write_task(folder, {**CHOICE, "target_delimiter": ""})
-    said = fails(capsys, tiny_llama, "--tasks", "choice", "--tasks-dir", folder)
-    first = "choice: lm-eval cannot load a task (IndexError"
-    assert (first if document == 0 else "choice, document 1 (from 0): the answer '' has no tokens") in said
-    assert said.count("moe-jax: error:") == 1 and "Traceback" not in said
+def test_bad_documents_end_it_or_are_skipped_and_counted(tiny_llama, folder, capsys):
+    lines = [json.dumps({**QUESTIONS[0], "a": ["x" * 99, "y"]}), *map(json.dumps, QUESTIONS), '{"q": "a?", "a": ["b"]}']
+    (folder / "questions.jsonl").write_text("\n".join(lines))
+    options = (tiny_llama, "--tasks", "choice", "--tasks-dir", folder)
+    said = fails(capsys, *options)
+    assert f"choice, {folder / 'questions.jsonl'}, line 6: it has no 'gold'" in said
+    assert said.count("\n") == 0 and said.startswith("moe-jax: error:")
+    output = folder / "results.json"
+    captured = run(capsys, *options, "--bad-documents", "skip", "--output", output)
+    assert "choice; 2 bad documents were skipped" in captured.out
+    results = json.loads(output.read_text())
+    assert results["n-samples"]["choice"] == {"original": 6, "effective": 4}
+    assert results["skipped"]["choice"]["count"] == 2
+    for problem, line in zip(results["skipped"]["choice"]["problems"], (1, 6), strict=True):
+        assert f"line {line}: " in problem and problem in captured.err

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from moe_jax.core.errors import InputError
-from moe_jax.harness.task_files import SHIPPED, read_examples, read_task_folder, sandboxed_templates
+from moe_jax.harness.documents import read_examples
+from moe_jax.harness.task_files import SHIPPED, read_task_folder, sandboxed_templates
 from moe_jax.harness.task_run import known_tasks, load_tasks
 from tests.support.environment import ROOT
 from tests.support.task_files import CHOICE, QUESTIONS, WRITTEN, write_task
@@ -92,7 +93,7 @@ def test_tags_are_refused(folder, line):
 )
 def test_templates_are_rendered_in_a_sandbox(folder, template):
     write_task(folder, {**CHOICE, "doc_to_text": template})
-    with pytest.raises(InputError, match="^the template .* fails: "):
+    with pytest.raises(InputError, match="line 1: the template .* fails: "):
         load(folder)
 
 
@@ -151,7 +152,9 @@ def test_examples_are_read_from_lines_lists_and_gzip(tmp_path):
     lines.write_text("\n\n".join(map(json.dumps, QUESTIONS)))
     whole.write_text(json.dumps(QUESTIONS, indent=1))
     packed.write_bytes(gzip.compress(lines.read_bytes()))
-    assert read_examples(lines) == read_examples(whole) == read_examples(packed) == QUESTIONS
+    found = [read_examples(path) for path in (lines, whole, packed)]
+    assert all(list(one.values()) == QUESTIONS for one in found)
+    assert [list(one)[1] for one in found] == [f"{lines}, line 3", f"{whole}, example 2", f"{packed}, line 3"]
 
 
 @pytest.mark.parametrize(
@@ -174,6 +177,9 @@ def test_data_that_is_none(tmp_path, name, content, message):
 
 def test_examples_must_be_alike(folder):
     (folder / "questions.jsonl").write_text('{"q": 1}\n{"q": ["a"]}')
+    with pytest.raises(InputError, match="line 2: 'q' is .* a number"):
+        load(folder)
+    (folder / "questions.jsonl").write_text('{"q": [1]}\n{"q": ["a"]}')
     with pytest.raises(InputError, match="examples are not"):
         load(folder)
 

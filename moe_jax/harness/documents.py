@@ -1,0 +1,260 @@
+"""The documents of tasks: read from local files, and checked one by one before the model is asked about any."""
+
+import collections
+import contextlib
+import copy
+import gzip
+import io
+import itertools
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_jax.core.bad_documents import BadDocument, Skipped, naming
+from moe_jax.core.errors import InputError, first_sentence, shown
+from moe_jax.files.json_toml import ANYTHING, parse_json
+from moe_jax.files.regular_files import read_regular
+from moe_jax.files.storage_path import nearest_path
+
+MAX_BYTES = 1 << 30
+"""Most bytes of a file, and of the content of a compressed one."""
+# Bad documents at the beginning of a file, after which it is the task that is wrong.
+_MOST_AT_FIRST = 100
+# A field that a template writes as it is; inside of a condition it may be absent.
+_WRITTEN = re.compile(r"\{\{-?\s*(\w+)\s*-?\}\}")
+
+
+def read_examples(path: Path, skipped: Skipped | None = None) -> dict[str, dict[str, Any]]:
+    """Returns the objects of a file of JSON lines (blank ones are skipped) or of one JSON list, perhaps `.gz`.
+
+    They are named by their places: the path, and the number of a line or entry. `skipped` decides about those that are
+    no objects; None: the first ends it.
+
+    Raises:
+      FileNotFoundError: no such file.
+      BadDocument: for anything but an object, unless it is skipped.
+      InputError: if the file is neither, or holds nothing.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no data at {path}{nearest_path(path)}")
+    skipped = Skipped() if skipped is None else skipped
+    content = read_regular(path, max_bytes=MAX_BYTES)
+    if path.suffix == ".gz":
+        content = _unpacked(content, path)
+    what, items = "line", content.split(b"\n")
+    if content.lstrip()[:1] == b"[":
+        what, items = "example", parse_json(content, where=str(path), allow=ANYTHING, max_values=len(content))
+    examples = {}
+    for number, item in enumerate(items, start=1):
+        where = f"{path}, {what} {number}"
+        if not isinstance(item, bytes) or item.strip():
+            with skipped.passed_over():
+                examples[where] = _object(item, where)
+    skipped.check_any_left(len(examples), str(path))
+    if not examples:
+        raise InputError(f"{path} holds no examples")
+    return examples
+
+
+def _object(item: Any, where: str) -> dict[str, Any]:
+    if isinstance(item, bytes):
+        try:
+            item = parse_json(item, where=where, allow=ANYTHING, max_values=len(item))
+        except InputError as error:
+            raise BadDocument(str(error)) from None
+    if not isinstance(item, dict):
+        raise BadDocument(f"{where}: expected an object, got a JSON {type(item).__name__}")
+    return item
+
+
+def _unpacked(content: bytes, path: Path) -> bytes:
+    try:
+        with gzip.open(io.BytesIO(content)) as file:
+            unpacked = file.read(MAX_BYTES + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"{path} is not a gzip file: {error}") from None
+    if len(unpacked) > MAX_BYTES:
+        raise InputError(f"{path} unpacks to more than {MAX_BYTES:,} bytes")
+    return unpacked
+
+
+class LocalData:
+    """The local data of a task, which lm-eval asks for when it makes the task.
+
+    Attributes:
+      places: where the documents of every split are, in order.
+    """
+
+    def __init__(self, config: Mapping[str, Any], skipped: Skipped | None = None):
+        self.places: dict[str, list[str]] = {}
+        self._splits: dict[str, Any] = {}
+        self._config, self._skipped = config, Skipped() if skipped is None else skipped
+
+    def read(self, *, data_files: Mapping[str, str], **_: Any) -> dict[str, Any]:
+        """Returns the splits of local JSON files, as lm-eval takes the data of a task.
+
+        Raises:
+          FileNotFoundError, InputError: see `read_examples`; or if a document has values of other types than the
+            others, or the first one cannot be used: lm-eval looks at that at once.
+        """
+        import datasets
+        import pyarrow
+
+        if self._splits:  # the task is in a group, and asked for by its name too
+            return self._splits
+        evaluated = self._config.get("test_split") or self._config.get("validation_split")
+        for split, file in data_files.items():
+            kept = self._alike(read_examples(Path(file), self._skipped), file)
+            places = list(kept)
+            try:
+                # A key that the first lacks would be taken from all.
+                keys = dict.fromkeys(key for one in kept.values() for key in one)
+                found = datasets.Dataset.from_list([{key: one.get(key) for key in keys} for one in kept.values()])
+            except (pyarrow.ArrowException, TypeError, ValueError, OverflowError) as error:
+                raise InputError(f"{file}: its examples are not alike: {first_sentence(error)}") from None
+            first = self._first_good(found, places, file) if split == evaluated else 0
+            self._splits[split], self.places[split] = found.select(range(first, len(found))), places[first:]
+        return self._splits
+
+    def _alike(self, examples: Mapping[str, dict[str, Any]], file: str) -> dict[str, dict[str, Any]]:
+        """Returns the examples whose values have the types that most have under their keys."""
+        kinds: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+        for one in examples.values():
+            for key, value in one.items():
+                kinds[key][_kind(value)] += value is not None
+        usual = {key: counts.most_common(1)[0][0] for key, counts in kinds.items()}
+        kept = {}
+        for where, one in examples.items():
+            with self._skipped.passed_over(), naming(where):
+                for key, value in one.items():
+                    if value is not None and _kind(value) != usual[key]:
+                        raise BadDocument(f"{key!r} is {shown(value)}, where others have a {usual[key]}")
+                kept[where] = one
+        self._skipped.check_any_left(len(kept), file)
+        return kept
+
+    def _first_good(self, documents: Any, places: Sequence[str], file: str) -> int:
+        from lm_eval.api.task import ConfigurableTask
+        from lm_eval.config.task import TaskConfig
+
+        # What turns a document into texts, without the rest of a task, which cannot be made of a bad document.
+        task = object.__new__(ConfigurableTask)
+        config = TaskConfig(**copy.deepcopy({**self._config, "custom_dataset": None}))
+        task._config, task.prompt, task.features = config, None, list(documents.features)
+        task.OUTPUT_TYPE = config.output_type
+        for index, document in enumerate(itertools.islice(documents, _MOST_AT_FIRST)):
+            with self._skipped.passed_over(), naming(places[index]):
+                check_document(task, document, is_local=True)
+                return index
+        raise InputError(f"{file}: the task can use none of its first documents: {self._skipped.problems[-1]}")
+
+
+def _kind(value: Any) -> str:
+    """The type of a JSON value, as far as those of one column must agree."""
+    if isinstance(value, bool):
+        return "truth value"
+    if isinstance(value, int | float):
+        return "number"
+    return {str: "text", list: "list", dict: "object"}.get(type(value), type(value).__name__)
+
+
+def check_document(task: Any, document: Mapping[str, Any], *, is_local: bool) -> None:
+    """Raises `BadDocument` for a document that a task of lm-eval makes no question or no answer of.
+
+    lm-eval counts one whose right answer is none of the choices as answered wrongly, and writes `None` for a field that
+    a document of a local file lacks (`is_local`).
+    """
+    from lm_eval.api.task import ConfigurableTask
+
+    if not isinstance(task, ConfigurableTask):
+        return  # it has rules of its own
+    config = task.config
+    templates = [
+        one for one in (config.doc_to_text, config.doc_to_target, config.doc_to_choice) if isinstance(one, str)
+    ]
+    for name in (name for one in templates for name in (one, *_WRITTEN.findall(one))):
+        if is_local and name in document and document[name] is None:
+            raise BadDocument(f"it has no {name!r}")
+    with document_errors():
+        text, target = task.doc_to_text(document), task.doc_to_target(document)
+        choices = task.doc_to_choice(document) if config.doc_to_choice is not None else None
+    # Where the choices are inputs, the text is the number of the right one, in all documents or in none.
+    are_inputs = bool(getattr(task, "multiple_input", isinstance(text, int)))
+    if not isinstance(text, int if are_inputs else str):
+        raise BadDocument(f"its doc_to_text is {shown(text)}, expected {'a number' if are_inputs else 'a text'}")
+    if target is None and is_local:
+        raise BadDocument("its doc_to_target is None")
+    if task.OUTPUT_TYPE != "multiple_choice":
+        return
+    if not isinstance(choices, Sequence) or not choices or not all(isinstance(one, str) for one in choices):
+        raise BadDocument(f"its doc_to_choice is {shown(choices)}, expected a list of answers")
+    if is_local and not all(choices):
+        raise BadDocument(f"one of its answers is empty: {shown(choices)}")
+    if callable(config.process_results):
+        return
+    right = text if are_inputs else target
+    for one in right if isinstance(right, list) else [right]:
+        is_one = 0 <= one < len(choices) if isinstance(one, int) else one in choices
+        if not is_one:
+            raise BadDocument(f"its right answer {shown(one)} is none of {len(choices)} choices")
+
+
+@contextlib.contextmanager
+def document_errors() -> Iterator[None]:
+    """Reports what lm-eval and templates raise for a document that they were not made for."""
+    try:
+        yield
+    except BadDocument:
+        raise
+    except InputError as error:
+        raise BadDocument(str(error)) from None
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, SyntaxError, TypeError, ValueError) as error:
+        raise BadDocument(f"lm-eval makes nothing of it ({type(error).__name__}: {first_sentence(error)})") from None
+
+
+def good_documents(
+    task: Any, check: Any, skipped: Skipped, *, places: Mapping[str, Sequence[str]] | None, limit: int | None
+) -> list[int]:
+    """Returns the numbers of the documents, from 0, that a task is evaluated on: the first `limit` that can be used.
+
+    Args:
+      task: of lm-eval.
+      check: called with the number of a document and the document, after `check_document`; raises `BadDocument`.
+      skipped: decides about bad ones, and counts them.
+      places: where the documents of every split are; None: they are on the Hub.
+      limit: None: all.
+
+    Raises:
+      BadDocument: for one that cannot be used, unless it is skipped.
+      InputError: if none is left.
+    """
+    config, found = task.config, list[int]()
+    split = config.test_split if task.has_test_docs() else config.validation_split
+    where = None if places is None else places.get(split)
+    for number, document in enumerate(task.eval_docs):
+        if limit is not None and len(found) == limit:
+            break
+        name = f"{config.task}, document {number} (from 0)" if where is None else f"{config.task}, {where[number]}"
+        with skipped.passed_over(), naming(name):
+            check_document(task, document, is_local=places is not None)
+            check(number, document)
+            found.append(number)
+    skipped.check_any_left(len(found), str(config.task))
+    return found
+
+
+def keep_good_examples(task: Any, *, is_local: bool) -> None:
+    """Takes bad documents out of those that a task gives as examples with their answers."""
+    sampler = getattr(task, "sampler", None)
+    if sampler is not None and sampler.fewshot_indices is None:
+        sampler.replace_df([one for one in sampler.df if _is_good(task, one, is_local=is_local)])
+
+
+def _is_good(task: Any, document: Mapping[str, Any], *, is_local: bool) -> bool:
+    try:
+        check_document(task, document, is_local=is_local)
+    except BadDocument:
+        return False
+    return True
