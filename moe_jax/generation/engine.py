@@ -1,9 +1,9 @@
 """The engine of tokens: rows of one model, read and continued in blocks; for `generate` and for `serve`.
 
-Two compiled programs, one that reads prompts and one that gives rows more tokens, and small ones that move rows. A row
-is a text that is being continued. What differs between rows is data: length, how tokens are chosen, which tokens end
-them. So rows that come or go compile nothing. Programs differ by the number of rows, by the bucket of the prompts'
-length, and by the length of the caches.
+Two compiled programs, one that reads prompts and one that gives rows more tokens, and small ones that move rows
+(`sizes`). A row is a text that is being continued. What differs between rows is data: length, how tokens are chosen,
+which tokens end them. So rows that come or go compile nothing. Programs differ by the number of rows, by the bucket of
+the prompts' length, and by the length of the caches.
 """
 
 import contextlib
@@ -17,67 +17,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.core.errors import MAX_SIZE
 from moe_jax.distributed.processes import on_host
 from moe_jax.distributed.sharding import mesh_of
 from moe_jax.functional.sampling import sample
+from moe_jax.generation.ahead import Ahead
+from moe_jax.generation.continued_rows import Asked, Rows
+from moe_jax.generation.sizes import Mover, Size, resized
 from moe_jax.kernels.hardware import bucket
-from moe_jax.models import ModelConfig
-from moe_jax.nn import Caches, Decoder, init_cache, unstacked
+from moe_jax.nn import Decoder, init_cache, unstacked
 
 MOST_STEPS = 32
 """Tokens of the longest block."""
 MOST_SCORES = 20
 """Most likely tokens that are told of a position."""
-MOST_STOP_IDS = 16
-"""Tokens that may end a row, where rows come and go."""
 _CHUNK = 8
-
-
-class Asked(NamedTuple):
-    """How rows are continued.
-
-    Attributes:
-      key: of sampling: one for all rows, or one for every row; a row's step is folded into it.
-      temperature, top_k, top_p: see `functional.heads.sampling.sample`.
-      stop_ids: tokens that end a row; -1 stands for none.
-      most: tokens that a row may be given.
-      scores: rows whose tokens are scored, if the programs score any.
-    """
-
-    key: PRNGKeyArray
-    temperature: Float[Array, " B"]
-    top_k: Int[Array, " B"]
-    top_p: Float[Array, " B"]
-    stop_ids: Int[Array, "B n"]
-    most: Int[Array, " B"]
-    scores: Bool[Array, " B"]
-
-
-class Rows(NamedTuple):
-    """Rows that are continued, some of which may have ended.
-
-    Attributes:
-      caches: of all tokens of every row but the last.
-      tokens: the last token of every row.
-      positions: its position in every row.
-      steps: how many tokens every row was given.
-      active: rows that are given more.
-      finite: whether the logits of every row always were.
-      asked: how they are continued.
-      encoder_valid: what counts of the encoder's output; None: there is none.
-    """
-
-    caches: Caches
-    tokens: Int[Array, " B"]
-    positions: Int[Array, " B"]
-    steps: Int[Array, " B"]
-    active: Bool[Array, " B"]
-    finite: Bool[Array, " B"]
-    asked: Asked
-    encoder_valid: Bool[Array, "B S"] | None = None
 
 
 class Scores(NamedTuple):
@@ -86,30 +41,6 @@ class Scores(NamedTuple):
     chosen: Float[Array, "n B"]
     top: Float[Array, "n B K"]
     top_ids: Int[Array, "n B K"]
-
-
-def ask(
-    batch: int,
-    most: int,
-    *,
-    key: PRNGKeyArray,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    stop_ids: Sequence[int] = (),
-    scores: bool = False,
-) -> Asked:
-    """Returns how `batch` rows are continued that are all continued in one way; arguments as in `Asked`."""
-    stops = [*stop_ids, *[-1] * (bucket(len(stop_ids), least=MOST_STOP_IDS) - len(stop_ids))]
-    return Asked(
-        key=key,
-        temperature=jnp.full(batch, temperature, jnp.float32),
-        top_k=jnp.full(batch, MAX_SIZE if top_k is None else min(top_k, MAX_SIZE), jnp.int32),
-        top_p=jnp.full(batch, 1.0 if top_p is None else top_p, jnp.float32),
-        stop_ids=jnp.tile(jnp.asarray(stops, jnp.int32), (batch, 1)),
-        most=jnp.full(batch, most, jnp.int32),
-        scores=jnp.full(batch, scores),
-    )
 
 
 @partial(jax.jit, static_argnames=("graphdef", "cache_length", "draws", "scores", "scores_prompt"))
@@ -270,46 +201,6 @@ def _score_prompt(model: Decoder, x: Float[Array, "1 T d"], prompt: Int[Array, "
     return jax.tree.map(lambda leaf: leaf.reshape(-1, 1, *leaf.shape[2:]), scored)
 
 
-def move_rows(rows: Rows, slots: Sequence[int], config: ModelConfig, cache_length: int) -> Rows:
-    """Returns the rows, which have a key each, in other slots (-1: none comes there) and in caches of a longer length.
-
-    The places of a shorter cache are the first ones of a longer one. Rings, once they go round, have as many as they
-    need. Arrays are moved one by one, as those of all layers are alike: a program for all of them together would have
-    to be compiled for every width and length before and after.
-    """
-    dtype = jax.tree.leaves(rows.caches)[0].dtype
-    shapes = jax.eval_shape(partial(init_cache, config, len(slots), cache_length, dtype, stacked=False, rings=True))
-    taken = jnp.maximum(jnp.asarray(slots, jnp.int32), 0)
-    caches = jax.tree.map(lambda one, new: _moved(one, taken, new.shape, 1), rows.caches, shapes)
-    rows = jax.tree.map(lambda one: _moved(one, taken, (len(slots), *one.shape[1:]), 0), rows._replace(caches=()))
-    return rows._replace(caches=caches, active=rows.active & (jnp.asarray(slots) >= 0))
-
-
-def put_row(rows: Rows, row: Rows, slot: int) -> Rows:
-    """Returns the rows with `row` in a slot; they are updated in place.
-
-    What was in the later places of the slot's caches cannot be seen: they are of later positions, and written before
-    those are reached.
-    """
-    at = jnp.int32(slot)
-    caches = jax.tree.map(lambda all_, one: _put(all_, one, at, 1), rows.caches, row.caches)
-    rest = jax.tree.map(lambda all_, one: _put(all_, one, at, 0), rows._replace(caches=()), row._replace(caches=()))
-    return rest._replace(caches=caches)
-
-
-@partial(jax.jit, static_argnames=("shape", "axis"))
-def _moved(array: Array, slots: Int[Array, " n"], shape: tuple[int, ...], axis: int) -> Array:
-    taken = jnp.take(array, slots, axis=axis)
-    larger = [(0, after - before) for before, after in zip(taken.shape, shape, strict=True)]
-    return jnp.pad(taken, larger) if any(after for _, after in larger) else taken
-
-
-@partial(jax.jit, static_argnames="axis", donate_argnums=0)
-def _put(rows: Array, row: Array, slot: Int[Array, ""], axis: int) -> Array:
-    zero = jnp.zeros((), jnp.int32)
-    return jax.lax.dynamic_update_slice(rows, row, tuple(slot if i == axis else zero for i in range(rows.ndim)))
-
-
 class Block(NamedTuple):
     """Tokens that rows were given in one call, -1 where a row was given none, and scores if the engine scores.
 
@@ -329,6 +220,10 @@ class Engine:
       model: on one device or split over a mesh; its layers are copied unless they are unstacked.
       draws: whether any row may have a temperature.
       scores: whether any row may want log-probabilities.
+
+    Attributes:
+      mover: moves rows.
+      compiles_ahead: whether it can; where rows of a model over a mesh would be is not known before.
     """
 
     def __init__(self, model: Decoder, *, draws: bool, scores: bool = False):
@@ -336,6 +231,9 @@ class Engine:
         self._parts = nnx.split(unstacked(model))
         self._mesh = mesh_of(self._parts[1])
         self._wanted = {"draws": draws, "scores": scores}
+        self._continue = Ahead(continue_rows, {"graphdef": self._parts[0], **self._wanted}, state=self._parts[1])
+        self.mover = Mover(model.config)
+        self.compiles_ahead = self._mesh is None
         self._pace = float("inf")
 
     def room(self, length: int, *, least: int = 16, needed: int | None = None) -> int:
@@ -382,13 +280,36 @@ class Engine:
         """Gives rows a block of tokens, as `continue_rows` does; `rows` cannot be used after that."""
         start = time.perf_counter()
         with self._over_mesh():
-            rows, tokens, scores = continue_rows(
-                *self._parts, rows, jnp.asarray(stay), jnp.int32(steps), jnp.int32(least), **self._wanted
+            rows, tokens, scores = self._continue(
+                rows=rows,
+                stay=jnp.asarray(stay),
+                steps=jnp.int32(steps),
+                least=jnp.int32(least),
             )
         given = on_host(tokens)
         made = int((given >= 0).any(axis=1).sum())
         self._pace = (time.perf_counter() - start) / max(made, 1)
         return rows, _block(rows, given[:made], scores)
+
+    def compile(self, before: Rows, size: Size, row_length: int | None = None) -> None:
+        """Compiles what it takes to bring rows of some shapes to a size, to put a row there, and to give them tokens.
+
+        To be called in another thread than the one that calls `advance`, and if it `compiles_ahead`.
+
+        Args:
+          before: from `shapes_of`.
+          row_length: tokens of the row's caches; None: none is put.
+        """
+        after = resized(before, self.config, size)
+        row = None if row_length is None else resized(before, self.config, Size(1, row_length))
+        self.mover.compile(before, after, row)
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        self._continue.compile(
+            rows=after,
+            stay=jax.ShapeDtypeStruct((size.width,), jnp.bool_),
+            steps=number,
+            least=number,
+        )
 
     def steps_in(self, seconds: float) -> int:
         """Returns how many tokens a row can be given in so much time, at the pace of the block before; at least 1."""

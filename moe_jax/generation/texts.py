@@ -14,7 +14,8 @@ import numpy as np
 from jaxtyping import Bool, Int, PRNGKeyArray
 
 from moe_jax.core.errors import InputError
-from moe_jax.generation.engine import MOST_STEPS, Block, Engine, ask
+from moe_jax.generation.continued_rows import ask
+from moe_jax.generation.engine import MOST_STEPS, Block, Engine
 from moe_jax.generation.spec import GenerateSpec
 from moe_jax.nn import Decoder
 

@@ -24,6 +24,11 @@ class Beside:
         self._work[key] = future = self._pool.submit(work)
         future.add_done_callback(lambda _: self._on_done())
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that was begun is done."""
+        return all(future.done() for future in self._work.values())
+
     def is_done(self, key: Hashable) -> bool:
         """Whether a piece of work was begun and is done; raises what it raised."""
         future = self._work.get(key)

@@ -7,7 +7,8 @@ from typing import Any
 
 from moe_jax.core.errors import MAX_SIZE, InputError, is_finite, shown
 from moe_jax.data.chat_template import check_messages
-from moe_jax.generation.engine import MOST_SCORES, MOST_STOP_IDS
+from moe_jax.generation.continued_rows import MOST_STOP_IDS
+from moe_jax.generation.engine import MOST_SCORES
 from moe_jax.serve.fields import CHAT, COMPLETION, STREAM_OPTIONS, check_fields
 from moe_jax.serve.protocol_error import ProtocolError
 

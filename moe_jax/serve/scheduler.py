@@ -5,8 +5,10 @@ have a slot, in blocks of a tenth of a second. It leaves its slot when it has en
 are as many rows as the next power of two has: rows move together when others end, and one request alone costs no more
 than it does in `generate`.
 
-Prompts of every length have a program of their own, and so have those that are scored, which takes seconds to compile.
-That is done beside: the first prompt of its kind is read in another thread, and all others go on.
+Prompts of every length have a program of their own, and so have those that are scored, and rows of every number in
+caches of every length, which takes seconds to compile. That is done beside, in other threads, while all others go on:
+the first prompt of its kind is read there, and rows stay as they are until the program for more, fewer or longer ones
+is there. Only where nobody is answered is a program compiled in between.
 """
 
 import collections
@@ -21,7 +23,9 @@ import jax
 import numpy as np
 
 from moe_jax.core.errors import InputError, first_line
-from moe_jax.generation.engine import Block, Engine, Rows, Scores, ask, move_rows, put_row
+from moe_jax.generation.continued_rows import Rows, ask
+from moe_jax.generation.engine import Block, Engine, Scores
+from moe_jax.generation.sizes import Size, shapes_of
 from moe_jax.nn import Decoder
 from moe_jax.serve.beside import Beside
 
@@ -116,8 +120,7 @@ class Scheduler:
       context: tokens of a prompt and what is added to it, at most.
       most: requests that are answered or wait at the same time, at most.
       failure: what ended the thread, if it was not `close`; None: nothing has.
-      on_compile: called before the first block of so many rows in caches of such a length, whose program has to be
-        compiled; all requests wait for it.
+      on_compile: called when the program for so many rows in caches of such a length has to be compiled.
       seconds_a_block: in which those who read along are given tokens.
 
     Raises:
@@ -144,11 +147,14 @@ class Scheduler:
         # The request of every row; None: the row is free.
         self._jobs: list[Job | None] = []
         self._rows: Rows | None = None
-        self._cache_length = 0
+        self._size = Size(0, 0)
         # Requests whose prompts are read beside, and have been; they wait as the others do.
         self._apart: list[Job] = []
         self._beside = Beside(self._stir)
-        self._compiled = set[tuple[int, int]]()
+        # Programs for rows of a size. What moves rows there is compiled with them, for the size before and for the row
+        # that comes; for others it takes less than a second, in between.
+        self._compiling = Beside(self._stir)
+        self._told, self._ran = set[Size](), set[Size]()
         self._closing = self._stirred = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="moe-jax-scheduler", daemon=True)
@@ -193,6 +199,7 @@ class Scheduler:
         self._stir()
         self._thread.join()
         self._beside.close()
+        self._compiling.close()
 
     def _stir(self) -> None:
         """Has the thread look again at who waits."""
@@ -204,13 +211,12 @@ class Scheduler:
         try:
             while self._wait():
                 self._set_jobs([None if job is None or job.cancelled else job for job in self._jobs])
-                while len(self._running()) < self._most_slots and (job := self._next()) is not None:
-                    self._admit(job)
-                if self._running():
-                    self._continue()
+                while len(self._running()) < self._most_slots and (found := self._next()) is not None:
+                    self._admit(*found)
+                if not self._running():
+                    self._rows, self._size = None, Size(0, 0)  # caches of a long text are given back
+                elif self._continue():
                     self._stir()  # perhaps there is a slot now
-                else:
-                    self._rows, self._cache_length = None, 0  # caches of a long text are given back
             self._end_all("the server is shutting down")
         except BaseException as error:  # whatever it is, those who wait have to be told
             with self._changed:
@@ -221,7 +227,7 @@ class Scheduler:
     def _wait(self) -> bool:
         """Waits for something to do; False: the thread is to end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or self._stirred or self._running())
+            self._changed.wait_for(lambda: self._closing or self._stirred)
             self._stirred = False
             return not self._closing
 
@@ -240,21 +246,24 @@ class Scheduler:
         with self._changed:
             self._jobs = jobs
 
-    def _next(self) -> Job | None:
-        """Takes the first request whose prompt was read, or can be now; programs for others are compiled beside."""
+    def _next(self) -> tuple[Job, Size] | None:
+        """Takes the first request whose prompt was read, or can be now, and which there can be a row for.
+
+        Returns it with the size of the rows then. Programs for others are compiled beside.
+        """
         with self._changed:
             self._forget_cancelled()
             apart, waiting = list(self._apart), list(self._waiting)
         for job in apart:
-            if job.read is not None:
-                return self._taken(job)
+            if job.read is not None and (size := self._size_with(job)) is not None:
+                return self._taken(job), size
         for job in waiting:
             if not self._beside.has(program := self._reading(job)):
                 with self._changed:
                     self._apart = [*self._apart, self._taken(job)]
                 self._beside.begin(program, partial(self._read_beside, job))
-            elif self._beside.is_done(program):
-                return self._taken(job)
+            elif self._beside.is_done(program) and (size := self._size_with(job)) is not None:
+                return self._taken(job), size
         return None
 
     def _taken(self, job: Job) -> Job:
@@ -297,54 +306,120 @@ class Scheduler:
             job.fail(f"{type(error).__name__}: {first_line(error)}")
             return None
 
-    def _admit(self, job: Job) -> None:
-        """Gives a request a slot, unless it ends with its first token."""
+    def _admit(self, job: Job, size: Size) -> None:
+        """Gives a request a slot, unless it ends with its first token, in rows of a size."""
         read, job.read = job.read or self._read(job), None
         if read is None or self._tell(job, read.block, 0, read.prompt_scores):
             return
-        length = self._length(job)
-        coming = min(len(self._running()) + 1 + len(self._waiting) + len(self._apart), self._most_slots)
         if self._rows is None:
-            self._rows, self._cache_length = read.row, 0
+            self._rows, self._size = read.row, Size(1, self._length(job))
             self._set_jobs([job])
-            self._arrange(coming, length)
+            self._move(size)
         else:
-            self._arrange(coming, length)
+            self._move(size)
             slot = self._jobs.index(None)
-            self._rows = put_row(self._rows, read.row, slot)
+            self._rows = self._engine.mover.put(self._rows, read.row, slot)
             self._set_jobs([*self._jobs[:slot], job, *self._jobs[slot + 1 :]])
 
-    def _continue(self) -> None:
-        """Gives everyone who has a slot a block of tokens."""
-        jobs, steps = self._running(), self._engine.steps_in(self.seconds_a_block)
-        self._arrange(len(jobs), max(len(job.ids) + min(job.added + steps, job.most) for job in jobs))
-        assert self._rows is not None
-        if (program := (len(self._jobs), self._cache_length)) not in self._compiled:
-            self._compiled.add(program)
-            self.on_compile(*program)
-        stay = np.array([job is not None for job in self._jobs])
-        # Who waits is given the first slot that is left.
-        least = len(jobs) if self._waiting or self._apart else 1
-        self._rows, block = self._engine.advance(self._rows, steps, stay=stay, least=least)
-        self._set_jobs(
-            [None if job is None or self._tell(job, block, at, None) else job for at, job in enumerate(self._jobs)]
-        )
+    def _continue(self) -> bool:
+        """Gives everyone who has a slot a block of tokens; returns whether there was room for any.
 
-    def _arrange(self, count: int, length: int) -> None:
-        """Makes as many rows as `count` requests need, in caches in which a row of `length` tokens has room."""
-        width = min(1 << (count - 1).bit_length(), self._most_slots)
-        longer = self._cache_length or _LEAST_CACHE
+        A row whose cache is full waits for the program of a longer one.
+        """
+        steps = self._engine.steps_in(self.seconds_a_block)
+        self._resize(steps)
+        room = [0 if job is None else self._size.length - len(job.ids) - job.added for job in self._jobs]
+        goes_on = np.array([job is not None and left > 0 for job, left in zip(self._jobs, room, strict=True)])
+        if not goes_on.any():
+            return False
+        assert self._rows is not None
+        self._tell_size(self._size)
+        self._ran.add(self._size)
+        # Who waits is given the first slot that is left.
+        least = int(goes_on.sum()) if self._waiting or self._apart else 1
+        # The first row to fill its cache ends the block.
+        steps = min(steps, *(left for left in room if left > 0))
+        self._rows, block = self._engine.advance(self._rows, steps, stay=goes_on, least=least)
+        jobs = list(self._jobs)
+        for at in np.flatnonzero(goes_on):
+            job = jobs[at]
+            assert job is not None
+            jobs[at] = None if self._tell(job, block, int(at), None) else job
+        self._set_jobs(jobs)
+        return True
+
+    def _resize(self, steps: int) -> None:
+        """Makes as many rows as there are requests, in caches with room for so many tokens more, if it can be done now.
+
+        Programs for longer caches are compiled before they are needed.
+        """
+        jobs, present = self._running(), self._size
+        wanted = self._size_for(len(jobs), max(len(job.ids) + min(job.added + steps, job.most) for job in jobs))
+        if wanted.length == present.length and self._is_filling():
+            self._is_ready(self._size_for(len(jobs), present.length + 1))
+        if self._is_ready(wanted):
+            self._move(wanted)
+        elif wanted.length > present.length and (larger := self._larger(wanted)) is not None:
+            self._move(larger)
+
+    def _is_filling(self) -> bool:
+        """Whether a row whose cache may become too short has used up a quarter of it."""
+        length = self._size.length
+        return any(len(job.ids) + job.most > length < 4 * (len(job.ids) + job.added) for job in self._running())
+
+    def _size_for(self, count: int, length: int) -> Size:
+        """Returns the size for so many requests, in caches, not shorter than now, with room for so many tokens."""
+        longer = self._size.length if self._rows is not None else _LEAST_CACHE
         while longer < length:
             longer *= 2
-        longer = min(longer, self._engine.room(self.context, least=_LEAST_PROMPT))
-        if (width, longer) == (len(self._jobs), self._cache_length):
+        longest = self._engine.room(self.context, least=_LEAST_PROMPT)
+        return Size(min(1 << (count - 1).bit_length(), self._most_slots), min(longer, longest))
+
+    def _size_with(self, job: Job) -> Size | None:
+        """Returns the size of the rows with one request more; None: what it takes is being compiled."""
+        running, length = len(self._running()), self._length(job)
+        coming = max(running + 1, min(running + len(self._waiting) + len(self._apart), self._most_slots))
+        wanted = self._size_for(coming, length)
+        if self._is_ready(wanted, begins=False):
+            return wanted
+        if running < self._size.width and length <= self._size.length:
+            return self._size
+        if self._is_filling():  # one program for both
+            wanted = self._size_for(coming, max(length, self._size.length + 1))
+        return wanted if self._is_ready(wanted, length) else self._larger(self._size_for(running + 1, length))
+
+    def _larger(self, size: Size) -> Size | None:
+        """Returns the smallest size whose programs are there and in which there is room for rows of a size."""
+        fits = (one for one in self._told if one.width >= size.width and one.length >= size.length)
+        return min((one for one in fits if self._is_ready(one, begins=False)), default=None)
+
+    def _is_ready(self, size: Size, row_length: int | None = None, *, begins: bool = True) -> bool:
+        """Whether the rows can be moved to a size, and a row be put there, and go on, with nobody waiting for programs.
+
+        If not, this is begun to be compiled beside, unless something else is: then it is asked again who needs what.
+        """
+        if size in (self._size, *self._ran) or not self._running() or not self._engine.compiles_ahead:
+            return True
+        if begins and not self._compiling.has(size) and self._compiling.is_idle:
+            assert self._rows is not None
+            self._tell_size(size)
+            self._compiling.begin(size, partial(self._engine.compile, shapes_of(self._rows), size, row_length))
+        return self._compiling.is_done(size)
+
+    def _tell_size(self, size: Size) -> None:
+        if size not in self._told:
+            self._told.add(size)
+            self.on_compile(*size)
+
+    def _move(self, size: Size) -> None:
+        """Moves the rows of requests to the first slots of rows of a size."""
+        if size == self._size:
             return
         assert self._rows is not None
         kept = [at for at, job in enumerate(self._jobs) if job is not None]
-        moved = [self._jobs[at] for at in kept]
-        self._rows = move_rows(self._rows, [*kept, *[-1] * (width - len(kept))], self._engine.config, longer)
-        self._set_jobs([*moved, *[None] * (width - len(kept))])
-        self._cache_length = longer
+        moved, free = [self._jobs[at] for at in kept], size.width - len(kept)
+        self._rows, self._size = self._engine.mover.move(self._rows, [*kept, *[-1] * free], size), size
+        self._set_jobs([*moved, *[None] * free])
 
     def _tell(self, job: Job, block: Block, row: int, prompt_scores: list[Scored] | None) -> bool:
         """Tells a request what it was given; returns whether it has ended."""

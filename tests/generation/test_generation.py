@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from moe_jax.core.errors import InputError
-from moe_jax.generation import engine, texts
+from moe_jax.generation import continued_rows, engine, texts
 from moe_jax.generation.engine import Engine
 from moe_jax.generation.texts import NonFiniteLogits
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig
@@ -167,7 +167,7 @@ def test_logits_that_are_not_finite_are_told_with_prompt_and_token(small):
 @pytest.mark.parametrize("window", [None, 4])
 def test_caches_are_updated_in_place_and_rings_are_no_longer_than_their_window(window, batch):
     parts = nnx.split(unstacked(make_model(DENSE, DENSE, window=window)))
-    asked = engine.ask(batch, 9, key=jax.random.key(0))
+    asked = continued_rows.ask(batch, 9, key=jax.random.key(0))
     prompts, lengths = jnp.ones((batch, 48), jnp.int32), jnp.arange(48, 48 - batch, -1, dtype=jnp.int32)
     begin = partial(engine.read_prompts, *parts, prompts, lengths, asked, cache_length=96, draws=False)
     begun = jax.eval_shape(begin)[0]

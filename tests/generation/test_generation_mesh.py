@@ -10,7 +10,7 @@ from flax import nnx
 
 from moe_jax.commands import cli
 from moe_jax.distributed.sharding import make_mesh, state_shardings
-from moe_jax.generation import engine
+from moe_jax.generation import continued_rows, engine
 from moe_jax.models import MoEConfig
 from moe_jax.nn import unstacked
 from tests.generation.test_generation import DENSE, PROMPTS, make_model
@@ -43,7 +43,7 @@ def test_a_mesh_changes_no_token(model, axes, prompts):
 def test_caches_are_split_by_rows_and_heads_and_never_gathered():
     mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
     parts = nnx.split(unstacked(split(make_model(DENSE, window=4), mesh)))
-    asked = engine.ask(4, 9, key=jax.random.key(0))
+    asked = continued_rows.ask(4, 9, key=jax.random.key(0))
     prompts, lengths = jnp.ones((4, 32), jnp.int32), jnp.full(4, 32, jnp.int32)
     with jax.set_mesh(mesh):
         begun, *_ = engine.read_prompts(*parts, prompts, lengths, asked, cache_length=64, draws=False)

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 
 import jax
 import numpy as np
@@ -148,6 +149,71 @@ def test_what_has_to_be_compiled_keeps_nobody_waiting(counted, monkeypatch):
     assert long.empty() and counted.load() == {"running": 0, "waiting": 1}
     go.set()
     assert sum(len(long.get(timeout=60).tokens) for _ in range(3)) == 3
+
+
+class Compiler:
+    """Compiles nothing ahead, and takes as long for it as the test lets it."""
+
+    def __init__(self):
+        self.begun: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self.go = threading.Semaphore(0)
+
+    def __call__(self, before, size, row_length=None):
+        self.begun.put(size)
+        assert self.go.acquire(timeout=30)
+
+
+@pytest.fixture
+def compiler(counted, monkeypatch):
+    found = Compiler()
+    monkeypatch.setattr(counted._engine, "compile", found)
+    yield found
+    found.go.release(100)  # nobody waits at the end
+
+
+def test_requests_go_on_while_more_rows_are_compiled_for(counted, compiler, model):
+    """One that needs another row waits for its program, and the one before it does not; nor is it in one block less."""
+    first, second = queue.SimpleQueue(), queue.SimpleQueue()
+    counted.submit([Job([1, 2, 3], 200, first.put)])
+    given = list(first.get(timeout=60).tokens)
+    counted.submit([Job([4, 5], 3, second.put)])
+    assert compiler.begun.get(timeout=60) == (2, 256)
+    before = len(Counted.widths)
+    while len(Counted.widths) < before + 8:
+        given += first.get(timeout=60).tokens
+    assert second.empty() and set(Counted.widths) == {1}
+    compiler.go.release()
+    told = [second.get(timeout=60) for _ in range(3)]
+    assert told[-1].ended == "length" and 2 in Counted.widths
+    while (one := first.get(timeout=60)).ended is None:
+        given += one.tokens
+    expected = generate(model, [[1, 2, 3], [4, 5]], max_new_tokens=200)
+    assert [given + one.tokens, [token for one in told for token in one.tokens]] == [expected[0], expected[1][:3]]
+
+
+def test_a_row_whose_cache_is_full_waits_for_a_longer_one_and_no_other_does(counted, compiler, model, monkeypatch):
+    monkeypatch.setattr(scheduler_module, "_LEAST_CACHE", 32)
+    while counted._rows is not None:  # of the request before
+        time.sleep(0.001)
+    counted._ran.clear()
+    long, short = queue.SimpleQueue(), queue.SimpleQueue()
+    counted.submit([Job([1, 2, 3], 40, long.put), Job([4], 20, short.put)])
+    assert compiler.begun.get(timeout=60) == (2, 64)
+    given: list[int] = []
+    while len(given) < 29:  # 32 tokens with those of the prompt
+        given += long.get(timeout=60).tokens
+    others: list[int] = []
+    while len(others) < 20:
+        others += short.get(timeout=60).tokens
+    answered = answers(counted, [[9]], [3])[0]  # in the row that is left
+    assert long.empty()
+    compiler.go.release(2)
+    while len(given) < 40:
+        given += long.get(timeout=60).tokens
+    assert [given, others, answered] == [
+        tokens[:n]
+        for tokens, n in zip(generate(model, [[1, 2, 3], [4], [9]], max_new_tokens=40), (40, 20, 3), strict=True)
+    ]
 
 
 @pytest.mark.parametrize(

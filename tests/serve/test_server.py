@@ -257,7 +257,7 @@ class Gated(Scheduler):
     def _continue(self):
         self.permits.acquire()
         self.seconds_a_block, self.given = 0.0, self.given + 1
-        super()._continue()
+        return super()._continue()
 
     def close(self):
         self._closing = True  # what goes on for want of a permit makes one block more
