@@ -76,6 +76,7 @@ def run(options: Options) -> None:
     from moe_jax.api.measure import tokenizer_of
     from moe_jax.api.model import Loading, Model
     from moe_jax.serve.app import App
+    from moe_jax.serve.connections import server_config
     from moe_jax.serve.scheduler import Scheduler
 
     source = options.open()
@@ -91,8 +92,8 @@ def run(options: Options) -> None:
             access = Access(_api_key(options), is_local(listener.getsockname()[0]))
             _warn_if_open(access)
             app = App(model, tokenizer, scheduler, name, access)
-            config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=10)
-            server = uvicorn.Server(config)
+            how = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": 10}
+            server = uvicorn.Server(server_config(app, requests=scheduler.most, **how))
             seats = f"{options.seats} seats of {scheduler.context} tokens"
             print(f"serving {name!r} at {_address(listener)}/v1 with {seats}", flush=True)
             try:

@@ -20,10 +20,12 @@ def serving(model, scheduler):
 
     from moe_jax.commands.serve import _address, _listening
     from moe_jax.serve.app import App
+    from moe_jax.serve.connections import server_config
 
     with _listening("127.0.0.1", 0) as listener:
         app = App(model, model.tokenizer, scheduler, "tiny")
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=5))
+        how = {"log_level": "error", "timeout_graceful_shutdown": 5}
+        server = uvicorn.Server(server_config(app, requests=scheduler.most, **how))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:

@@ -1,0 +1,84 @@
+"""Connections of the server: their number is bounded, and a request has to begin in time.
+
+uvicorn has a time-out for connections between two requests only, and its `limit_concurrency` answers requests with
+status 503, which open connections that never send one bring about.
+"""
+
+import asyncio
+from functools import partial
+from typing import Any, cast
+
+import h11
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+SECONDS_OF_HEADERS = 20.0
+"""In which the headers of a request have to come, from the opening of the connection, or from their first byte."""
+SPARE_CONNECTIONS = 256
+"""Connections beside those of the requests that are answered or wait."""
+
+
+def server_config(app: ASGIApp, *, requests: int, **options: Any) -> uvicorn.Config:
+    """Returns the configuration of a server for so many requests at a time; `options` are uvicorn's."""
+    protocol = partial(BoundedProtocol, most=requests + SPARE_CONNECTIONS)
+    return uvicorn.Config(app, http=cast(Any, protocol), **options)
+
+
+class BoundedProtocol(H11Protocol):
+    """A connection of uvicorn's that is closed if the headers of a request do not come in time.
+
+    Args:
+      most: connections of the server; one more is closed at once.
+      seconds: until headers have to be there.
+    """
+
+    def __init__(self, *arguments: Any, most: int, seconds: float = SECONDS_OF_HEADERS, **options: Any):
+        super().__init__(*arguments, **options)
+        self._most, self._seconds = most, seconds
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Takes a connection, unless there are too many."""
+        if len(self.connections) >= self._most:
+            self.transport = transport
+            transport.abort()
+            return
+        super().connection_made(transport)
+        self._expect_headers()
+
+    def data_received(self, data: bytes) -> None:
+        """Takes bytes of requests."""
+        super().data_received(data)
+        # Bytes that complete nothing do not move the deadline.
+        if self.conn.their_state is h11.IDLE:
+            self._expect_headers()
+        else:
+            self._forget_headers()
+
+    def on_response_complete(self) -> None:
+        """Waits for the next request, for as long as `timeout_keep_alive` says, or if it has begun, as the first."""
+        super().on_response_complete()
+        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+            self._unset_keepalive_if_required()
+            self._expect_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forgets the connection."""
+        self._forget_headers()
+        super().connection_lost(exc)
+
+    def _expect_headers(self) -> None:
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(self._seconds, self._end)
+
+    def _forget_headers(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _end(self) -> None:
+        if not self.transport.is_closing():
+            if self.conn.trailing_data[0] and self.conn.our_state is h11.IDLE:
+                self.transport.write(b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+            self.transport.close()
