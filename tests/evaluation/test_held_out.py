@@ -198,3 +198,13 @@ def test_pairs_of_which_nothing_is_scored_are_an_error():
     nothing = Pair(np.array([1, 2], np.int32), np.array([2, 3], np.int32), np.zeros(2, np.float32))
     with pytest.raises(InputError, match="no token of 2 pairs is scored"):
         Evaluator(nnx.graphdef(moe_jax.tiny_model().decoder), [nothing] * 2, batch_size=1)
+
+
+def test_pairs_of_a_list_are_named_by_their_number_and_the_choice_is_one_of_two(model):
+    pairs = [PAIRS[0], ("Who?", "\ud83d")]
+    with pytest.raises(BadDocument, match="^pair 2: "):
+        moe_jax.evaluate(model, pairs)
+    with pytest.raises(InputError, match="all 1 documents are bad"):
+        moe_jax.evaluate(model, pairs[1:], bad_documents="skip")
+    with pytest.raises(InputError, match="known: stop, skip"):
+        moe_jax.evaluate(model, pairs, bad_documents="drop")
