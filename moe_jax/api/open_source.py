@@ -36,8 +36,9 @@ def open_source(path: Path | str, *, base: Path | str | None = None) -> "ModelSo
     """
     from moe_jax.conversion import GGUFModel, HuggingFaceDirectory, is_gguf, is_hugging_face_directory
     from moe_jax.model_io.adapter_dir import AdapterDirectory, is_adapter_directory
+    from moe_jax.model_io.hub_names import split_step
     from moe_jax.model_io.model_dir import ModelDirectory, is_model_directory
-    from moe_jax.training.run_directory import describe_run, split_step
+    from moe_jax.training.run_directory import describe_run
 
     check_model_path(path)
     path = as_path(path)
@@ -133,9 +134,9 @@ def read_config(path: Path | str) -> "ModelConfig":
       InputError: if it is not a config that can be read.
     """
     from moe_jax.conversion import GGUFModel, is_gguf, read_hf_config
+    from moe_jax.model_io.hub_names import split_step
     from moe_jax.models import config_from_json
     from moe_jax.models.serialize import FORMAT
-    from moe_jax.training.run_directory import split_step
 
     check_model_path(path)
     path = as_path(path)

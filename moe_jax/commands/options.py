@@ -89,10 +89,15 @@ def check_options(options: Any) -> None:
 def check_model(given: str | os.PathLike[str] | None) -> None:
     """Raises an error if there is nothing at the path of a model, unless several processes have to hear of it."""
     from moe_jax.distributed.job_place import find_place
-    from moe_jax.model_io.hub_names import is_absent, why_a_path
+    from moe_jax.model_io.hub_names import is_absent, split_step, why_a_path
 
-    if given is not None and find_place() is None and is_absent(path := os.fspath(given)):
+    if given is None or find_place() is not None:
+        return
+    if is_absent(path := os.fspath(given)):
         raise FileNotFoundError(f"no model at {path}{why_a_path(path)}{nearest_path(path)}")
+    saved = split_step(Path(path))
+    if saved is not None and as_path(saved[0]).renames and not saved[0].exists():
+        raise FileNotFoundError(f"no training run at {saved[0]}{nearest_path(saved[0])}")
 
 
 def check_places(recipe: "Recipe", *, reads_data: bool = True) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from moe_jax.commands.options import check_places
+from moe_jax.commands.options import check_model, check_places
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.job_place import find_place
 from moe_jax.files.storage_path import as_path
@@ -64,6 +64,8 @@ class Options:
             raise InputError("missing: RECIPE.toml; see moe-jax train --help, and --keys for what a recipe holds")
         # Several processes have to hear of an error in one; and a pipe can be read only once.
         if find_place() is None and (not as_path(self.recipe).renames or not self.recipe.is_fifo()):
+            if self.restart is not None and "@" in self.restart:
+                check_model(self.restart)
             check_places(self.load(), reads_data=not self.compile_only)
 
     def load(self) -> "Recipe":

@@ -1,4 +1,4 @@
-"""Names of models: of one on the Hugging Face Hub, `org/name` or `org/name@revision`, or a path.
+"""Names of models: of one on the Hugging Face Hub, `org/name` or `org/name@revision`; `RUN@STEP`; or a path.
 
 A text is taken as a path if it exists on the disk, or could: if its first part is a folder here.
 """
@@ -39,3 +39,11 @@ def is_absent(path: Path | str) -> bool:
     """Whether there is nothing at a path on the disk, which names neither a model on the Hub nor a checkpoint."""
     place = as_path(path)
     return place.renames and "@" not in place.name and not place.exists() and not is_hub_name(path)
+
+
+def split_step(path: Path) -> tuple[Path, int] | None:
+    """Returns the run and the step of `RUN@STEP`; None if the path does not have this form, or exists."""
+    match = re.fullmatch(r"(.+)@(\d{1,18})", Path(path).name)
+    if match is None or as_path(path).exists():
+        return None
+    return as_path(path).with_name(match[1]), int(match[2])

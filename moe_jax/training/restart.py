@@ -25,6 +25,7 @@ from moe_jax.files.byte_files import open_bytes, size_of
 from moe_jax.files.remote_work import is_begun
 from moe_jax.files.staging import PARTIAL, require_space, staged_directory
 from moe_jax.files.storage_path import StoragePath, as_path
+from moe_jax.model_io.hub_names import split_step
 from moe_jax.training.recipe import Recipe, load_recipe
 from moe_jax.training.run_directory import (
     CHECKPOINTS,
@@ -38,7 +39,6 @@ from moe_jax.training.run_directory import (
     files_of_run,
     is_without_checkpoint,
     saved_steps,
-    split_step,
     with_horizon,
     write_run,
 )

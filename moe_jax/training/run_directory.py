@@ -19,7 +19,6 @@ A run is continued or restarted where certain keys of its recipe, and the conten
 import contextlib
 import dataclasses
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -118,14 +117,6 @@ def clear_unsaved(run_dir: Path, lock: RunLock) -> None:
         if is_without_checkpoint(run_dir):
             as_path(run_dir).remove_tree()
         lock.release()
-
-
-def split_step(path: Path) -> tuple[Path, int] | None:
-    """Returns the run and the step of `RUN@STEP`; None if the path does not have this form, or exists."""
-    match = re.fullmatch(r"(.+)@(\d{1,18})", Path(path).name)
-    if match is None or as_path(path).exists():
-        return None
-    return as_path(path).with_name(match[1]), int(match[2])
 
 
 def saved_steps(run_dir: Path) -> Mapping[int, Path]:

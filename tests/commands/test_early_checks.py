@@ -22,6 +22,8 @@ CASES = [
     ("generate model --prompts-file texxt.txt", "did you mean 'text.txt'"),
     ("inspect model --text text.txt", "--plots DIR"),
     ("train recipe.toml", "no model at m"),
+    ("train recipe.toml --restart modle@5", "did you mean 'model'"),
+    ("eval modle@5 --text text.txt", "no training run at modle"),
     ('train recipe.toml --set model.path=model data.sources=[{path="texxt.txt"}]', "did you mean 'text.txt'"),
     (
         'train recipe.toml --set model.path=model data.sources=[{path="text.txt"}] eval.text=mode/a',
