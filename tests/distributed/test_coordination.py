@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import select
 import signal
 import socket
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
+import jax
 import pytest
 
 from moe_jax.core.errors import InputError
@@ -266,6 +268,33 @@ def test_under_slurm_the_processes_of_a_node_share_all_its_gpus(monkeypatch, cha
     assert place is not None and place.host == "gpu017" and place.index == index
     assert place.count == int((SLURM | changes)["SLURM_NTASKS"])
     assert (place.local_devices, job_place.expected_local_devices()) == (devices, expected)
+
+
+def test_gpus_that_cannot_be_shared_evenly_are_refused(monkeypatch):
+    for name, value in (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4,3(x2)"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match="3 processes .* its 8 GPUs"):
+        job_place._devices_of_slurm()
+    for node, tasks in (("0", 4), ("1", 3), ("2", 3), ("3", 1)):
+        monkeypatch.setenv("SLURM_NODEID", node)
+        assert job_place._tasks_on_node() == tasks
+    monkeypatch.delenv("SLURM_STEP_TASKS_PER_NODE")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2(x9)")
+    assert job_place._tasks_on_node() == 2
+
+
+def test_versions_tell_one_source_from_another(tmp_path, monkeypatch):
+    found = job_place.versions()
+    assert found["jax"] == jax.__version__ and re.fullmatch(r"\d+\.\d+", found["python"])
+    package = tmp_path / "moe_jax"
+    (package / "core").mkdir(parents=True)
+    monkeypatch.setattr(job_place.moe_jax, "__file__", str(package / "__init__.py"))
+    seen = {found["moe_jax"]}
+    for name, content in (("__init__.py", ""), ("a.py", "1"), ("a.py", "2"), ("core/a.py", "2"), ("b.py", "")):
+        (package / name).write_text(content)
+        seen.add(job_place.versions()["moe_jax"])
+    (package / "notes.txt").write_text("nothing that runs")
+    assert job_place.versions()["moe_jax"] in seen and len(seen) == 6
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from moe_jax.distributed.processes import (
     gathered_bytes,
     join_processes,
 )
+from moe_jax.distributed.sharding import merge_positions
 from moe_jax.model_io.model_dir import ModelDirectory
 from tests.support.environment import COMPILER_FLAGS, ROOT
 from tests.support.forked import OF_MODELS, start
@@ -185,6 +186,17 @@ def test_all_hear_what_each_says_however_long_it_is(in_three):
             assert all(
                 found[name].dtype == array.dtype and np.array_equal(found[name], array) for name, array in own.items()
             )
+
+
+def test_the_position_in_the_data_is_that_of_all_rows(in_three):
+    positions = [[3, 2**40], [0, 0], [5, 7], [2**33, 1]]
+    mine = [{0: positions[0]}, {2: positions[2], 1: positions[1]}, {3: positions[3]}]
+
+    def state(rows):
+        return {"epoch": 2, "rows": {str(row): position for row, position in rows.items()}}
+
+    whole = state(dict(enumerate(positions)))
+    assert in_three(lambda index: merge_positions(state(mine[index]), 4)) == [whole] * 3
 
 
 def test_the_first_decides_or_fails_for_all(in_three):

@@ -31,8 +31,10 @@ from moe_jax.experts.forms import (
 )
 from moe_jax.experts.forms.coding import CodedJointly, experts_with
 from moe_jax.experts.forms.kernel_of_codes import NF4
-from moe_jax.experts.forms.protocol import form_of_option, option_of_form, registered
+from moe_jax.experts.forms.protocol import form_of_option, option_of_form, register, registered
+from moe_jax.experts.forms.sparse import check_addressable
 from moe_jax.experts.forms.whole import WithLoRA
+from moe_jax.experts.mixed_bank import MAX_PARTS
 from moe_jax.experts.on_host import expert_kernels, leaves_from_dense
 from moe_jax.experts.shapes import Load, LoRAConfig, Matrix, Window, normal_kernel, shapes_of, uniform_factor
 from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig, MoEConfig, config_from_json, config_to_json
@@ -383,3 +385,39 @@ def test_kernels_begin_as_small_as_they_are_said_to():
     np.testing.assert_allclose(np.quantile(factor, [0, 0.25, 0.5, 0.75, 1]) * 8, [-1, -0.5, 0, 0.5, 1], atol=0.03)
     for drawn in (kernel, factor):  # of every expert anew
         assert abs(np.corrcoef(drawn.reshape(2, -1))[0, 1]) < 0.05
+
+
+def test_parts_of_experts_are_those_that_there_are():
+    two = (Quantized(bits=2, group_size=8), Quantized(bits=4, group_size=8))
+    for parts, part_of, said in (
+        ((), (), "1 to 4 parts, not 0"),
+        (two * 3, (0, 1, 2, 3, 4, 5), "parts, not 6"),
+        (two, (0, 0), "must name"),
+        (two, (0, 1, 2), "must name"),
+    ):
+        with pytest.raises(InputError, match=said.replace("4", str(MAX_PARTS))):
+            Mixed(parts=parts, part_of=part_of)
+    mixed = Mixed(parts=two, part_of=(1, 0, 1))
+    with pytest.raises(InputError, match="of 3 experts, .* 4"):
+        mixed.check_count(4)
+    mixed.check_count(3)
+    assert [mixed.of_expert(expert).form for expert in range(3)] == [two[1], two[0], two[1]]
+    assert [mixed.of_expert(expert)[-1] for expert in range(3)] == [0, 0, 1]
+    assert [mixed.experts_of(part) for part in (0, 1)] == [[1], [0, 2]]
+
+
+def test_positions_that_are_no_int32_are_refused():
+    check_addressable((2**16, 2**15 - 1))
+    with pytest.raises(InputError, match="2147483648 entries"):
+        check_addressable((2**16, 2**15))
+
+
+def test_a_joint_factor_is_multiplied_once_for_each_matrix():
+    form, expert = JointLowRank(rank=3), FFNConfig(dim=48)
+    # One factor [r, f] of the neurons, and one [d, r] of each of three matrices.
+    assert form.multiplied_entries(expert, 32) == 3 * (48 + 3 * 32)
+
+
+def test_a_name_stands_for_one_form():
+    with pytest.raises(ValueError, match="'full' is registered"):
+        register("full")(Full)

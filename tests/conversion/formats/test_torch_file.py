@@ -3,6 +3,7 @@
 import contextlib
 import io
 import pathlib
+import pickle
 import struct
 import time
 import zipfile
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from moe_jax.conversion import tensors
 from moe_jax.conversion.tensors import DTYPES, TensorFiles
-from moe_jax.conversion.torch_file import read_torch_file
+from moe_jax.conversion.torch_file import _run, read_torch_file
 from moe_jax.core.errors import InputError
 
 
@@ -106,6 +107,13 @@ def test_runs_nothing(torch, tmp_path: pathlib.Path):
         (b"(dI1\nI1\ns.", "the operation DICT"),  # of protocol 0, which PyTorch does not write
         (b"}K\1\x85K\1s.", "tuple as a"),
         (b"}X\1\0\0\0aK\1sX\1\0\0\0aK\1s.", "the key 'a' twice"),
+        (b"}K\1a.", "items of what is no list"),
+        (b"K\1(K\2e.", "items of what is no list"),
+        (b"]K\1K\2s.", "keys of what is no dictionary"),
+        (b"}(K\1u.", "keys of what is no dictionary"),
+        (b"K\1K\2\x93.", "a name that is no string"),
+        (b"(X\1\0\0\0xctorch\nFloatStorage\nX\1\0\0\0kK\1K\2tQ.", "something else than a storage"),
+        (b"(X\7\0\0\0storageK\1X\1\0\0\0kK\1K\2tQ.", "something else than a storage"),
     ],
 )
 def test_a_pickle_that_is_no_state_dict(tmp_path: pathlib.Path, pickled: bytes, complaint: str):
@@ -114,6 +122,24 @@ def test_a_pickle_that_is_no_state_dict(tmp_path: pathlib.Path, pickled: bytes, 
     with pytest.raises(InputError) as error:
         read_torch_file(tmp_path / "x.bin")
     assert complaint in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("pickled", "value"),
+    [
+        (b"]K\1aK\2a.", [1, 2]),
+        (b"](K\1K\2e.", [1, 2]),
+        (b"\x8c\1a\x94]\x94K\5ah\0\x86.", ([5], "a")),
+        (b"K\4K\5q\7K\6h\7\x87\x86.", (4, (5, 6, 5))),
+        (b"K\5\x85.", (5,)),
+        (b"(N\x88\x89t.", (None, True, False)),
+        (b"((}])tt.", (({}, [], ()),)),
+        (b"}(X\1\0\0\0aK\1K\3M\0\1u.", {"a": 1, 3: 256}),
+        (b"ccollections\nOrderedDict\n)R}X\1\0\0\0aK\1sb.", {}),
+    ],
+)
+def test_a_pickle_builds_what_python_would_build(pickled: bytes, value):
+    assert _run(pickled) == value == pickle.loads(pickled)
 
 
 def test_a_legacy_file_says_what_to_do(torch, state: dict, tmp_path: pathlib.Path):

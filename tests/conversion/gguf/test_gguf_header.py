@@ -87,6 +87,7 @@ def test_every_shorter_file_is_refused(tmp_path):
         (content((pair("a", 13, b"\0" * 8),)), "'a' has .* type 13"),
         (content((pair("a", 7, b"\2"),)), "'a' is neither true"),
         (content((pair("a", 8, text(b"\xff")),)), "'a' is not UTF-8"),
+        (content((pair("a", 9, struct.pack("<IQ", 8, 2) + text(b"b") + text(b"\xff")),)), "string of 'a' is not UTF-8"),
         (content((pair("a\n", 0, b"\0"),)), r"metadata is 'a\\n'"),
         (content((*PAIRS, PAIRS[0])), "holds the key 'a.u8' twice"),
         (content((pair("general.alignment", 4, struct.pack("<I", 48)),)), "general.alignment is 48, expected a power"),

@@ -131,6 +131,8 @@ def test_rope_factors_are_llama_3s_or_any_others(tmp_path):
     angles = positions[0][:, None] / (10000.0 ** (np.arange(4) / 4) * odd)
     np.testing.assert_allclose(cos[0, :, :4], np.cos(angles), atol=1e-5)
     np.testing.assert_allclose(sin[0, :, 4:], np.sin(angles), atol=1e-5)
+    theirs, ours = both(tmp_path / "ones", "llama", raw={"rope_freqs.weight": np.ones(4, np.float32)})
+    assert ours.config.rope == theirs.config.rope  # which changes nothing
     for factor in (0, -1, np.inf):
         with pytest.raises(InputError, match=r"not finite"):
             both(tmp_path / "bad", "llama", raw={"rope_freqs.weight": np.array([1, 1, factor, 1], np.float32)})
@@ -162,6 +164,16 @@ def test_split_files_are_read_as_one(tmp_path):
     for i, file in enumerate(files):
         write_gguf(file, config, {}, raw=dict(names[i::3]), metadata=split | {"split.no": i})
     assert_same_model(theirs, open_source(files[0]))
+    for changes, message in (
+        ({"split.no": 1}, "m-00003-of-00003.gguf does not say .* file 3 of 3"),
+        ({"split.no": 2, "split.count": 2}, "m-00003-of-00003.gguf does not say .* file 3 of 3"),
+    ):
+        write_gguf(files[2], config, {}, raw=dict(names[2::3]), metadata=split | changes)
+        with pytest.raises(InputError, match=message):
+            open_source(files[0])
+    write_gguf(files[2], config, {}, raw=dict(names[5::3]), metadata=split | {"split.no": 2})
+    with pytest.raises(InputError, match=f"hold {len(names) - 1} tensors, it says {len(names)}"):
+        open_source(files[0])
     with pytest.raises(InputError, match="is one of 3 files; .* first, m-00001-of-00003.gguf"):
         open_source(files[1])
     write_gguf(files[2], config, {}, raw=dict(names[1::3]), metadata=split | {"split.no": 2})
@@ -185,6 +197,11 @@ def test_split_files_are_read_as_one(tmp_path):
         ({"without": ("llama.context_length",)}, "has no llama.context_length, which cannot"),
         ({"metadata": {"general.type": "adapter"}}, "general.type is 'adapter', only a"),
         ({"raw": {"rope_freqs.weight": np.zeros(4, np.float32)}}, "rope_freqs.weight holds numbers"),
+        ({"raw": {"rope_freqs.weight": np.ones((2, 2), np.float32)}}, r"shape \[2, 2\], expected"),
+        ({"raw": {"rope_freqs.weight": np.full(4, 2, np.float32)},
+          "metadata": {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}}, "type 'linear', which"),
+        ({"metadata": {"split.count": 2}}, "is one of 2 files, which .* NAME-00001-of-00002.gguf"),
+        ({"metadata": {"split.count": 2**31 - 1}}, "split.count is 2147483647, expected a"),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_one_line(tmp_path, change, message):
