@@ -11,8 +11,9 @@ from flax import nnx
 import moe_jax
 from moe_jax.api.compress import calibrate
 from moe_jax.commands.cli import main
+from moe_jax.compression.calibration import sensitivities
 from moe_jax.compression.calibration.recording import gradients_file, read_layer, record
-from moe_jax.compression.calibration.sensitivities import has_gradients, record_gradients
+from moe_jax.compression.calibration.sensitivities import has_gradients, measure_sensitivities, record_gradients
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.model_io.loading import load_model
@@ -140,6 +141,21 @@ def test_what_has_no_gradients(source, windows, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
     with pytest.raises(InputError, match=r"60 tokens take .* where 1 B are free"):
         record_gradients(source, windows, tmp_path, **how)
+
+
+def test_sensitivities_are_not_begun_without_the_memory(source, windows, monkeypatch):
+    """Twice the inputs of a layer, float32, for the model and for each matrix of each layer."""
+    needed = 2 * 4 * windows.size * source.config.d_model * (1 + 2 * 3)
+
+    def begins(*_):
+        raise StoppedError
+
+    monkeypatch.setattr(sensitivities, "embed_tokens", begins)
+    how = {"mesh": make_mesh({}, jax.devices()[:1])}
+    for free, expected in ((needed, StoppedError), (None, StoppedError), (needed - 1, InputError)):
+        monkeypatch.setattr(sensitivities, "available_memory", lambda free=free: free)
+        with pytest.raises(expected):
+            measure_sensitivities(source, windows, {}.__getitem__, **how)
 
 
 @long

@@ -38,10 +38,22 @@ def windows(source):
 
 
 @pytest.fixture(scope="module")
-def recorded(source, windows, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("recorded")
-    record(source, windows, folder, KEY, mesh=make_mesh({}, jax.devices()[:1]), batch_size=2)
-    return folder
+def recording(source, windows, tmp_path_factory):
+    """The folder, and what was told on the way."""
+    folder, told = tmp_path_factory.mktemp("recorded"), []
+    how = {"mesh": make_mesh({}, jax.devices()[:1]), "batch_size": 2}
+    record(source, windows, folder, KEY, **how, progress=lambda *step: told.append(step))
+    return folder, told
+
+
+@pytest.fixture(scope="module")
+def recorded(recording):
+    return recording[0]
+
+
+def test_layers_are_counted_up_to_the_last_with_experts(source, recording):
+    count = max(source.config.moe_layers) + 1
+    assert recording[1] == [("calibrating", done, count) for done in range(count + 1)]
 
 
 def test_keeps_what_every_bank_is_given(source, windows, recorded):

@@ -19,6 +19,7 @@ seeds = st.integers(0, 9999)
 def test_largest_mask(monkeypatch, sample, size, data, seed):
     monkeypatch.setattr(pruning, "_SAMPLE", sample)
     monkeypatch.setattr(pruning, "_SAMPLED_ABOVE", 2 * sample)
+    monkeypatch.setattr(pruning, "_BLOCK", 7)
     count = data.draw(st.integers(1, size))
     # Few values, so that many are equal.
     residual = np.random.default_rng(seed).integers(-3, 4, size).astype(np.float32)
