@@ -10,6 +10,7 @@ from moe_jax.compression.methods.choices import (
     TOKENS,
     Choice,
     Together,
+    _left,
     errors_of_choices,
     rank_of,
     together,
@@ -89,6 +90,24 @@ def test_the_spectrum_is_what_factors_take_from_the_error(layer):
     assert norm - np.sum(values.astype(np.float64) ** 2) == pytest.approx(
         squared(damped, kernel - left @ right.T), rel=1e-3
     )
+
+
+def test_factors_of_more_ranks_leave_less():
+    """From one decomposition for all of them."""
+
+    class Decomposed:
+        def __init__(self, norm):
+            self.norm, self.ranks = norm, []
+
+        def spectrum(self, residual, rank):
+            self.ranks.append(rank)
+            return np.float32([3, 2, 1, 0.5])[:rank], self.norm
+
+    coder = Decomposed(20.0)
+    assert _left(coder, None, {0.1: 1, 0.2: 3}) == {0.1: pytest.approx(11 / 20), 0.2: pytest.approx(6 / 20)}
+    assert coder.ranks == [3]
+    assert _left(Decomposed(13.999), None, {0.2: 3}) == {0.2: 0.0}  # rounding leaves nothing below zero
+    assert _left(Decomposed(0.0), None, {0.1: 1}) == {0.1: 0.0}
 
 
 def test_what_errors_are_together(layer, orders):
