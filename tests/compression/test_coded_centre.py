@@ -44,6 +44,26 @@ def test_codes_of_a_centre_are_those_that_its_options_say():
             codes_of_options(bits, size)
 
 
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("ders-quantize", {"bits": 2, "group_size": 8}),
+        ("ders-sparsify", {"drop": 0.5}),
+        ("ders-sparsify", {"drop": 0.5, "keep": "magnitude"}),
+        ("resmoe", {"residual": "svd", "keep": 0.5}),
+    ],
+)
+def test_every_method_around_a_centre_codes_it_as_it_is_asked_to(models, method, options):
+    layer = SourceLayer(ModelDirectory(models["one"]), 0)
+    shares = {0: {"shares": np.full(len(layer.shapes), 1 / len(layer.shapes))}}
+    for centre, expected in (
+        ({}, None),
+        ({"centre_bits": "3", "centre_group_size": 8}, BaseCodes(code="3", group_size=8)),
+    ):
+        bank = make_method(method, {**options, **centre}).plan([layer], shares)[0].bank
+        assert (bank.base, bank.base_codes) == ("shared", expected)
+
+
 @pytest.fixture(scope="module", params=["4", "nf4"])
 def small(request, models, tmp_path_factory):
     """`one` of the models, compressed by the command."""

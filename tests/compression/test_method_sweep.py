@@ -1,15 +1,23 @@
-"""The picture of a sweep: what its lines, axes and legend say."""
+"""What a sweep tries, and the picture of it: what its lines, axes and legend say."""
 
 import io
 
 import pytest
 from matplotlib.figure import Figure
 
-from moe_jax.compression import method_sweep
+from moe_jax.compression import make_method, method_sweep
 from moe_jax.compression.method_sweep import plot_sweep
 from moe_jax.compression.report import Point, Sweep
+from moe_jax.compression.spec import METHODS
 
 GB = 10**9
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_a_sweep_tries_can_be_and_is_tried_once(name):
+    option, values = METHODS[name].swept
+    assert values and list(values) in (sorted({*values}), sorted({*values}, reverse=True))
+    assert [getattr(make_method(name, {option: value}), option) for value in values] == [*values]
 
 
 def point(method, value, gigabytes, perplexity, error) -> Point:

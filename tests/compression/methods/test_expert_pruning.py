@@ -151,9 +151,11 @@ def test_a_universal_ffn_does_not_become_a_delta():
 def test_needs_a_text():
     source = source_of()
     only_used = LayerCalibration(recorded(source).statistics)
+    recorded_one = SourceLayer(source, 0, calibration=recorded(source))
+    make_method("reap", {"keep": 0.5}).check([recorded_one])
     for known in (None, only_used):
         with pytest.raises(InputError, match="give one with --calibrate TEXT"):
-            make_method("reap", {"keep": 0.5}).check([SourceLayer(source, 0, calibration=known)])
+            make_method("reap", {"keep": 0.5}).check([recorded_one, SourceLayer(source, 0, calibration=known)])
 
 
 @pytest.mark.parametrize(
