@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_jax.core.errors import InputError
+from moe_jax.data.sections import FieldsSection, SourceSection
 from moe_jax.data.sources import Files, JsonLines, TextFile, find_files
 
 text = st.text(alphabet="ab\n\u00e9\u6f22|", max_size=80)
@@ -121,3 +122,17 @@ def test_the_folder_before_a_pattern_is_none(tmp_path, monkeypatch):
     assert len(find_files(str(tmp_path / "run[1]" / "**" / "*.txt"))) == 2
     monkeypatch.chdir(tmp_path / "run[1]")
     assert [str(path) for path in find_files("[w-z].txt")] == ["x.txt"]
+
+
+def test_sources_that_cannot_be():
+    for options, said in (
+        ({"weight": 0}, "weight = 0 must"),
+        ({"weight": -1.0}, "weight = -1.0 must"),
+        ({"weight": float("nan")}, "weight = nan must"),
+        ({"separator": ""}, "separator is empty"),
+        ({"chat": True}, "fields and chat"),
+        ({"fields": FieldsSection(prompt="a", response="b")}, "fields and chat"),
+    ):
+        with pytest.raises(InputError, match=said):
+            SourceSection(path="a.txt", **options)
+    SourceSection(path="a.txt", weight=1e-9, separator=" "), SourceSection(path="a.jsonl", chat=True)

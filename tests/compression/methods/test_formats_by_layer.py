@@ -13,7 +13,7 @@ from moe_jax.compression.coding import storage
 from moe_jax.compression.coding.coder import LeastError, expert_coders
 from moe_jax.compression.coding.storage import disk_bytes, layer_bytes
 from moe_jax.compression.methods import bits_by_matrix
-from moe_jax.compression.methods.choices import Choice
+from moe_jax.compression.methods.choices import CHOICES, FACTORED, Choice, InParts, rank_of
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.core.errors import InputError
 from moe_jax.experts import BankConfig, BaseCodes
@@ -134,6 +134,29 @@ def test_zero_points_are_asked_for_and_not_taken_where_layers_are_better_without
 
         monkeypatch.setattr(bits_by_matrix.Allocate, "_chosen", chosen)
         assert method.plan([layer], {0: analysis})[0].bank.form.zero_points == bool(best)
+
+
+def test_what_a_bank_was_chosen_for_is_read_from_it(source, calibration):
+    layer = SourceLayer(source, 0, calibration=calibration.layers[0])
+    method = make_method("allocate", {**ALLOCATE, "target_bytes": 10**6, "zero_points": True, "row_scales": True})
+    names = list(layer.shapes)
+
+    def read(choice, expert=0):
+        bank = method._bank(layer, choice)
+        return tuple(bits_by_matrix._choice(layer, bank, layer.matrices[name], expert) for name in names)
+
+    for bits in CHOICES:
+        for added in method._formats:
+            assert read((Choice(*bits, added),) * 3) == (Choice(*bits, added),) * 3
+    several = (Choice(None, 3), Choice(4, 2), Choice(8, 4))
+    assert read(several) == several and read(several[::-1]) == several[::-1]
+    for centre, keep in FACTORED:  # of shares with the same rank the first
+        for found in read((Choice(centre, None, keep=keep),) * 3):
+            assert (found.centre, found.bits) == (centre, None)
+            assert rank_of(layer, found.keep) == rank_of(layer, keep)
+    parts = ((Choice(4, 2),) * 3, (Choice(4, 3, ("zero_points",)),) * 3)
+    in_parts = InParts(parts, (1, *[0] * (layer.num_experts - 1)))
+    assert read(in_parts, expert=0) == parts[1] and read(in_parts, expert=1) == parts[0]
 
 
 def compressed(source, calibration, out, **options):
