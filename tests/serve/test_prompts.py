@@ -48,14 +48,25 @@ def test_a_text_that_has_too_many_tokens_however_it_is_cut_is_not_tokenised(toke
 
 
 @pytest.mark.parametrize(
-    ("ask", "message"),
+    ("ask", "param", "message"),
     [
-        (lambda reader: reader.of("\ud83d"), "half of a character"),
-        (lambda reader: reader.of([1, -1]), "-1 lies outside"),
-        (lambda reader: reader.of_conversation([{"role": "user", "content": "a"}]), "the model has no chat template"),
+        (lambda reader: reader.of("\ud83d"), "prompt", "half of a character"),
+        (lambda reader: reader.of([1, -1]), "prompt", "-1 lies outside"),
+        (lambda reader: reader.of_conversation([{"role": "user", "content": "a"}]), "messages", "has no chat template"),
     ],
 )
-def test_messages_are_about_the_prompt_and_name_no_folder_of_the_server(tokenizer, ask, message):
+def test_messages_are_about_the_prompt_and_name_no_folder_of_the_server(tokenizer, ask, param, message):
     with pytest.raises(ProtocolError, match=message) as told:
         ask(reader_of(tokenizer))
-    assert told.value.status == 400 and not re.search(r"/|tokenizer\.json is", told.value.message)
+    assert told.value.status == 400 and told.value.param == param
+    assert not re.search(r"/|tokenizer\.json is", told.value.message)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(400, "invalid_request_error"), (404, "not_found_error"), (429, "rate_limit_error"), (499, "invalid_request_error"),
+     (500, "server_error"), (503, "server_error")],
+)  # fmt: skip
+def test_the_kind_of_an_error_follows_its_status(status, kind):
+    body = ProtocolError(status, "no", param="prompt", code="because").body()
+    assert body == {"error": {"message": "no", "type": kind, "param": "prompt", "code": "because"}}

@@ -3,6 +3,8 @@
 import queue
 import threading
 import time
+import types
+from functools import partial
 
 import jax
 import numpy as np
@@ -223,3 +225,12 @@ def test_a_row_whose_cache_is_full_waits_for_a_longer_one_and_no_other_does(coun
 def test_bad_sizes_are_refused(model, options, message):
     with pytest.raises(InputError, match=message):
         Scheduler(model, **options)
+
+
+def test_short_prompts_are_read_by_one_program():
+    """Programs differ by the room of a prompt: of 32 tokens for all that have no more."""
+    config = types.SimpleNamespace(bounded_positions=True, max_positions=100)
+    room = partial(Engine.room, types.SimpleNamespace(config=config))
+    stub = types.SimpleNamespace(_engine=types.SimpleNamespace(room=room))
+    lengths = [Scheduler._length(stub, types.SimpleNamespace(ids=[1] * count)) for count in (1, 17, 32, 33, 99)]
+    assert lengths == [32, 32, 32, 48, 100]
