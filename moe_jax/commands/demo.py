@@ -6,6 +6,9 @@ from typing import Annotated, ClassVar
 
 import tyro
 
+from moe_jax.commands.options import check_model
+from moe_jax.core.errors import InputError
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
@@ -30,6 +33,15 @@ class Options:
     more_steps: int = 70
     """Without --model: training steps that every model gets after it."""
 
+    def check(self) -> None:
+        """Raises an error for options that do not go together or are out of range, and a model that is not there."""
+        if self.quick and self.model is not None:
+            raise InputError("--quick makes its own model; leave out --model")
+        for name in ("tuning_steps", "dense_steps", "more_steps"):
+            if getattr(self, name) < 1:
+                raise InputError(f"steps must be at least 1, got {getattr(self, name)}")
+        check_model(self.model)
+
 
 EXAMPLES = """
 make demo
@@ -43,17 +55,11 @@ def run(options: Options) -> None:
     import rich.console
 
     from moe_jax.commands.cli import main
-    from moe_jax.core.errors import InputError
     from moe_jax.core.interruptions import Interrupted
     from moe_jax.demo import run_quick_demo, run_real_demo
     from moe_jax.demo.shell import Shell
     from moe_jax.training.loop import Stopped
 
-    if options.quick and options.model is not None:
-        raise InputError("--quick makes its own model; leave out --model")
-    for name in ("tuning_steps", "dense_steps", "more_steps"):
-        if getattr(options, name) < 1:
-            raise InputError(f"steps must be at least 1, got {getattr(options, name)}")
     # The commands print on standard output; the console must not hold back lines between them.
     shell = Shell(rich.console.Console(soft_wrap=True), main)
     if options.model is None and not options.quick:
