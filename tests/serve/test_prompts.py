@@ -64,9 +64,9 @@ def test_messages_are_about_the_prompt_and_name_no_folder_of_the_server(tokenize
 
 @pytest.mark.parametrize(
     ("status", "kind"),
-    [(400, "invalid_request_error"), (404, "not_found_error"), (429, "rate_limit_error"), (499, "invalid_request_error"),
-     (500, "server_error"), (503, "server_error")],
-)  # fmt: skip
+    [(400, "invalid_request"), (404, "not_found"), (429, "rate_limit"), (499, "invalid_request")]
+    + [(500, "server"), (503, "server")],
+)
 def test_the_kind_of_an_error_follows_its_status(status, kind):
     body = ProtocolError(status, "no", param="prompt", code="because").body()
-    assert body == {"error": {"message": "no", "type": kind, "param": "prompt", "code": "because"}}
+    assert body == {"error": {"message": "no", "type": f"{kind}_error", "param": "prompt", "code": "because"}}
