@@ -18,6 +18,7 @@ import pytest
 
 from moe_jax.commands import cli
 from moe_jax.models import FFNConfig
+from moe_jax.training import loop
 from moe_jax.training.loop import StopSignals
 from tests.support.disks import small_disk
 from tests.support.environment import COMPILER_FLAGS, ROOT
@@ -333,3 +334,19 @@ def test_a_run_that_learns_from_nothing_stops_and_says_so(workplace, steps, told
     assert f"no token of the first {told} batches is scored" in captured.err and "data.seq_len = 16" in captured.err
     assert "step 1: no token of the batch is scored" in captured.out
     assert not (tmp_path / "run" / "model").exists()
+
+
+def test_a_process_that_cannot_tell_the_others_passes_a_signal_on(monkeypatch):
+    """SIGTERM is for JAX, which tells the others; a key that was pressed becomes one."""
+    monkeypatch.setattr(loop.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(loop.processes, "has_coordination", lambda: False)
+    sent, numbers = [], (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    monkeypatch.setattr(loop.os, "kill", lambda process, number: sent.append((process, number)))
+    before = [signal.getsignal(number) for number in numbers]
+    with StopSignals() as stop:
+        first, second, _ = (signal.getsignal(number) for number in numbers)
+        assert first is before[0] and second is not before[1]
+        second(signal.SIGINT, None)
+        assert sent == [(os.getpid(), signal.SIGTERM)] and stop.received is None
+        assert signal.getsignal(signal.SIGINT) is before[1]  # pressed again, it ends the process
+    assert [signal.getsignal(number) for number in numbers] == before
