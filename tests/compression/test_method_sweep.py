@@ -1,14 +1,18 @@
 """What a sweep tries, and the picture of it: what its lines, axes and legend say."""
 
 import io
+import json
+import math
+import types
 
 import pytest
 from matplotlib.figure import Figure
 
 from moe_jax.compression import make_method, method_sweep
-from moe_jax.compression.method_sweep import plot_sweep
-from moe_jax.compression.report import Point, Sweep
+from moe_jax.compression.method_sweep import WORST_NLL, plot_sweep, sweep
+from moe_jax.compression.report import DENSE, LayerReport, Point, Report, Sweep
 from moe_jax.compression.spec import METHODS
+from moe_jax.core.errors import InputError
 
 GB = 10**9
 
@@ -18,6 +22,49 @@ def test_what_a_sweep_tries_can_be_and_is_tried_once(name):
     option, values = METHODS[name].swept
     assert values and list(values) in (sorted({*values}), sorted({*values}, reverse=True))
     assert [getattr(make_method(name, {option: value}), option) for value in values] == [*values]
+
+
+def test_every_model_is_scored_and_a_ruined_one_is_a_point_that_fits_a_picture(tmp_path, monkeypatch):
+    scores, told = {"source": 2.0, 0.25: 3.0, 0.5: math.inf, 0.75: math.nan, 1.0: 1e9}, []
+    tried = [("up", make_method("up", {"keep": keep})) for keep in (0.25, 0.5, 0.75, 1.0)]
+
+    def compressed(source, out, method, *, described, **options):
+        out.mkdir()
+        (out / "keep").write_text(str(method.keep))
+        layers = [
+            LayerReport(
+                layer=i, base=DENSE, bytes_before=400, bytes_after=int(400 * method.keep), error_per_neuron=0.0,
+                relative_error=error, uniform_usage=True,
+            )
+            for i, error in enumerate((0.1, 0.3))
+        ]  # fmt: skip
+        return Report(layers=tuple(layers), bytes_before=1, bytes_after=1)
+
+    def score(model):
+        return scores["source" if model is source else float((model / "keep").read_text())]
+
+    source = types.SimpleNamespace(path="where it is")
+    for name, stand_in in (("compress", compressed), ("ModelDirectory", lambda path: path)):
+        monkeypatch.setattr(method_sweep, name, stand_in)
+    monkeypatch.setattr(method_sweep, "plot_sweep", lambda result, file, title: file.write_text(title))
+    how = {"described": {"a": 1}, "sources": [], "progress": lambda what, done, total: told.append((done, total))}
+    found = sweep(source, tmp_path / "out", tried, score, **how)
+    assert (found.nll, found.perplexity, found.expert_bytes) == (2.0, math.exp(2), 800)
+    assert [one.value for one in found.points] == [0.25, 0.5, 0.75, 1.0]
+    assert [one.nll for one in found.points] == [3.0, WORST_NLL, WORST_NLL, WORST_NLL]
+    assert found.points[0] == Point(
+        method="up", option="keep", value=0.25, expert_bytes=200, kept=0.25, relative_error=pytest.approx(0.2), nll=3.0,
+        perplexity=math.exp(3),
+    )  # fmt: skip
+    assert told == [(done, 4) for done in range(5)]
+    assert len(found.warnings) == 1 and "--calibrate" in found.warnings[0]  # said once
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"sweep.json", "sweep.png"}
+    written = json.loads((tmp_path / "out" / "sweep.json").read_text())
+    assert written["measured"]["nll"] == 2.0 and written["options"] == {"a": 1}
+    scores["source"] = math.nan
+    with pytest.raises(InputError, match="nll nan"):
+        sweep(source, tmp_path / "other", tried, score, **how)
+    assert not (tmp_path / "other").exists()
 
 
 def point(method, value, gigabytes, perplexity, error) -> Point:

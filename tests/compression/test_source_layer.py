@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from moe_jax.compression import source_layer
+from moe_jax.compression.methods.narrower import routed_biases, routed_kernels, write_universal
 from moe_jax.compression.source_layer import (
     LARGEST_WEIGHT,
     SourceLayer,
@@ -24,8 +25,8 @@ D, F, E = 16, 24, 3
 SHAPES = {"gated": {"d_model": D, "dim": F}, "plain": {"d_model": D, "dim": F, "gated": False, "bias": True}}
 
 
-def layer_of(shape: str, **how) -> SourceLayer:
-    source = memory_moe(BankConfig(), noise=1.0, shape=SHAPES[shape], num_experts=E, **how)
+def layer_of(shape: str, bank: BankConfig | None = None, **how) -> SourceLayer:
+    source = memory_moe(bank or BankConfig(), noise=1.0, shape=SHAPES[shape], num_experts=E, **how)
     random = np.random.default_rng(0)
     for path, leaf in source.leaves.items():
         if path.endswith("/bias"):
@@ -100,3 +101,23 @@ def test_a_leaf_is_kept_until_the_next_one_is_read(monkeypatch):
     assert len(read) == 3
     layer.forget()
     assert len([*layer.kernels("up")]) == E and len(read) == 4
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_ffn_for_all_tokens_is_the_last_expert_of_the_bank_and_is_written_on_its_own(shape):
+    layer = layer_of(shape, bank=BankConfig(kind="low-rank", rank=2), universal="med", extended=True)
+    written: dict[str, np.ndarray] = {}
+    write_universal(layer, written.__setitem__)
+    kinds = ["kernel", "bias"] if shape == "plain" else ["kernel"]
+    assert written.keys() == {f"universal/{name}/{kind}" for name in layer.shapes for kind in kinds}
+    for name in layer.shapes:
+        whole, kernels = [*layer.kernels(name)], [*routed_kernels(layer, name)]
+        assert len(whole) == E + 1 and len(kernels) == E
+        np.testing.assert_array_equal(written[f"universal/{name}/kernel"], whole[-1])
+        np.testing.assert_array_equal(kernels, whole[:-1])
+        if shape == "plain":
+            np.testing.assert_array_equal(written[f"universal/{name}/bias"], layer.biases(name)[-1])
+            np.testing.assert_array_equal(routed_biases(layer, name), layer.biases(name)[:-1])
+    alone = layer_of(shape)
+    write_universal(alone, written.__delitem__)  # which would fail
+    assert len([*routed_kernels(alone, "up")]) == E

@@ -11,7 +11,14 @@ import pytest
 from moe_jax.api.compress import calibrate
 from moe_jax.checks.streamed_layers import StreamedModel
 from moe_jax.commands.cli import main
-from moe_jax.compression.calibration.recording import DEFAULT_SAMPLES, read_layer, record, sample_windows
+from moe_jax.compression.calibration.recording import (
+    DEFAULT_SAMPLES,
+    read_layer,
+    read_sensitivities,
+    record,
+    sample_windows,
+    write_sensitivities,
+)
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import make_mesh
 from moe_jax.files.staging import lock_directory
@@ -162,6 +169,20 @@ def test_what_cannot_be_calibrated(models, text, source, windows, tmp_path, monk
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
     with pytest.raises(InputError, match=r"60 tokens takes .* where 1 B are free"):
         record(source, windows, tmp_path, KEY, mesh=make_mesh({}, jax.devices()[:1]))
+
+
+def test_sensitivities_are_read_as_they_were_written_or_damaged(tmp_path):
+    found = {0: {"up": 0.5, "down": 1e-9}, 12: {"up": 3.0}}
+    assert read_sensitivities(tmp_path) is None
+    write_sensitivities(tmp_path, found)
+    assert read_sensitivities(tmp_path) == found and read_sensitivities(tmp_path, gradients=True) is None
+    write_sensitivities(tmp_path, {3: {}}, gradients=True)
+    assert read_sensitivities(tmp_path) == found and read_sensitivities(tmp_path, gradients=True) == {3: {}}
+    for content in ("[1]", '{"0": 1}', '{"zero": {}}', '{"0": {"up": "much"}}', '{"0": {"up": null}}'):
+        for file in tmp_path.iterdir():
+            file.write_text(content)
+        with pytest.raises(InputError, match="is damaged .* remove it"):
+            read_sensitivities(tmp_path)
 
 
 def test_another_command_on_the_same_text_has_to_wait(source, text, tmp_path):
