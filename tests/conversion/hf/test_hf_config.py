@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+import math
 import pathlib
 import re
 
 import pytest
 
 from moe_jax.conversion import families, read_hf_config, write_hf_config
-from moe_jax.conversion.config_keys import HFConfig
+from moe_jax.conversion.config_keys import HFConfig, is_harmless
 from moe_jax.conversion.families import FAMILIES, usual
 from moe_jax.conversion.hf_config import class_names
 from moe_jax.core.errors import InputError
@@ -57,6 +58,29 @@ def test_keys_inside_rope_parameters_are_refused_too():
 def test_an_encoder_s_keys_are_harmless_only_where_they_say_nothing():
     assert read_hf_config({**LLAMA, "is_encoder_decoder": False}) == read_hf_config(LLAMA)
     assert "'is_encoder_decoder' may change" in complaint({**LLAMA, "is_encoder_decoder": True})
+
+
+@pytest.mark.parametrize(
+    ("key", "nothing", "something"),
+    [
+        ("add_cross_attention", False, True),
+        ("cross_attention_hidden_size", None, 8),
+        ("is_decoder", False, True),
+        ("is_encoder_decoder", False, True),
+        ("pruned_heads", {}, {"0": [1]}),
+        ("rope_interleaved", False, True),
+        ("tf_legacy_loss", False, True),
+        ("tie_encoder_decoder", False, True),
+        ("_name_of_a_tool", 1, None),  # whatever it is
+        ("unsloth_version", "2", None),
+        ("torch_dtype", "float32", None),
+        ("dropout", None, 0.1),
+    ],
+)
+def test_keys_that_say_nothing(key: str, nothing: object, something: object):
+    assert is_harmless(key, nothing) == (key != "dropout")
+    if something is not None:
+        assert not is_harmless(key, something)
 
 
 def test_all_families_are_found_in_order():
@@ -522,6 +546,22 @@ def test_what_some_keys_mean_that_are_seldom_there():
         config = read_hf_config({**t5, **keys})
         assert (config.tie_embeddings, config.logit_scale) == (tied, 32**-0.5 if scaled else 1.0)
         assert read_hf_config(write_hf_config(config)) == dataclasses.replace(config, foreign=config.foreign)
+
+
+def test_the_scale_of_scores_grows_with_the_length_that_yarn_makes():
+    """In queries and in keys, so that it is there twice; a head is 8 + 4 wide."""
+    config = CONFIGS["deepseek_v2"]
+    for factor, all_dim, magnitude in (
+        (4.0, 0.707, 0.1 * 0.707 * math.log(4) + 1),
+        (1.0, 0.707, None),
+        (4.0, 0.0, None),
+    ):
+        scaling = {**config["rope_scaling"], "factor": factor, "mscale_all_dim": all_dim}
+        if not all_dim:
+            del scaling["mscale_all_dim"], scaling["mscale"]
+        scales = [layer.attention.scale for layer in read_hf_config({**config, "rope_scaling": scaling}).layers]
+        expected = None if magnitude is None else pytest.approx(12**-0.5 * magnitude**2)
+        assert scales == [expected] * 3
 
 
 def test_names_of_classes_are_those_of_all_or_none():
