@@ -23,8 +23,8 @@ from moe_jax.files.json_toml import ANYTHING, parse_json
 from moe_jax.serve.access import Access
 from moe_jax.serve.answers import Answer, Piece, TokenTexts
 from moe_jax.serve.lanes import Lane
+from moe_jax.serve.openai import MOST_VALUES, model_of, read_chat, read_completion
 from moe_jax.serve.openai import Request as Asked
-from moe_jax.serve.openai import model_of, read_chat, read_completion
 from moe_jax.serve.prompts import Prompt, PromptReader
 from moe_jax.serve.protocol_error import ProtocolError
 from moe_jax.serve.scheduler import Closed, Full, Scheduler
@@ -143,7 +143,7 @@ class App(Starlette):
 
         def prompts() -> tuple[Asked, list[Prompt]]:
             try:
-                body = parse_json(content, where="the request", allow=ANYTHING)
+                body = parse_json(content, where="the request", allow=ANYTHING, max_values=MOST_VALUES)
             except InputError as error:
                 raise ProtocolError(400, str(error)) from None
             self._check_model(model_of(body))

@@ -16,6 +16,8 @@ MOST_STOPS = 16
 """Stop strings of a request; OpenAI's own server takes 4."""
 MOST_PROMPTS = 128
 """Prompts of a request."""
+MOST_VALUES = 600_000
+"""Commas and opening brackets of a request; so many prompts of 4,096 token ids have fewer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ import pytest
 import moe_jax
 from moe_jax.generation import engine
 from moe_jax.serve import app
+from moe_jax.serve.openai import MOST_VALUES
 from moe_jax.serve.prompts import PromptReader
 from moe_jax.serve.scheduler import Scheduler
 from tests.support.byte_tokenizer import BOS
@@ -244,6 +245,11 @@ def test_bad_requests_are_told_what_is_wrong(address, path, body, status, messag
     got, _, answer = post(address, path, body)
     assert got == status and message in answer["error"]["message"]
     assert set(answer["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_request_of_too_many_values_is_not_parsed(address):
+    got, _, answer = post(address, "completions", b"[" * (MOST_VALUES + 1))
+    assert got == 400 and f"{MOST_VALUES:,} values" in answer["error"]["message"]
 
 
 class Gated(Scheduler):

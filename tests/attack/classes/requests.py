@@ -10,7 +10,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.files.json_toml import ANYTHING, parse_json
 from moe_jax.serve.fields import CHAT, COMPLETION, STREAM_OPTIONS
-from moe_jax.serve.openai import model_of, read_chat, read_completion
+from moe_jax.serve.openai import MOST_VALUES, model_of, read_chat, read_completion
 from moe_jax.serve.prompts import PromptReader
 from moe_jax.serve.protocol_error import ProtocolError
 from tests.attack.attacks import Attack
@@ -128,7 +128,7 @@ def _original() -> None:
 def _read(folder: Path, out: Path) -> list[tuple[int, Any]]:
     content = (folder / FILE).read_bytes()
     try:
-        body = parse_json(content, where="the request", allow=ANYTHING)
+        body = parse_json(content, where="the request", allow=ANYTHING, max_values=MOST_VALUES)
         model_of(body)
         if "messages" in body:
             asked = read_chat(body)

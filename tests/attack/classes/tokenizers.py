@@ -159,6 +159,8 @@ def _make(rng: random.Random, original: dict[str, Any], folder: Path) -> None:
     content = dict(original)
     if rng.random() < 0.5:
         name, part = _part(rng, content)
+        if name == "model" and isinstance(part, dict) and part["type"] == "WordPiece":
+            content["pre_tokenizer"] = {"type": "WhitespaceSplit"}  # its words are divided whole
         (folder / FILE).write_text(json.dumps(content | {name: part}))
         return
     kinds = (
