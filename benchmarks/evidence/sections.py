@@ -16,6 +16,8 @@ from evidence.tables import Table, tables_of
 _MODEL = ("moe_jax/functional", "moe_jax/experts", "moe_jax/nn", "moe_jax/models")
 _LOOP = ("moe_jax/training", "moe_jax/data", "moe_jax/evaluation")
 _TRAINING = (*_MODEL, "moe_jax/upcycling", *_LOOP)
+_BOUNDS = ("moe_jax/core/template_sandbox.py", "moe_jax/core/template_process.py", "moe_jax/files/tokenizer_size.py",
+           "moe_jax/serve")  # fmt: skip
 
 # What decides the results of studies; plans, tables and pictures do not.
 _STUDIES = (
@@ -256,9 +258,12 @@ SECTIONS = (
                 "moe_jax/files/json_toml.py",
             ),
             "moe_jax/files/regular_files.py",
+            *_BOUNDS,
         ),
         layouts.ATTACKS,
+        layouts.ATTACK_BOUNDS,
     ),
+    _program("attack_faults", "python benchmarks/attack_faults.py", ("tests/attack", *_BOUNDS), layouts.ATTACK_FAULTS),
     _program(
         "attack_kills",
         "python benchmarks/attack_kills.py",
