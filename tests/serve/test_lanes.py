@@ -34,4 +34,4 @@ def test_one_comes_after_another_and_who_is_cancelled_never_begins():
             await lane.run(lambda: 1 // 0)
         return await lane.run(lambda: 7)
 
-    assert asyncio.run(run()) == 7 and called == ["first", "last"]
+    assert asyncio.run(asyncio.wait_for(run(), 60)) == 7 and called == ["first", "last"]

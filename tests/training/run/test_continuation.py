@@ -1,5 +1,6 @@
 """What a run may be continued with: other paths, but the same contents; more steps, but the same schedule."""
 
+import dataclasses
 import json
 import os
 import re
@@ -11,14 +12,17 @@ import pytest
 
 from moe_jax.api.open_source import open_source
 from moe_jax.commands import cli
+from moe_jax.core.errors import InputError
+from moe_jax.data.sections import SourceSection
+from moe_jax.model_io.adapter_dir import ModelReference
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.training import run_directory
 from moe_jax.training import training_run as run_module
-from moe_jax.training.recipe import load_recipe
-from moe_jax.training.run_directory import RunLock
+from moe_jax.training.recipe import DistillSection, load_recipe
+from moe_jax.training.run_directory import RunLock, RunRecord, check_same
 from tests.support.dense_models import random_leaves, write_model
 from tests.support.tiers import long
-from tests.support.training_models import FFN, config_of
+from tests.support.training_models import FFN, config_of, recipe_of
 
 
 def rates(run: str = "run") -> list[float]:
@@ -213,3 +217,23 @@ def test_a_beginning_that_was_interrupted_is_begun_again(folder, monkeypatch):
 def begin(run_dir: str):
     source = open_source(Path("model"))
     return load_recipe("recipe.toml", [f"run_dir={run_dir}", "train.steps=1"]), source.config, source
+
+
+def test_a_run_goes_on_with_the_same_inputs_and_names_those_that_are_others():
+    recipe = dataclasses.replace(recipe_of(), distill=DistillSection(teacher="large"))
+    recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, sources=(SourceSection(path="a.txt"),)))
+    model, teacher = (ModelReference(path=name, fingerprint=name) for name in ("small", "large"))
+    before = RunRecord(source=model, config={"d_model": 16}, tokenizer="one", data=("text",), teacher=teacher)
+    moved = dataclasses.replace(teacher, path="elsewhere")
+    check_same(before, dataclasses.replace(before, teacher=moved), recipe)
+    for changes, named in (
+        ({"source": moved}, ["not the model"]),
+        ({"config": {"d_model": 32}}, ["describes another model"]),
+        ({"teacher": model}, ["large is not the teacher"]),
+        ({"tokenizer": "two"}, ["not the tokenizer"]),
+        ({"data": ("other",), "teacher": None}, ["large is not the teacher", "a.txt holds other data"]),
+    ):
+        with pytest.raises(InputError) as told:
+            check_same(before, dataclasses.replace(before, **changes), recipe)
+        assert all(words in str(told.value) for words in named) and str(told.value).count(" is not ") <= 1
+    check_same(before, dataclasses.replace(before, teacher=None), dataclasses.replace(recipe, distill=None))
