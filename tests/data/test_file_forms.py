@@ -93,7 +93,7 @@ JSON = b'{"text": "hello"}\n{"text": "b"}\n'
         ("a.jsonl", JSON, "is no text by its name (.jsonl)"),
         ("a.pdf", b"%PDF", "is no text by its name (.pdf)"),
         ("a.txt", b"PAR1 and more", "is a parquet file by its first bytes"),
-        ("a.txt", gzip.compress(JSON), "compressed by gzip"),
+        ("a.txt", gzip.compress(JSON, mtime=0), "compressed by gzip"),
         ("a.txt", "hello".encode("utf-16-le"), "in UTF-16"),
     ],
 )
