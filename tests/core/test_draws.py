@@ -8,7 +8,19 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from moe_jax.core.draws import draw_positions
+from moe_jax.core.draws import (
+    DROPPED,
+    FACTOR,
+    FRESH,
+    NOISE,
+    POSITIONS,
+    REDRAWN,
+    ROUTER,
+    draw_factor,
+    draw_positions,
+    draw_router,
+    stream,
+)
 from moe_jax.core.errors import InputError
 
 
@@ -48,4 +60,23 @@ def test_positions_of_a_large_kernel_are_drawn_fast(count):
 
 def test_kernels_beyond_int32_are_refused():
     with pytest.raises(InputError, match="large for the int32 positions"):
+        draw_positions(np.random.default_rng(0), 2**31, 1)
+
+
+def test_streams_and_what_is_drawn_first_are_what_they_were():
+    """An old seed must give the model that it gave: keys are what they were, and streams differ in all parts of one."""
+    assert (ROUTER, FACTOR, POSITIONS, FRESH, NOISE, DROPPED, REDRAWN) == (0, 1, 2, 3, 4, 5, 6)
+    keys = [(0,), (1,), (0, 0), (0, 1), (1, 0), ()]
+    drawn = {stream(seed, *key).integers(2**62) for seed in (0, 1) for key in keys}
+    assert len(drawn) == 2 * len(keys) and stream(1, 0, 1).integers(2**62) in drawn
+    by_hand = np.random.Generator(np.random.Philox(np.random.SeedSequence(7, spawn_key=(2, 3))))
+    assert stream(7, 2, 3).integers(2**62) == by_hand.integers(2**62)
+    router, factor = draw_router(stream(0), 64, 960), draw_factor(stream(1), 64, 960)
+    assert router.shape == factor.shape == (64, 960) and router.dtype == factor.dtype == np.float32
+    np.testing.assert_allclose(np.quantile(router, [0.159, 0.5, 0.841]), [-0.02, 0, 0.02], atol=1e-3)
+    np.testing.assert_allclose(np.quantile(factor, [0, 0.25, 0.5, 0.75, 1]) * 8, [-1, -0.5, 0, 0.5, 1], atol=0.03)
+
+
+def test_a_kernel_that_int32_cannot_address_is_refused_at_once():
+    with pytest.raises(InputError, match="2147483648 entries"):
         draw_positions(np.random.default_rng(0), 2**31, 1)

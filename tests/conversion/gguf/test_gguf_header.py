@@ -65,6 +65,13 @@ def test_alignment_of_the_file(tmp_path):
     assert read(tmp_path, data).tensors["x"].start % 64 == 0
 
 
+@pytest.mark.parametrize("last", PAIRS, ids=["u8", "i32", "f32", "true", "text", "words", "numbers"])
+def test_a_file_may_end_with_its_metadata(tmp_path, last):
+    """Such as one that holds a vocabulary alone."""
+    header = read(tmp_path, content((last,), (), b"", alignment=1))
+    assert len(header.metadata) == 1 and not header.tensors
+
+
 def test_every_shorter_file_is_refused(tmp_path):
     data = content()
     for size in range(len(data)):
