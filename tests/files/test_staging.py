@@ -76,15 +76,16 @@ def test_where_nothing_can_be_made_is_known_before_anything_is(tmp_path, monkeyp
 
 @pytest.mark.parametrize(
     "command",
-    ["convert M F/x", "export M F/x", "upcycle M F/x --experts 2", "adapt M F/x --method lora --adapter lora:2",
-     "merge M F/x", "compress M F/x --method quantize --bits 4", "inspect M --plots F/x", "report M --out F/x",
-     "train recipe.toml", "train recipe.toml --resume", "data tokenize recipe.toml F/x"],
+    ["convert M F/x", "export M F/x", "upcycle M F/x --experts 2", "merge M F/x",
+     "adapt M F/x --method lora --adapter lora:2 --targets q", "compress M F/x --method quantize --bits 4",
+     "inspect M --plots F/x", "report M --out F/x", "train recipe.toml", "train recipe.toml --resume",
+     "data tokenize recipe.toml F/x"],
 )  # fmt: skip
 def test_commands_say_at_once_that_nothing_can_be_written(tmp_path, monkeypatch, capsys, command):
     monkeypatch.chdir(tmp_path)
     write_checkpoint(tmp_path / "M", CONFIGS["llama"], random_tensors(CONFIGS["llama"]))
-    pathlib.Path("F").touch()
-    recipe = 'run_dir = "F/x"\nmodel.path = "M"\ndata = {tokenizer = "absent", sources = [{path = "absent"}]}\n'
+    pathlib.Path("F").touch(), pathlib.Path("file").touch()
+    recipe = 'run_dir = "F/x"\nmodel.path = "M"\ndata = {tokenizer = "file", sources = [{path = "file"}]}\n'
     pathlib.Path("recipe.toml").write_text(recipe + "[train]\nsteps = 1\nbatch_size = 1\n")
 
     def read(*_, **__):
@@ -96,7 +97,7 @@ def test_commands_say_at_once_that_nothing_can_be_written(tmp_path, monkeypatch,
     assert cli.main(command.split()) == 2
     err = capsys.readouterr().err
     assert "cannot be made: " in err and "/F is not a" in err and err.count("\n") == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["F", "M", "recipe.toml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["F", "M", "file", "recipe.toml"]
 
 
 def test_a_file_has_the_old_content_or_the_new(tmp_path):
