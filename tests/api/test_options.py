@@ -161,5 +161,6 @@ def test_what_is_no_model_or_no_place_is_named(dense):
     for said, call in calls.items():
         with pytest.raises(TypeError, match=said):
             call()
-    with pytest.raises(moe_jax.InputError, match=r"upcycle\(\) takes the spec UpcycleSpec or its fields"):
-        moe_jax.upcycle(dense, None, moe_jax.UpcycleSpec(), experts=2)
+    for spec, options, got in ((moe_jax.UpcycleSpec(), {"experts": 2}, "also experts"), ({}, {}, "a dict")):
+        with pytest.raises(moe_jax.InputError, match=rf"upcycle\(\) takes the spec UpcycleSpec or its .*; got {got}"):
+            moe_jax.upcycle(dense, None, spec, **options)

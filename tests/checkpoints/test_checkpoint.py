@@ -12,7 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.checkpoints import orbax_store
 from moe_jax.checkpoints.orbax_store import TrainingCheckpoints
+from moe_jax.checkpoints.saved_state import read_steps
 from moe_jax.core.errors import InputError
+from moe_jax.files.storage_path import as_path
 from tests.checkpoints.test_leaf_files import BITS, assert_same_bits
 from tests.support.disks import run_python
 
@@ -88,6 +90,13 @@ def test_what_each_process_holds_alone_goes_through_the_host(monkeypatch):
     assert type(orbax_store._plain(array)) is np.ndarray  # Orbax takes no array that is local to one of several
     over_all = types.SimpleNamespace(dtype=array.dtype, is_fully_addressable=False)
     assert orbax_store._plain(over_all) is over_all
+
+
+def test_steps_are_in_the_order_of_their_numbers(tmp_path):
+    for name in ("100", "20", "3", "100.tmp", "three"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "7").touch()
+    assert list(read_steps(as_path(tmp_path)).items()) == [(step, tmp_path / str(step)) for step in (3, 20, 100)]
 
 
 def test_the_path_of_a_run_is_no_pattern(tmp_path):

@@ -111,6 +111,7 @@ def test_an_nf4_base_is_compared_with_itself(models, tmp_path, capsys):
     nf4 = 2 * (16 * 16 * 2 + 16 * 8 * 2 + 3 * 16 * 24)
     assert f"{nf4:,} of them as NF4 codes" in printed
     measured = json.loads((out / "lineage.json").read_text())[-1]["measured"]
+    assert f"NF4 changes the logits by up to {measured['nf4_max_abs_difference']:.2g}\n" in printed
     assert 0.0 < measured["nf4_max_abs_difference"] and measured["step0_max_abs_difference"] == 0.0
 
 

@@ -46,6 +46,7 @@ CASES = [
     ("compress model out --method up --keep 0.5 --calibrate text.txt --samples 0", "samples=0"),
     ("inspect model --plots plots --text text.txt --seq-len 1", "seq_len = 1"),
     ("demo --dense-steps 0", "at least 1"),
+    ("demo --quick --model model", "--quick makes its own model"),
     ("demo --model modle", "did you mean 'model'"),
     ("serve model --port 99999", "port=99999"),
     ("serve model --seats 0", "seats=0"),

@@ -3,6 +3,7 @@
 import errno
 import os
 import pathlib
+import re
 
 import pytest
 
@@ -158,6 +159,7 @@ def test_what_interrupted_commands_left_is_cleaned(tmp_path, capsys):
     folder(tmp_path / ".notes.partial", "of the user: no command has written this")
     assert cli.main(["clean", str(tmp_path / "run")]) == 0
     assert names(tmp_path / "run") == [] and ".model.partial" in names(tmp_path)
+    assert re.fullmatch(r"removed .*/run/\.model\.new\.partial: \d[\d.,]* k?B\n", capsys.readouterr().out)
     with Workplace(tmp_path / "model", job=1):
         assert cli.main(["clean", str(tmp_path / "model")]) == 2
     assert "command is writing" in capsys.readouterr().err

@@ -230,6 +230,16 @@ def test_a_model_may_be_given_beside_the_recipe(folder, monkeypatch, capsys):
     assert trained["bytes"] == 4 * plan["total_params"] > 4 * plan["dense_params"]
 
 
+def test_the_environment_of_a_compiler_is_made_before_anything_else(folder, monkeypatch, capsys):
+    def prepare():
+        raise InputError("prepared")
+
+    monkeypatch.setattr(planned_devices, "prepare_environment", prepare)
+    words = ["plan", "--train", str(folder / "recipe.toml"), "--platform"]
+    assert cli.main([*words, "h100"]) == 2 and "error: prepared" in capsys.readouterr().err
+    assert cli.main([*words, "h200x"]) == 2 and "error: prepared" in capsys.readouterr().err
+
+
 def test_little_memory_is_said(folder, one_device, compiled_once, capsys, monkeypatch):
     words = ["plan", "--train", str(folder / "recipe.toml"), *CHANGED]
     assert cli.main([*words, "--json"]) == 0

@@ -12,6 +12,7 @@ import pathlib
 import re
 from collections.abc import Iterator
 
+import moe_jax
 from moe_jax.commands.cli import COMMANDS
 
 TABLE = pathlib.Path(__file__).with_name("interface.txt")
@@ -21,17 +22,20 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 def arguments_of(value) -> Iterator[str]:
     """Yields the arguments of a dataclass, another class or a function with their defaults, `*` before keywords."""
+    positional = True
     if dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             if field.init:
+                if positional and field.kw_only:
+                    positional = False
+                    yield "*"
                 yield field.name if default is dataclasses.MISSING else f"{field.name} = {default!r}"
     elif hasattr(value, "_field_defaults"):  # a named tuple
         for name in value._fields:
             default = value._field_defaults.get(name, dataclasses.MISSING)
             yield name if default is dataclasses.MISSING else f"{name} = {default!r}"
     elif inspect.isfunction(value) or inspect.isclass(value) and "__init__" in vars(value):
-        positional = True
         for parameter in inspect.signature(value).parameters.values():
             if positional and parameter.kind is parameter.KEYWORD_ONLY:
                 positional = False
@@ -58,6 +62,12 @@ def table() -> str:
 
 def test_defaults_are_those_of_the_table():
     assert TABLE.read_text(encoding="utf-8") == table()
+
+
+def test_what_is_listed_is_what_is_public():
+    listed = set(moe_jax.__all__)
+    assert {"load", "Model", "configs"} <= listed <= set(dir(moe_jax))
+    assert not any(name.startswith("_") for name in listed)
 
 
 if __name__ == "__main__":

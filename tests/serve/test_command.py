@@ -45,6 +45,7 @@ def test_it_says_where_it_listens_and_ends_cleanly(served_dir):
             run.send_signal(signal.SIGTERM)
             out, err = run.communicate(timeout=30)
             assert run.returncode == 0 and err.splitlines()[-1] == "moe-jax: stopped"
+            assert "moe-jax: compiling" in err.splitlines()
         finally:
             run.kill()
 

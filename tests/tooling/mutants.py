@@ -74,7 +74,10 @@ class Mutant:
     def readers(self) -> list[str]:
         """Tests that read what changes as text, which no measurement of the lines that run can tell."""
         if "dataclass(" in self.change[0]:
-            return ["tests/project/test_records.py::test_dataclasses_are_frozen_and_made_by_keyword"]
+            return [
+                "tests/project/test_records.py::test_dataclasses_are_frozen_and_made_by_keyword",
+                "tests/project/test_interface.py::test_defaults_are_those_of_the_table",
+            ]
         if self.rule == "dropped keyword strict":
             return ["tests/project/test_lint.py::test_ruff_finds_nothing[strict]"]
         if self.rule == "dropped keyword encoding":
