@@ -1,6 +1,8 @@
 """What quantising changes in the predictions of a text, alone and as `adapt` and `upcycle` say it."""
 
+import dataclasses
 import json
+import types
 
 import numpy as np
 import pytest
@@ -9,8 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moe_jax
+from moe_jax.api import transforms
 from moe_jax.checks.step0 import MOST_TOKENS, WINDOW, ProbeText, compare_predictions, text_rows
 from moe_jax.commands import cli
+from moe_jax.core.errors import InputError
+from tests.support.dense_models import dense_config
 
 NF4 = "--method lora --adapter lora:2 --targets q --base nf4".split()
 STORY = "Once upon a time, there was a little dog named Max. He liked to run in the big park.\n"
@@ -86,3 +91,34 @@ def test_a_text_that_cannot_be_used_is_said_at_once(options, message, model, tmp
     (tmp_path / "short.txt").write_text("")
     assert cli.main(["adapt", str(model), "tuned", *options]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "tuned").exists()
+
+
+def test_models_are_compared_on_a_text_where_kernels_are_rounded(monkeypatch, tmp_path):
+    """The built-in one without a file, if there is a tokenizer to read it with."""
+    (tmp_path / "text.txt").write_text("own")
+    plain, scored = dense_config(), dataclasses.replace(dense_config(), num_classes=2)
+    source = types.SimpleNamespace(config=plain, path="a model")
+    monkeypatch.setattr(transforms, "has_nf4_kernels", lambda config: config is not plain)
+    nf4 = dense_config(num_layers=2)
+
+    def text(source=source, config=nf4, file=None, check=True):
+        return transforms._probe_text(source, config, file, check=check)
+
+    monkeypatch.setattr(transforms, "tokenizer_of_source", lambda source: tokenizer)
+    tokenizer = types.SimpleNamespace(encode=lambda text: list(text.encode()))
+    monkeypatch.setattr(transforms, "read_text", lambda place, tokenizer: tokenizer.encode(place.read_text()))
+    labels = types.SimpleNamespace(config=scored, path="a model")
+    assert text().ids == tokenizer.encode(transforms._TEXT)
+    assert text(file=tmp_path / "text.txt").ids.tolist() == [*b"own"]
+    assert text(config=plain) is text(check=False) is text(source=labels) is None
+    for changes in ({"config": plain}, {"check": False}, {"source": labels}):
+        with pytest.raises(InputError):
+            text(file=tmp_path / "text.txt", **changes)
+    tokenizer = types.SimpleNamespace(encode=lambda text: [1])
+    assert text() is None
+    monkeypatch.setattr(transforms, "tokenizer_of_source", fail)
+    assert text() is None
+
+
+def fail(source):
+    raise InputError("no tokenizer")

@@ -231,10 +231,11 @@ def _shortened(text: str, width: int = 80) -> str:
 def sample(sources: dict[str, str], count: int, seed: int) -> list[Mutant]:
     """`count` edits by rules, as evenly as can be over the files and within a file over the rules.
 
-    The first edits of a file depend on the seed and its own text alone; a larger count adds to a smaller one.
+    The first edits of a file depend on the seed and its own text alone; a larger count adds to a smaller one. Files
+    come in an order that is drawn, so that a count below their number is not of the first by name.
     """
     queues = []
-    for path, source in sorted(sources.items()):
+    for path, source in sorted(sources.items(), key=lambda item: hashlib.sha256(f"{seed} {item[0]}".encode()).digest()):
         draw = random.Random(f"{seed} {path}")
         by_rule: dict[str, list[Mutant]] = {}
         for mutant in by_rules(path, source):
