@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 from flax import nnx
 
 import moe_jax
+from moe_jax.api import compress as compressing
 from moe_jax.api.open_source import open_source
 from moe_jax.core.errors import InputError
 from moe_jax.model_io.adapter_dir import AdapterDirectory
@@ -337,3 +339,20 @@ def test_kernels_that_make_no_experts():
 def test_experts_alone_give_nothing_to_calibrate():
     with pytest.raises(InputError, match="model runs over"):
         moe_jax.compress_experts(experts_of(moe_jax.tiny_model(experts=2), 0), method="reap", keep=0.5)
+
+
+def test_processes_that_record_inputs_for_each_other_need_a_folder(monkeypatch):
+    made = types.SimpleNamespace(folder="recorded")
+    monkeypatch.setattr(compressing, "calibrate", lambda *_, place, **__: (places.append(place), made)[1])
+    monkeypatch.setattr(compressing, "_windows", lambda *_: {})
+    places, there = [], "gs://bucket/model"
+
+    def recorded(**options):
+        spec = moe_jax.CompressSpec.of({"method": "msmoe", "keep": 0.5, "calibrate": "text.txt", **options})
+        return compressing._calibration(there, types.SimpleNamespace(), spec, sensitivities=False)
+
+    assert recorded() is made and places == [None]
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(moe_jax.InputError, match="--calibration-dir"):
+        recorded()
+    assert len(places) == 1

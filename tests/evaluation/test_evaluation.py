@@ -122,6 +122,7 @@ def test_the_command_prints_nothing_but_json(model, model_directory, tmp_path, c
     printed = float(re.search(r"perplexity (\S+)", captured.out)[1])
     assert printed == pytest.approx(math.exp(by_definition(model, ids_of(TEXT), 65)[1] / 63), rel=1e-4)
     assert "was made for 64 positions, not 65" in captured.err
+    assert " tokens scored in 1 windows of 65\n" in captured.out
 
 
 @pytest.mark.parametrize(
