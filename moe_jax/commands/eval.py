@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import tyro
 
 from moe_jax.commands.options import OneModel, check_text_file
-from moe_jax.core.bad_documents import OnBad, Skipped, skipped_lines
+from moe_jax.core.bad_documents import OnBad, Skipped, skipped_lines, skipped_words
 from moe_jax.core.errors import InputError, flag_of
 from moe_jax.data.sections import check_seq_len
 from moe_jax.distributed.job_place import find_place
@@ -292,7 +292,7 @@ def _say_skipped(count: int, problems: Sequence[str]) -> None:
 
 
 def _and_skipped(count: int) -> str:
-    return f"; {count:,} bad documents were skipped" if count else ""
+    return f"; {skipped_words(count)}" if count else ""
 
 
 def _read_tasks(options: Options) -> "TaskFolder":

@@ -58,8 +58,13 @@ class Skipped:
             raise InputError(f"{what}: all {self.count:,} documents are bad; the first is {self.problems[0]}")
 
 
+def skipped_words(count: int) -> str:
+    """Returns how many documents were skipped, in words."""
+    return "1 bad document was skipped" if count == 1 else f"{count:,} bad documents were skipped"
+
+
 def skipped_lines(count: int, problems: Sequence[str]) -> list[str]:
     """Returns lines for people: how many documents were skipped, and the first of them."""
     rest = count - len(problems)
     named = [*problems, *([f"and {rest:,} more"] if rest else [])]
-    return [f"note: {count:,} bad documents were skipped:", *(f"  {one}" for one in named)]
+    return [f"note: {skipped_words(count)}:", *(f"  {one}" for one in named)]
