@@ -11,7 +11,7 @@ from rich.console import Console
 from moe_jax.api.open_source import open_source
 from moe_jax.commands import cli
 from moe_jax.compression import compress, make_method
-from moe_jax.compression.coding.write_experts import codes_of_options
+from moe_jax.compression.options.in_common import centre_options
 from moe_jax.compression.source_layer import SourceLayer
 from moe_jax.conversion import export, read_hf_config
 from moe_jax.core.errors import InputError
@@ -34,14 +34,17 @@ RESMOE = ("--method", "resmoe", "--residual", "quantized:2", "--centre-bits")
 
 
 def test_codes_of_a_centre_are_those_that_its_options_say():
-    assert codes_of_options(None, None) is None
-    assert codes_of_options(4, 32) == BaseCodes(code="4", group_size=32)
-    assert codes_of_options("3", None, table=True, scale_bits=8) == BaseCodes(code="3", table=True, scale_bits=8)
-    assert codes_of_options("8", 16, table=True) == BaseCodes(code="8", group_size=16)  # which have no table
-    assert codes_of_options("nf4", None, table=True, scale_bits=8) == BaseCodes(code="nf4")  # nor scales of their own
+    def codes(*options, **more):
+        return BaseCodes(**centre_options(*options, **more) or {})
+
+    assert centre_options(None, None) is None
+    assert codes(4, 32) == BaseCodes(code="4", group_size=32)
+    assert codes("3", None, table=True, scale_bits=8) == BaseCodes(code="3", table=True, scale_bits=8)
+    assert codes("8", 16, table=True) == BaseCodes(code="8", group_size=16)  # which have no table
+    assert codes("nf4", None, table=True, scale_bits=8) == BaseCodes(code="nf4")  # nor scales of their own
     for bits, size, said in ((None, 32, "goes with centre_bits"), (4, 5, "multiple of 8"), (5, None, "'5'")):
         with pytest.raises(InputError, match=said):
-            codes_of_options(bits, size)
+            centre_options(bits, size)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Pieces of the demo; the whole of it is `make demo`."""
 
 import json
-import pathlib
 import random
 import re
 import signal
@@ -66,9 +65,10 @@ def test_steps_below_one_are_refused(tmp_path, capsys):
 def test_a_model_gets_the_demo_on_a_real_one(tmp_path, monkeypatch):
     called = []
     monkeypatch.setattr(demo, "run_real_demo", lambda *places, steps, shell: called.append((*places, steps, shell)))
-    assert main(["demo", "--dir", str(tmp_path / "d"), "--model", "m.gguf", "--tuning-steps", "3"]) == 0
+    (tmp_path / "m.gguf").touch()
+    assert main(["demo", "--dir", str(tmp_path / "d"), "--model", str(tmp_path / "m.gguf"), "--tuning-steps", "3"]) == 0
     [(folder, model, steps, its_shell)] = called
-    assert (folder, model, steps) == (tmp_path / "d", pathlib.Path("m.gguf"), 3) and isinstance(its_shell, shell.Shell)
+    assert (folder, model, steps) == (tmp_path / "d", tmp_path / "m.gguf", 3) and isinstance(its_shell, shell.Shell)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
