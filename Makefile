@@ -56,12 +56,13 @@ $(GPU_VENV)/.installed-gpu: pyproject.toml
 	$(GPU_VENV)/bin/pip install --quiet --editable '.[gpu]' pytest hypothesis
 	touch $@
 
+# Python compiles what is imported, when it first is; pip would compile everything.
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --editable '.[gguf]'
+	$(VENV)/bin/pip install --quiet --no-compile --editable '.[gguf]'
 	touch $@
 
 $(VENV)/.installed-test: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --editable '.[test]'
+	$(VENV)/bin/pip install --quiet --no-compile --editable '.[test]'
 	touch $(VENV)/.installed $@

@@ -160,7 +160,7 @@ def test_with_perft_experts_beside_it_eight_devices_learn_and_say_what_one_does(
     assert said_by_eight == said
 
 
-@one_in(2, first=1)
+@long
 @pytest.mark.parametrize(
     ("added", "moving", "of_base"),
     [

@@ -147,6 +147,7 @@ def test_the_result_is_exported_merged(method, models, tmp_path, out_of):
             np.testing.assert_array_equal(exported.read(f"layers/{layer}/mlp/experts/{name}/kernel"), merged)
 
 
+@long
 def test_the_result_is_a_model_like_any_other(models, tmp_path, out_of, nll, text):
     out = tmp_path / "out"
     out_of("compress", models["one"], out, *QUANTIZE)

@@ -223,6 +223,7 @@ def test_it_equals_one_ffn_per_expert(scaled):
     assert_close(got, expected)
 
 
+@long
 def test_its_experts_are_compressed_to_another_form(trained, folder):
     source = ModelDirectory(trained[0])
     options = ["--method", "ders-quantize", "--bits", "8", "--group-size", "8"]
