@@ -1,5 +1,6 @@
 """`moe-jax serve MODEL`: answers requests of the OpenAI protocol."""
 
+import contextlib
 import dataclasses
 import os
 import socket
@@ -112,7 +113,8 @@ def _warn_if_open(access: Access) -> None:
 
 
 def _say_compiling(width: int, length: int) -> None:
-    print(f"moe-jax: compiling for {width} at once, of up to {length} tokens", file=sys.stderr)
+    with contextlib.suppress(OSError):  # nobody reads it any more, but requests are still answered
+        print(f"moe-jax: compiling for {width} at once, of up to {length} tokens", file=sys.stderr, flush=True)
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -213,6 +213,7 @@ class Scheduler:
                 self._set_jobs([None if job is None or job.cancelled else job for job in self._jobs])
                 while len(self._running()) < self._most_slots and (found := self._next()) is not None:
                     self._admit(*found)
+                    self._taken(found[0])
                 if not self._running():
                     self._rows, self._size = None, Size(0, 0)  # caches of a long text are given back
                 elif self._continue():
@@ -233,11 +234,14 @@ class Scheduler:
 
     def _end_all(self, problem: str) -> None:
         with self._changed:
-            jobs = [*self._running(), *self._apart, *self._waiting]
+            jobs = self._all()
             self._jobs, self._apart = [], []
             self._waiting.clear()
         for job in jobs:
             job.fail(problem)
+
+    def _all(self) -> list[Job]:
+        return list(dict.fromkeys([*self._running(), *self._apart, *self._waiting]))
 
     def _running(self) -> list[Job]:
         return [job for job in self._jobs if job is not None]
@@ -247,23 +251,24 @@ class Scheduler:
             self._jobs = jobs
 
     def _next(self) -> tuple[Job, Size] | None:
-        """Takes the first request whose prompt was read, or can be now, and which there can be a row for.
+        """Returns the first request whose prompt was read, or can be now, and which there can be a row for.
 
-        Returns it with the size of the rows then. Programs for others are compiled beside.
+        It comes with the size of the rows then. It waits until it has its row: if that fails, it has to be told.
+        Programs for others are compiled beside.
         """
         with self._changed:
             self._forget_cancelled()
             apart, waiting = list(self._apart), list(self._waiting)
         for job in apart:
             if job.read is not None and (size := self._size_with(job)) is not None:
-                return self._taken(job), size
+                return job, size
         for job in waiting:
             if not self._beside.has(program := self._reading(job)):
                 with self._changed:
                     self._apart = [*self._apart, self._taken(job)]
                 self._beside.begin(program, partial(self._read_beside, job))
             elif self._beside.is_done(program) and (size := self._size_with(job)) is not None:
-                return self._taken(job), size
+                return job, size
         return None
 
     def _taken(self, job: Job) -> Job:

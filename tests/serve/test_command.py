@@ -71,3 +71,13 @@ def test_a_server_that_anyone_may_use_is_warned_of(capsys):
     assert capsys.readouterr().err == ""
     serve._warn_if_open(Access(local_only=False))
     assert capsys.readouterr().err.startswith("warning: ")
+
+
+def test_what_is_compiled_is_said_to_whoever_reads_it(monkeypatch):
+    """A pipe that is closed, as that of `head`, ends no thread."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w", buffering=1) as closed:
+        monkeypatch.setattr(sys, "stderr", closed)
+        serve._say_compiling(2, 256)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), write)

@@ -218,6 +218,26 @@ def test_a_row_whose_cache_is_full_waits_for_a_longer_one_and_no_other_does(coun
     ]
 
 
+def test_who_was_to_be_given_a_row_is_told_when_that_fails(model, monkeypatch):
+    """A row cannot be put where the first one goes on: both end with an error, and nobody waits for ever."""
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    scheduler = Scheduler(model)
+
+    def put(*_: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(scheduler._engine.mover, "put", put)
+    told = [queue.SimpleQueue(), queue.SimpleQueue()]
+    scheduler.submit([Job([1], 60, news.put) for news in told])
+    problems = []
+    for news in told:
+        while (one := news.get(timeout=20)).ended is None:
+            pass
+        problems.append(one.problem)
+    assert problems == ["RuntimeError: no memory"] * 2
+    scheduler.close()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"slots": 0}, "seats=0"), ({"waiting": 0}, "waiting=0"), ({"context": 1}, "context=1 must .* least 2")],
