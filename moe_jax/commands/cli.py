@@ -25,7 +25,7 @@ from moe_jax.commands.environment import (
 )
 from moe_jax.commands.options import check_options
 from moe_jax.core.errors import SIGNALLED, USER_ERROR, InputError, clipped, first_line, nearest, printable, shown
-from moe_jax.core.interruptions import interruptions, number_of
+from moe_jax.core.interruptions import interruptions, leave_at_once, number_of
 
 COMMANDS = {
     "convert": "Hugging Face checkpoint or GGUF file to model directory",
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         number = number_of(error)
         code = _end(SIGNALLED + number, f"interrupted by {signal.Signals(number).name}{_notes(error)}")
         if argv is None:
-            _leave_at_once(code)
+            leave_at_once(code)
         return code
     except BaseException as error:
         if _is_out_of_memory(error):
@@ -130,14 +130,6 @@ def _end(code: int, message: str, short: str | None = None) -> int:
         sys.stderr.flush()
         os._exit(code)
     return code
-
-
-def _leave_at_once(code: int) -> None:
-    """Ends the program without the end of the interpreter, which threads of XLA may not survive after an interrupt."""
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def _others_wait() -> bool:

@@ -5,15 +5,20 @@ import dataclasses
 import os
 import socket
 import sys
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from moe_jax.commands.options import OneModel
 from moe_jax.core.errors import InputError, check_number
+from moe_jax.core.interruptions import leave_at_once
 from moe_jax.serve.access import Access, is_local
 
+if TYPE_CHECKING:
+    from moe_jax.serve.scheduler import Scheduler
+
 API_KEY = "MOE_JAX_API_KEY"
+_SECONDS_OF_COMPILER = 1.0  # after answers have ended
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,13 +76,13 @@ def run(options: Options) -> None:
     """Serves until it is interrupted; requests that are being answered then have ten seconds to end."""
     try:
         import starlette as starlette
-        import uvicorn
+        import uvicorn as uvicorn
     except ImportError as error:
         raise InputError(f"serving needs the package {error.name}: pip install 'moe-jax[serve]'") from None
     from moe_jax.api.measure import tokenizer_of
     from moe_jax.api.model import Loading, Model
     from moe_jax.serve.app import App
-    from moe_jax.serve.connections import server_config
+    from moe_jax.serve.connections import Server, server_config
     from moe_jax.serve.scheduler import Scheduler
 
     source = options.open()
@@ -93,8 +98,8 @@ def run(options: Options) -> None:
             access = Access(_api_key(options), is_local(listener.getsockname()[0]))
             _warn_if_open(access)
             app = App(model, tokenizer, scheduler, name, access)
-            how = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": 10}
-            server = uvicorn.Server(server_config(app, requests=scheduler.most, **how))
+            how = {"log_level": "warning", "access_log": False}
+            server = Server(server_config(app, requests=scheduler.most, **how), scheduler.stop)
             seats = f"{options.seats} seats of {scheduler.context} tokens"
             print(f"serving {name!r} at {_address(listener)}/v1 with {seats}", flush=True)
             try:
@@ -102,9 +107,18 @@ def run(options: Options) -> None:
             except KeyboardInterrupt:  # the signal that ended it, which uvicorn raises again when all is done
                 if not server.should_exit:
                     raise
-        finally:
-            scheduler.close()
+        except BaseException:
+            scheduler.close(_SECONDS_OF_COMPILER)
+            raise
+    _end(scheduler)
+
+
+def _end(scheduler: "Scheduler") -> None:
+    """Ends the program, also while a program of XLA is compiled, which nothing interrupts and Python waits for."""
+    ended = scheduler.close(_SECONDS_OF_COMPILER)
     print("moe-jax: stopped", file=sys.stderr)
+    if not ended:
+        leave_at_once(0)
 
 
 def _warn_if_open(access: Access) -> None:

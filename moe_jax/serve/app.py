@@ -1,6 +1,7 @@
 """The HTTP side of the server: OpenAI's paths, JSON and server-sent events."""
 
 import asyncio
+import contextlib
 import json
 import secrets
 import time
@@ -70,7 +71,9 @@ class App(Starlette):
             except ProtocolError as error:
                 await _response(error)(scope, receive, send)
                 return
-        await super().__call__(scope, receive, send)
+        # Who is cancelled is not listening, or not speaking, when the server ends: that is no bug to be traced.
+        with contextlib.suppress(asyncio.CancelledError):
+            await super().__call__(scope, receive, send)
 
     async def _health(self, request: Request) -> Response:
         failure = self._scheduler.failure

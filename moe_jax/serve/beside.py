@@ -41,6 +41,11 @@ class Beside:
         """Has a piece of work that came to nothing be begun again."""
         self._work.pop(key, None)
 
-    def close(self) -> None:
-        """Ends the thread; what has not begun never does."""
-        self._pool.shutdown(cancel_futures=True)
+    def close(self, seconds: float | None = None) -> bool:
+        """Ends the thread; what has not begun never does.
+
+        Returns whether what has begun was done within so many seconds; None: waits for it.
+        """
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        begun = [future for future in self._work.values() if not future.done()]
+        return not concurrent.futures.wait(begun, seconds).not_done

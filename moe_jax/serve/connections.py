@@ -5,6 +5,8 @@ status 503, which open connections that never send one bring about.
 """
 
 import asyncio
+import socket
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -17,12 +19,38 @@ SECONDS_OF_HEADERS = 20.0
 """In which the headers of a request have to come, from the opening of the connection, or from their first byte."""
 SPARE_CONNECTIONS = 256
 """Connections beside those of the requests that are answered or wait."""
+SECONDS_TO_END = 10.0
+"""In which answers have to end after the signal that ends the server."""
+_SECONDS_TO_HEAR = 2  # of clients that they get no answer
 
 
 def server_config(app: ASGIApp, *, requests: int, **options: Any) -> uvicorn.Config:
     """Returns the configuration of a server for so many requests at a time; `options` are uvicorn's."""
     protocol = partial(BoundedProtocol, most=requests + SPARE_CONNECTIONS)
+    options = {"timeout_graceful_shutdown": int(SECONDS_TO_END) + _SECONDS_TO_HEAR} | options
     return uvicorn.Config(app, http=cast(Any, protocol), **options)
+
+
+class Server(uvicorn.Server):
+    """A server that ends in time, and tells those who wait for an answer before it cancels what is left.
+
+    Args:
+      config: from `server_config`.
+      stop: called, in the event loop, when answers have to end.
+      seconds: in which they may end by themselves.
+    """
+
+    def __init__(self, config: uvicorn.Config, stop: Callable[[], object], seconds: float = SECONDS_TO_END):
+        super().__init__(config)
+        self._stop, self._seconds = stop, seconds
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Ends all connections."""
+        late = asyncio.get_running_loop().call_later(self._seconds, self._stop)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            late.cancel()
 
 
 class BoundedProtocol(H11Protocol):

@@ -32,6 +32,7 @@ from moe_jax.serve.beside import Beside
 _LEAST_PROMPT = 32
 # Caches grow by doubling: every length is a program of its own to compile.
 _LEAST_CACHE = 256
+_STOPPED = "the server is shutting down"
 
 
 class Full(Exception):
@@ -81,7 +82,7 @@ class Job:
     Attributes:
       ids: tokens of the prompt.
       most: tokens to add at most; 0: the prompt is only scored.
-      on_news: called by the scheduler's thread.
+      on_news: called by the scheduler's threads, and by the one that stops it; what comes after the end is no news.
       stop_ids: tokens that end it, at most `engine.MOST_STOP_IDS`.
       scores, scores_prompt: whether tokens that are added, and those of the prompt, are scored.
       cancelled: set by anyone when nobody wants it any more.
@@ -170,7 +171,7 @@ class Scheduler:
         """Takes requests, all or none; raises `Full` or `Closed`. What waits has a slot soon: free slots count."""
         with self._changed:
             if self._closing or self.failure is not None:
-                raise Closed(self.failure or "the server is shutting down")
+                raise Closed(self.failure or _STOPPED)
             self._forget_cancelled()
             free = self._most_slots - len(self._running())
             if len(self._waiting) + len(self._apart) + len(jobs) > self._most_waiting + free:
@@ -192,14 +193,24 @@ class Scheduler:
         if news.ended == "error":
             raise InputError(f"the model cannot be served: {news.problem}")
 
-    def close(self) -> None:
-        """Ends the thread; requests that have not ended end with an error."""
+    def stop(self) -> None:
+        """Takes no more requests; those that have not ended end with an error now, whatever is being compiled."""
         with self._changed:
             self._closing = True
+            jobs = self._all()
+        for job in jobs:
+            job.fail(_STOPPED)
         self._stir()
-        self._thread.join()
-        self._beside.close()
-        self._compiling.close()
+
+    def close(self, seconds: float | None = None) -> bool:
+        """Stops, and ends the threads.
+
+        Returns whether they have ended within so many seconds each: a compiler is not interrupted. None: waits for it.
+        """
+        self.stop()
+        self._thread.join(seconds)
+        ended = [beside.close(seconds) for beside in (self._beside, self._compiling)]
+        return all(ended) and not self._thread.is_alive()
 
     def _stir(self) -> None:
         """Has the thread look again at who waits."""
@@ -218,7 +229,7 @@ class Scheduler:
                     self._rows, self._size = None, Size(0, 0)  # caches of a long text are given back
                 elif self._continue():
                     self._stir()  # perhaps there is a slot now
-            self._end_all("the server is shutting down")
+            self._end_all(_STOPPED)
         except BaseException as error:  # whatever it is, those who wait have to be told
             with self._changed:
                 self.failure = f"{type(error).__name__}: {first_line(error)}"

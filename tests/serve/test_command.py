@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -81,3 +82,11 @@ def test_what_is_compiled_is_said_to_whoever_reads_it(monkeypatch):
         monkeypatch.setattr(sys, "stderr", closed)
         serve._say_compiling(2, 256)
         os.dup2(os.open(os.devnull, os.O_WRONLY), write)
+
+
+def test_it_ends_without_what_is_still_compiled(monkeypatch):
+    left: list[int] = []
+    monkeypatch.setattr(serve, "leave_at_once", left.append)
+    for ended in (True, False):
+        serve._end(types.SimpleNamespace(close=lambda seconds, ended=ended: ended))
+        assert left == [0] * (not ended)

@@ -2,13 +2,16 @@
 
 import asyncio
 import contextlib
+import socket
 import time
 from functools import partial
 
 import uvicorn
+from starlette.applications import Starlette
 from uvicorn.server import ServerState
 
-from moe_jax.serve.connections import BoundedProtocol, server_config
+from moe_jax.serve.app import App
+from moe_jax.serve.connections import BoundedProtocol, Server, server_config
 
 SECONDS = 0.3
 WHOLE = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n"
@@ -98,3 +101,39 @@ def test_one_connection_too_many_is_closed_at_once():
 def test_the_server_has_room_for_all_that_wait_and_more():
     config = server_config(answer, requests=1000, log_level="error")
     assert config.http.func is BoundedProtocol and config.http.keywords["most"] > 1000
+
+
+def test_who_waits_when_the_server_ends_is_told(caplog):
+    """An answer that does not end by itself is told to."""
+
+    async def check():
+        stopped, asked = asyncio.Event(), asyncio.Event()
+
+        async def app(scope, receive, send):
+            asked.set()
+            await stopped.wait()
+            await send({"type": "http.response.start", "status": 503, "headers": [(b"content-length", b"2")]})
+            await send({"type": "http.response.body", "body": b"no"})
+
+        config = server_config(app, requests=1, log_level="error", lifespan="off")
+        server = Server(config, stopped.set, seconds=0.05)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            running = asyncio.create_task(server._serve([listener]))
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            writer.write(WHOLE + b"{}")
+            await asyncio.wait_for(asked.wait(), 10)
+            server.should_exit = True
+            assert (await asyncio.wait_for(reader.read(), 10)).endswith(b"no")
+            writer.close()
+            await asyncio.wait_for(running, 10)
+
+    asyncio.run(check())
+    assert not caplog.records
+
+
+def test_what_is_cancelled_at_the_end_is_no_bug(monkeypatch):
+    async def cancelled(*_):
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(Starlette, "__call__", cancelled)
+    asyncio.run(App.__call__(App.__new__(App), {"type": "lifespan"}, None, None))

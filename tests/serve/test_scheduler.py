@@ -193,6 +193,22 @@ def test_requests_go_on_while_more_rows_are_compiled_for(counted, compiler, mode
     assert [given + one.tokens, [token for one in told for token in one.tokens]] == [expected[0], expected[1][:3]]
 
 
+def test_who_waits_is_told_that_it_ends_while_a_program_is_compiled(counted, compiler):
+    """Nothing interrupts a compiler: `close` says that it has not ended."""
+    told = [queue.SimpleQueue(), queue.SimpleQueue()]
+    counted.submit([Job([1, 2, 3], 200, told[0].put)])
+    told[0].get(timeout=20)
+    counted.submit([Job([4, 5], 3, told[1].put)])
+    compiler.begun.get(timeout=20)
+    assert counted.close(0.05) is False
+    for news in told:
+        while (one := news.get(timeout=20)).ended is None:
+            pass
+        assert one.ended == "error" and "shutting down" in one.problem
+    compiler.go.release(100)
+    assert counted.close() is True
+
+
 def test_a_row_whose_cache_is_full_waits_for_a_longer_one_and_no_other_does(counted, compiler, model, monkeypatch):
     monkeypatch.setattr(scheduler_module, "_LEAST_CACHE", 32)
     while counted._rows is not None:  # of the request before
