@@ -51,7 +51,7 @@ class Options:
         if self.examples < 0:
             raise InputError(f"--examples {self.examples}: expected a number from 0")
         if not as_path(self.recipe).renames or not self.recipe.is_fifo():
-            check_places(self.load())
+            check_places(self.load(), trains=False)
 
     def load(self) -> "Recipe":
         """Returns the recipe with what is set besides; raises `InputError` if it cannot be read."""

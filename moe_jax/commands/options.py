@@ -100,18 +100,22 @@ def check_model(given: str | os.PathLike[str] | None) -> None:
         raise FileNotFoundError(f"no training run at {saved[0]}{nearest_path(saved[0])}")
 
 
-def check_places(recipe: "Recipe", *, reads_data: bool = True) -> None:
-    """Raises an error if a model, file of data or text that a recipe names is not there; as `check_text_file`."""
+def check_places(recipe: "Recipe", *, trains: bool = True) -> None:
+    """Raises an error if a model, file of data or text that a recipe names is not there; as `check_text_file`.
+
+    What only training reads, a teacher and the text of evaluation, counts if it `trains`.
+    """
     from moe_jax.distributed.job_place import find_place
 
-    teacher = None if recipe.distill is None else recipe.distill.teacher
-    for model in (recipe.model.path, recipe.model.base, teacher):
+    for model in (recipe.model.path, recipe.model.base):
         check_model(model)
-    for source in recipe.data.sources if reads_data and find_place() is None else ():
+    if trains and recipe.distill is not None:
+        check_model(recipe.distill.teacher)
+    for source in recipe.data.sources if find_place() is None else ():
         place = as_path(source.path)
         if place.renames and not any(one in source.path for one in "*?[") and not place.exists():
             raise FileNotFoundError(f"no file matches {source.path} ({place.looked_from()}){nearest_path(source.path)}")
-    if reads_data and recipe.eval is not None:
+    if trains and recipe.eval is not None:
         check_text_file(recipe.eval.text)
 
 

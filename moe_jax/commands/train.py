@@ -66,7 +66,16 @@ class Options:
         if find_place() is None and (not as_path(self.recipe).renames or not self.recipe.is_fifo()):
             if self.restart is not None and "@" in self.restart:
                 check_model(self.restart)
-            check_places(self.load(), reads_data=not self.compile_only)
+            if self.compile_only:
+                self._check_configs(self.load())
+            else:
+                check_places(self.load())
+
+    def _check_configs(self, recipe: "Recipe") -> None:
+        """Raises an error if one of the models whose configs `compile_only` reads is not there."""
+        check_model(self.config or recipe.model.path)
+        if recipe.distill is not None:
+            check_model(recipe.distill.teacher)
 
     def load(self) -> "Recipe":
         """Returns the recipe with what is set besides; raises `InputError` if it cannot be read."""

@@ -1,8 +1,11 @@
 """What can be said of options without JAX and without a model is said before JAX is imported."""
 
 import os
+from pathlib import Path
 
-from moe_jax.commands import cli
+import pytest
+
+from moe_jax.commands import cli, data, train
 from tests.support.disks import run_python
 
 # What is given, and what the message must hold.
@@ -110,3 +113,20 @@ def test_what_can_be_read_only_once_is_not_read_for_a_check(tmp_path, monkeypatc
     read = []
     monkeypatch.setattr("moe_jax.commands.train.run", lambda options: read.append(options.recipe.name))
     assert cli.main(["train", "recipe"]) == 0 and read == ["recipe"]
+
+
+def test_what_a_command_does_not_read_may_be_absent(tmp_path, monkeypatch):
+    """A recipe names more than is read to show its data, or to compile its step for a config."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "text.txt").write_text("a text")
+    (tmp_path / "recipe.toml").write_text(
+        'run_dir = "run"\nmodel = {path = "gone"}\ndata = {sources = [{path = "x"}]}\n'
+    )
+    shown = ("model.path=model", 'data.sources=[{path="text.txt"}]', "distill.teacher=gone", "eval.text=gone")
+    data.Options(task="inspect", recipe=Path("recipe.toml"), set=(shown,)).check()
+    compiled = {"recipe": Path("recipe.toml"), "compile_only": True, "topology": "v5e:4x4"}
+    train.Options(**compiled, config=Path("model")).check()
+    for options in (compiled, compiled | {"config": Path("absent")}, {"recipe": Path("recipe.toml"), "set": (shown,)}):
+        with pytest.raises(FileNotFoundError, match="no model at"):
+            train.Options(**options).check()
