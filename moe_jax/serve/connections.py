@@ -8,6 +8,7 @@ import asyncio
 import socket
 from collections.abc import Callable
 from functools import partial
+from types import FrameType
 from typing import Any, cast
 
 import h11
@@ -27,7 +28,7 @@ _SECONDS_TO_HEAR = 2  # of clients that they get no answer
 def server_config(app: ASGIApp, *, requests: int, **options: Any) -> uvicorn.Config:
     """Returns the configuration of a server for so many requests at a time; `options` are uvicorn's."""
     protocol = partial(BoundedProtocol, most=requests + SPARE_CONNECTIONS)
-    options = {"timeout_graceful_shutdown": int(SECONDS_TO_END) + _SECONDS_TO_HEAR} | options
+    options = {"timeout_graceful_shutdown": int(SECONDS_TO_END) + _SECONDS_TO_HEAR, "lifespan": "off"} | options
     return uvicorn.Config(app, http=cast(Any, protocol), **options)
 
 
@@ -37,16 +38,27 @@ class Server(uvicorn.Server):
     Args:
       config: from `server_config`.
       stop: called, in the event loop, when answers have to end.
-      seconds: in which they may end by themselves.
+      seconds: in which they may end by themselves. A second signal ends them at once; a third one waits for nothing.
     """
 
     def __init__(self, config: uvicorn.Config, stop: Callable[[], object], seconds: float = SECONDS_TO_END):
         super().__init__(config)
         self._stop, self._seconds = stop, seconds
+        self._ending: asyncio.AbstractEventLoop | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Hears of a signal."""
+        if not self.should_exit or not self._seconds:
+            super().handle_exit(sig, frame)
+            return
+        self._seconds = 0.0
+        if self._ending is not None:
+            self._ending.call_soon_threadsafe(self._stop)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Ends all connections."""
-        late = asyncio.get_running_loop().call_later(self._seconds, self._stop)
+        self._ending = asyncio.get_running_loop()
+        late = self._ending.call_later(self._seconds, self._stop)
         try:
             await super().shutdown(sockets)
         finally:

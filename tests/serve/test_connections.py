@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import signal
 import socket
 import time
 from functools import partial
 
+import pytest
 import uvicorn
 from starlette.applications import Starlette
 from uvicorn.server import ServerState
@@ -103,8 +105,9 @@ def test_the_server_has_room_for_all_that_wait_and_more():
     assert config.http.func is BoundedProtocol and config.http.keywords["most"] > 1000
 
 
-def test_who_waits_when_the_server_ends_is_told(caplog):
-    """An answer that does not end by itself is told to."""
+@pytest.mark.parametrize("seconds", [0.05, 60.0])
+def test_who_waits_when_the_server_ends_is_told(caplog, seconds):
+    """An answer that does not end by itself is told to, in time, or at once by a second signal."""
 
     async def check():
         stopped, asked = asyncio.Event(), asyncio.Event()
@@ -115,14 +118,15 @@ def test_who_waits_when_the_server_ends_is_told(caplog):
             await send({"type": "http.response.start", "status": 503, "headers": [(b"content-length", b"2")]})
             await send({"type": "http.response.body", "body": b"no"})
 
-        config = server_config(app, requests=1, log_level="error", lifespan="off")
-        server = Server(config, stopped.set, seconds=0.05)
+        server = Server(server_config(app, requests=1, log_level="error"), stopped.set, seconds)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             running = asyncio.create_task(server._serve([listener]))
             reader, writer = await asyncio.open_connection(*listener.getsockname())
             writer.write(WHOLE + b"{}")
             await asyncio.wait_for(asked.wait(), 10)
-            server.should_exit = True
+            server.handle_exit(signal.SIGTERM, None)
+            if seconds > 1:
+                server.handle_exit(signal.SIGINT, None)
             assert (await asyncio.wait_for(reader.read(), 10)).endswith(b"no")
             writer.close()
             await asyncio.wait_for(running, 10)
