@@ -150,8 +150,8 @@ class StoragePath(PosixPath):
         return there if there.is_absolute() else (self / way).resolve()
 
     def kvstore(self) -> dict[str, Any]:
-        """Returns the folder as a key-value store of TensorStore."""
-        return {"driver": "file", "path": f"{self}/"}
+        """Returns the folder as a key-value store of TensorStore, which takes no path with `..` in it."""
+        return {"driver": "file", "path": f"{self.resolve()}/"}
 
     def storage_error(self, text: str) -> Exception | None:
         """Returns the disk or bucket error that a library's message speaks of; None: it speaks of none."""

@@ -135,3 +135,11 @@ def test_a_folder_in_the_place_of_a_recipe_is_named_for_what_it_is(tmp_path):
     (tmp_path / "config.json").touch()
     with pytest.raises(InputError, match="of a model"):
         load_recipe(tmp_path)
+
+
+def test_a_store_of_tensorstore_has_a_path_without_steps_up(tmp_path):
+    """`..` after a link leads out of the folder that the link names."""
+    (tmp_path / "deep" / "folder").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "deep" / "folder")
+    for way in ("deep/run", "link/../run", "deep/folder/../../deep/run"):
+        assert as_path(tmp_path / way).kvstore() == {"driver": "file", "path": f"{tmp_path.resolve()}/deep/run/"}
