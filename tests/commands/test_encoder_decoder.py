@@ -110,7 +110,7 @@ METHODS = {
 }
 
 
-@one_in(3)
+@long
 @pytest.mark.parametrize("method", METHODS)
 def test_chosen_layers_of_both_stacks_are_compressed(switch, tmp_path, method, capsys):
     chosen = ("--layers", "encoder:1,decoder:top:1")

@@ -60,6 +60,7 @@ def theirs(folder) -> np.ndarray:
         return model.eval()(torch.tensor(TOKENS)).logits.numpy()
 
 
+@long
 def test_transformers_gives_the_logits_of_the_compressed_model(source, tmp_path):
     """A method per layer: places and quantised values, merged, and narrower than the format's one width for all."""
     methods = [("up", {"keep": 0.5, "bits": 8}), ("msmoe", {"keep": 0.5}), ("sp", {"keep": 0.5, "design": "separate"})]

@@ -11,7 +11,7 @@ import moe_jax
 from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
 from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.environment import ROOT
-from tests.support.tiers import one_in
+from tests.support.tiers import long
 from tests.support.walkthroughs import Ran, blocks_of, form, not_printed, read_by_parsers, run_document
 
 # `make test` runs every second, and reads the commands of all.
@@ -73,7 +73,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "hf"
 
 
-@one_in(4)
+@long
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_a_walkthrough_does_what_it_says(name, tiny_checkpoint, tmp_path, monkeypatch):
     if "--compile-only" in text_of(name) and importlib.util.find_spec("libtpu") is None:

@@ -79,11 +79,12 @@ def measured_errors(layer: SourceLayer, name: str, centre: int | None, bits: int
     return SENSITIVITIES[name] * sums[0] / sums[1]
 
 
+@long
 @pytest.mark.parametrize(
     ("names", "of_all"),
     [
         (("zero_points", "row_scales"), {"scale_bits": 8}),
-        pytest.param(("row_scales",), {"table": True}, marks=long),
+        (("row_scales",), {"table": True}),
     ],
     ids=["both, and 8-bit scales", "row scales and fitted levels"],
 )
