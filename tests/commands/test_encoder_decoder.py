@@ -23,7 +23,7 @@ from moe_jax.models import ModelConfig, config_from_json, config_to_json
 from moe_jax.nn.moe import auxiliary_loss, load_per_layer
 from tests.support.dense_models import random_leaves, write_model
 from tests.support.hf_checkpoints import CONFIGS
-from tests.support.tiers import long, one_in
+from tests.support.tiers import long
 
 QUIET = Console(quiet=True)
 T5 = {**CONFIGS["t5"], "num_decoder_layers": 3}
