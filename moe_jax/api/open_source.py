@@ -7,8 +7,8 @@ from moe_jax.core.errors import InputError, clipped
 from moe_jax.files.json_toml import read_json_object
 from moe_jax.files.staging import check_model_path
 from moe_jax.files.storage_path import as_path, nearest_path
-from moe_jax.model_io.hub_names import why_a_path
 from moe_jax.model_io.lineage import local_model
+from moe_jax.model_io.model_names import why_a_path
 
 if TYPE_CHECKING:  # they import JAX, and `--help` should answer without it
     from moe_jax.model_io.model_source import ModelSource
@@ -36,8 +36,8 @@ def open_source(path: Path | str, *, base: Path | str | None = None) -> "ModelSo
     """
     from moe_jax.conversion import GGUFModel, HuggingFaceDirectory, is_gguf, is_hugging_face_directory
     from moe_jax.model_io.adapter_dir import AdapterDirectory, is_adapter_directory
-    from moe_jax.model_io.hub_names import split_step
     from moe_jax.model_io.model_dir import ModelDirectory, is_model_directory
+    from moe_jax.model_io.model_names import split_step
     from moe_jax.training.run_directory import describe_run
 
     check_model_path(path)
@@ -134,7 +134,7 @@ def read_config(path: Path | str) -> "ModelConfig":
       InputError: if it is not a config that can be read.
     """
     from moe_jax.conversion import GGUFModel, is_gguf, read_hf_config
-    from moe_jax.model_io.hub_names import split_step
+    from moe_jax.model_io.model_names import split_step
     from moe_jax.models import config_from_json
     from moe_jax.models.serialize import FORMAT
 

@@ -15,7 +15,6 @@ import tyro
 from moe_jax.commands.options import (
     Field,
     by_name,
-    check_text_file,
     command_options,
     field_name,
     field_value,
@@ -57,6 +56,7 @@ class _Command:
     """
 
     models: ClassVar[tuple[str, ...]] = ("model", "model_base", "base")
+    texts: ClassVar[tuple[str, ...]] = ("calibrate", "text")
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
     """A model with MoE layers: a model directory, an adapter directory, a Hugging Face directory, or RUN@STEP: a
@@ -158,8 +158,6 @@ def _asked_sweep(options: Any) -> _Swept:
     spec, name = given_to(SweepSpec, options), options.method
     names = name.split(",") if name else ()
     methods = swept_methods(names, given_options(options), calibrated=spec.calibrate is not None)
-    check_text_file(spec.calibrate)
-    check_text_file(spec.text)
     return _Swept(spec, methods)
 
 
@@ -170,7 +168,6 @@ def _asked_method(options: Any) -> CompressSpec:
     method = None if options.method is None else one_method(options.method, given_options(options))
     spec = given_to(CompressSpec, options, method=method)
     spec.check_named()
-    check_text_file(spec.calibrate)
     return spec
 
 

@@ -8,9 +8,8 @@ import tyro
 
 from moe_jax.commands.options import command_options, given_to
 from moe_jax.conversion.spec import ConvertSpec
-from moe_jax.distributed.job_place import find_place
 from moe_jax.files.storage_path import nearest_path
-from moe_jax.model_io.hub_names import is_absent, why_a_path
+from moe_jax.model_io.model_names import is_absent, why_a_path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,9 +24,9 @@ class _Command:
     dry_run: bool = False
     """Prints the mapping and sizes, and writes nothing; SRC may then be a config.json without weights."""
 
-    def check(self) -> None:
+    def check_places(self) -> None:
         """Raises an error if there is nothing to convert."""
-        if find_place() is None and is_absent(self.src):
+        if is_absent(self.src):
             expected = "expected a Hugging Face directory or a GGUF file"
             hint = why_a_path(self.src) + nearest_path(self.src)
             raise FileNotFoundError(f"there is nothing at {self.src}; {expected}{hint}")

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from moe_jax.commands.options import check_places
+from moe_jax.commands.options import can_be_read_again, check_recipe
 from moe_jax.core.errors import InputError
-from moe_jax.files.storage_path import as_path
 
 if TYPE_CHECKING:  # they import JAX, and `--help` should answer without it
     from moe_jax.data.tokenize_sources import Part, Task
@@ -45,13 +44,16 @@ class Options:
     """Prints JSON and nothing else."""
 
     def check(self) -> None:
-        """Raises an error for options that do not go together, and for what is not there."""
+        """Raises `InputError` for options that do not go together, or are out of range."""
         if (self.task == "tokenize") != (self.out is not None):
             raise InputError("data tokenize RECIPE.toml OUT writes to OUT; data inspect RECIPE.toml writes nothing")
         if self.examples < 0:
             raise InputError(f"--examples {self.examples}: expected a number from 0")
-        if not as_path(self.recipe).renames or not self.recipe.is_fifo():
-            check_places(self.load(), trains=False)
+
+    def check_places(self) -> None:
+        """Raises an error if the recipe, or what it names and the command reads, is not there or cannot be read."""
+        if can_be_read_again(self.recipe):
+            check_recipe(self.load(), trains=False)
 
     def load(self) -> "Recipe":
         """Returns the recipe with what is set besides; raises `InputError` if it cannot be read."""

@@ -34,12 +34,15 @@ class Options:
     """Without --model: training steps that every model gets after it."""
 
     def check(self) -> None:
-        """Raises an error for options that do not go together or are out of range, and a model that is not there."""
+        """Raises an error for options that do not go together or are out of range."""
         if self.quick and self.model is not None:
             raise InputError("--quick makes its own model; leave out --model")
         for name in ("tuning_steps", "dense_steps", "more_steps"):
             if getattr(self, name) < 1:
                 raise InputError(f"steps must be at least 1, got {getattr(self, name)}")
+
+    def check_places(self) -> None:
+        """Raises an error if there is no model."""
         check_model(self.model)
 
 

@@ -17,7 +17,6 @@ from moe_jax.commands.options import OneModel, check_text_file
 from moe_jax.core.bad_documents import OnBad, Skipped, skipped_lines, skipped_words
 from moe_jax.core.errors import InputError, flag_of
 from moe_jax.data.sections import check_seq_len
-from moe_jax.distributed.job_place import find_place
 from moe_jax.files.staging import check_writable
 from moe_jax.files.storage_path import as_path, nearest_path
 
@@ -91,7 +90,7 @@ class Options(OneModel):
     input_len: Annotated[int | None, tyro.conf.arg(metavar="TOKENS")] = None
     """Length of an encoder's inputs, or of texts to label; by default the same. Longer ones are cut, and counted."""
     batch_size: Annotated[
-        int | None, tyro.conf.arg(metavar="N", help_behavior_hint="(default: 8; with --tasks 32)")
+        int | None, tyro.conf.arg(metavar="N", help_behavior_hint=f"(default: {_BATCH_SIZE}; with --tasks {_REQUESTS})")
     ] = None
     """Number of windows, pairs or requests computed at once. Does not change the result."""
     bad_documents: OnBad = "stop"
@@ -109,7 +108,7 @@ class Options(OneModel):
     these, skipped and problems, of bad documents."""
 
     def check(self) -> None:
-        """Raises an error for options that do not go together or are out of range, and for a text that is empty."""
+        """Raises `InputError` for options that do not go together or are out of range, and results that exist."""
         if self.batch_size is not None and self.batch_size < 1:
             raise InputError(f"--batch-size {self.batch_size} must be at least 1")
         if [self.text, self.classify, self.tasks].count(None) != 2:
@@ -132,26 +131,23 @@ class Options(OneModel):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise InputError(f"{flag_of(name)} {value} must be at least {least}")
-        check_text_file(self.text)
-        check_text_file(self.classify, "file of labelled texts")
-        if find_place() is None:
-            self._check_places()
-
-    def _check_places(self) -> None:
-        """Raises an error for files and folders that are not there, or in the way."""
-        if self.tokenizer is not None:
-            _tokenizer_file(self.tokenizer)
         for name in ("output", "samples"):
             path = getattr(self, name)
-            if path is None:
-                continue
-            if path.exists():
+            if path is not None and path.exists():
                 raise InputError(f"--{name} {path} exists already")
-            if not path.parent.is_dir():
+            if path is not None and not path.parent.is_dir():
                 raise FileNotFoundError(f"--{name} {path}: there is no directory {path.parent}")
-        for what, path in (("directory of data", self.data_dir), ("folder of task files", self.tasks_dir)):
-            if path is not None and not path.is_dir():
-                raise FileNotFoundError(f"no {what} at {path}{nearest_path(path)}")
+
+    def check_places(self) -> None:
+        """Raises an error for files and folders that are not there, and a text that is empty."""
+        check_text_file(self.text)
+        check_text_file(self.classify, "file of labelled texts")
+        if self.tokenizer is not None:
+            _tokenizer_file(self.tokenizer)
+        if self.tasks_dir is not None and not self.tasks_dir.is_dir():
+            raise FileNotFoundError(f"no folder of task files at {self.tasks_dir}{nearest_path(self.tasks_dir)}")
+        if self.tasks is not None:
+            _data_folder(self)
 
 
 GROUPS = {
@@ -299,17 +295,23 @@ def _read_tasks(options: Options) -> "TaskFolder":
     """Reads the task files and checks the options, before a model is read."""
     # The progress bars of lm-eval and `datasets` would stand between our own lines.
     os.environ.setdefault("TQDM_DISABLE", "1")
-    from moe_jax.harness.task_files import DATA_VARIABLE
     from moe_jax.harness.task_run import check_installed, known_tasks
 
     check_installed()
     for path in (options.output, options.samples):
         if path is not None:
             check_writable(path)
+    return known_tasks(options.tasks_dir, data=_data_folder(options))
+
+
+def _data_folder(options: Options) -> Path | None:
+    """Returns the folder of the tasks' data, if one is named; raises `FileNotFoundError` if it is not there."""
+    from moe_jax.harness.task_files import DATA_VARIABLE
+
     data = options.data_dir or (Path(os.environ[DATA_VARIABLE]) if os.environ.get(DATA_VARIABLE) else None)
     if data is not None and not data.is_dir():
         raise FileNotFoundError(f"no directory of data at {data}{nearest_path(data)}")
-    return known_tasks(options.tasks_dir, data=data)
+    return data
 
 
 def _list_tasks(known: "TaskFolder") -> None:

@@ -13,6 +13,7 @@ import tyro
 
 from moe_jax.core.errors import InputError, flag_of, raise_if_any, shown
 from moe_jax.core.verb_spec import Option, Spec
+from moe_jax.distributed.job_place import find_place
 from moe_jax.distributed.mesh_axes import AXES, unknown_axes
 from moe_jax.files.storage_path import as_path, nearest_path
 
@@ -71,13 +72,18 @@ def given_to(spec: type[S], options: Any, **more: Any) -> S:
 def check_options(options: Any) -> None:
     """Raises `InputError` for options that cannot be, before JAX is imported and models are read.
 
-    Those of a verb are checked by its spec, and what a command has besides by `check` of its options. Of a command,
-    `texts` and `models` are the options that name files of text and models.
+    Those of a verb are checked by its spec, and what a command has besides by `check` of its options. What has to be
+    there is checked by `check_places`; of a command, `texts` and `models` are the options that name files of text and
+    models. Several processes have to hear of what one of them misses: there it is found when they have joined.
     """
     for spec in getattr(options, "specs", ()):
         given_to(spec, options)
     if hasattr(options, "check"):
         options.check()
+    if find_place() is not None:
+        return
+    if hasattr(options, "check_places"):
+        options.check_places()
     for name in getattr(options, "texts", ()):
         check_text_file(getattr(options, name))
     for name in getattr(options, "models", ()):
@@ -86,12 +92,16 @@ def check_options(options: Any) -> None:
             check_model(model)
 
 
-def check_model(given: str | os.PathLike[str] | None) -> None:
-    """Raises an error if there is nothing at the path of a model, unless several processes have to hear of it."""
-    from moe_jax.distributed.job_place import find_place
-    from moe_jax.model_io.hub_names import is_absent, split_step, why_a_path
+def can_be_read_again(file: Path) -> bool:
+    """Whether a file can be read here and once more later: a pipe cannot."""
+    return not as_path(file).renames or not file.is_fifo()
 
-    if given is None or find_place() is not None:
+
+def check_model(given: str | os.PathLike[str] | None) -> None:
+    """Raises an error if there is nothing at the path of a model."""
+    from moe_jax.model_io.model_names import is_absent, split_step, why_a_path
+
+    if given is None:
         return
     if is_absent(path := os.fspath(given)):
         raise FileNotFoundError(f"no model at {path}{why_a_path(path)}{nearest_path(path)}")
@@ -100,18 +110,16 @@ def check_model(given: str | os.PathLike[str] | None) -> None:
         raise FileNotFoundError(f"no training run at {saved[0]}{nearest_path(saved[0])}")
 
 
-def check_places(recipe: "Recipe", *, trains: bool = True) -> None:
+def check_recipe(recipe: "Recipe", *, trains: bool = True) -> None:
     """Raises an error if a model, file of data or text that a recipe names is not there; as `check_text_file`.
 
     What only training reads, a teacher and the text of evaluation, counts if it `trains`.
     """
-    from moe_jax.distributed.job_place import find_place
-
     for model in (recipe.model.path, recipe.model.base):
         check_model(model)
     if trains and recipe.distill is not None:
         check_model(recipe.distill.teacher)
-    for source in recipe.data.sources if find_place() is None else ():
+    for source in recipe.data.sources:
         place = as_path(source.path)
         if place.renames and not any(one in source.path for one in "*?[") and not place.exists():
             raise FileNotFoundError(f"no file matches {source.path} ({place.looked_from()}){nearest_path(source.path)}")
@@ -122,11 +130,9 @@ def check_places(recipe: "Recipe", *, trains: bool = True) -> None:
 def check_text_file(given: str | os.PathLike[str] | None, what: str = "text") -> None:
     """Raises an error if a file of text is not there, or is empty, before a model is read.
 
-    Of one in a bucket, and of patterns, nothing is said; nor where several processes have to hear of an error.
+    Of one in a bucket, and of patterns, nothing is said.
     """
-    from moe_jax.distributed.job_place import find_place
-
-    if given is None or find_place() is not None:
+    if given is None:
         return
     path = as_path(given)
     if not path.renames or any(one in str(path) for one in "*?["):

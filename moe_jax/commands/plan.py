@@ -14,7 +14,7 @@ from moe_jax.core.code_options import check_scale_bits
 from moe_jax.core.errors import InputError, check_member, flag_of
 from moe_jax.core.form_options import check_keep, residual_options
 from moe_jax.files.storage_path import as_path, nearest_path
-from moe_jax.model_io.hub_names import is_absent, why_a_path
+from moe_jax.model_io.model_names import is_absent, why_a_path
 from moe_jax.peft.spec import AdaptSpec
 from moe_jax.upcycling.spec import UpcycleSpec
 
@@ -105,11 +105,14 @@ class _Command:
             parse_mesh(self.mesh)
         if self.tokens is not None and self.tokens < 1:
             raise InputError(f"tokens={self.tokens} must be at least 1")
-        if self.model is not None and is_absent(self.model):
-            raise FileNotFoundError(f"no config at {self.model}{why_a_path(self.model)}{nearest_path(self.model)}")
         _check_training(self)
         _spec(self)
         _check_compression(self)
+
+    def check_places(self) -> None:
+        """Raises an error if there is no config."""
+        if self.model is not None and is_absent(self.model):
+            raise FileNotFoundError(f"no config at {self.model}{why_a_path(self.model)}{nearest_path(self.model)}")
 
 
 # Options of upcycle and adapt that do not change the config of the new model.

@@ -32,9 +32,12 @@ class Options:
     """The present path of the model that an adapter directory or a checkpoint among the PATHs needs, if it moved."""
 
     def check(self) -> None:
-        """Raises an error if no path is given, or one that is not there."""
+        """Raises `InputError` if no path is given."""
         if not self.paths:
             raise InputError("missing: PATH; see moe-jax report --help")
+
+    def check_places(self) -> None:
+        """Raises an error if a path is not there."""
         for path in self.paths:
             if path.suffix != ".json":
                 check_model(path)

@@ -98,8 +98,8 @@ def run(options: Options) -> None:
             access = Access(_api_key(options), is_local(listener.getsockname()[0]))
             _warn_if_open(access)
             app = App(model, tokenizer, scheduler, name, access)
-            how = {"log_level": "warning", "access_log": False}
-            server = Server(server_config(app, requests=scheduler.most, **how), scheduler.stop)
+            config = server_config(app, requests=scheduler.most, log_level="warning", access_log=False)
+            server = Server(config, scheduler.stop)
             seats = f"{options.seats} seats of {scheduler.context} tokens"
             print(f"serving {name!r} at {_address(listener)}/v1 with {seats}", flush=True)
             try:
@@ -116,7 +116,7 @@ def run(options: Options) -> None:
 def _end(scheduler: "Scheduler") -> None:
     """Ends the program, also while a program of XLA is compiled, which nothing interrupts and Python waits for."""
     ended = scheduler.close(_SECONDS_OF_COMPILER)
-    print("moe-jax: stopped", file=sys.stderr)
+    _say("stopped")
     if not ended:
         leave_at_once(0)
 
@@ -127,8 +127,12 @@ def _warn_if_open(access: Access) -> None:
 
 
 def _say_compiling(width: int, length: int) -> None:
-    with contextlib.suppress(OSError):  # nobody reads it any more, but requests are still answered
-        print(f"moe-jax: compiling for {width} at once, of up to {length} tokens", file=sys.stderr, flush=True)
+    _say(f"compiling for {width} at once, of up to {length} tokens")
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # perhaps nobody reads it any more; requests are answered all the same
+        print(f"moe-jax: {text}", file=sys.stderr, flush=True)
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from moe_jax.commands.options import check_model, check_places
+from moe_jax.commands.options import can_be_read_again, check_model, check_recipe
 from moe_jax.core.errors import InputError
-from moe_jax.distributed.job_place import find_place
-from moe_jax.files.storage_path import as_path
 
 if TYPE_CHECKING:
     from moe_jax.training.recipe import Recipe
@@ -62,17 +60,17 @@ class Options:
             raise InputError(f"--skip-batches {self.skip_batches}: expected a number from 0, and --restart with it")
         if self.recipe is None:
             raise InputError("missing: RECIPE.toml; see moe-jax train --help, and --keys for what a recipe holds")
-        # Several processes have to hear of an error in one; and a pipe can be read only once.
-        if find_place() is None and (not as_path(self.recipe).renames or not self.recipe.is_fifo()):
-            if self.restart is not None and "@" in self.restart:
-                check_model(self.restart)
-            if self.compile_only:
-                self._check_configs(self.load())
-            else:
-                check_places(self.load())
 
-    def _check_configs(self, recipe: "Recipe") -> None:
-        """Raises an error if one of the models whose configs `compile_only` reads is not there."""
+    def check_places(self) -> None:
+        """Raises an error if the recipe, or what it names and the command reads, is not there or cannot be read."""
+        if self.recipe is None or not can_be_read_again(self.recipe):
+            return
+        if self.restart is not None and "@" in self.restart:
+            check_model(self.restart)
+        recipe = self.load()
+        if not self.compile_only:
+            check_recipe(recipe)
+            return
         check_model(self.config or recipe.model.path)
         if recipe.distill is not None:
             check_model(recipe.distill.teacher)

@@ -35,7 +35,7 @@ class _Command:
     dst: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DST")]
     """Where the model directory appears; must not exist."""
 
-    def check(self) -> None:
+    def check_places(self) -> None:
         """Raises an error if a text for the routers is not there, or is empty."""
         for text in vars(self)["router_from"]:
             if text.startswith("@"):

@@ -27,11 +27,11 @@ from moe_jax.distributed.processes import first_decides, is_first_process
 from moe_jax.files.json_toml import read_json_object
 from moe_jax.files.staging import check_target, refuse_existing, require_space
 from moe_jax.files.storage_path import as_path, nearest_path
-from moe_jax.model_io.hub_names import why_a_path
 from moe_jax.model_io.in_memory import InMemory, open_writer
 from moe_jax.model_io.leaves_to_write import ZeroExperts, zero_experts_line
 from moe_jax.model_io.lineage import local_model, new_lineage_entry
 from moe_jax.model_io.loading import leaf_specs
+from moe_jax.model_io.model_names import why_a_path
 
 
 def convert(

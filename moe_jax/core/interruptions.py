@@ -71,6 +71,7 @@ def interruptions() -> Iterator[None]:
 def leave_at_once(code: int) -> None:
     """Ends the program without the end of the interpreter, which waits for threads; those of XLA may not survive it."""
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            stream.flush()
     os._exit(code)

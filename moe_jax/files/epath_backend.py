@@ -87,7 +87,7 @@ class _Buckets(backend.Backend):
     replace = rename
 
     def walk(self, top: Any, **_: Any) -> Any:
-        raise NotImplementedError  # Orbax does not ask for it here
+        raise OSError(f"{top} is in a bucket, whose folders are not walked")
 
     def copy(self, path: Any, dst: Any, overwrite: bool) -> None:
         _place(dst).write_bytes(_place(path).read_bytes())

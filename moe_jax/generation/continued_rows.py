@@ -19,7 +19,7 @@ class Asked(NamedTuple):
 
     Attributes:
       key: of sampling: one for all rows, or one for every row; a row's step is folded into it.
-      temperature, top_k, top_p: see `functional.heads.sampling.sample`.
+      temperature, top_k, top_p: see `functional.sampling.sample`.
       stop_ids: tokens that end a row; -1 stands for none.
       most: tokens that a row may be given.
       scores: rows whose tokens are scored, if the programs score any.

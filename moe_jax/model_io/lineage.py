@@ -1,8 +1,8 @@
 """The origin of models: the Hugging Face Hub; and lineages, which say how a model was made, one entry per command.
 
-How a model of the Hub is named says `hub_names`. The config of a model, its tokenizer and its weights
-are downloaded, as safetensors or, where there are none, as PyTorch files; code never is. Files lie in the Hub's own
-cache, which is also used when there is no network.
+`model_names` says how a model of the Hub is named. The config of a model, its tokenizer and its weights are downloaded,
+as safetensors or, where there are none, as PyTorch files; code never is. Files lie in the Hub's own cache, which is
+also used when there is no network.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from moe_jax.files.json_toml import ANYTHING, read_json
 from moe_jax.files.regular_files import Directory, hold
 from moe_jax.files.storage_path import as_path
 from moe_jax.files.tokenizer_files import goes_with_model
-from moe_jax.model_io.hub_names import NAME, is_hub_name
+from moe_jax.model_io.model_names import NAME, is_hub_name
 from moe_jax.model_io.model_source import ModelSource
 
 CONFIG = "config.json"

@@ -275,7 +275,7 @@ class _Step:
         """Returns how often one microbatch gathers a parameter."""
         if not leaf.is_in_stack:
             # What counts the loads first has no head.
-            return (2 if self._config.tie_embeddings else 1) + (self._first and not leaf.path.startswith("head/"))
+            return (2 if self._config.tie_embeddings else 1) + (self._first and not leaf.path.startswith("lm_head/"))
         if gathered_explicitly:
             return (1 if self._recipe.model.remat == "none" else 2) + self._first
         # Packed leaves are unpacked again; small leaves with an axis of experts are gathered ahead of their products.

@@ -17,7 +17,7 @@ from moe_jax.files.json_toml import ANYTHING, parse, read_json
 from moe_jax.files.regular_files import read_regular
 from moe_jax.files.staging import check_model_path
 from moe_jax.files.storage_path import as_path, nearest_path
-from moe_jax.model_io.hub_names import split_step
+from moe_jax.model_io.model_names import split_step
 from moe_jax.training.metrics import Record, read_metrics
 from moe_jax.training.run_directory import METRICS, MODEL, RECIPE, describe_run, saved_steps
 

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.generation.texts import StreamedText
+from moe_jax.serve.jobs import Job, News, Scored
 from moe_jax.serve.openai import Request
 from moe_jax.serve.prompts import Begins, Prompt
 from moe_jax.serve.protocol_error import ProtocolError
-from moe_jax.serve.scheduler import Job, News, Scored
 
 
 class Told(NamedTuple):

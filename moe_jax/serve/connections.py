@@ -5,6 +5,7 @@ status 503, which open connections that never send one bring about.
 """
 
 import asyncio
+import signal
 import socket
 from collections.abc import Callable
 from functools import partial
@@ -49,7 +50,7 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Hears of a signal."""
         if not self.should_exit or not self._seconds:
-            super().handle_exit(sig, frame)
+            super().handle_exit(signal.SIGINT if self.should_exit else sig, frame)  # uvicorn: no other one twice
             return
         self._seconds = 0.0
         if self._ending is not None:

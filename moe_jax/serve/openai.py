@@ -28,7 +28,7 @@ class Request:
       prompts: texts or token ids, each of which is answered.
       messages: the conversation that is answered instead.
       max_tokens: None: as many as there is room for.
-      temperature, top_p, seed: see `functional.heads.sampling.sample`.
+      temperature, top_p, seed: see `functional.sampling.sample`.
       stop: strings that end an answer.
       stop_ids: tokens that do, besides the model's own.
       ignore_eos: whether the model's own do not.

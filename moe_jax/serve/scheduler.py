@@ -12,22 +12,21 @@ is there. Only where nobody is answered is a program compiled in between.
 """
 
 import collections
-import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
 
 from moe_jax.core.errors import InputError, first_line
 from moe_jax.generation.continued_rows import Rows, ask
-from moe_jax.generation.engine import Block, Engine, Scores
+from moe_jax.generation.engine import Block, Engine
 from moe_jax.generation.sizes import Size, shapes_of
 from moe_jax.nn import Decoder
 from moe_jax.serve.beside import Beside
+from moe_jax.serve.jobs import Job, News, Read, Scored, scored_of
 
 _LEAST_PROMPT = 32
 # Caches grow by doubling: every length is a program of its own to compile.
@@ -41,71 +40,6 @@ class Full(Exception):
 
 class Closed(Exception):
     """The scheduler takes no more requests."""
-
-
-class Scored(NamedTuple):
-    """Log-probabilities where a token stands: of it, and of the most likely ones by id, the most likely one first."""
-
-    chosen: float
-    top: dict[int, float]
-
-
-class News(NamedTuple):
-    """Tokens that a request was given since the last news of it, and whether it has ended.
-
-    Attributes:
-      tokens: the last is the one that ended it if it ended with `stop`.
-      scores: of these tokens; empty if nobody asked.
-      prompt_scores: of the prompt's tokens from the second on, with the first news; None if nobody asked.
-      ended: why there will be no more news; None: there will be. `problem` says what went wrong with an `error`.
-    """
-
-    tokens: list[int]
-    scores: list[Scored]
-    prompt_scores: list[Scored] | None = None
-    ended: Literal["stop", "length", "error"] | None = None
-    problem: str = ""
-
-
-class Read(NamedTuple):
-    """A prompt that was read: the row that continues it, its first token, and the prompt's scores if it is scored."""
-
-    row: Rows
-    block: Block
-    prompt_scores: list[Scored] | None
-
-
-@dataclasses.dataclass(eq=False)
-class Job:
-    """A request.
-
-    Attributes:
-      ids: tokens of the prompt.
-      most: tokens to add at most; 0: the prompt is only scored.
-      on_news: called by the scheduler's threads, and by the one that stops it; what comes after the end is no news.
-      stop_ids: tokens that end it, at most `engine.MOST_STOP_IDS`.
-      scores, scores_prompt: whether tokens that are added, and those of the prompt, are scored.
-      cancelled: set by anyone when nobody wants it any more.
-      added: how many tokens it was given.
-      read: its prompt, if that was read before there was a slot.
-    """
-
-    ids: Sequence[int]
-    most: int
-    on_news: Callable[[News], object]
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    stop_ids: Sequence[int] = ()
-    scores: bool = False
-    scores_prompt: bool = False
-    cancelled: bool = False
-    added: int = 0
-    read: Read | None = None
-
-    def fail(self, problem: str) -> None:
-        """Tells that the request has ended with an error."""
-        self.on_news(News([], [], ended="error", problem=problem))
 
 
 class Scheduler:
@@ -143,7 +77,7 @@ class Scheduler:
         self.on_compile: Callable[[int, int], object] = lambda width, length: None
         self.seconds_a_block = 0.1
         self._engine = Engine(decoder, draws=True, scores=True)
-        self._most_slots, self._most_waiting = slots, waiting
+        self._most_slots = slots
         self._waiting: collections.deque[Job] = collections.deque()
         # The request of every row; None: the row is free.
         self._jobs: list[Job | None] = []
@@ -165,7 +99,8 @@ class Scheduler:
         """Returns the numbers of requests that are answered and that wait."""
         with self._changed:
             self._forget_cancelled()
-            return {"running": len(self._running()), "waiting": len(self._waiting) + len(self._apart)}
+            running = len(self._running())
+            return {"running": running, "waiting": len(self._all()) - running}
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Takes requests, all or none; raises `Full` or `Closed`. What waits has a slot soon: free slots count."""
@@ -173,8 +108,7 @@ class Scheduler:
             if self._closing or self.failure is not None:
                 raise Closed(self.failure or _STOPPED)
             self._forget_cancelled()
-            free = self._most_slots - len(self._running())
-            if len(self._waiting) + len(self._apart) + len(jobs) > self._most_waiting + free:
+            if len(self._all()) + len(jobs) > self.most:
                 raise Full
             self._waiting.extend(jobs)
         self._stir()
@@ -222,7 +156,11 @@ class Scheduler:
         try:
             while self._wait():
                 self._set_jobs([None if job is None or job.cancelled else job for job in self._jobs])
-                while len(self._running()) < self._most_slots and (found := self._next()) is not None:
+                while (
+                    not self._closing
+                    and len(self._running()) < self._most_slots
+                    and (found := self._next()) is not None
+                ):
                     self._admit(*found)
                     self._taken(found[0])
                 if not self._running():
@@ -253,6 +191,9 @@ class Scheduler:
 
     def _all(self) -> list[Job]:
         return list(dict.fromkeys([*self._running(), *self._apart, *self._waiting]))
+
+    def _has_a_slot(self) -> bool:
+        return not self._closing and len(self._running()) < self._most_slots
 
     def _running(self) -> list[Job]:
         return [job for job in self._jobs if job is not None]
@@ -317,7 +258,7 @@ class Scheduler:
             row, block, scores = self._engine.read(
                 [job.ids], asked, least=_LEAST_PROMPT, scores_prompt=job.scores_prompt
             )
-            return Read(row, block, None if scores is None else _scored(scores, 0, len(job.ids) - 1))
+            return Read(row, block, None if scores is None else scored_of(scores, 0, len(job.ids) - 1))
         except Exception as error:  # such as memory that a long prompt does not find
             job.fail(f"{type(error).__name__}: {first_line(error)}")
             return None
@@ -444,7 +385,7 @@ class Scheduler:
         if not block.finite[row]:
             job.fail("the logits of the model are not finite; see moe-jax inspect --weights")
             return True
-        scored = _scored(block.scores, row, len(given)) if job.scores and block.scores is not None else []
+        scored = scored_of(block.scores, row, len(given)) if job.scores and block.scores is not None else []
         ended = None
         if given and given[-1] in job.stop_ids:
             ended = "stop"
@@ -452,12 +393,3 @@ class Scheduler:
             ended = "length"
         job.on_news(News(given, scored, prompt_scores, ended))
         return ended is not None
-
-
-def _scored(scores: Scores, row: int, count: int) -> list[Scored]:
-    """The scores of a row, of its first `count` tokens."""
-    chosen, top, top_ids = (np.asarray(leaf)[:count, row] for leaf in scores)
-    return [
-        Scored(float(one), dict(zip(ids.tolist(), values.tolist(), strict=True)))
-        for one, values, ids in zip(chosen, top, top_ids, strict=True)
-    ]

@@ -25,7 +25,7 @@ from moe_jax.files.byte_files import open_bytes, size_of
 from moe_jax.files.remote_work import is_begun
 from moe_jax.files.staging import PARTIAL, require_space, staged_directory
 from moe_jax.files.storage_path import StoragePath, as_path
-from moe_jax.model_io.hub_names import split_step
+from moe_jax.model_io.model_names import split_step
 from moe_jax.training.recipe import Recipe, load_recipe
 from moe_jax.training.run_directory import (
     CHECKPOINTS,

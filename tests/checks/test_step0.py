@@ -66,7 +66,7 @@ def test_a_streamed_decoder_reads_what_its_encoder_was_given(tmp_path):
     source = ModelDirectory(write_model(tmp_path / "model", config, random_leaves(config)))
     tokens = np.array([[5, 9, 3, 7], [2, 4, 8, 6]], np.int32)
     shifted = np.array([[0, 5, 9, 3], [0, 2, 4, 8]], np.int32)
-    expected = load_model(source)(jnp.asarray(shifted), inputs=jnp.asarray(tokens)).logits
+    expected = logits_of(load_model(source), jnp.asarray(shifted), inputs=jnp.asarray(tokens))
     logits = StreamedModel(config, source.specs(), tokens).logits(source.read)
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
 

@@ -6,6 +6,10 @@ from pathlib import Path
 import pytest
 
 from moe_jax.commands import cli, data, train
+from moe_jax.commands import eval as evaluation
+from moe_jax.commands import options as command_options
+from moe_jax.commands.options import check_options
+from moe_jax.core.errors import InputError
 from tests.support.disks import run_python
 
 # What is given, and what the message must hold.
@@ -124,9 +128,22 @@ def test_what_a_command_does_not_read_may_be_absent(tmp_path, monkeypatch):
         'run_dir = "run"\nmodel = {path = "gone"}\ndata = {sources = [{path = "x"}]}\n'
     )
     shown = ("model.path=model", 'data.sources=[{path="text.txt"}]', "distill.teacher=gone", "eval.text=gone")
-    data.Options(task="inspect", recipe=Path("recipe.toml"), set=(shown,)).check()
+    data.Options(task="inspect", recipe=Path("recipe.toml"), set=(shown,)).check_places()
     compiled = {"recipe": Path("recipe.toml"), "compile_only": True, "topology": "v5e:4x4"}
-    train.Options(**compiled, config=Path("model")).check()
+    train.Options(**compiled, config=Path("model")).check_places()
     for options in (compiled, compiled | {"config": Path("absent")}, {"recipe": Path("recipe.toml"), "set": (shown,)}):
         with pytest.raises(FileNotFoundError, match="no model at"):
-            train.Options(**options).check()
+            train.Options(**options).check_places()
+
+
+def test_of_several_processes_each_looks_for_what_is_in_the_way_and_none_for_what_is_there(tmp_path, monkeypatch):
+    """What one of them misses, all have to hear of, when they have joined."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "results.json").touch()
+    options = {"model": Path("absent"), "tasks": "piqa", "data_dir": Path("absent")}
+    with pytest.raises(FileNotFoundError):
+        check_options(evaluation.Options(**options))
+    monkeypatch.setattr(command_options, "find_place", lambda: "the second of two")
+    check_options(evaluation.Options(**options))
+    with pytest.raises(InputError, match="results.json exists already"):
+        check_options(evaluation.Options(**options, output=Path("results.json")))

@@ -75,8 +75,3 @@ def test_streams_and_what_is_drawn_first_are_what_they_were():
     assert router.shape == factor.shape == (64, 960) and router.dtype == factor.dtype == np.float32
     np.testing.assert_allclose(np.quantile(router, [0.159, 0.5, 0.841]), [-0.02, 0, 0.02], atol=1e-3)
     np.testing.assert_allclose(np.quantile(factor, [0, 0.25, 0.5, 0.75, 1]) * 8, [-1, -0.5, 0, 0.5, 1], atol=0.03)
-
-
-def test_a_kernel_that_int32_cannot_address_is_refused_at_once():
-    with pytest.raises(InputError, match="2147483648 entries"):
-        draw_positions(np.random.default_rng(0), 2**31, 1)

@@ -17,8 +17,8 @@ import torch
 from moe_jax.api.open_source import open_source, read_config
 from moe_jax.conversion import convert
 from moe_jax.core.errors import InputError
-from moe_jax.model_io.hub_names import is_hub_name
 from moe_jax.model_io.lineage import hub_origin, local_model
+from moe_jax.model_io.model_names import is_hub_name
 from tests.support.environment import ROOT
 from tests.support.forked import OF_MODELS, start
 from tests.support.hf_checkpoints import CONFIGS, random_tensors, write_checkpoint

@@ -19,7 +19,7 @@ TENSOR, EXPERT, FSDP = (0, 1), (0, 2, 4, 6), (0, 8)
 FLOAT = np.dtype(np.float32)
 LEAVES = {
     "embed": PlacedLeaf("embed/embedding", (264, D), 1, FLOAT, {"fsdp": 2, "tensor": 2}, True),
-    "head": PlacedLeaf("head/kernel", (D, 264), 1, FLOAT, {"fsdp": 2}, True),
+    "head": PlacedLeaf("lm_head/kernel", (D, 264), 1, FLOAT, {"fsdp": 2}, True),
     "norm": PlacedLeaf("segments/0/blocks/0/norm/scale", (D,), 2, FLOAT, {}, True),
     "dense": PlacedLeaf("segments/0/blocks/0/attention/q/kernel", (D, D), 2, FLOAT, {"fsdp": 2, "tensor": 2}, True),
     "experts": PlacedLeaf(

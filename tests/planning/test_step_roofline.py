@@ -7,8 +7,10 @@ import pytest
 
 from moe_jax.core.data_sheets import CHIPS
 from moe_jax.core.errors import InputError
+from moe_jax.distributed.mesh_axes import AXES
 from moe_jax.experts.over_mesh import FURTHER_ROUNDS
 from moe_jax.planning.compile_only import allocations, check_fits
+from moe_jax.planning.expected_step import placed_leaves
 from moe_jax.planning.hlo import Transfer, largest_arrays, sums_by_kind, transfers
 from moe_jax.planning.step_time import StateNumbers, sending_seconds, step_roofline
 from moe_jax.training.program import make_program
@@ -61,6 +63,7 @@ def test_the_longest_part_is_the_time():
         model=ModelSection(config="c", init="random", remat="full", compute_dtype="bfloat16"),
     )
     program = make_program(recipe, config_of(FFN))
+    assert "lm_head/kernel" in {leaf.path for leaf in placed_leaves(program, dict.fromkeys(AXES, 1))}
     size = sum(leaf.size for leaf in jax.tree.leaves(program.state.params))
     replicated = sum(leaf.size for leaf in jax.tree.leaves(program.state.params) if leaf.sharding.is_fully_replicated)
     kept = (size - replicated) / 8 + replicated  # numbers of a chip

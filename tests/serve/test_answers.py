@@ -6,9 +6,9 @@ import pytest
 
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.serve.answers import Answer, Piece, TokenTexts, Told
+from moe_jax.serve.jobs import News, Scored
 from moe_jax.serve.openai import read_completion
 from moe_jax.serve.prompts import PromptReader
-from moe_jax.serve.scheduler import News, Scored
 from tests.support.byte_tokenizer import EOS, byte_tokenizer
 from tests.support.dense_models import dense_config
 

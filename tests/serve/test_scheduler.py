@@ -17,7 +17,8 @@ from moe_jax.generation.engine import Engine
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.nn import Decoder
 from moe_jax.serve import scheduler as scheduler_module
-from moe_jax.serve.scheduler import Closed, Job, News, Scheduler
+from moe_jax.serve.jobs import Job, News
+from moe_jax.serve.scheduler import Closed, Scheduler
 from tests.support.generated import generate
 from tests.support.numerics import initialised
 from tests.support.tiers import long
@@ -111,6 +112,14 @@ def test_as_many_rows_are_computed_as_requests_need(counted, model):
     assert Counted.widths[11:] == [2] * 2 + [1] * 9 and compiled[1:] == [(2, 256)]
     expected = generate(model, prompts, max_new_tokens=12)
     assert [tokens[:n] for tokens, n in zip(expected, most, strict=True)] == together
+
+
+def test_a_request_that_is_being_admitted_counts_once(counted, monkeypatch):
+    """Rows are moved for it, which may have to be compiled: in that time others may wait."""
+    loads, move = [], counted._move
+    monkeypatch.setattr(counted, "_move", lambda size: (loads.append(counted.load()), move(size))[1])
+    answers(counted, [[1]], [2])
+    assert loads and all(load == {"running": 1, "waiting": 0} for load in loads)
 
 
 def test_who_waits_is_given_the_slot_that_is_left_first(counted):

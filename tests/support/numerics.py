@@ -49,9 +49,9 @@ def randomised(make):
 
 
 @nnx.jit
-def logits_of(model, tokens):
+def logits_of(model, tokens, **given):
     """What a decoder says of `tokens`."""
-    return model(tokens).logits
+    return model(tokens, **given).logits
 
 
 def assert_close(got, expected, tolerance=1e-5):

@@ -24,8 +24,8 @@ def serving(model, scheduler):
 
     with _listening("127.0.0.1", 0) as listener:
         app = App(model, model.tokenizer, scheduler, "tiny")
-        how = {"log_level": "error", "timeout_graceful_shutdown": 5}
-        server = uvicorn.Server(server_config(app, requests=scheduler.most, **how))
+        config = server_config(app, requests=scheduler.most, log_level="error", timeout_graceful_shutdown=5)
+        server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:

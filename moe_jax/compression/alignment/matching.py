@@ -195,7 +195,8 @@ class Matching:
     def _nearest_order(self, k: int, target: Float[np.ndarray, "n D"], *, far: bool = False) -> Int[np.ndarray, " n"]:
         """The best order of cloud k, relative to its present one: between equal ones nothing moves.
 
-        `far` says that the order is not yet near the target; it makes the search faster, and changes nothing else.
+        `far` says that the order is not yet near the target; it makes the search faster, and may choose another
+        of equal cost.
         """
         if not self.is_small:
             return self._proven_order(k, target, far=far)
