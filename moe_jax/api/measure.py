@@ -13,7 +13,7 @@ from flax import nnx
 from moe_jax.api.model import Model, ModelOrPath, open_model
 from moe_jax.api.open_source import read_config
 from moe_jax.conversion.hf_config import class_names
-from moe_jax.core.bad_documents import OnBad, Skipped, naming
+from moe_jax.core.bad_documents import STOP, OnBad, Skipped, naming
 from moe_jax.core.errors import InputError, check_member
 from moe_jax.core.finite import is_floating, largest_magnitude
 from moe_jax.data.data_files import uncompressed
@@ -132,7 +132,7 @@ def _skipped(bad_documents: str) -> Skipped:
 
 
 def read_pairs_for(
-    model: Model, text: Any, *, input_len: int, seq_len: int, chat: bool = False, skipped: Skipped | None = None
+    model: Model, text: Any, *, input_len: int, seq_len: int, chat: bool = False, skipped: Skipped = STOP
 ) -> list[Pair] | None:
     """Returns the pairs of a list or a file, None for a text. Takes the input of `evaluate`, and raises its errors."""
     lengths: dict[str, Any] = {"input_len": input_len, "seq_len": seq_len}
@@ -149,7 +149,7 @@ def read_pairs_for(
         raise InputError("apply_chat_template is for the pairs of a file")
     if len(text) and isinstance(text[0], tuple | list) and all(_is_pair(one) for one in text):
         tokenizer = tokenizer_of(model, "a list of pairs", "give a model that has one")
-        skipped, rows = skipped or Skipped(), list[Pair]()
+        rows = list[Pair]()
         for number, (a, b) in enumerate(text, start=1):
             with skipped.passed_over(), naming(f"pair {number}"):
                 rows.append(tokenizer.pair(Example(a + b, len(a), is_response=True), **lengths))

@@ -214,7 +214,7 @@ def swept_methods(
     made = []
     for name in names:
         options = {key: value for key, value in given.items() if key not in refused[name]}
-        made += make_swept_options([name], _read(name, options))
+        made += make_swept_options(name, _read(name, options))
     return made
 
 

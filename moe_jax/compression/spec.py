@@ -126,29 +126,27 @@ def make_method(name: str, options: Mapping[str, Any]) -> "Method":
     return make_options(name, options).to_method()
 
 
-def make_swept_options(names: Sequence[str], options: Mapping[str, Any]) -> list[tuple[str, MethodOptions]]:
-    """Makes the options of what a sweep tries, one for every name and value; errors as of `make_options`.
+def make_swept_options(name: str, options: Mapping[str, Any]) -> list[tuple[str, MethodOptions]]:
+    """Makes the options of what a sweep tries of a method, one for each value; errors as of `make_options`.
 
-    Without names, these are the methods whose swept option is given, or else all. Of a swept option, `options` have all
-    the values to try, by default the method's own.
+    Of the method's swept option, `options` have all the values to try, by default the method's own.
     """
-    for name in names:
-        check_method(name)
-    swept_by = {name: method.swept for name, method in METHOD_OPTIONS.items()}
-    names = names or [name for name, swept in swept_by.items() if swept[0] in options] or list(METHOD_OPTIONS)
-    check_options(names, options)
-    made = []
-    for name in dict.fromkeys(names):
-        swept, values = swept_by[name]
-        fixed = {option: value for option, value in options.items() if option in options_of(name)}
-        for value in dict.fromkeys(fixed.pop(swept, values)):
-            made.append((name, make_options(name, fixed | {swept: value})))
-    return made
+    check_method(name)
+    swept, values = METHOD_OPTIONS[name].swept
+    fixed = dict(options)
+    return [(name, make_options(name, fixed | {swept: value})) for value in dict.fromkeys(fixed.pop(swept, values))]
 
 
 def make_swept_methods(names: Sequence[str], options: Mapping[str, Any]) -> "list[tuple[str, Method]]":
-    """Makes the methods that a sweep tries; arguments and errors as of `make_swept_options`."""
-    return [(name, made.to_method()) for name, made in make_swept_options(names, options)]
+    """Makes what `sweep` tries: each of the methods, with those of the options that it takes.
+
+    Raises `InputError` as `make_swept_options` does, and for an option that none of them takes.
+    """
+    for name in names:
+        check_method(name)
+    check_options(names, options)
+    given = {name: {key: value for key, value in options.items() if key in options_of(name)} for name in names}
+    return [(name, made.to_method()) for name in given for name, made in make_swept_options(name, given[name])]
 
 
 def check_options(names: Sequence[str], options: Iterable[str]) -> None:
@@ -231,13 +229,11 @@ class CompressSpec(Spec):
         unused += ["--gradients"] if self.gradients else []
         if unused and self.calibrate is None:
             raise InputError(f"{', '.join(unused)}: only with --calibrate")
-        check_positive(self, "samples")
+        check_positive(self, "samples", "batch_size")
         if self.calibration_seed is not None and self.calibration_seed < 0:
             raise InputError(f"calibration_seed={self.calibration_seed} must not be negative")
         if self.seq_len is not None:
             check_seq_len(self.seq_len)
-        if self.batch_size is not None and self.batch_size < 1:
-            raise InputError(f"--batch-size {self.batch_size} must be at least 1")
 
     def _has(self, name: str) -> bool:
         return getattr(self, name) is not None
@@ -288,7 +284,7 @@ class CompressSpec(Spec):
         if self.options:
             raise InputError(f"{', '.join(self.options)}: options of a method that is given itself")
         method = self.method.to_method()
-        return next(name for name, kind in METHOD_OPTIONS.items() if isinstance(method, kind)), method
+        return next(name for name, kind in METHODS.items() if kind is type(method)), method
 
     def described(self, layers: Sequence[int] | None) -> dict[str, Any]:
         """Returns the options but the method's for the lineage; `layers` are those that are meant."""

@@ -58,6 +58,10 @@ class Skipped:
             raise InputError(f"{what}: all {self.count:,} documents are bad; the first is {self.problems[0]}")
 
 
+STOP = Skipped()
+"""The first bad document ends everything. Nothing is ever counted in it."""
+
+
 def skipped_words(count: int) -> str:
     """Returns how many documents were skipped, in words."""
     return "1 bad document was skipped" if count == 1 else f"{count:,} bad documents were skipped"

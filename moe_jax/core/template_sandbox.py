@@ -29,7 +29,7 @@ MAX_CHARS = 1 << 22
 """Characters that a template writes."""
 MAX_SECONDS = 0.6
 """Seconds of processor time that rendering a template takes, and three times what compiling does, so that both together
-take less than one second; those in use take milliseconds."""
+take less than one second, besides what the bytes of values add; those in use take milliseconds."""
 _BYTES_PER_SECOND = 16 << 20  # of a template and its values, which add to the seconds
 _MAX_REQUEST = 4 * MAX_CHARS + 4 * MAX_TEMPLATE + (1 << 20)  # bytes of a template and its values
 

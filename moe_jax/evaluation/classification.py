@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from moe_jax.core.bad_documents import BadDocument, Skipped
+from moe_jax.core.bad_documents import STOP, BadDocument, Skipped
 from moe_jax.core.errors import InputError, clipped, shown
 from moe_jax.data.data_files import read_through
 from moe_jax.data.rows import Example
@@ -73,20 +73,20 @@ class Classification(NamedTuple):
     problems: tuple[str, ...] = ()
 
 
-def read_labelled(path: str | Path, template: str | None = None, skipped: Skipped | None = None) -> list[Labelled]:
+def read_labelled(path: str | Path, template: str | None = None, skipped: Skipped = STOP) -> list[Labelled]:
     """Reads the texts of a file of JSON lines, in the style of GLUE; blank lines are skipped.
 
     Lines have a `label`, a string or a number from 0 on, and a text: `text`, `sentence`, or `input`, or two:
     `sentence1` and `sentence2`, or others of `TEXT_KEYS`, which are joined by a blank. A template makes the text
     instead, with keys of the lines in braces: `"sst2 sentence: {sentence}"`. `skipped` decides about bad lines, and
-    counts them; None: the first ends it.
+    counts them; by default the first ends it.
 
     Raises:
       FileNotFoundError: no such file.
       BadDocument: for a line of another form, with its number, unless it is skipped.
       InputError: for a file without lines.
     """
-    path, skipped = as_path(path), Skipped() if skipped is None else skipped
+    path = as_path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no file of labelled texts at {path}{nearest_path(path)}")
     found = []
@@ -241,7 +241,7 @@ def count_labels(
     """
     if not np.isfinite(scores).all():
         row = int(np.argmin(np.isfinite(scores).all(axis=1)))
-        raise InputError(f"the scores of text {row + 1} are not finite: {scores[row].tolist()}")
+        raise InputError(f"the scores of {examples[row].where} are not finite: {scores[row].tolist()}")
     number: Mapping[Any, int] = {name: index for index, name in enumerate(labels)}
     wanted = [one.label if isinstance(one.label, int) else number[one.label] for one in examples]
     given = scores.argmax(axis=1)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from moe_jax.core.bad_documents import Skipped, naming
+from moe_jax.core.bad_documents import STOP, Skipped, naming
 from moe_jax.core.errors import InputError
 from moe_jax.data.file_forms import check_is_text
 from moe_jax.data.rows import Example
@@ -292,7 +292,7 @@ def read_held_out(
     data: DataSection,
     config: ModelConfig,
     tokenizer_path: Path,
-    skipped: Skipped | None = None,
+    skipped: Skipped = STOP,
 ) -> HeldOut:
     """Reads files as a whole.
 
@@ -322,9 +322,10 @@ def read_held_out(
     # A text of any length is one record.
     piece = 1 + max(file.size for _, file in named)
     template = template_loader(data, tokenizer_path)
-    skipped, rows = Skipped() if skipped is None else skipped, list[Pair]()
-    checks = {"checks": not skipped.skips}
-    files = open_files(source, named, data, config, tokenizer_path, template=template, piece=piece, **checks)
+    rows = list[Pair]()
+    files = open_files(
+        source, named, data, config, tokenizer_path, template=template, piece=piece, checks=not skipped.skips
+    )
     lengths = {"input_len": input_length(data), "seq_len": data.seq_len}
     for index in range(len(files)):
         with skipped.passed_over():

@@ -186,7 +186,7 @@ def _longest_chain(content: bytes, spans: Sequence[Span]) -> int:
             chain.pop()
         chain.append(text)
         longest = max(longest, len(chain))
-    return longest + 128 if longest > MOST_CHAIN - 128 else 0
+    return longest + 128
 
 
 def _at_most(number: int, most: int, of_what: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_jax.core.bad_documents import BadDocument, Skipped, naming
+from moe_jax.core.bad_documents import STOP, BadDocument, Skipped, naming
 from moe_jax.core.errors import InputError, first_sentence, shown
 from moe_jax.files.json_toml import ANYTHING, parse_json
 from moe_jax.files.regular_files import read_regular
@@ -26,11 +26,11 @@ _MOST_AT_FIRST = 100
 _WRITTEN = re.compile(r"\{\{-?\s*(\w+)\s*-?\}\}")
 
 
-def read_examples(path: Path, skipped: Skipped | None = None) -> dict[str, dict[str, Any]]:
+def read_examples(path: Path, skipped: Skipped = STOP) -> dict[str, dict[str, Any]]:
     """Returns the objects of a file of JSON lines (blank ones are skipped) or of one JSON list, perhaps `.gz`.
 
     They are named by their places: the path, and the number of a line or entry. `skipped` decides about those that are
-    no objects; None: the first ends it.
+    no objects; by default the first ends it.
 
     Raises:
       FileNotFoundError: no such file.
@@ -39,7 +39,6 @@ def read_examples(path: Path, skipped: Skipped | None = None) -> dict[str, dict[
     """
     if not path.is_file():
         raise FileNotFoundError(f"no data at {path}{nearest_path(path)}")
-    skipped = Skipped() if skipped is None else skipped
     content = read_regular(path, max_bytes=MAX_BYTES)
     if path.suffix == ".gz":
         content = _unpacked(content, path)
@@ -87,10 +86,10 @@ class LocalData:
       places: where the documents of every split are, in order.
     """
 
-    def __init__(self, config: Mapping[str, Any], skipped: Skipped | None = None):
+    def __init__(self, config: Mapping[str, Any], skipped: Skipped = STOP):
         self.places: dict[str, list[str]] = {}
         self._splits: dict[str, Any] = {}
-        self._config, self._skipped = config, Skipped() if skipped is None else skipped
+        self._config, self._skipped = config, skipped
 
     def read(self, *, data_files: Mapping[str, str], **_: Any) -> dict[str, Any]:
         """Returns the splits of local JSON files, as lm-eval takes the data of a task.
@@ -144,11 +143,16 @@ class LocalData:
         config = TaskConfig(**copy.deepcopy({**self._config, "custom_dataset": None}))
         task._config, task.prompt, task.features = config, None, list(documents.features)
         task.OUTPUT_TYPE = config.output_type
+        why = ""
         for index, document in enumerate(itertools.islice(documents, _MOST_AT_FIRST)):
             with self._skipped.passed_over(), naming(places[index]):
-                check_document(task, document, is_local=True)
+                try:
+                    check_document(task, document, is_local=True)
+                except BadDocument as error:
+                    why = f"{places[index]}: {error}"
+                    raise
                 return index
-        raise InputError(f"{file}: the task can use none of its first documents: {self._skipped.problems[-1]}")
+        raise InputError(f"{file}: the task can use none of its first documents: {why}")
 
 
 def _kind(value: Any) -> str:
@@ -245,16 +249,24 @@ def good_documents(
     return found
 
 
-def keep_good_examples(task: Any, *, is_local: bool) -> None:
-    """Takes bad documents out of those that a task gives as examples with their answers."""
+def keep_good_examples(task: Any, skipped: Skipped, *, is_local: bool) -> None:
+    """Takes bad documents out of those that a task gives as examples with their answers.
+
+    `skipped` decides about them, and counts them, unless they are evaluated too and were counted there. Raises
+    `BadDocument` for one that cannot be used, unless it is skipped.
+    """
     sampler = getattr(task, "sampler", None)
-    if sampler is not None and sampler.fewshot_indices is None:
-        sampler.replace_df([one for one in sampler.df if _is_good(task, one, is_local=is_local)])
-
-
-def _is_good(task: Any, document: Mapping[str, Any], *, is_local: bool) -> bool:
-    try:
-        check_document(task, document, is_local=is_local)
-    except BadDocument:
-        return False
-    return True
+    if sampler is None or sampler.fewshot_indices is not None:
+        return
+    kept = []
+    for one in sampler.df:
+        with skipped.passed_over(), naming(f"{task.config.task}, an example with its answer"):
+            try:
+                check_document(task, one, is_local=is_local)
+            except BadDocument:
+                if skipped.skips and any(one == other for other in task.eval_docs):
+                    continue
+                raise
+            kept.append(one)
+    if len(kept) < len(sampler.df):
+        sampler.replace_df(kept)

@@ -17,7 +17,12 @@ from typing import Any
 from moe_jax.core.bad_documents import Skipped
 from moe_jax.core.errors import InputError, first_sentence, nearest, shown
 from moe_jax.core.template_sandbox import Template
-from moe_jax.harness.documents import LocalData, document_errors, good_documents, keep_good_examples
+from moe_jax.harness.documents import (
+    LocalData,
+    document_errors,
+    good_documents,
+    keep_good_examples,
+)
 from moe_jax.harness.task_files import SHIPPED, TaskFolder, is_local, read_task_folder
 
 # As in lm-eval: equal examples before a question, and equal resampling, give equal figures.
@@ -136,8 +141,8 @@ def evaluate_tasks(
             of_task = skipped[name]
             check = functools.partial(_check_requests, model, task, chat) if of_task.skips else lambda *_: None
             good[name] = good_documents(task, check, of_task, places=places.get(name), limit=limit)
-            if of_task.skips and task.get_config("num_fewshot"):
-                keep_good_examples(task, is_local=name in places)
+            if task.get_config("num_fewshot"):
+                keep_good_examples(task, of_task, is_local=name in places)
             _check_fewshot(name, task)
         if any(skipped[name].count for name in good):
             which = {"samples": good}
@@ -150,7 +155,11 @@ def _check_fewshot(name: str, task: Any) -> None:
     """Raises `InputError` if there are fewer examples to stand before a question than are wanted."""
     wanted, sampler = task.get_config("num_fewshot"), getattr(task, "sampler", None)
     if wanted and sampler is not None:
-        count = len(sampler.fewshot_indices or sampler.df)
+        examples = sampler.fewshot_indices or sampler.df
+        count = len(examples)
+        if task.fewshot_cfg.split == task.config.test_split:
+            # Of one more than are wanted, lm-eval takes out those that equal the question.
+            count -= max(collections.Counter(map(repr, examples)).values(), default=0)
         if wanted > count:
             raise InputError(f"{name}: num_fewshot is {wanted}, but there are {count:,} examples with their answers")
 

@@ -271,20 +271,19 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
             problems.append(f"--router-from has {prompts} texts for {self.copies} {what}; give one for each")
         if self.universal == "coder":
             problems.append("--router-from makes linear routers, and --universal coder has a gate network")
-        if self.method == "pesc":
+        if self._has_adapters:
             problems.append("--router-from does not go with adapter experts")
         return problems
 
     def described(self) -> dict[str, Any]:
         """Returns the options as they are written to the lineage."""
-        pesc = self.bank.form.beside_base_model
         described = {
             "method": self.method,
             "experts": self.copies,
             "top_k": self.top_k,
             "every": self.every_nth if self.layers is None else None,
             "layers": None if self.layers is None else tuple(self.layers),
-            "delta": None if pesc else self._described_delta(),
+            "delta": None if self._has_adapters else self._described_delta(),
             "freeze_base": self.freeze_base,
             "gate": self.weighting if self.universal == "none" else None,
             "universal": self.universal,
@@ -295,7 +294,7 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
             "seed": self.seed,
             "step0_check": self.step0_check,
         }
-        if pesc:
+        if self._has_adapters:
             described |= dataclasses.asdict(self.bank.form) | {"rest": dataclasses.asdict(self.dense_parameters)}
         for name in ("noise", "drop", "granularity"):
             if self._has(name):
@@ -316,9 +315,15 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
         adapter = AdapterConfig(rank=self._adapter_width(), activation="gelu", scale=scale, dropout=0.1)
         return BankConfig(AdapterExperts(adapter=adapter))
 
+    @property
+    def _has_adapters(self) -> bool:
+        """Whether experts are adapters, by the method or by a bank that is given itself."""
+        is_bank = self.delta is not None and not isinstance(self.delta, str)
+        return self.method == "pesc" or (is_bank and self.bank.form.beside_base_model)
+
     def _contradictions(self) -> list[str]:
         problems = []
-        if self.every_nth < 1:
+        if self.layers is None and self.every_nth < 1:
             problems.append(f"every={self.every_nth} must be at least 1")
         if self.top_k > self.copies:
             problems.append(f"top_k={self.top_k} is above num_experts={self.copies}")
@@ -369,11 +374,10 @@ def parse_delta(text: str, *, freeze_base: bool = False) -> "BankConfig":
     Raises:
       InputError: for anything else, a number out of range, or a frozen base where there is none.
     """
-    from moe_jax.experts import BankConfig
-    from moe_jax.experts.forms.protocol import form_of_option
+    from moe_jax.experts import BankConfig  # which makes the forms themselves known
 
-    _read_delta(text, freeze_base=freeze_base)
-    return BankConfig(form_of_option(text), train_base=not freeze_base)
+    form: Any = _read_delta(text, freeze_base=freeze_base)
+    return BankConfig(form, train_base=not freeze_base)
 
 
 def _read_delta(text: str, *, freeze_base: bool) -> FormOptions:

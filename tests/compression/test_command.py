@@ -229,7 +229,7 @@ def test_a_hugging_face_moe_with_the_dense_model_it_came_from(models, tmp_path, 
             "--drop does not go with ders-quantize",
         ),
         (("--sweep", "--text", "t", "--bits", "2,5"), "bits=5 must be one of"),
-        (("--sweep", "--text", "t", "--batch-size", 0), "--batch-size 0 must be at least 1"),
+        (("--sweep", "--text", "t", "--batch-size", 0), "batch_size=0 must be a positive"),
         (("--bit", 4), "did you mean '--bits'"),
     ],
 )

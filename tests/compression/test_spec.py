@@ -3,8 +3,9 @@
 import pytest
 
 import moe_jax
-from moe_jax.compression import make_method
+from moe_jax.compression import make_method, make_swept_methods
 from moe_jax.compression.source_layer import SourceLayer
+from moe_jax.compression.spec import METHODS, CompressSpec
 from moe_jax.compression.stream import _check_universal
 from moe_jax.core.errors import InputError
 from moe_jax.models import BankConfig
@@ -41,3 +42,20 @@ def test_a_universal_ffn_counts_as_an_expert_if_it_has_the_shape_of_one():
     with pytest.raises(InputError, match="layer 1 is 8 wide"):
         _check_universal(narrow, [1])
     assert SourceLayer(memory_moe(*banks[:1], num_experts=2, universal="one"), 0, with_universal=True).num_experts == 3
+
+
+def test_what_a_sweep_tries_is_made_of_several_methods():
+    made = make_swept_methods(["up", "svd"], {"keep": (0.5, 0.25, 0.5)})
+    assert [(name, method.keep) for name, method in made] == [("up", 0.5), ("up", 0.25), ("svd", 0.5), ("svd", 0.25)]
+    for names, options, said in ((["up"], {"bits": (2,)}, "bits"), (["upp"], {}, "did you mean 'up'")):
+        with pytest.raises(InputError, match=said):
+            make_swept_methods(names, options)
+
+
+def test_a_method_given_itself_has_its_own_name(monkeypatch):
+    class Mine(METHODS["quantize"]):
+        """A method that is made of another one."""
+
+    monkeypatch.setitem(METHODS, "mine", Mine)
+    assert CompressSpec(method=Mine(bits=4)).named_method()[0] == "mine"
+    assert CompressSpec(method=METHODS["quantize"](bits=4)).named_method()[0] == "quantize"

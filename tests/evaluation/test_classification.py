@@ -98,8 +98,9 @@ def test_accuracy_confusion_and_interval():
     np.testing.assert_allclose(found.interval, (0.15003, 0.84997), atol=2e-5)
     np.testing.assert_allclose(wilson_interval(0, 10), (0, 0.27753), atol=2e-5)
     np.testing.assert_allclose(wilson_interval(81, 263), (0.2553, 0.3662), atol=1e-4)
-    with pytest.raises(InputError, match="scores of text 2 are not finite"):
-        count_labels([Labelled("", 0)] * 2, np.array([[0.0, 1.0], [math.nan, 0.0]]), ["a", "b"], "head", 0)
+    with pytest.raises(InputError, match="scores of line 3 are not finite"):
+        texts = [Labelled("", 0, f"line {number}") for number in (1, 3)]
+        count_labels(texts, np.array([[0.0, 1.0], [math.nan, 0.0]]), ["a", "b"], "head", 0)
 
 
 @long

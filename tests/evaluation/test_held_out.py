@@ -12,7 +12,7 @@ from flax import nnx
 
 import moe_jax
 from moe_jax.commands import cli
-from moe_jax.core.bad_documents import BadDocument, Skipped
+from moe_jax.core.bad_documents import STOP, BadDocument, Skipped
 from moe_jax.core.errors import InputError
 from moe_jax.data.sections import DataSection, FieldsSection, SourceSection
 from moe_jax.data.tokenizer import Pair, Tokenizer
@@ -53,7 +53,7 @@ def same(found, expected) -> bool:
 
 @pytest.fixture
 def read(tmp_path, model, config):
-    def read(name: str, content: bytes | None, data: DataSection = DATA, skipped: Skipped | None = None, **settings):
+    def read(name: str, content: bytes | None, data: DataSection = DATA, skipped: Skipped = STOP, **settings):
         if content is not None:
             (tmp_path / name).write_bytes(content)
         source = SourceSection(path=str(tmp_path / name), **settings)

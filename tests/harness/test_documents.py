@@ -105,3 +105,17 @@ def test_what_the_model_cannot_score_is_skipped_and_no_bad_example_is_given(fold
         assert skipped["choice"].count == 2
         with pytest.raises(InputError, match="num_fewshot is 5"):
             evaluate_tasks(Model(), tasks, num_fewshot=5, skipped=SKIP())
+
+
+def test_examples_of_the_evaluated_split_are_one_fewer_and_bad_ones_are_named(folder):
+    """lm-eval draws one more than are wanted, and takes out those that equal the question."""
+    write_task(folder, {**CHOICE, "fewshot_split": "test"})
+    for lines, most in ((QUESTIONS, 3), ([*QUESTIONS, QUESTIONS[0]], 3)):
+        tasks = loaded(folder, list(map(json.dumps, lines)))
+        with sandboxed_templates():
+            evaluate_tasks(Model(), tasks, num_fewshot=most, limit=1)
+            with pytest.raises(InputError, match=f"num_fewshot is {most + 1}, but there are {most} "):
+                evaluate_tasks(Model(), tasks, num_fewshot=most + 1, limit=1)
+    tasks = loaded(folder, [*map(json.dumps, QUESTIONS), BAD[4][0]])
+    with sandboxed_templates(), pytest.raises(BadDocument, match="choice, an example with"):
+        evaluate_tasks(Model(), tasks, num_fewshot=1, limit=1)

@@ -1,6 +1,7 @@
 import pytest
 
 from moe_jax.core.errors import InputError
+from moe_jax.experts import AdapterConfig, AdapterExperts
 from moe_jax.models import BankConfig, FFNConfig, MoEConfig
 from moe_jax.upcycling import UpcycleSpec, keeps_the_function, parse_delta, upcycled_config
 from tests.support.dense_models import dense_config
@@ -123,3 +124,9 @@ def test_gates_whose_weights_sum_to_one():
     assert keeps_the_function(UpcycleSpec(gate="top1", experts=1, top_k=1))
     assert not keeps_the_function(UpcycleSpec(gate="softmax_topk"))
     assert not keeps_the_function(UpcycleSpec(gate="top1", top_k=1))
+
+
+def test_adapter_experts_given_as_a_bank_have_no_routers_from_texts():
+    adapters = AdapterExperts(adapter=AdapterConfig(rank=2, activation="gelu", scale=1.0, dropout=0.0))
+    with pytest.raises(InputError, match="--router-from .* adapter experts"):
+        UpcycleSpec(delta=BankConfig(adapters), experts=2, top_k=2, router_from=("a", "b"))
