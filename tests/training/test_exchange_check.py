@@ -45,6 +45,7 @@ def test_an_exchange_that_works_passes():
     first_step(recipe_with(exchange="all-to-all", check_exchange=True))
 
 
+@long
 def test_one_whose_gradient_is_wrong_is_named(monkeypatch):
     @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
     def corrupted(rows, plan, buffer, count):

@@ -13,6 +13,7 @@ from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.upcycling import beginnings
 from moe_jax.upcycling.beginnings import MOST_TOKENS, Prompt, router_kernels
 from tests.support.dense_models import dense_config, random_leaves, write_model
+from tests.support.tiers import long
 from tests.upcycling.test_branches import tokenizer_file
 from tests.upcycling.test_start import lineage_of, run
 
@@ -46,6 +47,7 @@ def test_the_first_layer_without_attention_by_hand(tmp_path):
         np.testing.assert_allclose(column, mean / np.linalg.norm(mean), rtol=1e-5, atol=1e-6)
 
 
+@long
 def test_hidden_states_are_those_of_transformers(stories):
     import torch
     import transformers

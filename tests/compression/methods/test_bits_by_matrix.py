@@ -100,7 +100,8 @@ def test_sensitivities_are_kept_and_found_again(source, calibrated, monkeypatch)
 
 
 # Half of it is what the disk needs to know of leaves, in so small a model.
-@pytest.mark.parametrize("target", [6_600, *(pytest.param(target, marks=long) for target in (8_000, 9_500))])
+@long
+@pytest.mark.parametrize("target", [6_600, 8_000, 9_500])
 def test_stays_within_the_budget_and_is_better_with_more(source, calibrated, target, tmp_path):
     calibration, *_ = calibrated
     reports = {}

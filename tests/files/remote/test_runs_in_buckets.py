@@ -109,6 +109,7 @@ def test_what_cannot_be_written(bucket, place, capsys):
     assert bucket.names() == []
 
 
+@long
 def test_all_that_a_run_needs_and_makes_is_in_the_bucket(bucket, place, capsys):
     """As a user would go about it: nothing of it lies on a disk but what the commands print."""
     from tests.support.dense_models import random_leaves, write_model

@@ -22,6 +22,7 @@ from moe_jax.peft.adapt import initial_leaves
 from moe_jax.training.program import initial_states, make_program
 from moe_jax.training.recipe import ModelSection
 from tests.support.dense_models import random_leaves, write_model
+from tests.support.tiers import long
 from tests.support.training_models import FFN, config_of, recipe_of
 
 RECIPE = """
@@ -60,6 +61,7 @@ def workplace(tmp_path_factory, tokenizer_path) -> Path:
     return folder
 
 
+@long
 def test_a_run_and_its_continuation_leave_an_adapter_directory(workplace, monkeypatch, capsys):
     monkeypatch.chdir(workplace)
     before, losses = open_source(Path("tuned")), []
