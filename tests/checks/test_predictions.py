@@ -82,7 +82,7 @@ def test_without_a_text_there_is_a_built_in_one(model, tmp_path, capsys):
         ([*NF4, "--text", "absent.txt"], "no text at absent.txt"),
         ([*NF4[:-2], "--text", "story.txt"], "model has none"),
         ([*NF4, "--text", "story.txt", "--no-step0-check"], "was not asked"),
-        ([*NF4, "--text", "short.txt"], "short.txt holds"),
+        ([*NF4, "--text", "short.txt"], "short.txt is empty"),
     ],
 )
 def test_a_text_that_cannot_be_used_is_said_at_once(options, message, model, tmp_path, monkeypatch, capsys):
