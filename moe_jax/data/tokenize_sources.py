@@ -6,6 +6,7 @@ A finished shard stays when the command is killed; the same command then makes t
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import os
@@ -25,7 +26,7 @@ from moe_jax.data.token_files import FORMAT, INDEX, SUFFIX, VERSION, TokenFile, 
 from moe_jax.data.tokenizer import Document, Tokenizer, tokenizer_identity
 from moe_jax.files.byte_files import fingerprint_contents
 from moe_jax.files.staging import check_target, open_work
-from moe_jax.files.storage_path import as_path
+from moe_jax.files.storage_path import StoragePath, as_path
 from moe_jax.models import ModelConfig
 
 
@@ -269,23 +270,20 @@ def _begin(task: Task, folder: Path) -> None:
 
 
 def _tokenize(shard: Shard) -> tuple[str, dict[str, int]]:
-    """Writes one shard; the file gets its name when it is complete."""
-    from array_record.python.array_record_module import ArrayRecordWriter
-
+    """Writes one shard; the file gets its name when it is complete. Raises `OSError` if the disk is full."""
     assert _work is not None
     source = _work.sources[shard.source]
     counts = collections.Counter[str]()
-    local = as_path(_work.folder).local_folder()
+    folder = as_path(_work.folder)
+    local = folder.local_folder()
     fresh = local.path / f".{shard.name}.{os.getpid()}.new"
-    # A group is what is read and decompressed at once.
-    writer = ArrayRecordWriter(str(fresh), "group_size:1")
-    for index in range(shard.begin, shard.end):
-        documents = _work.tokenizer.documents(source[index])
-        writer.write(pack(documents))
-        counts["documents"] += len(documents)
-        counts["tokens"] += sum(len(document.ids) for document in documents)
-        counts["scored"] += sum(int(document.scored.sum()) for document in documents)
-    writer.close()
+    with _record_writer(fresh, folder) as writer:
+        for index in range(shard.begin, shard.end):
+            documents = _work.tokenizer.documents(source[index])
+            writer.write(pack(documents))
+            counts["documents"] += len(documents)
+            counts["tokens"] += sum(len(document.ids) for document in documents)
+            counts["scored"] += sum(int(document.scored.sum()) for document in documents)
     fresh.replace(local.path / shard.name)
     local.close()
     records = shard.end - shard.begin
@@ -293,3 +291,20 @@ def _tokenize(shard: Shard) -> tuple[str, dict[str, int]]:
     before, after = (source.size * edge // max(len(source), 1) for edge in (shard.begin, shard.end))
     counts.update(source=shard.source, records=records, source_bytes=after - before)
     return shard.name, {field.name: counts[field.name] for field in dataclasses.fields(TokenFile)}
+
+
+@contextlib.contextmanager
+def _record_writer(file: Path, folder: StoragePath) -> Iterator[Any]:
+    """Yields the writer of a file of records, and raises `OSError` where it says in words that the disk is full."""
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    try:
+        # A group is what is read and decompressed at once.
+        writer = ArrayRecordWriter(str(file), "group_size:1")
+        yield writer
+        writer.close()
+    except RuntimeError as error:
+        explained = folder.storage_error(str(error))
+        if explained is None:
+            raise
+        raise explained from error

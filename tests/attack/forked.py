@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import importlib
 import json
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -84,6 +85,8 @@ def _fork(arguments: Sequence[str], errors: Path, *, hide_full_disk: bool, cache
     except BaseException:
         traceback.print_exc()
     with contextlib.suppress(BaseException):
+        # As at the end of a program; not all that is done there, for this would remove the folder of `run`.
+        multiprocessing.util._exit_function()
         sys.stderr.flush()
     os._exit(code)
 

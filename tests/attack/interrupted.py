@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -55,6 +56,7 @@ COMMANDS: Mapping[str, Sequence[str]] = {
     "export of RUN@STEP": ("export", "before@12", OUT, "--max-shard-size", "200kB"),
     "train": ("train", "recipe.toml", "--resume"),
     "restart": ("train", "recipe.toml", "--restart", "before@12", "--skip-batches", "1", "--resume"),
+    "data tokenize": ("data", "tokenize", "tokens.toml", OUT, "--processes", "2"),
 }
 RUNS = frozenset({"train", "restart"})  # their target is there before it is complete
 COMPILING = frozenset({"upcycle", "adapt", "compress"})  # and they are given their target as an argument
@@ -100,6 +102,7 @@ class Workshop:
         text = data / "text" / "tinystories" / "tinystories_sample_2MiB.txt"
         (self._folder / "text.txt").write_bytes(text.read_bytes()[:60_000])
         (self._folder / "recipe.toml").write_text(RECIPE)
+        (self._folder / "tokens.toml").write_text(RECIPE + 3 * '[[data.sources]]\npath = "text.txt"\n')
         self._expected: dict[str, dict[str, object]] = {}
         self._seconds: dict[str, float] = {}
         self._sizes: dict[str, int] = {}
@@ -222,7 +225,15 @@ class Workshop:
         if ended.code != 0:
             return f"exit code {ended.code}: {ended.errors[-400:]}"
         left = [str(path) for path in (*self._disk.glob("*"), *self._out.glob(".*")) if path != self._out]
+        left += self._left_processes()
         return f"left over: {left}" if left else self._differing(self._result(self._out), self._expected[name])
+
+    def _left_processes(self, seconds: float = 20.0) -> list[str]:
+        """The processes that commands have started in the folder, if they do not end within so many seconds."""
+        deadline = time.monotonic() + seconds
+        while (left := _processes_in(self._folder) - {self._parent.pid}) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return [f"process {number}" for number in sorted(left)]
 
     def _differing(self, result: Mapping[str, object], expected: Mapping[str, object]) -> str | None:
         differ = sorted(key for key in result.keys() | expected.keys() if result.get(key) != expected.get(key))
@@ -231,6 +242,16 @@ class Workshop:
     def _clear(self) -> None:
         for path in self._disk.iterdir():
             shutil.rmtree(path)
+
+
+def _processes_in(folder: Path) -> set[int]:
+    """The processes that work in a folder."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended
+            if (process / "cwd").resolve(strict=True) == folder:
+                found.add(int(process.name))
+    return found
 
 
 def _is_one_line(ended: Ended, word: str) -> bool:

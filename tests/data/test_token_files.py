@@ -1,5 +1,6 @@
 """Tokens made before training: the batches are those of their sources, whoever made them, killed or not."""
 
+import errno
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from moe_jax.files.staging import leftovers
 from tests.data.test_chat_data import CONFIG
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.chat_templates import TURNS, plain
+from tests.support.disks import small_disk
 from tests.support.environment import ROOT
 from tests.support.forked import start
 from tests.support.hf_checkpoints import CONFIGS
@@ -254,3 +256,16 @@ def test_what_cannot_be_tokenised_is_said(tmp_path):
     with pytest.raises(InputError, match="b.jsonl, line 1: expected"):
         tokenize(task, tmp_path / "new", processes=2)
     assert not (tmp_path / "new").exists() and not leftovers(tmp_path / "new")
+
+
+def test_a_full_disk_is_an_os_error(tmp_path):
+    """The writer of records says in words what the system said."""
+    task = a_task(tmp_path)
+    with small_disk(tmp_path / "disk", 1) as disk:
+        (disk / "of others").write_bytes(bytes((1 << 20) - 8192))
+        with pytest.raises(OSError, match="left on device") as raised:
+            tokenize(task, disk / "out")
+        assert raised.value.errno == errno.ENOSPC and not (disk / "out").exists()
+        (disk / "of others").unlink()
+        tokenize(task, disk / "out")
+        assert not leftovers(disk / "out")
