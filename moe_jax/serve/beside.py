@@ -30,16 +30,23 @@ class Beside:
         return all(future.done() for future in self._work.values())
 
     def is_done(self, key: Hashable) -> bool:
-        """Whether a piece of work was begun and is done; raises what it raised."""
+        """Whether a piece of work was begun, and has been done without an error."""
         future = self._work.get(key)
-        if future is None or not future.done():
-            return False
-        future.result()
-        return True
+        return future is not None and future.done() and future.exception() is None
+
+    def error(self, key: Hashable) -> BaseException | None:
+        """Returns what a piece of work raised; None: nothing, or it is not done."""
+        future = self._work.get(key)
+        return future.exception() if future is not None and future.done() else None
 
     def forget(self, key: Hashable) -> None:
         """Has a piece of work that came to nothing be begun again."""
         self._work.pop(key, None)
+
+    def forget_errors(self) -> None:
+        """Has all that raised an error be begun again."""
+        for key in [key for key in self._work if self.error(key) is not None]:
+            self.forget(key)
 
     def close(self, seconds: float | None = None) -> bool:
         """Ends the thread; what has not begun never does.

@@ -9,6 +9,9 @@ Prompts of every length have a program of their own, and so have those that are 
 caches of every length, which takes seconds to compile. That is done beside, in other threads, while all others go on:
 the first prompt of its kind is read there, and rows stay as they are until the program for more, fewer or longer ones
 is there. Only where nobody is answered is a program compiled in between.
+
+A program that fails, or that cannot be compiled, ends the requests that need it, and no others: such as a long text
+for whose caches there is no memory. What fails while it runs takes all rows with it.
 """
 
 import collections
@@ -121,7 +124,7 @@ class Scheduler:
     def warm(self) -> None:
         """Compiles what a short request needs, so that the first need not wait; `InputError` if the model fails."""
         told: SimpleQueue[News] = SimpleQueue()
-        self.submit([Job([0], min(3, self.context - 1), told.put)])
+        self.submit([self._short_job(told.put)])
         while (news := told.get()).ended is None:
             pass
         if news.ended == "error":
@@ -155,24 +158,58 @@ class Scheduler:
     def _run(self) -> None:
         try:
             while self._wait():
-                self._set_jobs([None if job is None or job.cancelled else job for job in self._jobs])
-                while (
-                    not self._closing
-                    and len(self._running()) < self._most_slots
-                    and (found := self._next()) is not None
-                ):
-                    self._admit(*found)
-                    self._taken(found[0])
-                if not self._running():
-                    self._rows, self._size = None, Size(0, 0)  # caches of a long text are given back
-                elif self._continue():
-                    self._stir()  # perhaps there is a slot now
+                try:
+                    self._go_on()
+                except Exception as error:  # such as memory that is not found
+                    self._give_up_rows(error)
             self._end_all(_STOPPED)
         except BaseException as error:  # whatever it is, those who wait have to be told
             with self._changed:
-                self.failure = f"{type(error).__name__}: {first_line(error)}"
+                self.failure = _said(error)
             self._end_all(self.failure)
             raise
+
+    def _go_on(self) -> None:
+        """Gives slots to who waits, and a block of tokens to everyone who has one."""
+        self._set_jobs([None if job is None or job.cancelled else job for job in self._jobs])
+        while self._has_a_slot() and (found := self._next()) is not None:
+            try:
+                self._admit(*found)
+            except BaseException as error:
+                found[0].fail(_said(error))
+                raise
+            finally:
+                self._taken(found[0])
+        if not self._running():
+            self._forget_rows()  # caches of a long text are given back
+            self._compiling.forget_errors()
+        elif self._continue():
+            self._stir()  # perhaps there is a slot now
+
+    def _give_up_rows(self, error: Exception) -> None:
+        """Ends all requests that have a slot, for their caches may be gone.
+
+        Raises the error of a short request that is tried then: if that fails too, no other will succeed.
+        """
+        jobs = self._running()
+        self._forget_rows()
+        for job in jobs:
+            job.fail(_said(error))
+        told: list[News] = []
+        self._admit(self._short_job(told.append), self._size_for(1, _LEAST_PROMPT))
+        if self._running():
+            self._continue()
+        self._forget_rows()
+        if told[-1].ended == "error":
+            raise error
+        self._stir()
+
+    def _forget_rows(self) -> None:
+        self._rows, self._size = None, Size(0, 0)
+        self._set_jobs([])
+
+    def _short_job(self, on_news: Callable[[News], object]) -> Job:
+        return Job([0], min(3, self.context - 1), on_news)
 
     def _wait(self) -> bool:
         """Waits for something to do; False: the thread is to end."""
@@ -211,16 +248,19 @@ class Scheduler:
         with self._changed:
             self._forget_cancelled()
             apart, waiting = list(self._apart), list(self._waiting)
-        for job in apart:
-            if job.read is not None and (size := self._size_with(job)) is not None:
-                return job, size
-        for job in waiting:
-            if not self._beside.has(program := self._reading(job)):
+        for job in (*(job for job in apart if job.read is not None), *waiting):
+            if job.read is None and not self._beside.has(program := self._reading(job)):
                 with self._changed:
                     self._apart = [*self._apart, self._taken(job)]
                 self._beside.begin(program, partial(self._read_beside, job))
-            elif self._beside.is_done(program) and (size := self._size_with(job)) is not None:
-                return job, size
+            elif job.read is not None or self._beside.is_done(program):
+                try:
+                    size = self._size_with(job)
+                except Exception as error:  # its program cannot be compiled
+                    self._taken(job).fail(_said(error))
+                    continue
+                if size is not None:
+                    return job, size
         return None
 
     def _taken(self, job: Job) -> Job:
@@ -260,7 +300,7 @@ class Scheduler:
             )
             return Read(row, block, None if scores is None else scored_of(scores, 0, len(job.ids) - 1))
         except Exception as error:  # such as memory that a long prompt does not find
-            job.fail(f"{type(error).__name__}: {first_line(error)}")
+            job.fail(_said(error))
             return None
 
     def _admit(self, job: Job, size: Size) -> None:
@@ -316,8 +356,19 @@ class Scheduler:
             self._is_ready(self._size_for(len(jobs), present.length + 1))
         if self._is_ready(wanted):
             self._move(wanted)
-        elif wanted.length > present.length and (larger := self._larger(wanted)) is not None:
-            self._move(larger)
+        elif wanted.length > present.length:
+            if (larger := self._larger(wanted)) is not None:
+                self._move(larger)
+            elif (error := self._compiling.error(wanted)) is not None:
+                self._end_full(error)
+
+    def _end_full(self, error: BaseException) -> None:
+        """Ends the requests whose caches are full, and for which there are no longer ones."""
+        full = [job for job in self._running() if len(job.ids) + job.added >= self._size.length]
+        self._set_jobs([None if job in full else job for job in self._jobs])
+        for job in full:
+            job.fail(_said(error))
+        self._stir()
 
     def _is_filling(self) -> bool:
         """Whether a row whose cache may become too short has used up a quarter of it."""
@@ -333,7 +384,10 @@ class Scheduler:
         return Size(min(1 << (count - 1).bit_length(), self._most_slots), min(longer, longest))
 
     def _size_with(self, job: Job) -> Size | None:
-        """Returns the size of the rows with one request more; None: what it takes is being compiled."""
+        """Returns the size of the rows with one request more; None: what it takes is being compiled.
+
+        Raises what the compiler raised if no such program can be had.
+        """
         running, length = len(self._running()), self._length(job)
         coming = max(running + 1, min(running + len(self._waiting) + len(self._apart), self._most_slots))
         wanted = self._size_for(coming, length)
@@ -343,7 +397,18 @@ class Scheduler:
             return self._size
         if self._is_filling():  # one program for both
             wanted = self._size_for(coming, max(length, self._size.length + 1))
-        return wanted if self._is_ready(wanted, length) else self._larger(self._size_for(running + 1, length))
+        least = self._size_for(running + 1, length)
+        errors = []
+        for size in dict.fromkeys((wanted, least)):
+            if self._is_ready(size, length):
+                return size
+            if (error := self._compiling.error(size)) is None:
+                return self._larger(least)
+            errors.append(error)
+        larger = self._larger(least)
+        if larger is None:
+            raise errors[-1]
+        return larger
 
     def _larger(self, size: Size) -> Size | None:
         """Returns the smallest size whose programs are there and in which there is room for rows of a size."""
@@ -393,3 +458,7 @@ class Scheduler:
             ended = "length"
         job.on_news(News(given, scored, prompt_scores, ended))
         return ended is not None
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"

@@ -77,6 +77,12 @@ def test_rings_and_experts_and_caches_that_grow_change_no_token(model):
     assert together == [tokens[:n] for tokens, n in zip(expected, most, strict=True)]
 
 
+def wait_until_idle(scheduler: Scheduler) -> None:
+    """Returns when the rows of a request that was answered are given back."""
+    while scheduler._rows is not None:
+        time.sleep(0.001)
+
+
 class Counted(Engine):
     """Counts the rows of every block."""
 
@@ -137,7 +143,7 @@ def test_who_waits_is_given_the_slot_that_is_left_first(counted):
     assert [ended.get(timeout=60) for _ in range(3)] == [5, 8, 9]
     before = told[: [index for index, _ in told].index(8)]
     assert sum(count for index, count in before if index == 0) == 3
-    assert len(counted._jobs) == 8
+    assert set(Counted.widths) == {8}
 
 
 def test_what_has_to_be_compiled_keeps_nobody_waiting(counted, monkeypatch):
@@ -220,8 +226,7 @@ def test_who_waits_is_told_that_it_ends_while_a_program_is_compiled(counted, com
 
 def test_a_row_whose_cache_is_full_waits_for_a_longer_one_and_no_other_does(counted, compiler, model, monkeypatch):
     monkeypatch.setattr(scheduler_module, "_LEAST_CACHE", 32)
-    while counted._rows is not None:  # of the request before
-        time.sleep(0.001)
+    wait_until_idle(counted)
     counted._ran.clear()
     long, short = queue.SimpleQueue(), queue.SimpleQueue()
     counted.submit([Job([1, 2, 3], 40, long.put), Job([4], 20, short.put)])
@@ -243,24 +248,70 @@ def test_a_row_whose_cache_is_full_waits_for_a_longer_one_and_no_other_does(coun
     ]
 
 
-def test_who_was_to_be_given_a_row_is_told_when_that_fails(model, monkeypatch):
-    """A row cannot be put where the first one goes on: both end with an error, and nobody waits for ever."""
+def ended(news: queue.SimpleQueue) -> News:
+    """The last news of a request."""
+    while (one := news.get(timeout=60)).ended is None:
+        pass
+    return one
+
+
+def no_memory(*_: object, **__: object) -> None:
+    raise RuntimeError("no memory")
+
+
+NO_MEMORY = ("error", "RuntimeError: no memory")
+
+
+def test_who_was_to_be_given_a_row_is_told_when_that_fails(counted, monkeypatch):
+    """A row cannot be put where another one goes on: both end with an error, and who comes later is answered."""
+    alone = answers(counted, [[7]], [5])
+    wait_until_idle(counted)
+    with monkeypatch.context() as now:
+        now.setattr(counted._engine.mover, "put", no_memory)
+        told = [queue.SimpleQueue(), queue.SimpleQueue()]
+        counted.submit([Job([1], 400, told[0].put)])
+        told[0].get(timeout=60)
+        counted.submit([Job([1], 400, told[1].put)])
+        assert [ended(news)[-2:] for news in told] == [NO_MEMORY] * 2
+    assert answers(counted, [[7]], [5]) == alone and counted.failure is None
+
+
+def test_a_block_that_fails_ends_those_in_it_and_one_that_always_fails_the_server(counted, monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    scheduler = Scheduler(model)
+    advance, alone = counted._engine.advance, answers(counted, [[7]], [5])
 
-    def put(*_: object) -> None:
-        raise RuntimeError("no memory")
+    def fails(rows, steps, **options):
+        return no_memory() if len(rows.tokens) > 1 else advance(rows, steps, **options)
 
-    monkeypatch.setattr(scheduler._engine.mover, "put", put)
+    monkeypatch.setattr(counted._engine, "advance", fails)
     told = [queue.SimpleQueue(), queue.SimpleQueue()]
-    scheduler.submit([Job([1], 60, news.put) for news in told])
-    problems = []
-    for news in told:
-        while (one := news.get(timeout=20)).ended is None:
-            pass
-        problems.append(one.problem)
-    assert problems == ["RuntimeError: no memory"] * 2
-    scheduler.close()
+    counted.submit([Job([1], 60, news.put) for news in told])
+    assert [ended(news)[-2:] for news in told] == [NO_MEMORY] * 2
+    assert answers(counted, [[7]], [5]) == alone and counted.failure is None
+    monkeypatch.setattr(counted._engine, "advance", no_memory)
+    counted.submit([Job([1], 60, told[0].put)])
+    assert ended(told[0])[-2:] == NO_MEMORY
+    counted._thread.join(60)
+    assert counted.failure == NO_MEMORY[1]
+    with pytest.raises(Closed, match="no memory"):
+        counted.submit([Job([1], 60, told[0].put)])
+
+
+def test_who_needs_a_program_that_cannot_be_compiled_ends_and_no_other_does(counted, model, monkeypatch):
+    """A newcomer that would take a row more, and one whose cache is full; another row with as much room goes on."""
+    monkeypatch.setattr(counted._engine, "compile", no_memory)
+    monkeypatch.setattr(scheduler_module, "_LEAST_CACHE", 32)
+    wait_until_idle(counted)
+    counted._ran.clear()
+    long, short, newcomer = queue.SimpleQueue(), queue.SimpleQueue(), queue.SimpleQueue()
+    counted.submit([Job([1, 2, 3], 60, long.put), Job([4], 28, short.put)])
+    given = list(short.get(timeout=60).tokens)
+    counted.submit([Job([5], 60, newcomer.put)])
+    assert ended(newcomer)[-2:] == NO_MEMORY and ended(long)[-2:] == NO_MEMORY
+    while len(given) < 28:
+        given += short.get(timeout=60).tokens
+    expected = generate(model, [[4], [9]], max_new_tokens=28)
+    assert given == expected[0] and answers(counted, [[9]], [5]) == [expected[1][:5]] and counted.failure is None
 
 
 @pytest.mark.parametrize(
