@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -48,6 +49,7 @@ class ResultsFile:
         self._file = file
         self._stamp = stamp
         self._current: int | None = None
+        self._one_at_a_time = threading.Lock()
         if not file.exists():
             if settings is None:
                 raise SystemExit(f"no results at {file}")
@@ -72,13 +74,17 @@ class ResultsFile:
         return node
 
     def put(self, *path: str, value: Any) -> None:
-        """Stores a value with the stamp of now, and writes the file; a kill leaves the old file or the new one."""
-        node = self._data
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = value
-        self._stamp_path(path)
-        self._write()
+        """Stores a value with the stamp of now, and writes the file; a kill leaves the old file or the new one.
+
+        Threads may do so at the same time.
+        """
+        with self._one_at_a_time:
+            node = self._data
+            for key in path[:-1]:
+                node = node.setdefault(key, {})
+            node[path[-1]] = value
+            self._stamp_path(path)
+            self._write()
 
     def forget(self, *path: str) -> None:
         """Takes out what lies at a path, to be measured again; nothing if nothing does."""

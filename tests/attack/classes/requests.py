@@ -57,7 +57,7 @@ def _messages(rng: random.Random) -> Any:
     if rng.random() < 0.3:
         one[rng.choice(("role", "content", "name", "tool_calls"))] = _anything(rng)
     if rng.random() < 0.2:
-        one["content"] = [{"type": "text", "text": _text(rng, 100)}] * rng.choice((1, 2, 5000))
+        one["content"] = [{"type": "text", "text": _text(rng, 100)}] * rng.choice((1, 2, 5000, 140_000))
     if rng.random() < 0.1:
         call = {
             "id": "a",

@@ -149,6 +149,7 @@ def _part(rng: random.Random, content: dict[str, Any]) -> tuple[str, Any]:
             ("x" * rng.choice(_SIZES), 0),
             ("model", {"type": "WordPiece", "vocab": {"a": 0, "##a": 1, "<unk>": 2}, "unk_token": "<unk>",
                        "continuing_subword_prefix": "##", "max_input_chars_per_word": rng.choice((100, 257, 10**9))}),
+            ("model", content["model"] | {"x": _many(rng, {"a": []})}),
             ("model", _model(rng, content["model"])),
             ("model", _model(rng, content["model"])),
         )
