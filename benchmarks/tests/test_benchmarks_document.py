@@ -2,9 +2,9 @@
 
 import json
 import pathlib
-from concurrent.futures import ThreadPoolExecutor
 import re
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -139,7 +139,7 @@ def test_every_figure_keeps_the_commit_that_it_was_made_at(tmp_path: pathlib.Pat
 def test_threads_may_store_figures_at_the_same_time(tmp_path: pathlib.Path):
     results = _results(tmp_path, FIRST)
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda name: results.put("runs", str(name), value=name), range(200)))
+        list(pool.map(lambda name: results.put("runs", "a", str(name), value={"loss": 1.0}), range(200)))
     assert len(_made(tmp_path)["1"]) == 200
     assert len(json.loads((tmp_path / "results.json").read_text())["made"]) == 2
 
