@@ -262,23 +262,34 @@ class BlockStack(nnx.Module):
         """
         graphdef, params = nnx.split(self.blocks)
         fills_cross = context.source is not None and context.source.output is not None
+        arrays, fixed = context.split()
         if caches is not None and self.repeats == 1:
             # Without a loop: caches would be copied into and out of a loop of one turn.
             first = jax.tree.map(lambda array: array[0], (params, caches))
-            arrays, fixed = context.split()
             x, (new_caches, stats) = _apply_once(graphdef, fixed, x, (*first, jnp.int32(self.start)), arrays, key)
             stacked = jax.tree.map(lambda array: array[None], (new_caches, stats))
             return x, _with_cross(stacked[0], caches, fills_cross), stacked[1]
-
-        def repeat(x: Array, scanned: tuple) -> tuple[Array, tuple]:
-            return _apply_pattern(graphdef, x, scanned, context, key)
-
-        if remat != "none":
-            # Inside scan the loop itself keeps the compiler from merging the two forward passes.
-            repeat = jax.checkpoint(repeat, policy=REMAT_POLICIES[remat], prevent_cse=False)
         first_layers = self.start + len(self.blocks) * jnp.arange(self.repeats, dtype=jnp.int32)
-        x, (new_caches, stats) = jax.lax.scan(repeat, x, (params, caches, first_layers))
+        scanned = params, caches, first_layers
+        x, (new_caches, stats) = _apply_repeats(graphdef, fixed, remat, x, scanned, arrays, key)
         return x, None if caches is None else _with_cross(new_caches, caches, fills_cross), stats
+
+
+# Called outside of any program, it is compiled once for each shape; inside of one it leaves no trace.
+@partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+def _apply_repeats(
+    graphdef: nnx.GraphDef, fixed: FixedContext, remat: str, x: Array, scanned: tuple, arrays: Any, key: Array | None
+) -> tuple[Array, tuple]:
+    """Applies a pattern again and again; `scanned` is what `_apply_pattern` is given, stacked over the repeats."""
+    context = Context.joined(arrays, fixed)
+
+    def repeat(x: Array, given: tuple) -> tuple[Array, tuple]:
+        return _apply_pattern(graphdef, x, given, context, key)
+
+    if remat != "none":
+        # Inside scan the loop itself keeps the compiler from merging the two forward passes.
+        repeat = jax.checkpoint(repeat, policy=REMAT_POLICIES[remat], prevent_cse=False)
+    return jax.lax.scan(repeat, x, scanned)
 
 
 def _apply_pattern(

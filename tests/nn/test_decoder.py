@@ -15,6 +15,7 @@ from moe_jax.model_io.loading import abstract_model
 from moe_jax.models import AttentionConfig, BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig
 from moe_jax.nn import Decoder, auxiliary_loss, load_per_layer, unstacked
 from moe_jax.nn.decoder import is_stacked
+from tests.support.compilations import counting_compilations
 from tests.support.numerics import initialised
 from tests.support.tiers import long
 
@@ -42,6 +43,20 @@ def apply(model, tokens, **options):
 
 def decoder(config, seed=0, **options):
     return initialised(lambda: Decoder(config, rngs=nnx.Rngs(0), **options), seed)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_call_outside_of_a_program_is_compiled_once_for_each_shape(remat):
+    model = decoder(ALTERNATING, remat=remat)
+    expected = apply(model, TOKENS).logits
+    first = model(jnp.asarray(TOKENS)).logits
+    with counting_compilations() as compiled:
+        second = model(jnp.asarray(TOKENS)).logits
+        assert not compiled
+        model(jnp.asarray(TOKENS[:, :7]))
+        assert compiled
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_allclose(first, expected, atol=1e-5)
 
 
 def test_packed_documents_do_not_see_each_other(strict_numerics):
