@@ -74,7 +74,7 @@ class AdapterBank(ExpertBank):
     def __init__(
         self, config: BankConfig, expert: FFNConfig, num_experts: int, d_model: int, *, rngs: nnx.Rngs, dtype: jnp.dtype
     ):
-        super().__init__(config, expert, num_experts)
+        super().__init__(config, expert, num_experts, d_model)
         assert isinstance(config.form, AdapterExperts)
         self.base = nnx.Dict(ffn_linears(expert, d_model, bias=expert.bias, rngs=rngs, dtype=dtype))
         self.adapters = Adapters(config.form.adapter, num_experts, d_model, rngs=rngs, dtype=dtype)
@@ -84,7 +84,7 @@ class AdapterBank(ExpertBank):
         h = apply_ffn(linears, x, self.expert.activation, fold_in(key, 0))
         return h + self.adapters(h, routing, fold_in(key, 1))
 
-    def kernels(self, expert: int) -> dict[str, Float[Array, "i o"]]:
+    def _kernels(self, expert: int) -> dict[str, Float[Array, "i o"]]:
         raise InputError("adapter experts come after an FFN and have no kernels that could stand in its place")
 
     def stacked_biases(self) -> dict[str, Float[Array, "E o"]]:

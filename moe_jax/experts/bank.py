@@ -2,6 +2,7 @@
 
 import abc
 import math
+import operator
 import re
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +23,7 @@ from moe_jax.experts.forms.whole import whole_form
 from moe_jax.experts.hidden_rows import FFNs, Kernels
 from moe_jax.experts.linear import BIAS, Leaves, ffn_linears, lora_for
 from moe_jax.experts.over_mesh import apply_experts
-from moe_jax.experts.shapes import BASE, FFNConfig, Load, Matrix, ffn_matrices
+from moe_jax.experts.shapes import BASE, FFNConfig, Load, Matrix, ffn_matrices, shapes_of
 from moe_jax.experts.strategy import check_strategy, choose_strategy, strategy_from_environment
 from moe_jax.functional.keys import fold_in
 from moe_jax.functional.routing import Routing
@@ -49,7 +50,8 @@ class ExpertBank(nnx.Module, abc.ABC):
       exchange: how tokens come to the experts over a mesh.
     """
 
-    def __init__(self, config: BankConfig, expert: FFNConfig, num_experts: int):
+    def __init__(self, config: BankConfig, expert: FFNConfig, num_experts: int, d_model: int):
+        self._d_model = d_model
         self.config = config
         self.expert = expert
         self.num_experts = num_experts
@@ -66,17 +68,45 @@ class ExpertBank(nnx.Module, abc.ABC):
           key: random key for dropout in training; None: no dropout.
         """
 
-    @abc.abstractmethod
     def kernels(self, expert: int) -> dict[str, Float[Array, "i o"]]:
         """The kernels of one expert by name (`gate`, `up`, `down`), in the dtype of the base; LoRA is merged.
 
         Raises:
-          InputError: if the experts are not FFNs.
+          InputError: if the experts are not FFNs, there is no such expert, or this is no bank of a single layer.
         """
+        return self._kernels(self._checked(expert))
+
+    @abc.abstractmethod
+    def _kernels(self, expert: int) -> dict[str, Float[Array, "i o"]]:
+        """As `kernels`, of an expert that there is."""
 
     def biases(self, expert: int) -> dict[str, Float[Array, " o"]]:
-        """The biases of one expert by name; empty if the FFN has none."""
+        """The biases of one expert by name; empty if the FFN has none. Raises `InputError` as `kernels` does."""
+        expert = self._checked(expert)
         return {name: bias[expert] for name, bias in self.stacked_biases().items()}
+
+    @property
+    def num_layers(self) -> int | None:
+        """The number of layers whose experts are stacked in the bank, as in most models; None: it is one layer's."""
+        options = self.config, self.expert, self.num_experts, self._d_model
+        alone = nnx.state(shapes_of(lambda rngs: make_bank(*options, rngs=rngs)))
+        first, expected = (jax.tree.leaves(state)[0].shape for state in (nnx.state(self), alone))
+        return first[0] if len(first) > len(expected) else None
+
+    def _checked(self, expert: int) -> int:
+        """Returns the index of an expert; raises `InputError` if there is none, or one in every one of many layers."""
+        try:
+            index = operator.index(expert)
+        except TypeError:
+            raise InputError(f"expert {shown(expert)} is not the index of one: 0 to {self.num_experts - 1}") from None
+        if not 0 <= index < self.num_experts:
+            raise InputError(f"there is no expert {shown(expert)}; there are 0 to {self.num_experts - 1}")
+        if (layers := self.num_layers) is not None:
+            raise InputError(
+                f"the experts of {layers} layers are stacked in this bank; take those of one layer, from "
+                "decoder.layers[i].mlp.experts"
+            )
+        return index
 
     def stacked_biases(self) -> dict[str, Float[Array, "E o"]]:
         """The biases of all experts by name; empty if the FFN has none."""
@@ -89,11 +119,11 @@ class ExpertBank(nnx.Module, abc.ABC):
         return re.compile("^base/(?!.*/lora/)" if not self.config.train_base else "^$")
 
     def num_parameters(self) -> int:
-        """The number of parameters; positions and codes are not parameters (methods.md 8)."""
+        """The number of parameters, of all layers in the bank; positions and codes are none (methods.md 8)."""
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(self, nnx.Param)))
 
     def num_bytes(self) -> int:
-        """The bytes of all leaves, positions and codes included."""
+        """The bytes of all leaves, of all layers in the bank, positions and codes included."""
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(self)))
 
 
@@ -151,8 +181,7 @@ class KernelBank(ExpertBank):
     def __init__(
         self, config: BankConfig, expert: FFNConfig, num_experts: int, d_model: int, *, rngs: nnx.Rngs, dtype: jnp.dtype
     ):
-        super().__init__(config, expert, num_experts)
-        self._d_model = d_model
+        super().__init__(config, expert, num_experts, d_model)
         if config.has_base:
             codes = None if config.base_codes is None else config.base_codes.form
             linears = ffn_linears(expert, d_model, bias=False, codes=codes, rngs=rngs, dtype=dtype)
@@ -198,7 +227,7 @@ class KernelBank(ExpertBank):
         bases = {name: self._base_product(name, fold_in(key, kernel.matrix.index)) for name, kernel in kernels.items()}
         return factored_ffn(x, routing, bases, experts, strategy.removeprefix("factored-"))
 
-    def kernels(self, expert: int) -> dict[str, Float[Array, "i o"]]:
+    def _kernels(self, expert: int) -> dict[str, Float[Array, "i o"]]:
         kernels = {}
         for name, matrix in self._matrices.items():
             base = self.base[name].materialise() if self.config.has_base_of(name) else None

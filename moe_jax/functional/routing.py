@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.core.errors import InputError
+from moe_jax.core.errors import InputError, check_member
 from moe_jax.functional.dense import linear
 
 
@@ -91,29 +91,30 @@ class Choice(NamedTuple):
 
 
 def choose(
-    logits: Float[Array, "T E"], top_k: int, gate: str, selection: Selection = UNBOUNDED, scale: float = 1.0
+    logits: Float[Array, "T E"], top_k: int, gate: str | Gate, selection: Selection = UNBOUNDED, scale: float = 1.0
 ) -> Choice:
     """Chooses `top_k` experts for every token.
 
     Args:
       logits: of the router, float32.
       top_k: experts per token.
-      gate: a key of `GATES`.
+      gate: a key of `GATES`, or a gate itself.
       selection: restricts the choice.
       scale: weights are multiplied by it.
     """
     assert logits.dtype == jnp.float32, logits.dtype
-    scores = GATES[gate].scores(logits)
+    gate = GATES[gate] if isinstance(gate, str) else gate
+    scores = gate.scores(logits)
     if selection.bias is None and selection.groups == 1:
         # Scores of two unequal logits can be rounded to the same number.
         _, experts = jax.lax.top_k(logits, top_k)
     else:
         _, experts = jax.lax.top_k(_selection_scores(scores, selection), top_k)
     of_chosen = jnp.take_along_axis(scores, experts, axis=-1)
-    weights = GATES[gate].weights(jnp.take_along_axis(logits, experts, axis=-1), of_chosen)
+    weights = gate.weights(jnp.take_along_axis(logits, experts, axis=-1), of_chosen)
     if scale != 1.0:
         weights = weights * jnp.float32(scale)
-    if not GATES[gate].scores_sum_to_one:
+    if not gate.scores_sum_to_one:
         total = jnp.sum(scores, axis=-1, keepdims=True)
         scores, of_chosen = scores / total, of_chosen / total
     return Choice(experts, weights, of_chosen, scores)
@@ -268,7 +269,7 @@ def _scaled(stats: RouterStats, factor: Array) -> RouterStats:
 def route(
     logits: Float[Array, "T E"],
     top_k: int,
-    gate: str,
+    gate: str | Gate,
     *,
     selection: Selection = UNBOUNDED,
     scale: float = 1.0,
@@ -283,10 +284,16 @@ def route(
         >>> routing.experts.tolist(), round(float(routing.weights.sum()), 6)
         ([[2, 1]], 1.0)
 
+    With a gate of your own, here one whose weights are those of all logits squared:
+
+        >>> squares = moe_jax.functional.Gate(jnp.square, lambda logits, scores: scores)
+        >>> moe_jax.route(jnp.array([[0.0, 1.0, 3.0]]), 2, squares)[0].weights.tolist()
+        [[9.0, 1.0]]
+
     Args:
       logits: router logits, float32.
       top_k: experts per token.
-      gate: a key of `gates.GATES`.
+      gate: a key of `GATES`, or a gate itself, which `register_gate` gives a name that a config can have.
       selection: restricts the choice beyond the logits: a bias, or groups of experts.
       scale: weights are multiplied by it.
       valid: tokens that are not padding. Padding goes to no expert, takes no capacity and is in no statistic. None:
@@ -297,8 +304,10 @@ def route(
       num_sequences: the tokens are this many sequences of equal length, one after the other.
 
     Raises:
-      InputError: for arrays of other shapes, logits that are not float32, or `top_k` out of range.
+      InputError: for arrays of other shapes, logits that are not float32, `top_k` out of range, or no gate.
     """
+    if not isinstance(gate, Gate):
+        check_member("gate", gate, GATES)
     check_shape("logits", logits, (None, None))
     tokens, num_experts = logits.shape
     if logits.dtype != jnp.float32:

@@ -18,6 +18,7 @@ from moe_jax.functional.attention import Visibility
 from moe_jax.functional.position_embeddings import RopeConfig, rope_tables
 from moe_jax.kernels.hardware import bucket
 from moe_jax.models.config import AttentionConfig, LayerConfig, ModelConfig, Segment, segments_of, single_layers
+from moe_jax.nn.inputs import as_array
 from moe_jax.nn.layers import default_positions
 
 
@@ -232,6 +233,10 @@ class StackInputs(TypedDict, total=False):
     begins: bool
 
 
+def _as_array(name: str, given: Array | None, kind: str, shape: tuple[int | None, ...]) -> Array | None:
+    return None if given is None else jnp.asarray(as_array(name, given, kind, shape))
+
+
 def make_context(
     config: ModelConfig,
     shape: tuple[int, ...],
@@ -260,6 +265,8 @@ def make_context(
     Raises:
       InputError: if the arguments do not fit each other or the model.
     """
+    if encoder_output is not None:
+        encoder_output = as_array("encoder_output", encoder_output, "floating-point numbers", (shape[0], None, None))
     source_length = num_source_slots if encoder_output is None else encoder_output.shape[1]
     masks = {layer.attention.mask for layer in config.layers}
     crosses = any(layer.cross is not None for layer in config.layers)
@@ -277,6 +284,11 @@ def make_context(
         raise InputError(
             f"the caches have slots for {num_source_slots} tokens of an encoder's output, which has {source_length}"
         )
+    segment_ids = _as_array("segment_ids", segment_ids, "integers", shape)
+    valid = _as_array("valid", valid, "booleans", shape)
+    prefix = _as_array("prefix", prefix, "integers", shape[:1])
+    positions = _as_array("positions", positions, "integers", shape)
+    encoder_valid = _as_array("encoder_valid", encoder_valid, "booleans", (shape[0], source_length))
     length = shape[1] if num_slots is None else num_slots
     if config.bounded_positions and length > config.max_positions:
         raise InputError(

@@ -19,6 +19,7 @@ from moe_jax.functional import keys
 from moe_jax.functional.cross_entropy import Distillation, DistilledLoss
 from moe_jax.models.config import ModelConfig
 from moe_jax.nn.context import Caches, StackInputs
+from moe_jax.nn.inputs import as_array, as_ids, check_key, check_range, warn_of_length
 from moe_jax.nn.layers import Embed, Head
 from moe_jax.nn.moe import StackedStats
 from moe_jax.nn.stack import BlockStack, Stack, StackOutput
@@ -119,6 +120,8 @@ class Decoder(nnx.Module):
         """
         if not self.config.has_encoder:
             raise InputError(f"a {self.config.family!r} model has no encoder, and takes no inputs beside its tokens")
+        if inputs is not None:
+            inputs = as_ids("inputs", inputs, self.config.vocab_size)
         x = self.embed(inputs, embeddings=embeddings)
         x, _, router = self.encoder(x, valid=valid, key=keys.fold_in(key, keys.ENCODER))
         return Encoded(x, valid, router)
@@ -162,6 +165,10 @@ class Decoder(nnx.Module):
         Raises:
           InputError: if the arguments do not fit each other or the model.
         """
+        check_key(key)
+        if caches is None and tokens is not None:
+            tokens = as_ids("tokens", tokens, self.config.vocab_size)
+            warn_of_length(tokens.shape[1], self.config)
         x, caches, router = self.activations(
             tokens,
             inputs=inputs,
@@ -178,6 +185,9 @@ class Decoder(nnx.Module):
             key=key,
         )
         if last_only is not None:
+            last_only = as_array("last_only", last_only, "integers", x.shape[:1])
+            check_range("last_only", last_only, x.shape[1], "indices of tokens")
+            last_only = jnp.asarray(last_only)
             x = jnp.take_along_axis(x, last_only[:, None, None], axis=1)
         return DecoderOutput(self.logits(x), caches, router)
 

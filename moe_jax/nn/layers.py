@@ -23,6 +23,7 @@ from moe_jax.functional.cross_entropy import (
 from moe_jax.functional.dense import layer_norm, linear_float32, rms_norm
 from moe_jax.functional.head_chunks import HeadOptions, LossAxes, finish_logits
 from moe_jax.models.config import ModelConfig
+from moe_jax.nn.inputs import as_array, as_ids, check_range
 
 
 class Norm(nnx.Module):
@@ -96,23 +97,37 @@ class Embed(nnx.Module):
           embeddings: in place of tokens, as `look_up` returns them.
 
         Raises:
-          InputError: unless exactly one of tokens and embeddings is given.
+          InputError: unless exactly one of tokens and embeddings is given, for what `inputs.as_ids` refuses, or for
+            other shapes, values or positions.
         """
         if (tokens is None) == (embeddings is None):
             raise InputError("a model takes either tokens or embeddings, and exactly one of them")
         if embeddings is not None:
+            width = self.embedding.shape[-1]
+            embeddings = as_array("embeddings", embeddings, "floating-point numbers", (None, None, width))
             x = embeddings.astype(self.compute_dtype)
         else:
             assert tokens is not None
             x = self.look_up(tokens)
         if not self.has_positions:
             return x
-        if positions is None:
+        most = self.positions.shape[-2]
+        if positions is not None:
+            positions = as_array("positions", positions, "integers", x.shape[:2])
+            check_range("positions", positions, most, f"positions of a model that has learned {most}")
+        elif x.shape[1] > most:
+            raise InputError(f"texts of {x.shape[1]} tokens, but the model has learned {most} positions")
+        else:
             positions = default_positions(x.shape[:2])
         return x + jnp.take(self.positions[...], positions, axis=0).astype(self.compute_dtype)
 
     def look_up(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T d"]:
-        """Returns scaled token embeddings, into which other embeddings, for example of images, may be spliced."""
+        """Returns scaled token embeddings, into which other embeddings, for example of images, may be spliced.
+
+        Raises:
+          InputError: for what `inputs.as_ids` refuses.
+        """
+        tokens = as_ids("tokens", tokens, self.embedding.shape[-2])
         x = jnp.take(_whole_rows(self.embedding[...]), tokens, axis=0).astype(self.compute_dtype)
         return x if self.scale == 1.0 else x * jnp.asarray(self.scale, self.compute_dtype)
 

@@ -78,6 +78,7 @@ def test_padding_changes_neither_logits_nor_statistics(strict_numerics):
     chex.assert_trees_all_close(padded.router, cut.router, rtol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:tokens are 12 long")
 @pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
 def test_rotation_does_not_depend_on_neighbours_or_padding(scaling):
     factors = {"short_factor": (1.0,) * 4, "long_factor": (2.0,) * 4} if scaling == "longrope" else {}
