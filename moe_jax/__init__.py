@@ -63,6 +63,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.models import ModelConfig as ModelConfig
     from moe_jax.models import MoEConfig as MoEConfig
     from moe_jax.models.moe_config import PerftConfig as PerftConfig
+    from moe_jax.nn import filters as filters
     from moe_jax.nn.decoder import Decoder as Decoder
     from moe_jax.nn.moe import MoE as MoE
     from moe_jax.peft.spec import AdaptSpec as AdaptSpec

@@ -19,10 +19,11 @@ from moe_jax.core.errors import InputError, clipped, shown
 from moe_jax.data.data_files import read_through
 from moe_jax.data.rows import Example
 from moe_jax.data.tokenizer import Pair, Tokenizer
-from moe_jax.evaluation.held_out import Batch, RowScore, model_inputs, target_losses
+from moe_jax.evaluation.held_out import RowScore, target_losses
 from moe_jax.files.json_toml import ANYTHING, is_unicode, parse_json
 from moe_jax.files.storage_path import as_path, nearest_path
 from moe_jax.models import ModelConfig
+from moe_jax.nn.inputs import Batch, model_inputs
 
 # Names that data sets have for the texts to be labelled; the first entry of which a line has all names counts.
 TEXT_KEYS = (

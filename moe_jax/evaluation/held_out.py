@@ -26,13 +26,9 @@ from moe_jax.distributed.sharding import batch_shards, local_rows, make_mesh, pl
 from moe_jax.files.storage_path import as_path, nearest_path
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
+from moe_jax.nn.inputs import Batch, model_inputs
 from moe_jax.nn.moe import RouterStatistics, RouterSums, StackedStats, stats_per_layer
 from moe_jax.nn.stack import StackOutput
-
-Batch = dict[str, Array]
-"""tokens, targets, segment_ids, positions Int32[B, T] and weights Float32[B, T]; see `PackedRow`. For a model with
-an encoder also the arrays that `PairRow` adds.
-"""
 
 
 def run_to_head(model: Decoder, batch: Batch, key: jax.Array | None = None) -> StackOutput:
@@ -42,15 +38,6 @@ def run_to_head(model: Decoder, batch: Batch, key: jax.Array | None = None) -> S
     once.
     """
     return model.activations(**model_inputs(batch), key=key)
-
-
-def model_inputs(batch: Batch) -> dict[str, Any]:
-    """Returns the arguments of a model for a batch; without `positions`, a row is one document."""
-    given: dict[str, Any] = {"tokens": batch["tokens"]}
-    if "inputs" not in batch:
-        return given | {"positions": batch.get("positions"), "segment_ids": batch["segment_ids"]}
-    given |= {"inputs": batch["inputs"], "inputs_valid": batch["inputs_valid"]}
-    return given | {"valid": batch["segment_ids"] > 0}
 
 
 class Evaluation(NamedTuple):

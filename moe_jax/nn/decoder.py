@@ -19,9 +19,18 @@ from moe_jax.functional import keys
 from moe_jax.functional.cross_entropy import Distillation, DistilledLoss
 from moe_jax.models.config import ModelConfig
 from moe_jax.nn.context import Caches, StackInputs
-from moe_jax.nn.inputs import as_array, as_ids, check_key, check_range, warn_of_length
+from moe_jax.nn.inputs import (
+    Batch,
+    as_array,
+    as_ids,
+    check_key,
+    check_range,
+    model_inputs,
+    targets_and_weights,
+    warn_of_length,
+)
 from moe_jax.nn.layers import Embed, Head
-from moe_jax.nn.moe import StackedStats
+from moe_jax.nn.moe import StackedStats, auxiliary_loss
 from moe_jax.nn.stack import BlockStack, Stack, StackOutput
 
 
@@ -207,6 +216,41 @@ class Decoder(nnx.Module):
         of_stack: Any = given
         x, caches, router = self.stack(x, **of_stack)
         return StackOutput(x, caches, (*encoder_router, *router))
+
+    def auxiliary_loss(self, out: DecoderOutput | StackOutput) -> Float[Array, ""]:
+        """Returns the sum of the routers' losses, with the config's coefficients, which training adds to its loss.
+
+        It is float32, and 0 for a dense model. `out` is from a call of this model (methods.md 1).
+        """
+        return auxiliary_loss(self.config, out.router)
+
+    def loss(self, batch: Batch, *, key: Array | None = None) -> Float[Array, ""]:
+        """Returns the loss that training minimises, float32.
+
+        It is the mean negative log-likelihood of the targets, by their weights, plus the `auxiliary_loss`. No logits of
+        all tokens exist at once.
+
+            >>> import jax.numpy as jnp
+            >>> from flax import nnx
+            >>> decoder, ids = moe_jax.tiny_model(experts=4).decoder, jnp.ones((2, 6), jnp.int32)
+            >>> batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
+            >>> loss, grads = nnx.value_and_grad(lambda decoder: decoder.loss(batch))(decoder)
+            >>> loss.shape
+            ()
+
+        Args:
+          batch: at least `tokens` and `targets`; see `nn.inputs.Batch`.
+          key: random key for everything random in training; None: deterministic.
+
+        Raises:
+          InputError: for a key of the batch that means nothing, or what the call refuses.
+        """
+        targets, weights = targets_and_weights(batch)
+        check_range("targets", targets, self.config.vocab_size, "ids, with weight 0 where they are not scored")
+        out = self.activations(**model_inputs(batch), key=key)
+        # The divisor is part of the weights, so that the gradient is not rounded before it is divided.
+        weights = weights / jnp.maximum(jnp.sum(weights), 1.0)
+        return self.weighted_loss(out.x, targets, weights) + self.auxiliary_loss(out)
 
     def logits(self, x: Float[Array, "B T d"]) -> Float[Array, "B T V"]:
         """Returns next-token logits, float32, given the activations."""

@@ -6,6 +6,7 @@ nothing of the checks is left in the program.
 """
 
 import warnings
+from collections.abc import Mapping
 from types import EllipsisType
 from typing import Any
 
@@ -14,13 +15,53 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.experimental import checkify
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
-from moe_jax.core.errors import InputError, shown
+from moe_jax.core.errors import InputError, check_member, shown
 from moe_jax.functional.routing import check_shape
 from moe_jax.models.config import ModelConfig
 
+Batch = Mapping[str, Array]
+"""Arrays of a training batch of B rows of T tokens.
+
+tokens, targets: Int32[B, T], a target for every token.
+weights: Float32[B, T], of the targets; 0: not scored. `Decoder.loss` does without: all tokens of documents count.
+segment_ids: Int32[B, T], documents of a row, counted from 1; 0 is padding. `Decoder.loss` does without: a row is one.
+positions: Int32[B, T], from 0 in every document; without them, a row is one document.
+
+For a model with an encoder also its inputs, Int32[B, S], and inputs_valid, Bool[B, S].
+"""
+
 _KINDS = {"integers": jnp.integer, "booleans": jnp.bool_, "floating-point numbers": jnp.floating}
+
+
+def model_inputs(batch: Batch) -> dict[str, Any]:
+    """Returns the arguments of a model for a batch; without `positions`, a row is one document."""
+    given: dict[str, Any] = {"tokens": batch["tokens"]}
+    if "inputs" not in batch:
+        return given | {"positions": batch.get("positions"), "segment_ids": batch.get("segment_ids")}
+    given |= {"inputs": batch["inputs"], "inputs_valid": batch.get("inputs_valid")}
+    return given | {"valid": batch["segment_ids"] > 0 if "segment_ids" in batch else None}
+
+
+def targets_and_weights(batch: Batch) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
+    """Returns the targets of a batch and their weights, which are 1 for all tokens of documents unless it has others.
+
+    Raises:
+      InputError: for a key that means nothing, and where one is missing.
+    """
+    known = ("tokens", "targets", "weights", "segment_ids", "positions", "inputs", "inputs_valid", "cut")
+    for name in batch:
+        check_member("key of a batch", name, known)
+    for name in ("tokens", "targets"):
+        if name not in batch:
+            raise InputError(f"the batch has no {name}; it has {', '.join(batch)}")
+    shape = np.shape(batch["tokens"])
+    targets = jnp.asarray(as_array("targets", batch["targets"], "integers", shape))
+    if "weights" in batch:
+        return targets, jnp.asarray(as_array("weights", batch["weights"], "floating-point numbers", shape), jnp.float32)
+    segments = batch.get("segment_ids")
+    return targets, jnp.ones(shape, jnp.float32) if segments is None else (segments > 0).astype(jnp.float32)
 
 
 def as_array(name: str, given: Any, kind: str, shape: tuple[int | None | EllipsisType, ...]) -> Array:

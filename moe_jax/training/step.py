@@ -12,11 +12,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from moe_jax.distributed.sharding import batch_spec
-from moe_jax.evaluation.held_out import Batch, run_to_head
+from moe_jax.evaluation.held_out import run_to_head
 from moe_jax.functional.keys import round_stochastically
 from moe_jax.functional.routing import means_of, sums_of
 from moe_jax.models import ModelConfig
 from moe_jax.nn import auxiliary_loss, has_auxiliary_loss
+from moe_jax.nn.inputs import Batch
 from moe_jax.nn.moe import StackedStats
 
 
