@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, ParamSpec, Protocol, TypeVar, Unpack, overload
 
+import jax
 from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import Array, Int
 
 from moe_jax.api.open_source import open_source
 from moe_jax.core.errors import InputError, shown
@@ -27,7 +29,8 @@ from moe_jax.model_io.in_memory import DecoderLeaves, InMemory, ModelInMemory, d
 from moe_jax.model_io.loading import dtype_for_generation, load_model
 from moe_jax.model_io.model_source import ModelLike, ModelSource
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
-from moe_jax.nn import Decoder
+from moe_jax.nn import Decoder, DecoderOutput
+from moe_jax.nn.decoder import CallInputs
 from moe_jax.peft.trained import parameter_sizes
 
 
@@ -56,12 +59,17 @@ class Model:
     `load` and every verb return one, and every verb takes one. The result of a verb that was given `out` lies in that
     directory until its decoder is asked for; any other lies in memory.
 
-        >>> import jax.numpy as jnp
+        >>> import jax, jax.numpy as jnp
         >>> from flax import nnx
         >>> model = moe_jax.Model(moe_jax.Decoder(moe_jax.tiny_model().config, rngs=nnx.Rngs(0)))
         >>> model
         Model(llama, 2 layers of width 16, dense, 6,736 parameters)
-        >>> model.decoder(jnp.zeros((1, 5), jnp.int32)).logits.shape
+        >>> model(jnp.zeros((1, 5), jnp.int32)).logits.shape
+        (1, 5, 64)
+
+    It may be given to `jax.jit` and the like: its arrays are the leaves, of which a new shape compiles anew.
+
+        >>> jax.jit(lambda model, tokens: model(tokens).logits)(model, jnp.zeros((1, 5), jnp.int32)).shape
         (1, 5, 64)
 
     Attributes:
@@ -123,6 +131,10 @@ class Model:
             self._source = None
         return self._decoder
 
+    def __call__(self, tokens: Int[Array, "B T"] | None = None, **given: Unpack[CallInputs]) -> DecoderOutput:
+        """Calls the decoder; arguments as in `Decoder`."""
+        return self.decoder(tokens, **given)
+
     def split(self) -> tuple[nnx.GraphDef, nnx.State]:
         """Returns the decoder as `nnx.split` does: what to compute, and the arrays, for pure functions under `jax.jit`.
 
@@ -177,6 +189,18 @@ class Model:
         return f"Model({config.family}, {layers}, {kind}, {sum(parameter_sizes(config).values()):,} parameters)"
 
 
+def _arrays_of(model: Model) -> tuple[tuple[nnx.State], nnx.GraphDef]:
+    graphdef, state = model.split()
+    return (state,), graphdef
+
+
+def _with_arrays(graphdef: nnx.GraphDef, states: Sequence[nnx.State]) -> Model:
+    return Model(nnx.merge(graphdef, *states))
+
+
+# What a program returns is the decoder alone: neither files of the tokenizer nor a lineage are arrays.
+jax.tree_util.register_pytree_node(Model, _arrays_of, _with_arrays)
+
 ModelOrPath = Model | str | os.PathLike[str]
 OutPath = str | os.PathLike[str] | None
 
@@ -189,6 +213,7 @@ def load(
     remat: str = "none",
     mesh: Mesh | Mapping[str, int] | None = None,
     base: str | os.PathLike[str] | None = None,
+    stacked: bool = True,
 ) -> Model:
     """Reads a model: a model directory, an adapter directory with its base, or a Hugging Face directory.
 
@@ -206,6 +231,8 @@ def load(
       mesh: devices to split the parameters over, or the sizes of the axes `data`, `fsdp`, `expert` and `tensor`, one
         of which may be -1 for the devices that are left; None: the first device.
       base: where the base of an adapter directory is now; by default where the directory says.
+      stacked: equal layers are stacked, and scanned, which compiles fast; False: every layer has arrays of its own, and
+        is a module of its own, `decoder.stack.segments[i].blocks[0]`.
 
     Raises:
       FileNotFoundError: if there is nothing at the path.
@@ -213,7 +240,7 @@ def load(
     """
     if isinstance(mesh, Mapping):
         mesh = make_mesh(dict(mesh))
-    loaded = Model.of_source(open_model(model, base), Loading(dtype, compute_dtype, remat, mesh))
+    loaded = Model.of_source(open_model(model, base), Loading(dtype, compute_dtype, remat, mesh, stacked))
     loaded.read()
     return loaded
 

@@ -12,6 +12,7 @@ is an NNX module that is called with the tokens and a routing.
     (3, 16)
 """
 
+from moe_jax.core.signatures import show_signatures as _show_signatures
 from moe_jax.experts.adapters import AdapterBank as AdapterBank
 from moe_jax.experts.adapters import AdapterExperts as AdapterExperts
 from moe_jax.experts.bank import ExpertBank as ExpertBank
@@ -35,3 +36,5 @@ from moe_jax.experts.mixed_bank import MixedBank as MixedBank
 from moe_jax.experts.shapes import AdapterConfig as AdapterConfig
 from moe_jax.experts.shapes import FFNConfig as FFNConfig
 from moe_jax.experts.shapes import LoRAConfig as LoRAConfig
+
+_show_signatures(ExpertBank, KernelBank, MixedBank, AdapterBank)

@@ -10,6 +10,7 @@ from a config, a width and `nnx.Rngs`, and may stand in a model of your own.
     (3, 16)
 """
 
+from moe_jax.core.signatures import show_signatures as _show_signatures
 from moe_jax.nn.attention import Attention as Attention
 from moe_jax.nn.attention import LatentAttention as LatentAttention
 from moe_jax.nn.context import Caches as Caches
@@ -32,3 +33,7 @@ from moe_jax.nn.moe import has_auxiliary_loss as has_auxiliary_loss
 from moe_jax.nn.moe import load_per_layer as load_per_layer
 from moe_jax.nn.stack import Block as Block
 from moe_jax.nn.stack import Stack as Stack
+
+_show_signatures(
+    *(Attention, LatentAttention, Decoder, Stack, Block, Embed, Head, Norm, FFN, MoE, LinearRouter, CoderRouter, Perft)
+)

@@ -69,6 +69,12 @@ class DecoderInputs(StackInputs, total=False):
     key: Array | None
 
 
+class CallInputs(DecoderInputs, total=False):
+    """Keyword arguments of a call of `Decoder`, which explains them, beside its tokens."""
+
+    last_only: Int[Array, " B"] | None
+
+
 class Decoder(nnx.Module):
     """From tokens to logits: `Embed`, `Stack` and `Head`, each of which can be used alone.
 

@@ -29,7 +29,7 @@ from moe_jax.functional.routing import (
     route,
     universal_weight,
 )
-from moe_jax.models.config import ModelConfig, MoEConfig, PerftConfig, segments_of
+from moe_jax.models.config import ModelConfig, MoEConfig, PerftConfig, Segment, segments_of, single_layers
 from moe_jax.nn.layers import FFN, Linear
 
 
@@ -85,8 +85,9 @@ class CoderRouter(nnx.Module):
 
 
 StackedStats = tuple[RouterStats, ...]
-"""One entry per router of every MoE position of every segment, in order; its arrays are stacked over the repeats. The
-router of a position's PEFT experts, if they have one, comes after the MoE's.
+"""One entry per router of every MoE position of every segment, in order; its arrays are stacked over the repeats, of
+which there is one in a model whose layers are not stacked. The router of a position's PEFT experts, if they have one,
+comes after the MoE's.
 """
 
 
@@ -132,7 +133,7 @@ def auxiliary_loss(config: ModelConfig, router: StackedStats) -> Float[Array, ""
     Where the config says that the balance loss is that of the `model`, the MoEs' routers have one together; adapters'
     routers have their own.
     """
-    positions = _routers(config)
+    positions = _routers(config, len(router))
     if config.balance_over == "layer":
         return _weighted([position.coefficients for position in positions], router)
     alone = [
@@ -180,7 +181,7 @@ def stats_per_layer(config: ModelConfig, router: StackedStats, *, of_perft: bool
     The arrays are unstacked, and may be NumPy's.
     """
     per_layer = {}
-    for position, stats in zip(_routers(config), router, strict=True):
+    for position, stats in zip(_routers(config, len(router)), router, strict=True):
         if position.of_perft == of_perft:
             for repeat, layer in enumerate(position.layers):
                 per_layer[layer] = RouterStats(*(field[repeat] for field in stats))
@@ -216,10 +217,18 @@ def _weighted(coefficients: Sequence[_Coefficients], routers: Sequence[RouterSta
     return total
 
 
-def _routers(config: ModelConfig) -> list[_Router]:
-    """Returns the routers of every MoE position of every segment, in the order in which they report."""
+def _routers(config: ModelConfig, count: int | None = None) -> list[_Router]:
+    """Returns the routers of every MoE position of every segment, in the order in which they report.
+
+    `count` is how many did: more than there are positions if the layers of the model are not stacked. None: they are.
+    """
+    stacked = _routers_of(segments_of(config.layers))
+    return stacked if count in (None, len(stacked)) else _routers_of(single_layers(segments_of(config.layers)))
+
+
+def _routers_of(segments: Sequence[Segment]) -> list[_Router]:
     routers = []
-    for segment in segments_of(config.layers):
+    for segment in segments:
         for position, layer in enumerate(segment.pattern):
             if not isinstance(layer.mlp, MoEConfig):
                 continue

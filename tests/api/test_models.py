@@ -1,10 +1,12 @@
 """Models in memory and in directories: loaded, saved, and made of each other with the same result either way."""
 
+import inspect
 import json
 import subprocess
 import sys
 import types
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -356,3 +358,45 @@ def test_processes_that_record_inputs_for_each_other_need_a_folder(monkeypatch):
     with pytest.raises(moe_jax.InputError, match="--calibration-dir"):
         recorded()
     assert len(places) == 1
+
+
+def test_a_model_is_called_and_goes_through_programs():
+    """Its arrays are the leaves: what a program returns is a model too."""
+    model, ids = moe_jax.tiny_model(experts=4), jnp.ones((2, 5), jnp.int32)
+    logits = jax.jit(lambda model, ids: model(ids).logits)
+    np.testing.assert_allclose(logits(model, ids), model.decoder(ids).logits, atol=1e-6)
+    assert logits._cache_size() == 1 and logits(moe_jax.tiny_model(experts=4, seed=1), ids).shape == (2, 5, 64)
+    assert logits._cache_size() == 1
+    grads = jax.grad(lambda model: model.decoder.loss({"tokens": ids, "targets": ids}))(model)
+    assert isinstance(grads, moe_jax.Model) and grads.config == model.config
+    assert all(jnp.any(leaf) for leaf in jax.tree.leaves(nnx.state(grads.decoder, moe_jax.filters.routers)))
+
+
+def test_layers_may_have_arrays_of_their_own(tmp_path):
+    saved, ids = moe_jax.save(moe_jax.tiny_model(experts=4), tmp_path / "model"), jnp.ones((2, 5), jnp.int32)
+    stacked, separate = moe_jax.load(saved), moe_jax.load(saved, stacked=False)
+    one, other = stacked(ids), separate(ids)
+    np.testing.assert_allclose(other.logits, one.logits, atol=1e-6)
+    np.testing.assert_allclose(separate.decoder.auxiliary_loss(other), stacked.decoder.auxiliary_loss(one), rtol=1e-6)
+    loads = [moe_jax.nn.load_per_layer(model.config, out.router) for model, out in ((stacked, one), (separate, other))]
+    chex.assert_trees_all_close(*loads, atol=1e-6)
+    up = nnx.state(separate.decoder.stack.segments[1].blocks[0].mlp.experts)["up"]["kernel"][...]
+    np.testing.assert_array_equal(
+        up[0], nnx.state(stacked.decoder.stack.segments[0].blocks[0].mlp.experts)["up"]["kernel"][1]
+    )
+    again = moe_jax.load(moe_jax.save(separate, tmp_path / "again"))
+    chex.assert_trees_all_equal(nnx.state(again.decoder), nnx.state(stacked.decoder))
+
+
+@pytest.mark.parametrize("namespace", [moe_jax.nn, moe_jax.experts])
+def test_modules_have_signatures(namespace):
+    modules = [one for one in vars(namespace).values() if inspect.isclass(one) and issubclass(one, nnx.Module)]
+    assert len(modules) > 3
+    for module in modules:
+        assert "args" not in inspect.signature(module).parameters, module
+
+    class Own(moe_jax.nn.Norm):
+        def __init__(self, width: int):
+            super().__init__("rms", width, 1e-6, dtype=jnp.dtype("float32"))
+
+    assert list(inspect.signature(Own).parameters) == ["width"] and Own(3).scale.shape == (3,)
