@@ -85,6 +85,23 @@ class ExpertBank(nnx.Module, abc.ABC):
         expert = self._checked(expert)
         return {name: bias[expert] for name, bias in self.stacked_biases().items()}
 
+    def own_leaves(self, expert: int) -> dict[str, tuple[nnx.Variable, int]]:
+        """Returns the variables that hold what one expert has of its own, and its place in each, by path in the bank.
+
+        The expert is taken to be there. In a bank of several layers, the axis of layers comes before the place.
+        """
+        found = {}
+        for path, node in nnx.iter_graph(self):
+            if isinstance(node, nnx.Variable) and path[0] != "base":
+                place = self._place("/".join(map(str, path)), expert)
+                if place is not None:
+                    found["/".join(map(str, path))] = node, place
+        return found
+
+    def _place(self, path: str, expert: int) -> int | None:
+        """Returns the place of an expert in a leaf that is not of the base; None: the leaf is not this expert's."""
+        return expert
+
     @property
     def num_layers(self) -> int | None:
         """The number of layers whose experts are stacked in the bank, as in most models; None: it is one layer's."""
@@ -226,6 +243,14 @@ class KernelBank(ExpertBank):
             return apply_experts(x, routing, experts._replace(kernels=kernels), self.exchange)
         bases = {name: self._base_product(name, fold_in(key, kernel.matrix.index)) for name, kernel in kernels.items()}
         return factored_ffn(x, routing, bases, experts, strategy.removeprefix("factored-"))
+
+    def _place(self, path: str, expert: int) -> int | None:
+        name, _, leaf = path.removeprefix("delta/").partition("/")
+        if name not in self._matrices or leaf == BIAS:
+            return expert
+        own = own_of(self._form(name), expert)
+        is_own = leaf.startswith(own.folder) and leaf.removeprefix(own.folder) not in own.form.common_leaves
+        return own.index if is_own else None
 
     def _kernels(self, expert: int) -> dict[str, Float[Array, "i o"]]:
         kernels = {}

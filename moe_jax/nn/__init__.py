@@ -20,6 +20,7 @@ from moe_jax.nn.decoder import DecoderOutput as DecoderOutput
 from moe_jax.nn.decoder import Encoded as Encoded
 from moe_jax.nn.decoder import is_stacked as is_stacked
 from moe_jax.nn.decoder import unstacked as unstacked
+from moe_jax.nn.layer_views import Layers as Layers
 from moe_jax.nn.layers import FFN as FFN
 from moe_jax.nn.layers import Embed as Embed
 from moe_jax.nn.layers import Head as Head

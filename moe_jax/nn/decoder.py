@@ -29,8 +29,9 @@ from moe_jax.nn.inputs import (
     targets_and_weights,
     warn_of_length,
 )
+from moe_jax.nn.layer_views import Layers
 from moe_jax.nn.layers import Embed, Head
-from moe_jax.nn.moe import StackedStats, auxiliary_loss
+from moe_jax.nn.moe import StackedStats, sum_of_losses
 from moe_jax.nn.stack import BlockStack, Stack, StackOutput
 
 
@@ -113,6 +114,11 @@ class Decoder(nnx.Module):
         self.lm_head = Head(config, rngs=rngs)
         if config.has_encoder:
             self.encoder = Stack(config.encoder, rngs=rngs, remat=remat)
+
+    @property
+    def layers(self) -> Layers:
+        """The decoder's layers by their index: read, written, replaced; an encoder's are `encoder.layers`."""
+        return self.stack.layers
 
     def encode(
         self,
@@ -228,7 +234,10 @@ class Decoder(nnx.Module):
 
         It is float32, and 0 for a dense model. `out` is from a call of this model (methods.md 1).
         """
-        return auxiliary_loss(self.config, out.router)
+        routers = self.stack.routers()
+        if len(out.router) > len(routers):  # an encoder ran in the same call
+            routers = [*self.encoder.routers(), *routers]
+        return sum_of_losses(self.config.balance_over, routers, out.router)
 
     def loss(self, batch: Batch, *, key: Array | None = None) -> Float[Array, ""]:
         """Returns the loss that training minimises, float32.

@@ -133,8 +133,12 @@ def auxiliary_loss(config: ModelConfig, router: StackedStats) -> Float[Array, ""
     Where the config says that the balance loss is that of the `model`, the MoEs' routers have one together; adapters'
     routers have their own.
     """
-    positions = _routers(config, len(router))
-    if config.balance_over == "layer":
+    return sum_of_losses(config.balance_over, _routers(config, len(router)), router)
+
+
+def sum_of_losses(balance_over: str, positions: "Sequence[Router]", router: StackedStats) -> Float[Array, ""]:
+    """Returns the sum of the losses of routers; see `auxiliary_loss`."""
+    if balance_over == "layer":
         return _weighted([position.coefficients for position in positions], router)
     alone = [
         position.coefficients if position.of_perft else (0.0, *position.coefficients[1:]) for position in positions
@@ -142,7 +146,7 @@ def auxiliary_loss(config: ModelConfig, router: StackedStats) -> Float[Array, ""
     return _weighted(alone, router) + _balance_of_model(positions, router)
 
 
-def _balance_of_model(positions: Sequence["_Router"], router: StackedStats) -> Float[Array, ""]:
+def _balance_of_model(positions: Sequence["Router"], router: StackedStats) -> Float[Array, ""]:
     """Returns the balance loss of all layers together, with its coefficient.
 
     It is that of Transformers' `load_balancing_loss_func`: `E * sum_i F_i P_i`, where F_i is the mean number of tokens'
@@ -188,7 +192,7 @@ def stats_per_layer(config: ModelConfig, router: StackedStats, *, of_perft: bool
     return dict(sorted(per_layer.items()))
 
 
-class _Router(NamedTuple):
+class Router(NamedTuple):
     """A router, perhaps stacked over several layers, and these layers."""
 
     layers: list[int]
@@ -217,7 +221,7 @@ def _weighted(coefficients: Sequence[_Coefficients], routers: Sequence[RouterSta
     return total
 
 
-def _routers(config: ModelConfig, count: int | None = None) -> list[_Router]:
+def _routers(config: ModelConfig, count: int | None = None) -> list[Router]:
     """Returns the routers of every MoE position of every segment, in the order in which they report.
 
     `count` is how many did: more than there are positions if the layers of the model are not stacked. None: they are.
@@ -226,16 +230,20 @@ def _routers(config: ModelConfig, count: int | None = None) -> list[_Router]:
     return stacked if count in (None, len(stacked)) else _routers_of(single_layers(segments_of(config.layers)))
 
 
-def _routers_of(segments: Sequence[Segment]) -> list[_Router]:
+def _routers_of(segments: Sequence[Segment]) -> list[Router]:
     routers = []
     for segment in segments:
         for position, layer in enumerate(segment.pattern):
             if not isinstance(layer.mlp, MoEConfig):
                 continue
             layers = [segment.layer(repeat, position) for repeat in range(segment.repeats)]
-            for index, coefficients in enumerate(_coefficients(layer.mlp)):
-                routers.append(_Router(layers, index > 0, coefficients, layer.mlp.top_k))
+            routers += routers_of_layer(layer.mlp, layers)
     return routers
+
+
+def routers_of_layer(moe: MoEConfig, layers: list[int]) -> list[Router]:
+    """Returns the routers of an MoE that several layers have, in the order in which they report."""
+    return [Router(layers, index > 0, found, moe.top_k) for index, found in enumerate(_coefficients(moe))]
 
 
 class Perft(nnx.Module):

@@ -28,8 +28,9 @@ from moe_jax.nn.context import (
     make_context,
     source_slots,
 )
+from moe_jax.nn.layer_views import Layers
 from moe_jax.nn.layers import FFN, Norm
-from moe_jax.nn.moe import MoE, StackedStats
+from moe_jax.nn.moe import MoE, Router, StackedStats, routers_of_layer
 
 
 class Block(nnx.Module):
@@ -145,6 +146,22 @@ class Stack(nnx.Module):
         biased = config.shared_bias()
         if biased is not None:
             self.relative_bias = RelativeBias(biased, rngs=rngs, dtype=dtype)
+
+    def routers(self) -> list[Router]:
+        """Returns the routers of the layers as they are, replaced ones too, in the order in which they report."""
+        found = []
+        for segment in self.segments:
+            for position, block in enumerate(segment.blocks):
+                moe = getattr(getattr(block, "mlp", None), "config", None)
+                if isinstance(moe, MoEConfig):
+                    first = segment.start + position
+                    found += routers_of_layer(moe, [first + len(segment.blocks) * i for i in range(segment.repeats)])
+        return found
+
+    @property
+    def layers(self) -> Layers:
+        """The layers by their index: read, written, replaced; see `Layers`."""
+        return Layers(self)
 
     def __call__(
         self,

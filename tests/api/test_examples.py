@@ -31,7 +31,7 @@ def names_in(namespace: str) -> list[str]:
 
 
 @one_in(4)
-@pytest.mark.parametrize("name", [*PUBLIC, "Model.split", "Decoder.loss"])
+@pytest.mark.parametrize("name", [*PUBLIC, "Model.split", "Decoder.loss", "nn.Layers"])
 def test_the_example_of_a_public_name_gives_what_it_says(name, tmp_path):
     thing = operator.attrgetter(name)(moe_jax)
     text = inspect.getdoc(thing)
