@@ -140,6 +140,7 @@ def _part(rng: random.Random, content: dict[str, Any]) -> tuple[str, Any]:
                                "invert": rng.random() < 0.5}),
             ("normalizer", {"type": "Replace", "pattern": {"Regex": expression}, "content": "a"}),
             ("normalizer", {"type": "Precompiled", "precompiled_charsmap": charsmap}),
+            ("normalizer", {"type": "Precompiled", "precompiled_charsmap": charsmap}),
             ("added_tokens", [added]),
             ("added_tokens", tokens),
             ("added_tokens", _many(rng, rng.choice(_NOTHING))),
