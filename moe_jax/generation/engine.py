@@ -86,14 +86,14 @@ def read_prompts(
     if encodes:
         first = jnp.full((batch, 1), model.config.decoder_start_id, jnp.int32)
         source = {"inputs": prompts, "inputs_valid": valid}
-        x, caches, _ = model.activations(first, **source, positions=jnp.zeros_like(first), caches=caches, begins=True)
+        out = model.activations(first, **source, positions=jnp.zeros_like(first), caches=caches, begins=True)
         last = jnp.zeros_like(lengths)
     else:
-        x, caches, _ = model.activations(prompts, positions=in_row, valid=valid, caches=caches, begins=True)
+        out = model.activations(prompts, positions=in_row, valid=valid, caches=caches, begins=True)
         last = lengths - 1
-    assert caches is not None
+    assert out.caches is not None
     rows = Rows(
-        caches=caches,
+        caches=out.caches,
         tokens=jnp.zeros((batch,), jnp.int32),
         positions=last,
         steps=jnp.zeros((batch,), jnp.int32),
@@ -102,10 +102,10 @@ def read_prompts(
         asked=asked,
         encoder_valid=valid if encodes else None,
     )
-    logits = model.logits(jnp.take_along_axis(x, last[:, None, None], axis=1))[:, 0]
+    logits = model.logits(jnp.take_along_axis(out.x, last[:, None, None], axis=1))[:, 0]
     rows, tokens, found = _advance(rows, logits, draws, scores)
     tokens, found = jax.tree.map(lambda leaf: leaf[None], (tokens, found))
-    return rows, tokens, found, _score_prompt(model, x, prompts) if scores_prompt else None
+    return rows, tokens, found, _score_prompt(model, out.x, prompts) if scores_prompt else None
 
 
 @partial(jax.jit, static_argnames=("graphdef", "draws", "scores"), donate_argnames="rows")

@@ -29,6 +29,7 @@ from moe_jax.nn.moe import CoderRouter as CoderRouter
 from moe_jax.nn.moe import LinearRouter as LinearRouter
 from moe_jax.nn.moe import MoE as MoE
 from moe_jax.nn.moe import Perft as Perft
+from moe_jax.nn.moe import TokenRouting as TokenRouting
 from moe_jax.nn.moe import auxiliary_loss as auxiliary_loss
 from moe_jax.nn.moe import has_auxiliary_loss as has_auxiliary_loss
 from moe_jax.nn.moe import load_per_layer as load_per_layer

@@ -4,7 +4,7 @@ A cache of S slots holds the token at position p in slot `p mod S`. A cache with
 holds the row in order; a shorter one is a ring, in which a token overwrites the one S positions before it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, TypedDict
 
@@ -172,8 +172,8 @@ def source_slots(caches: Caches | None) -> int | None:
 RopeTables = tuple[Float[Array, "B T r"], Float[Array, "B T r"]]
 """Cosines and sines of a rotary embedding."""
 
-FixedContext = tuple[tuple[tuple[RopeConfig, int], ...], bool]
-"""The static part of a context: the keys of its rotary tables, and whether the rows begin."""
+FixedContext = tuple[tuple[tuple[RopeConfig, int], ...], bool, bool]
+"""The static part of a context: the keys of its rotary tables, whether the rows begin, and whether routing is kept."""
 
 
 class Source(NamedTuple):
@@ -198,6 +198,7 @@ class Context(NamedTuple):
       source: for cross-attention; None: there is none.
       relative_bias: per head and distance, for layers whose attention has one.
       slots: the slots in the caches that the tokens are written to; None: there are no caches.
+      keeps_routing: whether layers return what their routers decided for every token.
     """
 
     rope: Mapping[tuple[RopeConfig, int], RopeTables]
@@ -206,19 +207,21 @@ class Context(NamedTuple):
     source: Source | None = None
     relative_bias: Float[Array, "H n"] | None = None
     slots: Slots | None = None
+    keeps_routing: bool = False
 
     def split(self) -> tuple["Context", FixedContext]:
         """Splits the context into a pytree of arrays and a hashable rest, which a program takes as two arguments."""
         slots = None if self.slots is None else self.slots._replace(begins=None)
-        arrays = self._replace(rope=tuple(self.rope.values()), slots=slots)
-        return arrays, (tuple(self.rope), self.slots is not None and self.slots.begins)
+        arrays = self._replace(rope=tuple(self.rope.values()), slots=slots, keeps_routing=None)
+        return arrays, (tuple(self.rope), self.slots is not None and self.slots.begins, self.keeps_routing)
 
     @classmethod
     def joined(cls, arrays: "Context", fixed: FixedContext) -> "Context":
         """Returns the context from the two parts that `split` returned."""
-        rotations, begins = fixed
+        rotations, begins, keeps_routing = fixed
         slots = None if arrays.slots is None else arrays.slots._replace(begins=begins)
-        return arrays._replace(rope=dict(zip(rotations, arrays.rope, strict=True)), slots=slots)
+        rope = dict(zip(rotations, arrays.rope, strict=True))
+        return arrays._replace(rope=rope, slots=slots, keeps_routing=keeps_routing)
 
 
 class StackInputs(TypedDict, total=False):
@@ -231,6 +234,8 @@ class StackInputs(TypedDict, total=False):
     encoder_output: Float[Array, "B S e"] | None
     encoder_valid: Bool[Array, "B S"] | None
     begins: bool
+    routing: bool
+    hidden_states: Sequence[int]
 
 
 def _as_array(name: str, given: Array | None, kind: str, shape: tuple[int | None, ...]) -> Array | None:
@@ -251,6 +256,7 @@ def make_context(
     num_source_slots: int | None = None,
     begins: bool = False,
     relative_bias: Float[Array, "H n"] | None = None,
+    keeps_routing: bool = False,
 ) -> Context:
     """Makes the context of a pass over [B, T] tokens.
 
@@ -260,7 +266,7 @@ def make_context(
       positions, segment_ids, valid, prefix, encoder_output, encoder_valid, begins: as in `Stack`.
       num_slots: of the longest cache; None: there are none.
       num_source_slots: of the caches of cross-attention; None: there are none.
-      relative_bias: see `Context`.
+      relative_bias, keeps_routing: see `Context`.
 
     Raises:
       InputError: if the arguments do not fit each other or the model.
@@ -318,4 +324,4 @@ def make_context(
         keys = None if encoder_valid is None else encoder_valid.astype(jnp.int32)
         queries = None if encoder_valid is None else jnp.ones(shape, jnp.int32)
         source = Source(encoder_output, Visibility(in_row, default_positions((shape[0], source_length)), queries, keys))
-    return Context(tables, visible, valid, source, relative_bias, slots)
+    return Context(tables, visible, valid, source, relative_bias, slots, keeps_routing)

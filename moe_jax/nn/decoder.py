@@ -6,6 +6,7 @@ on many tokens. For a single generated token it is as much as the work itself, a
 used. So generation runs a program that loops over no layers.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Unpack
 
 import jax
@@ -31,7 +32,7 @@ from moe_jax.nn.inputs import (
 )
 from moe_jax.nn.layer_views import Layers
 from moe_jax.nn.layers import Embed, Head
-from moe_jax.nn.moe import StackedStats, sum_of_losses
+from moe_jax.nn.moe import StackedStats, TokenRouting, sum_of_losses
 from moe_jax.nn.stack import BlockStack, Stack, StackOutput
 
 
@@ -41,11 +42,16 @@ class DecoderOutput(NamedTuple):
     caches: updated caches, or None without caches.
     router: statistics of the routers (see `StackedStats`); if an encoder ran in the same call, its statistics come
       first.
+    routing: by layer, what the router of its MoE decided for every token, if asked for; an encoder's are not among
+      them.
+    hidden_states: by layer, its inputs, for those that were asked for.
     """
 
     logits: Float[Array, "B T V"]
     caches: Caches | None
     router: StackedStats
+    routing: dict[int, TokenRouting] | None = None
+    hidden_states: dict[int, Float[Array, "B T d"]] | None = None
 
 
 class Encoded(NamedTuple):
@@ -144,8 +150,8 @@ class Decoder(nnx.Module):
         if inputs is not None:
             inputs = as_ids("inputs", inputs, self.config.vocab_size)
         x = self.embed(inputs, embeddings=embeddings)
-        x, _, router = self.encoder(x, valid=valid, key=keys.fold_in(key, keys.ENCODER))
-        return Encoded(x, valid, router)
+        out = self.encoder(x, valid=valid, key=keys.fold_in(key, keys.ENCODER))
+        return Encoded(out.x, valid, out.router)
 
     def __call__(
         self,
@@ -163,6 +169,8 @@ class Decoder(nnx.Module):
         caches: Caches | None = None,
         begins: bool = False,
         last_only: Int[Array, " B"] | None = None,
+        routing: bool = False,
+        hidden_states: Sequence[int] = (),
         key: Array | None = None,
     ) -> DecoderOutput:
         """Returns next-token logits.
@@ -181,6 +189,9 @@ class Decoder(nnx.Module):
           caches: to continue a row.
           begins: with caches, whether rows begin with this call.
           last_only: index of the one position per row whose logits are wanted; None: all.
+          routing: whether to return what the router of every MoE decided for every token. Not asked for, it costs
+            nothing.
+          hidden_states: layers whose inputs to return; the number of layers stands for the head's input.
           key: random key for everything random in training (such as the noise of `coder` routers); None: deterministic.
 
         Raises:
@@ -190,7 +201,7 @@ class Decoder(nnx.Module):
         if caches is None and tokens is not None:
             tokens = as_ids("tokens", tokens, self.config.vocab_size)
             warn_of_length(tokens.shape[1], self.config)
-        x, caches, router = self.activations(
+        out = self.activations(
             tokens,
             inputs=inputs,
             inputs_valid=inputs_valid,
@@ -203,14 +214,17 @@ class Decoder(nnx.Module):
             encoder_valid=encoder_valid,
             caches=caches,
             begins=begins,
+            routing=routing,
+            hidden_states=hidden_states,
             key=key,
         )
+        x = out.x
         if last_only is not None:
             last_only = as_array("last_only", last_only, "integers", x.shape[:1])
             check_range("last_only", last_only, x.shape[1], "indices of tokens")
             last_only = jnp.asarray(last_only)
             x = jnp.take_along_axis(x, last_only[:, None, None], axis=1)
-        return DecoderOutput(self.logits(x), caches, router)
+        return DecoderOutput(self.logits(x), *out[1:])
 
     def activations(self, tokens: Int[Array, "B T"] | None = None, **given: Unpack[DecoderInputs]) -> StackOutput:
         """Returns the activations that the head takes; arguments as in the call."""
@@ -226,8 +240,8 @@ class Decoder(nnx.Module):
             raise InputError("inputs_valid says what counts of inputs, which are not given")
         x = self.embed(tokens, given.get("positions"), embeddings=embeddings)
         of_stack: Any = given
-        x, caches, router = self.stack(x, **of_stack)
-        return StackOutput(x, caches, (*encoder_router, *router))
+        out = self.stack(x, **of_stack)
+        return out._replace(router=(*encoder_router, *out.router))
 
     def auxiliary_loss(self, out: DecoderOutput | StackOutput) -> Float[Array, ""]:
         """Returns the sum of the routers' losses, with the config's coefficients, which training adds to its loss.

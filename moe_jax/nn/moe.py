@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.experts.adapters import Adapters
 from moe_jax.experts.bank import make_bank
@@ -89,6 +89,20 @@ StackedStats = tuple[RouterStats, ...]
 which there is one in a model whose layers are not stacked. The router of a position's PEFT experts, if they have one,
 comes after the MoE's.
 """
+
+
+class TokenRouting(NamedTuple):
+    """The decision of a router for every token, with its logits.
+
+    Attributes:
+      experts: chosen experts, the one with the largest score first; -1 for padding and for what a capacity dropped.
+      weights: their weights, float32.
+      logits: of all experts, float32.
+    """
+
+    experts: Int[Array, "*B T k"]
+    weights: Float[Array, "*B T k"]
+    logits: Float[Array, "*B T E"]
 
 
 class RouterStatistics(NamedTuple):
@@ -344,6 +358,13 @@ class MoE(nnx.Module):
         Raises:
           InputError: if `x` is not of width `d_model`, or `valid` has not one entry for each token.
         """
+        y, stats, _ = self.with_routing(x, valid, key)
+        return y, stats
+
+    def with_routing(
+        self, x: Float[Array, "*B T d"], valid: Bool[Array, "*B T"] | None = None, key: Array | None = None
+    ) -> tuple[Float[Array, "*B T d"], tuple[RouterStats, ...], TokenRouting]:
+        """Applies the layer, and also returns what its router decided; arguments as in the call."""
         check_shape("x", x, (..., None, self.d_model))
         if valid is not None:
             check_shape("valid", valid, x.shape[:-1])
@@ -361,6 +382,7 @@ class MoE(nnx.Module):
             num_sequences=math.prod(x.shape[:-2]),
         )
         chosen = routing
+        every = TokenRouting(*(array.reshape(*x.shape[:-1], -1) for array in (*routing, logits)))
         if self.config.merged_experts is not None:
             # Two choices may become the same expert: it is then applied with both weights.
             merged = jnp.take(self.groups[...], routing.experts, mode="clip")
@@ -373,9 +395,9 @@ class MoE(nnx.Module):
             universal = self.universal(tokens, keys.fold_in(key, keys.FFN))
             y = add_weighted(y, universal, self._universal_weight(tokens, logits))
         if self.config.perft is None:
-            return y.reshape(x.shape), (stats,)
+            return y.reshape(x.shape), (stats,), every
         added, own_stats = self.perft(tokens, chosen, valid, keys.fold_in(key, keys.PERFT))
-        return (y + added).reshape(x.shape), (stats, *own_stats)
+        return (y + added).reshape(x.shape), (stats, *own_stats), every
 
     def auxiliary_loss(self, stats: tuple[RouterStats, ...]) -> Float[Array, ""]:
         """Returns the layer's term of the training loss (methods.md 1), float32; `stats` as the call returned them.

@@ -1,6 +1,6 @@
 """The layers of a model: one is a block; those that repeat are stacked and scanned."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.core.errors import check_member
+from moe_jax.core.errors import InputError, check_member, shown
 from moe_jax.experts.devices import shard_batch
 from moe_jax.experts.shapes import ShapesOnly, normal_kernel, shapes_of
 from moe_jax.functional import keys
@@ -30,7 +30,7 @@ from moe_jax.nn.context import (
 )
 from moe_jax.nn.layer_views import Layers
 from moe_jax.nn.layers import FFN, Norm
-from moe_jax.nn.moe import MoE, Router, StackedStats, routers_of_layer
+from moe_jax.nn.moe import MoE, Router, StackedStats, TokenRouting, routers_of_layer
 
 
 class Block(nnx.Module):
@@ -60,6 +60,12 @@ class Block(nnx.Module):
         self, x: Float[Array, "B T d"], context: Context, cache: Cache | None, key: Array | None = None
     ) -> tuple[Float[Array, "B T d"], Cache | None, tuple[RouterStats, ...]]:
         """Applies the layer; `key` is its random key in training. Also returns the statistics of its routers."""
+        return self.with_routing(x, context, cache, key)[:3]
+
+    def with_routing(
+        self, x: Float[Array, "B T d"], context: Context, cache: Cache | None, key: Array | None = None
+    ) -> tuple[Float[Array, "B T d"], Cache | None, tuple[RouterStats, ...], TokenRouting | None]:
+        """Applies the layer, and also returns what its router decided, if it has one and the context asks for it."""
 
         def attend(x: Array) -> tuple[Array, Cache | None]:
             rope, bias = context.rope[self.rope], context.relative_bias if self.is_biased else None
@@ -74,22 +80,26 @@ class Block(nnx.Module):
             kept, cross_key = None if cache is None else cache.cross, keys.fold_in(key, keys.CROSS_ATTENTION)
             return self.cross_attention.attend_across(x, visible, source=source, cache=kept, key=cross_key)
 
-        def apply_mlp(x: Array) -> tuple[Array, tuple[RouterStats, ...]]:
+        def apply_mlp(x: Array) -> tuple[Array, tuple[tuple[RouterStats, ...], TokenRouting | None]]:
+            if self.is_moe and context.keeps_routing and isinstance(self.mlp, MoE):
+                y, stats, routing = self.mlp.with_routing(x, context.valid, key)
+                return y, (stats, routing)
             if self.is_moe:
-                return self.mlp(x, context.valid, key)
-            return self.mlp(x, keys.fold_in(key, keys.FFN)), ()
+                y, stats = self.mlp(x, context.valid, key)
+                return y, (stats, None)
+            return self.mlp(x, keys.fold_in(key, keys.FFN)), ((), None)
 
         if self.parallel:
             for_attention = self.attention_norm(x)
             attended, cache = attend(for_attention)
-            y, stats = apply_mlp(for_attention if self.shared_norm else self.mlp_norm(x))
-            return x + attended + y, cache, stats
+            y, reported = apply_mlp(for_attention if self.shared_norm else self.mlp_norm(x))
+            return x + attended + y, cache, *reported
         x, cache = self._add("attention", attend, x)
         if self.crosses:
             x, cross = self._add("cross_attention", attend_across, x)
             cache = None if cache is None else cache._replace(cross=cross)
-        x, stats = self._add("mlp", apply_mlp, x)
-        return x, cache, stats
+        x, reported = self._add("mlp", apply_mlp, x)
+        return x, cache, *reported
 
     def _add(self, name: str, branch: Callable[[Array], tuple[Array, Any]], x: Array) -> tuple[Array, Any]:
         """Returns the input plus a branch of it, with norms at their places, and the branch's second result."""
@@ -118,11 +128,14 @@ class StackOutput(NamedTuple):
     x: activations, after the final norm where there is one.
     caches: updated caches, or None without caches.
     router: statistics of the routers (see `StackedStats`).
+    routing, hidden_states: by layer, where asked for; see `Stack`.
     """
 
     x: Float[Array, "B T d"]
     caches: Caches | None
     router: StackedStats
+    routing: dict[int, TokenRouting] | None = None
+    hidden_states: dict[int, Float[Array, "B T d"]] | None = None
 
 
 class Stack(nnx.Module):
@@ -175,6 +188,8 @@ class Stack(nnx.Module):
         encoder_valid: Bool[Array, "B S"] | None = None,
         caches: Caches | None = None,
         begins: bool = False,
+        routing: bool = False,
+        hidden_states: Sequence[int] = (),
         key: Array | None = None,
     ) -> StackOutput:
         """Applies all layers.
@@ -194,11 +209,15 @@ class Stack(nnx.Module):
           caches: from `init_cache`, to continue a row.
           begins: with caches, whether the rows begin with this call, at position 0: its tokens then see only each
             other, at no cost for slots that are still empty.
+          routing: whether to return what the router of every MoE decided for every token.
+          hidden_states: layers whose inputs to return; the number of layers stands for what comes after the last one
+            and the final norm. So numbers are those of Transformers' `hidden_states`.
           key: random key for everything random in training; None: deterministic.
 
         Raises:
           InputError: if the arguments do not go together or with the model.
         """
+        wanted = _checked_layers(hidden_states, len(self.layers))
         context = make_context(
             self.config,
             x.shape[:2],
@@ -212,15 +231,39 @@ class Stack(nnx.Module):
             num_source_slots=source_slots(caches),
             begins=begins,
             relative_bias=self.relative_bias() if self.config.shared_bias() is not None else None,
+            keeps_routing=routing,
         )
         x = shard_batch(x)
-        new_caches, router = [], []
+        new_caches, router, kept = [], [], Kept({}, {})
         for index, segment in enumerate(self.segments):
-            x, cache, stats = segment(x, context, None if caches is None else caches[index], self.remat, key)
+            x, cache, stats, of_segment = segment(
+                x, context, None if caches is None else caches[index], self.remat, key, wanted
+            )
             x = shard_batch(x)
             new_caches.append(cache)
             router.extend(stats)
-        return StackOutput(self.final_norm(x), None if caches is None else tuple(new_caches), tuple(router))
+            kept = Kept(kept.routing | of_segment.routing, kept.hidden_states | of_segment.hidden_states)
+        x = self.final_norm(x)
+        if len(self.layers) in wanted:
+            kept.hidden_states[len(self.layers)] = x
+        return StackOutput(
+            x,
+            None if caches is None else tuple(new_caches),
+            tuple(router),
+            kept.routing if routing else None,
+            {layer: kept.hidden_states[layer] for layer in sorted(wanted)} if wanted else None,
+        )
+
+
+def _checked_layers(given: Sequence[int], count: int) -> frozenset[int]:
+    """Returns the numbers of layers; raises `InputError` for others than 0 to `count`."""
+    for layer in given:
+        if not isinstance(layer, int) or not 0 <= layer <= count:
+            raise InputError(
+                f"hidden_states names {shown(layer)}; there are the inputs of layers 0 to {count - 1}, and {count} "
+                "after the last one"
+            )
+    return frozenset(given)
 
 
 class RelativeBias(nnx.Module):
@@ -241,6 +284,13 @@ def make_final_norm(config: ModelConfig) -> Norm:
     """Makes the norm after the last layer, which does nothing in models without one."""
     kind = config.norm if config.final_norm else "none"
     return Norm(kind, config.d_model, config.norm_eps, dtype=jnp.dtype(config.dtype))
+
+
+class Kept(NamedTuple):
+    """By layer, what a call was asked to keep: decisions of routers, and inputs of layers."""
+
+    routing: dict[int, TokenRouting]
+    hidden_states: dict[int, Float[Array, "B T d"]]
 
 
 class BlockStack(nnx.Module):
@@ -264,7 +314,8 @@ class BlockStack(nnx.Module):
         caches: tuple[Cache, ...] | None,
         remat: str,
         key: Array | None = None,
-    ) -> tuple[Float[Array, "B T d"], tuple[Cache, ...] | None, tuple[RouterStats, ...]]:
+        hidden_states: frozenset[int] = frozenset(),
+    ) -> tuple[Float[Array, "B T d"], tuple[Cache, ...] | None, tuple[RouterStats, ...], Kept]:
         """Applies the pattern `repeats` times.
 
         Args:
@@ -273,9 +324,10 @@ class BlockStack(nnx.Module):
           caches: one per block of the pattern, arrays stacked over the repeats, or None.
           remat: `none`, or a key of `REMAT_POLICIES`: what is saved for the backward pass.
           key: random key of the forward pass in training; None: deterministic.
+          hidden_states: the layers whose inputs are kept; they are of all layers that are stacked with one of them.
 
         Returns:
-          Activations, caches, and stacked statistics of every router of every position.
+          Activations, caches, stacked statistics of every router of every position, and what was asked to be kept.
         """
         graphdef, params = nnx.split(self.blocks)
         fills_cross = context.source is not None and context.source.output is not None
@@ -283,25 +335,53 @@ class BlockStack(nnx.Module):
         if caches is not None and self.repeats == 1:
             # Without a loop: caches would be copied into and out of a loop of one turn.
             first = jax.tree.map(lambda array: array[0], (params, caches))
-            x, (new_caches, stats) = _apply_once(graphdef, fixed, x, (*first, jnp.int32(self.start)), arrays, key)
-            stacked = jax.tree.map(lambda array: array[None], (new_caches, stats))
-            return x, _with_cross(stacked[0], caches, fills_cross), stacked[1]
+            given = *first, jnp.int32(self.start)
+            x, found = _apply_once(graphdef, fixed, self._positions(hidden_states), x, given, arrays, key)
+            new_caches, stats, kept = jax.tree.map(lambda array: array[None], found)
+            return x, _with_cross(new_caches, caches, fills_cross), stats, self._kept(kept[0], kept[1], hidden_states)
         first_layers = self.start + len(self.blocks) * jnp.arange(self.repeats, dtype=jnp.int32)
         scanned = params, caches, first_layers
-        x, (new_caches, stats) = _apply_repeats(graphdef, fixed, remat, x, scanned, arrays, key)
-        return x, None if caches is None else _with_cross(new_caches, caches, fills_cross), stats
+        positions = self._positions(hidden_states)
+        x, (new_caches, stats, kept) = _apply_repeats(graphdef, fixed, positions, remat, x, scanned, arrays, key)
+        new_caches = None if caches is None else _with_cross(new_caches, caches, fills_cross)
+        return x, new_caches, stats, self._kept(kept[0], kept[1], hidden_states)
+
+    def _positions(self, layers: frozenset[int]) -> tuple[int, ...]:
+        """Returns the places in the pattern of some of the layers."""
+        number = len(self.blocks)
+        of_segment = range(self.start, self.start + self.repeats * number)
+        return tuple(sorted({(layer - self.start) % number for layer in layers if layer in of_segment}))
+
+    def _kept(self, routing: dict[int, Any], inputs: dict[int, Array], wanted: frozenset[int]) -> Kept:
+        """Returns by layer what is kept by place in the pattern, stacked over the repeats."""
+
+        def by_layer(kept: dict[int, Any]) -> dict[int, Any]:
+            return {
+                self.start + repeat * len(self.blocks) + position: jax.tree.map(lambda leaf, at=repeat: leaf[at], one)
+                for repeat in range(self.repeats)
+                for position, one in kept.items()
+            }
+
+        return Kept(by_layer(routing), {layer: x for layer, x in by_layer(inputs).items() if layer in wanted})
 
 
 # Called outside of any program, it is compiled once for each shape; inside of one it leaves no trace.
-@partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
+@partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
 def _apply_repeats(
-    graphdef: nnx.GraphDef, fixed: FixedContext, remat: str, x: Array, scanned: tuple, arrays: Any, key: Array | None
+    graphdef: nnx.GraphDef,
+    fixed: FixedContext,
+    kept: tuple[int, ...],
+    remat: str,
+    x: Array,
+    scanned: tuple,
+    arrays: Any,
+    key: Array | None,
 ) -> tuple[Array, tuple]:
     """Applies a pattern again and again; `scanned` is what `_apply_pattern` is given, stacked over the repeats."""
     context = Context.joined(arrays, fixed)
 
     def repeat(x: Array, given: tuple) -> tuple[Array, tuple]:
-        return _apply_pattern(graphdef, x, given, context, key)
+        return _apply_pattern(graphdef, x, given, context, key, kept)
 
     if remat != "none":
         # Inside scan the loop itself keeps the compiler from merging the two forward passes.
@@ -310,27 +390,44 @@ def _apply_repeats(
 
 
 def _apply_pattern(
-    graphdef: nnx.GraphDef, x: Array, given: tuple, context: Context, key: Array | None
+    graphdef: nnx.GraphDef, x: Array, given: tuple, context: Context, key: Array | None, kept: tuple[int, ...]
 ) -> tuple[Array, tuple]:
-    """Applies blocks in order; `given` are their parameters, their caches, and the index of the first block."""
+    """Applies blocks in order; `given` are their parameters, their caches, and the index of the first block.
+
+    `kept` are the places of those whose inputs are returned. With `x` come the caches, the statistics, and what the
+    routers decided and these inputs, both by place.
+    """
     params, caches, first_layer = given
     fills_cross = context.source is not None and context.source.output is not None
-    new_caches, stats = [], []
+    new_caches, stats, routings, inputs = [], [], {}, {}
     for position, block in enumerate(nnx.merge(graphdef, params)):
         layer_key = keys.fold_in(key, first_layer + position)
-        x, cache, router = block(x, context, None if caches is None else caches[position], layer_key)
+        if position in kept:
+            inputs[position] = x
+        cache = None if caches is None else caches[position]
+        if isinstance(block, Block):
+            x, cache, router, routing = block.with_routing(x, context, cache, layer_key)
+            routings |= {} if routing is None else {position: routing}
+        else:  # a module in the place of a layer
+            x, cache, router = block(x, context, cache, layer_key)
         # Caches of cross-attention that are filled already must not be copied for every token.
         new_caches.append(cache if cache is None or fills_cross else cache._replace(cross=None))
         stats.extend(router)
-    return x, (None if caches is None else tuple(new_caches), tuple(stats))
+    return x, (None if caches is None else tuple(new_caches), tuple(stats), (routings, inputs))
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jax.jit, static_argnums=(0, 1, 2))
 def _apply_once(
-    graphdef: nnx.GraphDef, fixed: FixedContext, x: Array, given: tuple, arrays: Any, key: Array | None
+    graphdef: nnx.GraphDef,
+    fixed: FixedContext,
+    kept: tuple[int, ...],
+    x: Array,
+    given: tuple,
+    arrays: Any,
+    key: Array | None,
 ) -> tuple[Array, tuple]:
     """Does the same as a program of its own: equal layers that are not stacked are traced only once."""
-    return _apply_pattern(graphdef, x, given, Context.joined(arrays, fixed), key)
+    return _apply_pattern(graphdef, x, given, Context.joined(arrays, fixed), key, kept)
 
 
 def _with_cross(new: tuple[Cache, ...], old: tuple[Cache, ...], filled: bool) -> tuple[Cache, ...]:
