@@ -236,6 +236,8 @@ class StackInputs(TypedDict, total=False):
     begins: bool
     routing: bool
     hidden_states: Sequence[int]
+    experts_off: Mapping[int, Sequence[int]] | None
+    router_bias: Mapping[int, Float[Array, " E"]] | None
 
 
 def _as_array(name: str, given: Array | None, kind: str, shape: tuple[int | None, ...]) -> Array | None:

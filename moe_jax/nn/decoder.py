@@ -6,7 +6,7 @@ on many tokens. For a single generated token it is as much as the work itself, a
 used. So generation runs a program that loops over no layers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Unpack
 
 import jax
@@ -171,6 +171,8 @@ class Decoder(nnx.Module):
         last_only: Int[Array, " B"] | None = None,
         routing: bool = False,
         hidden_states: Sequence[int] = (),
+        experts_off: Mapping[int, Sequence[int]] | None = None,
+        router_bias: Mapping[int, Float[Array, " E"]] | None = None,
         key: Array | None = None,
     ) -> DecoderOutput:
         """Returns next-token logits.
@@ -192,6 +194,8 @@ class Decoder(nnx.Module):
           routing: whether to return what the router of every MoE decided for every token. Not asked for, it costs
             nothing.
           hidden_states: layers whose inputs to return; the number of layers stands for the head's input.
+          experts_off: by layer, experts that no token goes to; the others take their place.
+          router_bias: by layer, what is added to the logits of its router.
           key: random key for everything random in training (such as the noise of `coder` routers); None: deterministic.
 
         Raises:
@@ -216,6 +220,8 @@ class Decoder(nnx.Module):
             begins=begins,
             routing=routing,
             hidden_states=hidden_states,
+            experts_off=experts_off,
+            router_bias=router_bias,
             key=key,
         )
         x = out.x

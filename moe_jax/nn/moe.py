@@ -105,6 +105,10 @@ class TokenRouting(NamedTuple):
     logits: Float[Array, "*B T E"]
 
 
+OFF = -1e9
+"""Added to the logit of an expert that is off. Its square is finite, which statistics contain."""
+
+
 class RouterStatistics(NamedTuple):
     """Statistics of one router over all tokens of a text.
 
@@ -362,20 +366,34 @@ class MoE(nnx.Module):
         return y, stats
 
     def with_routing(
-        self, x: Float[Array, "*B T d"], valid: Bool[Array, "*B T"] | None = None, key: Array | None = None
+        self,
+        x: Float[Array, "*B T d"],
+        valid: Bool[Array, "*B T"] | None = None,
+        key: Array | None = None,
+        *,
+        bias: Float[Array, " E"] | None = None,
     ) -> tuple[Float[Array, "*B T d"], tuple[RouterStats, ...], TokenRouting]:
-        """Applies the layer, and also returns what its router decided; arguments as in the call."""
+        """Applies the layer, and also returns what its router decided.
+
+        Arguments as in the call; `bias` is added to the router's logits, float32, and with `OFF` an expert is not
+        chosen, unless there are too few others: its weight is 0 then.
+        """
         check_shape("x", x, (..., None, self.d_model))
         if valid is not None:
             check_shape("valid", valid, x.shape[:-1])
         tokens = x.reshape(-1, x.shape[-1])
         valid = None if valid is None else valid.reshape(-1)
-        logits = self.router(tokens, keys.fold_in(key, keys.ROUTER_NOISE))
+        logits, selection = self.router(tokens, keys.fold_in(key, keys.ROUTER_NOISE)), self._selection()
+        if bias is not None:
+            check_shape("bias", bias, (self.config.num_experts,))
+            logits = logits + bias[None, :]
+            if selection.bias is not None:  # it could make up for a score of 0
+                selection = selection._replace(bias=selection.bias + jnp.where(bias <= OFF / 2, OFF, 0.0))
         routing, stats = route(
             logits,
             self.config.top_k,
             self.config.weighting,
-            selection=self._selection(),
+            selection=selection,
             scale=self.config.gate_scale,
             valid=valid,
             capacity_factor=self.config.capacity_factor,

@@ -1,7 +1,8 @@
 """The layers of a model: one is a block; those that repeat are stacked and scanned."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -28,9 +29,10 @@ from moe_jax.nn.context import (
     make_context,
     source_slots,
 )
+from moe_jax.nn.inputs import as_array
 from moe_jax.nn.layer_views import Layers
 from moe_jax.nn.layers import FFN, Norm
-from moe_jax.nn.moe import MoE, Router, StackedStats, TokenRouting, routers_of_layer
+from moe_jax.nn.moe import OFF, MoE, Router, StackedStats, TokenRouting, routers_of_layer
 
 
 class Block(nnx.Module):
@@ -63,9 +65,17 @@ class Block(nnx.Module):
         return self.with_routing(x, context, cache, key)[:3]
 
     def with_routing(
-        self, x: Float[Array, "B T d"], context: Context, cache: Cache | None, key: Array | None = None
+        self,
+        x: Float[Array, "B T d"],
+        context: Context,
+        cache: Cache | None,
+        key: Array | None = None,
+        bias: Float[Array, " E"] | None = None,
     ) -> tuple[Float[Array, "B T d"], Cache | None, tuple[RouterStats, ...], TokenRouting | None]:
-        """Applies the layer, and also returns what its router decided, if it has one and the context asks for it."""
+        """Applies the layer, and also returns what its router decided, if it has one and the context asks for it.
+
+        `bias` is added to the logits of its router; see `MoE.with_routing`.
+        """
 
         def attend(x: Array) -> tuple[Array, Cache | None]:
             rope, bias = context.rope[self.rope], context.relative_bias if self.is_biased else None
@@ -81,13 +91,14 @@ class Block(nnx.Module):
             return self.cross_attention.attend_across(x, visible, source=source, cache=kept, key=cross_key)
 
         def apply_mlp(x: Array) -> tuple[Array, tuple[tuple[RouterStats, ...], TokenRouting | None]]:
-            if self.is_moe and context.keeps_routing and isinstance(self.mlp, MoE):
-                y, stats, routing = self.mlp.with_routing(x, context.valid, key)
-                return y, (stats, routing)
+            if isinstance(self.mlp, MoE) and (context.keeps_routing or bias is not None):
+                y, stats, routing = self.mlp.with_routing(x, context.valid, key, bias=bias)
+                return y, (stats, routing if context.keeps_routing else None)
+            mlp: Any = self.mlp  # perhaps one of the user's
             if self.is_moe:
-                y, stats = self.mlp(x, context.valid, key)
+                y, stats = mlp(x, context.valid, key)
                 return y, (stats, None)
-            return self.mlp(x, keys.fold_in(key, keys.FFN)), ((), None)
+            return mlp(x, keys.fold_in(key, keys.FFN)), ((), None)
 
         if self.parallel:
             for_attention = self.attention_norm(x)
@@ -190,6 +201,8 @@ class Stack(nnx.Module):
         begins: bool = False,
         routing: bool = False,
         hidden_states: Sequence[int] = (),
+        experts_off: Mapping[int, Sequence[int]] | None = None,
+        router_bias: Mapping[int, Float[Array, " E"]] | None = None,
         key: Array | None = None,
     ) -> StackOutput:
         """Applies all layers.
@@ -212,12 +225,15 @@ class Stack(nnx.Module):
           routing: whether to return what the router of every MoE decided for every token.
           hidden_states: layers whose inputs to return; the number of layers stands for what comes after the last one
             and the final norm. So numbers are those of Transformers' `hidden_states`.
+          experts_off: by layer, experts that no token goes to; the others take their place.
+          router_bias: by layer, what is added to the logits of its router; zeros change nothing.
           key: random key for everything random in training; None: deterministic.
 
         Raises:
           InputError: if the arguments do not go together or with the model.
         """
         wanted = _checked_layers(hidden_states, len(self.layers))
+        biases = self._biases(experts_off or {}, router_bias or {})
         context = make_context(
             self.config,
             x.shape[:2],
@@ -237,7 +253,7 @@ class Stack(nnx.Module):
         new_caches, router, kept = [], [], Kept({}, {})
         for index, segment in enumerate(self.segments):
             x, cache, stats, of_segment = segment(
-                x, context, None if caches is None else caches[index], self.remat, key, wanted
+                x, context, None if caches is None else caches[index], self.remat, key, wanted, biases
             )
             x = shard_batch(x)
             new_caches.append(cache)
@@ -253,6 +269,35 @@ class Stack(nnx.Module):
             kept.routing if routing else None,
             {layer: kept.hidden_states[layer] for layer in sorted(wanted)} if wanted else None,
         )
+
+    def _biases(
+        self, off: Mapping[int, Sequence[int]], added: Mapping[int, Float[Array, " E"]]
+    ) -> dict[int, Float[Array, " E"]]:
+        """Returns what is added to the logits of routers, by layer; raises `InputError` for what is not there."""
+        found: dict[int, Array] = {}
+        for name, layer in [("experts_off", layer) for layer in off] + [("router_bias", layer) for layer in added]:
+            module = self._moe_at(name, layer)
+            found[layer] = jnp.zeros(module.config.num_experts, jnp.float32)
+        for layer, bias in added.items():
+            bias = as_array(f"router_bias[{layer}]", bias, "floating-point numbers", found[layer].shape)
+            found[layer] = jnp.asarray(bias, jnp.float32)
+        for layer, experts in off.items():
+            count = len(found[layer])
+            for expert in experts:
+                if not isinstance(expert, int) or not 0 <= expert < count:
+                    raise InputError(f"experts_off[{layer}] names {shown(expert)}; there are 0 to {count - 1}")
+            if len(set(experts)) == count:
+                raise InputError(f"experts_off[{layer}] names all {count} experts; leave one")
+            found[layer] = found[layer].at[jnp.asarray(list(experts), jnp.int32)].set(OFF)
+        return found
+
+    def _moe_at(self, name: str, layer: int) -> MoE:
+        """Returns the MoE of a layer, stacked with others; raises `InputError` if it has none."""
+        if isinstance(layer, int) and 0 <= layer < len(self.layers):
+            block, _ = self.layers.stacked(layer)
+            if isinstance(block, Block) and isinstance(block.mlp, MoE):
+                return block.mlp
+        raise InputError(f"{name} names layer {shown(layer)}, which is no layer with an MoE")
 
 
 def _checked_layers(given: Sequence[int], count: int) -> frozenset[int]:
@@ -315,6 +360,7 @@ class BlockStack(nnx.Module):
         remat: str,
         key: Array | None = None,
         hidden_states: frozenset[int] = frozenset(),
+        biases: Mapping[int, Float[Array, " E"]] = MappingProxyType({}),
     ) -> tuple[Float[Array, "B T d"], tuple[Cache, ...] | None, tuple[RouterStats, ...], Kept]:
         """Applies the pattern `repeats` times.
 
@@ -325,6 +371,7 @@ class BlockStack(nnx.Module):
           remat: `none`, or a key of `REMAT_POLICIES`: what is saved for the backward pass.
           key: random key of the forward pass in training; None: deterministic.
           hidden_states: the layers whose inputs are kept; they are of all layers that are stacked with one of them.
+          biases: by layer, what is added to the logits of its router.
 
         Returns:
           Activations, caches, stacked statistics of every router of every position, and what was asked to be kept.
@@ -334,17 +381,26 @@ class BlockStack(nnx.Module):
         arrays, fixed = context.split()
         if caches is not None and self.repeats == 1:
             # Without a loop: caches would be copied into and out of a loop of one turn.
-            first = jax.tree.map(lambda array: array[0], (params, caches))
-            given = *first, jnp.int32(self.start)
+            first = jax.tree.map(lambda array: array[0], (params, caches, self._by_position(biases)))
+            given = first[0], first[1], jnp.int32(self.start), first[2]
             x, found = _apply_once(graphdef, fixed, self._positions(hidden_states), x, given, arrays, key)
             new_caches, stats, kept = jax.tree.map(lambda array: array[None], found)
             return x, _with_cross(new_caches, caches, fills_cross), stats, self._kept(kept[0], kept[1], hidden_states)
         first_layers = self.start + len(self.blocks) * jnp.arange(self.repeats, dtype=jnp.int32)
-        scanned = params, caches, first_layers
+        scanned = params, caches, first_layers, self._by_position(biases)
         positions = self._positions(hidden_states)
         x, (new_caches, stats, kept) = _apply_repeats(graphdef, fixed, positions, remat, x, scanned, arrays, key)
         new_caches = None if caches is None else _with_cross(new_caches, caches, fills_cross)
         return x, new_caches, stats, self._kept(kept[0], kept[1], hidden_states)
+
+    def _by_position(self, biases: Mapping[int, Array]) -> dict[int, Float[Array, "R E"]]:
+        """Returns biases by place in the pattern, over the repeats; zeros for layers without one."""
+        found: dict[int, Array] = {}
+        for position in self._positions(frozenset(biases)):
+            layers = range(self.start + position, self.start + self.repeats * len(self.blocks), len(self.blocks))
+            one = next(biases[layer] for layer in layers if layer in biases)
+            found[position] = jnp.stack([biases.get(layer, jnp.zeros_like(one)) for layer in layers])
+        return found
 
     def _positions(self, layers: frozenset[int]) -> tuple[int, ...]:
         """Returns the places in the pattern of some of the layers."""
@@ -392,12 +448,12 @@ def _apply_repeats(
 def _apply_pattern(
     graphdef: nnx.GraphDef, x: Array, given: tuple, context: Context, key: Array | None, kept: tuple[int, ...]
 ) -> tuple[Array, tuple]:
-    """Applies blocks in order; `given` are their parameters, their caches, and the index of the first block.
+    """Applies blocks in order; `given` are their parameters, their caches, the index of the first block, and biases.
 
     `kept` are the places of those whose inputs are returned. With `x` come the caches, the statistics, and what the
     routers decided and these inputs, both by place.
     """
-    params, caches, first_layer = given
+    params, caches, first_layer, biases = given
     fills_cross = context.source is not None and context.source.output is not None
     new_caches, stats, routings, inputs = [], [], {}, {}
     for position, block in enumerate(nnx.merge(graphdef, params)):
@@ -406,7 +462,7 @@ def _apply_pattern(
             inputs[position] = x
         cache = None if caches is None else caches[position]
         if isinstance(block, Block):
-            x, cache, router, routing = block.with_routing(x, context, cache, layer_key)
+            x, cache, router, routing = block.with_routing(x, context, cache, layer_key, biases.get(position))
             routings |= {} if routing is None else {position: routing}
         else:  # a module in the place of a layer
             x, cache, router = block(x, context, cache, layer_key)
