@@ -1,6 +1,7 @@
 """`moe-jax data inspect` and `moe-jax data tokenize`, as a user types them."""
 
 import json
+import re
 
 import pytest
 
@@ -32,6 +33,15 @@ def test_inspect_shows_what_is_scored_and_counts(chat, capsys):
     assert [cell.strip() for cell in row.split("│")[1:4]] == ["chat.jsonl", "jsonl", "40"]
     assert cli.main(["data", "inspect", "recipe.toml", "--examples", "0"]) == 0
     assert "document 1" not in capsys.readouterr().out
+
+
+def test_inspect_counts_what_it_does_not_show(chat, capsys):
+    sizes = (1_997, 2_000, 9_000)  # and the BOS
+    (chat / "long.jsonl").write_text("\n".join(json.dumps({"text": "b" * size}) for size in sizes))
+    recipe = (chat / "recipe.toml").read_text()
+    (chat / "recipe.toml").write_text(recipe.replace("text/*.txt", "long.jsonl").replace("weight = 2.5", "weight = 1"))
+    assert cli.main(["data", "inspect", "recipe.toml", "--examples", "3"]) == 0
+    assert re.findall(r"\.\.\. and ([\d,]+) characters", capsys.readouterr().out) == ["3", "7,003"]
 
 
 def test_inspect_in_json_has_all_tokens_once(chat, capsys):

@@ -49,9 +49,30 @@ def test_a_share_that_changes_changes_the_picture(tmp_path: pathlib.Path):
     assert changed.any() and not changed[: len(changed) // 3].any()
 
 
-def test_steps_and_experts_are_whole_numbers(monkeypatch, tmp_path):
-    drawn = []
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that would be saved."""
+    figures = []
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    return figures
+
+
+def test_cells_of_few_experts_hold_their_numbers(drawn, tmp_path):
+    layers = [layer_of(0, 8), layer_of(1, 9)]
+    plot_between(layers, tmp_path / "between.png", title="a model")
+    [figure] = drawn
+    few, many, *_ = figure.axes
+    scale = scale_of(np.concatenate([layer.between_others() for layer in layers]))
+    numbers = {text.get_position(): text.get_text() for text in few.texts}
+    assert not many.texts and numbers == {
+        (column, row): f"{scale.shown(layers[0].between)[row, column]:.2f}"
+        for row in range(8)
+        for column in range(8)
+        if row != column
+    }
+
+
+def test_steps_and_experts_are_whole_numbers(drawn, tmp_path):
     shares = {layer: np.array([[0.5, 0.5], [1.0, 0.0]]) for layer in (1, 4, 6)}
     plot_use_over_time([10, 11], shares, tmp_path / "load.png")
     [figure] = drawn

@@ -106,16 +106,17 @@ def test_bad_options(tiny_llama, folder, capsys, options, message):
     assert re.search(message, fails(capsys, tiny_llama, *[one.format(folder=folder) for one in options]))
 
 
-def test_without_a_network_data_on_the_hub_is_one_line(tiny_llama, folder, capsys, monkeypatch):
+@pytest.mark.parametrize("told", [False, True], ids=["it cannot be reached", "HF_HUB_OFFLINE"])
+def test_without_a_network_data_on_the_hub_is_one_line(tiny_llama, folder, capsys, monkeypatch, told):
     from huggingface_hub import constants
 
     remote = {**CHOICE, "task": "remote", "dataset_path": "nobody/nothing-of-the-kind", "dataset_kwargs": {}}
     write_task(folder, remote)
-    monkeypatch.setattr("moe_jax.harness.task_run._reaches_hub", lambda endpoint: False)
-    before = constants.HF_HUB_OFFLINE
+    monkeypatch.setattr("moe_jax.harness.task_run._reaches_hub", lambda endpoint: told)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", told)
     message = fails(capsys, tiny_llama, "--tasks", "remote", "--tasks-dir", folder)
     assert "Hugging Face Hub" in message and "\n" not in message
-    assert constants.HF_HUB_OFFLINE == before
+    assert constants.HF_HUB_OFFLINE == told
 
 
 def test_bad_documents_end_it_or_are_skipped_and_counted(tiny_llama, folder, capsys):

@@ -224,6 +224,12 @@ def test_log_probabilities_are_those_of_the_model(client, model):
         ("completions", b'{"model": "tiny", "prompt": "a", "max_tokens": "9"}', 400, "max_tokens: expected an integer"),
         ("completions", b'{"model": "tiny", "prompt": "a", "max_tokens": 0}', 400, "max_tokens=0 goes with echo"),
         ("completions", b'{"model": "tiny", "prompt": "a", "max_tokens": 299}', 400, "context length is 300 tokens"),
+        (
+            "completions",
+            b'{"model": "tiny", "prompt": [[97, 98], [97], [98]], "max_tokens": 299}',
+            400,
+            "prompt has 2 and",
+        ),
         ("completions", b'{"model": "tiny", "prompt": "a", "temperature": NaN}', 400, "number from 0 to 2"),
         ("completions", b'{"model": "tiny", "prompt": "a", "top_p": 0}', 400, "top_p: expected a number above 0"),
         ("completions", b'{"model": "tiny", "prompt": "a", "stop": 3}', 400, "stop: expected a text"),

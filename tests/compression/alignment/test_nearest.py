@@ -100,6 +100,25 @@ def test_a_bound_holds_where_the_first_columns_mislead():
         assert score(target, points, found.order) == pytest.approx(best_score(target, points), rel=1e-6)
 
 
+def test_rounding_is_that_of_the_largest_points():
+    """Two rows that it could decide are not proven by a point of zeros, as of a dead neuron."""
+    random = np.random.default_rng(0)
+    points = random.standard_normal((60, 64))
+    points[0, 0] = 0
+    target = 1e4 * points
+    # In the first column, of which the first part knows, the nearest two differ by little of a score of 640,000.
+    points[1] = points[0] - 2e-4 * np.eye(64)[0]
+    target[:2] = 1e4 * (points[0] + np.array([[1.0], [-1.0]]) * np.eye(64)[0])
+    shares = []
+    for size in (1, 0):
+        points[-1] *= size
+        target[-1] *= size
+        found = order_of(target.astype(np.float32), points.astype(np.float32))
+        assert (found.order[2:] == np.arange(2, 60)).all()
+        shares.append(found.share)
+    assert shares[0] == shares[1]
+
+
 # Of a hundred points without a common order, one local minimum differs from another by more than is asked here.
 @pytest.mark.parametrize(
     ("shape", "noise"),

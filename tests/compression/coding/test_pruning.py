@@ -77,8 +77,10 @@ def test_refit(experts, count, seed):
     np.testing.assert_array_equal(plain.masks, reference)
     assert plain.error == pytest.approx(squared(np.where(plain.masks, 0, distances)), rel=1e-5, abs=1e-5)
 
-    found = prune(lambda: iter(kernels), start, count, refit=True)
+    rounds = []
+    found = prune(lambda: rounds.append(1) or iter(kernels), start, count, refit=True)
     masks = np.stack(found.masks)
+    assert plain.rounds == 1 < found.rounds == len(rounds)
     assert (masks.sum(axis=(1, 2)) == count).all()
     # The error is that of the masks and the centre, and no centre is better for the masks.
     assert found.error == pytest.approx(squared(np.where(masks, 0, kernels - found.centre)), rel=1e-3, abs=1e-3)
