@@ -101,22 +101,22 @@ def test_a_bound_holds_where_the_first_columns_mislead():
 
 
 def test_rounding_is_that_of_the_largest_points():
-    """Two rows that it could decide are not proven by a point of zeros, as of a dead neuron."""
-    random = np.random.default_rng(0)
-    points = random.standard_normal((60, 64))
-    points[0, 0] = 0
-    target = 1e4 * points
-    # In the first column, of which the first part knows, the nearest two differ by little of a score of 640,000.
-    points[1] = points[0] - 2e-4 * np.eye(64)[0]
-    target[:2] = 1e4 * (points[0] + np.array([[1.0], [-1.0]]) * np.eye(64)[0])
-    shares = []
+    """Also beside a point of zeros, as of a dead neuron: rows that it could decide are not proven."""
+    first, shares = np.eye(512)[0], []
+    points = np.random.default_rng(0).standard_normal((60, 8, 64))
+    points[0, 0, 0] = 0
+    points = (points / np.linalg.norm(points, axis=2, keepdims=True)).reshape(60, 512)
+    points[1] = points[0] - 8e-4 * first
+    # The scores of two rows differ by 0.8 between the nearest points. Around 8,000, sums may be wrong in 1.
+    target = 1e3 * points
+    target[:2] = 1e3 * (points[0] + [first, -first])
     for size in (1, 0):
         points[-1] *= size
         target[-1] *= size
         found = order_of(target.astype(np.float32), points.astype(np.float32))
-        assert (found.order[2:] == np.arange(2, 60)).all()
+        assert (found.order == np.arange(60)).all() and found.is_common
         shares.append(found.share)
-    assert shares[0] == shares[1]
+    assert shares[0] == shares[1] > 1 / 8
 
 
 # Of a hundred points without a common order, one local minimum differs from another by more than is asked here.
