@@ -57,8 +57,9 @@ def drawn(monkeypatch):
     return figures
 
 
-def test_cells_of_few_experts_hold_their_numbers(drawn, tmp_path):
-    layers = [layer_of(0, 8), layer_of(1, 9)]
+@pytest.mark.parametrize("noise", [0.1, 1e-3])
+def test_cells_of_few_experts_hold_their_numbers(drawn, tmp_path, noise):
+    layers = [layer_of(0, 8, base=SHARED, noise=noise), layer_of(1, 9, noise=noise)]
     plot_between(layers, tmp_path / "between.png", title="a model")
     [figure] = drawn
     few, many, *_ = figure.axes
@@ -70,6 +71,14 @@ def test_cells_of_few_experts_hold_their_numbers(drawn, tmp_path):
         for column in range(8)
         if row != column
     }
+    assert [label.get_text() for label in few.get_xticklabels()] == [*"0123456", "U"]
+    # White on the darkest cell, and black on the brightest.
+    [image] = few.get_images()
+    brightness = image.cmap(image.norm(image.get_array()))[..., :3].sum(axis=-1)
+    cells = sorted(
+        (brightness[row, column], text.get_color()) for text in few.texts for column, row in [text.get_position()]
+    )
+    assert (cells[0][1], cells[-1][1]) == ("white", "black")
 
 
 def test_steps_and_experts_are_whole_numbers(drawn, tmp_path):

@@ -212,6 +212,9 @@ def test_log_probabilities_are_those_of_the_model(client, model):
     assert len(only.choices[1].logprobs.token_logprobs) == 9 and only.usage.completion_tokens == 0
 
 
+LONG = b'{"model": "tiny", "messages": [{"role": "user", "content": "%s"}]}'
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
@@ -244,6 +247,8 @@ def test_log_probabilities_are_those_of_the_model(client, model):
         ("chat/completions", b'{"model": "tiny", "messages": "a"}', 400, "list of messages"),
         ("chat/completions", b'{"model": "tiny", "messages": [{"role": "usr"}]}', 400, "did you mean 'user'"),
         ("chat/completions", b'{"model": "tiny", "messages": [], "tools": [{}]}', 400, "not supported"),
+        # Six tokens more: the BOS, the roles and the end of a line.
+        ("chat/completions", LONG % (b"a" * 294), 400, "prompt has 300 and"),
         ("embeddings", b"{}", 404, "/v1/embeddings: Not Found"),
     ],
 )

@@ -90,6 +90,16 @@ def test_refit(experts, count, seed):
     np.testing.assert_allclose(found.centre[pruned], best, atol=1e-5)
 
 
+def test_rounds_end_where_they_gain_little_or_are_many(monkeypatch):
+    kernels = draw(0, 4)
+    found = prune(lambda: iter(kernels), mean_kernel(kernels), 150, refit=True)
+    assert 2 < found.rounds < pruning.MOST_ROUNDS
+    more = prune(lambda: iter(kernels), found.centre, 150, refit=False)
+    assert more.error > found.error * (1 - 2 * pruning.LEAST_GAIN)
+    monkeypatch.setattr(pruning, "MOST_ROUNDS", 2)
+    assert prune(lambda: iter(kernels), mean_kernel(kernels), 150, refit=True).rounds == 2
+
+
 @pytest.mark.parametrize("law", ["normal", "laplace", "t3"])
 @pytest.mark.parametrize(("experts", "least", "most"), [(8, 0.22, 0.29), (4, 0.34, 0.41)])
 def test_refit_gains_what_it_is_said_to_gain(experts, least, most, law):
