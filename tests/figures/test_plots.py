@@ -81,6 +81,15 @@ def test_cells_of_few_experts_hold_their_numbers(drawn, tmp_path, noise):
     assert (cells[0][1], cells[-1][1]) == ("white", "black")
 
 
+@pytest.mark.parametrize("count", [12, 13])
+def test_of_many_layers_some_are_drawn(drawn, tmp_path, count):
+    plot_between([layer_of(i, 2) for i in range(count)], tmp_path / "between.png", title="a model")
+    [figure] = drawn
+    titles = [axes.get_title() for axes in figure.axes if axes.get_title()]
+    assert len(titles) == 12 and (titles[0], titles[-1]) == ("layer 0", f"layer {count - 1}")
+    assert ("12 of 13 layers" in figure.get_suptitle()) == (count == 13)
+
+
 def test_steps_and_experts_are_whole_numbers(drawn, tmp_path):
     shares = {layer: np.array([[0.5, 0.5], [1.0, 0.0]]) for layer in (1, 4, 6)}
     plot_use_over_time([10, 11], shares, tmp_path / "load.png")

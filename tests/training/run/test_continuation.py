@@ -61,6 +61,8 @@ def test_a_continuation_keeps_the_schedule(folder, capsys):
     steps = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()[-2:]]
     assert sum(step["seconds"] for step in steps) < took
     assert all(step["tokens_per_second"] * step["seconds"] == pytest.approx(step["tokens"]) for step in steps)
+    one, other = (step["flops_per_second"] / step["tokens_per_second"] for step in steps)
+    assert one == pytest.approx(other)
 
 
 def test_a_record_keeps_numbers_of_a_config_that_are_not_finite(tmp_path):
