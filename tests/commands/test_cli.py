@@ -295,7 +295,11 @@ def test_open_source_says_what_it_found(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="model directory"):
         open_source(tmp_path / "file")
-    with pytest.raises(InputError, match="model: it holds file"):
+    with pytest.raises(InputError, match="it holds file;"):
+        open_source(tmp_path)
+    for number in range(6):
+        (tmp_path / f"a{number}").touch()
+    with pytest.raises(InputError, match="a5 and 1 more;"):
         open_source(tmp_path)
     for content, complaint in [("{", "not valid JSON"), ("[]", "holds a JSON list"), ("{}", "has neither format nor")]:
         (tmp_path / "config.json").write_text(content)

@@ -80,6 +80,28 @@ def test_commands_in_this_process_start_nothing(system, capsys):
     assert "nothing.toml" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "asks"),
+    [
+        (["train", "a.toml"], True),
+        (["serve", "a"], True),
+        (["plan", "a.toml", "--train"], True),
+        (["plan", "a.toml"], False),
+        (["inspect", "a", "--train"], False),
+        ([], False),
+    ],
+    ids=str,
+)
+def test_programs_that_compute_ask_for_huge_pages(words, asks, monkeypatch):
+    asked = []
+    monkeypatch.setattr(sys, "argv", ["moe-jax", *words])
+    monkeypatch.setattr(cli, "ask_for_huge_pages", lambda: asked.append(True))
+    monkeypatch.setattr(cli, "open_standard_streams", lambda: None)
+    monkeypatch.setattr(cli, "_run", lambda arguments: 7 if arguments == words else 1)
+    monkeypatch.setattr(cli.atexit, "register", lambda action: None)
+    assert cli.main() == 7 and bool(asked) == asks
+
+
 def test_a_command_says_what_it_would(tmp_path):
     """Whatever this system gives."""
     done = subprocess.run(

@@ -1,6 +1,7 @@
 """`moe-jax data inspect` and `moe-jax data tokenize`, as a user types them."""
 
 import json
+import re
 
 import pytest
 
@@ -32,6 +33,32 @@ def test_inspect_shows_what_is_scored_and_counts(chat, capsys):
     assert [cell.strip() for cell in row.split("│")[1:4]] == ["chat.jsonl", "jsonl", "40"]
     assert cli.main(["data", "inspect", "recipe.toml", "--examples", "0"]) == 0
     assert "document 1" not in capsys.readouterr().out
+
+
+def test_inspect_counts_what_it_does_not_show(chat, capsys):
+    sizes = (1_997, 2_000, 9_000)  # and the BOS
+    (chat / "long.jsonl").write_text("\n".join(json.dumps({"text": "b" * size}) for size in sizes))
+    recipe = (chat / "recipe.toml").read_text()
+    (chat / "recipe.toml").write_text(recipe.replace("text/*.txt", "long.jsonl").replace("weight = 2.5", "weight = 1"))
+    assert cli.main(["data", "inspect", "recipe.toml", "--examples", "3"]) == 0
+    hidden = r"\.\.\. and ([\d,]+) characters"
+    assert re.findall(hidden, capsys.readouterr().out) == ["3", "7,003"]
+    turns = [{"role": "user", "content": "Q" * 1_500}, {"role": "assistant", "content": "Z" * 1_500}]
+    (chat / "chat.jsonl").write_text(json.dumps({"messages": turns}))
+    assert cli.main(["data", "inspect", "recipe.toml", "--examples", "1"]) == 0
+    *_, conversation = capsys.readouterr().out.split("--- chat.jsonl")
+    [rest] = re.findall(hidden, conversation)
+    assert conversation.count("Q") == 1_500
+    assert conversation.count("Z") + int(rest.replace(",", "")) == 1_500 + len("<|im_end|>\n")
+
+
+def test_inspect_on_a_terminal_has_what_is_scored_in_green(chat, capsys, monkeypatch):
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "200"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert cli.main(["data", "inspect", "recipe.toml", "--examples", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b[32mIt is 4.<|im_end|>" in out and "\x1b[2m<|im_start|>system" in out and "⟦" not in out
 
 
 def test_inspect_in_json_has_all_tokens_once(chat, capsys):

@@ -101,7 +101,9 @@ def test_picture_and_table(runs):
     assert (runs / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert median_speed([{"tokens_per_second": x} for x in (1.0, 9.0, 2.0)]) == 2.0
     console = rich.console.Console(width=120, record=True)
-    console.print(table([Result("ders-lm", 864640, 93184, 9.5, 1234.0)], 49152))
+    compared = table([Result("ders-lm", 864640, 93184, 9.5, 1234.0)], 49152)
+    assert [column.justify for column in compared.columns] == ["left", *["right"] * 4]
+    console.print(compared)
     text = console.export_text()
     assert "864,640" in text and "93,184" in text and "9.500" in text and "1,234" in text
 

@@ -137,7 +137,13 @@ def test_a_head_scores_classes_and_nothing_else(tmp_path, tokenizer_path, capsys
     file = lines(tmp_path / "a.jsonl", [*LINES, {"sentence": "good " * 20, "label": "good"}])
     assert cli.main(["eval", str(folder), "--classify", str(file), "--input-len", "40"]) == 0
     printed = capsys.readouterr()
-    assert "by the head" in printed.out and "bad" in printed.out and "1 of 4 texts" in printed.err
+    assert "by the head" in printed.out and "1 of 4 texts" in printed.err
+    heading, *counts = printed.out.splitlines()[-3:]
+    assert heading.split() == ["label", "given", "bad", "good"] and [line.split()[0] for line in counts] == [
+        "bad",
+        "good",
+    ]
+    assert len({len(line) for line in (heading, *counts)}) == 1  # figures stand below their labels
     model = moe_jax.load(folder)
     decoder, predictions = model.decoder, []
     for text in [line["sentence"] for line in LINES] + [("good " * 20)[:40]]:

@@ -49,9 +49,48 @@ def test_a_share_that_changes_changes_the_picture(tmp_path: pathlib.Path):
     assert changed.any() and not changed[: len(changed) // 3].any()
 
 
-def test_steps_and_experts_are_whole_numbers(monkeypatch, tmp_path):
-    drawn = []
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that would be saved."""
+    figures = []
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    return figures
+
+
+@pytest.mark.parametrize("noise", [0.1, 1e-3])
+def test_cells_of_few_experts_hold_their_numbers(drawn, tmp_path, noise):
+    layers = [layer_of(0, 8, base=SHARED, noise=noise), layer_of(1, 9, noise=noise)]
+    plot_between(layers, tmp_path / "between.png", title="a model")
+    [figure] = drawn
+    few, many, *_ = figure.axes
+    scale = scale_of(np.concatenate([layer.between_others() for layer in layers]))
+    numbers = {text.get_position(): text.get_text() for text in few.texts}
+    assert not many.texts and numbers == {
+        (column, row): f"{scale.shown(layers[0].between)[row, column]:.2f}"
+        for row in range(8)
+        for column in range(8)
+        if row != column
+    }
+    assert [label.get_text() for label in few.get_xticklabels()] == [*"0123456", "U"]
+    # White on the darkest cell, and black on the brightest.
+    [image] = few.get_images()
+    brightness = image.cmap(image.norm(image.get_array()))[..., :3].sum(axis=-1)
+    cells = sorted(
+        (brightness[row, column], text.get_color()) for text in few.texts for column, row in [text.get_position()]
+    )
+    assert (cells[0][1], cells[-1][1]) == ("white", "black")
+
+
+@pytest.mark.parametrize("count", [12, 13])
+def test_of_many_layers_some_are_drawn(drawn, tmp_path, count):
+    plot_between([layer_of(i, 2) for i in range(count)], tmp_path / "between.png", title="a model")
+    [figure] = drawn
+    titles = [axes.get_title() for axes in figure.axes if axes.get_title()]
+    assert len(titles) == 12 and (titles[0], titles[-1]) == ("layer 0", f"layer {count - 1}")
+    assert ("12 of 13 layers" in figure.get_suptitle()) == (count == 13)
+
+
+def test_steps_and_experts_are_whole_numbers(drawn, tmp_path):
     shares = {layer: np.array([[0.5, 0.5], [1.0, 0.0]]) for layer in (1, 4, 6)}
     plot_use_over_time([10, 11], shares, tmp_path / "load.png")
     [figure] = drawn

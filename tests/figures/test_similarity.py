@@ -1,12 +1,14 @@
 """Cosines between experts and their base, against the definition."""
 
+import dataclasses
 import pathlib
 
 import numpy as np
 import pytest
 
 from moe_jax.core.errors import InputError
-from moe_jax.figures import measure_similarity, similarity
+from moe_jax.figures import comparable_layers, measure_similarity, similarity
+from moe_jax.models import AdapterConfig, BankConfig, FFNConfig, LoRAConfig
 from tests.support.figure_models import BANKS, EXPERTS, experts_of, moe_config, write_model
 
 MATRICES = ("gate", "up", "down")
@@ -44,6 +46,16 @@ def test_cosines_are_those_of_the_definition(layer, kind, model, monkeypatch):
     expected = [[cosine(one, other) for other in whole] for one in whole]
     np.testing.assert_allclose(measured.between, expected, atol=1e-6)
     assert np.ptp(expected) > 0.01 and np.ptp(measured.whole_to_base) > 1e-3  # the model is one that could be missed
+
+
+def test_layers_without_whole_experts_are_not_compared():
+    adapters = BankConfig(kind="adapter", adapter=AdapterConfig(rank=2))
+    config = moe_config(None, *BANKS.values(), adapters)
+    assert comparable_layers(config) == [1, 2, 3, 4]
+    for tuned in (FFNConfig(dim=40, lora=LoRAConfig(rank=2, targets=("up",))), FFNConfig(dim=40, nf4=True)):
+        mlp = dataclasses.replace(config.moe(1), expert=tuned)
+        layers = (config.layers[0], dataclasses.replace(config.layers[1], mlp=mlp), *config.layers[2:])
+        assert comparable_layers(dataclasses.replace(config, layers=layers)) == [2, 3, 4]
 
 
 def test_only_experts_are_read_and_one_leaf_at_a_time(model, monkeypatch):

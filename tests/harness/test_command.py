@@ -106,16 +106,34 @@ def test_bad_options(tiny_llama, folder, capsys, options, message):
     assert re.search(message, fails(capsys, tiny_llama, *[one.format(folder=folder) for one in options]))
 
 
-def test_without_a_network_data_on_the_hub_is_one_line(tiny_llama, folder, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("told", "reached", "message"),
+    [(False, False, "the Hugging Face Hub, which cannot"), (True, True, "the Hugging Face Hub, which cannot"),
+     (False, True, "remote: ConnectionError: no answer")],
+    ids=["it cannot be reached", "HF_HUB_OFFLINE", "it does not answer"],
+)  # fmt: skip
+def test_data_on_the_hub_that_are_not_there_are_one_line(
+    tiny_llama, folder, capsys, monkeypatch, told, reached, message
+):
+    """Where there is no network, none is asked for."""
+    import datasets
     from huggingface_hub import constants
 
+    def load(*arguments, **options):
+        offline.append((constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE))
+        raise ConnectionError("no answer")
+
+    offline, asks_nobody = [], told or not reached
     remote = {**CHOICE, "task": "remote", "dataset_path": "nobody/nothing-of-the-kind", "dataset_kwargs": {}}
     write_task(folder, remote)
-    monkeypatch.setattr("moe_jax.harness.task_run._reaches_hub", lambda endpoint: False)
-    before = constants.HF_HUB_OFFLINE
-    message = fails(capsys, tiny_llama, "--tasks", "remote", "--tasks-dir", folder)
-    assert "Hugging Face Hub" in message and "\n" not in message
-    assert constants.HF_HUB_OFFLINE == before
+    monkeypatch.setattr("moe_jax.harness.task_run._reaches_hub", lambda endpoint: reached)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    for settings in (constants, datasets.config):
+        monkeypatch.setattr(settings, "HF_HUB_OFFLINE", told)
+    said = fails(capsys, tiny_llama, "--tasks", "remote", "--tasks-dir", folder)
+    assert message in said and "\n" not in said
+    assert offline == [(asks_nobody, asks_nobody)]
+    assert (constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE) == (told, told)
 
 
 def test_bad_documents_end_it_or_are_skipped_and_counted(tiny_llama, folder, capsys):

@@ -212,6 +212,9 @@ def test_log_probabilities_are_those_of_the_model(client, model):
     assert len(only.choices[1].logprobs.token_logprobs) == 9 and only.usage.completion_tokens == 0
 
 
+LONG = b'{"model": "tiny", "messages": [{"role": "user", "content": "%s"}]}'
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
@@ -224,6 +227,12 @@ def test_log_probabilities_are_those_of_the_model(client, model):
         ("completions", b'{"model": "tiny", "prompt": "a", "max_tokens": "9"}', 400, "max_tokens: expected an integer"),
         ("completions", b'{"model": "tiny", "prompt": "a", "max_tokens": 0}', 400, "max_tokens=0 goes with echo"),
         ("completions", b'{"model": "tiny", "prompt": "a", "max_tokens": 299}', 400, "context length is 300 tokens"),
+        (
+            "completions",
+            b'{"model": "tiny", "prompt": [[97, 98], [97], [98]], "max_tokens": 299}',
+            400,
+            "prompt has 2 and",
+        ),
         ("completions", b'{"model": "tiny", "prompt": "a", "temperature": NaN}', 400, "number from 0 to 2"),
         ("completions", b'{"model": "tiny", "prompt": "a", "top_p": 0}', 400, "top_p: expected a number above 0"),
         ("completions", b'{"model": "tiny", "prompt": "a", "stop": 3}', 400, "stop: expected a text"),
@@ -238,6 +247,8 @@ def test_log_probabilities_are_those_of_the_model(client, model):
         ("chat/completions", b'{"model": "tiny", "messages": "a"}', 400, "list of messages"),
         ("chat/completions", b'{"model": "tiny", "messages": [{"role": "usr"}]}', 400, "did you mean 'user'"),
         ("chat/completions", b'{"model": "tiny", "messages": [], "tools": [{}]}', 400, "not supported"),
+        # Six tokens more: the BOS, the roles and the end of a line.
+        ("chat/completions", LONG % (b"a" * 294), 400, "prompt has 300 and"),
         ("embeddings", b"{}", 404, "/v1/embeddings: Not Found"),
     ],
 )

@@ -100,6 +100,25 @@ def test_a_bound_holds_where_the_first_columns_mislead():
         assert score(target, points, found.order) == pytest.approx(best_score(target, points), rel=1e-6)
 
 
+def test_rounding_is_that_of_the_largest_points():
+    """Also beside a point of zeros, as of a dead neuron: rows that it could decide are not proven."""
+    first, shares = np.eye(512)[0], []
+    points = np.random.default_rng(0).standard_normal((60, 8, 64))
+    points[0, 0, 0] = 0
+    points = (points / np.linalg.norm(points, axis=2, keepdims=True)).reshape(60, 512)
+    points[1] = points[0] - 8e-4 * first
+    # The scores of two rows differ by 0.8 between the nearest points. Around 8,000, sums may be wrong in 1.
+    target = 1e3 * points
+    target[:2] = 1e3 * (points[0] + [first, -first])
+    for size in (1, 0):
+        points[-1] *= size
+        target[-1] *= size
+        found = order_of(target.astype(np.float32), points.astype(np.float32))
+        assert (found.order == np.arange(60)).all() and found.is_common
+        shares.append(found.share)
+    assert shares[0] == shares[1] > 1 / 8
+
+
 # Of a hundred points without a common order, one local minimum differs from another by more than is asked here.
 @pytest.mark.parametrize(
     ("shape", "noise"),

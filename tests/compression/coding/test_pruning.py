@@ -77,8 +77,10 @@ def test_refit(experts, count, seed):
     np.testing.assert_array_equal(plain.masks, reference)
     assert plain.error == pytest.approx(squared(np.where(plain.masks, 0, distances)), rel=1e-5, abs=1e-5)
 
-    found = prune(lambda: iter(kernels), start, count, refit=True)
+    rounds = []
+    found = prune(lambda: rounds.append(1) or iter(kernels), start, count, refit=True)
     masks = np.stack(found.masks)
+    assert plain.rounds == 1 < found.rounds == len(rounds)
     assert (masks.sum(axis=(1, 2)) == count).all()
     # The error is that of the masks and the centre, and no centre is better for the masks.
     assert found.error == pytest.approx(squared(np.where(masks, 0, kernels - found.centre)), rel=1e-3, abs=1e-3)
@@ -86,6 +88,16 @@ def test_refit(experts, count, seed):
     pruned = ~masks.all(axis=0)
     best = np.where(masks, 0, kernels).sum(axis=0)[pruned] / (~masks).sum(axis=0)[pruned]
     np.testing.assert_allclose(found.centre[pruned], best, atol=1e-5)
+
+
+def test_rounds_end_where_they_gain_little_or_are_many(monkeypatch):
+    kernels = draw(0, 4)
+    found = prune(lambda: iter(kernels), mean_kernel(kernels), 150, refit=True)
+    assert 2 < found.rounds < pruning.MOST_ROUNDS
+    more = prune(lambda: iter(kernels), found.centre, 150, refit=False)
+    assert more.error > found.error * (1 - 2 * pruning.LEAST_GAIN)
+    monkeypatch.setattr(pruning, "MOST_ROUNDS", 2)
+    assert prune(lambda: iter(kernels), mean_kernel(kernels), 150, refit=True).rounds == 2
 
 
 @pytest.mark.parametrize("law", ["normal", "laplace", "t3"])

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from moe_jax.commands import cli
-from moe_jax.compression import compress, make_method
+from moe_jax.compression import compress, make_method, stream
 from moe_jax.compression.coding.coder import LeastError
 from moe_jax.compression.coding.write_experts import stored_base
 from moe_jax.compression.methods.interface import Base
 from moe_jax.compression.source_layer import SourceLayer, mean_kernel
 from moe_jax.core.errors import InputError
+from moe_jax.model_io.in_memory import InMemory
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import AttentionConfig, BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
@@ -332,6 +333,18 @@ def test_progress_is_told_within_layers(models, tmp_path):
     done = [share for _, share, _ in seen]
     # Codes, scales and biases of three matrices, of which the last makes the layer whole.
     assert done == sorted(done) and {0, 1, 2} <= set(done) and len({share for share in done if 0 < share < 1}) == 8
+
+
+def test_in_memory_a_process_asks_no_other(tmp_path, monkeypatch):
+    """Each of them makes all of it, and analyses all layers."""
+    source, method = memory_moe(BANKS["full"], BANKS["full"]), make_method("resmoe", {"keep": 0.5})
+    compress(source, tmp_path / "out", method, described={})
+    monkeypatch.setattr(stream, "first_decides", None)
+    made = InMemory()
+    compress(source, made, method, described={})
+    out = ModelDirectory(tmp_path / "out")
+    assert made.source is not None and made.source.config == out.config
+    assert all(made.source.read(path).tobytes() == out.read(path).tobytes() for path in out.specs())
 
 
 def test_train_base_of_the_bank_is_kept(tmp_path):

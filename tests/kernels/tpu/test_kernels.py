@@ -1,6 +1,7 @@
 """Kernels in interpret mode against their plain references: groups skewed and empty, sizes that nothing divides."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -267,6 +268,20 @@ def test_what_lies_beyond_the_rows_or_in_other_groups_is_not_used():
     for gradient in (da, db, outer):
         assert np.isfinite(gradient[0]).all()
         np.testing.assert_array_equal(gradient[jnp.asarray([1, 3])], 0)
+
+
+@pytest.mark.parametrize("core", [V5P, V6E, Core(4096 * MIB, 1, 128)], ids=["v5p", "v6e", "of much memory"])
+@pytest.mark.parametrize("shape", [(512, 1024), (1024, 512), (4096, 14336), (14336, 4096)])
+def test_blocks_of_gradients_read_few_rows(core, shape):
+    """All rows are read for each block of columns: of blocks of one size, the square ones need the fewest."""
+    found = kernel_gradients.plan_blocks(16384, shape, jnp.bfloat16, jnp.float32, None, (), core)
+    assert found.vmem < core.vmem
+    down, across = -(-shape[0] // found.height), -(-shape[1] // found.width)
+    assert down * across >= core.cores
+    square = 2 * math.prod(shape) / math.sqrt(found.height * found.width)
+    assert shape[0] * across + shape[1] * down <= 1.2 * max(sum(shape), square)
+    if core.vmem > V6E.vmem:
+        assert (found.height, found.width) == shape
 
 
 @functools.cache

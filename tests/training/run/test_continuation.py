@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import math
 import os
 import re
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.training import run_directory
 from moe_jax.training import training_run as run_module
 from moe_jax.training.recipe import DistillSection, load_recipe
-from moe_jax.training.run_directory import RunLock, RunRecord, check_same
+from moe_jax.training.run_directory import RunLock, RunRecord, check_same, read_record, write_record
 from tests.support.dense_models import random_leaves, write_model
 from tests.support.tiers import long
 from tests.support.training_models import FFN, config_of, recipe_of
@@ -50,10 +52,24 @@ def test_a_continuation_keeps_the_schedule(folder, capsys):
     """Four steps decay to a tenth; two more keep what the rate was at the end, and do not stretch the decay."""
     before = rates()
     assert before[-1] == pytest.approx(1e-3)
+    began = time.monotonic()
     assert cli.main(["train", "recipe.toml", "--resume", "--set", "train.steps=6"]) == 0
+    took = time.monotonic() - began
     assert "the learning rate does not change after step 4 (schedule.steps)" in capsys.readouterr().out
     assert rates() == pytest.approx([*before, 1e-3, 1e-3])
     assert json.loads((folder / "run/model/lineage.json").read_text())[-1]["options"]["schedule.steps"] == 4
+    steps = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()[-2:]]
+    assert sum(step["seconds"] for step in steps) < took
+    assert all(step["tokens_per_second"] * step["seconds"] == pytest.approx(step["tokens"]) for step in steps)
+    one, other = (step["flops_per_second"] / step["tokens_per_second"] for step in steps)
+    assert one == pytest.approx(other)
+
+
+def test_a_record_keeps_numbers_of_a_config_that_are_not_finite(tmp_path):
+    config = {"foreign": {"limits": [math.inf, -math.inf]}}
+    record = RunRecord(source=None, config=config, tokenizer="0" * 64, data=("1" * 64,))
+    write_record(tmp_path, record)
+    assert read_record(tmp_path) == record
 
 
 def test_a_finished_run_is_left_as_it_is_and_fewer_steps_than_were_done_are_refused(folder, failing, capsys):
