@@ -1,5 +1,6 @@
 """KV-cached generation: against recomputation without a cache, for batches of different lengths."""
 
+import dataclasses
 import re
 import types
 from functools import partial
@@ -20,6 +21,7 @@ from tests.support.environment import HAS_OLD_EMITTERS
 from tests.support.generated import generate, stream
 from tests.support.numerics import initialised
 from tests.support.tiers import one_in
+from tests.support.training_models import encoder_decoder
 
 PROMPTS = [[5, 3, 8, 1, 9, 2, 2], [4], [7, 7, 30]]
 LONGER = [np.random.default_rng(n).integers(0, 40, n).tolist() for n in (1, 17, 30)]
@@ -105,6 +107,30 @@ def test_greedy_equals_recomputation_whatever_batch_and_block(model, full_forwar
         monkeypatch.setattr(texts, "FIRST_BLOCK", first)
         monkeypatch.setattr(texts, "MOST_STEPS", most)
         assert generate(model, [LONGER[row] for row in chosen], max_new_tokens=12) == [greedy[row] for row in chosen]
+
+
+def test_an_encoders_answers_equal_recomputation_whatever_the_neighbours():
+    """Keys and values of its output are made once, from as many tokens as the prompt has."""
+    both = encoder_decoder(DENSE, DENSE)
+    config = dataclasses.replace(both, layers=(both.layers[0], both.layers[-1]), num_encoder_layers=1)
+    graphdef, state = nnx.split(initialised(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+
+    def scaled(path, leaf):  # what the encoder says weighs most
+        return leaf * (30 if "cross_attention" in jax.tree_util.keystr(path) else 8) if leaf.ndim > 1 else leaf
+
+    state = jax.tree_util.tree_map_with_path(scaled, state)
+    inputs, valid = np.array([[5, 3, 8, 1], [4, 0, 0, 0]], np.int32), np.array([[True] * 4, [True] + [False] * 3])
+
+    @jax.jit
+    def best(tokens):
+        model = nnx.merge(graphdef, state)
+        return jnp.argmax(model(tokens, inputs=inputs, inputs_valid=valid).logits, axis=-1)
+
+    answers = np.zeros((2, 5), np.int32)  # the first is the decoder's own
+    for step in range(4):
+        answers[:, step + 1] = best(answers)[:, step]
+    assert generate(nnx.merge(graphdef, state), [[5, 3, 8, 1], [4]], max_new_tokens=4) == answers[:, 1:].tolist()
+    assert len(set(answers[0].tolist())) == 5 and answers[1, 1] != answers[0, 1]
 
 
 def test_prompts_of_other_lengths_compile_nothing(small):

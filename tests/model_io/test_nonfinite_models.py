@@ -16,6 +16,7 @@ from moe_jax.conversion.from_hugging_face import convert
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import DoesNotFit
 from moe_jax.model_io.in_memory import LeavesInMemory, ModelInMemory
+from moe_jax.model_io.leaves_to_write import zero_experts_line
 from moe_jax.model_io.lineage import read_lineage
 from moe_jax.model_io.loading import load_model
 from moe_jax.training.recipe import ModelSection, Recipe
@@ -163,6 +164,15 @@ def test_experts_of_zeros_are_remarked_on(tmp_path):
     small = moe_jax.compress(tmp_path / "out", method="quantize", bits=4)
     assert "1 expert has only zeros as weights (layer 1: 2)" in small.lineage[-1]["measured"]["warnings"]
     assert all(math.isfinite(layer["relative_error"]) for layer in _layers(small))
+
+
+@pytest.mark.parametrize("layers, experts", [(1, 1), (1, 9), (8, 8), (9, 10), (12, 9)])
+def test_of_many_experts_of_zeros_the_first_are_listed_and_the_others_counted(layers, experts):
+    line = zero_experts_line({layer: range(experts) for layer in range(layers)})
+    count, *listed = ([int(number) for number in re.findall(r"\d+", part)] for part in re.split("[(;]", line))
+    each = [*range(min(experts, 8)), *[experts - 8] * (experts > 8)]
+    assert count == [layers * experts]
+    assert listed == [[layer, *each] for layer in range(min(layers, 8))] + [[layers - 8]] * (layers > 8)
 
 
 def test_deltas_that_take_float16_beyond_its_range(dense, moe, tmp_path):

@@ -30,9 +30,18 @@ def test_a_key_has_to_be_brought_if_there_is_one(authorization, expected):
 
 def test_pages_of_strange_sites_ask_nothing_of_a_server_for_this_machine():
     local, open_ = Access(), Access(local_only=False)
-    for host in ("localhost:8000", "127.0.0.1:8000", "[::1]:8000", "LOCALHOST.", "127.1.2.3"):
+    for host in ("localhost:8000", "127.0.0.1:8000", "[::1]:8000", "LOCALHOST.", "127.1.2.3", "app.localhost:80"):
         assert status(local, host=host) == status(local, host=host, origin=f"http://{host}") == 200
-    for host in ("evil.example:8000", "localhost.evil.example", "10.0.0.1", "[::1", "0.0.0.0", ""):
+    for host in (
+        "evil.example:8000",
+        "localhost.evil.example",
+        ".localhost.example",
+        "mylocalhost",
+        "10.0.0.1",
+        "[::1",
+        "0.0.0.0",
+        "",
+    ):
         assert status(local, host=host) == status(local, "/health", host=host) == 403
         assert status(open_, host=host) == 200
     for origin in ("https://evil.example", "null", "http://127.0.0.1.evil.example"):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 
 import chex
 import jax
@@ -30,7 +31,7 @@ from moe_jax.training.recipe import (
     ScheduleSection,
     TrainSection,
 )
-from moe_jax.training.step import StepMetrics, TrainState, step_key, updated_params
+from moe_jax.training.step import StepMetrics, TrainState, make_step, step_key, updated_params
 from tests.support.losses import token_losses
 from tests.support.numerics import initialised
 from tests.support.tiers import EVERY, long, one_in
@@ -235,6 +236,10 @@ def test_sums_of_bfloat16_gradients_are_float32():
 def test_every_seed_and_step_has_its_own_key():
     keys = {tuple(jax.random.key_data(step_key(seed, step)).tolist()) for seed in (0, 1) for step in (0, 1, 2)}
     assert len(keys) == 6
+
+
+def test_a_step_without_a_seed_is_that_of_a_recipe_without_one():
+    assert inspect.signature(make_step).parameters["seed"].default == recipe_of().seed
 
 
 def test_noise_differs_between_steps_and_microbatches():

@@ -13,6 +13,7 @@ from moe_jax.functional.gated import Hidden, Projection, _fused_low_rank, low_ra
 from moe_jax.functional.routing import NO_EXPERT, Routing
 from moe_jax.kernels.hardware import ANY_CORE
 from moe_jax.kernels.tpu import low_rank_hidden as kernel
+from tests.support.jaxprs import equations
 from tests.support.numerics import assert_close
 from tests.support.tiers import one_in
 
@@ -136,6 +137,22 @@ def test_the_gradient_is_that_of_the_products_one_after_the_other():
 def test_which_shapes_have_blocks(features, size, fits, monkeypatch):
     monkeypatch.undo()
     assert kernel.fits(features, size, jnp.bfloat16, ANY_CORE) is fits
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "rows"),
+    [(1, "bfloat16", 16), (40, "bfloat16", 48), (40, "float32", 40), (300, "bfloat16", 512), (3000, "bfloat16", 1024)],
+)
+def test_few_tokens_are_one_small_block_and_many_are_whole_strips(tokens, dtype, rows, monkeypatch):
+    """A decoder's step has few tokens: they are filled up to a tile of their dtype and not to a strip."""
+    monkeypatch.undo()
+    given_ = jax.eval_shape(lambda: arguments(np.random.default_rng(0), tokens, dtype))
+    program = jax.make_jaxpr(functools.partial(kernel.low_rank_hidden, num_experts=EXPERTS, activation="silu"))(*given_)
+    (call,) = (one for one in equations(program) if one.primitive.name == "pallas_call")
+    mapping = call.params["grid_mapping"]
+    hidden_block, inner_block = ([side.block_size for side in of.block_shape] for of in mapping.block_mappings[-2:])
+    assert hidden_block == [rows, FEATURES] and inner_block == [rows, SIZE]
+    assert mapping.grid == (-(-tokens // rows), 1)
 
 
 def test_what_does_not_fit_is_made_apart(monkeypatch):

@@ -16,7 +16,7 @@ from moe_jax.training import metrics
 from moe_jax.training.flops import active_matmul_params, train_flops_per_token
 from moe_jax.training.metrics import MetricsWriter, StepLine, is_finite, read_metrics, to_record
 from moe_jax.training.step import StepMetrics
-from tests.support.training_models import ATTENTION, BANKS, FFN, config_of, moe
+from tests.support.training_models import ATTENTION, BANKS, FFN, config_of, encoder_decoder, moe
 
 
 def step_metrics(router=(), **changes) -> StepMetrics:
@@ -151,3 +151,20 @@ def test_attention_flops_grow_with_what_a_query_sees():
     attention = dataclasses.replace(ATTENTION, sliding_window=1)
     windowed = dataclasses.replace(config, layers=(LayerConfig(attention=attention, mlp=FFN),))
     assert train_flops_per_token(windowed, 9) - base == 3 * 2 * 2 * 16 * 1
+
+
+@pytest.mark.parametrize("mask", ["causal", "bidirectional"])
+@pytest.mark.parametrize("window", [1, 3, 9, 12, None])
+def test_attention_flops_are_those_of_the_pairs_that_see_each_other(mask, window):
+    """Of few tokens at once, both ways or one, and within a window less than this many positions away."""
+    config = encoder_decoder(FFN, FFN) if mask == "bidirectional" else config_of(FFN, FFN)
+    attention = dataclasses.replace(config.layers[0].attention, sliding_window=window)
+    layers = tuple(dataclasses.replace(layer, attention=attention) for layer in config.layers[:2])
+    config = dataclasses.replace(config, layers=layers + config.layers[2:])
+    distance = np.subtract.outer(np.arange(9), np.arange(9))  # from the key to the query
+    seen = {"causal": (distance >= 0).sum(), "bidirectional": 81}
+    rest = 2 * seen["causal"] if config.has_encoder else 0  # the layers of the decoder
+    near = np.abs(distance) < (window or 9)
+    pairs = 2 * (near & ((distance >= 0) | (mask == "bidirectional"))).sum() + rest
+    attended = train_flops_per_token(config, 9) - 6 * active_matmul_params(config)
+    assert attended == pytest.approx(3 * 2 * 2 * 16 * pairs / 9, rel=1e-12)
