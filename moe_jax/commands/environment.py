@@ -118,7 +118,8 @@ def _folder() -> Path:
     except OSError:
         described = []
     instructions = next((line for line in described if line.startswith(("flags", "Features"))), "")
-    machine = hashlib.sha256(f"{platform.machine()} {platform.processor()} {instructions}".encode()).hexdigest()
+    # Not `platform.processor()`: that runs a program.
+    machine = hashlib.sha256(f"{platform.machine()} {instructions}".encode()).hexdigest()
     return cache / "moe_jax" / "compiled" / machine[:16]
 
 
