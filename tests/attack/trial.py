@@ -246,6 +246,7 @@ def _prepare_reader() -> None:
     from jax.experimental.compilation_cache import compilation_cache
 
     jax.config.update("jax_enable_compilation_cache", False)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = os.devnull  # so that commands make no folder for it
     compilation_cache.reset_cache()  # the original may have used it
     # What JAX needs to trace a model is no part of what an input costs.
     jax.eval_shape(lambda x: x, jax.ShapeDtypeStruct((1,), "float32"))
