@@ -14,7 +14,6 @@ from typing import Any, ParamSpec, Protocol, TypeVar, Unpack, overload
 import jax
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Int
 
 from moe_jax.api.open_source import open_source
 from moe_jax.core.errors import InputError, shown
@@ -31,6 +30,7 @@ from moe_jax.model_io.model_source import ModelLike, ModelSource
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.nn import Decoder, DecoderOutput
 from moe_jax.nn.decoder import CallInputs
+from moe_jax.nn.inputs import Ids
 from moe_jax.peft.trained import parameter_sizes
 
 
@@ -131,7 +131,7 @@ class Model:
             self._source = None
         return self._decoder
 
-    def __call__(self, tokens: Int[Array, "B T"] | None = None, **given: Unpack[CallInputs]) -> DecoderOutput:
+    def __call__(self, tokens: Ids | None = None, **given: Unpack[CallInputs]) -> DecoderOutput:
         """Calls the decoder; arguments as in `Decoder`."""
         return self.decoder(tokens, **given)
 

@@ -22,6 +22,7 @@ from moe_jax.models.config import ModelConfig
 from moe_jax.nn.context import Caches, StackInputs
 from moe_jax.nn.inputs import (
     Batch,
+    Ids,
     as_array,
     as_ids,
     check_key,
@@ -42,16 +43,16 @@ class DecoderOutput(NamedTuple):
     caches: updated caches, or None without caches.
     router: statistics of the routers (see `StackedStats`); if an encoder ran in the same call, its statistics come
       first.
-    routing: by layer, what the router of its MoE decided for every token, if asked for; an encoder's are not among
-      them.
+    routing: by layer, what the router of its MoE decided for every token; empty unless asked for. An encoder's are not
+      among them.
     hidden_states: by layer, its inputs, for those that were asked for.
     """
 
     logits: Float[Array, "B T V"]
     caches: Caches | None
     router: StackedStats
-    routing: dict[int, TokenRouting] | None = None
-    hidden_states: dict[int, Float[Array, "B T d"]] | None = None
+    routing: dict[int, TokenRouting]
+    hidden_states: dict[int, Float[Array, "B T d"]]
 
 
 class Encoded(NamedTuple):
@@ -69,7 +70,7 @@ class Encoded(NamedTuple):
 class DecoderInputs(StackInputs, total=False):
     """Keyword arguments of `Decoder`, which explains them, beside its tokens: those of its stack, and more."""
 
-    inputs: Int[Array, "B S"] | None
+    inputs: Ids | None
     inputs_valid: Bool[Array, "B S"] | None
     embeddings: Float[Array, "B T d"] | None
     caches: Caches | None
@@ -128,7 +129,7 @@ class Decoder(nnx.Module):
 
     def encode(
         self,
-        inputs: Int[Array, "B S"] | None = None,
+        inputs: Ids | None = None,
         *,
         embeddings: Float[Array, "B S d"] | None = None,
         valid: Bool[Array, "B S"] | None = None,
@@ -155,9 +156,9 @@ class Decoder(nnx.Module):
 
     def __call__(
         self,
-        tokens: Int[Array, "B T"] | None = None,
+        tokens: Ids | None = None,
         *,
-        inputs: Int[Array, "B S"] | None = None,
+        inputs: Ids | None = None,
         inputs_valid: Bool[Array, "B S"] | None = None,
         embeddings: Float[Array, "B T d"] | None = None,
         positions: Int[Array, "B T"] | None = None,
@@ -232,7 +233,7 @@ class Decoder(nnx.Module):
             x = jnp.take_along_axis(x, last_only[:, None, None], axis=1)
         return DecoderOutput(self.logits(x), *out[1:])
 
-    def activations(self, tokens: Int[Array, "B T"] | None = None, **given: Unpack[DecoderInputs]) -> StackOutput:
+    def activations(self, tokens: Ids | None = None, **given: Unpack[DecoderInputs]) -> StackOutput:
         """Returns the activations that the head takes; arguments as in the call."""
         inputs, inputs_valid = given.pop("inputs", None), given.pop("inputs_valid", None)
         embeddings = given.pop("embeddings", None)

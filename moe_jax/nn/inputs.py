@@ -6,7 +6,7 @@ nothing of the checks is left in the program.
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import EllipsisType
 from typing import Any
 
@@ -31,6 +31,9 @@ positions: Int32[B, T], from 0 in every document; without them, a row is one doc
 
 For a model with an encoder also its inputs, Int32[B, S], and inputs_valid, Bool[B, S].
 """
+
+Ids = Int[Array, "B T"] | Int[np.ndarray, "B T"] | Sequence[Sequence[int]]
+"""Token ids: an array, or a list of equally long lists."""
 
 _KINDS = {"integers": jnp.integer, "booleans": jnp.bool_, "floating-point numbers": jnp.floating}
 

@@ -130,9 +130,11 @@ class LayerView:
 
     def __getattr__(self, name: str) -> Any:
         stacked, _ = self._stacked()
-        if isinstance(stacked, ExpertBank) and not isinstance(getattr(stacked, name), nnx.Module | nnx.Variable):
-            return getattr(self.module, name)  # such as methods, which are about one layer's experts
-        return self._child(name, getattr(stacked, name))
+        child = getattr(stacked, name)
+        if isinstance(child, nnx.Module | nnx.Variable):
+            return self._child(name, child)
+        # Methods and properties are about arrays, of this layer alone; what the module was made from is the same.
+        return child if name in vars(stacked) else getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Replaces a part of the layer by a module that is called as it is."""

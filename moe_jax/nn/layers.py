@@ -23,7 +23,7 @@ from moe_jax.functional.cross_entropy import (
 from moe_jax.functional.dense import layer_norm, linear_float32, rms_norm
 from moe_jax.functional.head_chunks import HeadOptions, LossAxes, finish_logits
 from moe_jax.models.config import ModelConfig
-from moe_jax.nn.inputs import as_array, as_ids, check_range
+from moe_jax.nn.inputs import Ids, as_array, as_ids, check_range
 
 
 class Norm(nnx.Module):
@@ -84,7 +84,7 @@ class Embed(nnx.Module):
 
     def __call__(
         self,
-        tokens: Int[Array, "B T"] | None = None,
+        tokens: Ids | None = None,
         positions: Int[Array, "B T"] | None = None,
         *,
         embeddings: Float[Array, "B T d"] | None = None,
@@ -121,7 +121,7 @@ class Embed(nnx.Module):
             positions = default_positions(x.shape[:2])
         return x + jnp.take(self.positions[...], positions, axis=0).astype(self.compute_dtype)
 
-    def look_up(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T d"]:
+    def look_up(self, tokens: Ids) -> Float[Array, "B T d"]:
         """Returns scaled token embeddings, into which other embeddings, for example of images, may be spliced.
 
         Raises:

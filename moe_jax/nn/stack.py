@@ -139,14 +139,14 @@ class StackOutput(NamedTuple):
     x: activations, after the final norm where there is one.
     caches: updated caches, or None without caches.
     router: statistics of the routers (see `StackedStats`).
-    routing, hidden_states: by layer, where asked for; see `Stack`.
+    routing, hidden_states: by layer, where asked for, and otherwise empty; see `Stack`.
     """
 
     x: Float[Array, "B T d"]
     caches: Caches | None
     router: StackedStats
-    routing: dict[int, TokenRouting] | None = None
-    hidden_states: dict[int, Float[Array, "B T d"]] | None = None
+    routing: dict[int, TokenRouting]
+    hidden_states: dict[int, Float[Array, "B T d"]]
 
 
 class Stack(nnx.Module):
@@ -266,8 +266,8 @@ class Stack(nnx.Module):
             x,
             None if caches is None else tuple(new_caches),
             tuple(router),
-            kept.routing if routing else None,
-            {layer: kept.hidden_states[layer] for layer in sorted(wanted)} if wanted else None,
+            kept.routing,
+            {layer: kept.hidden_states[layer] for layer in sorted(wanted)},
         )
 
     def _biases(

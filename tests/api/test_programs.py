@@ -17,7 +17,7 @@ EXAMPLES, CONVERT = ROOT / "examples", ROOT / "convert"
 
 
 # The last one by tests/harness.
-EXAMPLES_TESTED = {"moe_layer", "upcycle", "compress_layer", "barycenter", "last_words"}
+EXAMPLES_TESTED = {"moe_layer", "upcycle", "compress_layer", "barycenter", "last_words", "look_inside"}
 
 
 def main_of(name: str, folder: pathlib.Path = EXAMPLES):
@@ -46,6 +46,16 @@ def test_upcycling_in_memory_and_training_lower_the_perplexity(capsys):
     before, after = main_of("upcycle")()
     assert before > 60 and after < 10
     assert "exported config.json, lineage.json, model.safetensors" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [None, "stories260K"])
+def test_a_look_inside_finds_what_a_researcher_asks_for(name, request, capsys):
+    path = name and str(request.getfixturevalue("data_dir") / "weights" / name / "hf")
+    found = main_of("look_inside")(path)
+    assert found["layers with routers"] == (5 if name else 2) and found["choices of the expert"] > 0
+    assert found["logits moved by"] > 1e-3 and found["loss after"] < found["loss before"]
+    assert found["leaves that differ"] == found["choices when it is off"] == 0
+    assert "parameters of the layer's experts: " in capsys.readouterr().out
 
 
 def test_resmoe_finds_the_orders_of_the_neurons(capsys):

@@ -122,6 +122,17 @@ def test_a_parameter_of_one_layer_is_read_and_written():
         np.testing.assert_array_equal(made.layers[at].mlp.router.kernel[...], other)
 
 
+def test_methods_and_properties_are_of_one_layer():
+    made, x = decoder(), jax.random.normal(jax.random.key(3), (1, 4, 16))
+    mlp = made.layers[2].mlp
+    y, _, routing = mlp.with_routing(x)
+    expected, _, decided = mlp.module.with_routing(x)
+    np.testing.assert_array_equal(y, expected)
+    chex.assert_trees_all_equal(routing, decided)
+    assert mlp.experts.num_parameters() == 4 * 3 * 16 * 32 and mlp.experts.num_layers is None
+    assert mlp.config is made.config.moe(2) and made.stack.segments[0].blocks[0].mlp.experts.num_layers == 3
+
+
 def test_a_copy_of_a_layer_stands_alone():
     made = decoder()
     copy = made.layers[0].mlp.module
