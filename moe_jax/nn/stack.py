@@ -1,5 +1,6 @@
 """The layers of a model: one is a block; those that repeat are stacked and scanned."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -29,7 +30,7 @@ from moe_jax.nn.context import (
     make_context,
     source_slots,
 )
-from moe_jax.nn.inputs import as_array
+from moe_jax.nn.inputs import as_array, is_traced
 from moe_jax.nn.layer_views import Layers
 from moe_jax.nn.layers import FFN, Norm
 from moe_jax.nn.moe import OFF, MoE, Router, StackedStats, TokenRouting, routers_of_layer
@@ -389,7 +390,14 @@ class BlockStack(nnx.Module):
         first_layers = self.start + len(self.blocks) * jnp.arange(self.repeats, dtype=jnp.int32)
         scanned = params, caches, first_layers, self._by_position(biases)
         positions = self._positions(hidden_states)
-        x, (new_caches, stats, kept) = _apply_repeats(graphdef, fixed, positions, remat, x, scanned, arrays, key)
+        given = graphdef, fixed, positions, remat, x, scanned, arrays, key
+        if any(map(is_traced, jax.tree.leaves(given[4:]))):
+            x, (new_caches, stats, kept) = _apply_repeats(*given)
+        else:
+            # Modules that were patched, as is done to look into them, are other ones.
+            modules = (type(module) for _, module in nnx.iter_modules(self.blocks))
+            calls = tuple(inspect.getattr_static(module, "__call__", None) for module in modules)
+            x, (new_caches, stats, kept) = _apply_repeats_alone(calls, *given)
         new_caches = None if caches is None else _with_cross(new_caches, caches, fills_cross)
         return x, new_caches, stats, self._kept(kept[0], kept[1], hidden_states)
 
@@ -421,8 +429,6 @@ class BlockStack(nnx.Module):
         return Kept(by_layer(routing), {layer: x for layer, x in by_layer(inputs).items() if layer in wanted})
 
 
-# Called outside of any program, it is compiled once for each shape; inside of one it leaves no trace.
-@partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
 def _apply_repeats(
     graphdef: nnx.GraphDef,
     fixed: FixedContext,
@@ -445,6 +451,15 @@ def _apply_repeats(
     return jax.lax.scan(repeat, x, scanned)
 
 
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _apply_repeats_alone(calls: tuple[Any, ...], *given: Any) -> tuple[Array, tuple]:
+    """Does the same as a program of its own, outside of any other: it is compiled once for each shape.
+
+    `calls` are the functions by which the modules are called.
+    """
+    return _apply_repeats(*given)
+
+
 def _apply_pattern(
     graphdef: nnx.GraphDef, x: Array, given: tuple, context: Context, key: Array | None, kept: tuple[int, ...]
 ) -> tuple[Array, tuple]:
@@ -461,10 +476,10 @@ def _apply_pattern(
         if position in kept:
             inputs[position] = x
         cache = None if caches is None else caches[position]
-        if isinstance(block, Block):
+        if isinstance(block, Block) and (context.keeps_routing or position in biases):
             x, cache, router, routing = block.with_routing(x, context, cache, layer_key, biases.get(position))
             routings |= {} if routing is None else {position: routing}
-        else:  # a module in the place of a layer
+        else:
             x, cache, router = block(x, context, cache, layer_key)
         # Caches of cross-attention that are filled already must not be copied for every token.
         new_caches.append(cache if cache is None or fills_cross else cache._replace(cross=None))

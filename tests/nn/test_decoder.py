@@ -13,7 +13,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import make_mesh, state_shardings
 from moe_jax.model_io.loading import abstract_model
 from moe_jax.models import AttentionConfig, BankConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, RopeConfig
-from moe_jax.nn import Decoder, auxiliary_loss, load_per_layer, unstacked
+from moe_jax.nn import Decoder, MoE, auxiliary_loss, load_per_layer, unstacked
 from moe_jax.nn.decoder import is_stacked
 from tests.support.compilations import counting_compilations
 from tests.support.numerics import initialised
@@ -57,6 +57,18 @@ def test_a_call_outside_of_a_program_is_compiled_once_for_each_shape(remat):
         assert compiled
     np.testing.assert_array_equal(first, second)
     np.testing.assert_allclose(first, expected, atol=1e-5)
+
+
+def test_a_module_that_is_patched_is_compiled_anew(monkeypatch):
+    """As is done to look into a model: the call before would have been found again."""
+    model, ids = decoder(ALTERNATING), jnp.asarray(TOKENS)
+    before, apply_moe = model(ids).logits, MoE.__call__
+    monkeypatch.setattr(MoE, "__call__", lambda self, x, *given: (jnp.zeros_like(x), apply_moe(self, x, *given)[1]))
+    after = model(ids).logits
+    assert not np.allclose(after, before, atol=1e-3)
+    np.testing.assert_allclose(nnx.jit(lambda model: model(ids).logits)(model), after, atol=1e-5)
+    monkeypatch.undo()
+    np.testing.assert_array_equal(model(ids).logits, before)
 
 
 def test_packed_documents_do_not_see_each_other(strict_numerics):

@@ -176,7 +176,7 @@ def test_an_encoder_and_a_decoder():
         for t in range(7):
             positions = jnp.full((2, 1), t, jnp.int32)
             tokens = jnp.asarray(TOKENS[:, t : t + 1])
-            logits, caches, _ = step(decoder, tokens, positions=positions, caches=caches, **brought)
+            logits, caches, *_ = step(decoder, tokens, positions=positions, caches=caches, **brought)
             np.testing.assert_allclose(logits[:, 0], expected[:, t], rtol=1e-4, atol=1e-4 * np.abs(expected).max())
             if source_slots is not None:
                 brought.pop("encoder_output", None)
