@@ -48,7 +48,7 @@ def test_upcycling_in_memory_and_training_lower_the_perplexity(capsys):
     assert "exported config.json, lineage.json, model.safetensors" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", [None, "stories260K"])
+@pytest.mark.parametrize("name", [None, pytest.param("stories260K", marks=long)])
 def test_a_look_inside_finds_what_a_researcher_asks_for(name, request, capsys):
     path = name and str(request.getfixturevalue("data_dir") / "weights" / name / "hf")
     found = main_of("look_inside")(path)

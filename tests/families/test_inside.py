@@ -13,11 +13,13 @@ import moe_jax  # noqa: E402
 from moe_jax.core.errors import InputError  # noqa: E402
 from moe_jax.nn import init_cache  # noqa: E402
 from tests.support.hf_checkpoints import CONFIGS, random_tensors, write_checkpoint  # noqa: E402
+from tests.support.tiers import one_in  # noqa: E402
 
 IDS = np.random.default_rng(0).integers(0, 60, (2, 7))
 FAMILIES = ["mixtral", "qwen2_moe-dense-layers", "qwen3_moe", "olmoe", "switch_transformers"]
 
 
+@one_in(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_shows_what_transformers_shows(family, tmp_path):
     path = write_checkpoint(tmp_path / "hf", CONFIGS[family], random_tensors(CONFIGS[family]))
