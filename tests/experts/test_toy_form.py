@@ -279,6 +279,7 @@ def test_it_can_be_chosen_under_a_budget(scaled):
     assert [size.form for size in every] == [scaled]
 
 
+@long
 def test_its_experts_are_exported_as_full_kernels(trained, folder, logits):
     assert cli.main(["export", str(trained[0]), str(folder / "hf")]) == 0
     exported = open_source(folder / "hf")

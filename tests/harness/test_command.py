@@ -8,6 +8,7 @@ import pytest
 
 from moe_jax.commands import cli
 from tests.support.task_files import CHOICE, QUESTIONS, WRITTEN, write_task
+from tests.support.tiers import long
 
 
 def run(capsys, *arguments):
@@ -20,6 +21,7 @@ def fails(capsys, *arguments):
     return capsys.readouterr().err.strip()
 
 
+@long
 def test_table_json_and_cache(tiny_llama, folder, tmp_path, capsys, monkeypatch):
     output, cache = tmp_path / "results.json", tmp_path / "answers.db"
     options = (tiny_llama, "--tasks", "choice,written", "--tasks-dir", folder, "--cache", cache)

@@ -78,7 +78,7 @@ def check_experts(made, source):
     assert found >= 2 * sum(len(layers[index].mlp.experts) for index in made.config.moe_layers)
 
 
-@one_in(2)
+@one_in(3)
 @pytest.mark.parametrize("form", FORMS)
 def test_an_expert_that_is_set_changes_alone(form, tmp_path):
     """In its layer, and in no other; and it is what was set."""

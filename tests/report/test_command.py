@@ -15,6 +15,7 @@ from moe_jax.report.subjects import named, open_subject, with_evaluations
 from tests.report.subjects_on_disk import EVIL, STEPS, write_run, write_subjects
 from tests.report.test_elements import Reader, read
 from tests.support.browser import Browser
+from tests.support.tiers import long
 
 _PICTURE = "data:image/svg+xml;base64,"
 # Of the model: two of similarity. Of the run: loss, rate, gradient, speed, router; use over time and at the end.
@@ -40,6 +41,7 @@ def reader(page: Path) -> Reader:
     return read(page.read_text())
 
 
+@long
 def test_everything_is_shown_and_nothing_is_loaded(reader: Reader):
     names = [name for name, _ in reader.elements]
     assert "script" not in names and "link" not in names and "iframe" not in names

@@ -143,6 +143,7 @@ def test_a_model_that_is_its_own_teacher_has_nothing_to_learn():
     assert loss > 1 and abs(divergence) < 1e-6 and auxiliary == 0 and norm < 1e-5
 
 
+@long
 def test_a_teacher_is_counted():
     recipe, student, teacher = distilling(mesh=MeshSection(fsdp=1)), config_of(moe(expert=PLAIN)), config_of(PLAIN)
     program = make_program(recipe, student, jax.devices()[:1], teacher=teacher)
@@ -220,6 +221,7 @@ def records(run_dir: str) -> list[dict]:
     return [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
 
 
+@long
 def test_only_routers_and_norms_move_and_the_student_comes_nearer(workplace, monkeypatch):
     monkeypatch.chdir(workplace)
     found = records("run")

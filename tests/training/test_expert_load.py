@@ -13,6 +13,7 @@ from moe_jax.functional.routing import route
 from moe_jax.nn import Decoder, load_per_layer
 from moe_jax.nn import moe as moe_module
 from tests.support.numerics import initialised
+from tests.support.tiers import long
 from tests.support.training_models import config_of, moe
 from tests.training.test_step import PLAIN
 
@@ -49,6 +50,7 @@ def of_windows(model, ids) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]
     return load, {1: np.concatenate(found[0::2]), 3: np.concatenate(found[1::2])}
 
 
+@long
 def test_the_load_is_that_of_every_window_on_its_own_on_every_mesh(model, ids, of_windows):
     expected, _ = of_windows
     for mesh in (make_mesh({}, jax.devices()[:1]), make_mesh({"fsdp": -1})):

@@ -242,6 +242,7 @@ def test_a_step_without_a_seed_is_that_of_a_recipe_without_one():
     assert inspect.signature(make_step).parameters["seed"].default == recipe_of().seed
 
 
+@long
 def test_noise_differs_between_steps_and_microbatches():
     """A router of zeros has no logits but the noise, whose size shows in the z-loss."""
     config = config_of(dataclasses.replace(moe(universal="coder"), expert=PLAIN))

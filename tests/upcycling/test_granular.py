@@ -19,7 +19,7 @@ from moe_jax.upcycling import UpcycleSpec, moe_leaves, upcycled_config
 from moe_jax.upcycling.dense_to_moe import why_different
 from tests.support.dense_models import DTYPES, dense_config, random_leaves
 from tests.support.numerics import logits_of
-from tests.support.tiers import one_in
+from tests.support.tiers import long, one_in
 from tests.upcycling.test_start import lineage_of, run
 
 PREFIX = "layers/0/mlp/"
@@ -190,6 +190,7 @@ def test_plan_counts_what_is_written(dense_model, tmp_path):
     assert planned.dense_params == measured["dense_params"]
 
 
+@long
 def test_stories260k_in_pieces_starts_as_the_dense_model_and_leaves_as_a_checkpoint(data_dir, tmp_path):
     source = data_dir / "weights" / "stories260K" / "hf"
     assert run(source, tmp_path / "moe", "--granularity", 4, "--experts", 3, "--top-k", 2, "--every", 1) == 0

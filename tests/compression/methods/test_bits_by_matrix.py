@@ -61,6 +61,7 @@ def log_probabilities(source, windows) -> np.ndarray:
     return logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
 
 
+@long
 def test_sensitivity_is_the_divergence_by_the_error_of_outputs(source, calibrated):
     """Against the whole model with one layer coded, and its divergence in float64."""
     calibration, text, _ = calibrated

@@ -11,6 +11,7 @@ from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.model_dir import ModelDirectory, ModelDirectoryWriter
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.dense_models import dense_config, random_leaves, write_model
+from tests.support.tiers import long
 from tests.support.training_models import FFN, config_of
 
 MODEL = "gs://bucket/models/dense"
@@ -51,6 +52,7 @@ def test_config_json_is_written_last_and_nothing_else_is_left(bucket, dense):
     assert not [name for name in bucket.names() if ".partial" in name or "attempt" in name]
 
 
+@long
 def test_every_command_that_takes_a_model(bucket, tmp_path, monkeypatch, capsys):
     """Also what goes with the model, its tokenizer, is read from the bucket. (`train` has a file of its own.)"""
     monkeypatch.chdir(tmp_path)
