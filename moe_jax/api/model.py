@@ -231,8 +231,7 @@ def load(
       mesh: devices to split the parameters over, or the sizes of the axes `data`, `fsdp`, `expert` and `tensor`, one
         of which may be -1 for the devices that are left; None: the first device.
       base: where the base of an adapter directory is now; by default where the directory says.
-      stacked: equal layers are stacked, and scanned, which compiles fast; False: every layer has arrays of its own, and
-        is a module of its own, `decoder.stack.segments[i].blocks[0]`.
+      stacked: equal layers are stacked, and scanned, which compiles fast; False: every layer has arrays of its own.
 
     Raises:
       FileNotFoundError: if there is nothing at the path.

@@ -110,14 +110,19 @@ class ExpertBank(nnx.Module, abc.ABC):
         first, expected = (jax.tree.leaves(state)[0].shape for state in (nnx.state(self), alone))
         return first[0] if len(first) > len(expected) else None
 
-    def _checked(self, expert: int) -> int:
-        """Returns the index of an expert; raises `InputError` if there is none, or one in every one of many layers."""
+    def index_of(self, expert: int) -> int:
+        """Returns the index of an expert; raises `InputError` if there is none."""
         try:
             index = operator.index(expert)
         except TypeError:
             raise InputError(f"expert {shown(expert)} is not the index of one: 0 to {self.num_experts - 1}") from None
         if not 0 <= index < self.num_experts:
             raise InputError(f"there is no expert {shown(expert)}; there are 0 to {self.num_experts - 1}")
+        return index
+
+    def _checked(self, expert: int) -> int:
+        """Returns the index of an expert; raises `InputError` if there is none, or one in each of several layers."""
+        index = self.index_of(expert)
         if (layers := self.num_layers) is not None:
             raise InputError(
                 f"the experts of {layers} layers are stacked in this bank; take those of one layer, from "

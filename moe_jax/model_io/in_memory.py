@@ -13,7 +13,7 @@ from moe_jax.core.errors import InputError, check_member
 from moe_jax.core.finite import DoesNotFit, cast
 from moe_jax.files.byte_files import fingerprint_leaves, sample_array
 from moe_jax.model_io.adapter_dir import AdapterDirectoryWriter
-from moe_jax.model_io.loading import layer_of, may_be_cast, stacked_leaves
+from moe_jax.model_io.loading import check_leaves, layer_of, leaf_specs, may_be_cast, stacked_leaves
 from moe_jax.model_io.model_dir import ModelDirectoryWriter, ModelWriter, fingerprint_model
 from moe_jax.model_io.model_source import ModelSource, StoredLeaves
 from moe_jax.model_io.tuned_base import LeavesOverBase, own_leaves
@@ -45,11 +45,13 @@ class DecoderLeaves:
     """The leaves of a decoder, fetched from its devices when they are read. Keeps references to its current arrays."""
 
     def __init__(self, decoder: Decoder):
+        """Raises `InputError` if they are not those of its config, as when a part is another module now."""
         self._leaves = stacked_leaves(decoder)
         self.specs = {
             path: jax.ShapeDtypeStruct(leaf.shape if index is None else leaf.shape[1:], leaf.dtype)
             for path, (leaf, index) in self._leaves.items()
         }
+        check_leaves(leaf_specs(decoder.config), self.specs, "the decoder")
 
     def read(self, path: str) -> np.ndarray:
         """Fetches one leaf from its devices."""

@@ -19,8 +19,8 @@ from moe_jax.experts.exchange import Exchange, exchange_from_environment
 from moe_jax.experts.shapes import shapes_of
 from moe_jax.experts.strategy import strategy_from_environment
 from moe_jax.model_io.model_source import ModelSource, read_part
-from moe_jax.models import ModelConfig, segments_of, single_layers
-from moe_jax.nn import Decoder, is_stacked, unstacked
+from moe_jax.models import ModelConfig, segments_of
+from moe_jax.nn import Decoder, unstacked
 
 Index = tuple[slice, ...]
 
@@ -63,7 +63,7 @@ def _leaf_specs(config: ModelConfig, dtype: str | None) -> dict[str, jax.ShapeDt
     return dict(sorted(specs.items(), key=lambda item: _by_layer(item[0])))
 
 
-def disk_paths(config: ModelConfig, path: str, *, stacked: bool = True) -> list[str]:
+def disk_paths(config: ModelConfig, path: str, *, model: Decoder | None = None) -> list[str]:
     """Returns the paths on disk of a parameter in memory: one per repeat if it is stacked.
 
     stack/segments/0/blocks/1/mlp/up/kernel -> layers/1/mlp/up/kernel, layers/3/mlp/up/kernel, ...
@@ -71,7 +71,7 @@ def disk_paths(config: ModelConfig, path: str, *, stacked: bool = True) -> list[
     encoder/final_norm/scale                -> encoder_norm/scale
     encoder/relative_bias/table             -> encoder_relative_bias/table
 
-    With `stacked` false, the model's layers were unstacked (`nn.unstacked`): every parameter has one path.
+    Layers are stacked as they are in `model`, if it is given: some were perhaps unstacked, or replaced.
     """
     match = _STACKED.fullmatch(path)
     if not match:
@@ -80,8 +80,11 @@ def disk_paths(config: ModelConfig, path: str, *, stacked: bool = True) -> list[
         return [path.removeprefix("stack/")]
     in_encoder = match[1] == "encoder/"
     start = 0 if in_encoder else config.num_encoder_layers
-    segments = segments_of((config.encoder if in_encoder else config.decoder).layers)
-    segment = (segments if stacked else single_layers(segments))[int(match[2])]
+    if model is None:
+        segments: Any = segments_of((config.encoder if in_encoder else config.decoder).layers)
+    else:
+        segments = (model.encoder if in_encoder else model.stack).segments
+    segment = segments[int(match[2])]
     layers = (start + segment.layer(repeat, int(match[3])) for repeat in range(segment.repeats))
     return [f"layers/{layer}/{match[4]}" for layer in layers]
 
@@ -115,7 +118,8 @@ def load_model(
         large for `param_dtype`.
     """
     model = abstract_model(source.config, compute_dtype=compute_dtype, remat=remat)
-    graphdef, state = nnx.split(model if stacked else unstacked(model))
+    model = model if stacked else unstacked(model)
+    graphdef, state = nnx.split(model)
     specs = source.specs()
     check_leaves(leaf_specs(source.config), specs, str(source.path))
     here = SingleDeviceSharding(jax.devices()[0])
@@ -144,7 +148,7 @@ def load_model(
         return part
 
     def load(path: tuple, leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.Array:
-        names = disk_paths(source.config, path_name(path), stacked=stacked)
+        names = disk_paths(source.config, path_name(path), model=model)
         dtype = jnp.result_type(*(specs[name].dtype for name in names))
         wanted = param_dtype(path_name(path)) if callable(param_dtype) else param_dtype
         if wanted and may_be_cast(names[0], dtype):
@@ -215,7 +219,7 @@ def stacked_leaves(model: Decoder) -> dict[str, tuple[jax.Array, int | None]]:
     """Returns the place in memory of every leaf on disk, layer by layer: an array, and an index if that is stacked."""
     entries = {}
     for path, leaf in _leaves(nnx.state(model)):
-        for index, name in enumerate(disk_paths(model.config, path, stacked=is_stacked(model))):
+        for index, name in enumerate(disk_paths(model.config, path, model=model)):
             entries[name] = leaf, index if _STACKED.fullmatch(path) else None
     return dict(sorted(entries.items(), key=lambda entry: _by_layer(entry[0])))
 

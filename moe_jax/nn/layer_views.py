@@ -149,7 +149,7 @@ class LayerView:
     def __getitem__(self, key: Any) -> Any:
         stacked, repeat = self._stacked()
         if isinstance(stacked, ExpertBank):
-            return ExpertView(stacked, repeat, _expert(stacked, key))
+            return ExpertView(stacked, repeat, stacked.index_of(key))
         return self._child(key, stacked[key])  # pyright: ignore[reportIndexIssue]
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -262,16 +262,6 @@ def _at(module: Any, path: tuple[_Key, ...]) -> Any:
     for key in path:
         module = module[key] if isinstance(key, int) or isinstance(module, nnx.Dict) else getattr(module, key)
     return module
-
-
-def _expert(bank: ExpertBank, expert: Any) -> int:
-    try:
-        index = operator.index(expert)
-    except TypeError:
-        raise InputError(f"expert {shown(expert)} is not the index of one: 0 to {bank.num_experts - 1}") from None
-    if not 0 <= index < bank.num_experts:
-        raise InputError(f"there is no expert {index}; there are 0 to {bank.num_experts - 1}")
-    return index
 
 
 def _slice(state: nnx.State, repeat: int) -> nnx.State:

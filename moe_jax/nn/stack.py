@@ -179,8 +179,7 @@ class Stack(nnx.Module):
             for position, block in enumerate(segment.blocks):
                 moe = getattr(getattr(block, "mlp", None), "config", None)
                 if isinstance(moe, MoEConfig):
-                    first = segment.start + position
-                    found += routers_of_layer(moe, [first + len(segment.blocks) * i for i in range(segment.repeats)])
+                    found += routers_of_layer(moe, [segment.layer(i, position) for i in range(segment.repeats)])
         return found
 
     @property
@@ -353,6 +352,10 @@ class BlockStack(nnx.Module):
         self.repeats = repeats
         self.blocks = nnx.List(blocks)
 
+    def layer(self, repeat: int, position: int) -> int:
+        """Returns the index in the stack of the layer at a place in the pattern, in a repeat of it."""
+        return self.start + repeat * len(self.blocks) + position
+
     def __call__(
         self,
         x: Float[Array, "B T d"],
@@ -405,7 +408,7 @@ class BlockStack(nnx.Module):
         """Returns biases by place in the pattern, over the repeats; zeros for layers without one."""
         found: dict[int, Array] = {}
         for position in self._positions(frozenset(biases)):
-            layers = range(self.start + position, self.start + self.repeats * len(self.blocks), len(self.blocks))
+            layers = [self.layer(repeat, position) for repeat in range(self.repeats)]
             one = next(biases[layer] for layer in layers if layer in biases)
             found[position] = jnp.stack([biases.get(layer, jnp.zeros_like(one)) for layer in layers])
         return found
@@ -421,7 +424,7 @@ class BlockStack(nnx.Module):
 
         def by_layer(kept: dict[int, Any]) -> dict[int, Any]:
             return {
-                self.start + repeat * len(self.blocks) + position: jax.tree.map(lambda leaf, at=repeat: leaf[at], one)
+                self.layer(repeat, position): jax.tree.map(lambda leaf, at=repeat: leaf[at], one)
                 for repeat in range(self.repeats)
                 for position, one in kept.items()
             }

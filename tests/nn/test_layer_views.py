@@ -196,6 +196,21 @@ def test_a_layer_that_is_like_the_one_before_changes_no_program():
     chex.assert_trees_all_equal(nnx.state(made.layers[2].module), nnx.state(made.layers[0].module))
 
 
+def test_a_model_with_a_replaced_part_is_saved_if_its_config_is_about_it(tmp_path):
+    """An MoE that computes in another way is one of its config, whatever is stacked with it; another module is not."""
+    made = decoder(layers=4)
+    other = decoder(layers=1).layers[0].mlp.module
+    moe_jax.experts.set_strategy(other, "synthesised")
+    made.layers[1].mlp = other
+    assert [segment.repeats for segment in made.stack.segments] == [1, 1, 2]
+    again = moe_jax.load(moe_jax.save(moe_jax.Model(made), tmp_path / "model"))
+    np.testing.assert_allclose(again(IDS).logits, made(IDS).logits, atol=1e-5)
+    made.layers[3].mlp = Mean()
+    with pytest.raises(InputError, match="layers/3/mlp/scale is unexpected"):
+        moe_jax.save(moe_jax.Model(made), tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
 WRONG = {
     "a layer too many": (lambda made: made.layers[3], "there is no layer 3; there are 0 to 2"),
     "from the end": (lambda made: made.layers[-4], "there is no layer -4"),
