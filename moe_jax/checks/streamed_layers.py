@@ -21,16 +21,17 @@ from moe_jax.functional.position_embeddings import bias_by_distance
 from moe_jax.functional.routing import RouterStats, Routing
 from moe_jax.model_io.tuned_base import host_cpu
 from moe_jax.models import LayerConfig, ModelConfig
+from moe_jax.nn.block import make_layer
 from moe_jax.nn.context import make_context
 from moe_jax.nn.layers import Embed, Head
-from moe_jax.nn.stack import Block, make_final_norm
+from moe_jax.nn.stack import make_final_norm
 
 EMBEDDING = "embed/embedding"
 TABLE = "relative_bias/table"
 
 Read = Callable[[str], np.ndarray]
 Specs = Mapping[str, jax.ShapeDtypeStruct]
-Watch = Callable[[Block], list[Any]]
+Watch = Callable[[Any], list[Any]]
 """Prepares a layer so that applying it records something in the list that is returned."""
 
 
@@ -109,7 +110,9 @@ def apply_layer(
     if attention.relative_bias is not None:
         bias = bias_by_distance(leaves[TABLE], attention.relative_bias, attention.mask)
     context = make_context(config, x.shape[:2], valid=valid, encoder_output=source, relative_bias=bias)
-    block: Any = module_with_leaves(lambda rngs: Block(layer, config, rngs=rngs, dtype=jnp.dtype(config.dtype)), leaves)
+    block: Any = module_with_leaves(
+        lambda rngs: make_layer(layer, config, rngs=rngs, dtype=jnp.dtype(config.dtype)), leaves
+    )
     noted = watch(block)
     return block(x, context, None)[0], noted
 

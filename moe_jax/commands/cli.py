@@ -65,7 +65,9 @@ examples:
   moe-jax upcycle llama-dir moe --experts 4 --top-k 2 --delta low-rank:16
   moe-jax inspect moe
   moe-jax train recipe.toml
-  moe-jax COMMAND --help    # what a command does, its options, and examples"""
+  moe-jax COMMAND --help    # what a command does, its options, and examples
+  moe-jax --import my_lab.parts COMMAND ...    # with routers, layers, gates of
+                            # your own: this Python module registers them"""
 
 _COMPUTING = ("train", "eval", "compress", "generate", "serve", "demo")
 
@@ -145,6 +147,8 @@ def _run(arguments: list[str]) -> int:
     """Runs a command; returns the exit code, which is 0 unless the command returns another one."""
     if arguments[:1] == ["help"] and len(arguments) > 1:
         arguments = [arguments[1], "--help"]
+    while arguments[:1] == ["--import"]:
+        arguments = _import_parts(arguments)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         width = max(map(len, COMMANDS))
         lines = [f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items()]
@@ -182,6 +186,25 @@ def _run(arguments: list[str]) -> int:
 
     with shown_work():
         return module.run(options) or 0
+
+
+def _import_parts(arguments: Sequence[str]) -> list[str]:
+    """Imports the module after `--import`, which registers parts of the user's own; returns the other arguments."""
+    if len(arguments) < 2 or not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", arguments[1]):
+        given = shown(arguments[1]) if len(arguments) > 1 else "nothing"
+        raise InputError(f"--import is followed by the name of a Python module, such as my_lab.parts, not by {given}")
+    sys.path.insert(0, os.getcwd())  # where `python -m` looks too
+    try:
+        importlib.import_module(arguments[1])
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{arguments[1]}.".startswith(f"{error.name}."):
+            raise
+        raise InputError(
+            f"--import {arguments[1]}: there is no module {error.name}, here or where it is installed"
+        ) from None
+    finally:
+        sys.path.pop(0)
+    return list(arguments[2:])
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

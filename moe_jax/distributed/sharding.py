@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from moe_jax.core.errors import InputError, raise_if_any
 from moe_jax.distributed.mesh_axes import AXES, unknown_axes
+from moe_jax.distributed.own_rules import own_spec
 from moe_jax.experts.devices import spec_on_mesh
 from moe_jax.experts.forms.protocol import delta_specs, shared_delta_specs
 from moe_jax.experts.forms.whole import whole_kernel_specs
@@ -122,6 +123,7 @@ def leaf_spec(path: str) -> P:
     """
     spec = next((spec for pattern, spec in RULES if re.fullmatch(pattern, path)), None)
     spec = _kernel_spec(path) if spec is None else spec
+    spec = own_spec(path) if spec is None else spec
     if spec is None:
         raise InputError(f"no sharding rule matches parameter {path!r}; add one to moe_jax.distributed.sharding.RULES")
     return P(None, *spec) if "segments/" in path else spec

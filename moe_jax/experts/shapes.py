@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moe_jax.core.draws import INIT_STD
-from moe_jax.core.errors import InputError, check_member, check_number, check_positive, clipped, shown
+from moe_jax.core.errors import InputError, check_number, check_positive, clipped, shown
 from moe_jax.kernels.plain import ACTIVATION_FUNCTIONS
 
 
@@ -31,21 +31,23 @@ class AdapterConfig:
 
     Attributes:
       rank: width r of the bottleneck.
-      activation: `none` (LoRA), or a key of `kernels.plain.ACTIVATION_FUNCTIONS`.
+      activation: `none` (LoRA), `silu`, `gelu`, `gelu_tanh`, `relu`, or what `functional.register_activation` has
+        added.
       scale: s; of LoRA α/r.
       dropout: the share of the entries of `h` that dropout sets to zero in training.
       of_base: the adapter belongs to the base model, and is frozen with it.
     """
 
     rank: int
-    activation: Literal["none", "silu", "gelu", "gelu_tanh", "relu"] = "none"
+    activation: str = "none"
     scale: float = 1.0
     dropout: float = 0.0
     of_base: bool = False
 
     def __post_init__(self) -> None:
         check_positive(self, "rank")
-        check_member("activation", self.activation, ("none", *ACTIVATION_FUNCTIONS))
+        if self.activation != "none":
+            ACTIVATION_FUNCTIONS.check("activation", self.activation)
         _check_strength(self)
 
 
@@ -91,7 +93,7 @@ class FFNConfig:
     Attributes:
       dim: hidden width f.
       gated: `act(x G) * (x U) D` if true, else `act(x U) D`.
-      activation: a key of `kernels.plain.ACTIVATION_FUNCTIONS`.
+      activation: `silu`, `gelu`, `gelu_tanh`, `relu`, or what `functional.register_activation` has added.
       bias: whether every matrix has a bias.
       nf4: kernels are stored as NF4 and frozen. In a bank, this applies to its base, or to full kernels.
       lora: LoRA beside the kernels. In a bank, beside those of the base, or of every full expert.
@@ -99,14 +101,14 @@ class FFNConfig:
 
     dim: int
     gated: bool = True
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    activation: str = "silu"
     bias: bool = False
     nf4: bool = False
     lora: LoRAConfig | None = None
 
     def __post_init__(self) -> None:
         check_positive(self, "dim")
-        check_member("activation", self.activation, tuple(ACTIVATION_FUNCTIONS))
+        ACTIVATION_FUNCTIONS.check("activation", self.activation)
         if self.lora is not None:
             self.lora.check_targets(self.matrices)
 

@@ -40,3 +40,4 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.functional.token_dispatch import combine as combine
     from moe_jax.functional.token_dispatch import dispatch as dispatch
     from moe_jax.functional.token_dispatch import sort_by_expert as sort_by_expert
+    from moe_jax.kernels.plain import register_activation as register_activation

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
 from moe_jax.kernels.by_platform import PRODUCT, Bound, deferred, one_device
@@ -271,4 +272,5 @@ def _choose(operation: str, backend: str) -> Callable[..., Array]:
         tpu=BACKENDS["tpu" if one_device() else "ragged_dot"][operation],
         default=BACKENDS["ragged_dot"][operation],
     )
-    return choose
+    # `ragged_dot` and most kernels cannot be batched; under `jax.vmap` one product comes after the other.
+    return sequential_vmap(choose)

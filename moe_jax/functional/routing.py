@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.core.errors import InputError, check_member
+from moe_jax.core.errors import InputError
+from moe_jax.core.registry import Registry
 from moe_jax.functional.dense import linear
 
 
@@ -162,31 +163,33 @@ def _renormalised(logits: Float[Array, "T k"], scores: Float[Array, "T k"]) -> F
     return scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
 
 
-GATES: dict[str, Gate] = {
-    # Probabilities of the full softmax, not renormalised (OLMoE; DeRS eq. 1).
-    "softmax_topk": Gate(_softmax, _scores_unchanged, scores_sum_to_one=True),
-    # Softmax over the kept logits, which is the full one renormalised (Mixtral, PESC).
-    "topk_softmax": Gate(_softmax, _softmax_of_chosen, scores_sum_to_one=True, weights_sum_to_one=True),
-    # p_1 of the full softmax (Switch): `softmax_topk` with one expert per token.
-    "top1": Gate(_softmax, _scores_unchanged, scores_sum_to_one=True),
-    # Softmax over the kept probabilities, times p_1 (XFT, beside a universal FFN).
-    "coder": Gate(_softmax, _coder_weights, scores_sum_to_one=True),
-    # Every expert by itself, not renormalised (Llama 4).
-    "sigmoid_topk": Gate(jax.nn.sigmoid, _scores_unchanged),
-    # The same, renormalised over the kept ones (DeepSeek-V3).
-    "topk_sigmoid": Gate(jax.nn.sigmoid, _renormalised, weights_sum_to_one=True),
-}
+GATES: Registry[Gate] = Registry(
+    "gate",
+    {
+        # Probabilities of the full softmax, not renormalised (OLMoE; DeRS eq. 1).
+        "softmax_topk": Gate(_softmax, _scores_unchanged, scores_sum_to_one=True),
+        # Softmax over the kept logits, which is the full one renormalised (Mixtral, PESC).
+        "topk_softmax": Gate(_softmax, _softmax_of_chosen, scores_sum_to_one=True, weights_sum_to_one=True),
+        # p_1 of the full softmax (Switch): `softmax_topk` with one expert per token.
+        "top1": Gate(_softmax, _scores_unchanged, scores_sum_to_one=True),
+        # Softmax over the kept probabilities, times p_1 (XFT, beside a universal FFN).
+        "coder": Gate(_softmax, _coder_weights, scores_sum_to_one=True),
+        # Every expert by itself, not renormalised (Llama 4).
+        "sigmoid_topk": Gate(jax.nn.sigmoid, _scores_unchanged),
+        # The same, renormalised over the kept ones (DeepSeek-V3).
+        "topk_sigmoid": Gate(jax.nn.sigmoid, _renormalised, weights_sum_to_one=True),
+    },
+)
 
 
 def register_gate(name: str, gate: Gate) -> None:
-    """Registers a gate under a name.
+    """Registers a gate, for `MoEConfig.gate` to name.
 
     Raises:
-      ValueError: if the name is taken.
+      InputError: if the name is one of the library's, or no name. It is best the import path of the gate; see
+        `Registry`.
     """
-    if name in GATES:
-        raise ValueError(f"there is a gate {name!r} already; choose another name")
-    GATES[name] = gate
+    GATES.register(name, gate)
 
 
 def weights_are_constant(gate: str, top_k: int, num_experts: int) -> bool:
@@ -307,7 +310,7 @@ def route(
       InputError: for arrays of other shapes, logits that are not float32, `top_k` out of range, or no gate.
     """
     if not isinstance(gate, Gate):
-        check_member("gate", gate, GATES)
+        GATES.check("gate", gate)
     check_shape("logits", logits, (None, None))
     tokens, num_experts = logits.shape
     if logits.dtype != jnp.float32:

@@ -8,12 +8,36 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-ACTIVATION_FUNCTIONS: dict[str, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
-    "relu": jax.nn.relu,
-}
+from moe_jax.core.registry import Registry
+
+ACTIVATION_FUNCTIONS: Registry[Callable[[Array], Array]] = Registry(
+    "activation",
+    {
+        "silu": jax.nn.silu,
+        "gelu": partial(jax.nn.gelu, approximate=False),
+        "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+        "relu": jax.nn.relu,
+    },
+)
+
+
+def register_activation(name: str, function: Callable[[Array], Array]) -> None:
+    """Registers an activation function, for `FFNConfig.activation` and `AdapterConfig.activation` to name.
+
+        >>> import jax.numpy as jnp
+        >>> moe_jax.functional.register_activation("my_lab.parts:squared_relu", lambda x: jnp.square(jnp.maximum(x, 0)))
+        >>> moe_jax.FFNConfig(dim=32, activation="my_lab.parts:squared_relu").dim
+        32
+
+    Args:
+      name: best the import path of the function; see `Registry`.
+      function: array -> array of the same shape and dtype, entry by entry, of operations that have gradients. In the
+        fused kernels of TPUs it gets blocks of float32, and needs operations that Mosaic has.
+
+    Raises:
+      InputError: if the name is one of the library's, or no name.
+    """
+    ACTIVATION_FUNCTIONS.register(name, function)
 
 
 def activated(gate: Float[Array, "m n"], activation: str) -> Float[Array, "m n"]:

@@ -13,6 +13,7 @@ from moe_jax.models.attention_config import LatentConfig as LatentConfig
 from moe_jax.models.moe_config import MAX_EXPERTS
 from moe_jax.models.moe_config import MoEConfig as MoEConfig
 from moe_jax.models.moe_config import PerftConfig as PerftConfig
+from moe_jax.models.own_parts import BLOCK, LAYERS
 
 NORM_POSITIONS = ("pre", "post", "output", "both")
 
@@ -36,6 +37,7 @@ class LayerConfig:
         Transformers, BERT); `output`: `x + n(f(x))` (OLMo 2); `both`: `x + n'(f(n(x)))` (Gemma 2).
       parallel: attention and FFN have the same input, and both are added to it (GPT-J, Phi).
       shared_norm: both also have the same norm (`attention_norm`).
+      module: `block`, or what `nn.register_layer` has added: the module of such a layer.
     """
 
     attention: AttentionConfig
@@ -44,8 +46,10 @@ class LayerConfig:
     norm_position: Literal["pre", "post", "output", "both"] = "pre"
     parallel: bool = False
     shared_norm: bool = False
+    module: str = BLOCK
 
     def __post_init__(self) -> None:
+        LAYERS.check("layer module", self.module)
         check_member("norm_position", self.norm_position, NORM_POSITIONS)
         if self.attention.source_dim is not None:
             raise InputError(f"source_dim={self.attention.source_dim} is for cross-attention only")

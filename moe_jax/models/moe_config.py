@@ -7,6 +7,7 @@ from moe_jax.core.errors import InputError, check_member, check_number, check_po
 from moe_jax.experts.bank_config import BankConfig
 from moe_jax.experts.shapes import AdapterConfig, FFNConfig, LoRAConfig
 from moe_jax.functional.routing import GATE_BESIDE, GATES, GROUP_SCORES, UNIVERSAL, weights_are_constant
+from moe_jax.models.own_parts import LINEAR, ROUTERS
 
 VARIANTS = ("routed", "embedded", "dense", "single")
 
@@ -45,7 +46,7 @@ class PerftConfig:
         check_positive(self, "num_experts", at_most=MAX_EXPERTS)
         check_positive(self, "top_k")
         check_number(self, "balance_coef", "z_coef", at_least=0)
-        check_member("gate", self.gate, GATES)
+        GATES.check("gate", self.gate)
         if self.variant == "single" and self.num_experts != 1:
             raise InputError(f"PERFT-S is one adapter, num_experts={self.num_experts}")
         if (self.top_k is not None) != (self.variant == "routed"):
@@ -125,6 +126,7 @@ class MoEConfig:
       merged_experts: the number G of experts in the bank, if several of the E outputs of the router share one; None: E.
       perft: PEFT experts beside the MoE.
       router_lora: LoRA on the kernel of a linear router; its only target is `router`.
+      router: `linear`, or what `nn.register_router` has added.
     """
 
     expert: FFNConfig
@@ -144,13 +146,14 @@ class MoEConfig:
     merged_experts: int | None = None
     perft: PerftConfig | None = None
     router_lora: LoRAConfig | None = None
+    router: str = LINEAR
 
     def __post_init__(self) -> None:
         check_positive(self, "num_experts", at_most=MAX_EXPERTS)
         check_positive(self, "top_k", "universal_dim", "merged_experts")
         check_number(self, "gate_scale", "capacity_factor", above=0)
         check_number(self, "balance_coef", "z_coef", "cv_coef", at_least=0)
-        check_member("gate", self.gate, GATES)
+        GATES.check("gate", self.gate)
         if self.top_k > self.num_experts:
             raise InputError(f"top_k={self.top_k} is above num_experts={self.num_experts}")
         if self.gate == "top1" and self.top_k != 1:
@@ -162,8 +165,19 @@ class MoEConfig:
                 "or be null for one expert per output of the router"
             )
         self._check_universal()
+        self._check_router()
         self._check_adapters()
         self.bank.check_count(self.bank_experts)
+
+    def _check_router(self) -> None:
+        ROUTERS.check("router", self.router)
+        if self.router == LINEAR:
+            return
+        alone = {"router_lora": self.router_lora is not None, "selection.bias": self.selection.bias}
+        beside = {f"universal {name!r}": self.universal == name for name in ("coder", "sigmoid")}
+        for what, given in {**alone, **beside}.items():
+            if given:
+                raise InputError(f"{what} goes with a linear router, and not with {self.router!r}")
 
     def _check_adapters(self) -> None:
         if self.bank.form.needs_unit_weights:

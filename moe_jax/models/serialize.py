@@ -8,6 +8,7 @@ from moe_jax.core.errors import InputError, check_positive
 from moe_jax.experts.shapes import FFNConfig
 from moe_jax.files import json_toml
 from moe_jax.models.config import AttentionConfig, LayerConfig, ModelConfig, MoEConfig, check_num_layers, segments_of
+from moe_jax.models.own_parts import BLOCK, LINEAR
 
 FORMAT = "moe_jax.model"
 # Version 2: codes of a quantised delta stand for all 2^bits levels. Version 1 had as many bits, with other meanings.
@@ -69,6 +70,7 @@ class _Layer:
     norm_position: Literal["pre", "post", "output", "both"] = "pre"
     parallel: bool = False
     shared_norm: bool = False
+    module: str = BLOCK
 
     def __post_init__(self) -> None:
         if (self.ffn is None) == (self.moe is None):
@@ -102,8 +104,12 @@ class _Segments:
 def _layer_to_json(layer: LayerConfig) -> dict[str, Any]:
     fields = dataclasses.asdict(layer)
     mlp = fields.pop("mlp")
+    if layer.module == BLOCK:
+        del fields["module"]  # as in older files
     if not isinstance(layer.mlp, MoEConfig):
         return fields | {"ffn": mlp}
+    if layer.mlp.router == LINEAR:
+        del mlp["router"]
     return fields | {"moe": mlp | {"bank": layer.mlp.bank.to_json()}}
 
 

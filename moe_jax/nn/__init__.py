@@ -11,8 +11,11 @@ from a config, a width and `nnx.Rngs`, and may stand in a model of your own.
 """
 
 from moe_jax.core.signatures import show_signatures as _show_signatures
+from moe_jax.models.own_parts import register_layer as register_layer
+from moe_jax.models.own_parts import register_router as register_router
 from moe_jax.nn.attention import Attention as Attention
 from moe_jax.nn.attention import LatentAttention as LatentAttention
+from moe_jax.nn.block import Block as Block
 from moe_jax.nn.context import Caches as Caches
 from moe_jax.nn.context import init_cache as init_cache
 from moe_jax.nn.decoder import Decoder as Decoder
@@ -20,6 +23,7 @@ from moe_jax.nn.decoder import DecoderOutput as DecoderOutput
 from moe_jax.nn.decoder import Encoded as Encoded
 from moe_jax.nn.decoder import is_stacked as is_stacked
 from moe_jax.nn.decoder import unstacked as unstacked
+from moe_jax.nn.inside import TokenRouting as TokenRouting
 from moe_jax.nn.layer_views import Layers as Layers
 from moe_jax.nn.layers import FFN as FFN
 from moe_jax.nn.layers import Embed as Embed
@@ -29,11 +33,9 @@ from moe_jax.nn.moe import CoderRouter as CoderRouter
 from moe_jax.nn.moe import LinearRouter as LinearRouter
 from moe_jax.nn.moe import MoE as MoE
 from moe_jax.nn.moe import Perft as Perft
-from moe_jax.nn.moe import TokenRouting as TokenRouting
 from moe_jax.nn.moe import auxiliary_loss as auxiliary_loss
 from moe_jax.nn.moe import has_auxiliary_loss as has_auxiliary_loss
 from moe_jax.nn.moe import load_per_layer as load_per_layer
-from moe_jax.nn.stack import Block as Block
 from moe_jax.nn.stack import Stack as Stack
 
 _show_signatures(

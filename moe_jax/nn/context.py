@@ -19,6 +19,7 @@ from moe_jax.functional.position_embeddings import RopeConfig, rope_tables
 from moe_jax.kernels.hardware import bucket
 from moe_jax.models.config import AttentionConfig, LayerConfig, ModelConfig, Segment, segments_of, single_layers
 from moe_jax.nn.inputs import as_array
+from moe_jax.nn.inside import NOTHING_ASKED, AtRouter, ChangeLogits
 from moe_jax.nn.layers import default_positions
 
 
@@ -198,7 +199,8 @@ class Context(NamedTuple):
       source: for cross-attention; None: there is none.
       relative_bias: per head and distance, for layers whose attention has one.
       slots: the slots in the caches that the tokens are written to; None: there are no caches.
-      keeps_routing: whether layers return what their routers decided for every token.
+      keeps_routing: whether what routers decide for every token is asked for.
+      at_router: what is asked of the router of the one layer that the context is given to.
     """
 
     rope: Mapping[tuple[RopeConfig, int], RopeTables]
@@ -208,11 +210,12 @@ class Context(NamedTuple):
     relative_bias: Float[Array, "H n"] | None = None
     slots: Slots | None = None
     keeps_routing: bool = False
+    at_router: AtRouter = NOTHING_ASKED
 
     def split(self) -> tuple["Context", FixedContext]:
         """Splits the context into a pytree of arrays and a hashable rest, which a program takes as two arguments."""
         slots = None if self.slots is None else self.slots._replace(begins=None)
-        arrays = self._replace(rope=tuple(self.rope.values()), slots=slots, keeps_routing=None)
+        arrays = self._replace(rope=tuple(self.rope.values()), slots=slots, keeps_routing=None, at_router=None)
         return arrays, (tuple(self.rope), self.slots is not None and self.slots.begins, self.keeps_routing)
 
     @classmethod
@@ -221,7 +224,7 @@ class Context(NamedTuple):
         rotations, begins, keeps_routing = fixed
         slots = None if arrays.slots is None else arrays.slots._replace(begins=begins)
         rope = dict(zip(rotations, arrays.rope, strict=True))
-        return arrays._replace(rope=rope, slots=slots, keeps_routing=keeps_routing)
+        return arrays._replace(rope=rope, slots=slots, keeps_routing=keeps_routing, at_router=NOTHING_ASKED)
 
 
 class StackInputs(TypedDict, total=False):
@@ -238,6 +241,7 @@ class StackInputs(TypedDict, total=False):
     hidden_states: Sequence[int]
     experts_off: Mapping[int, Sequence[int]] | None
     router_bias: Mapping[int, Float[Array, " E"]] | None
+    router_logits: Mapping[int, ChangeLogits] | None
 
 
 def _as_array(name: str, given: Array | None, kind: str, shape: tuple[int | None, ...]) -> Array | None:

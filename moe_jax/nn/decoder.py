@@ -19,6 +19,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.functional import keys
 from moe_jax.functional.cross_entropy import Distillation, DistilledLoss
 from moe_jax.models.config import ModelConfig
+from moe_jax.nn.block_stack import BlockStack
 from moe_jax.nn.context import Caches, StackInputs
 from moe_jax.nn.inputs import (
     Batch,
@@ -31,10 +32,11 @@ from moe_jax.nn.inputs import (
     targets_and_weights,
     warn_of_length,
 )
+from moe_jax.nn.inside import ChangeLogits, TokenRouting
 from moe_jax.nn.layer_views import Layers
 from moe_jax.nn.layers import Embed, Head
-from moe_jax.nn.moe import StackedStats, TokenRouting, sum_of_losses
-from moe_jax.nn.stack import BlockStack, Stack, StackOutput
+from moe_jax.nn.moe import StackedStats, sum_of_losses
+from moe_jax.nn.stack import Stack, StackOutput
 
 
 class DecoderOutput(NamedTuple):
@@ -44,7 +46,7 @@ class DecoderOutput(NamedTuple):
     router: statistics of the routers (see `StackedStats`); if an encoder ran in the same call, its statistics come
       first.
     routing: by layer, what the router of its MoE decided for every token; empty unless asked for. An encoder's are not
-      among them.
+      among them: `encode` returns those.
     hidden_states: by layer, its inputs, for those that were asked for.
     """
 
@@ -60,11 +62,14 @@ class Encoded(NamedTuple):
     output: of the encoder, after its final norm: the sequence that cross-attention attends to.
     valid: tokens of it that are not padding; None: all.
     router: statistics of the encoder's routers (see `StackedStats`).
+    routing, hidden_states: by layer of the encoder, where asked for, and otherwise empty; see `Stack`.
     """
 
     output: Float[Array, "B S d"]
     valid: Bool[Array, "B S"] | None
     router: StackedStats
+    routing: dict[int, TokenRouting]
+    hidden_states: dict[int, Float[Array, "B S d"]]
 
 
 class DecoderInputs(StackInputs, total=False):
@@ -133,6 +138,11 @@ class Decoder(nnx.Module):
         *,
         embeddings: Float[Array, "B S d"] | None = None,
         valid: Bool[Array, "B S"] | None = None,
+        routing: bool = False,
+        hidden_states: Sequence[int] = (),
+        experts_off: Mapping[int, Sequence[int]] | None = None,
+        router_bias: Mapping[int, Float[Array, " E"]] | None = None,
+        router_logits: Mapping[int, ChangeLogits] | None = None,
         key: Array | None = None,
     ) -> Encoded:
         """Runs the encoder.
@@ -141,6 +151,8 @@ class Decoder(nnx.Module):
           inputs: token ids.
           embeddings: in place of tokens, as `Embed.look_up` returns them.
           valid: tokens that are not padding, which may be anywhere; None: all.
+          routing, hidden_states, experts_off, router_bias, router_logits: as in the call, of the encoder's layers,
+            which are counted from 0.
           key: random key of the pass, as in the call; None: deterministic.
 
         Raises:
@@ -151,8 +163,17 @@ class Decoder(nnx.Module):
         if inputs is not None:
             inputs = as_ids("inputs", inputs, self.config.vocab_size)
         x = self.embed(inputs, embeddings=embeddings)
-        out = self.encoder(x, valid=valid, key=keys.fold_in(key, keys.ENCODER))
-        return Encoded(out.x, valid, out.router)
+        out = self.encoder(
+            x,
+            valid=valid,
+            routing=routing,
+            hidden_states=hidden_states,
+            experts_off=experts_off,
+            router_bias=router_bias,
+            router_logits=router_logits,
+            key=keys.fold_in(key, keys.ENCODER),
+        )
+        return Encoded(out.x, valid, out.router, out.routing, out.hidden_states)
 
     def __call__(
         self,
@@ -174,6 +195,7 @@ class Decoder(nnx.Module):
         hidden_states: Sequence[int] = (),
         experts_off: Mapping[int, Sequence[int]] | None = None,
         router_bias: Mapping[int, Float[Array, " E"]] | None = None,
+        router_logits: Mapping[int, ChangeLogits] | None = None,
         key: Array | None = None,
     ) -> DecoderOutput:
         """Returns next-token logits.
@@ -197,6 +219,7 @@ class Decoder(nnx.Module):
           hidden_states: layers whose inputs to return; the number of layers stands for the head's input.
           experts_off: by layer, experts that no token goes to; the others take their place.
           router_bias: by layer, what is added to the logits of its router.
+          router_logits: by layer, a function of its router's logits, float32[B, T, E], that returns others.
           key: random key for everything random in training (such as the noise of `coder` routers); None: deterministic.
 
         Raises:
@@ -223,6 +246,7 @@ class Decoder(nnx.Module):
             hidden_states=hidden_states,
             experts_off=experts_off,
             router_bias=router_bias,
+            router_logits=router_logits,
             key=key,
         )
         x = out.x
@@ -242,7 +266,7 @@ class Decoder(nnx.Module):
             if given.get("encoder_output") is not None or given.get("encoder_valid") is not None:
                 raise InputError("a call brings either inputs for the encoder or the encoder's output, not both")
             encoded = self.encode(inputs, valid=inputs_valid, key=given.get("key"))
-            given["encoder_output"], given["encoder_valid"], encoder_router = encoded
+            given["encoder_output"], given["encoder_valid"], encoder_router = encoded[:3]
         elif inputs_valid is not None:
             raise InputError("inputs_valid says what counts of inputs, which are not given")
         x = self.embed(tokens, given.get("positions"), embeddings=embeddings)

@@ -137,13 +137,13 @@ class LayerView:
         return child if name in vars(stacked) else getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Replaces a part of the layer by a module that is called as it is."""
+        """Replaces a part of the layer by a module, or any function, that is called as it is."""
         if isinstance(value, LayerView):
             value = value.module
-        if not isinstance(value, nnx.Module):
+        if not callable(value):
             raise InputError(f"{self._name(name)} becomes {shown(value)}: a module, or for values {name}[...] = them")
         layer = LayerView(self._layers, self._index).module
-        setattr(_at(layer, self._path), name, value)
+        setattr(_at(layer, self._path), name, value if isinstance(value, nnx.Module) else nnx.static(value))
         self._layers[self._index] = layer
 
     def __getitem__(self, key: Any) -> Any:

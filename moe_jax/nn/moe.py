@@ -1,16 +1,18 @@
 """Mixture-of-Experts layers, their routers, and what these report."""
 
+import inspect
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
+from moe_jax.core.errors import InputError
 from moe_jax.experts.adapters import Adapters
 from moe_jax.experts.bank import make_bank
 from moe_jax.experts.linear import Fixed, Leaves
@@ -30,6 +32,8 @@ from moe_jax.functional.routing import (
     universal_weight,
 )
 from moe_jax.models.config import ModelConfig, MoEConfig, PerftConfig, Segment, segments_of, single_layers
+from moe_jax.models.own_parts import LINEAR, ROUTERS
+from moe_jax.nn.inside import OFF, ChangeLogits, TokenRouting
 from moe_jax.nn.layers import FFN, Linear
 
 
@@ -89,24 +93,6 @@ StackedStats = tuple[RouterStats, ...]
 which there is one in a model whose layers are not stacked. The router of a position's PEFT experts, if they have one,
 comes after the MoE's.
 """
-
-
-class TokenRouting(NamedTuple):
-    """The decision of a router for every token, with its logits.
-
-    Attributes:
-      experts: chosen experts, the one with the largest score first; -1 for padding and for what a capacity dropped.
-      weights: their weights, float32.
-      logits: of all experts, float32.
-    """
-
-    experts: Int[Array, "*B T k"]
-    weights: Float[Array, "*B T k"]
-    logits: Float[Array, "*B T E"]
-
-
-OFF = -1e9
-"""Added to the logit of an expert that is off. Its square is finite, which statistics contain."""
 
 
 class RouterStatistics(NamedTuple):
@@ -325,7 +311,13 @@ class MoE(nnx.Module):
         dtype = jnp.dtype(dtype)
         self.config = config
         self.d_model = d_model
-        if config.universal == "coder":
+        # Typed so because it may be replaced by any function of the tokens (in a program, as `nnx.static(function)`).
+        self.router: Any
+        if config.router != LINEAR:
+            make_router = ROUTERS[config.router]
+            assert make_router is not None
+            self.router = make_router(d_model, config.num_experts, rngs=rngs, dtype=dtype)
+        elif config.universal == "coder":
             self.router = CoderRouter(d_model, config.num_experts, rngs=rngs, dtype=dtype)
         else:
             self.router = LinearRouter(
@@ -372,23 +364,27 @@ class MoE(nnx.Module):
         key: Array | None = None,
         *,
         bias: Float[Array, " E"] | None = None,
+        change: ChangeLogits | None = None,
     ) -> tuple[Float[Array, "*B T d"], tuple[RouterStats, ...], TokenRouting]:
         """Applies the layer, and also returns what its router decided.
 
         Arguments as in the call; `bias` is added to the router's logits, float32, and with `OFF` an expert is not
-        chosen, unless there are too few others: its weight is 0 then.
+        chosen, unless there are too few others: its weight is 0 then. `change` is a function of the logits after that,
+        [*B, T, E], which returns those that are used.
         """
         check_shape("x", x, (..., None, self.d_model))
         if valid is not None:
             check_shape("valid", valid, x.shape[:-1])
         tokens = x.reshape(-1, x.shape[-1])
         valid = None if valid is None else valid.reshape(-1)
-        logits, selection = self.router(tokens, keys.fold_in(key, keys.ROUTER_NOISE)), self._selection()
+        logits, selection = self._logits(tokens, keys.fold_in(key, keys.ROUTER_NOISE)), self._selection()
         if bias is not None:
             check_shape("bias", bias, (self.config.num_experts,))
             logits = logits + bias[None, :]
             if selection.bias is not None:  # it could make up for a score of 0
                 selection = selection._replace(bias=selection.bias + jnp.where(bias <= OFF / 2, OFF, 0.0))
+        if change is not None:
+            logits = change(logits.reshape(*x.shape[:-1], -1)).reshape(logits.shape)
         routing, stats = route(
             logits,
             self.config.top_k,
@@ -424,18 +420,31 @@ class MoE(nnx.Module):
         """
         return _weighted(_coefficients(self.config), stats)
 
+    def _logits(self, tokens: Float[Array, "T d"], key: Array | None) -> Float[Array, "T E"]:
+        """Returns the router's logits, float32; a router that is the user's own may take no key."""
+        called = self.router.__call__ if isinstance(self.router, nnx.Module) else self.router
+        takes_key = "key" in inspect.signature(called).parameters
+        logits = self.router(tokens, key=key) if takes_key else self.router(tokens)
+        check_shape("the router's result", logits, (len(tokens), self.config.num_experts))
+        return logits.astype(jnp.float32)
+
     def _selection(self) -> Selection:
         given = self.config.selection
         bias = None
         if given.bias:
-            assert isinstance(self.router, LinearRouter)
             # A checkpoint may hold the bias in another dtype.
-            bias = self.router.selection_bias[...].astype(jnp.float32)
+            bias = self._of_router("selection_bias", "bias of selection")[...].astype(jnp.float32)
         return Selection(bias, given.groups, given.top_groups, given.group_score)
 
     def _universal_weight(self, tokens: Float[Array, "T d"], logits: Float[Array, "T E"]) -> Float[Array, " T"]:
         own = None
         if self.config.universal == "sigmoid":
-            assert isinstance(self.router, LinearRouter)
-            own = self.router.universal_logit(tokens)
+            own = self._of_router("universal_logit", "universal FFN")(tokens)
         return universal_weight(logits, self.config.universal, own)
+
+    def _of_router(self, name: str, what: str) -> Any:
+        """Returns an attribute of the router; raises `InputError` if it is one that has no such attribute."""
+        found = getattr(self.router, name, None)
+        if found is None:
+            raise InputError(f"the layer has a {what}, and its router, {type(self.router).__name__}, has no {name}")
+        return found

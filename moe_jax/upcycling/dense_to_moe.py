@@ -25,6 +25,7 @@ from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.model_io.tuned_base import LeavesOverBase, base_leaf, is_tuned, kernel_of, own_leaves
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig, config_to_json
+from moe_jax.models.own_parts import LINEAR
 from moe_jax.peft.adapt import initial_leaf
 from moe_jax.peft.trained import parameter_sizes
 from moe_jax.upcycling.beginnings import Branches, Prompt, router_kernels
@@ -185,7 +186,7 @@ def upcycled_specs(config: ModelConfig, dense: Mapping[str, jax.ShapeDtypeStruct
             return spec
         layer, below = path.split("/mlp/")
         matrix = next((name for name in MATRICES if f"/{name}/" in below), "up")
-        kind = "bias" if below.endswith("/bias") else "kernel"
+        kind = "bias" if below.endswith("/bias") and not below.startswith("router/") else "kernel"
         return jax.ShapeDtypeStruct(spec.shape, dense[f"{layer}/mlp/{matrix}/{kind}"].dtype)
 
     return {path: stored(path, spec) for path, spec in leaf_specs(config).items()}
@@ -403,6 +404,7 @@ def _moe(dense: ModelConfig, layer: int, spec: UpcycleSpec) -> MoEConfig:
         num_experts=spec.copies * pieces,
         top_k=spec.top_k * pieces,
         gate=spec.weighting,
+        router=spec.router or LINEAR,
         bank=spec.bank,
         balance_coef=spec.balance_coef,
         z_coef=spec.z_coef,

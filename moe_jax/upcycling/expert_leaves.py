@@ -7,14 +7,19 @@ float32, one after the other.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Float, Int
 
 from moe_jax.core.draws import DROPPED, NOISE, REDRAWN, ROUTER, draw_positions, draw_router, stream
 from moe_jax.core.errors import InputError
+from moe_jax.distributed.sharding import path_name
 from moe_jax.experts.on_host import leaves_from_dense
 from moe_jax.functional.routing import GATES
 from moe_jax.models import MoEConfig
+from moe_jax.models.own_parts import LINEAR, ROUTERS
 from moe_jax.upcycling.spec import UpcycleSpec
 
 MATRICES = ("gate", "up", "down")
@@ -72,10 +77,13 @@ def moe_leaves(
 
 
 def _router(up: np.ndarray, moe: MoEConfig, spec: UpcycleSpec, layer: int, given: np.ndarray | None) -> Leaves:
-    """Yields the leaves of a linear router, or of XFT's gate network, whose noise begins at zero.
+    """Yields the leaves of a linear router, of XFT's gate network, whose noise begins at zero, or of the user's own.
 
     Pieces of one copy of the FFN have equal columns (a virtual group), so that all of them are chosen or none.
     """
+    if moe.router != LINEAR:
+        yield from fresh_router(moe, up.shape[0], stream(spec.seed, layer, ROUTER), up.dtype)
+        return
     d_model, num_experts = up.shape[0], moe.num_experts // spec.granularity
     first = draw_router(stream(spec.seed, layer, ROUTER), d_model, num_experts) if given is None else given
     first = first.astype(up.dtype)
@@ -86,6 +94,18 @@ def _router(up: np.ndarray, moe: MoEConfig, spec: UpcycleSpec, layer: int, given
     out = draw_router(stream(spec.seed, layer, ROUTER, 1), num_experts, num_experts)
     yield "router/out/kernel", out.astype(up.dtype)
     yield "router/noise/kernel", np.zeros_like(first)
+
+
+def fresh_router(moe: MoEConfig, d_model: int, random: np.random.Generator, dtype: np.dtype) -> Leaves:
+    """Yields the leaves of a new router that is the user's own, floating-point numbers in the given dtype."""
+    make = ROUTERS[moe.router]
+    assert make is not None
+    rngs = nnx.Rngs(int(random.integers(2**31)))
+    router = make(d_model, moe.num_experts, rngs=rngs, dtype=jnp.dtype(dtype))
+    if isinstance(router, nnx.Module):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(router)):
+            leaf = np.asarray(leaf)
+            yield f"router/{path_name(path)}", leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
 
 def changed_leaves(

@@ -27,13 +27,14 @@ if TYPE_CHECKING:  # they import JAX, and the command line should read options w
     from moe_jax.experts.shapes import LoRAConfig
     from moe_jax.model_io.model_source import ModelLike
 
-_NOT_OF_PESC = "delta freeze_base universal extended gate noise drop experts_from rest_from granularity".split()
+_NOT_OF_PESC = "delta freeze_base universal extended gate router noise drop experts_from rest_from granularity".split()
 _WHY_FULL = {
     "noise": "noise is no delta of low rank, nor of few entries",
     "drop": "neurons drawn anew are no delta of low rank, nor of few entries",
     "granularity": "experts that are different pieces of the FFN have no base in common",
     "experts_from": "what different models have learnt is no delta of low rank, nor of few entries",
 }
+_GATES = ("topk_softmax", "softmax_topk", "top1")
 _RESTS = ("qlora", "lora", "frozen", "full")
 
 
@@ -134,11 +135,11 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
     attention and FFNs; qlora: the same over NF4 kernels; frozen: frozen without LoRA; full: trained."""
     freeze_base: bool = False
     """Freezes the shared FFN in training (low-rank and sparse)."""
-    gate: Annotated[
-        Literal["topk_softmax", "softmax_topk", "top1"] | None, Shown("topk_softmax|softmax_topk|top1", "topk_softmax")
-    ] = None
+    gate: Annotated[str | None, Shown("topk_softmax|softmax_topk|top1", "topk_softmax")] = None
     """Weights of the chosen experts: the softmax over their logits (topk_softmax); their part of the softmax over all
-    experts (softmax_topk); or that of the first alone (top1)."""
+    experts (softmax_topk); or that of the first alone (top1). Or a gate that has been registered."""
+    router: Annotated[str | None, Shown("NAME", "linear")] = None
+    """A router that has been registered, in place of a linear one."""
     universal: Literal["none", "coder", "med"] = "none"
     """Adds a universal FFN, a copy of the FFN that sees every token. coder (XFT): its weight is 1 minus the largest
     router probability, so that all weights sum to 1; med (Med-MoE): its weight is 1, and the MoE does not start with
@@ -198,6 +199,7 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
         check_number(self, "noise", "drop", at_least=0)
         check_positive(self, "granularity")
         check_member("universal", self.universal, ("none", "coder", "med"))
+        self._check_registered()
         if self.gate is not None and self.universal != "none":
             raise InputError(f"--gate does not go with --universal {self.universal}, which weights the experts itself")
         if self.rest_from is not None and not self.experts_from:
@@ -273,6 +275,8 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
             problems.append("--router-from makes linear routers, and --universal coder has a gate network")
         if self._has_adapters:
             problems.append("--router-from does not go with adapter experts")
+        if self.router is not None:
+            problems.append(f"--router-from makes linear routers, and --router is {self.router}")
         return problems
 
     def described(self) -> dict[str, Any]:
@@ -296,7 +300,7 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
         }
         if self._has_adapters:
             described |= dataclasses.asdict(self.bank.form) | {"rest": dataclasses.asdict(self.dense_parameters)}
-        for name in ("noise", "drop", "granularity"):
+        for name in ("noise", "drop", "granularity", "router"):
             if self._has(name):
                 described[name] = getattr(self, name)
         if self.rest_from == "base":
@@ -306,6 +310,23 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
         if self.router_from:
             described["router_from"] = list(self.router_from)
         return described | {"allow_nonfinite": self.allow_nonfinite}
+
+    def _check_registered(self) -> None:
+        """Checks the names of parts that may be the user's own; only for these is JAX imported."""
+        if self.gate is not None and self.gate not in _GATES:
+            from moe_jax.functional.routing import GATES
+
+            if ":" not in str(self.gate) and self.gate not in GATES.own():
+                check_member("gate", self.gate, (*_GATES, *GATES.own()))
+            GATES.check("gate", self.gate)
+        if self.router is not None:
+            from moe_jax.models.own_parts import ROUTERS
+
+            ROUTERS.check("router", self.router)
+            if self.granularity > 1:
+                raise InputError(
+                    f"--granularity needs equal logits for pieces, which --router {self.router} may not give"
+                )
 
     def _adapter_bank(self) -> "BankConfig":
         """Returns PESC's bank; options that are not given are as in the released Camelidae models (methods.md 6)."""

@@ -16,8 +16,9 @@ from tests.support.tiers import long
 EXAMPLES, CONVERT = ROOT / "examples", ROOT / "convert"
 
 
-# The last one by tests/harness.
+# `last_words` by tests/harness, and parts of one's own by tests/nn.
 EXAMPLES_TESTED = {"moe_layer", "upcycle", "compress_layer", "barycenter", "last_words", "look_inside"}
+EXAMPLES_TESTED |= {"own_router", "own_gate", "own_form", "own_activation", "own_layer"}
 
 
 def main_of(name: str, folder: pathlib.Path = EXAMPLES):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.functional import routing
+from moe_jax.core.errors import InputError
 from moe_jax.functional.routing import GATES, Gate, Selection, choose, register_gate, route
 from moe_jax.models import FFNConfig, MoEConfig
 from tests.support.numerics import normal
@@ -106,14 +106,19 @@ def test_auxiliary_losses_of_a_sigmoid_gate_are_of_normalised_scores():
     np.testing.assert_allclose(jnp.sum(stats.probability), 1.0, rtol=1e-5)
 
 
-def test_a_gate_can_be_registered(monkeypatch):
-    monkeypatch.setattr(routing, "GATES", dict(GATES))
-    even = Gate(lambda logits: jax.nn.softmax(logits, axis=-1), lambda _, kept: jnp.full_like(kept, 0.25))
-    with pytest.raises(ValueError, match="is a gate 'top1' already"):
-        register_gate("top1", even)
-    register_gate("even", even)
-    even_routing, _ = jax.jit(route, static_argnums=(1, 2))(jnp.zeros((3, 4)), 2, "even")
-    assert even_routing.weights.tolist() == [[0.25, 0.25]] * 3
+def test_a_gate_can_be_registered_and_replaced():
+    def gate(weight):
+        return Gate(lambda logits: jax.nn.softmax(logits, axis=-1), lambda _, kept: jnp.full_like(kept, weight))
+
+    with pytest.raises(InputError, match="'top1' is one of"):
+        register_gate("top1", gate(0.25))
+    try:
+        for weight in (0.25, 0.5):  # a program with the first one is compiled anew
+            register_gate("even", gate(weight))
+            even_routing, _ = jax.jit(route, static_argnums=(1, 2))(jnp.zeros((3, 4)), 2, "even")
+            assert even_routing.weights.tolist() == [[weight] * 2] * 3
+    finally:
+        del GATES["even"]
 
 
 def test_a_registered_gate_can_be_named_in_a_config():

@@ -8,6 +8,7 @@ from flax import nnx
 
 import moe_jax
 from moe_jax.core.errors import InputError
+from moe_jax.distributed.sharding import make_mesh, state_shardings
 from moe_jax.models import SelectionConfig
 from moe_jax.nn import unstacked
 
@@ -85,3 +86,63 @@ def test_what_is_not_there_cannot_be_off(given, message):
     with pytest.raises(InputError) as raised:
         decoder()(IDS, **given)
     assert message in str(raised.value)
+
+
+def test_logits_are_what_a_function_makes_of_them():
+    """The function of a layer is given its logits, and that of another one its own, although both are stacked."""
+    made, usual = decoder(), decoder()(IDS, routing=True)
+    functions = {1: lambda logits: -logits, 5: lambda logits: jnp.zeros_like(logits).at[..., 2].set(1.0)}
+    changed = made(IDS, routing=True, router_logits=functions)
+    np.testing.assert_allclose(changed.routing[1].logits, -usual.routing[1].logits, atol=1e-5)
+    np.testing.assert_array_equal(changed.routing[5].experts[..., 0], np.full((2, 6), 2))
+    mixed = made(IDS, routing=True, router_logits={1: functions[1]}, router_bias={1: [0.0, 0.0, 9.0, 0.0]})
+    np.testing.assert_allclose(mixed.routing[1].logits[..., :2], -usual.routing[1].logits[..., :2], atol=1e-5)
+    np.testing.assert_allclose(mixed.routing[1].logits[..., 2], -usual.routing[1].logits[..., 2] - 9.0, atol=1e-5)
+    same = made(IDS, router_logits={3: lambda logits: logits})
+    np.testing.assert_allclose(same.logits, usual.logits, atol=1e-6)
+    # Layers that are not stacked, and continued rows, take another path.
+    np.testing.assert_allclose(unstacked(made)(IDS, router_logits=functions).logits, changed.logits, atol=1e-5)
+    caches = moe_jax.nn.init_cache(made.config, 2, 6, jnp.dtype("float32"))
+    cached = made(IDS, caches=caches, begins=True, router_logits=functions)
+    np.testing.assert_allclose(cached.logits, changed.logits, atol=1e-5)
+
+
+def test_the_function_of_one_router_has_gradients_and_is_compiled_once():
+    graphdef, state = nnx.split(decoder())
+
+    @jax.jit
+    def gradient(scale):
+        def loss(scale):
+            model = nnx.merge(graphdef, state)
+            return jnp.sum(model(IDS, router_logits={3: lambda logits: scale * logits}).logits ** 2)
+
+        return jax.grad(loss)(scale)
+
+    assert jnp.abs(gradient(1.0)) > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (3.0, "router_logits[3] is 3.0, expected a function"),
+        (lambda logits: logits[..., :2], "router_logits[3](logits) has the shape (2, 6, 2), expected (2, 6, 4)"),
+    ],
+    ids=["no function", "another shape"],
+)
+def test_what_makes_no_logits_is_refused(change, message):
+    with pytest.raises(InputError) as raised:
+        decoder()(IDS, router_logits={3: change})
+    assert message in str(raised.value)
+
+
+def test_a_mesh_changes_nothing():
+    mesh, made = make_mesh({"data": 2, "expert": 2, "tensor": 2}), decoder()
+    given = {"routing": True, "hidden_states": (0, 4), "experts_off": {3: [1]}, "router_logits": {1: lambda x: -x}}
+    expected = made(IDS, **given)
+    graphdef, state = nnx.split(made)
+    with jax.set_mesh(mesh):
+        split = jax.device_put(state, state_shardings(state, mesh))
+        out = jax.jit(lambda state: nnx.merge(graphdef, state)(IDS, **given))(split)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), (out[0], *out[3:]), (expected[0], *expected[3:])
+    )

@@ -22,7 +22,9 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.compression.calibration.recording import LayerRows
 from moe_jax.compression.source_layer import SourceLayer
+from moe_jax.core.errors import InputError
 from moe_jax.functional.dense import ffn, ffn_hidden
+from moe_jax.models.own_parts import LINEAR
 from moe_jax.nn.moe import RouterStatistics
 
 
@@ -30,9 +32,15 @@ def statistics_of(layer: SourceLayer) -> RouterStatistics:
     """Returns statistics of the router for the experts in the bank: measured on a text, or derived from its weights.
 
     Without a text all experts count as used alike, and are as similar as the columns of the router's (last) matrix.
+    Raises `InputError` without one if the router is not linear.
     """
     known = None if layer.calibration is None else layer.calibration.statistics
     if known is None:
+        if layer.moe.router != LINEAR:
+            raise InputError(
+                f"layer {layer.index}: nothing is known of what its router, {layer.moe.router!r}, decides; give a text "
+                "to calibrate on"
+            )
         matrix = layer.leaf("router/out/kernel" if layer.moe.universal == "coder" else "router/kernel")
         columns = matrix.astype(np.float64)
         norms = np.linalg.norm(columns, axis=0)

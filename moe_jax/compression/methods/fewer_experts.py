@@ -42,6 +42,7 @@ from moe_jax.compression.source_layer import SourceLayer, Write, design_matrices
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import cast
 from moe_jax.models import MoEConfig
+from moe_jax.models.own_parts import LINEAR
 from moe_jax.nn.moe import RouterStatistics
 
 # Of the search for orders that Git Re-Basin makes.
@@ -279,6 +280,10 @@ class REAP(REAPOptions, Method):
                 raise InputError("--extended does not go with this method, which makes no deltas")
             if moe.universal == "coder":
                 raise InputError(f"{where}: universal 'coder' has a gate network, from which no expert can be removed")
+            if moe.router != LINEAR:
+                raise InputError(
+                    f"{where}: experts can be removed from linear routers, and its router is {moe.router!r}"
+                )
             if moe.selection.groups > 1:
                 raise InputError(
                     f"{where}: experts are chosen by groups={moe.selection.groups}, and these would no longer be equal"

@@ -207,7 +207,8 @@ def _read_ffn(config: HFConfig) -> FFNConfig:
 
 def _write_t5(config: ModelConfig) -> dict[str, Any]:
     keys, ffn = _write_encoder_decoder(config), usual.dense_ffn(config)
-    projection = f"gated-{_NAMES[ffn.activation]}" if ffn.gated else _NAMES[ffn.activation]
+    name = _NAMES[ffn.activation] if ffn.activation in _NAMES else usual.write_activation(ffn)
+    projection = f"gated-{name}" if ffn.gated else name
     keys |= {"d_ff": ffn.dim, "feed_forward_proj": projection.replace("gated-gelu_new", "gated-gelu")}
     is_scaled = config.logit_scale != 1.0
     if is_scaled != config.tie_embeddings:

@@ -266,8 +266,11 @@ def write_mixed(config: ModelConfig, moe_keys: Callable[[MoEConfig], dict[str, A
 
 
 def write_activation(ffn: FFNConfig) -> str:
-    """Returns the name in Transformers of an FFN's activation."""
-    return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == ffn.activation)
+    """Returns the name in Transformers of an FFN's activation; raises `InputError` if it has none."""
+    for theirs, ours in ACTIVATIONS.items():
+        if ours == ffn.activation:
+            return theirs
+    raise InputError(f"Hugging Face formats have no activation {ffn.activation!r}; keep the model as a model directory")
 
 
 def write_biases(config: ModelConfig, key: str = "attention_bias", what: str = "attention bias") -> dict[str, Any]:

@@ -26,6 +26,7 @@ from moe_jax.core.draws import FRESH
 from moe_jax.core.errors import InputError, check_member, shown
 from moe_jax.core.form_options import FORM_OPTIONS, FormOptions, delta_options, read_delta
 from moe_jax.core.formatting import count_bytes
+from moe_jax.core.registry import Registry
 from moe_jax.experts.forms.coding import CodedJointly
 from moe_jax.experts.forms.optional import FormTiles
 from moe_jax.experts.shapes import (
@@ -265,7 +266,7 @@ class KernelForm(ExpertForm):
         return synthesised_matmul(rows, base, trained, fixed, group_sizes, tiles)
 
 
-_FORMS: dict[str, type[ExpertForm]] = {}
+_FORMS: Registry[type[ExpertForm]] = Registry("form", {})
 _Form = TypeVar("_Form", bound=ExpertForm)
 _SPLITS: tuple[Split, ...] = ("out", "in")
 
@@ -273,12 +274,14 @@ _SPLITS: tuple[Split, ...] = ("out", "in")
 def register(kind: str) -> Callable[[type[_Form]], type[_Form]]:
     """Registers the decorated form, so that `BankConfig(kind=kind, ...)` has it.
 
+    The name is best the import path of the form; see `Registry`. A class that is defined anew takes its own place.
+
     Raises:
       ValueError: if the name is taken, or if another form has a leaf of the same name that is sharded differently.
     """
 
     def add(form: type[_Form]) -> type[_Form]:
-        if kind in _FORMS:
+        if kind in _FORMS and _path_of(_FORMS[kind]) != _path_of(form):
             raise ValueError(f"a form {kind!r} is registered already")
         if issubclass(form, KernelForm) and form.over_base:
             for split in _SPLITS:
@@ -287,10 +290,15 @@ def register(kind: str) -> Callable[[type[_Form]], type[_Form]]:
                     if known.get(name, spec) != spec:
                         raise ValueError(f"leaf {name!r} of form {kind!r} is {spec}, and in another form {known[name]}")
         form.kind = kind
-        _FORMS[kind] = FORM_OPTIONS[kind] = cast(type[ExpertForm], form)
+        _FORMS.register(kind, form)
+        FORM_OPTIONS[kind] = cast(type[ExpertForm], form)
         return form
 
     return add
+
+
+def _path_of(form: type[ExpertForm]) -> tuple[str, str]:
+    return form.__module__, form.__qualname__
 
 
 def unregister(kind: str) -> None:
@@ -304,7 +312,7 @@ def form_named(kind: str) -> type[ExpertForm]:
     Raises:
       InputError: if there is none.
     """
-    check_member("bank kind", kind, _FORMS)
+    _FORMS.check("bank kind", kind)
     return _FORMS[kind]
 
 

@@ -19,7 +19,7 @@ from moe_jax.distributed.sharding import make_mesh
 from moe_jax.model_io.loading import load_model
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig
-from moe_jax.nn.stack import Block
+from moe_jax.nn import Block
 from tests.support.dense_models import write_model
 from tests.support.moe_models import memory_moe
 from tests.support.tiers import long

@@ -1,0 +1,106 @@
+"""One layer of a model: attention, perhaps cross-attention, and an FFN or an MoE."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from moe_jax.functional import keys
+from moe_jax.functional.routing import RouterStats
+from moe_jax.models.config import LayerConfig, ModelConfig, MoEConfig
+from moe_jax.models.own_parts import LAYERS
+from moe_jax.nn.attention import Attention, LatentAttention
+from moe_jax.nn.context import Cache, Context, KVCache
+from moe_jax.nn.layers import FFN, Norm
+from moe_jax.nn.moe import MoE
+
+
+class Block(nnx.Module):
+    """One layer. Every branch has a norm, such as `attention_norm`, placed as `LayerConfig.norm_position` says."""
+
+    attention_norm: Norm
+    mlp_norm: Norm
+
+    def __init__(self, config: LayerConfig, model: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        self.is_moe = isinstance(config.mlp, MoEConfig)
+        self.norm_position, self.parallel, self.shared_norm = config.norm_position, config.parallel, config.shared_norm
+        self.crosses = config.cross is not None
+        self.is_biased = config.attention.relative_bias is not None
+        self.rope = (model.rope_of(config), config.attention.rope_dim)
+        for name in ("attention", *["cross_attention"] * self.crosses, *["mlp"] * (not self.shared_norm)):
+            for kind in ("norm", "output_norm") if self.norm_position == "both" else ("norm",):
+                setattr(self, f"{name}_{kind}", Norm(model.norm, model.d_model, model.norm_eps, dtype=dtype))
+        attention: Any = Attention if config.attention.latent is None else LatentAttention
+        self.attention = attention(config.attention, model, rngs=rngs, dtype=dtype)
+        if self.crosses:
+            assert config.cross is not None
+            self.cross_attention = Attention(config.cross, model, rngs=rngs, dtype=dtype)
+        make: Any = MoE if self.is_moe else FFN
+        self.mlp = make(config.mlp, model.d_model, rngs=rngs, dtype=dtype)
+
+    def __call__(
+        self, x: Float[Array, "B T d"], context: Context, cache: Cache | None, key: Array | None = None
+    ) -> tuple[Float[Array, "B T d"], Cache | None, tuple[RouterStats, ...]]:
+        """Applies the layer. Also returns its cache after the call, and the statistics of its routers.
+
+        Args:
+          x: activations.
+          context: of the pass; `make_context` makes one.
+          cache: of the layer's attention; None: there is none.
+          key: the layer's random key in training; None: deterministic.
+        """
+
+        def attend(x: Array) -> tuple[Array, Cache | None]:
+            rope, bias = context.rope[self.rope], context.relative_bias if self.is_biased else None
+            attention_key = keys.fold_in(key, keys.ATTENTION)
+            return self.attention(
+                x, context.visible, rope=rope, cache=cache, slots=context.slots, bias=bias, key=attention_key
+            )
+
+        def attend_across(x: Array) -> tuple[Array, KVCache | None]:
+            assert context.source is not None
+            source, visible = context.source
+            kept, cross_key = None if cache is None else cache.cross, keys.fold_in(key, keys.CROSS_ATTENTION)
+            return self.cross_attention.attend_across(x, visible, source=source, cache=kept, key=cross_key)
+
+        def apply_mlp(x: Array) -> tuple[Array, tuple[RouterStats, ...]]:
+            asked = context.at_router
+            if isinstance(self.mlp, MoE) and not asked.is_nothing:
+                y, stats, routing = self.mlp.with_routing(x, context.valid, key, bias=asked.bias, change=asked.change)
+                if asked.kept is not None:
+                    asked.kept.append(routing)
+                return y, stats
+            mlp: Any = self.mlp  # perhaps one of the user's
+            return mlp(x, context.valid, key) if self.is_moe else (mlp(x, keys.fold_in(key, keys.FFN)), ())
+
+        if self.parallel:
+            for_attention = self.attention_norm(x)
+            attended, cache = attend(for_attention)
+            y, stats = apply_mlp(for_attention if self.shared_norm else self.mlp_norm(x))
+            return x + attended + y, cache, stats
+        x, cache = self._add("attention", attend, x)
+        if self.crosses:
+            x, cross = self._add("cross_attention", attend_across, x)
+            cache = None if cache is None else cache._replace(cross=cross)
+        x, stats = self._add("mlp", apply_mlp, x)
+        return x, cache, stats
+
+    def _add(self, name: str, branch: Callable[[Array], tuple[Array, Any]], x: Array) -> tuple[Array, Any]:
+        """Returns the input plus a branch of it, with norms at their places, and the branch's second result."""
+        norm = getattr(self, f"{name}_norm")
+        if self.norm_position == "post":
+            y, extra = branch(x)
+            return norm(x + y), extra
+        if self.norm_position == "output":
+            y, extra = branch(x)
+            return x + norm(y), extra
+        y, extra = branch(norm(x))
+        return x + (getattr(self, f"{name}_output_norm")(y) if self.norm_position == "both" else y), extra
+
+
+def make_layer(config: LayerConfig, model: ModelConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype) -> Any:
+    """Makes a layer of a model: a `Block`, or the one of a user's own that the config names."""
+    make = LAYERS[config.module] or Block
+    return make(config, model, rngs=rngs, dtype=dtype)

@@ -1,0 +1,223 @@
+"""Layers that repeat: stacked, and applied in one loop."""
+
+import inspect
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from moe_jax.functional import keys
+from moe_jax.functional.routing import RouterStats
+from moe_jax.kernels.by_platform import PRODUCT
+from moe_jax.nn.block import Block
+from moe_jax.nn.context import Cache, Context, FixedContext
+from moe_jax.nn.inputs import is_traced
+from moe_jax.nn.inside import NOTHING_INSIDE, AtRouter, ChangeLogits, Inside, Kept, TokenRouting, by_layer, change_at
+from moe_jax.nn.sown import put_sown, take_sown
+
+# What is saved for the backward pass: only the input of a repeat, or also every product with a kernel.
+REMAT_POLICIES = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, jax.checkpoint_policies.save_only_these_names(PRODUCT)
+    ),
+}
+
+
+_Changes = tuple[tuple[int, ChangeLogits], ...]
+
+
+class Asked(NamedTuple):
+    """The static part of a call: which layers of a pattern it looks into, by their places.
+
+    Attributes:
+      inputs: places of layers whose inputs are returned.
+      changes: places, and for each, the layers at it whose logits are changed, with the functions.
+    """
+
+    inputs: tuple[int, ...]
+    changes: tuple[tuple[int, _Changes], ...]
+
+
+class _Found(NamedTuple):
+    """Results of a pattern of blocks beside the activations; over its repeats, all arrays are stacked."""
+
+    caches: tuple[Cache, ...] | None
+    stats: tuple[RouterStats, ...]
+    routing: dict[int, TokenRouting]
+    inputs: dict[int, Array]
+    sown: Any
+
+
+class BlockStack(nnx.Module):
+    """A segment: every parameter of its pattern of blocks carries a leading axis [repeats].
+
+    Attributes:
+      start: index in the stack of the first layer.
+      repeats: number of repeats of the pattern.
+      blocks: one per layer of the pattern.
+    """
+
+    def __init__(self, start: int, repeats: int, blocks: Iterable[Block]):
+        self.start = start
+        self.repeats = repeats
+        self.blocks = nnx.List(blocks)
+
+    def layer(self, repeat: int, position: int) -> int:
+        """Returns the index in the stack of the layer at a place in the pattern, in a repeat of it."""
+        return self.start + repeat * len(self.blocks) + position
+
+    def __call__(
+        self,
+        x: Float[Array, "B T d"],
+        context: Context,
+        caches: tuple[Cache, ...] | None,
+        remat: str,
+        key: Array | None = None,
+        inside: Inside = NOTHING_INSIDE,
+    ) -> tuple[Float[Array, "B T d"], tuple[Cache, ...] | None, tuple[RouterStats, ...], Kept]:
+        """Applies the pattern `repeats` times.
+
+        Args:
+          x: activations.
+          context: of the forward pass.
+          caches: one per block of the pattern, arrays stacked over the repeats, or None.
+          remat: `none`, or a key of `REMAT_POLICIES`: what is saved for the backward pass.
+          key: random key of the forward pass in training; None: deterministic.
+          inside: what is asked of single layers. Where the input of one is kept, so are in the program those of all
+            layers that are stacked with it.
+
+        Returns:
+          Activations, caches, stacked statistics of every router of every position, and what was asked to be kept.
+        """
+        # One by one: Flax cannot split a list of modules while `nnx.capture` looks at them.
+        graphdefs, params = zip(*map(nnx.split, self.blocks), strict=True)
+        fills_cross = context.source is not None and context.source.output is not None
+        arrays, fixed = context.split()
+        asked = Asked(self._positions(inside.hidden_states), self._changes_by_position(inside.changes))
+        biases = self._by_position(inside.biases)
+        if caches is not None and self.repeats == 1:
+            # Without a loop: caches would be copied into and out of a loop of one turn.
+            first = jax.tree.map(lambda array: array[0], (params, caches, biases))
+            given = first[0], first[1], jnp.int32(self.start), first[2]
+            x, found = _apply_once(graphdefs, fixed, asked, x, given, arrays, key)
+            found = jax.tree.map(lambda array: array[None], found)
+        else:
+            first_layers = self.start + len(self.blocks) * jnp.arange(self.repeats, dtype=jnp.int32)
+            given = graphdefs, fixed, asked, remat, x, (params, caches, first_layers, biases), arrays, key
+            if any(map(is_traced, jax.tree.leaves(given[4:]))):
+                x, found = _apply_repeats(*given)
+            else:
+                # Modules that were patched, as is done to look into them, are other ones.
+                modules = (type(module) for _, module in nnx.iter_modules(self.blocks))
+                calls = tuple(inspect.getattr_static(module, "__call__", None) for module in modules)
+                x, found = _apply_repeats_alone(calls, *given)
+        put_sown(self.blocks, found.sown)
+        routing, inputs = (by_layer(one, self.layer, self.repeats) for one in (found.routing, found.inputs))
+        kept = Kept(routing, {layer: x for layer, x in inputs.items() if layer in inside.hidden_states})
+        if caches is None or found.caches is None:
+            return x, None, found.stats, kept
+        return x, _with_cross(found.caches, caches, fills_cross), found.stats, kept
+
+    def _by_position(self, biases: Mapping[int, Array]) -> dict[int, Float[Array, "R E"]]:
+        """Returns biases by place in the pattern, over the repeats; zeros for layers without one."""
+        found: dict[int, Array] = {}
+        for position in self._positions(frozenset(biases)):
+            layers = [self.layer(repeat, position) for repeat in range(self.repeats)]
+            one = next(biases[layer] for layer in layers if layer in biases)
+            found[position] = jnp.stack([biases.get(layer, jnp.zeros_like(one)) for layer in layers])
+        return found
+
+    def _positions(self, layers: frozenset[int]) -> tuple[int, ...]:
+        """Returns the places in the pattern of some of the layers."""
+        number = len(self.blocks)
+        of_segment = range(self.start, self.start + self.repeats * number)
+        return tuple(sorted({(layer - self.start) % number for layer in layers if layer in of_segment}))
+
+    def _changes_by_position(self, changes: Mapping[int, ChangeLogits]) -> tuple[tuple[int, _Changes], ...]:
+        """Returns the changes of logits of this segment's layers, by place in the pattern."""
+        found = []
+        for position in self._positions(frozenset(changes)):
+            layers = (self.layer(repeat, position) for repeat in range(self.repeats))
+            found.append((position, tuple((layer, changes[layer]) for layer in layers if layer in changes)))
+        return tuple(found)
+
+
+def _apply_repeats(
+    graphdefs: tuple[nnx.GraphDef, ...],
+    fixed: FixedContext,
+    asked: Asked,
+    remat: str,
+    x: Array,
+    scanned: tuple,
+    arrays: Any,
+    key: Array | None,
+) -> tuple[Array, _Found]:
+    """Applies a pattern again and again; `scanned` is what `_apply_pattern` is given, stacked over the repeats."""
+    context = Context.joined(arrays, fixed)
+
+    def repeat(x: Array, given: tuple) -> tuple[Array, _Found]:
+        return _apply_pattern(graphdefs, x, given, context, key, asked)
+
+    if remat != "none":
+        # Inside scan the loop itself keeps the compiler from merging the two forward passes.
+        repeat = jax.checkpoint(repeat, policy=REMAT_POLICIES[remat], prevent_cse=False)
+    return jax.lax.scan(repeat, x, scanned)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _apply_repeats_alone(calls: tuple[Any, ...], *given: Any) -> tuple[Array, _Found]:
+    """Does the same as a program of its own, outside of any other: it is compiled once for each shape.
+
+    `calls` are the functions by which the modules are called.
+    """
+    return _apply_repeats(*given)
+
+
+def _apply_pattern(
+    graphdefs: tuple[nnx.GraphDef, ...], x: Array, given: tuple, context: Context, key: Array | None, asked: Asked
+) -> tuple[Array, _Found]:
+    """Applies blocks in order; `given` are their parameters, their caches, the index of the first block, and biases."""
+    params, caches, first_layer, biases = given
+    fills_cross = context.source is not None and context.source.output is not None
+    changes = dict(asked.changes)
+    new_caches, stats, routings, inputs = [], [], {}, {}
+    blocks = [nnx.merge(*parts) for parts in zip(graphdefs, params, strict=True)]
+    for position, block in enumerate(blocks):
+        layer = first_layer + position
+        if position in asked.inputs:
+            inputs[position] = x
+        cache = None if caches is None else caches[position]
+        kept: list[TokenRouting] | None = [] if context.keeps_routing else None
+        at_router = AtRouter(biases.get(position), change_at(changes.get(position, ()), layer), kept)
+        x, cache, router = block(x, context._replace(at_router=at_router), cache, keys.fold_in(key, layer))
+        if kept:
+            routings[position] = kept[-1]
+        # Caches of cross-attention that are filled already must not be copied for every token.
+        new_caches.append(cache if cache is None or fills_cross else cache._replace(cross=None))
+        stats.extend(router)
+    new = None if caches is None else tuple(new_caches)
+    return x, _Found(new, tuple(stats), routings, inputs, take_sown(blocks))
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _apply_once(
+    graphdefs: tuple[nnx.GraphDef, ...],
+    fixed: FixedContext,
+    asked: Asked,
+    x: Array,
+    given: tuple,
+    arrays: Any,
+    key: Array | None,
+) -> tuple[Array, _Found]:
+    """Does the same as a program of its own: equal layers that are not stacked are traced only once."""
+    return _apply_pattern(graphdefs, x, given, Context.joined(arrays, fixed), key, asked)
+
+
+def _with_cross(new: tuple[Cache, ...], old: tuple[Cache, ...], filled: bool) -> tuple[Cache, ...]:
+    """Returns the new caches with those of cross-attention, which are the old ones unless they were just filled."""
+    return new if filled else tuple(a._replace(cross=b.cross) for a, b in zip(new, old, strict=True))
