@@ -256,7 +256,8 @@ def save(model: Model, path: str | os.PathLike[str], *, allow_nonfinite: bool = 
     Its `params/state` holds one array per parameter and layer, and Orbax alone reads it:
 
         >>> import orbax.checkpoint as ocp
-        >>> ocp.StandardCheckpointer().restore(folder / "model/params/state")["layers"]["1"]["mlp"]["up"]["kernel"].shape
+        >>> tree = ocp.StandardCheckpointer().restore(folder / "model" / "params" / "state")
+        >>> tree["layers"]["1"]["mlp"]["up"]["kernel"].shape
         (16, 32)
 
     Args:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from moe_jax.core.errors import InputError, check_member, shown
 from moe_jax.experts.devices import shard_batch
 from moe_jax.experts.shapes import ShapesOnly, normal_kernel, shapes_of
+from moe_jax.experts.summaries import Summarised, size_of
 from moe_jax.functional import keys
 from moe_jax.functional.position_embeddings import bias_by_distance
 from moe_jax.functional.routing import RouterStats
@@ -32,11 +33,12 @@ from moe_jax.nn.context import (
 )
 from moe_jax.nn.inputs import as_array, is_traced
 from moe_jax.nn.layer_views import Layers
+from moe_jax.nn.layer_words import layer_lines, layer_words
 from moe_jax.nn.layers import FFN, Norm
 from moe_jax.nn.moe import OFF, MoE, Router, StackedStats, TokenRouting, routers_of_layer
 
 
-class Block(nnx.Module):
+class Block(Summarised):
     """One layer. Every branch has a norm, such as `attention_norm`, placed as `LayerConfig.norm_position` says."""
 
     attention_norm: Norm
@@ -64,6 +66,9 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "B T d"], Cache | None, tuple[RouterStats, ...]]:
         """Applies the layer; `key` is its random key in training. Also returns the statistics of its routers."""
         return self.with_routing(x, context, cache, key)[:3]
+
+    def _summary(self) -> list[str]:
+        return [layer_words(self), size_of(self)]
 
     def with_routing(
         self,
@@ -150,7 +155,7 @@ class StackOutput(NamedTuple):
     hidden_states: dict[int, Float[Array, "B T d"]]
 
 
-class Stack(nnx.Module):
+class Stack(Summarised):
     """The layers of a model and its final norm: a decoder's, an encoder's, or those of any tokens given as embeddings.
 
     Attributes:
@@ -171,6 +176,10 @@ class Stack(nnx.Module):
         biased = config.shared_bias()
         if biased is not None:
             self.relative_bias = RelativeBias(biased, rngs=rngs, dtype=dtype)
+
+    def _summary(self) -> list[str]:
+        words = f"{len(self.layers)} layers of width {self.config.d_model:,}, {size_of(self)}"
+        return [words, *layer_lines(self.segments)]
 
     def routers(self) -> list[Router]:
         """Returns the routers of the layers as they are, replaced ones too, in the order in which they report."""
@@ -338,7 +347,7 @@ class Kept(NamedTuple):
     hidden_states: dict[int, Float[Array, "B T d"]]
 
 
-class BlockStack(nnx.Module):
+class BlockStack(Summarised):
     """A segment: every parameter of its pattern of blocks carries a leading axis [repeats].
 
     Attributes:
@@ -351,6 +360,10 @@ class BlockStack(nnx.Module):
         self.start = start
         self.repeats = repeats
         self.blocks = nnx.List(blocks)
+
+    def _summary(self) -> list[str]:
+        words = f"a pattern of {len(self.blocks)}, {self.repeats} times, {size_of(self)}"
+        return [words, *layer_lines([self])]
 
     def layer(self, repeat: int, position: int) -> int:
         """Returns the index in the stack of the layer at a place in the pattern, in a repeat of it."""

@@ -1,0 +1,35 @@
+"""Layers in words, for the summaries of modules: of each its attention and its FFN or MoE, equal ones once."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from moe_jax.core.formatting import index_set
+
+MOST_KINDS = 10
+
+
+def layer_words(block: Any) -> str:
+    """Returns a layer in words, or of a module that is none of `Block` the name of its class."""
+    parts = [getattr(block, name, None) for name in ("attention", "cross_attention", "mlp")]
+    words = [_words(part) for part in parts if part is not None]
+    return "; ".join(words) or type(block).__name__
+
+
+def layer_lines(segments: Iterable[Any]) -> list[str]:
+    """Returns a line for each kind of layer of some segments: `layers {0..28..2}: attention of 9 heads of 64; ...`."""
+    kinds: dict[str, list[int]] = {}
+    for segment in segments:
+        for position, block in enumerate(segment.blocks):
+            layers = [segment.layer(repeat, position) for repeat in range(segment.repeats)]
+            kinds.setdefault(layer_words(block), []).extend(layers)
+    lines = [f"layer{'s' * (len(layers) > 1)} {index_set(layers)}: {words}" for words, layers in kinds.items()]
+    more = len(lines) - MOST_KINDS
+    return lines if more <= 0 else [*lines[:MOST_KINDS], f"layers of {more} more kinds"]
+
+
+def _words(part: Any) -> str:
+    """Returns a part of a layer in words; one of another library, or of a user, with the name of its class."""
+    describe = getattr(getattr(part, "config", None), "describe", None)
+    if describe is None:
+        return type(part).__name__
+    return describe() if type(part).__module__.startswith("moe_jax.") else f"{type(part).__name__}: {describe()}"
