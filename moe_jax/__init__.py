@@ -18,6 +18,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax import functional as functional
     from moe_jax import nn as nn
     from moe_jax import peft as peft
+    from moe_jax import typing as typing
     from moe_jax import upcycling as upcycling
     from moe_jax.api.compress import compress as compress
     from moe_jax.api.compress_experts import CompressedExperts as CompressedExperts

@@ -16,12 +16,20 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.compression.alignment.barycenter import Barycenter as Barycenter
     from moe_jax.compression.alignment.barycenter import free_support_barycenter as free_support_barycenter
     from moe_jax.compression.calibration.recording import Calibration as Calibration
+    from moe_jax.compression.calibration.recording import LayerCalibration as LayerCalibration
+    from moe_jax.compression.calibration.recording import LayerRows as LayerRows
+    from moe_jax.compression.coding.storage import Fewer as Fewer
     from moe_jax.compression.method_sweep import Score as Score
     from moe_jax.compression.method_sweep import sweep as sweep
+    from moe_jax.compression.methods.interface import Base as Base
     from moe_jax.compression.methods.interface import Method as Method
+    from moe_jax.compression.options.in_common import MethodOptions as MethodOptions
+    from moe_jax.compression.report import LayerFigures as LayerFigures
     from moe_jax.compression.report import LayerReport as LayerReport
+    from moe_jax.compression.report import Point as Point
     from moe_jax.compression.report import Report as Report
     from moe_jax.compression.report import Sweep as Sweep
+    from moe_jax.compression.source_layer import SourceLayer as SourceLayer
     from moe_jax.compression.spec import METHODS as METHODS
     from moe_jax.compression.spec import make_method as make_method
     from moe_jax.compression.spec import make_swept_methods as make_swept_methods

@@ -13,6 +13,7 @@ is an NNX module that is called with the tokens and a routing.
 """
 
 from moe_jax.core.signatures import show_signatures as _show_signatures
+from moe_jax.experts import forms as forms
 from moe_jax.experts.adapters import AdapterBank as AdapterBank
 from moe_jax.experts.adapters import AdapterExperts as AdapterExperts
 from moe_jax.experts.bank import ExpertBank as ExpertBank
@@ -31,6 +32,7 @@ from moe_jax.experts.forms import MixtureOfBases as MixtureOfBases
 from moe_jax.experts.forms import Quantized as Quantized
 from moe_jax.experts.forms import Sparse as Sparse
 from moe_jax.experts.forms import register as register
+from moe_jax.experts.linear import Leaves as Leaves
 from moe_jax.experts.mixed_bank import Mixed as Mixed
 from moe_jax.experts.mixed_bank import MixedBank as MixedBank
 from moe_jax.experts.shapes import AdapterConfig as AdapterConfig

@@ -35,12 +35,16 @@ class Summarised(nnx.Module):
 
 
 def size_of(module: nnx.Module) -> str:
-    """Returns the parameters, bytes and dtypes of a module in words; its arrays may be abstract or traced."""
-    trained = jax.tree.leaves(nnx.state(module, nnx.Param))
-    leaves = trained + jax.tree.leaves(nnx.state(module, Fixed))
-    size = show_bytes(sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves))
-    dtypes = " and ".join(sorted({str(leaf.dtype) for leaf in leaves})) or "nothing"
+    """Returns the parameters, bytes and dtypes of a module in words; its arrays may be abstract, traced or absent."""
+    trained, fixed = (_arrays(nnx.state(module, kind)) for kind in (nnx.Param, Fixed))
+    size = show_bytes(sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in trained + fixed))
+    dtypes = " and ".join(sorted({str(leaf.dtype) for leaf in trained + fixed})) or "nothing"
     return f"{sum(math.prod(leaf.shape) for leaf in trained):,} parameters, {size} of {dtypes}"
+
+
+def _arrays(state: nnx.State) -> list[Any]:
+    """Returns the arrays of a state; programs put shardings and the like in their places."""
+    return [leaf for leaf in jax.tree.leaves(state) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
 
 
 def _wrapped(line: str, indent: str) -> list[str]:

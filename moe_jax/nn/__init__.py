@@ -13,28 +13,47 @@ from a config, a width and `nnx.Rngs`, and may stand in a model of your own.
 from moe_jax.core.signatures import show_signatures as _show_signatures
 from moe_jax.nn.attention import Attention as Attention
 from moe_jax.nn.attention import LatentAttention as LatentAttention
+from moe_jax.nn.context import Cache as Cache
 from moe_jax.nn.context import Caches as Caches
+from moe_jax.nn.context import Context as Context
+from moe_jax.nn.context import KVCache as KVCache
+from moe_jax.nn.context import LatentCache as LatentCache
+from moe_jax.nn.context import Slots as Slots
+from moe_jax.nn.context import Source as Source
+from moe_jax.nn.context import StackInputs as StackInputs
 from moe_jax.nn.context import init_cache as init_cache
+from moe_jax.nn.decoder import CallInputs as CallInputs
 from moe_jax.nn.decoder import Decoder as Decoder
+from moe_jax.nn.decoder import DecoderInputs as DecoderInputs
 from moe_jax.nn.decoder import DecoderOutput as DecoderOutput
 from moe_jax.nn.decoder import Encoded as Encoded
 from moe_jax.nn.decoder import is_stacked as is_stacked
 from moe_jax.nn.decoder import unstacked as unstacked
+from moe_jax.nn.inputs import Batch as Batch
+from moe_jax.nn.inputs import Ids as Ids
+from moe_jax.nn.layer_views import ExpertView as ExpertView
 from moe_jax.nn.layer_views import Layers as Layers
+from moe_jax.nn.layer_views import LayerView as LayerView
+from moe_jax.nn.layer_views import VariableView as VariableView
 from moe_jax.nn.layers import FFN as FFN
 from moe_jax.nn.layers import Embed as Embed
 from moe_jax.nn.layers import Head as Head
+from moe_jax.nn.layers import Linear as Linear
 from moe_jax.nn.layers import Norm as Norm
 from moe_jax.nn.moe import CoderRouter as CoderRouter
 from moe_jax.nn.moe import LinearRouter as LinearRouter
 from moe_jax.nn.moe import MoE as MoE
 from moe_jax.nn.moe import Perft as Perft
+from moe_jax.nn.moe import RouterStatistics as RouterStatistics
+from moe_jax.nn.moe import StackedStats as StackedStats
 from moe_jax.nn.moe import TokenRouting as TokenRouting
 from moe_jax.nn.moe import auxiliary_loss as auxiliary_loss
 from moe_jax.nn.moe import has_auxiliary_loss as has_auxiliary_loss
 from moe_jax.nn.moe import load_per_layer as load_per_layer
 from moe_jax.nn.stack import Block as Block
+from moe_jax.nn.stack import BlockStack as BlockStack
 from moe_jax.nn.stack import Stack as Stack
+from moe_jax.nn.stack import StackOutput as StackOutput
 
 _show_signatures(
     *(Attention, LatentAttention, Decoder, Stack, Block, Embed, Head, Norm, FFN, MoE, LinearRouter, CoderRouter, Perft)

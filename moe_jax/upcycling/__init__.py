@@ -14,6 +14,11 @@ Names are imported when they are first asked for: options are read without JAX.
 from etils import epy as _epy
 
 with _epy.lazy_api_imports(globals()):
+    from moe_jax.checks.step0 import ProbeText as ProbeText
+    from moe_jax.checks.step0 import Step0 as Step0
+    from moe_jax.checks.step0 import TextComparison as TextComparison
+    from moe_jax.upcycling.beginnings import Prompt as Prompt
+    from moe_jax.upcycling.dense_to_moe import Stored as Stored
     from moe_jax.upcycling.dense_to_moe import Upcycled as Upcycled
     from moe_jax.upcycling.dense_to_moe import keeps_the_function as keeps_the_function
     from moe_jax.upcycling.dense_to_moe import upcycle as upcycle

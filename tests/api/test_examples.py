@@ -45,7 +45,7 @@ def test_the_example_of_a_public_name_gives_what_it_says(name, tmp_path):
 
 def test_only_namespaces_are_named_as_rooms_are():
     """Importing the room would put it in the place of the name."""
-    assert {"compression", "configs", "experts", "functional", "nn", "peft", "upcycling"} == set(NAMESPACES)
+    assert {"compression", "configs", "experts", "functional", "nn", "peft", "typing", "upcycling"} == set(NAMESPACES)
     assert all(getattr(moe_jax, name) is sys.modules[f"moe_jax.{name}"] for name in NAMESPACES)
 
 

@@ -1,5 +1,19 @@
 """Forms of experts, each found by its name: full kernels, or a shared base and something small per expert."""
 
+from moe_jax.core.data_sheets import Chip as Chip
+from moe_jax.experts.devices import Cost as Cost
+from moe_jax.experts.devices import Platform as Platform
+from moe_jax.experts.forms.coding import Coder as Coder
+from moe_jax.experts.forms.coding import Encodable as Encodable
+from moe_jax.experts.forms.coding import Encoded as Encoded
+from moe_jax.experts.forms.coding import JointCoder as JointCoder
+from moe_jax.experts.forms.coding import Layout as Layout
+from moe_jax.experts.forms.coding import MoreOfCodes as MoreOfCodes
+from moe_jax.experts.forms.coding import Own as Own
+from moe_jax.experts.forms.coding import Residual as Residual
+from moe_jax.experts.forms.coding import Storable as Storable
+from moe_jax.experts.forms.coding import Wanted as Wanted
+from moe_jax.experts.forms.kernel_of_codes import Coded as Coded
 from moe_jax.experts.forms.low_rank import JointLowRank as JointLowRank
 from moe_jax.experts.forms.low_rank import LowRank as LowRank
 from moe_jax.experts.forms.mixture_of_bases import MixtureOfBases as MixtureOfBases
@@ -9,6 +23,9 @@ from moe_jax.experts.forms.protocol import register as register
 from moe_jax.experts.forms.quantized import Quantized as Quantized
 from moe_jax.experts.forms.sparse import Sparse as Sparse
 from moe_jax.experts.forms.whole import Full as Full
+from moe_jax.experts.shapes import Arrays as Arrays
+from moe_jax.experts.shapes import Load as Load
 from moe_jax.experts.shapes import Matrix as Matrix
+from moe_jax.experts.shapes import Part as Part
 from moe_jax.experts.shapes import Window as Window
 from moe_jax.experts.shapes import ffn_matrices as ffn_matrices
