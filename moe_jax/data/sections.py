@@ -5,7 +5,7 @@ from pathlib import PurePath
 from typing import Literal
 
 from moe_jax.core.errors import MAX_FLOAT32, MAX_SIZE, InputError, is_finite, shown
-from moe_jax.core.short_repr import short_repr
+from moe_jax.core.formatting import short_repr
 
 
 def at_least(section: object, least: int, *names: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from moe_jax.core.code_options import DEFAULT_GROUP_SIZE, BaseCodesOptions
 from moe_jax.core.errors import InputError, check_member, shown
-from moe_jax.core.short_repr import short_repr
+from moe_jax.core.formatting import short_repr
 from moe_jax.experts.forms import ExpertForm, Full, KernelForm, ffn_matrices
 from moe_jax.experts.forms.coding import ByExpert
 from moe_jax.experts.forms.kernel_of_codes import NF4, Coded, CodedLevels, CodedNF4

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.core.draws import INIT_STD
 from moe_jax.core.errors import InputError, check_member, check_number, check_positive, clipped, shown
-from moe_jax.core.short_repr import short_repr
+from moe_jax.core.formatting import short_repr
 from moe_jax.kernels.plain import ACTIVATION_FUNCTIONS
 
 

@@ -1,7 +1,7 @@
-"""Pure functions of arrays: routing, dispatch to experts, grouped products, attention, losses, codes.
+"""Pure functions of arrays: routing, experts' products, attention, losses, codes.
 
-None of them holds parameters, reads files or keeps state: they go under `jax.jit`, `jax.grad` and `jax.shard_map`, and
-into modules of your own. Kernels are chosen by the platform that a program is compiled for.
+None of them holds parameters, reads files or keeps state: they go under `jax.jit`, `jax.grad` and `jax.shard_map`,
+and into modules of your own. Kernels are chosen by the platform that a program is compiled for.
 
     >>> import jax.numpy as jnp
     >>> from moe_jax import functional
@@ -10,6 +10,37 @@ into modules of your own. Kernels are chosen by the platform that a program is c
     [1, 1, 0]
 
 Names are imported when they are first asked for.
+
+Routing:
+    route                            chooses experts: a `Routing` and its `RouterStats`
+    register_gate, Gate              a gate of your own
+    Selection                        restricts the choice
+    sort_by_expert, Order            assignments sorted by expert
+    dispatch, combine                tokens to sorted rows, and back
+
+Products:
+    grouped_matmul                   consecutive groups of rows, each with its own kernel
+    synthesised_matmul, Tiles        the same with kernels that exist while they are multiplied
+    routed_adapters                  adapters that tokens chose
+    Product                          a product that is added to another
+    quantize_nf4, dequantize_nf4     kernels in codes of 4 bits
+
+Attention:
+    grouped_query_attention, Placement
+                                     by the kernel of the platform, and where it is
+    chunked_attention, cached_attention, AttentionOptions
+                                     on any platform, and with caches
+    Visibility                       which tokens see which
+    rope_tables, apply_rope          rotary position embeddings
+    layer_norm, rms_norm             norms
+
+Heads and losses:
+    token_cross_entropies            of every token; no logits of all tokens exist at once
+    weighted_cross_entropy           their weighted sum, with its gradient
+    distilled_cross_entropy, Distillation, TeacherArrays, DistilledLoss
+                                     mixed with the divergence from a teacher
+    HeadOptions, LossAxes            properties of a head, and how a mesh splits it
+    sample                           one token per row
 """
 
 from etils import epy as _epy

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from moe_jax.core.errors import InputError, check_member, check_number, check_positive, is_finite
-from moe_jax.core.short_repr import short_repr
+from moe_jax.core.formatting import short_repr
 
 ROPE_SCALINGS = ("none", "linear", "dynamic", "yarn", "longrope", "llama3")
 

@@ -5,7 +5,7 @@ import math
 from typing import Literal
 
 from moe_jax.core.errors import InputError, check_member, check_number, check_positive, shown
-from moe_jax.core.short_repr import short_repr
+from moe_jax.core.formatting import short_repr
 from moe_jax.experts.shapes import LoRAConfig
 from moe_jax.functional.attention import MASKS
 from moe_jax.functional.position_embeddings import RelativeBiasConfig, RopeConfig

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from moe_jax.core.errors import InputError, check_member, check_number, check_positive, shown
-from moe_jax.core.short_repr import short_repr
+from moe_jax.core.formatting import short_repr
 from moe_jax.experts.shapes import FFNConfig
 from moe_jax.functional.position_embeddings import RopeConfig
 from moe_jax.models.attention_config import PROJECTIONS as PROJECTIONS

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from moe_jax.core.errors import InputError, check_member, check_number, check_positive
-from moe_jax.core.short_repr import short_repr
+from moe_jax.core.formatting import short_repr
 from moe_jax.experts.bank_config import BankConfig
 from moe_jax.experts.shapes import AdapterConfig, FFNConfig, LoRAConfig
 from moe_jax.functional.routing import GATE_BESIDE, GATES, GROUP_SCORES, UNIVERSAL, weights_are_constant

@@ -1,13 +1,45 @@
 """Flax NNX modules: a whole model (`Decoder`), and the layers that it is made of.
 
-They own parameters and call the pure functions of `moe_jax.functional` and the banks of `moe_jax.experts`. Each is made
-from a config, a width and `nnx.Rngs`, and may stand in a model of your own.
+They own parameters and call the pure functions of `moe_jax.functional` and the banks of `moe_jax.experts`. Each is
+made from a config, a width and `nnx.Rngs`, and may stand in a model of your own.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
     >>> ffn = moe_jax.nn.FFN(moe_jax.FFNConfig(dim=32), 16, rngs=nnx.Rngs(0), dtype=jnp.dtype("float32"))
     >>> ffn(jnp.ones((3, 16))).shape
     (3, 16)
+
+Models:
+    Decoder                          from tokens to logits; with an `encode` where there is an encoder
+    DecoderOutput, Encoded           results of a call, and of `encode`
+    Stack, StackOutput               the layers and the final norm, and the result of a call
+    BlockStack, Block                layers that repeat, and one layer
+    Layers                           the layers of a stack by their index
+    LayerView, ExpertView, VariableView
+                                     a layer, an expert and a parameter of one, read and written in the stack
+    unstacked, is_stacked            a model whose layers have arrays of their own, and whether it has others
+
+Layers:
+    Embed, Head, Norm                token embeddings, logits, norms
+    Attention, LatentAttention       grouped-query attention, and multi-head latent attention
+    FFN, Linear                      a dense feed-forward network, and a linear map
+    MoE, Perft                       a Mixture-of-Experts, and adapters beside it
+    LinearRouter, CoderRouter        logits of experts
+
+Routing, as it is reported:
+    TokenRouting                     the decision for every token
+    StackedStats, RouterStatistics   statistics of all routers in a call, and of one over a text
+    auxiliary_loss                   what training adds to its loss; `has_auxiliary_loss` says whether it is 0
+    load_per_layer                   share of the assignments of every expert
+    filters                          parameters by what they are for: of routers, experts, adapters
+
+Arguments:
+    Ids, Batch                       token ids, and arrays of a training batch
+    CallInputs, DecoderInputs, StackInputs
+                                     keywords of `Decoder`, of its `activations` and of `Stack`
+    init_cache, Caches, Cache        caches for generation: made, of all layers, of one
+    KVCache, LatentCache             of grouped-query and of latent attention
+    Context, Slots, Source           what all layers of a call share; in it places in caches, an encoder's output
 """
 
 from moe_jax.core.signatures import show_signatures as _show_signatures

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moe_jax.core.errors import MAX_SIZE, InputError, is_finite, shown
-from moe_jax.core.short_repr import short_repr
+from moe_jax.core.formatting import short_repr
 from moe_jax.data.sections import DataSection, FieldsSection, Format, SourceSection, at_least
 from moe_jax.files import json_toml
 from moe_jax.files.json_toml import read_toml

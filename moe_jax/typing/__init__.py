@@ -1,9 +1,30 @@
-"""Types for annotations in programs of one's own: of what verbs take, and of the parts of what they return.
+"""Types for annotations: what verbs take, and the parts of what they return.
 
     >>> def halved(model: moe_jax.typing.ModelOrPath) -> moe_jax.Model:
     ...     return moe_jax.compress(model, method="quantize", bits=8)
 
 Names are imported when they are first asked for: importing this module imports no JAX.
+
+Arguments of verbs:
+    ModelOrPath, ModelLike           a model or its path, also of one that is read leaf by leaf
+    OutPath, Destination, InMemory   where the result goes; None or `InMemory`: into memory
+    RecipeOrPath                     of `train`
+    Prompt, Message                  of `generate`: a text, tokens or a conversation of messages
+    Text, Texts, Examples            of `evaluate` and `classify`
+    Kernels                          of `compress_experts`
+    Progress                         called with what is done, how much, and of how much
+
+Parts of a model:
+    Loading                          the options of `load`
+    ModelSource, HoldsSource         weights that are read leaf by leaf, and what has them
+    ModelInMemory, StoredLeaves      of a model in memory; leaves that can be read
+    Tokenizer                        `Model.tokenizer`
+    Example, Document, Pair, Pairs   texts for it, and what it makes of them
+
+Parts of a plan:
+    TrainingMemory, TunedParameters  bytes in training, and parameters that are tuned
+    PlannedStrategies, LayerStrategies, StrategyTime
+                                     ways to apply experts, by layer, and their times
 """
 
 from etils import epy as _epy

@@ -64,7 +64,7 @@ def test_every_config_is_in_one_place_and_importing_them_imports_no_jax():
     everywhere = [names_in(namespace) for namespace in NAMESPACES] + [PUBLIC]
     named = {name for names in everywhere for name in names if name.endswith("Config")}
     assert named | {config.__name__ for config in configs} <= set(names_in("configs"))
-    code = "import sys, moe_jax.configs, moe_jax.functional; assert 'jax' not in sys.modules"
+    code = "import sys, moe_jax.configs, moe_jax.functional, moe_jax.typing; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -1,4 +1,27 @@
-"""Forms of experts, each found by its name: full kernels, or a shared base and something small per expert."""
+"""Forms of experts, each found by its name, and the types that their methods meet.
+
+A form of your own is a frozen dataclass derived from `KernelForm`, with a name from `register`.
+
+Forms:
+    Full, LowRank, JointLowRank, Sparse, Quantized, MixtureOfBases
+    Coded                            a whole kernel in codes of another form
+    ExpertForm, KernelForm           what all have in common, and those that have kernels
+    register                         gives a form its name
+
+Arguments of their methods:
+    Matrix, ffn_matrices             a matrix of an FFN, and all of them by name
+    Part, Window                     the part of a kernel on one device, and columns of it
+    Arrays                           the arrays of a matrix, by path
+    Load, Platform, Chip, Cost       what the choice of a way to compute depends on
+
+For forms that experts are compressed to:
+    Encodable, Storable              one matrix at a time; forms whose size follows from a share or a number of bits
+    Residual                         what is encoded
+    Coder, JointCoder                the methods to do it with
+    Encoded, MoreOfCodes             a kernel in codes, and further options of codes
+    Wanted, Layout                   how much of the experts is to stay, and ways to store them that have a name
+    Own                              the place of one expert among the arrays
+"""
 
 from moe_jax.core.data_sheets import Chip as Chip
 from moe_jax.experts.devices import Cost as Cost
