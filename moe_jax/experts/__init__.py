@@ -64,4 +64,4 @@ from moe_jax.experts.shapes import AdapterConfig as AdapterConfig
 from moe_jax.experts.shapes import FFNConfig as FFNConfig
 from moe_jax.experts.shapes import LoRAConfig as LoRAConfig
 
-_show_signatures(ExpertBank, KernelBank, MixedBank, AdapterBank)
+_show_signatures(ExpertBank, KernelBank, MixedBank, AdapterBank, Leaves)

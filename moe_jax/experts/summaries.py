@@ -38,8 +38,10 @@ def size_of(module: nnx.Module) -> str:
     """Returns the parameters, bytes and dtypes of a module in words; its arrays may be abstract, traced or absent."""
     trained, fixed = (_arrays(nnx.state(module, kind)) for kind in (nnx.Param, Fixed))
     size = show_bytes(sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in trained + fixed))
-    dtypes = " and ".join(sorted({str(leaf.dtype) for leaf in trained + fixed})) or "nothing"
-    return f"{sum(math.prod(leaf.shape) for leaf in trained):,} parameters, {size} of {dtypes}"
+    dtypes = sorted({str(leaf.dtype) for leaf in trained + fixed})
+    codes = " beside codes" if "uint8" in dtypes else ""
+    count = sum(math.prod(leaf.shape) for leaf in trained)
+    return f"{count:,} parameters{codes}, {size} of {' and '.join(dtypes) or 'nothing'}"
 
 
 def _arrays(state: nnx.State) -> list[Any]:

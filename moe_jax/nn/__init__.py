@@ -88,5 +88,6 @@ from moe_jax.nn.stack import Stack as Stack
 from moe_jax.nn.stack import StackOutput as StackOutput
 
 _show_signatures(
-    *(Attention, LatentAttention, Decoder, Stack, Block, Embed, Head, Norm, FFN, MoE, LinearRouter, CoderRouter, Perft)
+    *(Attention, LatentAttention, Decoder, Stack, BlockStack, Block, Embed, Head, Norm, FFN, Linear, MoE, LinearRouter),
+    *(CoderRouter, Perft),
 )

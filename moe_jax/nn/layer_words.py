@@ -10,9 +10,11 @@ MOST_KINDS = 10
 
 def layer_words(block: Any) -> str:
     """Returns a layer in words, or of a module that is none of `Block` the name of its class."""
-    parts = [getattr(block, name, None) for name in ("attention", "cross_attention", "mlp")]
-    words = [_words(part) for part in parts if part is not None]
-    return "; ".join(words) or type(block).__name__
+    parts = {name: getattr(block, name, None) for name in ("attention", "cross_attention", "mlp")}
+    words = {name: _words(part) for name, part in parts.items() if part is not None}
+    if "cross_attention" in words:
+        words["cross_attention"] = f"cross-{words['cross_attention'].removesuffix(', bidirectional')}"
+    return "; ".join(words.values()) or type(block).__name__
 
 
 def layer_lines(segments: Iterable[Any]) -> list[str]:

@@ -71,8 +71,8 @@ def test_it_says_what_is_in_which_layers():
     assert lines[3] == (
         f"layers {{1..79..2}}: {attention}; MoE of 64 experts, top-2, low-rank, rank 4; FFN of 14,336, gated silu"
     )
-    both = repr(shapes_of(lambda rngs: Decoder(MODELS["encoder-decoder"], rngs=rngs)))
-    assert "encoder layers {0..23}" in both and "decoder layers {0..23}" in both
+    both = " ".join(repr(shapes_of(lambda rngs: Decoder(MODELS["encoder-decoder"], rngs=rngs))).split())
+    assert "encoder layers {0..23}" in both and "decoder layers {0..23}" in both and f"; cross-{attention}" in both
     assert "head of 3 classes" in repr(shapes_of(lambda rngs: Decoder(MODELS["classifier"], rngs=rngs)))
 
 
