@@ -1,10 +1,71 @@
-"""Mixture-of-Experts from dense models: upcycle, tune, compress. One shared base plus something small per expert.
+"""Mixture-of-Experts from dense models: upcycle, tune, compress; experts share one base.
 
-What is listed here is the public API; anything else may change without notice. Names are imported when they are first
-asked for: `import moe_jax` alone does not import JAX.
+What is listed here is the public API; anything else may change without notice. Names are imported when they are
+first asked for: `import moe_jax` alone does not import JAX. `help(moe_jax.load)` and so on say more of each.
 
-Modules and functions to build with are in `moe_jax.nn`, `moe_jax.experts`, `moe_jax.functional`, `moe_jax.peft`,
-`moe_jax.upcycling` and `moe_jax.compression`; every config is in `moe_jax.configs`.
+Models:
+    load, save              a model read from a path, or written as a model directory
+    Model                   a decoder with its tokenizer and its lineage
+    Decoder                 the NNX module, from tokens to logits
+    tiny_model              a model of some thousand random weights, to try things on
+
+Verbs, for a model or the path of one; without `out` the result is in memory:
+    convert, export         from a Hugging Face checkpoint or a GGUF file, and to one
+    upcycle                 an MoE made of a dense model, with the same logits
+    adapt, merge            adapters put beside a frozen model, and folded into its kernels
+    train                   a whole run from a recipe, or a model trained on batches in memory
+    compress                the experts of a trained MoE made smaller
+    compress_experts        the experts of one layer made smaller: arrays in, a bank out
+    generate                prompts continued
+    evaluate, classify      the perplexity of a text, and how often labels are right
+    plan                    parameters, bytes and FLOP, from a config alone
+
+Options of verbs as one object, in the place of keywords:
+    ConvertSpec, ExportSpec, UpcycleSpec, AdaptSpec, MergeSpec, CompressSpec, GenerateSpec
+    Recipe                  of a training run
+
+Results beside models:
+    Continuation            of `generate`
+    Evaluation              of `evaluate`
+    Classification          of `classify`
+    CompressedExperts       of `compress_experts`
+    ModelPlan               of `plan`
+    InputError              raised for bad input, with a message that says what to do
+
+Configs, which describe models without weights:
+    ModelConfig             a whole model
+    LayerConfig             a layer: attention, then an FFN or an MoE
+    AttentionConfig         grouped-query attention
+    LatentConfig            what makes it multi-head latent attention
+    RopeConfig              rotary position embeddings
+    RelativeBiasConfig      relative biases of attention
+    FFNConfig               a feed-forward network, or one expert
+    MoEConfig               a Mixture-of-Experts: experts, routing, auxiliary losses
+    BankConfig              the form of the experts, and of the base that they share
+    AdapterConfig           a bottleneck adapter
+    LoRAConfig              LoRA beside some kernels
+    PerftConfig             adapters as experts beside an MoE
+
+To build with:
+    MoE                     the layer: a router and a bank of experts
+    make_bank               makes a bank of experts
+    ExpertBank              all experts of a layer behind one interface
+    KernelBank              experts with whole kernels, or with a base and a part of their own
+    AdapterBank             adapters after a shared FFN
+    route                   chooses experts for every token
+    filters                 parameters by what they are for: of routers, experts, adapters
+    free_support_barycenter, Barycenter
+                            the barycenter of point clouds, by which experts are aligned
+
+Namespaces, each with an index of its own:
+    nn                      Flax NNX modules
+    experts                 banks of experts and their forms; `experts.forms` for a form of your own
+    functional              pure functions of arrays
+    configs                 all configs, those of recipes too
+    peft                    the partition of a model into trained and frozen parameters
+    upcycling               the parts of `upcycle`
+    compression             methods, reports and sweeps of `compress`
+    typing                  types for annotations
 """
 
 from etils import epy as _epy
@@ -18,6 +79,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax import functional as functional
     from moe_jax import nn as nn
     from moe_jax import peft as peft
+    from moe_jax import typing as typing
     from moe_jax import upcycling as upcycling
     from moe_jax.api.compress import compress as compress
     from moe_jax.api.compress_experts import CompressedExperts as CompressedExperts
@@ -72,5 +134,22 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.training.recipe import Recipe as Recipe
     from moe_jax.upcycling.spec import UpcycleSpec as UpcycleSpec
 
+
+class _StarNames(list[str]):
+    """The names that `from moe_jax import *` brings.
+
+    `help` asks of each whether it is among them, to describe it in full: in thousands of lines, where the docstring
+    above has one for each.
+    """
+
+    def __contains__(self, name: object) -> bool:
+        return False
+
+
 # The names above, which are not attributes yet.
-__all__ = sorted(name for name in globals()["__dir__"]() if not name.startswith("_"))  # pyright: ignore
+__all__ = _StarNames(sorted(set(globals()["__dir__"]()) - set(globals())))  # pyright: ignore
+
+
+def __dir__() -> list[str]:
+    """Returns the public names, and not the packages behind them that were imported meanwhile."""
+    return [*__all__, "__all__", "__version__"]

@@ -253,6 +253,13 @@ def save(model: Model, path: str | os.PathLike[str], *, allow_nonfinite: bool = 
         >>> moe_jax.save(moe_jax.tiny_model(), folder / "model").name
         'model'
 
+    Its `params/state` holds one array per parameter and layer, and Orbax alone reads it:
+
+        >>> import orbax.checkpoint as ocp
+        >>> tree = ocp.StandardCheckpointer().restore(folder / "model" / "params" / "state")
+        >>> tree["layers"]["1"]["mlp"]["up"]["kernel"].shape
+        (16, 32)
+
     Args:
       model: the model to write.
       path: where the directory appears; must not exist.

@@ -1,13 +1,31 @@
-"""A trained MoE made smaller: DeRS compression, ResMoE and its baselines (methods.md 4 and 5), and their pieces.
+"""A trained MoE made smaller: DeRS compression, ResMoE, and their pieces (methods.md 4, 5).
 
-`moe_jax.compress` is the verb. Here are the methods by name (`METHODS`, `make_method`), the reports, `sweep`, and the
-barycenter that ResMoE aligns experts by.
+`moe_jax.compress` is the verb. Here are the methods by name, the reports, `sweep`, and the barycenter that ResMoE
+aligns experts by.
 
     >>> from moe_jax.compression import METHODS, make_method
     >>> "resmoe" in METHODS, make_method("quantize", {"bits": 4}).bits
     (True, 4)
 
 Names are imported when they are first asked for.
+
+Methods:
+    METHODS, make_method             all by name, and one with its options
+    option_names                     the options of all methods
+    Method, MethodOptions            what all have in common
+    SourceLayer, Base                what they are given: the experts of a layer, and their base
+    Fewer                            experts that stay whole and are fewer or smaller
+    free_support_barycenter, Barycenter
+                                     the barycenter of point clouds, by which experts are aligned
+
+Jobs:
+    compress                         a model on the disk, one layer at a time
+    Report, LayerReport, LayerFigures
+                                     figures of a model, of a layer, and of its matrices
+    Calibration, LayerCalibration, LayerRows
+                                     a recording of a model on a text, of a layer, and the inputs of its experts
+    sweep, make_swept_methods        many methods tried, and what is tried
+    Sweep, Point, Score              the result, one model of it, and what scores it
 """
 
 from etils import epy as _epy
@@ -16,12 +34,20 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.compression.alignment.barycenter import Barycenter as Barycenter
     from moe_jax.compression.alignment.barycenter import free_support_barycenter as free_support_barycenter
     from moe_jax.compression.calibration.recording import Calibration as Calibration
+    from moe_jax.compression.calibration.recording import LayerCalibration as LayerCalibration
+    from moe_jax.compression.calibration.recording import LayerRows as LayerRows
+    from moe_jax.compression.coding.storage import Fewer as Fewer
     from moe_jax.compression.method_sweep import Score as Score
     from moe_jax.compression.method_sweep import sweep as sweep
+    from moe_jax.compression.methods.interface import Base as Base
     from moe_jax.compression.methods.interface import Method as Method
+    from moe_jax.compression.options.in_common import MethodOptions as MethodOptions
+    from moe_jax.compression.report import LayerFigures as LayerFigures
     from moe_jax.compression.report import LayerReport as LayerReport
+    from moe_jax.compression.report import Point as Point
     from moe_jax.compression.report import Report as Report
     from moe_jax.compression.report import Sweep as Sweep
+    from moe_jax.compression.source_layer import SourceLayer as SourceLayer
     from moe_jax.compression.spec import METHODS as METHODS
     from moe_jax.compression.spec import make_method as make_method
     from moe_jax.compression.spec import make_swept_methods as make_swept_methods

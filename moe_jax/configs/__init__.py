@@ -1,4 +1,4 @@
-"""All configs: frozen dataclasses that describe models, experts and training completely, without weights.
+"""All configs: frozen dataclasses that describe models, experts and training, without weights.
 
 Build one with keywords, change it with `dataclasses.replace`, and give it to a module (`moe_jax.Decoder`), a bank
 (`moe_jax.make_bank`) or a verb. A form of experts may stand wherever its name may: `moe_jax.upcycle(model,
@@ -9,6 +9,33 @@ delta=moe_jax.configs.LowRank(rank=16))` is the same as `delta="low-rank:16"`.
     'topk_softmax'
 
 Names are imported when they are first asked for: importing this module imports no JAX.
+
+Models:
+    ModelConfig, LayerConfig         a model, and one of its layers
+    AttentionConfig, LatentConfig    attention, and what makes it latent
+    RopeConfig, RelativeBiasConfig   position embeddings
+    FFNConfig, MoEConfig             a feed-forward network, and a Mixture-of-Experts
+    SelectionConfig                  restricts the choice of experts
+    AdapterConfig, LoRAConfig, PerftConfig
+                                     adapters, LoRA, and adapters as experts
+    config_to_json, config_from_json a model's config as a table of JSON, and back
+
+Experts:
+    BankConfig, BaseCodes            the form of the experts, and codes of their base
+    Full, LowRank, JointLowRank, Sparse, Quantized, MixtureOfBases, AdapterExperts
+                                     the forms
+
+Training:
+    Recipe                           a whole run, in sections:
+    ModelSection, PartitionSection   the model, and which of its parameters are trained
+    DataSection, SourceSection, FieldsSection
+                                     the data, its files, and the keys of their rows
+    OptimizerSection, GroupSection, ScheduleSection, TrainSection
+                                     optimizer, parameters with their own options, learning rate, steps
+    EmaSection, DistillSection       an average of parameters, a teacher
+    MeshSection                      devices
+    CheckpointSection, LogSection, EvalSection
+                                     what is written, and what is measured
 """
 
 from etils import epy as _epy

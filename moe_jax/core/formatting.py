@@ -1,9 +1,10 @@
-"""Numbers, counts and names of dtypes, as people write and read them."""
+"""Numbers, counts, names of dtypes and configs, as people write and read them."""
 
+import dataclasses
 import math
 import re
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moe_jax.core.errors import InputError, shown
 
@@ -87,3 +88,19 @@ def full_name(name: str, choices: Collection[str]) -> str:
     """The one of `choices` that a short name of a dtype stands for; `name` itself if it stands for none."""
     full = SHORT_NAMES.get(name, name)
     return full if name not in choices and full in choices else name
+
+
+def short_repr(self: Any, **texts: str) -> str:
+    """Returns a dataclass as the call that makes it, without the fields that have their default: its `__repr__`.
+
+    Of long values, such as lists of numbers, it has the beginning. `texts` has fields by name that are written in
+    another way.
+    """
+    written = []
+    for field in dataclasses.fields(self):
+        value = getattr(self, field.name)
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if default is dataclasses.MISSING or value != default:
+            text = repr(value) if dataclasses.is_dataclass(value) else shown(value)
+            written.append(f"{field.name}={texts.get(field.name, text)}")
+    return f"{type(self).__name__}({', '.join(written)})"

@@ -5,6 +5,7 @@ from pathlib import PurePath
 from typing import Literal
 
 from moe_jax.core.errors import MAX_FLOAT32, MAX_SIZE, InputError, is_finite, shown
+from moe_jax.core.formatting import short_repr
 
 
 def at_least(section: object, least: int, *names: str) -> None:
@@ -46,6 +47,8 @@ class FieldsSection:
     tools: str | None = None
     role: str = "role"
     content: str = "content"
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         given = [kind for kind, keys in self.keys_by_kind().items() if keys]
@@ -97,6 +100,8 @@ class SourceSection:
     chat: bool = False
     weight: float | None = None
     separator: str | None = None
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         if self.weight is not None and not (is_finite(self.weight) and self.weight > 0):
@@ -174,6 +179,8 @@ class DataSection:
     epochs: int | None = None
     piece_kib: int = 64
     prefetch: int = 2
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         at_least(self, 1, "seq_len", "piece_kib", "epochs")

@@ -25,11 +25,12 @@ from moe_jax.experts.linear import BIAS, Leaves, ffn_linears, lora_for
 from moe_jax.experts.over_mesh import apply_experts
 from moe_jax.experts.shapes import BASE, FFNConfig, Load, Matrix, ffn_matrices, shapes_of
 from moe_jax.experts.strategy import check_strategy, choose_strategy, strategy_from_environment
+from moe_jax.experts.summaries import Summarised, size_of
 from moe_jax.functional.keys import fold_in
 from moe_jax.functional.routing import Routing
 
 
-class ExpertBank(nnx.Module, abc.ABC):
+class ExpertBank(Summarised, abc.ABC):
     """The experts of one layer. Code outside `experts/` never asks which form they have.
 
         >>> import jax.numpy as jnp
@@ -57,6 +58,11 @@ class ExpertBank(nnx.Module, abc.ABC):
         self.num_experts = num_experts
         self.strategy = strategy_from_environment()
         self.exchange = exchange_from_environment()
+
+    def _summary(self) -> list[str]:
+        layers = "" if self.num_layers is None else f" in each of {self.num_layers} layers"
+        experts = f"{self.num_experts} experts{layers}, {self.config.describe()}"
+        return [f"{experts}; {self.expert.describe()}; width {self._d_model:,}", size_of(self)]
 
     @abc.abstractmethod
     def __call__(self, x: Float[Array, "T d"], routing: Routing, key: Array | None = None) -> Float[Array, "T d"]:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from moe_jax.core.code_options import DEFAULT_GROUP_SIZE, BaseCodesOptions
 from moe_jax.core.errors import InputError, check_member, shown
+from moe_jax.core.formatting import short_repr
 from moe_jax.experts.forms import ExpertForm, Full, KernelForm, ffn_matrices
 from moe_jax.experts.forms.coding import ByExpert
 from moe_jax.experts.forms.kernel_of_codes import NF4, Coded, CodedLevels, CodedNF4
@@ -23,6 +24,8 @@ class BaseCodes(BaseCodesOptions):
     >>> BaseCodes(code="4").group_size, BaseCodes(code="nf4").describe()
     (128, 'NF4 codes')
     """
+
+    __repr__ = short_repr
 
     def has(self, name: str) -> bool:
         """Whether the matrix of this name has a base."""
@@ -106,6 +109,11 @@ class BankConfig:
                 f"base_codes go with a shared base that experts are added to, which {form.kind} experts with base "
                 f"{base!r} do not have"
             )
+
+    def __repr__(self) -> str:
+        beside = short_repr(_Sharing(base=self.base, train_base=self.train_base, base_codes=self.base_codes))
+        given = [short_repr(self.form), beside.removeprefix("_Sharing(").removesuffix(")")]
+        return f"BankConfig({', '.join(filter(None, given))})"
 
     @property
     def kind(self) -> str:

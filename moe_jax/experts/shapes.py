@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from moe_jax.core.draws import INIT_STD
 from moe_jax.core.errors import InputError, check_number, check_positive, clipped, shown
+from moe_jax.core.formatting import short_repr
 from moe_jax.kernels.plain import ACTIVATION_FUNCTIONS
 
 
@@ -44,6 +45,8 @@ class AdapterConfig:
     dropout: float = 0.0
     of_base: bool = False
 
+    __repr__ = short_repr
+
     def __post_init__(self) -> None:
         check_positive(self, "rank")
         if self.activation != "none":
@@ -70,11 +73,17 @@ class LoRAConfig:
     scale: float = 2.0
     dropout: float = 0.0
 
+    __repr__ = short_repr
+
     def __post_init__(self) -> None:
         check_positive(self, "rank")
         _check_strength(self)
         if not self.targets or len(set(self.targets)) < len(self.targets):
             raise InputError(f"targets={shown(list(self.targets))} must name at least one kernel, and each once")
+
+    def describe(self) -> str:
+        """Returns the adapters in words: `LoRA of rank 8 on q, v`."""
+        return f"LoRA of rank {self.rank} on {', '.join(self.targets)}"
 
     def check_targets(self, known: tuple[str, ...]) -> None:
         """Raises `InputError` for a target that is none of `known`."""
@@ -106,11 +115,19 @@ class FFNConfig:
     nf4: bool = False
     lora: LoRAConfig | None = None
 
+    __repr__ = short_repr
+
     def __post_init__(self) -> None:
         check_positive(self, "dim")
         ACTIVATION_FUNCTIONS.check("activation", self.activation)
         if self.lora is not None:
             self.lora.check_targets(self.matrices)
+
+    def describe(self) -> str:
+        """Returns the FFN in words: `FFN of 1,536, gated silu`."""
+        more = (", biases" if self.bias else "") + (", NF4" if self.nf4 else "")
+        lora = "" if self.lora is None else f", {self.lora.describe()}"
+        return f"FFN of {self.dim:,}, {'gated ' if self.gated else ''}{self.activation}{more}{lora}"
 
     @property
     def matrices(self) -> tuple[str, ...]:

@@ -43,7 +43,7 @@ def weighted_cross_entropy(
 ) -> Float[Array, ""]:
     """Returns the sum of `weights * token_cross_entropies`, float32; its gradient computes no product twice.
 
-    In the dtype of `x` the gradient is rounded before it is multiplied by the cotangent: put factors into the weights.
+    In the dtype of `x` the gradient is rounded before the cotangent multiplies it: put factors into the weights.
 
     Args:
       options, x, kernel, bias, targets: see `token_cross_entropies`.

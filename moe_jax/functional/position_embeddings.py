@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from moe_jax.core.errors import InputError, check_member, check_number, check_positive, is_finite
+from moe_jax.core.formatting import short_repr
 
 ROPE_SCALINGS = ("none", "linear", "dynamic", "yarn", "longrope", "llama3")
 
@@ -53,6 +54,8 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     short_factor: tuple[float, ...] | None = None
     long_factor: tuple[float, ...] | None = None
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         check_member("rope scaling", self.scaling, ROPE_SCALINGS)
@@ -252,6 +255,8 @@ class RelativeBiasConfig:
 
     buckets: int = 32
     max_distance: int = 128
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         check_positive(self, "buckets")

@@ -1,7 +1,7 @@
 """The model directory, which every command reads and writes.
 
     config.json      versioned `ModelConfig`; the tree of the model can be built from it alone
-    params/          Orbax checkpoint, one leaf per parameter per layer
+    params/          Orbax checkpoint, one leaf per parameter per layer; its tree is in params/state
     lineage.json     how the model was made
     tokenizer files  copied unchanged (`files.tokenizer_files`)
 

@@ -5,6 +5,7 @@ import math
 from typing import Literal
 
 from moe_jax.core.errors import InputError, check_member, check_number, check_positive, shown
+from moe_jax.core.formatting import short_repr
 from moe_jax.experts.shapes import LoRAConfig
 from moe_jax.functional.attention import MASKS
 from moe_jax.functional.position_embeddings import RelativeBiasConfig, RopeConfig
@@ -42,6 +43,8 @@ class LatentConfig:
     q_rank: int | None = None
     interleaved: bool = True
     norm_eps: float = 1e-6
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         check_positive(self, "kv_rank", "rope_dim", "value_dim", "q_rank")
@@ -97,6 +100,8 @@ class AttentionConfig:
     lora: LoRAConfig | None = None
     latent: LatentConfig | None = None
 
+    __repr__ = short_repr
+
     def __post_init__(self) -> None:
         if self.lora is not None:
             self.lora.check_targets(self.projections)
@@ -137,6 +142,18 @@ class AttentionConfig:
         biased = [name for name in self.biases if name not in LATENT_BIASES]
         if biased:
             raise InputError(f"of latent attention {', '.join(LATENT_BIASES)} can have a bias, not {biased[0]}")
+
+    def describe(self) -> str:
+        """Returns the attention in words: `attention of 9 heads of 64, 3 of keys and values`."""
+        words = [f"attention of {self.num_heads} heads of {self.head_dim}"]
+        if self.latent is not None:
+            words.append(f"latents of {self.latent.kv_rank}")
+        elif self.num_kv_heads != self.num_heads:
+            words.append(f"{self.num_kv_heads} of keys and values")
+        words += [self.mask] * (self.mask != "causal") + ["NF4"] * self.nf4
+        words += [] if self.sliding_window is None else [f"window of {self.sliding_window:,}"]
+        words += [] if self.lora is None else [self.lora.describe()]
+        return ", ".join(words)
 
     @property
     def projections(self) -> tuple[str, ...]:

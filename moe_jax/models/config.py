@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from moe_jax.core.errors import InputError, check_member, check_number, check_positive, shown
+from moe_jax.core.formatting import short_repr
 from moe_jax.experts.shapes import FFNConfig
 from moe_jax.functional.position_embeddings import RopeConfig
 from moe_jax.models.attention_config import PROJECTIONS as PROJECTIONS
@@ -47,6 +48,8 @@ class LayerConfig:
     parallel: bool = False
     shared_norm: bool = False
     module: str = BLOCK
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         LAYERS.check("layer module", self.module)
@@ -174,6 +177,9 @@ class ModelConfig:
             except InputError as error:
                 raise InputError(f"layer {i}: {error}") from None
         self._check_stacks()
+
+    def __repr__(self) -> str:
+        return short_repr(self, layers=_shown_layers(self.layers))
 
     def _check_stacks(self) -> None:
         encoder = self.num_encoder_layers
@@ -320,6 +326,22 @@ def segments_of(layers: tuple[LayerConfig, ...]) -> tuple[Segment, ...]:
         segments.append(best)
         start += best.repeats * len(best.pattern)
     return tuple(segments)
+
+
+# A screen holds about so many.
+_MOST_SHOWN = 8
+
+
+def _shown_layers(layers: tuple[LayerConfig, ...]) -> str:
+    """Returns the layers in Python: `(LayerConfig(...),) * 32`; of many that differ, the first."""
+    parts, room = [], _MOST_SHOWN
+    for segment in segments_of(layers):
+        if len(segment.pattern) > room:
+            return " + ".join([*parts, f"... of {len(layers)} layers"])
+        room -= len(segment.pattern)
+        pattern = f"({', '.join(map(repr, segment.pattern))}{',' * (len(segment.pattern) == 1)})"
+        parts.append(pattern if segment.repeats == 1 else f"{pattern} * {segment.repeats}")
+    return " + ".join(parts)
 
 
 def single_layers(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from moe_jax.core.errors import InputError, check_member, check_number, check_positive
+from moe_jax.core.formatting import short_repr
 from moe_jax.experts.bank_config import BankConfig
 from moe_jax.experts.shapes import AdapterConfig, FFNConfig, LoRAConfig
 from moe_jax.functional.routing import GATE_BESIDE, GATES, GROUP_SCORES, UNIVERSAL, weights_are_constant
@@ -41,6 +42,13 @@ class PerftConfig:
     balance_coef: float = 0.01
     z_coef: float = 0.0
 
+    __repr__ = short_repr
+
+    def describe(self) -> str:
+        """Returns the PEFT experts in words: `4 routed adapters of rank 8, top-2`."""
+        top_k = "" if self.top_k is None else f", top-{self.top_k}"
+        return f"{self.num_experts} {self.variant} adapters of rank {self.adapter.rank}{top_k}"
+
     def __post_init__(self) -> None:
         check_member("PERFT variant", self.variant, VARIANTS)
         check_positive(self, "num_experts", at_most=MAX_EXPERTS)
@@ -77,6 +85,8 @@ class SelectionConfig:
     groups: int = 1
     top_groups: int = 1
     group_score: Literal["best", "best_two"] = "best"
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         check_positive(self, "groups", "top_groups")
@@ -147,6 +157,8 @@ class MoEConfig:
     perft: PerftConfig | None = None
     router_lora: LoRAConfig | None = None
     router: str = LINEAR
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         check_positive(self, "num_experts", at_most=MAX_EXPERTS)
@@ -230,6 +242,18 @@ class MoEConfig:
             )
         if self.universal_dim is not None and not self.universal_beside:
             raise InputError(f"universal_dim={self.universal_dim} needs a universal FFN beside the bank")
+
+    def describe(self) -> str:
+        """Returns the MoE in words: `MoE of 8 experts, top-2, low-rank, rank 4; FFN of 1,536, gated silu`."""
+        without = " without a base" if self.bank.form.over_base and not self.bank.has_base else ""
+        words = [f"MoE of {self.num_experts} experts, top-{self.top_k}, {self.bank.describe()}{without}"]
+        words += [] if self.merged_experts is None else [f"merged into {self.merged_experts}"]
+        words += [self.expert.describe()]
+        words += [] if self.universal == "none" else [f"universal FFN ({self.universal})"]
+        words += [] if self.perft is None else [self.perft.describe()]
+        words += [] if self.router == LINEAR else [f"router {self.router}"]
+        words += [] if self.router_lora is None else [f"router with {self.router_lora.describe()}"]
+        return "; ".join(words)
 
     @property
     def weighting(self) -> str:

@@ -7,17 +7,19 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from moe_jax.experts.summaries import Summarised, size_of
 from moe_jax.functional import keys
 from moe_jax.functional.routing import RouterStats
 from moe_jax.models.config import LayerConfig, ModelConfig, MoEConfig
 from moe_jax.models.own_parts import LAYERS
 from moe_jax.nn.attention import Attention, LatentAttention
 from moe_jax.nn.context import Cache, Context, KVCache
+from moe_jax.nn.layer_words import layer_words
 from moe_jax.nn.layers import FFN, Norm
 from moe_jax.nn.moe import MoE
 
 
-class Block(nnx.Module):
+class Block(Summarised):
     """One layer. Every branch has a norm, such as `attention_norm`, placed as `LayerConfig.norm_position` says."""
 
     attention_norm: Norm
@@ -86,6 +88,9 @@ class Block(nnx.Module):
             cache = None if cache is None else cache._replace(cross=cross)
         x, stats = self._add("mlp", apply_mlp, x)
         return x, cache, stats
+
+    def _summary(self) -> list[str]:
+        return [layer_words(self), size_of(self)]
 
     def _add(self, name: str, branch: Callable[[Array], tuple[Array, Any]], x: Array) -> tuple[Array, Any]:
         """Returns the input plus a branch of it, with norms at their places, and the branch's second result."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from moe_jax.experts.summaries import Summarised, size_of
 from moe_jax.functional import keys
 from moe_jax.functional.routing import RouterStats
 from moe_jax.kernels.by_platform import PRODUCT
@@ -17,6 +18,7 @@ from moe_jax.nn.block import Block
 from moe_jax.nn.context import Cache, Context, FixedContext
 from moe_jax.nn.inputs import is_traced
 from moe_jax.nn.inside import NOTHING_INSIDE, AtRouter, ChangeLogits, Inside, Kept, TokenRouting, by_layer, change_at
+from moe_jax.nn.layer_words import layer_lines
 from moe_jax.nn.sown import put_sown, take_sown
 
 # What is saved for the backward pass: only the input of a repeat, or also every product with a kernel.
@@ -53,7 +55,7 @@ class _Found(NamedTuple):
     sown: Any
 
 
-class BlockStack(nnx.Module):
+class BlockStack(Summarised):
     """A segment: every parameter of its pattern of blocks carries a leading axis [repeats].
 
     Attributes:
@@ -66,6 +68,10 @@ class BlockStack(nnx.Module):
         self.start = start
         self.repeats = repeats
         self.blocks = nnx.List(blocks)
+
+    def _summary(self) -> list[str]:
+        words = f"a pattern of {len(self.blocks)}, {self.repeats} times, {size_of(self)}"
+        return [words, *layer_lines([self])]
 
     def layer(self, repeat: int, position: int) -> int:
         """Returns the index in the stack of the layer at a place in the pattern, in a repeat of it."""

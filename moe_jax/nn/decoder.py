@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from moe_jax.core.errors import InputError
+from moe_jax.experts.summaries import Summarised, size_of
 from moe_jax.functional import keys
 from moe_jax.functional.cross_entropy import Distillation, DistilledLoss
 from moe_jax.models.config import ModelConfig
@@ -34,6 +35,7 @@ from moe_jax.nn.inputs import (
 )
 from moe_jax.nn.inside import ChangeLogits, TokenRouting
 from moe_jax.nn.layer_views import Layers
+from moe_jax.nn.layer_words import layer_lines
 from moe_jax.nn.layers import Embed, Head
 from moe_jax.nn.moe import StackedStats, sum_of_losses
 from moe_jax.nn.stack import Stack, StackOutput
@@ -88,7 +90,7 @@ class CallInputs(DecoderInputs, total=False):
     last_only: Int[Array, " B"] | None
 
 
-class Decoder(nnx.Module):
+class Decoder(Summarised):
     """From tokens to logits: `Embed`, `Stack` and `Head`, each of which can be used alone.
 
         >>> import jax.numpy as jnp
@@ -126,6 +128,19 @@ class Decoder(nnx.Module):
         self.lm_head = Head(config, rngs=rngs)
         if config.has_encoder:
             self.encoder = Stack(config.encoder, rngs=rngs, remat=remat)
+
+    def _summary(self) -> list[str]:
+        config, both = self.config, self.config.has_encoder
+        tied = ", which is also the head" if config.tie_embeddings else ""
+        scored = "tokens" if config.num_classes is None else "classes"
+        return [
+            f"{config.family}, {config.num_layers} layers of width {config.d_model:,}, {size_of(self)}, computes in "
+            f"{self.compute_dtype}",
+            f"embedding of {config.vocab_size:,} tokens{tied}",
+            *([f"encoder {line}" for line in layer_lines(self.encoder.segments)] if both else []),
+            *(f"{'decoder ' if both else ''}{line}" for line in layer_lines(self.stack.segments)),
+            *([] if tied else [f"head of {config.num_outputs:,} {scored}"]),
+        ]
 
     @property
     def layers(self) -> Layers:

@@ -1,9 +1,10 @@
-"""Parameters by what they are for, as filters of NNX: for `nnx.grad`, `nnx.state`, `nnx.split` and Optax.
+"""Parameters by what they are for: filters for `nnx.grad`, `nnx.state`, `nnx.split` and Optax.
 
     >>> import jax, jax.numpy as jnp
     >>> from flax import nnx
     >>> decoder, ids = moe_jax.tiny_model(experts=4).decoder, jnp.ones((2, 6), jnp.int32)
-    >>> batch, of_routers = {"tokens": ids[:, :-1], "targets": ids[:, 1:]}, nnx.DiffState(0, moe_jax.filters.routers)
+    >>> batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
+    >>> of_routers = nnx.DiffState(0, moe_jax.filters.routers)
     >>> grads = nnx.grad(lambda decoder: decoder.loss(batch), argnums=of_routers)(decoder)
     >>> [leaf.shape for leaf in jax.tree.leaves(grads)]
     [(2, 16, 4)]

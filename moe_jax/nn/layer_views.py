@@ -253,7 +253,8 @@ class ExpertView:
             variable[...] = variable[...].at[self._repeat, at].set(jnp.asarray(one).astype(variable.dtype))
 
     def __repr__(self) -> str:
-        leaves = ", ".join(f"{path} {list(leaf.shape)}" for path, leaf in self.leaves().items())
+        own = self._bank.own_leaves(self._expert)
+        leaves = ", ".join(f"{path} {list(variable.shape[2:])}" for path, (variable, _) in own.items())
         return f"<expert {self._expert} of {self._bank.num_experts}: {leaves}>"
 
 

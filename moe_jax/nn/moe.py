@@ -17,6 +17,7 @@ from moe_jax.experts.adapters import Adapters
 from moe_jax.experts.bank import make_bank
 from moe_jax.experts.linear import Fixed, Leaves
 from moe_jax.experts.shapes import LoRAConfig
+from moe_jax.experts.summaries import Summarised, size_of
 from moe_jax.functional import keys
 from moe_jax.functional.routing import (
     NO_EXPERT,
@@ -283,7 +284,7 @@ class Perft(nnx.Module):
         return self.adapters(x, routing, key), (stats,)
 
 
-class MoE(nnx.Module):
+class MoE(Summarised):
     """Routes every token to `top_k` experts of a bank, and to the universal FFN if there is one (methods.md 2.4).
 
     The universal FFN stands beside the bank, or with `extended` is the bank's last expert. With merged experts, the
@@ -412,6 +413,9 @@ class MoE(nnx.Module):
             return y.reshape(x.shape), (stats,), every
         added, own_stats = self.perft(tokens, chosen, valid, keys.fold_in(key, keys.PERFT))
         return (y + added).reshape(x.shape), (stats, *own_stats), every
+
+    def _summary(self) -> list[str]:
+        return [f"{self.config.describe().removeprefix('MoE of ')}; width {self.d_model:,}", size_of(self)]
 
     def auxiliary_loss(self, stats: tuple[RouterStats, ...]) -> Float[Array, ""]:
         """Returns the layer's term of the training loss (methods.md 1), float32; `stats` as the call returned them.

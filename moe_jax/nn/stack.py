@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from moe_jax.core.errors import InputError, check_member, shown
 from moe_jax.experts.devices import shard_batch
 from moe_jax.experts.shapes import ShapesOnly, normal_kernel, shapes_of
+from moe_jax.experts.summaries import Summarised, size_of
 from moe_jax.functional.position_embeddings import bias_by_distance
 from moe_jax.models.config import AttentionConfig, LayerConfig, ModelConfig, MoEConfig, Segment, segments_of
 from moe_jax.nn.block import make_layer
@@ -18,6 +19,7 @@ from moe_jax.nn.block_stack import REMAT_POLICIES, BlockStack
 from moe_jax.nn.context import Caches, longest_row, make_context, source_slots
 from moe_jax.nn.inside import ChangeLogits, Inside, Kept, TokenRouting, ask_routers, check_layers
 from moe_jax.nn.layer_views import Layers
+from moe_jax.nn.layer_words import layer_lines
 from moe_jax.nn.layers import Norm
 from moe_jax.nn.moe import MoE, Router, StackedStats, routers_of_layer
 
@@ -37,7 +39,7 @@ class StackOutput(NamedTuple):
     hidden_states: dict[int, Float[Array, "B T d"]]
 
 
-class Stack(nnx.Module):
+class Stack(Summarised):
     """The layers of a model and its final norm: a decoder's, an encoder's, or those of any tokens given as embeddings.
 
     Attributes:
@@ -58,6 +60,10 @@ class Stack(nnx.Module):
         biased = config.shared_bias()
         if biased is not None:
             self.relative_bias = RelativeBias(biased, rngs=rngs, dtype=dtype)
+
+    def _summary(self) -> list[str]:
+        words = f"{len(self.layers)} layers of width {self.config.d_model:,}, {size_of(self)}"
+        return [words, *layer_lines(self.segments)]
 
     def routers(self) -> list[Router]:
         """Returns the routers of the layers as they are, replaced ones too, in the order in which they report."""

@@ -1,7 +1,10 @@
-"""Parameter-efficient tuning: LoRA and PERFT, and the partition of a model into trained and frozen parameters.
+"""Parameter-efficient tuning: LoRA, PERFT, and which parameters are trained.
 
-`moe_jax.adapt` adds adapters and `moe_jax.merge` multiplies them in. The functions here serve your own training loop:
-`trainable_paths` returns the parameters that patterns select, and `split_model` `(graphdef, trained, frozen)`.
+`moe_jax.adapt` adds adapters and `moe_jax.merge` multiplies them in. What is here serves your own training loop:
+
+    trainable_paths                  the parameters that patterns select
+    split_model                      `(graphdef, trained, frozen)`
+    LoRAConfig, PerftConfig          LoRA beside kernels, and adapters as experts beside an MoE
 
     >>> from moe_jax.peft import split_model, trainable_paths
     >>> moe = moe_jax.tiny_model(experts=4)

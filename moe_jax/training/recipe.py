@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moe_jax.core.errors import MAX_SIZE, InputError, is_finite, shown
+from moe_jax.core.formatting import short_repr
 from moe_jax.data.sections import DataSection, FieldsSection, Format, SourceSection, at_least
 from moe_jax.files import json_toml
 from moe_jax.files.json_toml import read_toml
@@ -58,6 +59,8 @@ class ModelSection:
     exchange: str | None = None
     check_exchange: bool | None = None
 
+    __repr__ = short_repr
+
     def __post_init__(self) -> None:
         if self.exchange is not None:
             from moe_jax.experts.exchange import Exchange
@@ -87,6 +90,8 @@ class PartitionSection:
     train: tuple[str, ...] | None = None
     freeze: tuple[str, ...] = ()
 
+    __repr__ = short_repr
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupSection:
@@ -103,6 +108,8 @@ class GroupSection:
     match: tuple[str, ...]
     learning_rate: float | None = None
     weight_decay: float | None = None
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         if not self.match:
@@ -149,6 +156,8 @@ class OptimizerSection:
     clip_norm: float = 1.0
     groups: tuple[GroupSection, ...] = ()
 
+    __repr__ = short_repr
+
     def __post_init__(self) -> None:
         for name in ("learning_rate", "eps"):
             value = getattr(self, name)
@@ -184,6 +193,8 @@ class ScheduleSection:
     final_ratio: float = 0.1
     steps: int | None = None
 
+    __repr__ = short_repr
+
     def __post_init__(self) -> None:
         at_least(self, 0, "warmup_steps")
         at_least(self, 1, "steps", "decay_steps")
@@ -206,6 +217,8 @@ class EmaSection:
     decay: float = 0.999
     evaluate: bool = True
     export: bool = True
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         if not 0 < self.decay < 1:
@@ -231,6 +244,8 @@ class DistillSection:
     weight: float = 1.0
     temperature: float = 1.0
 
+    __repr__ = short_repr
+
     def __post_init__(self) -> None:
         if not 0 < self.weight <= 1:
             raise InputError(f"weight = {shown(self.weight)} must lie in (0, 1]; leave out the section for 0")
@@ -254,6 +269,8 @@ class TrainSection:
     steps: int = 1000
     batch_size: int = 8
     accumulation: int = 1
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         at_least(self, 1, "steps", "batch_size", "accumulation")
@@ -280,6 +297,8 @@ class MeshSection:
     sequence: int = 1
     tensor: int = 1
 
+    __repr__ = short_repr
+
     def __post_init__(self) -> None:
         at_least(self, -1, "data", "fsdp", "expert", "sequence", "tensor")
 
@@ -295,6 +314,8 @@ class CheckpointSection:
 
     every: int = 500
     keep: int = 2
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         at_least(self, 1, "every", "keep")
@@ -322,6 +343,8 @@ class LogSection:
     wandb_project: str = "moe-jax"
     profile_steps: tuple[int, ...] = ()
     peak_flops: float | None = None
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         at_least(self, 1, "every", "peak_flops")
@@ -353,6 +376,8 @@ class EvalSection:
     every: int = 100
     seq_len: int | None = None
     batch_size: int = 8
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         at_least(self, 1, "every", "batch_size")
@@ -394,6 +419,8 @@ class Recipe:
     checkpoint: CheckpointSection = CheckpointSection()
     log: LogSection = LogSection()
     eval: EvalSection | None = None
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**32:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import orbax.checkpoint as orbax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -63,6 +64,26 @@ def test_orbax_itself_reads_the_same(tmp_path):
     tree = checkpoint.ocp.load(tmp_path / "params")
     assert_same_bits(tree["half"]["bfloat16"], leaves["half/bfloat16"])
     assert_same_bits(tree["layers"]["2"]["int32"], leaves["layers/2/int32"])
+
+
+def test_the_checkpointers_that_users_of_orbax_know_read_it_too(tmp_path):
+    leaves = every_dtype()
+    write(tmp_path / "params", leaves)
+    state = tmp_path / "params" / "state"
+    tree = orbax.StandardCheckpointer().restore(state)
+    restored = {jax.tree_util.keystr(p, simple=True, separator="/"): a for p, a in jax.tree.leaves_with_path(tree)}
+    assert restored.keys() == leaves.keys()
+    for path, leaf in leaves.items():
+        assert_same_bits(restored[path], leaf)
+    # A part of it, onto devices.
+    split = NamedSharding(jax.make_mesh((8,), ("x",)), P("x"))
+    target = {"half": {"bfloat16": jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=split)}}
+    arguments = orbax.args.PyTreeRestore(
+        target, restore_args=orbax.checkpoint_utils.construct_restore_args(target), partial_restore=True
+    )
+    array = orbax.PyTreeCheckpointer().restore(state, args=arguments)["half"]["bfloat16"]
+    assert array.sharding == split
+    assert_same_bits(np.asarray(array), leaves["half/bfloat16"])
 
 
 def test_checkpoints_that_orbax_wrote_its_own_way_can_be_read(tmp_path):

@@ -15,7 +15,7 @@ from tests.support.environment import ROOT
 ROOMS = (
     *("core", "files", "kernels", "functional", "experts", "distributed", "models", "checkpoints", "data", "nn"),
     *("evaluation", "generation", "model_io", "harness", "checks", "conversion", "figures", "peft", "compression"),
-    *("training", "upcycling", "planning", "configs", "api", "report", "serve", "demo", "commands"),
+    *("training", "upcycling", "planning", "configs", "api", "typing", "report", "serve", "demo", "commands"),
 )
 STRANGERS = (("training", "conversion"), ("conversion", "training"))
 # Where one file stands for one thing that a user names: more of them do not make a room harder to enter.
@@ -26,8 +26,9 @@ FORBIDDEN = ("torch", "transformers", "tensorflow")
 
 # Here the same name is the same operation on purpose: as a pure function, as a kernel, with parameters, as a config.
 CORE = ("functional", "kernels", "experts", "nn", "models")
-# `commands/NAME.py` and `api/NAME.py` are the faces of the verb or the room NAME; `configs` is that of all configs.
-FACES = ("commands", "api", "configs")
+# `commands/NAME.py` and `api/NAME.py` are the faces of the verb or the room NAME; `configs` is that of all configs,
+# `typing` that of types for annotations.
+FACES = ("commands", "api", "configs", "typing")
 # Names that say what a module is to its room, and not what it is about.
 ROLES = {"spec": "options of verbs", "report": "what a job says at its end"}
 
