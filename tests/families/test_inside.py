@@ -45,6 +45,25 @@ def test_a_model_shows_what_transformers_shows(family, tmp_path):
         assert routing.weights.shape == (2, 7, top_k) and layer in decoder.config.decoder.moe_layers
 
 
+def test_an_encoder_shows_what_transformers_shows(tmp_path):
+    made = CONFIGS["switch_transformers"]
+    path = write_checkpoint(tmp_path / "hf", made, random_tensors(made))
+    decoder = moe_jax.load(path).decoder
+    reference = transformers.AutoModelForSeq2SeqLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        theirs = reference.get_encoder()(torch.tensor(IDS), output_hidden_states=True)
+    count = len(decoder.encoder.layers)
+    encoded = decoder.encode(IDS, routing=True, hidden_states=range(count + 1))
+    for layer, states in enumerate(theirs.hidden_states):
+        np.testing.assert_allclose(encoded.hidden_states[layer], states, atol=1e-5)
+    assert set(encoded.routing) == set(decoder.config.encoder.moe_layers)
+    layer, routing = next(iter(encoded.routing.items()))
+    off = decoder.encode(IDS, routing=True, experts_off={layer: [int(routing.experts[0, 0, 0])]})
+    assert off.routing[layer].experts[0, 0, 0] != routing.experts[0, 0, 0]
+    with pytest.raises(InputError, match="no layer with an MoE"):
+        decoder.encode(IDS, experts_off={99: [0]})
+
+
 @pytest.fixture(scope="module")
 def decoder():
     expert = moe_jax.FFNConfig(dim=32)

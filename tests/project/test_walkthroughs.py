@@ -15,7 +15,7 @@ from tests.support.tiers import long
 from tests.support.walkthroughs import Ran, blocks_of, form, not_printed, read_by_parsers, run_document
 
 # `make test` runs every second, and reads the commands of all.
-DOCUMENTS = ("upcycle-and-train", "tune", "compress", "checkpoint-to-pod")
+DOCUMENTS = ("upcycle-and-train", "tune", "compress", "checkpoint-to-pod", "your-own-research")
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}:\n{{ message.content }}"
     "{{ eos_token if message.role == 'assistant' }}\n"
@@ -26,6 +26,7 @@ TEMPLATE = (
 # steps, are left out. Batches are split over the eight devices of the tests.
 SMALLER = {
     "--every 6": "--every 1",
+    "every=6": "every=1",
     "low-rank:16": "low-rank:2",
     "seq_len = 256": "seq_len = 16",
     "seq_len = 2048": "seq_len = 16",

@@ -120,7 +120,8 @@ def read_by_parsers(block: Block) -> list[list[str]]:
     for words, _ in commands_of(block):
         # Perhaps after settings of the environment.
         if "moe-jax" in words:
-            name, *arguments = words[words.index("moe-jax") + 1 :]
+            _, *rest = words[words.index("moe-jax") :]
+            name, *arguments = rest[2:] if rest[0] == "--import" else rest
             parse_arguments(importlib.import_module(f"moe_jax.commands.{name}").Options, arguments, command=name)
             read.append([name, *arguments])
     return read
