@@ -53,7 +53,8 @@ from moe_jax.generation.texts import stream
 from moe_jax.model_io.loading import load_model
 from moe_jax.nn import Decoder
 from moe_jax.peft import split_model, trainable_paths
-from moe_jax.training.step import init_state, make_step
+from moe_jax.training.step import make_step
+from moe_jax.training.train_state import init_state
 from products import Product, in_torch, in_xla, products_of
 
 ROWS, LENGTH = 4, 512
@@ -172,7 +173,7 @@ def our_training(model: Decoder, tokens: np.ndarray) -> Callable[[], object]:
     graphdef, params, frozen = split_model(model, trainable_paths(model))
     params = jax.tree.map(jnp.copy, params)  # they are given up to the step
     optimizer = optax.adamw(1e-4)
-    step = make_step(graphdef, model.config, optimizer, optax.constant_schedule(1e-4))
+    step = make_step(graphdef, optimizer, optax.constant_schedule(1e-4))
     ids = jnp.asarray(tokens, jnp.int32)
     batch = {
         "tokens": ids,

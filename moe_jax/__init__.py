@@ -63,6 +63,7 @@ Namespaces, each with an index of its own:
     functional              pure functions of arrays
     configs                 all configs, those of recipes too
     peft                    the partition of a model into trained and frozen parameters
+    training                the step of `train`, and a recipe's optimizer and batches, for a loop by hand
     upcycling               the parts of `upcycle`
     compression             methods, reports and sweeps of `compress`
     typing                  types for annotations
@@ -79,6 +80,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax import functional as functional
     from moe_jax import nn as nn
     from moe_jax import peft as peft
+    from moe_jax import training as training
     from moe_jax import typing as typing
     from moe_jax import upcycling as upcycling
     from moe_jax.api.compress import compress as compress

@@ -15,7 +15,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from moe_jax.api.open_source import open_source
+from moe_jax.api.open_source import open_recipe_model, open_source
 from moe_jax.core.errors import InputError, shown
 from moe_jax.core.terminal import Bars, progress_bars, shows_work
 from moe_jax.core.verb_spec import Option, Spec
@@ -32,6 +32,7 @@ from moe_jax.nn import Decoder, DecoderOutput
 from moe_jax.nn.decoder import CallInputs
 from moe_jax.nn.inputs import Ids
 from moe_jax.peft.trained import parameter_sizes
+from moe_jax.training.recipe import Recipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +207,7 @@ OutPath = str | os.PathLike[str] | None
 
 
 def load(
-    model: ModelOrPath,
+    model: ModelOrPath | Recipe,
     *,
     dtype: str | None = None,
     compute_dtype: str = "float32",
@@ -222,7 +223,8 @@ def load(
         dtype(bfloat16)
 
     Args:
-      model: the directory; or a model, to be loaded in another way.
+      model: the directory; or a model, to be loaded in another way; or a recipe: the model that it trains, as training
+        begins with it, drawn or read, on the recipe's mesh and in its dtypes. The recipe then has all options.
       dtype: `float32`, `bfloat16` or `float16` for all floating-point parameters; None: as they are stored (the widest,
         where layers that are stacked differ).
       compute_dtype: dtype of the activations.
@@ -235,13 +237,31 @@ def load(
 
     Raises:
       FileNotFoundError: if there is nothing at the path.
-      InputError: if it is no model, or its weights are not those that its config describes.
+      InputError: if it is no model, or its weights are not those that its config describes; for a recipe as `train`.
     """
+    if isinstance(model, Recipe):
+        if (dtype, compute_dtype, remat, mesh, base, stacked) != (None, "float32", "none", None, None, True):
+            raise InputError(
+                "a recipe says how its model is loaded: set what you want in its section [model] or [mesh]"
+            )
+        return _load_to_train(model)
     if isinstance(mesh, Mapping):
         mesh = make_mesh(dict(mesh))
     loaded = Model.of_source(open_model(model, base), Loading(dtype, compute_dtype, remat, mesh, stacked))
     loaded.read()
     return loaded
+
+
+def _load_to_train(recipe: Recipe) -> Model:
+    from moe_jax.training.program import initial_model  # with Optax and Grain, which other models are loaded without
+
+    source, config = open_recipe_model(recipe, begins=True)
+    model = Model(initial_model(recipe, config, source))
+    if source is not None:
+        model.tokenizer_files = source.tokenizer_files
+        if recipe.model.init == "checkpoint":
+            model.lineage, model.base = [dict(entry) for entry in source.lineage], source.base
+    return model
 
 
 def save(model: Model, path: str | os.PathLike[str], *, allow_nonfinite: bool = False) -> Path:

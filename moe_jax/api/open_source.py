@@ -77,8 +77,13 @@ def open_source(path: Path | str, *, base: Path | str | None = None) -> "ModelSo
     raise InputError(f"{path} is not a model: it holds {clipped(listed) or 'nothing'}; {_EXPECTED}")
 
 
-def open_recipe_model(recipe: "Recipe") -> "tuple[ModelSource | None, ModelConfig]":
-    """Opens the model that a recipe trains; None with the config alone, if it is begun with new weights."""
+def open_recipe_model(recipe: "Recipe", *, begins: bool = False) -> "tuple[ModelSource | None, ModelConfig]":
+    """Opens the model that a recipe trains; None with the config alone, if it is begun with new weights.
+
+    Raises `InputError` if training `begins`, and the recipe names no weights to begin with.
+    """
+    if begins and recipe.model.path is None and recipe.model.init == "checkpoint":
+        raise InputError('model.config has no weights: give model.path, or model.init = "random" to draw new ones')
     if recipe.model.path is not None:
         source = open_source(recipe.model.path, base=recipe.model.base)
         return source, source.config

@@ -117,9 +117,7 @@ def run_recipe(
     """Opens the models that a recipe names and runs it; for the arguments see `training.training_run.train`."""
     if skip_batches < 0 or (skip_batches and restart is None):
         raise InputError(f"skip_batches = {skip_batches}: expected a number of batches from 0, and restart with it")
-    if recipe.model.path is None and recipe.model.init == "checkpoint":
-        raise InputError('model.config has no weights: give model.path, or model.init = "random" to draw new ones')
-    source, config = open_recipe_model(recipe)
+    source, config = open_recipe_model(recipe, begins=True)
     teacher = _teacher_of(recipe)
     check_beside(as_path(recipe.run_dir), [model.path for model in (teacher, source) if model is not None])
     return _train(

@@ -37,7 +37,7 @@ from moe_jax.nn.inside import ChangeLogits, TokenRouting
 from moe_jax.nn.layer_views import Layers
 from moe_jax.nn.layer_words import layer_lines
 from moe_jax.nn.layers import Embed, Head
-from moe_jax.nn.moe import StackedStats, sum_of_losses
+from moe_jax.nn.moe import Router, StackedStats, sum_of_losses
 from moe_jax.nn.stack import Stack, StackOutput
 
 
@@ -294,10 +294,15 @@ class Decoder(Summarised):
 
         It is float32, and 0 for a dense model. `out` is from a call of this model (methods.md 1).
         """
-        routers = self.stack.routers()
-        if len(out.router) > len(routers):  # an encoder ran in the same call
-            routers = [*self.encoder.routers(), *routers]
-        return sum_of_losses(self.config.balance_over, routers, out.router)
+        routers = self.routers()
+        # In a call without inputs no encoder ran.
+        ran = routers[len(routers) - len(out.router) :]
+        return sum_of_losses(self.config.balance_over, ran, out.router)
+
+    def routers(self) -> list[Router]:
+        """Returns all routers, an encoder's first, in the order in which they report."""
+        stacks = (self.encoder, self.stack) if self.config.has_encoder else (self.stack,)
+        return [router for stack in stacks for router in stack.routers()]
 
     def loss(self, batch: Batch, *, key: Array | None = None) -> Float[Array, ""]:
         """Returns the loss that training minimises, float32.

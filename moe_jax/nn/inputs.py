@@ -53,6 +53,8 @@ def targets_and_weights(batch: Batch) -> tuple[Int[Array, "B T"], Float[Array, "
     Raises:
       InputError: for a key that means nothing, and where one is missing.
     """
+    if not isinstance(batch, Mapping):
+        raise InputError("the batch is no mapping; expected one of tokens, targets, and perhaps more")
     known = ("tokens", "targets", "weights", "segment_ids", "positions", "inputs", "inputs_valid", "cut")
     for name in batch:
         check_member("key of a batch", name, known)

@@ -340,7 +340,7 @@ class _Step:
 
 def _kept_bytes(program: Program, recipe: Recipe) -> int:
     """Returns the bytes that a microbatch keeps for its backward pass, traced by JAX, without parameters and batch."""
-    loss = make_loss(program.graphdef, program.config)
+    loss = make_loss(program.graphdef)
     rows = recipe.train.batch_size // recipe.train.accumulation
     micro = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, batch_size=rows, accumulation=1))
 

@@ -1,6 +1,37 @@
-"""The training program: recipes, the step, the loop around it, and its outputs.
+"""Training by hand: the step of `moe-jax train` as a pure function, and what a loop around it needs.
 
-`recipe` describes a run, `program` holds its model, optimizer and step, and `training_run` runs it. `run_directory`
-holds the outputs of a run and says what may differ when it is continued, `restart` begins a run with a checkpoint of
-another one, and `saved_model` writes the model at the end and reads that of a checkpoint.
+`make_step` takes a model of any kind and an optimizer of Optax's, and `init_state` makes what the step changes. Where a
+recipe describes a run, `moe_jax.load` returns the model that it begins with, `optimizer_of` and `schedule_of` its
+optimizer, `open_batches` its data; `moe_jax.peft` divides the parameters. A loop of these gives the losses and weights
+of `moe-jax train` to the last bit; `examples/train_loop.py` is one.
+
+    >>> import jax, optax
+    >>> from moe_jax import peft, training
+    >>> decoder, ids = moe_jax.tiny_model(experts=4).decoder, jax.numpy.ones((2, 6), int)
+    >>> graphdef, params, frozen = peft.split_model(decoder, peft.trainable_paths(decoder))
+    >>> step = jax.jit(training.make_step(graphdef, optax.sgd(0.1)), donate_argnums=0)
+    >>> state = training.init_state(params, optax.sgd(0.1))
+    >>> state, metrics = step(state, frozen, {"tokens": ids[:, :-1], "targets": ids[:, 1:]})
+    >>> sorted(training.to_record(decoder.config, 1, metrics))[:3]
+    ['aux_loss', 'balance_loss', 'cv_loss']
+
+Names are imported when they are first asked for. Inside, `program` holds model, optimizer and step of a run, and
+`training_run` runs it. `run_directory` holds the outputs of a run and says what may differ when it is continued,
+`restart` begins a run with a checkpoint of another one, and `saved_model` writes the model at the end and reads that of
+a checkpoint.
 """
+
+from etils import epy as _epy
+
+with _epy.lazy_api_imports(globals()):
+    from moe_jax.training.batches import Batches as Batches
+    from moe_jax.training.batches import open_batches as open_batches
+    from moe_jax.training.metrics import to_record as to_record
+    from moe_jax.training.program import optimizer_of as optimizer_of
+    from moe_jax.training.program import schedule_of as schedule_of
+    from moe_jax.training.recipe import load_recipe as load_recipe
+    from moe_jax.training.step import StepMetrics as StepMetrics
+    from moe_jax.training.step import Teacher as Teacher
+    from moe_jax.training.step import make_step as make_step
+    from moe_jax.training.train_state import TrainState as TrainState
+    from moe_jax.training.train_state import init_state as init_state

@@ -11,65 +11,26 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-import grain
 import jax
-import jax.numpy as jnp
 import rich.console
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from moe_jax.checkpoints.orbax_store import TrainingCheckpoints
 from moe_jax.core.errors import InputError
 from moe_jax.data.sections import input_length
 from moe_jax.distributed import processes
-from moe_jax.distributed.sharding import local_rows, merge_positions, place
 from moe_jax.evaluation.held_out import Evaluator
 from moe_jax.experts import ExpertBank, set_exchange
 from moe_jax.files.storage_path import as_path
 from moe_jax.training import recipe_toml
+from moe_jax.training.batches import Batches
 from moe_jax.training.flops import peak_flops, step_flops
 from moe_jax.training.metrics import MetricsWriter, Record, StepLine, StepTrace, WandbWriter, is_finite, to_record
 from moe_jax.training.program import Program, metrics_of
 from moe_jax.training.recipe import Recipe
 from moe_jax.training.run_directory import CHECKPOINTS
-from moe_jax.training.step import StepMetrics, TrainState, averaged_params
-
-
-class BatchesOnDevices:
-    """The batches of the data as global arrays on a mesh, up to the end of the data if `ends`, else for ever.
-
-    `data` yields local rows of endless batches, padding after the last record. With several processes, only all of them
-    together know whether any has data left. They find out one batch ahead, by a program of its own that the devices run
-    before the step, so that no process waits for the answer before a step.
-    """
-
-    def __init__(self, data: grain.DatasetIterator, mesh: Mesh, batch_size: int, *, ends: bool):
-        self._data, self._batch_size, self._ends = data, batch_size, ends
-        self._place = partial(place, rows=local_rows(mesh, batch_size), mesh=mesh, batch_size=batch_size)
-        self._asks = ends and jax.process_count() > 1
-        # The batch after the last one returned, with the answer, and the position before it.
-        self._ahead: tuple[dict[str, jax.Array], jax.Array] | None = None
-        self._before: dict[str, Any] | None = None
-        self._any = jax.jit(lambda ids: jnp.any(ids > 0), out_shardings=NamedSharding(mesh, P()))
-
-    def next(self) -> dict[str, jax.Array] | None:
-        """Returns the next batch; None: the data has ended. Every process makes this call."""
-        if not self._asks:
-            batch = next(self._data)
-            return None if self._ends and not batch["segment_ids"].any() else self._place(batch)
-        batch, holds_some = self._ahead or self._read()
-        self._before = self._data.get_state()
-        self._ahead = self._read()
-        return batch if bool(holds_some) else None
-
-    def position(self) -> dict[str, Any]:
-        """Returns the data position after the batches returned so far, for all rows. Every process makes this call."""
-        return merge_positions(self._before or self._data.get_state(), self._batch_size)
-
-    def _read(self) -> tuple[dict[str, jax.Array], jax.Array]:
-        batch = self._place(next(self._data))
-        return batch, self._any(batch["segment_ids"])
+from moe_jax.training.step import StepMetrics
+from moe_jax.training.train_state import TrainState, averaged_params
 
 
 class StopSignals:
@@ -142,7 +103,7 @@ class Stopped(Exception):
 class Loop:
     """Runs the steps of a recipe.
 
-    `data` is positioned where training continues; `frozen` and `teacher` are the parameters that are not trained.
+    `batches` are positioned where training continues; `frozen` and `teacher` are the parameters that are not trained.
     """
 
     def __init__(
@@ -151,7 +112,7 @@ class Loop:
         program: Program,
         *,
         frozen: nnx.State,
-        data: grain.DatasetIterator,
+        batches: Batches,
         checkpoints: TrainingCheckpoints,
         evaluator: Evaluator | None,
         console: rich.console.Console,
@@ -161,8 +122,7 @@ class Loop:
         self._recipe, self._program, self._checkpoints, self._evaluator = recipe, program, checkpoints, evaluator
         self._frozen, self._teacher = frozen, () if teacher is None else (teacher,)
         self._console, self._continue_command = console, continue_command
-        batch_size, ends = recipe.train.batch_size, recipe.data.epochs is not None
-        self._batches = BatchesOnDevices(data, program.mesh, batch_size, ends=ends)
+        self._batches = batches
         self._flops = step_flops(program.config, recipe.data.seq_len, input_length(recipe.data))
         device = program.mesh.devices.flat[0]
         peak = peak_flops(device.device_kind, device.platform, recipe.model.compute_dtype, recipe.log.peak_flops)
@@ -214,7 +174,7 @@ class Loop:
             pending = None
 
         while step < steps:
-            batch = self._batches.next()
+            batch = next(self._batches, None)
             if batch is None:
                 self._console.print(f"the data ended after {step} of {steps} steps", highlight=False)
                 break

@@ -139,10 +139,10 @@ def to_record(config: ModelConfig, step: int, metrics: StepMetrics) -> Record:
         "loss": float(metrics.loss),
         "aux_loss": float(metrics.auxiliary),
         "grad_norm": float(metrics.grad_norm),
-        "learning_rate": float(metrics.learning_rate),
-        "tokens": int(metrics.tokens),
-        "scored_tokens": int(metrics.scored),
     }
+    if metrics.learning_rate is not None:
+        record["learning_rate"] = float(metrics.learning_rate)
+    record |= {"tokens": int(metrics.tokens), "scored_tokens": int(metrics.scored)}
     if metrics.distillation is not None:
         record["distill_loss"] = float(metrics.distillation)
     if config.has_encoder:

@@ -4,7 +4,7 @@
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -23,9 +23,17 @@ from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
 from moe_jax.peft import split_model, trainable_paths
-from moe_jax.training.optimizer import Placed, at_step, group_rates, learning_rate, make_optimizer, state_specs
+from moe_jax.training.optimizer import at_step, group_rates, learning_rate, make_optimizer
 from moe_jax.training.recipe import Recipe
-from moe_jax.training.step import StepMetrics, Teacher, TrainState, init_state, make_step
+from moe_jax.training.step import StepMetrics, Teacher, make_step
+from moe_jax.training.train_state import (
+    TrainState,
+    abstract_state,
+    init_state,
+    new_state,
+    shardings_of,
+    with_shardings,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +51,7 @@ class Program:
       step: the jitted step `(state, frozen, batch) -> (state, metrics)`; run it under `jax.set_mesh(mesh)`. With a
         teacher, its parameters are a fourth argument.
       teacher: None: nothing is distilled.
+      taught: its abstract parameters, with shardings. Dtypes are its config's; a checkpoint's may differ.
     """
 
     config: ModelConfig
@@ -55,11 +64,12 @@ class Program:
     frozen: nnx.State
     step: Callable[..., tuple[TrainState, StepMetrics]]
     teacher: Teacher | None = None
+    taught: nnx.State | None = None
 
     @property
     def arguments(self) -> tuple[Any, ...]:
         """The abstract arguments of the step after the batch."""
-        return () if self.teacher is None else (self.teacher.state,)
+        return () if self.taught is None else (self.taught,)
 
 
 def mesh_for(recipe: Recipe, config: ModelConfig, devices: list[Any] | None = None) -> Mesh:
@@ -100,19 +110,18 @@ def make_program(
     model = _model(recipe, config, remat=recipe.model.remat)
     trainable = trainable_paths(model, train=recipe.partition.train, freeze=recipe.partition.freeze)
     graphdef, params, frozen = split_model(model, trainable)
-    groups = {path: disk_paths(config, path) for path in sorted(trainable)} if recipe.optimizer.groups else None
-    rates = None if groups is None else group_rates(recipe.optimizer, groups)
-    optimizer = make_optimizer(recipe.optimizer, _schedule(recipe), rates)
-    state = _abstract_state(params, optimizer, mesh, ema=recipe.ema is not None)
-    frozen = _with_shardings(_cast(frozen, frozen_dtype), state_shardings(frozen, mesh))
-    taught = None if teacher is None else _teacher(recipe, teacher, mesh)
-    arguments = (state, frozen, abstract_batch(recipe, config, mesh), *(() if taught is None else (taught.state,)))
+    optimizer = optimizer_of(recipe, config, trainable)
+    params = with_shardings(params, state_shardings(params, mesh))
+    state = abstract_state(params, optimizer, ema=recipe.ema is not None)
+    frozen = with_shardings(_cast(frozen, frozen_dtype), state_shardings(frozen, mesh))
+    distilled, taught = (None, None) if teacher is None else _teacher(recipe, teacher, mesh)
+    arguments = (state, frozen, abstract_batch(recipe, config, mesh), *(() if taught is None else (taught,)))
     replicated = NamedSharding(mesh, P())
     step = jax.jit(
-        _make_step(recipe, config, graphdef, optimizer, taught),
+        _make_step(recipe, graphdef, optimizer, distilled),
         donate_argnums=0,
-        in_shardings=tuple(map(_shardings, arguments)),
-        out_shardings=(_shardings(state), replicated),
+        in_shardings=tuple(map(shardings_of, arguments)),
+        out_shardings=(shardings_of(state), replicated),
     )
     return Program(
         config=config,
@@ -124,7 +133,8 @@ def make_program(
         state=state,
         frozen=frozen,
         step=step,
-        teacher=taught,
+        teacher=distilled,
+        taught=taught,
     )
 
 
@@ -148,12 +158,12 @@ def _model(recipe: Recipe, config: ModelConfig, **how: Any) -> Decoder:
     return model
 
 
-def _teacher(recipe: Recipe, config: ModelConfig, mesh: Mesh) -> Teacher:
+def _teacher(recipe: Recipe, config: ModelConfig, mesh: Mesh) -> tuple[Teacher, nnx.State]:
     section = recipe.distill
     assert section is not None
     graphdef, state = nnx.split(_model(recipe, config))
-    state = _with_shardings(state, state_shardings(state, mesh))
-    return Teacher(graphdef, state, section.weight, section.temperature)
+    state = with_shardings(state, state_shardings(state, mesh))
+    return Teacher(graphdef, section.weight, section.temperature), state
 
 
 def load_teacher(program: Program, source: ModelSource) -> nnx.State:
@@ -173,24 +183,39 @@ def metrics_of(recipe: Recipe, program: Program, change: Callable[[Decoder], Non
     model = nnx.clone(program.model)
     change(model)
     graphdef, *_ = split_model(model, program.trainable)
-    step = _make_step(recipe, program.config, graphdef, program.optimizer, program.teacher)
+    step = _make_step(recipe, graphdef, program.optimizer, program.teacher)
     return jax.jit(lambda *arguments: step(*arguments)[1])
 
 
 def _make_step(
-    recipe: Recipe,
-    config: ModelConfig,
-    graphdef: nnx.GraphDef,
-    optimizer: optax.GradientTransformation,
-    teacher: Teacher | None,
+    recipe: Recipe, graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, teacher: Teacher | None
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
     ema_decay = None if recipe.ema is None else recipe.ema.decay
     options = {"seed": recipe.seed, "accumulation": recipe.train.accumulation, "ema_decay": ema_decay}
-    return make_step(graphdef, config, optimizer, _schedule(recipe), teacher=teacher, **options)
+    return make_step(graphdef, optimizer, schedule_of(recipe), teacher=teacher, **options)
 
 
-def _schedule(recipe: Recipe) -> optax.Schedule:
+def schedule_of(recipe: Recipe) -> optax.Schedule:
+    """Returns the learning rate of a recipe by number of steps done, float32."""
     return learning_rate(recipe.optimizer, recipe.schedule, recipe.schedule.steps or recipe.train.steps)
+
+
+def optimizer_of(recipe: Recipe, config: ModelConfig, trainable: Collection[str]) -> optax.GradientTransformation:
+    """Makes the optimizer of a recipe, with its schedule, clipping, and rates of groups.
+
+    It is for states of the trained parameters alone, in any dtype, and for gradients of `make_step`.
+
+    Args:
+      recipe: its `optimizer` and `schedule` count, and `train.steps`.
+      config: of the model.
+      trainable: paths in memory of the trained parameters, as `peft.trainable_paths` returns them.
+
+    Raises:
+      InputError: for a pattern of a group that matches no trained parameter.
+    """
+    groups = {path: disk_paths(config, path) for path in sorted(trainable)} if recipe.optimizer.groups else None
+    rates = None if groups is None else group_rates(recipe.optimizer, groups)
+    return make_optimizer(recipe.optimizer, schedule_of(recipe), rates)
 
 
 def abstract_batch(recipe: Recipe, config: ModelConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
@@ -222,8 +247,15 @@ def initial_states(program: Program, recipe: Recipe, source: ModelSource | None)
         _, params, frozen = split_model(model, program.trainable)
         return params, jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), frozen, program.frozen)
 
-    shardings = (_shardings(program.state.params), _shardings(program.frozen))
+    shardings = (shardings_of(program.state.params), shardings_of(program.frozen))
     return jax.jit(draw, out_shardings=shardings)()
+
+
+def initial_model(recipe: Recipe, config: ModelConfig, source: ModelSource | None) -> Decoder:
+    """Returns the model before the first step, on the recipe's mesh, in its dtypes; raises as `initial_states`."""
+    program = make_program(dataclasses.replace(recipe, distill=None), config)
+    with jax.set_mesh(program.mesh):
+        return nnx.merge(program.graphdef, *initial_states(program, recipe, source))
 
 
 def draw_model(config: ModelConfig, seed: int) -> Decoder:
@@ -233,12 +265,9 @@ def draw_model(config: ModelConfig, seed: int) -> Decoder:
 
 
 def first_state(program: Program, params: nnx.State) -> TrainState:
-    """Returns the state before the first step; donates the buffers of `params`."""
-
-    def make(params: nnx.State) -> TrainState:
-        return init_state(params, program.optimizer, ema=program.state.ema is not None)
-
-    return jax.jit(make, donate_argnums=0, out_shardings=_shardings(program.state))(params)
+    """Returns the state before the first step, which holds `params` themselves: the step donates them."""
+    params = jax.device_put(params, shardings_of(program.state.params))
+    return init_state(params, program.optimizer, ema=program.state.ema is not None)
 
 
 def completed_state(program: Program, state: TrainState) -> TrainState:
@@ -249,24 +278,12 @@ def completed_state(program: Program, state: TrainState) -> TrainState:
     """
 
     def make(state: TrainState) -> TrainState:
-        new = init_state(state.params, program.optimizer, ema=program.state.ema is not None)
+        new = new_state(state.params, program.optimizer, ema=program.state.ema is not None)
         if state.opt_state == ():
             state = state._replace(opt_state=at_step(new.opt_state, state.step))
         return state._replace(ema=new.ema) if state.ema is None else state
 
-    return jax.jit(make, donate_argnums=0, out_shardings=_shardings(program.state))(state)
-
-
-def _abstract_state(params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh, *, ema: bool) -> TrainState:
-    """Returns the train state with shardings; that of the optimizer is split as `state_specs` says."""
-    shardings = state_shardings(params, mesh)
-    state = jax.eval_shape(lambda params: init_state(params, optimizer, ema=ema), params)
-    leaves = jax.tree_util.tree_leaves_with_path(_with_shardings(params, shardings))
-    placed = {path_name(path): Placed(leaf.shape, leaf.sharding.spec) for path, leaf in leaves}
-    specs = state_specs(state.opt_state, placed)
-    moments = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda node: isinstance(node, P))
-    replicated: Any = NamedSharding(mesh, P())
-    return _with_shardings(state, TrainState(replicated, shardings, moments, shardings if ema else None))
+    return jax.jit(make, donate_argnums=0, out_shardings=shardings_of(program.state))(state)
 
 
 def _cast(frozen: nnx.State, dtype: str) -> nnx.State:
@@ -276,13 +293,3 @@ def _cast(frozen: nnx.State, dtype: str) -> nnx.State:
         return jax.ShapeDtypeStruct(leaf.shape, dtype if may_be_cast(path_name(path), leaf.dtype) else leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(cast, frozen)
-
-
-def _with_shardings(tree: Any, shardings: Any) -> Any:
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree, shardings
-    )
-
-
-def _shardings(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf.sharding, tree)

@@ -11,14 +11,15 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import batch_spec
 from moe_jax.evaluation.held_out import run_to_head
 from moe_jax.functional.keys import round_stochastically
 from moe_jax.functional.routing import means_of, sums_of
-from moe_jax.models import ModelConfig
-from moe_jax.nn import auxiliary_loss, has_auxiliary_loss
-from moe_jax.nn.inputs import Batch
-from moe_jax.nn.moe import StackedStats
+from moe_jax.nn import Decoder
+from moe_jax.nn.inputs import Batch, as_ids, targets_and_weights
+from moe_jax.nn.moe import StackedStats, sum_of_losses
+from moe_jax.training.train_state import TrainState
 
 
 def sum_of_gradients(
@@ -62,18 +63,6 @@ _STEPS = 0x57E95
 _ROUNDING = 0x7FFFFFFF
 
 
-class TrainState(NamedTuple):
-    """Everything that a step changes; `step` is the number of steps done.
-
-    `ema` is the moving average of the trained parameters `params`, float32, if the recipe asks for one.
-    """
-
-    step: Int[Array, ""]
-    params: nnx.State
-    opt_state: optax.OptState
-    ema: nnx.State | None = None
-
-
 class StepMetrics(NamedTuple):
     """The metrics of a step; float32 scalars, except for the router statistics.
 
@@ -83,7 +72,7 @@ class StepMetrics(NamedTuple):
       distillation: mean divergence of the scored tokens from the teacher, times the squared temperature, without its
         weight in the loss (methods.md 9); None: there is no teacher.
       grad_norm: global norm of the gradient, before clipping.
-      learning_rate: of this step.
+      learning_rate: of this step; None: the step was made without a schedule.
       scored: number of tokens scored.
       tokens: number of tokens that are not padding, the encoder's inputs aside.
       input_tokens: number of tokens of the encoder's inputs that are not padding; 0 without an encoder.
@@ -94,7 +83,7 @@ class StepMetrics(NamedTuple):
     loss: Float[Array, ""]
     auxiliary: Float[Array, ""]
     grad_norm: Float[Array, ""]
-    learning_rate: Float[Array, ""]
+    learning_rate: Float[Array, ""] | None
     scored: Float[Array, ""]
     tokens: Int[Array, ""]
     input_tokens: Int[Array, ""]
@@ -104,41 +93,34 @@ class StepMetrics(NamedTuple):
 
 
 class Teacher(NamedTuple):
-    """A frozen model whose logits are distilled.
+    """A frozen model whose logits are distilled; its parameters are an argument of the step.
 
     Attributes:
       graphdef: of the teacher.
-      state: its abstract parameters, with shardings; the real ones are an argument of the step. Dtypes are the
-        config's; a checkpoint's may differ.
       weight: of the divergence from it in the loss, in (0, 1].
       temperature: of the logits.
     """
 
     graphdef: nnx.GraphDef
-    state: nnx.State
     weight: float
     temperature: float
 
 
-def init_state(params: nnx.State, optimizer: optax.GradientTransformation, *, ema: bool = False) -> TrainState:
-    """Returns the state before the first step; with `ema`, an average is kept."""
-    # A copy, even where a parameter is float32 already: both are donated to the step.
-    average = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), params) if ema else None
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), average)
-
-
 def make_step(
     graphdef: nnx.GraphDef,
-    config: ModelConfig,
     optimizer: optax.GradientTransformation,
-    schedule: optax.Schedule,
+    schedule: optax.Schedule | None = None,
     *,
     seed: int = 0,
     accumulation: int = 1,
     ema_decay: float | None = None,
     teacher: Teacher | None = None,
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
-    """Makes the step `(state, frozen, batch) -> (state, metrics)`; jit it with the state donated.
+    """Makes the step of `moe-jax train`, a pure function: jit it with the state donated, call it under `jax.set_mesh`.
+
+    It is `(state, frozen, batch) -> (state, metrics)`: a `TrainState`, the parameters that are not trained, and a
+    batch as `Decoder.loss` takes it. Where it is traced it raises `InputError` for a batch of other shapes or dtypes,
+    rows that `accumulation` does not divide, and where an average or a teacher is named only here or only there.
 
     The loss is the mean over all scored tokens of the batch, plus the auxiliary losses, which are those of all tokens
     of the batch, whatever the number of microbatches it is computed in. With several, and auxiliary losses, the model
@@ -148,17 +130,31 @@ def make_step(
 
     Args:
       graphdef: from `peft.split_model`.
-      schedule: learning rate by steps done, as the optimizer uses it (reported only).
+      optimizer: Optax's, or a recipe's; it gets float32 gradients, and parameters in their dtypes.
+      schedule: learning rate by steps done, for the metrics alone: the optimizer has its own.
+      seed: of all that is random.
       accumulation: number of microbatches, a divisor of B.
-      ema_decay: of the average, if the state has one.
+      ema_decay: of the average that the state then has.
       teacher: its parameters are then a fourth argument of the step, which leaves them as they are.
     """
-    loss_of = make_loss(graphdef, config, teacher=teacher)
+    if accumulation < 1:
+        raise InputError(f"accumulation = {accumulation}: expected a number of microbatches from 1")
+    loss_of = make_loss(graphdef, teacher=teacher)
 
     def step(
         state: TrainState, frozen: nnx.State, batch: Batch, taught: nnx.State | None = None
     ) -> tuple[TrainState, StepMetrics]:
-        scored = jnp.sum(batch["weights"])
+        if not isinstance(state, TrainState):
+            raise InputError(f"the state is a {type(state).__name__}, expected what init_state returns")
+        if (ema_decay is None) != (state.ema is None):
+            raise InputError("an average takes both: init_state(..., ema=True), and ema_decay of make_step")
+        if (teacher is None) != (taught is None):
+            raise InputError("a teacher takes both: teacher of make_step, and its parameters after the batch")
+        targets, weights = targets_and_weights(batch)
+        batch = {**batch, "targets": targets, "weights": weights}
+        model = nnx.merge(graphdef, state.params, frozen)
+        as_ids("tokens", batch["tokens"], model.config.vocab_size)
+        scored = jnp.sum(weights)
         # A batch that consists only of prompts has loss 0 and gradient 0 instead of 0/0.
         divisor = jnp.maximum(scored, 1.0)
         key = step_key(seed, state.step)
@@ -177,9 +173,9 @@ def make_step(
             microbatches = {key: split_batch(array, accumulation) for key, array in batch.items()}
             numbered = microbatches, jnp.arange(accumulation, dtype=jnp.int32)
             slopes = None
-            if has_auxiliary_loss(config):
+            if any(any(router.coefficients) for router in model.routers()):
                 router = router_statistics(graphdef, state.params, frozen, numbered, key)
-                slopes = slopes_of_auxiliary_loss(config, router)
+                slopes = slopes_of_auxiliary_loss(model, router)
             of_micro = partial(loss_of_micro, slopes=slopes)
             grads, (losses, stats, divergences) = sum_of_gradients(of_micro, state.params, numbered)
             loss, router = jnp.sum(losses), over_microbatches(stats)
@@ -188,26 +184,33 @@ def make_step(
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         metrics = StepMetrics(
             loss=loss,
-            auxiliary=auxiliary_loss(config, router),
+            auxiliary=_auxiliary_loss(model, router),
             grad_norm=optax.tree.norm(grads),
-            learning_rate=jnp.asarray(schedule(state.step), jnp.float32),
+            learning_rate=None if schedule is None else jnp.asarray(schedule(state.step), jnp.float32),
             scored=scored,
-            tokens=jnp.sum(batch["segment_ids"] > 0),
-            input_tokens=jnp.sum(batch["inputs_valid"]) if "inputs" in batch else jnp.zeros((), jnp.int32),
+            tokens=_counted(batch, "tokens", "segment_ids"),
+            input_tokens=_counted(batch, "inputs", "inputs_valid"),
             cut=jnp.sum(batch["cut"], axis=0) if "cut" in batch else jnp.zeros(2, jnp.int32),
             router=router,
             distillation=distillation,
         )
         params = updated_params(state.params, updates, jax.random.fold_in(key, _ROUNDING))
-        average = state.ema
-        if average is not None and ema_decay is not None:
-            average = _next_average(average, params, state.step + 1, ema_decay)
+        average = None
+        if state.ema is not None and ema_decay is not None:
+            average = _next_average(state.ema, params, state.step + 1, ema_decay)
         return TrainState(state.step + 1, params, opt_state, average), metrics
 
     return step
 
 
-def make_loss(graphdef: nnx.GraphDef, config: ModelConfig, *, teacher: Teacher | None = None) -> Callable[..., tuple]:
+def _counted(batch: Batch, name: str, valid: str) -> Int[Array, ""]:
+    """Returns the number of tokens that are not padding; all are where the batch does not say what counts."""
+    if valid in batch:
+        return jnp.sum(batch[valid].astype(bool))
+    return jnp.asarray(batch[name].size if name in batch else 0, jnp.int32)
+
+
+def make_loss(graphdef: nnx.GraphDef, *, teacher: Teacher | None = None) -> Callable[..., tuple]:
     """Makes the loss of a microbatch, which a step differentiates by its first argument; arguments as in `make_step`.
 
     It is `(params, frozen, batch, scored, key, taught, slopes) -> (loss, (cross-entropy of the tokens, router
@@ -240,7 +243,7 @@ def make_loss(graphdef: nnx.GraphDef, config: ModelConfig, *, teacher: Teacher |
                 out.x, targets, weights, temperature=teacher.temperature, **of_teacher
             )
         if slopes is None:
-            auxiliary = auxiliary_loss(config, out.router)
+            auxiliary = _auxiliary_loss(model, out.router)
         else:
             auxiliary = optax.tree.vdot(slopes, tuple(map(sums_of, out.router)))
         return loss + auxiliary, (cross_entropy, out.router, divergence)
@@ -266,14 +269,19 @@ def over_microbatches(stats: StackedStats) -> StackedStats:
     return tuple(means_of(jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), sums_of(one))) for one in stats)
 
 
-def slopes_of_auxiliary_loss(config: ModelConfig, router: StackedStats) -> StackedStats:
+def slopes_of_auxiliary_loss(model: Decoder, router: StackedStats) -> StackedStats:
     """Returns the derivatives of the auxiliary losses of a batch by the sums over its tokens (`sums_of`).
 
     Multiplied by the sums over the tokens of a microbatch they give a loss; the gradients of these losses of all
     microbatches sum to that of the batch.
     """
     sums = tuple(map(sums_of, router))
-    return jax.grad(lambda sums: auxiliary_loss(config, tuple(map(means_of, sums))))(sums)
+    return jax.grad(lambda sums: _auxiliary_loss(model, tuple(map(means_of, sums))))(sums)
+
+
+def _auxiliary_loss(model: Decoder, router: StackedStats) -> Float[Array, ""]:
+    """Returns what `Decoder.auxiliary_loss` does, of the statistics alone."""
+    return sum_of_losses(model.config.balance_over, model.routers(), router)
 
 
 def updated_params(params: nnx.State, updates: optax.Updates, key: Array) -> nnx.State:
@@ -304,13 +312,6 @@ def _next_average(average: nnx.State, params: nnx.State, step: Int[Array, ""], d
     return cast(nnx.State, optax.incremental_update(cast(Any, params), cast(Any, average), new))
 
 
-def averaged_params(state: TrainState, wanted: bool) -> nnx.State:
-    """Returns the trained parameters, or if it is wanted their average, in their dtypes."""
-    if not wanted:
-        return state.params
-    return jax.tree.map(lambda like, leaf: leaf.astype(like.dtype), state.params, state.ema)
-
-
 def step_key(seed: int, step: int | Int[Array, ""]) -> Array:
     """Returns the random key of the step that follows `step` steps."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _STEPS), step)
@@ -319,6 +320,8 @@ def step_key(seed: int, step: int | Int[Array, ""]) -> Array:
 def split_batch(array: Array, parts: int) -> Array:
     """Reshapes `[B, T]` to `[parts, B / parts, T]`; part p takes rows p, p + parts, ...: no row changes its device."""
     rows, length = array.shape
+    if rows % parts:
+        raise InputError(f"a batch of {rows} rows is not {parts} microbatches of equal size (accumulation)")
     microbatches = array.reshape(rows // parts, parts, length).swapaxes(0, 1)
     if jax.sharding.get_abstract_mesh().empty:
         return microbatches

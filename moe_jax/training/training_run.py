@@ -5,7 +5,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import grain
 import jax
 import rich.console
 from flax import nnx
@@ -14,10 +13,9 @@ from moe_jax.checkpoints.orbax_store import TrainingCheckpoints
 from moe_jax.core.errors import InputError
 from moe_jax.core.terminal import console_for_tables
 from moe_jax.data.chat_template import FILE as CHAT_TEMPLATE
-from moe_jax.data.pipeline import open_data
 from moe_jax.data.tokenizer import Tokenizer, find_tokenizer
 from moe_jax.distributed.processes import check_equal, describe_devices, first_decides, is_first_process, wait_for_all
-from moe_jax.distributed.sharding import local_rows, undivided_experts
+from moe_jax.distributed.sharding import undivided_experts
 from moe_jax.evaluation.held_out import Evaluator, read_held_out, with_lengths
 from moe_jax.files.json_toml import parse
 from moe_jax.files.staging import check_writable
@@ -29,6 +27,7 @@ from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.peft.trained import print_trained
 from moe_jax.training import recipe_toml
+from moe_jax.training.batches import Batches, open_batches
 from moe_jax.training.disk_room import kept_after, require_room
 from moe_jax.training.loop import Loop
 from moe_jax.training.metrics import NO_TENSORBOARD, WANDB_ID, has_tensorboard, import_wandb, read_metrics
@@ -69,7 +68,7 @@ from moe_jax.training.run_directory import (
     write_run,
 )
 from moe_jax.training.saved_model import is_saved_by_layer, trained_config, write_model
-from moe_jax.training.step import TrainState, averaged_params
+from moe_jax.training.train_state import TrainState, averaged_params
 
 # Published models pad their vocabulary by less; a larger difference means another model's tokenizer.
 _USED_OF_VOCABULARY = 0.5
@@ -207,9 +206,7 @@ def _train(
         notes.append(f"the run in {run_dir} had saved no checkpoint and begins anew")
     if recipe.log.tensorboard and not has_tensorboard():
         notes.append(NO_TENSORBOARD)
-    size = recipe.train.batch_size
-    of_batch = {"seed": recipe.seed, "batch_size": size, "rows": local_rows(mesh, size)}
-    data = open_data(recipe.data, config, tokenizer, note=notes.append, **of_batch)
+    batches = open_batches(recipe, config, mesh, tokenizer_files=[tokenizer], note=notes.append)
     held_out, evaluator, eval_len = None, None, recipe.data.seq_len
     if recipe.eval is not None:
         eval_len = recipe.eval.seq_len or eval_len
@@ -253,7 +250,7 @@ def _train(
     wait_for_all("run directory checked")
     first_decides(write)
     checkpoints = TrainingCheckpoints(run_dir / CHECKPOINTS, keep=recipe.checkpoint.keep, in_slices=is_saved_by_layer)
-    with contextlib.closing(data), contextlib.closing(checkpoints):
+    with contextlib.closing(batches), contextlib.closing(checkpoints):
         step = checkpoints.latest_step() if begun is not None and begun.record is not None else None
         if step is None and record.restarts:
             origin = f"{record.restarts[-1].run}@{record.restarts[-1].step}"
@@ -266,10 +263,10 @@ def _train(
             console.print(f"continuing after step {step}", highlight=False)
             # The first checkpoint of a restarted run belongs to the run before.
             restarted_here = record.restarts[-1] if record.restarts and record.restarts[-1].step == step else None
-            state, frozen = _restore(recipe, program, source, data, checkpoints, step, restarted_here, console)
+            state, frozen = _restore(recipe, program, source, batches, checkpoints, step, restarted_here, console)
         taught = None if teacher is None else load_teacher(program, teacher)
         reports = {"evaluator": evaluator, "console": console, "continue_command": continue_command}
-        loop = Loop(recipe, program, frozen=frozen, teacher=taught, data=data, checkpoints=checkpoints, **reports)
+        loop = Loop(recipe, program, frozen=frozen, teacher=taught, batches=batches, checkpoints=checkpoints, **reports)
         state, last = loop.run(state)
     params, steps = averaged_params(state, recipe.ema is not None and recipe.ema.export), int(state.step)
     if not last:  # all steps were done before
@@ -313,13 +310,13 @@ def _restore(
     recipe: Recipe,
     program: Program,
     source: ModelSource | None,
-    data: grain.DatasetIterator,
+    batches: Batches,
     checkpoints: TrainingCheckpoints,
     step: int,
     restart: Restart | None,
     console: rich.console.Console,
 ) -> tuple[TrainState, nnx.State]:
-    """Restores the state of a checkpoint, and the frozen parameters; sets `data` to the checkpoint's position.
+    """Restores the state of a checkpoint, and the frozen parameters; sets `batches` to the checkpoint's position.
 
     `restart` is the restart with which the run began, if the checkpoint belongs to the run before: state that the run
     before did not have begins anew, and the batches that it leaves out are skipped.
@@ -342,11 +339,10 @@ def _restore(
         if jax.tree.leaves(frozen):
             # Frozen parameters are not in the checkpoints: they are those of the source.
             _, frozen = initial_states(program, recipe, source)
-    data.set_state(extra["data"])
-    if restart is not None and restart.skipped_batches:
-        console.print(f"skipping {restart.skipped_batches} batches", highlight=False)
-        for _ in range(restart.skipped_batches):
-            next(data)
+    skipped = 0 if restart is None else restart.skipped_batches
+    if skipped:
+        console.print(f"skipping {skipped} batches", highlight=False)
+    batches.seek(extra["data"], skip=skipped)
     return state, frozen
 
 

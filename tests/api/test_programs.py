@@ -17,8 +17,8 @@ from tests.support.tiers import long
 EXAMPLES, CONVERT = ROOT / "examples", ROOT / "convert"
 
 
-# `last_words` by tests/harness, and parts of one's own by tests/nn.
-EXAMPLES_TESTED = {"moe_layer", "upcycle", "compress_layer", "barycenter", "last_words", "look_inside"}
+# `last_words` by tests/harness, `train_loop` by tests/training, and parts of one's own by tests/nn.
+EXAMPLES_TESTED = {"moe_layer", "upcycle", "compress_layer", "barycenter", "look_inside", "last_words", "train_loop"}
 EXAMPLES_TESTED |= {"own_router", "own_gate", "own_form", "own_activation", "own_layer"}
 
 

@@ -9,7 +9,8 @@ from flax import nnx
 
 import moe_jax
 from moe_jax.core.errors import InputError
-from moe_jax.training.step import init_state, make_step
+from moe_jax.training.step import make_step
+from moe_jax.training.train_state import init_state
 
 IDS = np.random.default_rng(0).integers(0, 64, (4, 9), np.int32)
 BATCH = {"tokens": IDS[:, :-1], "targets": IDS[:, 1:]}
@@ -40,7 +41,7 @@ def test_the_loss_is_that_of_the_step_that_train_uses(more):
     graphdef, state = nnx.split(decoder)
     segments = more.get("segment_ids", np.ones((4, 8), np.int32))
     whole = {"segment_ids": segments, "weights": (segments > 0).astype(np.float32)} | batch
-    step = make_step(graphdef, decoder.config, optax.sgd(0.0), lambda count: 0.0)
+    step = make_step(graphdef, optax.sgd(0.0), lambda count: 0.0)
     optimizer = optax.sgd(0.0)
     after, metrics = jax.jit(step)(init_state(state, optimizer), nnx.State({}), whole)
     loss = jax.jit(lambda state: nnx.merge(graphdef, state).loss(batch))(state)

@@ -16,7 +16,8 @@ import moe_jax
 from moe_jax.commands.cli import COMMANDS
 
 TABLE = pathlib.Path(__file__).with_name("interface.txt")
-ROOMS = ("moe_jax", "moe_jax.configs", "moe_jax.nn", "moe_jax.functional", "moe_jax.peft", "moe_jax.compression")
+ROOMS = ("moe_jax", "moe_jax.configs", "moe_jax.nn", "moe_jax.functional", "moe_jax.peft", "moe_jax.compression",
+         "moe_jax.training")  # fmt: skip
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 

@@ -53,7 +53,7 @@ def run(recipe, *, config=STUDENT, teacher=TEACHER, devices=1, steps=2):
     rows, found = recipe.train.batch_size, []
     with jax.set_mesh(program.mesh):
         params, frozen = initial_states(program)
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, program.teacher.state)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, program.taught)
         taught = jax.device_put(jax.tree.map(np.copy, drawn(teacher)), shardings)
         state = first_state(program, params)
         for step in range(steps):

@@ -31,7 +31,8 @@ from moe_jax.training.recipe import (
     ScheduleSection,
     TrainSection,
 )
-from moe_jax.training.step import StepMetrics, TrainState, make_step, step_key, updated_params
+from moe_jax.training.step import StepMetrics, make_step, step_key, updated_params
+from moe_jax.training.train_state import TrainState
 from tests.support.losses import token_losses
 from tests.support.numerics import initialised
 from tests.support.tiers import EVERY, long, one_in

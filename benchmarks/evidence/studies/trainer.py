@@ -18,7 +18,8 @@ from moe_jax.nn import Decoder
 from moe_jax.peft import split_model, trainable_paths
 from moe_jax.training.optimizer import learning_rate, make_optimizer
 from moe_jax.training.recipe import OptimizerSection, ScheduleSection
-from moe_jax.training.step import TrainState, init_state, make_step
+from moe_jax.training.step import make_step
+from moe_jax.training.train_state import TrainState, init_state
 
 _SCORED_AT_ONCE = 16
 # Steps whose losses are averaged.
@@ -71,7 +72,7 @@ class Trainer:
         # Rates and the seed are arguments: no run of the same shape is compiled again.
         def step(rates: jax.Array, seed: jax.Array, state: TrainState, frozen: nnx.State, batch: dict) -> tuple:
             optimizer = optax.chain(make_optimizer(section, schedule), _rates_by_group(rates))
-            return make_step(graphdef, config, optimizer, schedule, seed=seed)(state, frozen, batch)
+            return make_step(graphdef, optimizer, schedule, seed=seed)(state, frozen, batch)
 
         def window_losses(params: nnx.State, frozen: nnx.State, batch: dict) -> jax.Array:
             return next_token_row_losses(nnx.merge(graphdef, params, frozen), batch)

@@ -1,0 +1,107 @@
+"""The batches of a recipe's data, in the order of the run, on the devices of a mesh."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grain
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from moe_jax.data.pipeline import open_data
+from moe_jax.data.tokenizer import find_tokenizer
+from moe_jax.distributed.sharding import check_batch_divides, local_rows, make_mesh, merge_positions, place
+from moe_jax.files.storage_path import as_path
+from moe_jax.models import ModelConfig
+from moe_jax.training.recipe import Recipe
+
+
+class Batches(Iterator[dict[str, jax.Array]]):
+    """The batches of the data as global arrays on a mesh, up to the end of the data if `ends`, else for ever.
+
+    `data` yields local rows of endless batches, padding after the last record. With several processes, only all of them
+    together know whether any has data left. They find out one batch ahead, by a program of its own that the devices run
+    before the step, so that no process waits for the answer before a step. Every process makes every call.
+    """
+
+    def __init__(self, data: grain.DatasetIterator, mesh: Mesh, batch_size: int, *, ends: bool):
+        self._data, self._batch_size, self._ends = data, batch_size, ends
+        self._place = partial(place, rows=local_rows(mesh, batch_size), mesh=mesh, batch_size=batch_size)
+        self._asks = ends and jax.process_count() > 1
+        # The batch after the last one returned, with the answer, and the position before it.
+        self._ahead: tuple[dict[str, jax.Array], jax.Array] | None = None
+        self._before: dict[str, Any] | None = None
+        self._any = jax.jit(lambda ids: jnp.any(ids > 0), out_shardings=NamedSharding(mesh, P()))
+
+    def __next__(self) -> dict[str, jax.Array]:
+        if not self._asks:
+            batch = next(self._data)
+            holds_some = not self._ends or batch["segment_ids"].any()
+            batch = self._place(batch) if holds_some else {}
+        else:
+            batch, holds_some = self._ahead or self._read()
+            self._before = self._data.get_state()
+            self._ahead = self._read()
+        if not holds_some:
+            raise StopIteration
+        return batch
+
+    def position(self) -> dict[str, Any]:
+        """Returns the position in the data after the batches returned so far, for all rows; JSON-able."""
+        return merge_positions(self._before or self._data.get_state(), self._batch_size)
+
+    def seek(self, position: dict[str, Any], *, skip: int = 0) -> None:
+        """Goes on at a position, after as many batches as are to be skipped.
+
+        Raises `InputError` if the position belongs to other data.
+        """
+        self._ahead = self._before = None
+        self._data.set_state(position)
+        for _ in range(skip):
+            next(self._data)
+
+    def close(self) -> None:
+        """Ends what prepares batches in the background."""
+        self._data.close()
+
+    def _read(self) -> tuple[dict[str, jax.Array], jax.Array]:
+        batch = self._place(next(self._data))
+        return batch, self._any(batch["segment_ids"])
+
+
+def open_batches(
+    recipe: Recipe,
+    config: ModelConfig,
+    mesh: Mesh | None,
+    *,
+    tokenizer_files: Sequence[Path] = (),
+    note: Callable[[str], object] = lambda line: None,
+) -> Batches:
+    """Opens the data of a recipe: an iterator over the batches that `moe-jax train` trains on, in its order.
+
+    A batch of B = `train.batch_size` rows of T = `data.seq_len` tokens holds tokens, targets, segment_ids and positions
+    Int32[B, T], and weights Float32[B, T]; for a model with an encoder also inputs Int32[B, S], inputs_valid
+    Bool[B, S] and cut Int32[B, 2]. Rows are divided over the mesh. Without `data.epochs`, there is no end.
+
+    Args:
+      recipe: its `data`, `seed`, and `train.batch_size` count.
+      config: of the model.
+      mesh: where the batches go, such as `Model.mesh`; None: the first device.
+      tokenizer_files: of the model, among them tokenizer.json; `data.tokenizer` of the recipe comes before them.
+      note: called with remarks on the data, a line each.
+
+    Raises:
+      FileNotFoundError: a path or pattern that matches no file.
+      InputError: no sources, no tokenizer, a malformed file, less text than one sequence, texts for a model with an
+        encoder, or rows that the mesh does not divide.
+    """
+    mesh = make_mesh({}, jax.devices()[:1]) if mesh is None else mesh
+    size, named = recipe.train.batch_size, recipe.data.tokenizer
+    check_batch_divides(mesh, size, recipe.train.accumulation)
+    tokenizer = find_tokenizer(tokenizer_files, "the model") if named is None else as_path(named)
+    rows = local_rows(mesh, size)
+    data = open_data(recipe.data, config, tokenizer, seed=recipe.seed, batch_size=size, rows=rows, note=note)
+    return Batches(data, mesh, size, ends=recipe.data.epochs is not None)
