@@ -17,7 +17,15 @@ from jax.sharding import PartitionSpec as P
 import moe_jax
 from moe_jax import peft, training
 from moe_jax.commands import cli
-from moe_jax.configs import DataSection, MeshSection, ModelSection, OptimizerSection, Recipe, SourceSection
+from moe_jax.configs import (
+    DataSection,
+    MeshSection,
+    ModelSection,
+    OptimizerSection,
+    PartitionSection,
+    Recipe,
+    SourceSection,
+)
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import cast
 from tests.support.byte_tokenizer import byte_tokenizer
@@ -178,7 +186,7 @@ def test_recipes_that_a_loop_cannot_be_made_of(folder):
         training.open_batches(recipe_for(folder), CONFIG, None, tokenizer_files=files)
     with pytest.raises(InputError, match="no tokenizer.json"):
         training.open_batches(recipe_for(folder, data=DataSection(sources=sources)), CONFIG, None)
-    with pytest.raises(InputError, match="data.seq_len = 512"):  # as many tokens as the default has
+    with pytest.raises(InputError, match="data.seq_len = 5120"):
         training.open_batches(
             recipe_for(folder, data=DataSection(sources=sources, seq_len=5120)), CONFIG, None, tokenizer_files=files
         )
@@ -215,3 +223,23 @@ def test_moments_and_averages_lie_where_parameters_do():
     assert rows.sharding.spec == P("fsdp") and state.ema["a"]["kernel"].sharding.spec == P("fsdp")
     assert state.ema["a"]["kernel"].dtype == jnp.float32 and state.step.sharding.spec == P()
     assert state.params["a"]["kernel"] is params["a"]["kernel"]
+
+
+def test_the_model_of_a_recipe_is_as_training_begins_with_it(folder):
+    sections = {
+        "model": ModelSection(path=str(folder / "model"), param_dtype="bfloat16", compute_dtype="bfloat16"),
+        "partition": PartitionSection(freeze=("embed/.*",)),
+        "mesh": MeshSection(fsdp=4, expert=2),
+    }
+    model = moe_jax.load(recipe_for(folder, **sections))
+    assert model.mesh is not None and (model.mesh.shape["fsdp"], model.mesh.shape["expert"]) == (4, 2)
+    assert model.decoder.embed.embedding.dtype == jnp.float32 and model.decoder.lm_head.kernel.dtype == jnp.bfloat16
+    assert model.decoder.compute_dtype == jnp.bfloat16
+    assert [file.name for file in model.tokenizer_files] == ["tokenizer.json"]
+
+
+@long
+def test_new_weights_of_a_recipe_are_drawn(folder):
+    named = ModelSection(config=str(folder / "model" / "config.json"), init="random")
+    drawn = moe_jax.load(recipe_for(folder, model=named, seed=3))
+    assert drawn.config == CONFIG and not drawn.lineage and not drawn.tokenizer_files
