@@ -31,7 +31,7 @@ def main(path: str, out: str | None = None) -> list[dict[str, Any]]:
     model = moe_jax.load(recipe)
     trained = peft.trainable_paths(model.decoder, train=recipe.partition.train, freeze=recipe.partition.freeze)
     graphdef, params, frozen = peft.split_model(model.decoder, trained)
-    optimizer, schedule = training.optimizer_of(recipe, model.config, trained), training.schedule_of(recipe)
+    optimizer, schedule = training.optimizer_of(recipe, model.decoder, trained), training.schedule_of(recipe)
     batches = training.open_batches(recipe, model.config, model.mesh, tokenizer_files=model.tokenizer_files)
 
     # A pure function, compiled once: its results take the place of its arguments, on the same devices.
@@ -45,7 +45,7 @@ def main(path: str, out: str | None = None) -> list[dict[str, Any]]:
     with jax.set_mesh(model.mesh):
         for number, batch in enumerate(itertools.islice(batches, recipe.train.steps), start=1):
             state, metrics = step(state, frozen, batch)
-            record = training.to_record(model.config, number, metrics)
+            record = training.to_record(model.decoder, number, metrics)
             records.append(record)
             print(f"step {number}: loss {record['loss']!r}, and {record['aux_loss']:.4g} of the routers")
 

@@ -300,9 +300,10 @@ class Decoder(Summarised):
         return sum_of_losses(self.config.balance_over, ran, out.router)
 
     def routers(self) -> list[Router]:
-        """Returns all routers, an encoder's first, in the order in which they report."""
-        stacks = (self.encoder, self.stack) if self.config.has_encoder else (self.stack,)
-        return [router for stack in stacks for router in stack.routers()]
+        """Returns all routers, an encoder's first, in the order in which they report; layers as the config counts."""
+        first = self.config.num_encoder_layers
+        before = self.encoder.routers() if self.config.has_encoder else []
+        return before + [one._replace(layers=[first + layer for layer in one.layers]) for one in self.stack.routers()]
 
     def loss(self, batch: Batch, *, key: Array | None = None) -> Float[Array, ""]:
         """Returns the loss that training minimises, float32.

@@ -184,13 +184,19 @@ def load_per_layer(config: ModelConfig, router: StackedStats) -> dict[int, Float
     return {layer: stats.load for layer, stats in stats_per_layer(config, router).items()}
 
 
-def stats_per_layer(config: ModelConfig, router: StackedStats, *, of_perft: bool = False) -> dict[int, RouterStats]:
+def stats_per_layer(
+    config: ModelConfig,
+    router: StackedStats,
+    *,
+    of_perft: bool = False,
+    routers: Sequence["Router"] | None = None,
+) -> dict[int, RouterStats]:
     """Returns the statistics of every MoE's router by layer index, or with `of_perft` of its PEFT experts' router.
 
-    The arrays are unstacked, and may be NumPy's.
+    The arrays are unstacked, and may be NumPy's. `routers` are those of the model, if its layers were replaced.
     """
     per_layer = {}
-    for position, stats in zip(_routers(config, len(router)), router, strict=True):
+    for position, stats in zip(routers or _routers(config, len(router)), router, strict=True):
         if position.of_perft == of_perft:
             for repeat, layer in enumerate(position.layers):
                 per_layer[layer] = RouterStats(*(field[repeat] for field in stats))

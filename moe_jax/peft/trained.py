@@ -219,7 +219,7 @@ def trainable_paths(
       InputError: for a pattern that is not a regular expression, takes too long, matches nothing, or matches only some
         of the layers that are stacked into one array; or if nothing is left to train.
     """
-    leaves = {path: disk_paths(model.config, path) for path in _paths(nnx.state(model, nnx.Param))}
+    leaves = {path: disk_paths(model.config, path, model=model) for path in _paths(nnx.state(model, nnx.Param))}
     every = [name for names in leaves.values() for name in names]
     problems: list[str] = []
 

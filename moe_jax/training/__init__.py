@@ -12,7 +12,7 @@ of `moe-jax train` to the last bit; `examples/train_loop.py` is one.
     >>> step = jax.jit(training.make_step(graphdef, optax.sgd(0.1)), donate_argnums=0)
     >>> state = training.init_state(params, optax.sgd(0.1))
     >>> state, metrics = step(state, frozen, {"tokens": ids[:, :-1], "targets": ids[:, 1:]})
-    >>> sorted(training.to_record(decoder.config, 1, metrics))[:3]
+    >>> sorted(training.to_record(decoder, 1, metrics))[:3]
     ['aux_loss', 'balance_loss', 'cv_loss']
 
 Names are imported when they are first asked for. Inside, `program` holds model, optimizer and step of a run, and

@@ -73,10 +73,10 @@ def train_on_batches(
             state, metrics = program.step(state, frozen, placed, *taught)
             # The devices are at work on this step while the previous one is reported.
             if pending is not None:
-                last = report(to_record(program.config, *pending))
+                last = report(to_record(program.model, *pending))
             pending = step, metrics
         if pending is not None:
-            last = report(to_record(program.config, *pending))
+            last = report(to_record(program.model, *pending))
     model = nnx.merge(program.graphdef, state.params, frozen)
     model.config = dataclasses.replace(source.config, dtype=recipe.model.param_dtype)
     return model, last

@@ -211,7 +211,7 @@ class Loop:
 
     def _finish(self, step: int, metrics: StepMetrics, evaluate: TrainState | None) -> Record:
         """Waits for a step and checks it; adds the speed, and the held-out loss if a state is given."""
-        record = to_record(self._program.config, step, metrics)
+        record = to_record(self._program.model, step, metrics)
         self._check_finite(record)
         self._check_scored(record)
         seconds = time.monotonic() - self._clock

@@ -22,7 +22,7 @@ from moe_jax.core.terminal import Pace, progress_bars
 from moe_jax.distributed.processes import is_first_process
 from moe_jax.files.json_toml import ANYTHING, parse_json
 from moe_jax.files.storage_path import LocalFolder, as_path
-from moe_jax.models import ModelConfig
+from moe_jax.nn import Decoder
 from moe_jax.nn.moe import stats_per_layer
 from moe_jax.training.step import StepMetrics
 
@@ -124,15 +124,17 @@ class WandbWriter:
 Record = dict[str, Any]
 
 
-def to_record(config: ModelConfig, step: int, metrics: StepMetrics) -> Record:
-    """Returns the metrics of a step, JSON-able. Waits until the step is computed.
+def to_record(model: Decoder, step: int, metrics: StepMetrics) -> Record:
+    """Returns the metrics of a step of a model, JSON-able. Waits until the step is computed.
 
     Keys: `step`, `loss` (the cross-entropy, also with a teacher), `aux_loss` (added to the loss), `grad_norm`,
-    `learning_rate`, `tokens`, `scored_tokens`; with a teacher `distill_loss` (see `StepMetrics`); for a model with an
-    encoder also `input_tokens`, `cut_inputs` and `cut_targets`; for one with MoE layers `balance_loss`, `z_loss` and
-    `cv_loss` (means over the layers, without coefficients), `expert_load` and `dropped` (by layer index); if PEFT
-    experts have routers of their own, `perft_balance_loss`, `perft_z_loss` and `perft_load` likewise.
+    `learning_rate` (of a step that was made with a schedule), `tokens`, `scored_tokens`; with a teacher `distill_loss`
+    (see `StepMetrics`); for a model with an encoder also `input_tokens`, `cut_inputs` and `cut_targets`; for one with
+    MoE layers `balance_loss`, `z_loss` and `cv_loss` (means over the layers, without coefficients), `expert_load` and
+    `dropped` (by layer index); if PEFT experts have routers of their own, `perft_balance_loss`, `perft_z_loss` and
+    `perft_load` likewise.
     """
+    config, routers = model.config, model.routers()
     metrics = jax.tree.map(np.asarray, jax.device_get(metrics))
     record: Record = {
         "step": step,
@@ -148,13 +150,13 @@ def to_record(config: ModelConfig, step: int, metrics: StepMetrics) -> Record:
     if config.has_encoder:
         record["input_tokens"] = int(metrics.input_tokens)
         record["cut_inputs"], record["cut_targets"] = (int(count) for count in metrics.cut)
-    layers = stats_per_layer(config, metrics.router)
+    layers = stats_per_layer(config, metrics.router, routers=routers)
     if layers:
         for name in ("balance", "z", "cv"):
             record[f"{name}_loss"] = float(np.mean([getattr(stats, name) for stats in layers.values()]))
         record["expert_load"] = {str(i): [round(float(x), 6) for x in stats.load] for i, stats in layers.items()}
         record["dropped"] = {str(i): float(stats.dropped) for i, stats in layers.items()}
-    beside = stats_per_layer(config, metrics.router, of_perft=True)
+    beside = stats_per_layer(config, metrics.router, of_perft=True, routers=routers)
     if beside:
         for name in ("balance", "z"):
             record[f"perft_{name}_loss"] = float(np.mean([getattr(stats, name) for stats in beside.values()]))

@@ -110,7 +110,7 @@ def make_program(
     model = _model(recipe, config, remat=recipe.model.remat)
     trainable = trainable_paths(model, train=recipe.partition.train, freeze=recipe.partition.freeze)
     graphdef, params, frozen = split_model(model, trainable)
-    optimizer = optimizer_of(recipe, config, trainable)
+    optimizer = optimizer_of(recipe, model, trainable)
     params = with_shardings(params, state_shardings(params, mesh))
     state = abstract_state(params, optimizer, ema=recipe.ema is not None)
     frozen = with_shardings(_cast(frozen, frozen_dtype), state_shardings(frozen, mesh))
@@ -200,21 +200,23 @@ def schedule_of(recipe: Recipe) -> optax.Schedule:
     return learning_rate(recipe.optimizer, recipe.schedule, recipe.schedule.steps or recipe.train.steps)
 
 
-def optimizer_of(recipe: Recipe, config: ModelConfig, trainable: Collection[str]) -> optax.GradientTransformation:
+def optimizer_of(recipe: Recipe, model: Decoder, trainable: Collection[str]) -> optax.GradientTransformation:
     """Makes the optimizer of a recipe, with its schedule, clipping, and rates of groups.
 
     It is for states of the trained parameters alone, in any dtype, and for gradients of `make_step`.
 
     Args:
       recipe: its `optimizer` and `schedule` count, and `train.steps`.
-      config: of the model.
+      model: the model, which may be abstract.
       trainable: paths in memory of the trained parameters, as `peft.trainable_paths` returns them.
 
     Raises:
       InputError: for a pattern of a group that matches no trained parameter.
     """
-    groups = {path: disk_paths(config, path) for path in sorted(trainable)} if recipe.optimizer.groups else None
-    rates = None if groups is None else group_rates(recipe.optimizer, groups)
+    rates = None
+    if recipe.optimizer.groups:
+        leaves = {path: disk_paths(model.config, path, model=model) for path in sorted(trainable)}
+        rates = group_rates(recipe.optimizer, leaves)
     return make_optimizer(recipe.optimizer, schedule_of(recipe), rates)
 
 

@@ -1,6 +1,7 @@
 """A loop of public names gives the losses and the weights of `moe-jax train`, to the last bit."""
 
 import contextlib
+import dataclasses
 import json
 import runpy
 from pathlib import Path
@@ -28,6 +29,7 @@ from moe_jax.configs import (
 )
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import cast
+from moe_jax.model_io.loading import abstract_model
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.dense_models import random_leaves, write_model
 from tests.support.environment import ROOT
@@ -144,6 +146,19 @@ def test_what_a_batch_leaves_out_is_all_of_it(parts):
     assert metrics(BATCH) == (32, 32)
 
 
+@long
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_layer_that_was_replaced_has_its_own_losses(accumulation):
+    decoder = moe_jax.tiny_model(experts=4).decoder
+    other = dataclasses.replace(decoder.config.layers[1].mlp, balance_coef=1.0)
+    decoder.layers[1].mlp = moe_jax.MoE(other, 16, rngs=nnx.Rngs(1), dtype=jnp.dtype("float32"))
+    graphdef, params, frozen = peft.split_model(decoder, peft.trainable_paths(decoder))
+    step = training.make_step(graphdef, optax.sgd(0.1), accumulation=accumulation)
+    _, metrics = jax.jit(step)(training.init_state(params, optax.sgd(0.1)), frozen, BATCH)
+    np.testing.assert_allclose(decoder.loss(BATCH), metrics.loss + metrics.auxiliary, rtol=1e-6)
+    assert metrics.auxiliary > 1 and training.to_record(decoder, 1, metrics)["expert_load"].keys() == {"0", "1"}
+
+
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
@@ -218,7 +233,9 @@ def test_moments_and_averages_lie_where_parameters_do():
     params = jax.device_put(params, jax.tree.map(lambda one: NamedSharding(mesh, one), spec))
     section = OptimizerSection(kind="adafactor")
     recipe = Recipe(run_dir="run", model=ModelSection(path="model"), optimizer=section)
-    state = training.init_state(params, training.optimizer_of(recipe, CONFIG, ["a/kernel", "b/scale"]), ema=True)
+    state = training.init_state(
+        params, training.optimizer_of(recipe, abstract_model(CONFIG), ["a/kernel", "b/scale"]), ema=True
+    )
     rows = next(leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.shape == (256,))
     assert rows.sharding.spec == P("fsdp") and state.ema["a"]["kernel"].sharding.spec == P("fsdp")
     assert state.ema["a"]["kernel"].dtype == jnp.float32 and state.step.sharding.spec == P()

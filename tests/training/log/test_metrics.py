@@ -11,6 +11,7 @@ import pytest
 import rich.console
 
 from moe_jax.functional.routing import RouterStats
+from moe_jax.model_io.loading import abstract_model
 from moe_jax.models import LayerConfig
 from moe_jax.training import metrics
 from moe_jax.training.flops import active_matmul_params, train_flops_per_token
@@ -37,7 +38,7 @@ def test_router_statistics_are_reported_by_layer():
         gram=np.zeros((2, 4, 4), np.float32),
         tokens=np.full(2, 120, np.float32),
     )
-    record = json.loads(json.dumps(to_record(config, 7, step_metrics((stats,)))))
+    record = json.loads(json.dumps(to_record(abstract_model(config), 7, step_metrics((stats,)))))
     assert record["step"] == 7 and record["tokens"] == 120 and record["scored_tokens"] == 100
     assert record["expert_load"] == {"1": [0.25] * 4, "3": [0.5, 0.5, 0.0, 0.0]}
     assert record["dropped"] == {"1": 0.0, "3": 0.125}
@@ -48,10 +49,10 @@ def test_router_statistics_are_reported_by_layer():
 @pytest.mark.parametrize("name", ["loss", "auxiliary", "grad_norm"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_no_number_is_noticed(name, value):
-    config = config_of(FFN)
-    assert is_finite(to_record(config, 1, step_metrics()))
-    assert not is_finite(to_record(config, 1, step_metrics(**{name: value})))
-    assert not is_finite({**to_record(config, 1, step_metrics()), "eval_loss": value})
+    model = abstract_model(config_of(FFN))
+    assert is_finite(to_record(model, 1, step_metrics()))
+    assert not is_finite(to_record(model, 1, step_metrics(**{name: value})))
+    assert not is_finite({**to_record(model, 1, step_metrics()), "eval_loss": value})
 
 
 def test_a_continued_run_has_every_step_once(tmp_path):
