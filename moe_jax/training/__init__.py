@@ -1,9 +1,8 @@
-"""Training by hand: the step of `moe-jax train` as a pure function, and what a loop around it needs.
+"""Training by hand: the step of `moe-jax train` as a pure function, for a loop of your own.
 
-`make_step` takes a model of any kind and an optimizer of Optax's, and `init_state` makes what the step changes. Where a
-recipe describes a run, `moe_jax.load` returns the model that it begins with, `optimizer_of` and `schedule_of` its
-optimizer, `open_batches` its data; `moe_jax.peft` divides the parameters. A loop of these gives the losses and weights
-of `moe-jax train` to the last bit; `examples/train_loop.py` is one.
+With a recipe, `moe_jax.load(recipe)` returns the model that it begins with, and `moe_jax.peft` divides the
+parameters; losses and weights are then those of `moe-jax train` to the last bit (`examples/train_loop.py`). Without
+one, a step is made of any decoder and any optimizer of Optax's:
 
     >>> import jax, optax
     >>> from moe_jax import peft, training
@@ -15,10 +14,22 @@ of `moe-jax train` to the last bit; `examples/train_loop.py` is one.
     >>> sorted(training.to_record(decoder, 1, metrics))[:3]
     ['aux_loss', 'balance_loss', 'cv_loss']
 
-Names are imported when they are first asked for. Inside, `program` holds model, optimizer and step of a run, and
-`training_run` runs it. `run_directory` holds the outputs of a run and says what may differ when it is continued,
-`restart` begins a run with a checkpoint of another one, and `saved_model` writes the model at the end and reads that of
-a checkpoint.
+Names are imported when they are first asked for.
+
+The step:
+    make_step                        `(state, frozen, batch) -> (state, metrics)`
+    init_state, TrainState           all that a step changes
+    StepMetrics, to_record           what it reports, and the same for a file
+    Teacher                          a model whose logits are distilled
+
+Of a recipe:
+    load_recipe                      from a TOML file
+    open_batches, Batches            its data, on devices
+    optimizer_of, schedule_of        its optimizer, and learning rate
+
+Inside, `program` holds model, optimizer and step of a run, and `training_run` runs it. `run_directory` holds the
+outputs of a run and says what may differ when it is continued, `restart` begins a run with a checkpoint of another
+one, and `saved_model` writes the model at the end and reads that of a checkpoint.
 """
 
 from etils import epy as _epy

@@ -54,7 +54,7 @@ def annotated(thing: Any) -> Iterator[tuple[str, Any]]:
 
 def hints_of(thing: Any) -> dict[str, Any]:
     """Returns the annotations of a class or a function, evaluated."""
-    for_types: dict[str, Any] = {}
+    for_types: dict[str, Any] = {"ArrayTree": Any}  # by which Optax's type of a state names itself
     for base in getattr(thing, "__mro__", (thing,)):
         if is_ours(base):
             for_types |= imported_for_types(sys.modules[base.__module__])
