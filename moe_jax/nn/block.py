@@ -74,8 +74,10 @@ class Block(Summarised):
                 if asked.kept is not None:
                     asked.kept.append(routing)
                 return y, stats
-            mlp: Any = self.mlp  # perhaps one of the user's
-            return mlp(x, context.valid, key) if self.is_moe else (mlp(x, keys.fold_in(key, keys.FFN)), ())
+            mlp: Any = self.mlp  # perhaps one of the user's, which is called as what it replaces
+            if isinstance(mlp, FFN) or not (self.is_moe or isinstance(mlp, MoE)):
+                return mlp(x, keys.fold_in(key, keys.FFN)), ()
+            return mlp(x, context.valid, key)
 
         if self.parallel:
             for_attention = self.attention_norm(x)

@@ -60,7 +60,7 @@ def test_an_encoder_shows_what_transformers_shows(tmp_path):
     layer, routing = next(iter(encoded.routing.items()))
     off = decoder.encode(IDS, routing=True, experts_off={layer: [int(routing.experts[0, 0, 0])]})
     assert off.routing[layer].experts[0, 0, 0] != routing.experts[0, 0, 0]
-    with pytest.raises(InputError, match="no layer with an MoE"):
+    with pytest.raises(InputError, match="which is no"):
         decoder.encode(IDS, experts_off={99: [0]})
 
 

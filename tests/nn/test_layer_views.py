@@ -244,3 +244,19 @@ def test_what_is_not_there_is_said(name):
         call(made)
     assert message in str(raised.value) and "\n" not in str(raised.value)
     chex.assert_trees_all_equal(nnx.state(made), before)
+
+
+def test_a_dense_layer_becomes_an_moe_and_an_moe_an_ffn():
+    """What is called, and which routers report, is what the layer holds now."""
+    decoder = moe_jax.tiny_model(experts=4).decoder
+    ids = np.random.default_rng(0).integers(0, 64, (2, 5))
+    moe = decoder.layers[1].mlp.module
+    decoder.layers[1].mlp = moe_jax.nn.FFN(moe_jax.FFNConfig(dim=32), 16, rngs=nnx.Rngs(0), dtype=jnp.dtype("float32"))
+    out = decoder(ids, routing=True)
+    assert list(out.routing) == [0] and len(out.router) == 1 and np.isfinite(decoder.auxiliary_loss(out))
+    decoder.layers[1].mlp = moe
+    assert list(decoder(ids, routing=True).routing) == [0, 1]
+    dense = moe_jax.tiny_model().decoder
+    dense.layers[0].mlp = moe
+    out = dense(ids, routing=True)
+    assert list(out.routing) == [0] and dense.auxiliary_loss(out) > 0
