@@ -23,7 +23,7 @@ from moe_jax.functional.routing import GATES
 from moe_jax.kernels.plain import ACTIVATION_FUNCTIONS
 from moe_jax.models import SelectionConfig
 from moe_jax.models.own_parts import LAYERS, ROUTERS
-from tests.support.tiers import long
+from tests.support.tiers import long, one_in
 
 EXAMPLES = Path(moe_jax.__file__).parents[1] / "examples"
 IDS = np.random.default_rng(0).integers(0, 64, (2, 9))
@@ -88,6 +88,7 @@ def test_it_is_not_opened_before_the_part_is_registered(made, capsys):
         assert cli.main(["--import", part, "inspect", str(path)]) == 0
 
 
+@one_in(5, first=4)
 def test_it_continues_rows_with_caches(made):
     model = made[1][2]
     caches = moe_jax.nn.init_cache(model.config, 2, 9, jnp.dtype("float32"))
@@ -117,6 +118,7 @@ def test_formats_that_cannot_say_it_are_refused_in_a_line(made, tmp_path, capsys
         assert code == 2 and error.count("\n") == 1 and PARTS[part][0] in error and not (tmp_path / "hf").exists()
 
 
+@one_in(5)
 def test_experts_are_compressed_whatever_stands_beside_them(made):
     part, (*_, loaded), _ = made
     compressed = moe_jax.compress(loaded, method="quantize", bits=8)
@@ -164,10 +166,10 @@ def test_a_bfloat16_model_gets_a_router_of_its_dtype(plain, tmp_path):
     dense = moe_jax.tiny_model()
     config = dataclasses.replace(dense.config, dtype="bfloat16")
     dense = moe_jax.Model(moe_jax.Decoder(config, rngs=nnx.Rngs(0)))
-    moe = moe_jax.upcycle(dense, experts=4, router=plain, seed=3)
+    moe = moe_jax.upcycle(dense, experts=4, router=plain, seed=3, step0_check=False)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(moe.decoder))} == {"bfloat16"}
-    again = moe_jax.upcycle(dense, experts=4, router=plain, seed=3)
-    other = moe_jax.upcycle(dense, experts=4, router=plain, seed=4)
+    again = moe_jax.upcycle(dense, experts=4, router=plain, seed=3, step0_check=False)
+    other = moe_jax.upcycle(dense, experts=4, router=plain, seed=4, step0_check=False)
     weights = [np.asarray(one.decoder.layers[1].mlp.router.weight, np.float32) for one in (moe, again, other)]
     assert np.array_equal(weights[0], weights[1]) and not np.array_equal(weights[0], weights[2])
     assert moe.lineage[-1]["options"]["router"] == plain
@@ -225,10 +227,8 @@ def test_any_function_of_the_tokens_takes_the_place_of_a_router():
     model = moe_jax.tiny_model(experts=4)
     model.decoder.layers[1].mlp.router = lambda x: jnp.tile(jnp.array([0.0, 1.0, 0.0, 2.0]), (len(x), 1))
     assert (np.asarray(model.decoder(IDS, routing=True).routing[1].experts) == [3, 1]).all()
-    loss, _ = nnx.value_and_grad(lambda decoder: decoder.loss({"tokens": IDS[:, :-1], "targets": IDS[:, 1:]}))(
-        model.decoder
-    )
-    assert np.isfinite(loss)
+    graphdef, state = nnx.split(model.decoder)  # as programs take it
+    assert jax.eval_shape(lambda state: nnx.merge(graphdef, state)(IDS).logits, state).shape == (2, 9, 64)
 
 
 def test_configs_without_own_parts_are_written_as_before():
