@@ -292,6 +292,8 @@ def save(model: Model, path: str | os.PathLike[str], *, allow_nonfinite: bool = 
       InputError: if there is something at `path`, a tokenizer file is gone, or weights are not finite.
       OSError: if the disk is full. Nothing is left at `path` then.
     """
+    if not isinstance(model, Model):
+        raise InputError(f"save() writes a moe_jax.Model, not a {type(model).__name__}; of a decoder, Model(decoder)")
     path = as_path(path)
     check_target(path, buckets=True)
     source, base = model.source, model.base

@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     A bug is not caught: it keeps its traceback.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    modules, arguments = _imports_of(list(sys.argv[1:] if argv is None else argv))
     if argv is None:
         open_standard_streams()
         # `plan --train` runs steps to measure training; `plan` otherwise only reads a config.
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         atexit.register(gc.freeze)
     try:
         with interruptions():
-            code = _run(arguments)
+            code = _run(arguments, modules)
             if (processes := sys.modules.get("moe_jax.distributed.processes")) is not None:
                 processes.leave_processes()
         sys.stdout.flush()
@@ -143,12 +143,15 @@ def _notes(error: BaseException) -> str:
     return "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
 
 
-def _run(arguments: list[str]) -> int:
-    """Runs a command; returns the exit code, which is 0 unless the command returns another one."""
+def _run(arguments: list[str], modules: list[str]) -> int:
+    """Runs a command, after the modules of `--import`; returns its exit code, 0 unless it returns another one."""
+    for name in modules:
+        if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", name):
+            raise InputError(
+                f"--import is followed by the name of a Python module, such as my_lab.parts, not by {shown(name)}"
+            )
     if arguments[:1] == ["help"] and len(arguments) > 1:
         arguments = [arguments[1], "--help"]
-    while arguments[:1] == ["--import"]:
-        arguments = _import_parts(arguments)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         width = max(map(len, COMMANDS))
         lines = [f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items()]
@@ -156,6 +159,8 @@ def _run(arguments: list[str]) -> int:
         print("usage: moe-jax COMMAND ...", "", about, "", *lines, "", _WORDS, "", _FIRST_STEPS, sep="\n")
         return 0
     command, *rest = arguments
+    if any(one.partition("=")[0] == "--import" for one in rest):
+        raise InputError(f"--import comes before the command: moe-jax --import MODULE {clipped(command)} ...")
     if command == "--version":
         print(f"moe-jax {moe_jax.__version__}")
         return 0
@@ -168,6 +173,8 @@ def _run(arguments: list[str]) -> int:
     # Imports and tracing make many objects that stay. To look through all of them as often as Python does by itself
     # takes a fifth of their time.
     gc.set_threshold(100_000, 20, 100)
+    for name in modules:  # not before: they import JAX, which reads its settings then
+        _import_own(name)
     module = importlib.import_module(f"moe_jax.commands.{command}")
     if "-h" in rest or "--help" in rest:
         groups, examples = getattr(module, "GROUPS", None), getattr(module, "EXAMPLES", "")
@@ -188,23 +195,27 @@ def _run(arguments: list[str]) -> int:
         return module.run(options) or 0
 
 
-def _import_parts(arguments: Sequence[str]) -> list[str]:
-    """Imports the module after `--import`, which registers parts of the user's own; returns the other arguments."""
-    if len(arguments) < 2 or not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", arguments[1]):
-        given = shown(arguments[1]) if len(arguments) > 1 else "nothing"
-        raise InputError(f"--import is followed by the name of a Python module, such as my_lab.parts, not by {given}")
-    sys.path.insert(0, os.getcwd())  # where `python -m` looks too
+def _imports_of(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Returns the names after each `--import` before the command, and the other arguments."""
+    names = []
+    while arguments and arguments[0].partition("=")[0] == "--import":
+        first, is_one, name = arguments.pop(0).partition("=")
+        names.append(name if is_one else arguments.pop(0) if arguments else "")
+    return names, arguments
+
+
+def _import_own(name: str) -> None:
+    """Imports a module that registers parts of the user's own, from the current folder or where it is installed."""
+    here = os.getcwd()
+    sys.path.insert(0, here)  # where `python -m` looks too
     try:
-        importlib.import_module(arguments[1])
+        importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{arguments[1]}.".startswith(f"{error.name}."):
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
-        raise InputError(
-            f"--import {arguments[1]}: there is no module {error.name}, here or where it is installed"
-        ) from None
+        raise InputError(f"--import {name}: there is no module {error.name}, here or where it is installed") from None
     finally:
-        sys.path.pop(0)
-    return list(arguments[2:])
+        sys.path.remove(here)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

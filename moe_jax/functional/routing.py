@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from moe_jax.core.errors import InputError
+from moe_jax.core.errors import InputError, shown
 from moe_jax.core.registry import Registry
 from moe_jax.functional.dense import linear
 
@@ -186,9 +186,11 @@ def register_gate(name: str, gate: Gate) -> None:
     """Registers a gate, for `MoEConfig.gate` to name.
 
     Raises:
-      InputError: if the name is one of the library's, or no name. It is best the import path of the gate; see
-        `Registry`.
+      InputError: if the name is one of the library's, or no name, or `gate` is no `Gate`. The name is best the import
+        path of the gate, which is in the config of every model with it.
     """
+    if not isinstance(gate, Gate):
+        raise InputError(f"gate {name!r} would be {shown(gate)}, expected functional.Gate(scores, weights)")
     GATES.register(name, gate)
 
 

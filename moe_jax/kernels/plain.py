@@ -30,7 +30,7 @@ def register_activation(name: str, function: Callable[[Array], Array]) -> None:
         32
 
     Args:
-      name: best the import path of the function; see `Registry`.
+      name: best the import path of the function, which is in the config of every model with it.
       function: array -> array of the same shape and dtype, entry by entry, of operations that have gradients. In the
         fused kernels of TPUs it gets blocks of float32, and needs operations that Mosaic has.
 

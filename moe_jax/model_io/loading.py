@@ -12,8 +12,9 @@ from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from moe_jax.core.data_sheets import available_memory
-from moe_jax.core.errors import raise_if_any
+from moe_jax.core.errors import InputError, raise_if_any
 from moe_jax.core.finite import cast, check_finite
+from moe_jax.core.registry import forgets_replaced
 from moe_jax.distributed.sharding import path_name, state_shardings
 from moe_jax.experts.exchange import Exchange, exchange_from_environment
 from moe_jax.experts.shapes import shapes_of
@@ -36,6 +37,7 @@ def abstract_model(config: ModelConfig, *, compute_dtype: str = "float32", remat
 
 
 # Tracing the constructor takes up to a second, and a job needs the same model several times.
+@forgets_replaced
 @lru_cache(maxsize=16)
 def _abstract_parts(
     config: ModelConfig, compute_dtype: str, remat: str, environment: tuple[str, Exchange]
@@ -53,10 +55,13 @@ def leaf_specs(config: ModelConfig, dtype: str | None = None) -> dict[str, jax.S
     return dict(_leaf_specs(config, dtype))
 
 
+@forgets_replaced
 @lru_cache(maxsize=16)
 def _leaf_specs(config: ModelConfig, dtype: str | None) -> dict[str, jax.ShapeDtypeStruct]:
     specs = {}
     for path, leaf in _leaves(nnx.state(abstract_model(config))):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise InputError(f"{path} is a random key, which a part of a model cannot keep; take the key of the call")
         leaf_dtype = jnp.dtype(dtype) if dtype and may_be_cast(path, leaf.dtype) else leaf.dtype
         shape = leaf.shape[1:] if _STACKED.fullmatch(path) else leaf.shape
         specs.update({name: jax.ShapeDtypeStruct(shape, leaf_dtype) for name in disk_paths(config, path)})

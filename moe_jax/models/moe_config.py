@@ -117,7 +117,8 @@ class MoEConfig:
       expert: shape of one expert.
       num_experts: E.
       top_k: experts per token k.
-      gate: one of `gates.GATES` (methods.md 1). It has no effect beside a universal FFN that brings a gate of its own.
+      gate: `topk_softmax`, `softmax_topk`, `top1`, `sigmoid_topk`, `topk_sigmoid` (methods.md 1), or what
+        `functional.register_gate` has added. It has no effect beside a universal FFN that brings a gate of its own.
         With top_k 1, a gate whose weights sum to 1 is meant for existing checkpoints with it: see `router_learns`.
       gate_scale: factor of the gate's weights.
       selection: restricts the choice of experts beyond the logits.

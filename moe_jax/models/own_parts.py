@@ -34,16 +34,21 @@ def register_router(name: str, make: Callable[..., Any], *, shardings: Mapping[s
     Args:
       name: best the import path of the router. It is in the config of every model with it, and such a model is opened
         only after the router has been registered: nothing is imported for a name.
-      make: `make(d_model, num_experts, rngs=rngs, dtype=dtype)` returns a module, which is called with tokens [T, d]
-        and returns logits [T, E]. If it has an argument `key`, that is the layer's random key in training, or None.
+      make: `make(d_model, num_experts, rngs=rngs, dtype=dtype)`, perhaps a class with options of its own bound by
+        `functools.partial`, returns a module, which is called with tokens [T, d]
+        and returns logits [T, E]. If it has an argument `key`, that is the layer's random key in training, or None. It
+        is a function of its parameters: random state (`nnx.Dropout`) and what a call changes are not kept.
       shardings: how its parameters are split over a mesh, by their paths below the router, which are regular
-        expressions: `{"kernel": P("fsdp", None)}`. Those that are not named are whole on every device.
+        expressions: `{"weight": P("fsdp", None)}`. Those that are not named are whole on every device; `kernel`, and
+        other names of the library's own parameters, are split as those, and one name has one place in all routers.
 
     Raises:
-      InputError: if the name is one of the library's, or no name.
+      InputError: if the name is one of the library's, or no name; for `make` that cannot be called; or for shardings
+        that are none, or contradict those of another router.
     """
+    ROUTERS.check_new(name, make)
+    add_rules(name, ".*/router", {} if shardings is None else shardings)
     ROUTERS.register(name, make)
-    add_rules(".*/router", shardings or {})
 
 
 def register_layer(name: str, make: Callable[..., Any], *, shardings: Mapping[str, P] | None = None) -> None:
@@ -64,12 +69,15 @@ def register_layer(name: str, make: Callable[..., Any], *, shardings: Mapping[st
       name: best the import path of the layer; see `register_router`.
       make: `make(config, model, rngs=rngs, dtype=dtype)`, given the `LayerConfig` and the `ModelConfig`, returns a
         module that is called as `nn.Block` is, from which it may be derived: it has a cache as the attention of the
-        config has one, and reports the statistics of the routers that the config describes.
+        config has one, and reports the statistics of the routers that the config describes. Beside its attention it
+        computes token by token; one that looks at other tokens has an attribute `continues_rows = False`, as a call
+        with caches sees the new tokens alone, and is refused then.
       shardings: how parameters are split over a mesh that have other names than those of the library, by their paths
         below the layer, which are regular expressions. Those that are not named are whole on every device.
 
     Raises:
-      InputError: if the name is one of the library's, or no name.
+      InputError: as `register_router`.
     """
+    LAYERS.check_new(name, make)
+    add_rules(name, r"layers/\d+|.*/blocks/\d+", {} if shardings is None else shardings)
     LAYERS.register(name, make)
-    add_rules(r"layers/\d+|.*/blocks/\d+", shardings or {})

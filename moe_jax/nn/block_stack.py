@@ -1,6 +1,5 @@
 """Layers that repeat: stacked, and applied in one loop."""
 
-import inspect
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from moe_jax.core.errors import InputError
 from moe_jax.experts.summaries import Summarised, size_of
 from moe_jax.functional import keys
 from moe_jax.functional.routing import RouterStats
@@ -100,28 +100,34 @@ class BlockStack(Summarised):
         Returns:
           Activations, caches, stacked statistics of every router of every position, and what was asked to be kept.
         """
+        for position, block in enumerate(self.blocks if caches is not None else ()):
+            if not getattr(block, "continues_rows", True):
+                name, at = type(block).__name__, self.layer(0, position)
+                raise InputError(
+                    f"layer {at} is a {name}, which cannot continue rows: compute whole rows, without caches"
+                )
         # One by one: Flax cannot split a list of modules while `nnx.capture` looks at them.
         graphdefs, params = zip(*map(nnx.split, self.blocks), strict=True)
         fills_cross = context.source is not None and context.source.output is not None
         arrays, fixed = context.split()
         asked = Asked(self._positions(inside.hidden_states), self._changes_by_position(inside.changes))
         biases = self._by_position(inside.biases)
+        # A function may depend on anything: a program that was compiled with it would keep its first values.
+        with_functions = bool(inside.changes) or _hold_functions(self.blocks)
         if caches is not None and self.repeats == 1:
             # Without a loop: caches would be copied into and out of a loop of one turn.
             first = jax.tree.map(lambda array: array[0], (params, caches, biases))
-            given = first[0], first[1], jnp.int32(self.start), first[2]
-            x, found = _apply_once(graphdefs, fixed, asked, x, given, arrays, key)
+            one = first[0], first[1], jnp.int32(self.start), first[2]
+            given = graphdefs, fixed, asked, x, one, arrays, key
+            x, found = _apply_first(*given) if with_functions else _apply_once(_methods(self.blocks), *given)
             found = jax.tree.map(lambda array: array[None], found)
         else:
             first_layers = self.start + len(self.blocks) * jnp.arange(self.repeats, dtype=jnp.int32)
             given = graphdefs, fixed, asked, remat, x, (params, caches, first_layers, biases), arrays, key
-            if any(map(is_traced, jax.tree.leaves(given[4:]))):
+            if with_functions or any(map(is_traced, jax.tree.leaves(given[4:]))):
                 x, found = _apply_repeats(*given)
             else:
-                # Modules that were patched, as is done to look into them, are other ones.
-                modules = (type(module) for _, module in nnx.iter_modules(self.blocks))
-                calls = tuple(inspect.getattr_static(module, "__call__", None) for module in modules)
-                x, found = _apply_repeats_alone(calls, *given)
+                x, found = _apply_repeats_alone(_methods(self.blocks), *given)
         put_sown(self.blocks, found.sown)
         routing, inputs = (by_layer(one, self.layer, self.repeats) for one in (found.routing, found.inputs))
         kept = Kept(routing, {layer: x for layer, x in inputs.items() if layer in inside.hidden_states})
@@ -176,10 +182,10 @@ def _apply_repeats(
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def _apply_repeats_alone(calls: tuple[Any, ...], *given: Any) -> tuple[Array, _Found]:
+def _apply_repeats_alone(methods: tuple[Any, ...], *given: Any) -> tuple[Array, _Found]:
     """Does the same as a program of its own, outside of any other: it is compiled once for each shape.
 
-    `calls` are the functions by which the modules are called.
+    `methods` are those of the modules: patched, as is done to look into them, they are other modules.
     """
     return _apply_repeats(*given)
 
@@ -210,8 +216,7 @@ def _apply_pattern(
     return x, _Found(new, tuple(stats), routings, inputs, take_sown(blocks))
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _apply_once(
+def _apply_first(
     graphdefs: tuple[nnx.GraphDef, ...],
     fixed: FixedContext,
     asked: Asked,
@@ -220,8 +225,29 @@ def _apply_once(
     arrays: Any,
     key: Array | None,
 ) -> tuple[Array, _Found]:
-    """Does the same as a program of its own: equal layers that are not stacked are traced only once."""
+    """Applies a pattern once; `given` is for `_apply_pattern`."""
     return _apply_pattern(graphdefs, x, given, Context.joined(arrays, fixed), key, asked)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _apply_once(methods: tuple[Any, ...], *given: Any) -> tuple[Array, _Found]:
+    """Does the same as a program of its own: equal layers that are not stacked are traced only once."""
+    return _apply_first(*given)
+
+
+def _methods(blocks: Iterable[nnx.Module]) -> tuple[Any, ...]:
+    """Returns the methods of all modules below some blocks, by class; of Flax's own classes none."""
+    kinds = {type(module) for block in blocks for _, module in nnx.iter_modules(block)}
+    bases = {base for kind in kinds for base in kind.__mro__ if not base.__module__.startswith(("flax.", "builtins"))}
+    ordered = sorted(bases, key=lambda base: (base.__module__, base.__qualname__))
+    return tuple(method for base in ordered for method in vars(base).values() if callable(method))
+
+
+def _hold_functions(blocks: Iterable[nnx.Module]) -> bool:
+    """Whether a function stands in the place of a module below some blocks, such as a router."""
+    modules = (module for block in blocks for _, module in nnx.iter_modules(block))
+    held = (value for module in modules for value in vars(module).values())
+    return any(callable(value) and not isinstance(value, nnx.Module | nnx.Variable | type) for value in held)
 
 
 def _with_cross(new: tuple[Cache, ...], old: tuple[Cache, ...], filled: bool) -> tuple[Cache, ...]:

@@ -38,6 +38,7 @@ from moe_jax.nn.layer_views import Layers
 from moe_jax.nn.layer_words import layer_lines
 from moe_jax.nn.layers import Embed, Head
 from moe_jax.nn.moe import Router, StackedStats, sum_of_losses
+from moe_jax.nn.sown import forget_captures
 from moe_jax.nn.stack import Stack, StackOutput
 
 
@@ -232,7 +233,8 @@ class Decoder(Summarised):
           routing: whether to return what the router of every MoE decided for every token. Not asked for, it costs
             nothing.
           hidden_states: layers whose inputs to return; the number of layers stands for the head's input.
-          experts_off: by layer, experts that no token goes to; the others take their place.
+          experts_off: by layer, experts that no token goes to; the others take their place, or where there are too few
+            of them, -1.
           router_bias: by layer, what is added to the logits of its router.
           router_logits: by layer, a function of its router's logits, float32[B, T, E], that returns others.
           key: random key for everything random in training (such as the noise of `coder` routers); None: deterministic.
@@ -244,26 +246,30 @@ class Decoder(Summarised):
         if caches is None and tokens is not None:
             tokens = as_ids("tokens", tokens, self.config.vocab_size)
             warn_of_length(tokens.shape[1], self.config)
-        out = self.activations(
-            tokens,
-            inputs=inputs,
-            inputs_valid=inputs_valid,
-            embeddings=embeddings,
-            positions=positions,
-            segment_ids=segment_ids,
-            valid=valid,
-            prefix=prefix,
-            encoder_output=encoder_output,
-            encoder_valid=encoder_valid,
-            caches=caches,
-            begins=begins,
-            routing=routing,
-            hidden_states=hidden_states,
-            experts_off=experts_off,
-            router_bias=router_bias,
-            router_logits=router_logits,
-            key=key,
-        )
+        try:
+            out = self.activations(
+                tokens,
+                inputs=inputs,
+                inputs_valid=inputs_valid,
+                embeddings=embeddings,
+                positions=positions,
+                segment_ids=segment_ids,
+                valid=valid,
+                prefix=prefix,
+                encoder_output=encoder_output,
+                encoder_valid=encoder_valid,
+                caches=caches,
+                begins=begins,
+                routing=routing,
+                hidden_states=hidden_states,
+                experts_off=experts_off,
+                router_bias=router_bias,
+                router_logits=router_logits,
+                key=key,
+            )
+        except Exception:
+            forget_captures(self)
+            raise
         x = out.x
         if last_only is not None:
             last_only = as_array("last_only", last_only, "integers", x.shape[:1])
@@ -305,7 +311,15 @@ class Decoder(Summarised):
         before = self.encoder.routers() if self.config.has_encoder else []
         return before + [one._replace(layers=[first + layer for layer in one.layers]) for one in self.stack.routers()]
 
-    def loss(self, batch: Batch, *, key: Array | None = None) -> Float[Array, ""]:
+    def loss(
+        self,
+        batch: Batch,
+        *,
+        experts_off: Mapping[int, Sequence[int]] | None = None,
+        router_bias: Mapping[int, Float[Array, " E"]] | None = None,
+        router_logits: Mapping[int, ChangeLogits] | None = None,
+        key: Array | None = None,
+    ) -> Float[Array, ""]:
         """Returns the loss that training minimises, float32.
 
         It is the mean negative log-likelihood of the targets, by their weights, plus the `auxiliary_loss`. No logits of
@@ -321,6 +335,7 @@ class Decoder(Summarised):
 
         Args:
           batch: at least `tokens` and `targets`; see `nn.inputs.Batch`.
+          experts_off, router_bias, router_logits: changes of routers, as in the call.
           key: random key for everything random in training; None: deterministic.
 
         Raises:
@@ -328,7 +343,8 @@ class Decoder(Summarised):
         """
         targets, weights = targets_and_weights(batch)
         check_range("targets", targets, self.config.vocab_size, "ids, with weight 0 where they are not scored")
-        out = self.activations(**model_inputs(batch), key=key)
+        changes: Any = {"experts_off": experts_off, "router_bias": router_bias, "router_logits": router_logits}
+        out = self.activations(**model_inputs(batch), **changes, key=key)
         # The divisor is part of the weights, so that the gradient is not rounded before it is divided.
         weights = weights / jnp.maximum(jnp.sum(weights), 1.0)
         return self.weighted_loss(out.x, targets, weights) + self.auxiliary_loss(out)

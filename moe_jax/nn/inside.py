@@ -1,17 +1,18 @@
 """Looking into the layers of a call, and changing their routers: the arguments, and the results by layer."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from moe_jax.core.errors import InputError, shown
 from moe_jax.functional.routing import check_shape
-from moe_jax.nn.inputs import as_array
+from moe_jax.nn.inputs import as_array, is_traced
 
 OFF = -1e9
 """Added to the logit of an expert that is off. Its square is finite, which statistics contain."""
@@ -82,12 +83,23 @@ NOTHING_INSIDE = Inside()
 
 def check_layers(given: Sequence[int], count: int) -> frozenset[int]:
     """Returns the numbers of layers; raises `InputError` for others than 0 to `count`."""
+    if not isinstance(given, Iterable):
+        raise InputError(f"hidden_states is {shown(given)}, expected a list of layers")
+    found = []
     for layer in given:
-        if not isinstance(layer, int) or not 0 <= layer <= count:
+        at = as_index(layer)
+        if at is None or not 0 <= at <= count:
             raise InputError(
                 f"hidden_states names {shown(layer)}; there are 0 to {count}, the last of which is the output"
             )
-    return frozenset(given)
+        found.append(at)
+    return frozenset(found)
+
+
+def as_index(value: Any) -> int | None:
+    """Returns an integer of Python or NumPy; None: it is none."""
+    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return int(value) if is_integer else None
 
 
 def ask_routers(
@@ -105,6 +117,9 @@ def ask_routers(
     Raises:
       InputError: for layers or experts that are not there, biases of other shapes, or what is no function.
     """
+    for name, given in {"experts_off": off, "router_bias": added, "router_logits": changes}.items():
+        if not isinstance(given, Mapping):
+            raise InputError(f"{name} is {shown(given)}, expected what it asks for by layer: {{layer: ...}}")
     found: dict[int, Array] = {}
     for name, layer in [("experts_off", layer) for layer in off] + [("router_bias", layer) for layer in added]:
         found[layer] = jnp.zeros(experts_of(name, layer), jnp.float32)
@@ -113,17 +128,26 @@ def ask_routers(
         found[layer] = jnp.asarray(bias, jnp.float32)
     for layer, experts in off.items():
         count = len(found[layer])
-        for expert in experts:
-            if not isinstance(expert, int) or not 0 <= expert < count:
-                raise InputError(f"experts_off[{layer}] names {shown(expert)}; there are 0 to {count - 1}")
-        if len(set(experts)) == count:
+        if not isinstance(experts, Iterable):
+            raise InputError(f"experts_off[{layer}] is {shown(experts)}, expected a list of experts")
+        named = [_index(expert, count, f"experts_off[{layer}]") for expert in experts]
+        if len(set(named)) == count:
             raise InputError(f"experts_off[{layer}] names all {count} experts; leave one")
-        found[layer] = found[layer].at[jnp.asarray(list(experts), jnp.int32)].set(OFF)
+        found[layer] = found[layer].at[jnp.asarray(named, jnp.int32)].set(OFF)
     for layer, change in changes.items():
         experts_of("router_logits", layer)
         if not callable(change):
             raise InputError(f"router_logits[{layer}] is {shown(change)}, expected a function of logits")
     return found, dict(changes)
+
+
+def _index(expert: Any, count: int, name: str) -> int:
+    """Returns the index of an expert; raises `InputError` if it is none."""
+    at = as_index(expert)
+    if at is None or not 0 <= at < count:
+        more = "; what is known only in the program goes into router_bias" if is_traced(expert) else ""
+        raise InputError(f"{name} names {shown(expert)}; there are 0 to {count - 1}{more}")
+    return at
 
 
 def change_at(changes: Sequence[tuple[int, ChangeLogits]], layer: Int[Array, ""]) -> ChangeLogits | None:
@@ -147,7 +171,10 @@ def change_at(changes: Sequence[tuple[int, ChangeLogits]], layer: Int[Array, ""]
 
 
 def _changed(logits: Array, layer: int, function: ChangeLogits) -> Array:
-    new = jnp.asarray(function(logits))
+    new = function(logits)
+    if not hasattr(new, "shape"):
+        raise InputError(f"router_logits[{layer}](logits) is {shown(new)}, expected an array like the logits")
+    new = jnp.asarray(new)
     check_shape(f"router_logits[{layer}](logits)", new, logits.shape)
     return new.astype(jnp.float32)
 

@@ -195,6 +195,11 @@ class VariableView:
             check_shape(self._name, jnp.asarray(value), one.shape)
         self._variable[...] = self._variable[...].at[self._repeat].set(one.at[key].set(value))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("_variable", "_repeat", "_name"):
+            raise InputError(f"{self._name}.{name} cannot be set; its values are written as {self._name}[...] = them")
+        super().__setattr__(name, value)
+
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape in one layer."""

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from moe_jax.core.errors import InputError
+from moe_jax.core.errors import InputError, shown
 from moe_jax.experts.adapters import Adapters
 from moe_jax.experts.bank import make_bank
 from moe_jax.experts.linear import Fixed, Leaves
@@ -376,7 +376,7 @@ class MoE(Summarised):
         """Applies the layer, and also returns what its router decided.
 
         Arguments as in the call; `bias` is added to the router's logits, float32, and with `OFF` an expert is not
-        chosen, unless there are too few others: its weight is 0 then. `change` is a function of the logits after that,
+        chosen; where there are too few others, -1 stands in its place. `change` is a function of the logits after that,
         [*B, T, E], which returns those that are used.
         """
         check_shape("x", x, (..., None, self.d_model))
@@ -402,6 +402,9 @@ class MoE(Summarised):
             capacity_factor=self.config.capacity_factor,
             num_sequences=math.prod(x.shape[:-2]),
         )
+        if bias is not None:  # with too few other experts, one that is off was chosen, and has the weight 0
+            is_off = jnp.take(bias, routing.experts, mode="clip") <= OFF / 2
+            routing = routing._replace(experts=jnp.where(is_off, NO_EXPERT, routing.experts))
         chosen = routing
         every = TokenRouting(*(array.reshape(*x.shape[:-1], -1) for array in (*routing, logits)))
         if self.config.merged_experts is not None:
@@ -435,6 +438,8 @@ class MoE(Summarised):
         called = self.router.__call__ if isinstance(self.router, nnx.Module) else self.router
         takes_key = "key" in inspect.signature(called).parameters
         logits = self.router(tokens, key=key) if takes_key else self.router(tokens)
+        if not hasattr(logits, "shape"):
+            raise InputError(f"the router's result is {shown(logits)}, expected logits for each token and expert")
         check_shape("the router's result", logits, (len(tokens), self.config.num_experts))
         return logits.astype(jnp.float32)
 

@@ -38,6 +38,13 @@ def put_sown(blocks: Iterable[nnx.Module], sown: dict[str, dict]) -> None:
         setattr(at[path], name, nnx.Intermediate(values))
 
 
+def forget_captures(module: nnx.Module) -> None:
+    """Removes what `nnx.capture` leaves in a module when a call ends with an error: nothing could split it then."""
+    for _, below in nnx.iter_modules(module):
+        if hasattr(below, _CAPTURES):
+            delattr(below, _CAPTURES)
+
+
 def _modules(blocks: Iterable[nnx.Module]) -> Iterator[tuple[tuple, nnx.Module]]:
     for number, block in enumerate(blocks):
         for path, module in nnx.iter_modules(block):

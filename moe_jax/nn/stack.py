@@ -17,7 +17,7 @@ from moe_jax.models.config import AttentionConfig, LayerConfig, ModelConfig, MoE
 from moe_jax.nn.block import make_layer
 from moe_jax.nn.block_stack import REMAT_POLICIES, BlockStack
 from moe_jax.nn.context import Caches, longest_row, make_context, source_slots
-from moe_jax.nn.inside import ChangeLogits, Inside, Kept, TokenRouting, ask_routers, check_layers
+from moe_jax.nn.inside import ChangeLogits, Inside, Kept, TokenRouting, as_index, ask_routers, check_layers
 from moe_jax.nn.layer_views import Layers
 from moe_jax.nn.layer_words import layer_lines
 from moe_jax.nn.layers import Norm
@@ -121,8 +121,8 @@ class Stack(Summarised):
             and the final norm. So numbers are those of Transformers' `hidden_states`.
           experts_off: by layer, experts that no token goes to; the others take their place.
           router_bias: by layer, what is added to the logits of its router; zeros change nothing.
-          router_logits: by layer, a function of the logits of its router, float32[B, T, E], that returns others. A
-            program is compiled for every function: outside of `jax.jit`, give the same one again.
+          router_logits: by layer, a function of the logits of its router, float32[B, T, E], that returns others. It is
+            traced, and outside of `jax.jit` such a call is compiled every time.
           key: random key for everything random in training; None: deterministic.
 
         Raises:
@@ -145,6 +145,11 @@ class Stack(Summarised):
             relative_bias=self.relative_bias() if self.config.shared_bias() is not None else None,
             keeps_routing=routing,
         )
+        if caches is not None and len(caches) != len(self.segments):
+            raise InputError(
+                f"the caches are of {len(caches)} segments of layers, and the model has {len(self.segments)}, as where "
+                "one was replaced: take nn.unstacked(model), and init_cache(..., stacked=False)"
+            )
         x = shard_batch(x)
         new_caches, router, kept = [], [], Kept({}, {})
         for index, segment in enumerate(self.segments):
@@ -168,8 +173,9 @@ class Stack(Summarised):
 
     def _experts_of(self, name: str, layer: int) -> int:
         """Returns the number of experts of a layer's MoE; raises `InputError`, naming the argument, if it has none."""
-        if isinstance(layer, int) and 0 <= layer < len(self.layers):
-            block, _ = self.layers.stacked(layer)
+        at = as_index(layer)
+        if at is not None and 0 <= at < len(self.layers):
+            block, _ = self.layers.stacked(at)
             if isinstance(mlp := getattr(block, "mlp", None), MoE):
                 return mlp.config.num_experts
         raise InputError(f"{name} names layer {shown(layer)}, which is no layer with an MoE")

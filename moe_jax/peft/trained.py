@@ -234,6 +234,8 @@ def trainable_paths(
             matched |= hits
         return matched
 
+    if isinstance(train, str) or isinstance(freeze, str):
+        raise InputError("train and freeze are lists of patterns, such as ['.*/router/.*']")
     if train is not None:
         candidates = matching(train)
     else:

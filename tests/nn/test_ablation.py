@@ -55,9 +55,9 @@ def test_biases_are_added_to_the_logits_of_their_layer():
     np.testing.assert_allclose(both.routing[1].logits[..., :3], biased.routing[1].logits[..., :3], atol=1e-5)
 
 
-def test_with_too_few_experts_the_others_have_no_weight():
-    routing = decoder()(IDS, experts_off={1: [0, 1, 3]}, routing=True).routing[1]
-    np.testing.assert_array_equal(routing.experts[..., 0], np.full((2, 6), 2))
+def test_with_too_few_experts_there_is_no_other():
+    routing = decoder()(IDS, experts_off={np.int64(1): np.array([0, 1, 3])}, routing=True).routing[1]
+    np.testing.assert_array_equal(routing.experts, np.broadcast_to([2, -1], (2, 6, 2)))
     np.testing.assert_array_equal(routing.weights, np.broadcast_to([1.0, 0.0], (2, 6, 2)))
 
 
@@ -76,6 +76,10 @@ def test_gradients_reach_a_bias():
         ({"experts_off": {0: [1]}}, "layer 0, which is no layer with an MoE"),
         ({"experts_off": {6: [1]}}, "layer 6"),
         ({"router_bias": {"3": [0.0] * 4}}, "router_bias names layer '3'"),
+        ({"experts_off": {3: [True]}}, "experts_off[3] names True"),
+        ({"experts_off": {3: 1}}, "experts_off[3] is 1, expected a list"),
+        ({"experts_off": [0, 1]}, "experts_off is [0, 1], expected what it asks for by layer"),
+        ({"hidden_states": 1}, "hidden_states is 1, expected a list"),
         ({"experts_off": {3: [4]}}, "experts_off[3] names 4; there are 0 to 3"),
         ({"experts_off": {3: range(4)}}, "all 4 experts"),
         ({"router_bias": {3: [0.0] * 3}}, "router_bias[3] has the shape (3,), expected (4)"),
@@ -125,9 +129,10 @@ def test_the_function_of_one_router_has_gradients_and_is_compiled_once():
     ("change", "message"),
     [
         (3.0, "router_logits[3] is 3.0, expected a function"),
+        (lambda logits: None, "router_logits[3](logits) is None, expected an array"),
         (lambda logits: logits[..., :2], "router_logits[3](logits) has the shape (2, 6, 2), expected (2, 6, 4)"),
     ],
-    ids=["no function", "another shape"],
+    ids=["no function", "nothing", "another shape"],
 )
 def test_what_makes_no_logits_is_refused(change, message):
     with pytest.raises(InputError) as raised:
@@ -146,3 +151,27 @@ def test_a_mesh_changes_nothing():
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), (out[0], *out[3:]), (expected[0], *expected[3:])
     )
+
+
+def test_outside_of_programs_a_function_is_called_with_its_present_values():
+    """What it closes over may have changed since the last call; so may a function in the place of a router."""
+    made, state = decoder(), {"factor": 1.0}
+    change = {1: lambda logits: logits * state["factor"]}
+    made.layers[3].mlp.router = lambda x: state["factor"] * x[:, :4]
+    for factor in (1.0, -5.0):
+        state["factor"] = factor
+        routing = made(IDS, routing=True, router_logits=change).routing
+        usual = made(IDS, routing=True, hidden_states=(3,)).routing
+        np.testing.assert_allclose(routing[1].logits, factor * usual[1].logits, atol=1e-5)
+        if factor == 1.0:
+            first = usual[3].logits
+    np.testing.assert_allclose(usual[3].logits, -5.0 * first, atol=1e-5)
+
+
+def test_the_loss_is_that_of_the_changed_model():
+    made, batch = decoder(), {"tokens": IDS[:, :-1], "targets": IDS[:, 1:]}
+    off = {1: [0, 1], 3: [2]}
+    out = made(batch["tokens"], experts_off=off)
+    log_probs = jax.nn.log_softmax(out.logits)
+    nll = -jnp.take_along_axis(log_probs, jnp.asarray(batch["targets"])[..., None], axis=-1).mean()
+    np.testing.assert_allclose(made.loss(batch, experts_off=off), nll + made.auxiliary_loss(out), rtol=1e-5)

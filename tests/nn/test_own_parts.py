@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -82,7 +84,7 @@ def test_it_is_not_opened_before_the_part_is_registered(made, capsys):
     try:
         with pytest.raises(InputError) as raised:
             moe_jax.load(path)
-        assert f"{name!r} is not registered; import {part}, or" in str(raised.value)
+        assert f"{name!r} is a part of" in str(raised.value) and f"import {part}," in str(raised.value)
         assert cli.main(["inspect", str(path)]) == 2 and name in capsys.readouterr().err
     finally:
         assert cli.main(["--import", part, "inspect", str(path)]) == 0
@@ -147,7 +149,8 @@ def plain():
 
 
 def test_parameters_of_a_router_are_split_as_it_says(plain, monkeypatch):
-    monkeypatch.setattr(own_rules, "_whole", {"(.*/router)/.*"})  # not of layers, whose leaves have any name
+    of_router = {name: rules for name, rules in own_rules._rules.items() if rules.places == ".*/router"}
+    monkeypatch.setattr(own_rules, "_rules", of_router)  # not of layers, whose leaves have any name
     path = "layers/1/mlp/router/{}"
     assert leaf_spec(path.format("weight")) == P("fsdp", None) and leaf_spec(path.format("bias")) == P()
     assert leaf_spec("stack/segments/0/blocks/0/mlp/router/weight") == P(None, "fsdp", None)
@@ -198,9 +201,9 @@ def test_what_needs_a_linear_router_is_refused_with_another(plain, options):
     ("options", "message"),
     [
         ({"router": "nobody"}, "unknown router 'nobody'; known: linear"),
-        ({"router": "my.lab:Router"}, "router 'my.lab:Router' is not registered; import my.lab, or"),
+        ({"router": "my.lab:Router"}, "or moe-jax --import my.lab"),
         ({"gate": "topk_sofmax"}, "(did you mean 'topk_softmax'?)"),
-        ({"gate": "my.lab:gate"}, "gate 'my.lab:gate' is not registered; import my.lab, or"),
+        ({"gate": "my.lab:gate"}, "gate 'my.lab:gate' is a part of"),
         ({"method": "pesc", "router": "linear"}, "--router does not go with adapter experts"),
     ],
 )
@@ -240,6 +243,112 @@ def test_configs_without_own_parts_are_written_as_before():
 def test_names_of_parts_are_those_that_an_import_path_can_be(name):
     with pytest.raises(InputError, match="gate"):
         Registry("gate", {"top1": None}).register(name, None)
+
+
+@pytest.mark.parametrize(
+    "shardings",
+    [P("fsdp"), {"a": "fsdp"}, {"a": P("nope")}, {"(": P()}, {1: P()}, {"weight": P(None, "tensor")}],
+    ids=str,
+)
+def test_shardings_that_mean_nothing_or_contradict_others_are_refused(plain, shardings):
+    with pytest.raises(InputError) as raised:
+        moe_jax.nn.register_router("tests:Other", Plain, shardings=shardings)
+    assert "\n" not in str(raised.value) and "tests:Other" not in ROUTERS
+
+
+def test_a_part_that_is_defined_anew_is_the_later_one(tmp_path):
+    """As when the cell of a notebook is run again: models are made, and read, with the later class."""
+
+    def scaled(factor):
+        class Scaled(Plain):
+            def __init__(self, d_model, num_experts, *, rngs, dtype):
+                super().__init__(d_model, num_experts, rngs=rngs, dtype=dtype)
+                if factor > 1:
+                    self.more = nnx.Param(jnp.ones((), dtype))
+
+            def __call__(self, x, key=None):
+                return factor * super().__call__(x)
+
+        return Scaled
+
+    try:
+        moe_jax.nn.register_router("tests:Scaled", scaled(1.0))
+        model = moe_jax.upcycle(moe_jax.tiny_model(), experts=4, router="tests:Scaled", step0_check=False)
+        moe_jax.save(model, tmp_path / "moe")
+        logits = [moe_jax.load(tmp_path / "moe").decoder(IDS, routing=True).routing[1].logits]
+        moe_jax.nn.register_router("tests:Scaled", scaled(-50.0))
+        logits.append(moe_jax.load(tmp_path / "moe").decoder(IDS, routing=True).routing[1].logits)
+        np.testing.assert_allclose(logits[1], -50 * logits[0], rtol=1e-4)
+        moe_jax.nn.register_router("tests:Scaled", scaled(2.0))
+        more = moe_jax.upcycle(moe_jax.tiny_model(), experts=4, router="tests:Scaled", step0_check=False)
+        assert more.decoder.layers[1].mlp.router.more.shape == ()
+    finally:
+        del ROUTERS["tests:Scaled"]
+
+
+class WithDropout(Plain):
+    def __init__(self, d_model, num_experts, *, rngs, dtype):
+        super().__init__(d_model, num_experts, rngs=rngs, dtype=dtype)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+
+def test_a_part_with_random_state_is_refused():
+    moe_jax.nn.register_router("tests:WithDropout", WithDropout)
+    try:
+        with pytest.raises(InputError, match="random key"):
+            moe_jax.upcycle(moe_jax.tiny_model(), experts=4, router="tests:WithDropout")
+    finally:
+        del ROUTERS["tests:WithDropout"]
+
+
+class LooksBack(moe_jax.nn.Block):
+    """A layer that also sees the token before, and so cannot continue rows."""
+
+    continues_rows = False
+
+    def __call__(self, x, context, cache, key=None):
+        return super().__call__(x + jnp.roll(x, 1, axis=1), context, cache, key)
+
+
+def test_a_layer_that_looks_at_other_tokens_is_refused_with_caches():
+    moe_jax.nn.register_layer("tests:LooksBack", LooksBack)
+    try:
+        config = moe_jax.tiny_model().config
+        layers = (config.layers[0], dataclasses.replace(config.layers[0], module="tests:LooksBack"))
+        decoder = moe_jax.Decoder(dataclasses.replace(config, layers=layers), rngs=nnx.Rngs(0))
+        caches = moe_jax.nn.init_cache(decoder.config, 2, 9, jnp.dtype("float32"))
+        with pytest.raises(InputError, match="cannot continue rows"):
+            decoder(IDS, caches=caches, begins=True)
+        assert decoder(IDS).logits.shape == (2, 9, 64)
+    finally:
+        del LAYERS["tests:LooksBack"]
+
+
+@pytest.mark.parametrize("part", [None, 5, "x", [1]], ids=str)
+def test_parts_can_be_called_and_their_names_are_texts(part):
+    for register in (moe_jax.nn.register_router, moe_jax.nn.register_layer, moe_jax.functional.register_gate):
+        with pytest.raises(InputError):
+            register("tests:part", part)
+        with pytest.raises(InputError):
+            register(["tests:part"], Plain)
+
+
+@pytest.mark.parametrize("arguments", [["inspect", "--import", "own_router", "m"], ["train", "r.toml", "--import=x"]])
+def test_modules_are_named_before_the_command(arguments, capsys):
+    assert cli.main(arguments) == 2 and "before the command" in capsys.readouterr().err
+
+
+def test_a_module_is_imported_after_the_settings_are_made(tmp_path, monkeypatch):
+    """JAX reads them when a module of one's own imports it: in a process of its own."""
+    (tmp_path / "mine.py").write_text(
+        "import jax\nprint(jax.config.jax_enable_x64, jax.config.jax_compilation_cache_dir)\n"
+    )
+    program = "import sys; from moe_jax.commands.cli import main; main(sys.argv[1:])"
+    environment = {**os.environ, "JAX_ENABLE_X64": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment["PYTHONPATH"] = str(EXAMPLES.parent)
+    command = [sys.executable, "-c", program, "--import=mine", "inspect", "nothing"]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert ran.stdout.startswith("False ") and "None" not in ran.stdout, ran
 
 
 @pytest.mark.parametrize("name", ["no_such_module", "os.no_such_module", "a;b", "../x", "-c"])

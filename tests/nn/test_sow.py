@@ -94,6 +94,34 @@ def test_results_of_all_methods_are_captured():
     np.testing.assert_array_equal(decoder(IDS).logits, expected.logits)
 
 
+def test_after_an_error_the_model_is_as_before():
+    decoder = moe_jax.tiny_model(experts=4).decoder
+
+    def wrong(logits):
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        nnx.capture(decoder, nnx.Intermediate)(IDS, router_logits={1: wrong})
+    assert len(jax.tree.leaves(nnx.state(decoder))) == len(jax.tree.leaves(nnx.state(decoder, nnx.Param)))
+
+
+def test_methods_that_are_patched_are_called_with_caches_too(monkeypatch):
+    decoder = moe_jax.nn.unstacked(moe_jax.tiny_model(experts=4).decoder)
+
+    def logits():
+        caches = moe_jax.nn.init_cache(decoder.config, 2, 6, jnp.dtype("float32"), stacked=False)
+        return decoder(IDS, caches=caches, begins=True).logits
+
+    before, usual = logits(), moe_jax.nn.MoE.with_routing
+
+    def doubled(self, *given, **named):
+        y, *rest = usual(self, *given, **named)
+        return 2 * y, *rest
+
+    monkeypatch.setattr(moe_jax.nn.MoE, "with_routing", doubled)
+    assert not np.allclose(logits(), before, atol=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow")
 def test_without_capture_it_stays_until_it_is_popped(decoder, expected):
     for _ in range(2):

@@ -285,7 +285,12 @@ def register(kind: str) -> Callable[[type[_Form]], type[_Form]]:
             raise ValueError(f"a form {kind!r} is registered already")
         if issubclass(form, KernelForm) and form.over_base:
             for split in _SPLITS:
-                known = dict(_specs(split))
+                known = {
+                    name: spec
+                    for one in _deltas()
+                    if one.kind != kind
+                    for name, spec in one.stored_specs(split).items()
+                }
                 for name, spec in form.stored_specs(split).items():
                     if known.get(name, spec) != spec:
                         raise ValueError(f"leaf {name!r} of form {kind!r} is {spec}, and in another form {known[name]}")
