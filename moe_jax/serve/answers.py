@@ -74,7 +74,7 @@ class Answer:
                 yield one
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """The parts of the answer as they come, token by token in a stream; raises `ProtocolError` if the model fails."""
+        """The parts of the answer as they come, in a stream token by token; `ProtocolError` if the model fails."""
         first = True
         try:
             async for news in self._told():
