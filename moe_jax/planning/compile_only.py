@@ -15,7 +15,9 @@ from jax.stages import Compiled
 
 from moe_jax.core.data_sheets import chip_of_kind
 from moe_jax.core.errors import InputError, first_line
+from moe_jax.distributed.sharding import path_name
 from moe_jax.models import ModelConfig
+from moe_jax.planning.frozen_gradients import frozen_gradients
 from moe_jax.planning.hlo import largest_arrays, sums_by_kind, transfers
 from moe_jax.planning.planned_devices import described_devices, gpu_hosts, is_gpu
 from moe_jax.planning.step_time import StateNumbers, step_roofline
@@ -41,10 +43,10 @@ def compile_only(
 
     Returns:
       JSON-able: `topology`, `device_kind`, `chips`, `mesh`; per chip `bytes` (`arguments`, `outputs`, `aliased`,
-      `temporaries`, `code`, `total`, `hbm`), `model_flops` (see `flops.py`) and `compiler_flops` (which counts a
-      loop over layers once); `fits`, None if the memory of a chip is unknown; `largest` arrays that the step makes,
-      in words; `collectives` by kind with `count` and `bytes`, loops counted in full; and `estimate`,
-      the least time of a step by data sheets (`StepRoofline`); None: the chip has no data sheet.
+      `temporaries`, `code`, `total`, `hbm`), `model_flops` (see `flops.py`; without the gradients of frozen kernels)
+      and `compiler_flops` (which counts a loop over layers once); `fits`, None if the memory of a chip is unknown;
+      `largest` arrays that the step makes, in words; `collectives` by kind with `count` and `bytes`, loops counted in
+      full; and `estimate`, the least time of a step by data sheets (`StepRoofline`); None: the chip has no data sheet.
 
     Raises:
       InputError: no compiler for the topology, an unknown one, a step that does not fit into the chips' memory, or a
@@ -65,6 +67,8 @@ def compile_only(
     chip = chip_of_kind(kind)
     memory = None if chip is None else chip.memory
     model_flops = batch_flops(recipe, config) / len(devices)
+    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(program.state.params)]
+    frozen = frozen_gradients(recipe, config, paths) / len(devices)
     roofline = None
     if chip is not None:
         per_host = gpu_hosts(topology)[1] if is_gpu(topology) else None
@@ -78,6 +82,7 @@ def compile_only(
             sent,
             len(devices),
             per_host,
+            frozen,
         )._asdict() | {"source": chip.source}
     return {
         "topology": topology,
@@ -87,7 +92,7 @@ def compile_only(
         "bytes": sizes | {"hbm": memory},
         "fits": None if memory is None else sizes["total"] <= memory,
         "largest": largest_arrays(program_text),
-        "model_flops": model_flops,
+        "model_flops": model_flops - frozen,
         "compiler_flops": (compiled.cost_analysis() or {}).get("flops"),
         "collectives": {kind: counted._asdict() for kind, counted in sums_by_kind(sent).items()},
         "estimate": roofline,

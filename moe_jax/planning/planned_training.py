@@ -22,6 +22,7 @@ from moe_jax.experts.devices import spec_on_mesh
 from moe_jax.models import ModelConfig
 from moe_jax.planning.compile_only import DoesNotFit, bytes_of, compiled_step, is_tight
 from moe_jax.planning.expected_step import expected_step, placed_leaves
+from moe_jax.planning.frozen_gradients import frozen_gradients
 from moe_jax.planning.hlo import sums_by_kind
 from moe_jax.planning.model_costs import TOKENS
 from moe_jax.planning.planned_devices import PlannedDevices, planned_devices
@@ -72,7 +73,8 @@ class PlannedTraining:
       run_seconds: of all steps, without compiling, evaluation and checkpoints.
       sent: collectives of a step by kind, on every device; None: the step was compiled, and `train --compile-only`
         shows them.
-      model_flops: operations of a device in a step, without those done again; None as above.
+      model_flops: operations of a device in a step, without those done again and the gradients of frozen kernels; None
+        as above.
       roofline: the least time, transfers included, by a data sheet; None as above.
     """
 
@@ -227,10 +229,11 @@ def _planned(
         rates = rates_of_chip(target.chip, recipe.model.compute_dtype)
     if rates is not None:
         trained = jax.tree_util.tree_leaves_with_path(program.state.params)
-        products = optimizer_operations(recipe.optimizer, {path_name(path): leaf.shape for path, leaf in trained})
+        shapes = {path_name(path): leaf.shape for path, leaf in trained}
+        products, frozen = optimizer_operations(recipe.optimizer, shapes), frozen_gradients(recipe, config, shapes)
         # All devices of a CPU share its rates.
         devices = 1 if target.is_cpu else target.count
-        time = step_time(recipe, config, held, activations, devices, rates, products, teacher)
+        time = step_time(recipe, config, held, activations, devices, rates, products, teacher, frozen)
         source = rates.source
         timed = timed_step(recipe, config, target.devices, teacher) if target.is_cpu and target.devices else None
         if timed is not None:
