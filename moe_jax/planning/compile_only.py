@@ -161,7 +161,7 @@ def print_report(report: dict[str, Any], *, as_json: bool) -> None:
     if "without_teacher" in report:
         print("the teacher is in these bytes and in the collectives, and not in the FLOPs and the estimate")
     print(f"model FLOPs per chip and step: {report['model_flops']:.3g}")
-    print("collectives per step and chip:" if report["collectives"] else "no collectives")
+    print("collectives per step and chip, bytes of whole arrays:" if report["collectives"] else "no collectives")
     for name, found in report["collectives"].items():
         print(f"  {name:18} {found['count']:6} x {found['bytes'] / 2**20:12.1f} MiB")
     if estimate := report["estimate"]:

@@ -16,12 +16,12 @@ def frozen_gradients(recipe: Recipe, config: ModelConfig, trained: Iterable[str]
     tokens are others, the share of the whole model is taken.
     """
     changed = {leaf for path in trained for leaf in disk_paths(config, path)}
-    frozen = sum(
+    learned = sum(
         active_size(config, path, size)
         for path, size in parameter_sizes(config).items()
-        if path not in changed and _is_multiplied(config, path)
+        if path in changed and _is_multiplied(config, path)
     )
-    frozen = min(frozen, active_matmul_params(config))
+    frozen = max(0, active_matmul_params(config) - learned)  # kernels in codes are no parameters, and are multiplied
     return batch_flops(recipe, config) * 2 * frozen / train_flops_per_token(config, recipe.data.seq_len)
 
 

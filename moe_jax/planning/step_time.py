@@ -115,18 +115,21 @@ def step_roofline(
 
 
 def sending_seconds(one: Transfer, chip: Chip, devices: int, per_host: int | None) -> float:
-    """Returns the seconds of a collective, over the links of one axis of the slice, or the network between hosts.
-
-    If n devices gather or scatter an array, each sends (n - 1) / n of it; an all-reduce does both. Rows of an
-    all-to-all are assumed to be spread evenly.
-    """
+    """Returns the seconds of a collective, over the links of one axis of the slice, or the network between hosts."""
     group = one.group or tuple(range(devices))
-    if len(group) < 2:
-        return 0.0
-    share = 1.0 if one.kind == "collective-permute" else (len(group) - 1) / len(group)
-    passes = 2 if one.kind == "all-reduce" else 1
     leaves = per_host is not None and len({device // per_host for device in group}) > 1
-    return passes * share * one.bytes / (chip.network if leaves else chip.link)
+    return sent_bytes(one, devices) / (chip.network if leaves else chip.link)
+
+
+def sent_bytes(one: Transfer, devices: int) -> float:
+    """Returns the bytes that each device sends in a collective.
+
+    If n devices gather or scatter an array, each sends (n - 1) / n of it, as in a ring; an all-reduce does both. Rows
+    of an all-to-all are assumed to be spread evenly.
+    """
+    size = len(one.group) or devices
+    share = 1.0 if one.kind == "collective-permute" and size > 1 else (size - 1) / size
+    return (2 if one.kind == "all-reduce" else 1) * share * one.bytes
 
 
 def _shard(leaf: jax.ShapeDtypeStruct, gathered: tuple[str, ...] = ()) -> int:

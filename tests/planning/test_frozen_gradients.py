@@ -6,6 +6,7 @@ import pytest
 
 from moe_jax.commands import cli
 from moe_jax.model_io.loading import abstract_model
+from moe_jax.models import BankConfig
 from moe_jax.peft import trainable_paths
 from moe_jax.peft.adapt import adapted_config
 from moe_jax.peft.spec import AdaptSpec
@@ -44,3 +45,10 @@ def test_lora_over_nf4_is_counted_as_what_it_is(tmp_path, capsys):
     assert found["roofline"]["matrix"] == pytest.approx(
         (found["model_flops"] + batch_flops(recipe, tuned) / 2 / 3) / 459e12
     )
+
+
+def test_kernels_in_codes_are_multiplied_though_they_are_no_parameters():
+    coded = config_of(moe(BankConfig(kind="quantized", bits=4)))
+    paths = [path for path in trainable_paths(abstract_model(coded)) if "/router/" in path]
+    found = frozen_gradients(recipe_of(), coded, paths) / (2 * 8 * 16)
+    assert found == pytest.approx(active_matmul_params(coded) - 16 * 4)
