@@ -93,7 +93,8 @@ class _Command:
     platform: Annotated[str | None, tyro.conf.arg(metavar="|".join(CHIPS))] = None
     """A TPU generation, a GPU, or cpu. Adds the strategy by which the experts of each kind of layer would be applied
     there, for a training batch and for decoding, and the least time of every one. By default none; with --train, by
-    default this machine, and also a topology such as v5e:4x4 or h100:2x8: where to train."""
+    default this machine, and also a topology such as v5e:4x4 or h100:2x8, or a slice in Google's name, such as v5p-16
+    (8 chips): where to train."""
     tokens: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """With --platform: tokens of a training batch on one device (default 8192), in rows of the model's context length
     or shorter."""

@@ -20,6 +20,7 @@ from moe_jax.models import ModelConfig
 from moe_jax.planning.frozen_gradients import frozen_gradients
 from moe_jax.planning.hlo import largest_arrays, sums_by_kind, transfers
 from moe_jax.planning.planned_devices import described_devices, gpu_hosts, is_gpu
+from moe_jax.planning.slice_names import topology_of
 from moe_jax.planning.step_time import StateNumbers, step_roofline
 from moe_jax.training.flops import batch_flops
 from moe_jax.training.program import Program, abstract_batch, make_program
@@ -52,6 +53,7 @@ def compile_only(
       InputError: no compiler for the topology, an unknown one, a step that does not fit into the chips' memory, or a
         mesh that does not fit the slice.
     """
+    topology = topology_of(topology)
     devices = described_devices(topology)
     program = make_program(recipe, config, devices, teacher=teacher)
     # The compiler dumps the program's text itself: `compiled.as_text()` cannot parse output of a newer compiler.

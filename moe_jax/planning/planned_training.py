@@ -324,7 +324,7 @@ def _held_bytes(program: Program, recipe: Recipe, mesh: dict[str, int]) -> HeldB
 def _held_items(held: HeldBytes, recipe: Recipe, program: Program, devices: int) -> list[MemoryItem]:
     section = recipe.optimizer
     moments = "float32" if section.moments == "float32" else f"first moments {section.moments}, the rest float32"
-    rows = f"{recipe.train.batch_size} rows of {recipe.data.seq_len} tokens, over all devices"
+    rows = f"{recipe.train.batch_size} rows of {recipe.data.seq_len:,} tokens, over all devices"
     frozen = recipe.model.frozen_dtype or "as the model's config says"
     paths = (path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(program.frozen))
     if devices > 1 and any("/nf4/" in path for path in paths):
