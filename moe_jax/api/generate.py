@@ -11,15 +11,13 @@ from moe_jax.api.model import Loading, Model, ModelOrPath, open_model, with_opti
 from moe_jax.core.errors import InputError
 from moe_jax.data.chat_template import Message, load_chat_template
 from moe_jax.data.end_tokens import end_tokens
+from moe_jax.generation.engine import SECONDS_SEEN
 from moe_jax.generation.spec import GenerateSpec
 from moe_jax.generation.texts import FIRST_BLOCK, NonFiniteLogits, OnText, StreamedText, stream_texts
 
 Prompt = str | Sequence[int] | np.ndarray | Sequence[Message]
 P = ParamSpec("P")
 Reason = Literal["eos", "stop_id", "stop", "length"]
-
-# While somebody reads along, text is shown ten times a second.
-_SECONDS_A_BLOCK = 0.1
 
 
 class Continuation(NamedTuple):
@@ -156,7 +154,7 @@ def continue_prompts(
             texts,
             on_text,
             eos_ids=stop_ids,
-            seconds=None if on_text is None else _SECONDS_A_BLOCK,
+            seconds=None if on_text is None else SECONDS_SEEN,
         ):
             arrivals.append((time.perf_counter() - start, count))
     except NonFiniteLogits as error:

@@ -11,6 +11,7 @@ from moe_jax.commands.options import command_options, either_options, given_fiel
 from moe_jax.compression.options.in_common import centre_options
 from moe_jax.compression.spec import check_method
 from moe_jax.core.code_options import check_scale_bits
+from moe_jax.core.data_sheets import CHIPS
 from moe_jax.core.errors import InputError, check_member, flag_of
 from moe_jax.core.form_options import check_keep, residual_options
 from moe_jax.files.storage_path import as_path, nearest_path
@@ -89,10 +90,11 @@ class _Command:
         Literal["float32", "bfloat16", "float16"] | None, tyro.conf.arg(metavar="float32|bfloat16|float16")
     ] = None
     """With --compress: dtype of all parameters; by default that of the config."""
-    platform: Annotated[str | None, tyro.conf.arg(metavar="v4|v5e|v5p|v6e|v7x|h100|a100|cpu")] = None
+    platform: Annotated[str | None, tyro.conf.arg(metavar="|".join(CHIPS))] = None
     """A TPU generation, a GPU, or cpu. Adds the strategy by which the experts of each kind of layer would be applied
     there, for a training batch and for decoding, and the least time of every one. By default none; with --train, by
-    default this machine, and also a topology such as v5e:4x4 or h100:2x8: where to train."""
+    default this machine, and also a topology such as v5e:4x4 or h100:2x8, or a slice in Google's name, such as v5p-16
+    (8 chips): where to train."""
     tokens: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """With --platform: tokens of a training batch on one device (default 8192), in rows of the model's context length
     or shorter."""
@@ -190,7 +192,7 @@ def run(options: _Command) -> None:
     if planned.strategies is not None:
         print_strategies(planned.strategies)
     if training is not None:
-        print_training(training)
+        print_training(training, of_recipe=recipe is not None)
     if options.mesh is not None:
         from moe_jax.distributed.sharding import undivided_experts
 

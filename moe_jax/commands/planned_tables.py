@@ -58,7 +58,7 @@ def print_plan(path: Path, config: "ModelConfig", plan: "ModelPlan") -> None:
         table.add_row("tuned", f"{tuned.total_params:,}", "adapters, LoRA and the routers that choose among adapters")
         table.add_row("  active per token", f"{tuned.active_params:,}", note)
     table.add_row("bytes", show_bytes(plan.param_bytes), f"in {config.dtype}, positions included")
-    flops = f"of a training step per token, context {config.max_positions}"
+    flops = f"of a training step per token, in rows of the whole context of {config.max_positions:,} tokens"
     table.add_row("FLOP", f"{plan.train_flops_per_token:,.0f}", flops)
     if memory is not None:
         parts = f"parameters {show_bytes(memory.params)}, gradients {show_bytes(memory.gradients)}, "
@@ -127,7 +127,7 @@ def _strategies_title(layer: "LayerStrategies") -> str:
     chosen = layer.times[layer.chosen]
     why = f"takes least, bound by {chosen.bound}" if len(layer.times) > 1 else f"the only way, bound by {chosen.bound}"
     count = f"{len(layer.layers)} layer{'s' if len(layer.layers) > 1 else ''}"
-    load = f"{layer.num_experts} {layer.experts}, top-{layer.top_k}, {layer.use}, {layer.tokens} tokens"
+    load = f"{layer.num_experts} {layer.experts}, top-{layer.top_k}, {layer.use}, {layer.tokens:,} tokens on a device"
     return f"{count} of {load}: {layer.chosen} ({why})"
 
 
@@ -141,8 +141,8 @@ def _strategies_table(layer: "LayerStrategies") -> Table:
     return table
 
 
-def print_training(planned: "PlannedTraining") -> None:
-    """Prints a table of bytes, whether they fit, and the time."""
+def print_training(planned: "PlannedTraining", *, of_recipe: bool = True) -> None:
+    """Prints a table of bytes, whether they fit, and the time; `of_recipe`: training is by a recipe of the user's."""
     out = console_for_tables()
     axes = " x ".join(f"{axis} {size}" for axis, size in planned.mesh.items() if size > 1)
     many = f", {planned.devices} devices ({axes}), of which each holds:" if planned.devices > 1 else ":"
@@ -158,7 +158,9 @@ def print_training(planned: "PlannedTraining") -> None:
     table.add_row("in all", show_bytes(planned.total), of)
     out.print(table)
     if planned.fits is False:
-        out.print("[bold red]does not fit[/]: see model.remat, train.accumulation, model.param_dtype, mesh, optimizer")
+        settings = "model.remat, train.accumulation, model.param_dtype, mesh, optimizer"
+        advice = f"see {settings}" if of_recipe else "see --mesh, --tokens, --optimizer; a recipe (--train) says more"
+        out.print(f"[bold red]does not fit[/]: {advice}", soft_wrap=True)
     elif planned.tight:
         out.print("[bold yellow]warning[/]: more than 90% of the memory; leave some, for compilers differ")
     if planned.sent is None:
@@ -176,13 +178,30 @@ def _print_time(planned: "PlannedTraining") -> None:
     parts = ""
     if time.products is not None and time.bytes is not None:
         parts = f" ({_seconds(time.products)} of products, {_seconds(time.bytes)} of memory)"
-    whole = _seconds(planned.run_seconds) if planned.run_seconds < 60 else show_duration(planned.run_seconds)
     out.print(
         f"time: {least}{_seconds(time.seconds)} a step{parts}, {most}{time.tokens_per_second:,.0f} tokens/s; "
-        f"{planned.steps:,} steps: {least}{whole}",
+        f"{_whole_run(planned)}",
         soft_wrap=True,
     )
-    out.print(f"  {planned.rates}", soft_wrap=True)
+    out.print(f"  {_rates(planned)}", soft_wrap=True)
+
+
+def _whole_run(planned: "PlannedTraining") -> str:
+    """Returns the time of all steps, their tokens, and for accelerators the hours of all devices together."""
+    assert planned.run_seconds is not None and planned.run_tokens is not None
+    least, seconds = "at least " if planned.is_least else "about ", planned.run_seconds
+    parts = [_seconds(seconds) if seconds < 60 else show_duration(seconds), f"{planned.run_tokens:,} tokens"]
+    if planned.is_least:
+        parts.append(f"{seconds * planned.devices / 3600:,.3g} device hours")
+    return f"{planned.steps:,} step{'s' * (planned.steps != 1)}: {least}{', '.join(parts)}"
+
+
+def _rates(planned: "PlannedTraining") -> str:
+    """Returns the source of the rates, and the peaks that it gives."""
+    speeds = planned.speeds or {}
+    told = [f"{speeds['products'] / 1e12:.4g} TFLOP/s"] if "products" in speeds else []
+    told += [f"{name} {speed / 1e9:,.4g} GB/s" for name, speed in speeds.items() if name != "products"]
+    return f"{', '.join(told)}: {planned.rates}" if told else f"{planned.rates}"
 
 
 def _print_estimate(planned: "PlannedTraining") -> None:
@@ -190,8 +209,8 @@ def _print_estimate(planned: "PlannedTraining") -> None:
     from moe_jax.planning.planned_training import TEACHER_ITEM
 
     assert planned.sent is not None and planned.model_flops is not None and roofline is not None
-    sent = ", ".join(f"{kind} {one.runs} x, {show_bytes(one.bytes)}" for kind, one in planned.sent.items())
-    out.print(f"sent by each in a step: {sent or 'nothing'}", soft_wrap=True)
+    sent = ", ".join(f"{kind} {one.runs} x, {show_bytes(one.sent)}" for kind, one in planned.sent.items())
+    out.print(f"sent by each in a step, as in a ring: {sent or 'nothing'}", soft_wrap=True)
     if any(item.name == TEACHER_ITEM for item in planned.items):
         out.print("the forward pass of the teacher is neither in what is sent nor in the estimate", soft_wrap=True)
     links = "links not known" if roofline.links is None else f"links {_seconds(roofline.links)}"
@@ -201,7 +220,8 @@ def _print_estimate(planned: "PlannedTraining") -> None:
         f"units {_seconds(roofline.matrix)}, memory {_seconds(roofline.memory)}, {links})",
         soft_wrap=True,
     )
-    out.print(f"  {planned.rates}", soft_wrap=True)
+    out.print(f"  {_whole_run(planned)}", soft_wrap=True)
+    out.print(f"  {_rates(planned)}", soft_wrap=True)
 
 
 def _seconds(seconds: float) -> str:

@@ -99,7 +99,7 @@ def run(options: Options) -> None:
             _warn_if_open(access)
             app = App(model, tokenizer, scheduler, name, access)
             config = server_config(app, requests=scheduler.most, log_level="warning", access_log=False)
-            server = Server(config, scheduler.stop)
+            server = Server(config, scheduler.stop, say=_say)
             seats = f"{options.seats} seats of {scheduler.context} tokens"
             print(f"serving {name!r} at {_address(listener)}/v1 with {seats}", flush=True)
             try:

@@ -30,6 +30,8 @@ from moe_jax.nn import Decoder, init_cache, unstacked
 
 MOST_STEPS = 32
 """Tokens of the longest block."""
+SECONDS_SEEN = 0.05
+"""Time of a block while somebody reads along: no pause that is seen, and long beside what a call costs."""
 MOST_SCORES = 20
 """Most likely tokens that are told of a position."""
 _CHUNK = 8

@@ -80,7 +80,8 @@ def stream(
         stop_ids=eos_ids,
     )
     rows, block, _ = engine.read(prompts, asked, cache_length)
-    done, steps = 0, FIRST_BLOCK
+    # Who reads along is not kept waiting before anything is known of the pace.
+    done, steps = 0, FIRST_BLOCK if seconds is None else 1
     while True:
         yield from _checked(block, done)
         done += len(block.tokens)

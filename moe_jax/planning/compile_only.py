@@ -15,9 +15,12 @@ from jax.stages import Compiled
 
 from moe_jax.core.data_sheets import chip_of_kind
 from moe_jax.core.errors import InputError, first_line
+from moe_jax.distributed.sharding import path_name
 from moe_jax.models import ModelConfig
+from moe_jax.planning.frozen_gradients import frozen_gradients
 from moe_jax.planning.hlo import largest_arrays, sums_by_kind, transfers
 from moe_jax.planning.planned_devices import described_devices, gpu_hosts, is_gpu
+from moe_jax.planning.slice_names import topology_of
 from moe_jax.planning.step_time import StateNumbers, step_roofline
 from moe_jax.training.flops import batch_flops
 from moe_jax.training.program import Program, abstract_batch, make_program
@@ -41,15 +44,16 @@ def compile_only(
 
     Returns:
       JSON-able: `topology`, `device_kind`, `chips`, `mesh`; per chip `bytes` (`arguments`, `outputs`, `aliased`,
-      `temporaries`, `code`, `total`, `hbm`), `model_flops` (see `flops.py`) and `compiler_flops` (which counts a
-      loop over layers once); `fits`, None if the memory of a chip is unknown; `largest` arrays that the step makes,
-      in words; `collectives` by kind with `count` and `bytes`, loops counted in full; and `estimate`,
-      the least time of a step by data sheets (`StepRoofline`); None: the chip has no data sheet.
+      `temporaries`, `code`, `total`, `hbm`), `model_flops` (see `flops.py`; without the gradients of frozen kernels)
+      and `compiler_flops` (which counts a loop over layers once); `fits`, None if the memory of a chip is unknown;
+      `largest` arrays that the step makes, in words; `collectives` by kind with `count` and `bytes`, loops counted in
+      full; and `estimate`, the least time of a step by data sheets (`StepRoofline`); None: the chip has no data sheet.
 
     Raises:
       InputError: no compiler for the topology, an unknown one, a step that does not fit into the chips' memory, or a
         mesh that does not fit the slice.
     """
+    topology = topology_of(topology)
     devices = described_devices(topology)
     program = make_program(recipe, config, devices, teacher=teacher)
     # The compiler dumps the program's text itself: `compiled.as_text()` cannot parse output of a newer compiler.
@@ -65,6 +69,8 @@ def compile_only(
     chip = chip_of_kind(kind)
     memory = None if chip is None else chip.memory
     model_flops = batch_flops(recipe, config) / len(devices)
+    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(program.state.params)]
+    frozen = frozen_gradients(recipe, config, paths) / len(devices)
     roofline = None
     if chip is not None:
         per_host = gpu_hosts(topology)[1] if is_gpu(topology) else None
@@ -78,6 +84,7 @@ def compile_only(
             sent,
             len(devices),
             per_host,
+            frozen,
         )._asdict() | {"source": chip.source}
     return {
         "topology": topology,
@@ -87,7 +94,7 @@ def compile_only(
         "bytes": sizes | {"hbm": memory},
         "fits": None if memory is None else sizes["total"] <= memory,
         "largest": largest_arrays(program_text),
-        "model_flops": model_flops,
+        "model_flops": model_flops - frozen,
         "compiler_flops": (compiled.cost_analysis() or {}).get("flops"),
         "collectives": {kind: counted._asdict() for kind, counted in sums_by_kind(sent).items()},
         "estimate": roofline,
@@ -156,7 +163,7 @@ def print_report(report: dict[str, Any], *, as_json: bool) -> None:
     if "without_teacher" in report:
         print("the teacher is in these bytes and in the collectives, and not in the FLOPs and the estimate")
     print(f"model FLOPs per chip and step: {report['model_flops']:.3g}")
-    print("collectives per step and chip:" if report["collectives"] else "no collectives")
+    print("collectives per step and chip, bytes of whole arrays:" if report["collectives"] else "no collectives")
     for name, found in report["collectives"].items():
         print(f"  {name:18} {found['count']:6} x {found['bytes'] / 2**20:12.1f} MiB")
     if estimate := report["estimate"]:

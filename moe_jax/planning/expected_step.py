@@ -45,6 +45,7 @@ from moe_jax.experts.forms.protocol import KernelForm
 from moe_jax.experts.shapes import Load
 from moe_jax.experts.strategy import strategy_on
 from moe_jax.models import FFNConfig, LayerConfig, ModelConfig, MoEConfig
+from moe_jax.planning.frozen_gradients import frozen_gradients
 from moe_jax.planning.hlo import Transfer
 from moe_jax.planning.step_time import StateNumbers, StepRoofline, counts_loads_first, step_roofline
 from moe_jax.training.flops import batch_flops
@@ -129,7 +130,7 @@ class ExpectedStep(NamedTuple):
       temporaries: bytes that it holds beside its arguments, gradients included.
       kept: of these, the bytes that a microbatch keeps for its backward pass.
       sent: its collectives.
-      model_flops: operations, without those done again.
+      model_flops: operations, without those done again and the gradients of frozen kernels.
       roofline: the least time.
     """
 
@@ -163,13 +164,14 @@ def expected_step(
         kept = math.ceil(_kept_bytes(program, recipe) / (devices // mesh["tensor"]))
     temporaries, sent = step.temporaries(kept), step.transfers()
     model_flops = batch_flops(recipe, config) / devices
+    frozen = frozen_gradients(recipe, config, [leaf.path for leaf in leaves if leaf.trained]) / devices
     state = StateNumbers(
         used=sum(leaf.gathered * leaf.layers for leaf in leaves),
         changed=changed,
         trained=sum(leaf.held * leaf.layers for leaf in leaves if leaf.trained),
     )
-    roofline = step_roofline(recipe, config, chip, model_flops, state, temporaries, sent, devices, per_host)
-    return ExpectedStep(temporaries, kept, sent, model_flops, roofline)
+    roofline = step_roofline(recipe, config, chip, model_flops, state, temporaries, sent, devices, per_host, frozen)
+    return ExpectedStep(temporaries, kept, sent, model_flops - frozen, roofline)
 
 
 class _Step:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from moe_jax.core.data_sheets import CHIPS, Chip, chip_of_kind
 from moe_jax.core.errors import InputError, check_member, first_line, shown
+from moe_jax.planning.slice_names import topology_of
 from moe_jax.training.recipe import MeshSection
 
 # libtpu asks a metadata server for the machine's type unless the environment gives one. Any TPU type will do: the
@@ -169,7 +170,8 @@ def planned_devices(mesh: MeshSection, platform: str | None, *, compiles: bool) 
 
     Args:
       mesh: of the recipe; for a chip without a topology, the number of devices is the least that the mesh needs.
-      platform: `cpu`, the name of a chip, or a topology such as `v5e:4x4` or `h100:2x8`. None: those of this machine.
+      platform: `cpu`, the name of a chip, or a topology such as `v5e:4x4`, `v5p-16` or `h100:2x8`. None: those of this
+        machine.
       compiles: whether a step is to be compiled for them. If not, only their number and data sheet are known, except
         for a CPU.
 
@@ -184,6 +186,7 @@ def planned_devices(mesh: MeshSection, platform: str | None, *, compiles: bool) 
         name = "this machine's CPU" if devices[0].platform == "cpu" else f"this machine: {kind}"
         return PlannedDevices(name, list(devices), len(devices), chip_of_kind(kind))
     assert platform is not None
+    platform = topology_of(platform)
     name, colon, shape = platform.partition(":")
     check_member("--platform", name, tuple(CHIPS))
     chip = CHIPS[name]

@@ -7,14 +7,16 @@ pass, and an estimate.
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from moe_jax.core.data_sheets import resident_memory, total_memory
+from moe_jax.core.data_sheets import Chip, resident_memory, total_memory
 from moe_jax.core.errors import InputError
 from moe_jax.data.sections import DataSection
 from moe_jax.distributed.sharding import check_batch_divides, mesh_sizes, path_name
@@ -22,10 +24,19 @@ from moe_jax.experts.devices import spec_on_mesh
 from moe_jax.models import ModelConfig
 from moe_jax.planning.compile_only import DoesNotFit, bytes_of, compiled_step, is_tight
 from moe_jax.planning.expected_step import expected_step, placed_leaves
+from moe_jax.planning.frozen_gradients import frozen_gradients
 from moe_jax.planning.hlo import sums_by_kind
 from moe_jax.planning.model_costs import TOKENS
 from moe_jax.planning.planned_devices import PlannedDevices, planned_devices
-from moe_jax.planning.step_time import HeldBytes, StepRoofline, StepTime, optimizer_operations, rates_of_chip, step_time
+from moe_jax.planning.step_time import (
+    HeldBytes,
+    StepRoofline,
+    StepTime,
+    optimizer_operations,
+    rates_of_chip,
+    sent_bytes,
+    step_time,
+)
 from moe_jax.planning.timed_step import measured_rates, timed_step
 from moe_jax.training.program import Program, abstract_batch, make_program
 from moe_jax.training.recipe import CheckpointSection, MeshSection, ModelSection, OptimizerSection, Recipe, TrainSection
@@ -45,10 +56,12 @@ class MemoryItem:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sent:
-    """Runs of the collectives of one kind in a step, and bytes of the whole arrays in all (`hlo.Collectives`)."""
+    """Runs of the collectives of one kind in a step, bytes of the whole arrays in all (`hlo.Collectives`), and bytes
+    that a device sends in them (`step_time.sent_bytes`)."""
 
     runs: int
     bytes: int
+    sent: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,10 +82,15 @@ class PlannedTraining:
       is_least: whether no step can be faster (by a data sheet), or the time is an estimate (from what was measured).
       rates: where the time or its rates come from.
       steps: of the run.
-      run_seconds: of all steps, without compiling, evaluation and checkpoints.
+      run_seconds: of all steps, without compiling, evaluation and checkpoints; where the step was not compiled, with
+        transfers.
+      run_tokens: of all steps, with every row of a batch full; None: the time is unknown.
+      speeds: peaks of the device by its data sheet, per second: operations of `products`, bytes of the `memory`, of its
+        `links`, and of the `network` between hosts; None: there is no data sheet. What is not known is left out.
       sent: collectives of a step by kind, on every device; None: the step was compiled, and `train --compile-only`
         shows them.
-      model_flops: operations of a device in a step, without those done again; None as above.
+      model_flops: operations of a device in a step, without those done again and the gradients of frozen kernels; None
+        as above.
       roofline: the least time, transfers included, by a data sheet; None as above.
     """
 
@@ -90,6 +108,8 @@ class PlannedTraining:
     rates: str | None
     steps: int
     run_seconds: float | None
+    run_tokens: int | None = None
+    speeds: dict[str, float] | None = None
     sent: dict[str, Sent] | None = None
     model_flops: float | None = None
     roofline: StepRoofline | None = None
@@ -155,7 +175,7 @@ def _planned_by_compiling(
 ) -> PlannedTraining:
     program = make_program(recipe, config, target.devices, teacher=teacher)
     held = _held_bytes(program, recipe, dict(program.mesh.shape))
-    items, fits = _held_items(held, recipe), True
+    items, fits = _held_items(held, recipe, program, target.count), True
     try:
         sizes = bytes_of(compiled_step(program, recipe))
         items += _temporary_items(held, sizes["temporaries"])
@@ -200,11 +220,16 @@ def _planned_from_shapes(
     why = f", for {target.missing} is not installed" if target.missing else ""
     without = "" if teacher is None else ", without what the teacher's forward pass holds"
     note = f"and what else a step holds; from shapes, not compiled{why}{without}"
-    items = [*_held_items(held, recipe), *_temporary_items(held, expected.temporaries, note)]
+    items = [*_held_items(held, recipe, program, target.count), *_temporary_items(held, expected.temporaries, note)]
     items.append(MemoryItem("program", _USUAL_PROGRAM, "the compiled step; usually as much"))
     planned = _planned(recipe, config, target, teacher, program, held, items, expected.kept, fits=True)
-    sent = {kind: Sent(runs=one.count, bytes=one.bytes) for kind, one in sums_by_kind(expected.sent).items()}
-    return dataclasses.replace(planned, sent=sent, model_flops=expected.model_flops, roofline=expected.roofline)
+    left = Counter[str]()
+    for one in expected.sent:
+        left[one.kind] += round(one.count * sent_bytes(one, target.count))
+    sums = sums_by_kind(expected.sent).items()
+    sent = {kind: Sent(runs=one.count, bytes=one.bytes, sent=left[kind]) for kind, one in sums}
+    of_shapes = {"sent": sent, "model_flops": expected.model_flops, "roofline": expected.roofline}
+    return dataclasses.replace(planned, **of_shapes, run_seconds=expected.roofline.seconds * recipe.train.steps)
 
 
 def _planned(
@@ -227,10 +252,11 @@ def _planned(
         rates = rates_of_chip(target.chip, recipe.model.compute_dtype)
     if rates is not None:
         trained = jax.tree_util.tree_leaves_with_path(program.state.params)
-        products = optimizer_operations(recipe.optimizer, {path_name(path): leaf.shape for path, leaf in trained})
+        shapes = {path_name(path): leaf.shape for path, leaf in trained}
+        products, frozen = optimizer_operations(recipe.optimizer, shapes), frozen_gradients(recipe, config, shapes)
         # All devices of a CPU share its rates.
         devices = 1 if target.is_cpu else target.count
-        time = step_time(recipe, config, held, activations, devices, rates, products, teacher)
+        time = step_time(recipe, config, held, activations, devices, rates, products, teacher, frozen)
         source = rates.source
         timed = timed_step(recipe, config, target.devices, teacher) if target.is_cpu and target.devices else None
         if timed is not None:
@@ -253,7 +279,15 @@ def _planned(
         rates=source,
         steps=recipe.train.steps,
         run_seconds=None if time is None else time.seconds * recipe.train.steps,
+        run_tokens=None if time is None else round(time.tokens_per_second * time.seconds) * recipe.train.steps,
+        speeds=None if target.is_cpu or target.chip is None else _speeds(target.chip, recipe.model.compute_dtype),
     )
+
+
+def _speeds(chip: Chip, dtype: str) -> dict[str, float]:
+    speeds = {"memory": chip.bandwidth, "links": chip.link, "network": chip.network}
+    speeds = {"products": chip.operations_per_second(jnp.dtype(dtype).itemsize), **speeds}
+    return {name: speed for name, speed in speeds.items() if speed}
 
 
 def _abstract_mesh(mesh: Mapping[str, int]) -> Any:
@@ -287,13 +321,17 @@ def _held_bytes(program: Program, recipe: Recipe, mesh: dict[str, int]) -> HeldB
     )
 
 
-def _held_items(held: HeldBytes, recipe: Recipe) -> list[MemoryItem]:
+def _held_items(held: HeldBytes, recipe: Recipe, program: Program, devices: int) -> list[MemoryItem]:
     section = recipe.optimizer
     moments = "float32" if section.moments == "float32" else f"first moments {section.moments}, the rest float32"
-    rows = f"{recipe.train.batch_size} rows of {recipe.data.seq_len} tokens, over all devices"
+    rows = f"{recipe.train.batch_size} rows of {recipe.data.seq_len:,} tokens, over all devices"
+    frozen = recipe.model.frozen_dtype or "as the model's config says"
+    paths = (path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(program.frozen))
+    if devices > 1 and any("/nf4/" in path for path in paths):
+        frozen += "; of NF4 the codes are split, and the scales are whole on every device"
     items = (
         ("parameters, trained", held.params, recipe.model.param_dtype),
-        ("parameters, frozen", held.frozen, recipe.model.frozen_dtype or "as the model's config says"),
+        ("parameters, frozen", held.frozen, frozen),
         (TEACHER_ITEM, held.teacher, "as its config says"),
         ("optimizer", held.optimizer, f"{section.kind}, {moments}"),
         ("moving average", held.average, "float32"),

@@ -86,6 +86,7 @@ def step_roofline(
     sent: Iterable[Transfer],
     devices: int,
     per_host: int | None,
+    frozen: float = 0.0,
 ) -> StepRoofline:
     """Estimates a step.
 
@@ -94,36 +95,41 @@ def step_roofline(
     what it holds temporarily is written once and read once.
 
     Args:
-      model_flops: operations of a chip in a step, without those done again.
+      model_flops: operations of a chip in a step, without those done again, as if no kernel were frozen.
+      frozen: of these, the gradients of frozen kernels (`frozen_gradients`), which are not computed.
       temporaries: bytes that a step holds temporarily.
       per_host: devices of a host, which reach others over the network; None: all are in one slice.
     """
     itemsize, again = np.dtype(recipe.model.compute_dtype).itemsize, recipe.model.remat == "full"
     peak = chip.operations_per_second(itemsize)
     more = again + counts_loads_first(recipe, config)  # forward runs, each two of the six parts of `model_flops`
-    matrix = model_flops * (6 + 2 * more) / 6 / peak
+    done = model_flops - frozen
+    matrix = (done + model_flops * 2 * more / 6) / peak
     passes = recipe.train.accumulation * (2 + more)
     moved = passes * state.used * itemsize + 2 * (state.changed + 4 * state.trained)
     memory = (moved + 2 * temporaries) / chip.bandwidth
     links = sum(one.count * sending_seconds(one, chip, devices, per_host) for one in sent) if chip.link else None
     parts = {"matrix units": matrix, "memory": memory} | ({} if links is None else {"links": links})
     bound, seconds = max(parts.items(), key=lambda part: part[1])
-    return StepRoofline(matrix, memory, links, seconds, bound, model_flops / peak / seconds)
+    return StepRoofline(matrix, memory, links, seconds, bound, done / peak / seconds)
 
 
 def sending_seconds(one: Transfer, chip: Chip, devices: int, per_host: int | None) -> float:
-    """Returns the seconds of a collective, over the links of one axis of the slice, or the network between hosts.
-
-    If n devices gather or scatter an array, each sends (n - 1) / n of it; an all-reduce does both. Rows of an
-    all-to-all are assumed to be spread evenly.
-    """
+    """Returns the seconds of a collective, over the links of one axis of the slice, or the network between hosts."""
     group = one.group or tuple(range(devices))
-    if len(group) < 2:
-        return 0.0
-    share = 1.0 if one.kind == "collective-permute" else (len(group) - 1) / len(group)
-    passes = 2 if one.kind == "all-reduce" else 1
     leaves = per_host is not None and len({device // per_host for device in group}) > 1
-    return passes * share * one.bytes / (chip.network if leaves else chip.link)
+    return sent_bytes(one, devices) / (chip.network if leaves else chip.link)
+
+
+def sent_bytes(one: Transfer, devices: int) -> float:
+    """Returns the bytes that each device sends in a collective.
+
+    If n devices gather or scatter an array, each sends (n - 1) / n of it, as in a ring; an all-reduce does both. Rows
+    of an all-to-all are assumed to be spread evenly.
+    """
+    size = len(one.group) or devices
+    share = 1.0 if one.kind == "collective-permute" and size > 1 else (size - 1) / size
+    return (2 if one.kind == "all-reduce" else 1) * share * one.bytes
 
 
 def _shard(leaf: jax.ShapeDtypeStruct, gathered: tuple[str, ...] = ()) -> int:
@@ -197,22 +203,22 @@ def step_time(
     rates: Rates,
     optimizer: float = 0.0,
     teacher: ModelConfig | None = None,
+    frozen: float = 0.0,
 ) -> StepTime:
     """Estimates a step on `devices` that share the products, each with these rates.
 
     Weights are read by every microbatch forward and backward, and once more where a layer is computed again; the
     `activations` of a microbatch, in bytes, are written and read; gradients too; and the optimizer reads and writes all
-    that it changes. `optimizer` is from `optimizer_operations`; a teacher only goes forward. So does the model, once
-    more, where auxiliary losses need the loads of all microbatches first.
+    that it changes. `optimizer` is from `optimizer_operations`, `frozen` from `frozen_gradients`; a teacher only goes
+    forward. So does the model, once more, where auxiliary losses need the loads of all microbatches first.
     """
     rows, seq_len, input_len = recipe.train.batch_size, recipe.data.seq_len, input_length(recipe.data)
     model = batch_flops(recipe, config) / devices
     again = recipe.model.remat == "full"
     weights = held.params + held.frozen
-    trained = held.params / weights if weights else 0.0
     # Of six parts two are forward, two the gradient of the input, and two that of the weights, if they are trained.
     loads_first = counts_loads_first(recipe, config)
-    operations = model * (4 + 2 * trained + 2 * again + 2 * loads_first) / 6 + optimizer / devices
+    operations = model * (6 + 2 * again + 2 * loads_first) / 6 + (optimizer - frozen) / devices
     if teacher is not None:
         operations += rows * seq_len * train_flops_per_token(teacher, seq_len) / 3 / devices
     products = operations / rates.operations

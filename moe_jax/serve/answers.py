@@ -58,6 +58,7 @@ class Answer:
             stop_ids=stop_ids,
             scores=scores,
             scores_prompt=scores and request.echo,
+            streams=request.stream,
         )
         self.made = 0
 
@@ -65,12 +66,18 @@ class Answer:
         """Nobody wants the answer any more."""
         self.job.cancelled = True
 
+    async def _told(self) -> AsyncIterator[News]:
+        """The news as they come; in a stream of one token each, as clients expect, also where several came together."""
+        while True:
+            news = await self._news.get()
+            for one in news.one_by_one() if self._request.stream else [news]:
+                yield one
+
     async def pieces(self) -> AsyncIterator[Piece]:
-        """The parts of the answer as they come; raises `ProtocolError` if the model fails."""
+        """The parts of the answer as they come, in a stream token by token; `ProtocolError` if the model fails."""
         first = True
         try:
-            while True:
-                news = await self._news.get()
+            async for news in self._told():
                 if news.ended == "error":
                     raise ProtocolError(500, news.problem)
                 text, told = "", list[Told]()

@@ -228,9 +228,9 @@ class App(Starlette):
                     yield _event({**head, "choices": [choice(index, piece)]})
                 if asked.include_usage:
                     yield _event({**head, "choices": [], "usage": _usage(answers)})
-                yield "data: [DONE]\n\n"
             except ProtocolError as error:
                 yield _event(error.body())
+            yield "data: [DONE]\n\n"  # clients wait for it, whatever came before
 
         return _Stream(answers, events())
 

@@ -40,11 +40,18 @@ class Server(uvicorn.Server):
       config: from `server_config`.
       stop: called, in the event loop, when answers have to end.
       seconds: in which they may end by themselves. A second signal ends them at once; a third one waits for nothing.
+      say: called, in the event loop, with a sentence on what is waited for, as soon as there is something.
     """
 
-    def __init__(self, config: uvicorn.Config, stop: Callable[[], object], seconds: float = SECONDS_TO_END):
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        stop: Callable[[], object],
+        seconds: float = SECONDS_TO_END,
+        say: Callable[[str], object] = lambda text: None,
+    ):
         super().__init__(config)
-        self._stop, self._seconds = stop, seconds
+        self._stop, self._seconds, self._say = stop, seconds, say
         self._ending: asyncio.AbstractEventLoop | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -59,6 +66,10 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Ends all connections."""
         self._ending = asyncio.get_running_loop()
+        # Not in the handler of the signal, which may have interrupted who writes there.
+        if (left := len(self.server_state.tasks)) and self._seconds:
+            answers = f"{left} answer{'s' * (left > 1)}"
+            self._say(f"stopping: {answers} may end within {self._seconds:g} seconds; another signal ends them now")
         late = self._ending.call_later(self._seconds, self._stop)
         try:
             await super().shutdown(sockets)

@@ -1,7 +1,7 @@
 """Requests as the scheduler has them, and the news that they get."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -33,6 +33,16 @@ class News(NamedTuple):
     ended: Literal["stop", "length", "error"] | None = None
     problem: str = ""
 
+    def one_by_one(self) -> Iterator["News"]:
+        """Yields the same news, of one token each."""
+        last = len(self.tokens) - 1
+        if last < 1:
+            yield self
+            return
+        for at, token in enumerate(self.tokens):
+            prompt_scores, ended = self.prompt_scores if at == 0 else None, self.ended if at == last else None
+            yield News([token], self.scores[at : at + 1], prompt_scores, ended)
+
 
 class Read(NamedTuple):
     """A prompt that was read: the row that continues it, its first token, and the prompt's scores if it is scored."""
@@ -52,6 +62,7 @@ class Job:
       on_news: called by the scheduler's threads, and by the one that stops it; what comes after the end is no news.
       stop_ids: tokens that end it, at most `continued_rows.MOST_STOP_IDS`.
       scores, scores_prompt: whether tokens that are added, and those of the prompt, are scored.
+      streams: whether somebody reads along.
       cancelled: set by anyone when nobody wants it any more.
       added: how many tokens it was given.
       read: its prompt, if that was read before there was a slot.
@@ -66,6 +77,7 @@ class Job:
     stop_ids: Sequence[int] = ()
     scores: bool = False
     scores_prompt: bool = False
+    streams: bool = False
     cancelled: bool = False
     added: int = 0
     read: Read | None = None

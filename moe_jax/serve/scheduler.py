@@ -1,9 +1,9 @@
 """One thread that answers all requests together: continuous batching.
 
 A request waits until a slot is free, its prompt is read alone, and from then on it gets tokens with all others that
-have a slot, in blocks of a tenth of a second. It leaves its slot when it has ended or nobody wants it any more. There
-are as many rows as the next power of two has: rows move together when others end, and one request alone costs no more
-than it does in `generate`.
+have a slot, in blocks of a tenth of a second, and of less while somebody reads along. It leaves its slot when it has
+ended or nobody wants it any more. There are as many rows as the next power of two has: rows move together when others
+end, and one request alone costs no more than it does in `generate`.
 
 Prompts of every length have a program of their own, and so have those that are scored, and rows of every number in
 caches of every length, which takes seconds to compile. That is done beside, in other threads, while all others go on:
@@ -25,7 +25,7 @@ import numpy as np
 
 from moe_jax.core.errors import InputError, first_line
 from moe_jax.generation.continued_rows import Rows, ask
-from moe_jax.generation.engine import Block, Engine
+from moe_jax.generation.engine import SECONDS_SEEN, Block, Engine
 from moe_jax.generation.sizes import Size, shapes_of
 from moe_jax.nn import Decoder
 from moe_jax.serve.beside import Beside
@@ -59,7 +59,7 @@ class Scheduler:
       most: requests that are answered or wait at the same time, at most.
       failure: what ended the thread, if it was not `close`; None: nothing has.
       on_compile: called when the program for so many rows in caches of such a length has to be compiled.
-      seconds_a_block: in which those who read along are given tokens.
+      seconds_a_block: that a block of tokens takes, if nobody reads along.
 
     Raises:
       InputError: for a model that does not continue texts, or sizes that are not positive.
@@ -323,7 +323,8 @@ class Scheduler:
 
         A row whose cache is full waits for the program of a longer one.
         """
-        steps = self._engine.steps_in(self.seconds_a_block)
+        is_seen = any(job.streams for job in self._running())
+        steps = self._engine.steps_in(min(self.seconds_a_block, SECONDS_SEEN) if is_seen else self.seconds_a_block)
         self._resize(steps)
         room = [0 if job is None else self._size.length - len(job.ids) - job.added for job in self._jobs]
         goes_on = np.array([job is not None and left > 0 for job, left in zip(self._jobs, room, strict=True)])

@@ -20,6 +20,8 @@ from moe_jax.models import (
     ModelConfig,
     config_to_json,
 )
+from moe_jax.peft.adapt import adapted_config
+from moe_jax.peft.spec import AdaptSpec
 from moe_jax.planning.model_costs import dense_config, make_plan, training_memory
 from moe_jax.planning.planned_compression import planned_compression
 from moe_jax.training.program import make_program
@@ -181,6 +183,24 @@ def test_memory_of_training_on_one_chip():
     # Moments stay float32.
     half = training_memory(config, {}, "bfloat16")
     assert half.gradients == memory.gradients / 2 and half.optimizer == memory.optimizer
+
+
+def test_scales_of_nf4_are_whole_on_every_chip():
+    """They are a thirtieth of the codes' bytes, and of a kernel that fsdp=8 divides a fifth of what a chip holds."""
+    tuned = adapted_config(
+        dense_model(128, 256, 1), AdaptSpec(method="lora", adapter="lora:2", targets="q", base="nf4")
+    )
+    codes, scales = 0, 0
+    for path, spec in leaf_specs(tuned).items():
+        size = math.prod(spec.shape) * spec.dtype.itemsize
+        if path.endswith("/nf4/codes"):
+            codes += size
+        elif "/nf4/" in path:
+            scales += size
+    one, eight = (training_memory(tuned, {"fsdp": size}).params for size in (1, 8))
+    assert 1 / 33 < scales / codes < 1 / 28
+    rest = one - codes - scales
+    assert codes / 8 + scales + rest / 8 <= eight <= codes / 8 + scales + rest
 
 
 def test_memory_of_training_on_a_mesh():

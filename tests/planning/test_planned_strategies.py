@@ -101,7 +101,7 @@ def test_the_command_prints_what_the_verb_returns(config_file, capsys):
     printed = capsys.readouterr().out
     assert "on v5p: 459 TFLOP/s in bfloat16, 2765 GB/s, 166 operations per byte" in printed
     for layer in verb.layers:
-        assert f"{layer.experts}, top-2, {layer.use}, {layer.tokens} tokens: {layer.chosen} (" in printed
+        assert f"{layer.experts}, top-2, {layer.use}, {layer.tokens:,} tokens on a device: {layer.chosen} (" in printed
         assert f"* {layer.chosen}" in printed and f"{layer.times[layer.chosen].total:,.1f}" in printed
 
 

@@ -190,7 +190,7 @@ def test_time_follows_operations_and_bytes():
     loads_first, without = (step_time(parts, config_of(moe(balance_coef=x)), held, 500, 1, rates) for x in (0.01, 0.0))
     assert loads_first.operations == pytest.approx(without.operations * 8 / 6)
     assert loads_first.bytes - without.bytes == pytest.approx(2 * 1000 / 1e6)
-    frozen = step_time(recipe_of(), config, HeldBytes(**sizes | {"params": 0, "frozen": 1000}), 500, 1, rates)
+    frozen = step_time(recipe_of(), config, held, 500, 1, rates, frozen=time.operations / 3)
     assert frozen.operations == pytest.approx(time.operations * 4 / 6)
     at_once = step_time(recipe_of(), config, held, 500, 1, dataclasses.replace(rates, overlap=True))
     assert max(time.products, time.bytes) <= at_once.seconds < time.seconds

@@ -70,3 +70,14 @@ def test_as_many_tokens_are_told_as_were_asked_for(tokenizer):
     assert found == {"bytes:\\xe4": -0.5, "bytes:\\xc3": -0.6, "token_id:65": -0.7, "A": -0.8}
     assert list(found.values()) == sorted(found.values(), reverse=True)
     assert len(texts.completion_logprobs([Told(66, Scored(-5.0, top), 0)], 3)["top_logprobs"][0]) == 4
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_stream_has_a_piece_for_every_token_also_of_those_that_came_together(tokenizer, stream):
+    """Bytes of half a character wait; what ended the answer comes with the last piece."""
+    first, last = [*b"Y", *"é".encode(), *b"es"], [*b"no", EOS]
+    news = [News(first, []), News(last, [], ended="stop")]
+    pieces = answered(tokenizer, news, "a", stream=stream, logprobs=None)
+    expected = ["Y", "é", "e", "s", "n", "o", ""] if stream else ["Yées", "no"]
+    assert [piece.text for piece in pieces] == expected
+    assert [piece.finish for piece in pieces] == [None] * (len(expected) - 1) + ["stop"]

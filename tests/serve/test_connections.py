@@ -107,7 +107,8 @@ def test_the_server_has_room_for_all_that_wait_and_more():
 
 @pytest.mark.parametrize("seconds", [0.05, 60.0])
 def test_who_waits_when_the_server_ends_is_told(caplog, capsys, seconds):
-    """An answer that does not end by itself is told to, in time, or at once by a second signal."""
+    """An answer that does not end by itself is told to, in time, or at once by a second signal, and people why."""
+    said: list[str] = []
 
     async def check():
         stopped, asked = asyncio.Event(), asyncio.Event()
@@ -118,7 +119,7 @@ def test_who_waits_when_the_server_ends_is_told(caplog, capsys, seconds):
             await send({"type": "http.response.start", "status": 503, "headers": [(b"content-length", b"2")]})
             await send({"type": "http.response.body", "body": b"no"})
 
-        server = Server(server_config(app, requests=1, log_level="error"), stopped.set, seconds)
+        server = Server(server_config(app, requests=1, log_level="error"), stopped.set, seconds, said.append)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             running = asyncio.create_task(server._serve([listener]))
             reader, writer = await asyncio.open_connection(*listener.getsockname())
@@ -132,6 +133,7 @@ def test_who_waits_when_the_server_ends_is_told(caplog, capsys, seconds):
             await asyncio.wait_for(running, 10)
 
     asyncio.run(check())
+    assert [line.partition(":")[0] for line in said] == ["stopping"] * (seconds < 1)
     assert not caplog.records and capsys.readouterr().err == ""  # uvicorn writes there itself
 
 

@@ -13,7 +13,7 @@ from flax import nnx
 
 from moe_jax.core.errors import InputError
 from moe_jax.experts import BankConfig
-from moe_jax.generation.engine import Engine
+from moe_jax.generation.engine import SECONDS_SEEN, Engine
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
 from moe_jax.nn import Decoder
 from moe_jax.serve import scheduler as scheduler_module
@@ -118,6 +118,16 @@ def test_as_many_rows_are_computed_as_requests_need(counted, model):
     assert Counted.widths[11:] == [2] * 2 + [1] * 9 and compiled[1:] == [(2, 256)]
     expected = generate(model, prompts, max_new_tokens=12)
     assert [tokens[:n] for tokens, n in zip(expected, most, strict=True)] == together
+
+
+def test_blocks_are_short_while_somebody_reads_along(counted, monkeypatch):
+    counted.seconds_a_block, asked = 1.0, []
+    monkeypatch.setattr(Counted, "steps_in", lambda self, seconds: asked.append(seconds) or 2)
+    for streams in (False, True):
+        told: queue.SimpleQueue = queue.SimpleQueue()
+        counted.submit([Job([1], 4, told.put, streams=streams)])
+        assert ended(told).ended == "length"
+    assert asked == [1.0] * 2 + [SECONDS_SEEN] * 2
 
 
 def test_a_request_that_is_being_admitted_counts_once(counted, monkeypatch):

@@ -404,14 +404,19 @@ def test_a_request_that_does_not_come_is_not_waited_for(address, monkeypatch):
 
 
 def test_what_is_answered_when_the_server_ends_is_told(model):
+    """Also in a stream, of which clients await the end."""
     scheduler = Gated(model.decoder, slots=1, waiting=4)
-    with serving(model, scheduler) as address, concurrent.futures.ThreadPoolExecutor(1) as pool:
-        body = b'{"model": "tiny", "prompt": "a", "max_tokens": 99, "temperature": 0}'
-        answer = pool.submit(post, address, "completions", body)
-        until(lambda: health(address)["running"] == 1)
+    with serving(model, scheduler) as address, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        body = b'{"model": "tiny", "prompt": "a", "max_tokens": 99, "temperature": 0%s}'
+        answer = pool.submit(post, address, "completions", body % b"")
+        stream = urllib.request.Request(f"{address}/v1/completions", body % b', "stream": true')
+        events = pool.submit(lambda: urllib.request.urlopen(stream, timeout=60).read().decode().split("\n\n"))
+        until(lambda: health(address) == {"status": "ok", "running": 1, "waiting": 1})
         scheduler.close()
         status, _, body = answer.result(30)
         assert status == 500 and body["error"]["message"] == "the server is shutting down"
+        *_, error, done, _ = events.result(30)
+        assert done == "data: [DONE]" and json.loads(error.removeprefix("data: ")) == body
         assert post(address, "completions", b'{"model": "tiny", "prompt": "a"}')[0] == 503
 
 

@@ -1,0 +1,30 @@
+"""Google's names of TPU slices, such as `v5p-16`, and the topologies that they stand for."""
+
+import re
+
+from moe_jax.core.errors import InputError, shown
+
+_NAME = re.compile(r"(v4|v5p|v5e|v5litepod|v6e)-([1-9]\d{0,5})")
+_SIDES = {"v4": 3, "v5p": 3, "v5e": 2, "v6e": 2}
+_COUNTED_BY_CORE = ("v4", "v5p")  # of which a chip has two
+
+
+def topology_of(platform: str) -> str:
+    """Returns the topology of a slice in Google's name: `v5p:2x2x2` of `v5p-16`, `v5e:4x4` of `v5litepod-16`.
+
+    What is named otherwise is returned as it is. Raises `InputError` for a number of chips that is no power of two:
+    there are several such slices, or none.
+    """
+    match = _NAME.fullmatch(platform)
+    if match is None:
+        return platform
+    chip, count = match[1].replace("v5litepod", "v5e"), int(match[2])
+    per_chip = 2 if chip in _COUNTED_BY_CORE else 1
+    chips, sides = count // per_chip, _SIDES[chip]
+    if count % per_chip or not chips or chips & (chips - 1):
+        example = "v5p:2x2x4" if sides == 3 else f"{chip}:4x4"
+        raise InputError(f"{shown(platform)}: not a power of two of chips; name the topology, as in {example}")
+    least, longer = divmod(chips.bit_length() - 1, sides)
+    lengths = [2**least] * (sides - longer) + [2 ** (least + 1)] * longer
+    ordered = sorted(lengths, key=lambda length: (length == 1, length))  # `2x2x1`, as the compiler has it
+    return f"{chip}:{'x'.join(map(str, ordered))}"
