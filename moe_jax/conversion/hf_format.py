@@ -20,7 +20,7 @@ from moe_jax.conversion.hf_config import inexpressible, write_hf_config
 from moe_jax.conversion.packed_experts import Codes, Packing, codes_of
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import REMEDY, cast, check_finite
-from moe_jax.core.formatting import GB, count_bytes
+from moe_jax.core.formatting import count_bytes, show_bytes
 from moe_jax.experts.forms import ffn_matrices
 from moe_jax.experts.on_host import expert_kernels
 from moe_jax.functional.routing import GATES
@@ -168,7 +168,7 @@ def print_changes(
         ffn = count_bytes(spec for path, spec in specs.items() if path.startswith(prefix))
         console.print(
             f"{len(dense)} dense layers become {experts} equal experts each, which the format needs: same logits, "
-            f"{len(dense) * ffn / GB * (experts - 1) / experts:.3f} GB more (not with --dense-layers refuse)"
+            f"{show_bytes(len(dense) * ffn * (experts - 1) // experts)} more (not with --dense-layers refuse)"
         )
     of_universal = Counter(what for i in before.moe_layers for what in _universal_changes(before.moe(i), after.moe(i)))
     for what, count in of_universal.items():
