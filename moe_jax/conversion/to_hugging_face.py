@@ -19,11 +19,13 @@ from moe_jax.conversion.families import family_named
 from moe_jax.conversion.hf_config import kept_keys, read_hf_config, write_hf_config
 from moe_jax.conversion.hf_format import MergedModel, exported_config, print_changes
 from moe_jax.conversion.hugging_face_dir import open_checkpoint
+from moe_jax.conversion.model_card import model_card
 from moe_jax.conversion.packed_experts import Packing
 from moe_jax.conversion.safetensors_file import PlannedTensor, ShardWriter, shard_writer
 from moe_jax.conversion.spec import ExportSpec
 from moe_jax.conversion.table import LAYOUTS, Mapped, Piece, print_mapping
 from moe_jax.conversion.tensors import DTYPE_NAMES, DTYPES_BY_NAME, TensorEntry, copy_transposed
+from moe_jax.conversion.to_peft import kinds_without_place, problems_of_adapter
 from moe_jax.core.errors import InputError, check_member
 from moe_jax.core.finite import REMEDY, check_finite, check_fits
 from moe_jax.core.formatting import count_bytes, parse_bytes, show_bytes
@@ -34,9 +36,10 @@ from moe_jax.files.remote_work import RemoteWork
 from moe_jax.files.staging import Workplace, check_beside, check_target, open_work, refuse_existing, require_space
 from moe_jax.files.storage_path import as_path
 from moe_jax.files.tokenizer_files import GENERATION, TOKENIZER, copy_tokenizer_files
-from moe_jax.model_io.lineage import LINEAGE_FILE, job_of, new_lineage_entry
+from moe_jax.model_io.lineage import CARD, LINEAGE_FILE, job_of, new_lineage_entry
 from moe_jax.model_io.loading import leaf_specs
-from moe_jax.model_io.model_source import ModelSource
+from moe_jax.model_io.model_source import ModelSource, OverBase
+from moe_jax.model_io.portable_lineage import without_places
 from moe_jax.model_io.tuned_base import is_tuned
 from moe_jax.models import ModelConfig
 
@@ -76,10 +79,7 @@ def export(
     (refuse_existing if dry_run else check_target)(dst, buckets=True)
     check_beside(dst, [source.path])
     if is_tuned(source.config):
-        raise InputError(
-            f"{source.path} has adapters, LoRA or NF4 kernels, which no Hugging Face checkpoint holds; fold them first "
-            "with moe-jax merge, or write LoRA alone with --format peft"
-        )
+        raise InputError(_what_to_do(source))
 
     # Checks, before anything is read, that there is a format that can hold this model.
     config = exported_config(source.config, replicate_dense=spec.dense_layers == "replicate")
@@ -136,7 +136,9 @@ def export(
                 writing.write_layers(work)
             keys = write_hf_config(replace(config, dtype=_main_dtype(specs)))
             lineage[-1]["measured"] = progress.measured()
-            (folder / LINEAGE_FILE).write_durably((json.dumps(lineage, indent=2) + "\n").encode())
+            portable = without_places(lineage)
+            (folder / LINEAGE_FILE).write_durably((json.dumps(portable, indent=2) + "\n").encode())
+            (folder / CARD).write_durably(model_card(dst.name, config, portable, library="transformers"))
             # Opens all files and compares them with the config, which is written last.
             found = open_checkpoint(folder)
             if packing is None:
@@ -149,6 +151,18 @@ def export(
             (folder / "config.json").write_durably((json.dumps(keys, indent=2) + "\n").encode())
             work.complete()
     console.print(f"wrote {dst}: {progress.summary()}", markup=False)
+
+
+def _what_to_do(source: ModelSource) -> str:
+    """Returns why a tuned model has no checkpoint, with the ways out that are open to it."""
+    if kinds := kinds_without_place(source.config):
+        return (
+            f"{source.path} has {' and '.join(kinds)}, which no format holds but its own: moe-jax merge cannot fold "
+            "them, nor PEFT read them; keep the model directory, which moe-jax generate and serve read"
+        )
+    why = f"{source.path} has LoRA or NF4 kernels, which no Hugging Face checkpoint holds: fold them with moe-jax merge"
+    alone = isinstance(source, OverBase) and source.base is not None and not problems_of_adapter(source)
+    return f"{why}, or write LoRA alone with --format peft" if alone else why
 
 
 def _generation_settings(source: ModelSource) -> dict[str, Any] | None:
