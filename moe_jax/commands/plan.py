@@ -11,6 +11,7 @@ from moe_jax.commands.options import command_options, either_options, given_fiel
 from moe_jax.compression.options.in_common import centre_options
 from moe_jax.compression.spec import check_method
 from moe_jax.core.code_options import check_scale_bits
+from moe_jax.core.data_sheets import CHIPS
 from moe_jax.core.errors import InputError, check_member, flag_of
 from moe_jax.core.form_options import check_keep, residual_options
 from moe_jax.files.storage_path import as_path, nearest_path
@@ -105,6 +106,8 @@ class _Command:
             parse_mesh(self.mesh)
         if self.tokens is not None and self.tokens < 1:
             raise InputError(f"tokens={self.tokens} must be at least 1")
+        if self.train is None and self.platform is not None:
+            check_member("platform", self.platform, tuple(CHIPS))
         _check_training(self)
         _spec(self)
         _check_compression(self)

@@ -83,6 +83,8 @@ CASES = [
     ("compress model out --method resmoe --keep 0.5 --centre-group-size 8", "centre_group_size=8"),
     ("compress model out --method up --keep 0.5 --calibrate missing.txt", "no text at missing.txt"),
     ("compress model out --sweep --text text.txt --method up,quantise", "did you mean 'quantize'"),
+    ("compress model out --method up --keep 0.5 --layers top:x", "--layers 'top:x'"),
+    ("plan model --platform xpu", "unknown platform 'xpu'"),
     ("export model model", "model already exists"),
     ("convert model model", "model already exists"),
     ("upcycle model model --experts 4", "model already exists"),
