@@ -38,7 +38,7 @@ from moe_jax.files.storage_path import as_path
 from moe_jax.files.tokenizer_files import GENERATION, TOKENIZER, copy_tokenizer_files
 from moe_jax.model_io.lineage import CARD, LINEAGE_FILE, job_of, new_lineage_entry
 from moe_jax.model_io.loading import leaf_specs
-from moe_jax.model_io.model_source import ModelSource, OverBase
+from moe_jax.model_io.model_source import ModelSource
 from moe_jax.model_io.portable_lineage import without_places
 from moe_jax.model_io.tuned_base import is_tuned
 from moe_jax.models import ModelConfig
@@ -161,7 +161,7 @@ def _what_to_do(source: ModelSource) -> str:
             "them, nor PEFT read them; keep the model directory, which moe-jax generate and serve read"
         )
     why = f"{source.path} has LoRA or NF4 kernels, which no Hugging Face checkpoint holds: fold them with moe-jax merge"
-    alone = isinstance(source, OverBase) and source.base is not None and not problems_of_adapter(source)
+    alone = not problems_of_adapter(source)
     return f"{why}, or write LoRA alone with --format peft" if alone else why
 
 

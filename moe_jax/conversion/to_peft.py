@@ -90,9 +90,8 @@ def export_peft(
     dst = as_path(dst)
     check_target(dst, buckets=True)
     check_beside(dst, [source.path])
-    if not isinstance(source, OverBase) or source.base is None:
-        raise InputError(f"{source.path} is not an adapter directory; PEFT's format holds adapters without their base")
     raise_if_any(problems_of_adapter(source), f"PEFT's format cannot hold {source.path}")
+    assert isinstance(source, OverBase) and source.base is not None
     targets = targets_of(source.config)
     rank, scale = _common(targets)
     tensors = dict(_tensors(source, targets, rank, scale, allow_nonfinite=allow_nonfinite))
@@ -160,8 +159,10 @@ def base_name(base: ModelSource) -> str | None:
     return path if path is None or not as_path(path).exists() else str(as_path(path).resolve())
 
 
-def problems_of_adapter(source: OverBase) -> list[str]:
+def problems_of_adapter(source: ModelSource) -> list[str]:
     """Returns why PEFT's format cannot hold an adapter directory, as `problems_of_peft`; none if it can."""
+    if not isinstance(source, OverBase) or source.base is None:
+        return ["it is not an adapter directory; PEFT's format holds adapters without their base"]
     problems = problems_of_peft(source.config)
     retrained = sorted(source.own_specs().keys() - own_leaves(source.config))
     if retrained:

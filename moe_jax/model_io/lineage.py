@@ -23,7 +23,7 @@ from moe_jax.core.errors import InputError, first_sentence, raise_if_any, shown
 from moe_jax.files.byte_files import fingerprint_files
 from moe_jax.files.json_toml import ANYTHING, read_json
 from moe_jax.files.regular_files import Directory, hold, read_regular
-from moe_jax.files.storage_path import BucketPath, as_path
+from moe_jax.files.storage_path import StoragePath, as_path
 from moe_jax.files.tokenizer_files import goes_with_model
 from moe_jax.model_io.model_names import NAME, is_hub_name
 from moe_jax.model_io.model_source import ModelSource
@@ -208,10 +208,10 @@ def _describe(source: ModelSource | Path) -> dict[str, str]:
     return described | {name: text for name, text in more.items() if text is not None}
 
 
-def _licence_beside(directory: Path) -> str | None:
+def _licence_beside(directory: StoragePath) -> str | None:
     """Returns the licence that the model card of a Hugging Face directory names at its head; None: none."""
     card = directory / CARD
-    if isinstance(directory, BucketPath) or not card.is_file():
+    if not directory.renames or not card.is_file():
         return None
     try:
         text = read_regular(card, max_bytes=_MAX_CARD).decode()
