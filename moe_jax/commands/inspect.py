@@ -56,6 +56,10 @@ class Options(OneModel):
             raise InputError(f"--{'text' if self.text is not None else 'seq-len'} belongs to --plots DIR")
         if self.text is None and (self.seq_len is not None or self.split):
             raise InputError(f"--{'split' if self.split else 'seq-len'} belongs to --text FILE")
+        if self.text is not None and self.text.suffix in (".jsonl", ".json", ".parquet", ".arrow"):
+            raise InputError(
+                f"--text {self.text}: expected plain text, and not rows of data; write their texts to a file"
+            )
         if self.seq_len is not None:
             check_seq_len(self.seq_len)
         if self.plots is not None:
