@@ -180,7 +180,7 @@ def _sections(subject: Subject, sizes: Sizes | None, weights: bool, progress: Pr
         yield html.section(
             "Training",
             training_facts(run),
-            *training_curves(run, subject.model and subject.model.config),
+            *training_curves(run, None if subject.model is None else subject.model.config),
             recipe,
             level=3,
         )
