@@ -43,6 +43,7 @@ from moe_jax.compression.calibration.sensitivities import has_gradients, measure
 from moe_jax.compression.spec import CompressSpec, MethodOption, SweepSpec, parse_layers
 from moe_jax.compression.stream import OnLayer, check_before_calibration, choose_layers
 from moe_jax.core.errors import InputError
+from moe_jax.core.formatting import show_bytes
 from moe_jax.core.terminal import Progress, no_progress, shows_work
 from moe_jax.distributed.processes import first_decides
 from moe_jax.distributed.sharding import make_mesh
@@ -191,6 +192,13 @@ def _calibration(model: ModelOrPath, source: ModelSource, spec: CompressSpec, *,
                 **_windows(source, spec),
             )
         kept.append(made)
+        if shows_work() and folder is not None and made.folder is not None:
+            size = show_bytes(sum(file.stat().st_size for file in made.folder.rglob("*") if file.is_file()))
+            print(
+                f"moe-jax: the inputs of the experts are kept in {folder} ({size} for this text), so that other "
+                "methods need not run the model again; remove that folder when you are done",
+                file=sys.stderr,
+            )
         return str(made.folder)
 
     place = first_decides(make)

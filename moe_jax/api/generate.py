@@ -55,14 +55,13 @@ class Speed(NamedTuple):
       tokens: number of tokens added to all prompts together, including the tokens that ended texts.
       first: seconds until every prompt had its first token: reading the prompts, and compiling.
       seconds: the whole time.
-      per_second: tokens per second after the first block, in which the program is compiled; for a shorter text, after
-        the first token.
+      per_second: tokens per second after the first block, in which the program is compiled; None for a shorter text.
     """
 
     tokens: int
     first: float
     seconds: float
-    per_second: float
+    per_second: float | None
 
 
 class GenerateVerb(Protocol[P]):
@@ -174,9 +173,9 @@ def _continuation(model: Model, prompt: Sequence[int], made: StreamedText, eos: 
 
 def _speed(arrivals: Sequence[tuple[float, int]]) -> Speed:
     counts, times = [count for _, count in arrivals], [at for at, _ in arrivals]
-    after = 1 + FIRST_BLOCK if len(arrivals) > 1 + FIRST_BLOCK else 1
-    seconds = times[-1] - times[after - 1]
-    rate = sum(counts[after:]) / seconds if seconds > 0 else sum(counts) / times[-1]
+    after = 1 + FIRST_BLOCK
+    seconds = times[-1] - times[after - 1] if len(arrivals) > after else 0.0
+    rate = sum(counts[after:]) / seconds if seconds > 0 else None
     return Speed(sum(counts), times[0], times[-1], rate)
 
 

@@ -178,7 +178,7 @@ def export(model: ModelOrPath, out: str | os.PathLike[str], spec: ExportSpec) ->
 
         >>> checkpoint = moe_jax.export(moe_jax.tiny_model(experts=4), folder / "checkpoint")
         >>> sorted(file.name for file in checkpoint.iterdir())
-        ['config.json', 'lineage.json', 'model.safetensors']
+        ['README.md', 'config.json', 'lineage.json', 'model.safetensors']
 
     Args:
       model: a model, or the path of one.

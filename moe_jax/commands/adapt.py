@@ -23,6 +23,7 @@ class _Command:
 
     models: ClassVar[tuple[str, ...]] = ("model",)
     texts: ClassVar[tuple[str, ...]] = ("text",)
+    made: ClassVar[tuple[str, ...]] = ("out",)
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
     """A model directory or a Hugging Face directory."""

@@ -57,6 +57,7 @@ class _Command:
 
     models: ClassVar[tuple[str, ...]] = ("model", "model_base", "base")
     texts: ClassVar[tuple[str, ...]] = ("calibrate", "text")
+    made: ClassVar[tuple[str, ...]] = ("out",)
 
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
     """A model with MoE layers: a model directory, an adapter directory, a Hugging Face directory, or RUN@STEP: a

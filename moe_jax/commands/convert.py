@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import tyro
 
@@ -15,6 +15,8 @@ from moe_jax.model_io.model_names import is_absent, why_a_path
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Command:
     """Reads a Hugging Face checkpoint or a GGUF file, tensor by tensor, and writes it as a model directory."""
+
+    made: ClassVar[tuple[str, ...]] = ("dst",)
 
     src: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SRC")]
     """Hugging Face directory: config.json, and safetensors or PyTorch files. Or a GGUF file; or ORG/NAME[@REVISION], a

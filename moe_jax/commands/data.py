@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import tyro
 
@@ -27,6 +27,8 @@ class Options:
     tokenize: writes the tokens of all sources to OUT, array_record files that a recipe names as its sources. Training
     on them gives the same batches without the tokenizer's work. After a kill the same command goes on.
     """
+
+    made: ClassVar[tuple[str, ...]] = ("out",)
 
     task: Annotated[tyro.conf.Positional[Literal["inspect", "tokenize"]], tyro.conf.arg(metavar="inspect|tokenize")]
     """What to do."""

@@ -18,6 +18,7 @@ class _Command:
     """
 
     models: ClassVar[tuple[str, ...]] = ("src", "base")
+    made: ClassVar[tuple[str, ...]] = ("dst",)
 
     src: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SRC")]
     """The model: a model directory, an adapter directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint

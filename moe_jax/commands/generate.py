@@ -191,8 +191,8 @@ def _show_speed(speed: "Speed") -> str:
     """Returns tokens, seconds and tokens per second in one line."""
     if speed.tokens == 1:
         return f"1 token in {speed.seconds:.1f} s"
-    rate = f"the first after {speed.first:.1f} s, {speed.per_second:.1f} a second once compiled"
-    return f"{speed.tokens} tokens in {speed.seconds:.1f} s: {rate}"
+    rate = "" if speed.per_second is None else f", {speed.per_second:.1f} a second once compiled"
+    return f"{speed.tokens} tokens in {speed.seconds:.1f} s: the first after {speed.first:.1f} s{rate}"
 
 
 def _ending(result: "Continuation") -> str:

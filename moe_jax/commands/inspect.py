@@ -56,6 +56,10 @@ class Options(OneModel):
             raise InputError(f"--{'text' if self.text is not None else 'seq-len'} belongs to --plots DIR")
         if self.text is None and (self.seq_len is not None or self.split):
             raise InputError(f"--{'split' if self.split else 'seq-len'} belongs to --text FILE")
+        if self.text is not None and self.text.suffix in (".jsonl", ".json", ".parquet", ".arrow"):
+            raise InputError(
+                f"--text {self.text}: expected plain text, and not rows of data; write their texts to a file"
+            )
         if self.seq_len is not None:
             check_seq_len(self.seq_len)
         if self.plots is not None:
@@ -97,6 +101,7 @@ def run(options: Options) -> None:
         described = {
             "path": str(source.path),
             "parameters": sum(sizes.values()),
+            "weights_in_codes": _weights_in_codes(source.config, specs),
             "bytes": count_bytes(specs.values()),
             "leaves": [
                 {"path": path, "shape": list(spec.shape), "dtype": str(spec.dtype), "bytes": count_bytes([spec])}
@@ -194,6 +199,20 @@ def _sizes(config: "ModelConfig", specs: "Mapping[str, jax.ShapeDtypeStruct]") -
     return {path: spec.size for path, spec in specs.items() if is_parameter(spec)}
 
 
+def _weights_in_codes(config: "ModelConfig", specs: "Mapping[str, jax.ShapeDtypeStruct]") -> int:
+    """Returns the number of weights of experts that are stored in codes, and are not trained."""
+    from moe_jax.experts.forms.coding import Storable
+
+    count = 0
+    for layer in config.moe_layers:
+        moe = config.moe(layer)
+        if isinstance(moe.bank.form, Storable) and moe.bank.form.codes_in_groups is not None:
+            for name, (rows, columns) in moe.expert.shapes(config.d_model).items():
+                codes = specs.get(f"layers/{layer}/mlp/experts/delta/{name}/codes")
+                count += 0 if codes is None else codes.shape[0] * rows * columns
+    return count
+
+
 def _split(path: str) -> tuple[int, str]:
     """Returns the index of a leaf's layer, -1 for a leaf outside the layers, and its path inside the layer."""
     parts = path.split("/", 2)
@@ -219,8 +238,9 @@ def _print(
         size = show_bytes(count * count_bytes([spec]))
         table.add_row(name, escape(str(list(spec.shape))), str(spec.dtype), layers, size)
     console.print(table)
-    total = sum(sizes.values())
-    console.print(f"total: {total:,} parameters, {show_bytes(count_bytes(specs.values()))}")
+    coded = _weights_in_codes(config, specs)
+    codes = f" and {coded:,} weights in codes" if coded else ""
+    console.print(f"total: {sum(sizes.values()):,} parameters{codes}, {show_bytes(count_bytes(specs.values()))}")
     if base:
         own, below = base["own"], base["base"]
         console.print(f"stored here: {own['parameters']:,} parameters, {show_bytes(own['bytes'])}", markup=False)

@@ -18,6 +18,7 @@ class _Command:
     """
 
     models: ClassVar[tuple[str, ...]] = ("adapter", "base")
+    made: ClassVar[tuple[str, ...]] = ("out",)
 
     adapter: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="ADAPTER")]
     """An adapter directory, a model directory with LoRA or NF4 kernels, or RUN@STEP: a checkpoint of a run."""

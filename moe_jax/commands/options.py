@@ -15,6 +15,7 @@ from moe_jax.core.errors import InputError, flag_of, raise_if_any, shown
 from moe_jax.core.verb_spec import Option, Spec
 from moe_jax.distributed.job_place import find_place
 from moe_jax.distributed.mesh_axes import AXES, unknown_axes
+from moe_jax.files.staging import refuse_existing
 from moe_jax.files.storage_path import as_path, nearest_path
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ def check_options(options: Any) -> None:
 
     Those of a verb are checked by its spec, and what a command has besides by `check` of its options. What has to be
     there is checked by `check_places`; of a command, `texts` and `models` are the options that name files of text and
-    models. Several processes have to hear of what one of them misses: there it is found when they have joined.
+    models, and `made` those that name what must not be there, as it will be made. Several processes have to hear of
+    what one of them misses: there it is found when they have joined.
     """
     for spec in getattr(options, "specs", ()):
         given_to(spec, options)
@@ -84,6 +86,10 @@ def check_options(options: Any) -> None:
         return
     if hasattr(options, "check_places"):
         options.check_places()
+    for name in getattr(options, "made", ()):
+        place = getattr(options, name)
+        if place is not None and as_path(place).renames:
+            refuse_existing(place)
     for name in getattr(options, "texts", ()):
         check_text_file(getattr(options, name))
     for name in getattr(options, "models", ()):

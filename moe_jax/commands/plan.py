@@ -107,6 +107,8 @@ class _Command:
             parse_mesh(self.mesh)
         if self.tokens is not None and self.tokens < 1:
             raise InputError(f"tokens={self.tokens} must be at least 1")
+        if self.train is None and self.platform is not None:
+            check_member("platform", self.platform, tuple(CHIPS))
         _check_training(self)
         _spec(self)
         _check_compression(self)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import tyro
 
@@ -17,6 +17,8 @@ class Options:
     The page is one file that needs no network and runs no script. It shows how models were made, what they consist of,
     the curves of runs, how experts are used and how similar they are, what compression did, and evaluations.
     """
+
+    made: ClassVar[tuple[str, ...]] = ("out",)
 
     paths: Annotated[
         tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="PATH...", help_behavior_hint="(one or more)")

@@ -28,6 +28,7 @@ class _Command:
 
     models: ClassVar[tuple[str, ...]] = ("src", "base", "experts_from")
     texts: ClassVar[tuple[str, ...]] = ("text",)
+    made: ClassVar[tuple[str, ...]] = ("dst",)
 
     src: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SRC")]
     """A dense model: a model directory, a Hugging Face directory, a GGUF file, RUN@STEP (a checkpoint of a training

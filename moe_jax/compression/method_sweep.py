@@ -28,6 +28,8 @@ _MARKERS = "osD^vPX*<>"
 _COLORS = 10
 # From this ratio of perplexities on, a linear axis shows nothing but the worst point.
 _LOG_FROM = 3.0
+# What is this many times worse is drawn at the edge: one ruined model would press all others onto a line.
+_CUT_FROM = 10.0
 
 
 def plot_sweep(sweep: Sweep, file: DrawnTo, *, title: str) -> None:
@@ -43,7 +45,7 @@ def plot_sweep(sweep: Sweep, file: DrawnTo, *, title: str) -> None:
     left, right = figure.subplots(1, 2)
     left.axhline(sweep.perplexity, color=ink(), linestyle=":", linewidth=1)
     label = f"not compressed: perplexity {sweep.perplexity:.4g}"
-    whole = sweep.expert_bytes / unit
+    whole, edge = sweep.expert_bytes / unit, _CUT_FROM * sweep.perplexity
     star = {"marker": "*", "color": ink(), "markersize": 11}
     left.plot([whole], [sweep.perplexity], linestyle=":", linewidth=1, label=label, **star)
     right.plot([whole], [0.0], clip_on=False, **star)
@@ -59,7 +61,11 @@ def plot_sweep(sweep: Sweep, file: DrawnTo, *, title: str) -> None:
             "markeredgewidth": 1.5,
         }
         values = ", ".join(f"{point.value:g}" for point in points)
-        left.plot(x, [point.perplexity for point in points], label=f"{method}: {points[0].option} {values}", **style)
+        beyond = [point.expert_bytes / unit for point in points if point.perplexity > edge]
+        cut = f" ({len(beyond)} above the picture)" if beyond else ""
+        label = f"{method}: {points[0].option} {values}{cut}"
+        left.plot(x, [point.perplexity for point in points], label=label, **style)
+        left.plot(beyond, [edge] * len(beyond), "^", color=style["color"], markersize=9, clip_on=False)
         right.plot(x, [point.relative_error for point in points], **style)
     if max(point.perplexity for point in sweep.points) > _LOG_FROM * sweep.perplexity:
         _logarithmic(left)
@@ -69,6 +75,9 @@ def plot_sweep(sweep: Sweep, file: DrawnTo, *, title: str) -> None:
     percent = sweep.expert_bytes / unit / 100
     for axes in (left, right):
         axes.margins(y=0.08)
+        if axes is left and max(point.perplexity for point in sweep.points) > edge:
+            within = [sweep.perplexity, *(point.perplexity for point in sweep.points if point.perplexity <= edge)]
+            axes.set_ylim(min(within) / 1.1, edge)
         axes.set_xlim(left=0)
         axes.set_xlabel(f"experts on the disk, everything included, {name}")
         top = axes.secondary_xaxis("top", functions=(lambda x: x / percent, lambda x: x * percent))

@@ -163,6 +163,11 @@ def options_of(method: str) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(METHOD_OPTIONS[method]))
 
 
+_ONE = r"\s*\d{1,9}(?:-\d{1,9})?\s*"
+_STACK = rf"(?:all|top:\d{{1,9}}|{_ONE}(?:,{_ONE})*)"
+_LAYERS = re.compile(rf"{_STACK}|(?:encoder|decoder):{_STACK}(?:,(?:encoder|decoder):{_STACK})*")
+"""Forms in which layers are named; `parse_layers` says what they mean."""
+
 MethodOption = str | int | float | bool | None
 """A value of an option of a method; which ones a method has are the fields of its class."""
 
@@ -222,6 +227,8 @@ class CompressSpec(Spec):
     """With `calibrate` or a sweep: windows computed at once. Does not change the result."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.layers, str) and not _LAYERS.fullmatch(self.layers):
+            raise InputError(f"--layers {shown(self.layers)}: expected all, top:N, or layers such as 0,3,8-11")
         sizes = [flag_of(name) for name in ("seq_len", "batch_size") if self._has(name)]
         if sizes and not self.reads_windows and self.calibrate is None:
             raise InputError(f"{', '.join(sizes)}: only with --sweep or --calibrate")

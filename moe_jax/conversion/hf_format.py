@@ -20,7 +20,7 @@ from moe_jax.conversion.hf_config import inexpressible, write_hf_config
 from moe_jax.conversion.packed_experts import Codes, Packing, codes_of
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import REMEDY, cast, check_finite
-from moe_jax.core.formatting import GB, count_bytes
+from moe_jax.core.formatting import show_bytes
 from moe_jax.experts.forms import ffn_matrices
 from moe_jax.experts.on_host import expert_kernels
 from moe_jax.functional.routing import GATES
@@ -135,12 +135,10 @@ def _replicated(config: ModelConfig, dense: Sequence[int], width: int) -> tuple[
     return tuple(layers)
 
 
-def print_changes(
-    before: ModelConfig, after: ModelConfig, specs: Mapping[str, jax.ShapeDtypeStruct], console: Console
-) -> None:
+def print_changes(before: ModelConfig, after: ModelConfig, sizes: Mapping[str, int], console: Console) -> None:
     """Prints how the format changes the model: its family, and experts that are added, padded, repeated or replicated.
 
-    The config `after` is from `exported_config`, and `specs` describe its leaves.
+    The config `after` is from `exported_config`, and `sizes` are the bytes of its leaves as they are written.
     """
     if before.family != after.family:
         console.print(f"an upcycled {before.family!r} model: exporting in the format of {after.family!r}")
@@ -165,10 +163,10 @@ def print_changes(
     if dense:
         experts = after.moe(dense[0]).num_experts
         prefix = f"layers/{dense[0]}/mlp/experts/"
-        ffn = count_bytes(spec for path, spec in specs.items() if path.startswith(prefix))
+        ffn = sum(size for path, size in sizes.items() if path.startswith(prefix))
         console.print(
             f"{len(dense)} dense layers become {experts} equal experts each, which the format needs: same logits, "
-            f"{len(dense) * ffn / GB * (experts - 1) / experts:.3f} GB more (not with --dense-layers refuse)"
+            f"{show_bytes(len(dense) * ffn * (experts - 1) // experts)} more (not with --dense-layers refuse)"
         )
     of_universal = Counter(what for i in before.moe_layers for what in _universal_changes(before.moe(i), after.moe(i)))
     for what, count in of_universal.items():
@@ -237,9 +235,12 @@ class MergedModel:
                 for output in outputs:
                     yield output, codes
             return
+        coded, codes = None, None
         for expert, kernel in self._experts(path):
-            check_finite(f"{path}[{expert}]", kernel, REMEDY)
-            yield expert, packing.quantise(kernel.astype(np.float32), packing.bits, packing.group_size)
+            if kernel is not coded or codes is None:  # those of a dense layer are one kernel, and of merged experts
+                check_finite(f"{path}[{expert}]", kernel, REMEDY)
+                coded, codes = kernel, packing.quantise(kernel.astype(np.float32), packing.bits, packing.group_size)
+            yield expert, codes
 
     def _experts(self, path: str) -> Iterator[tuple[int, np.ndarray]]:
         outputs, shape = self._outputs(path), self._shapes[path][1:]

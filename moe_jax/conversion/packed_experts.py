@@ -23,7 +23,9 @@ from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig, MoEConfig
 
 BITS = (4, 8)
-DEFAULT_GROUP_SIZE = 128
+GROUP_SIZES = (128, 64, 32)
+"""Inputs to a scale that vLLM has kernels for; the first that fits is taken."""
+
 _SUFFIX = ".weight"
 
 
@@ -50,7 +52,9 @@ class Packing:
     def of(
         cls, config: ModelConfig, written: ModelConfig, *, quantise: Quantise, bits: int | None, group_size: int | None
     ) -> "Packing":
-        """Returns the packing asked for, else that of the experts' codes if all are alike, else 4 bits, groups of 128.
+        """Returns the packing asked for, else that of the experts' codes if all are alike and fit, else 4 bits.
+
+        If no size of groups is asked for, they are of the first of `GROUP_SIZES` that fits, or else the largest.
 
         Experts may be wider in the config `written` than they are in `config`, and dense layers may be MoEs there.
 
@@ -60,9 +64,8 @@ class Packing:
         if not written.moe_layers:
             raise InputError("the model is dense: it has no experts to be written in codes")
         stored = {stored_codes(config.moe(i)) for i in config.moe_layers}
-        known = (stored.pop() if len(stored) == 1 else None) or (BITS[0], DEFAULT_GROUP_SIZE)
+        known = (stored.pop() if len(stored) == 1 else None) or (BITS[0], GROUP_SIZES[0])
         bits = known[0] if bits is None else bits
-        group_size = known[1] if group_size is None else group_size
         if bits not in BITS:
             raise InputError(f"bits={bits} must be 4 or 8: W4A16 and W8A16 are what other libraries have kernels for")
         inputs = {
@@ -70,16 +73,29 @@ class Packing:
             for i in written.moe_layers
             for name, (rows, _) in written.moe(i).expert.shapes(written.d_model).items()
         }
+        common = math.gcd(*inputs.values())
+        tried = (known[1], *GROUP_SIZES, *range(248, 0, -8)) if group_size is None else (group_size,)
+        group_size = next((size for size in tried if _is_group(size, common)), tried[0])
         for (i, name), rows in inputs.items():
-            if group_size < 8 or group_size % 8 or rows % group_size:
-                common = math.gcd(*inputs.values())
-                fitting = max((size for size in range(8, 257, 8) if common % size == 0), default=None)
+            if not _is_group(group_size, rows):
+                fitting = next((size for size in (*GROUP_SIZES, *range(248, 0, -8)) if _is_group(size, common)), None)
                 raise InputError(
                     f"--group-size {group_size} must be a multiple of 8 that divides the {rows} inputs of {name} "
                     f"in layer {i}: compressed-tensors has whole groups; "
                     + (f"try {fitting}" if fitting else "no size divides those of all matrices")
                 )
         return cls(bits=bits, group_size=group_size, quantise=quantise)
+
+    def said(self, config: ModelConfig, written: ModelConfig) -> str:
+        """Returns a line about the codes: whether the experts of `config` keep theirs, or get new ones."""
+        kept = [stored_codes(config.moe(i)) == (self.bits, self.group_size) for i in config.moe_layers]
+        same = all(config.moe(i).expert.dim == written.moe(i).expert.dim for i in config.moe_layers)
+        had = {codes for i in config.moe_layers if (codes := stored_codes(config.moe(i))) is not None}
+        before = " and ".join(f"{bits} bits, {size} inputs to a scale" for bits, size in sorted(had))
+        new = f"rounded again, from {before}, which loses a little" if had else "rounded"
+        return f"experts are in {self.bits} bits, {self.group_size} inputs to a scale: " + (
+            "the codes that they have" if same and kept and all(kept) else new
+        )
 
     def is_packed(self, path: str) -> bool:
         """Whether a leaf is written in codes."""
@@ -147,6 +163,10 @@ class Packing:
             "ignore": ["lm_head"],
             "config_groups": {"group_0": group},
         }
+
+
+def _is_group(size: int, rows: int) -> bool:
+    return size >= 8 and size % 8 == 0 and rows % size == 0
 
 
 def stored_codes(moe: MoEConfig) -> tuple[int, int] | None:

@@ -58,7 +58,9 @@ class ExportSpec(TakesMovedBase, TakesNonfinite):
     bits: Annotated[Literal[4, 8] | None, Shown("4|8", "those that the experts have, or 4")] = None
     """With `format` compressed-tensors: of the codes. Experts that are such codes already keep them; others are
     rounded."""
-    group_size: Annotated[int | None, Shown("N", "that of the experts, or 128")] = None
+    group_size: Annotated[
+        int | None, Shown("N", "that of the experts if it fits, or the largest of 128, 64 and 32 that does")
+    ] = None
     """With `format` compressed-tensors: inputs that share a scale."""
     dtype: Dtype | None = None
     """Dtype of all tensors; by default each keeps its own, bit for bit."""

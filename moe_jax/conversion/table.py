@@ -26,7 +26,7 @@ import rich.table
 from rich.console import Console
 
 from moe_jax.core.errors import InputError, raise_if_any, shown
-from moe_jax.core.formatting import GB, count_bytes
+from moe_jax.core.formatting import count_bytes, show_bytes
 
 PER_EXPERT = "per-expert"
 FUSED = "fused"
@@ -226,17 +226,17 @@ def print_mapping(mapped: Mapped, leaves: Mapping[str, Any], stored: Mapping[str
             tensors.add(piece.tensor)
             paths.add(leaf)
     table = rich.table.Table(box=None, pad_edge=False)
-    for title in ("tensors", "", "shape", "operations", "leaves", "", "shape", "dtype", "GB"):
+    for title in ("tensors", "", "shape", "operations", "leaves", "", "shape", "dtype", "bytes"):
         is_name = title in ("tensors", "leaves")
-        table.add_column(title, overflow="fold", no_wrap=not is_name, justify="right" if title == "GB" else "left")
+        table.add_column(title, overflow="fold", no_wrap=not is_name, justify="right" if title == "bytes" else "left")
     for (tensor, shape, operations, leaf, leaf_shape, dtypes), (tensors, paths) in counts.items():
-        size = f"{count_bytes(leaves[path] for path in paths) / GB:.3f}"
+        size = show_bytes(count_bytes(leaves[path] for path in paths))
         count, leaf_count = f"x{len(tensors)}", f"x{len(paths)}"
         table.add_row(tensor, count, shape, operations, leaf, leaf_count, leaf_shape, dtypes, size)
     console.print(table)
-    total = count_bytes(leaves.values())
+    total = show_bytes(count_bytes(leaves.values()))
     parameters = sum(map(math.prod, tensor_shapes.values()))
-    console.print(f"{len(tensor_shapes)} tensors, {len(leaves)} leaves, {parameters:,} parameters, {total / GB:.3f} GB")
+    console.print(f"{len(tensor_shapes)} tensors, {len(leaves)} leaves, {parameters:,} parameters, {total}")
 
 
 def _operations(piece: Piece, tensor_shape: tuple[int, ...]) -> str:

@@ -19,14 +19,16 @@ from moe_jax.conversion.families import family_named
 from moe_jax.conversion.hf_config import kept_keys, read_hf_config, write_hf_config
 from moe_jax.conversion.hf_format import MergedModel, exported_config, print_changes
 from moe_jax.conversion.hugging_face_dir import open_checkpoint
+from moe_jax.conversion.model_card import model_card
 from moe_jax.conversion.packed_experts import Packing
 from moe_jax.conversion.safetensors_file import PlannedTensor, ShardWriter, shard_writer
 from moe_jax.conversion.spec import ExportSpec
 from moe_jax.conversion.table import LAYOUTS, Mapped, Piece, print_mapping
 from moe_jax.conversion.tensors import DTYPE_NAMES, DTYPES_BY_NAME, TensorEntry, copy_transposed
+from moe_jax.conversion.to_peft import kinds_without_place, problems_of_adapter
 from moe_jax.core.errors import InputError, check_member
 from moe_jax.core.finite import REMEDY, check_finite, check_fits
-from moe_jax.core.formatting import count_bytes, parse_bytes
+from moe_jax.core.formatting import count_bytes, parse_bytes, show_bytes
 from moe_jax.core.terminal import ByteProgress, console_for_tables
 from moe_jax.data.end_tokens import end_tokens, generation_settings
 from moe_jax.data.tokenizer import Tokenizer
@@ -34,9 +36,10 @@ from moe_jax.files.remote_work import RemoteWork
 from moe_jax.files.staging import Workplace, check_beside, check_target, open_work, refuse_existing, require_space
 from moe_jax.files.storage_path import as_path
 from moe_jax.files.tokenizer_files import GENERATION, TOKENIZER, copy_tokenizer_files
-from moe_jax.model_io.lineage import LINEAGE_FILE, job_of, new_lineage_entry
+from moe_jax.model_io.lineage import CARD, LINEAGE_FILE, job_of, new_lineage_entry
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_source import ModelSource
+from moe_jax.model_io.portable_lineage import without_places
 from moe_jax.model_io.tuned_base import is_tuned
 from moe_jax.models import ModelConfig
 
@@ -76,10 +79,7 @@ def export(
     (refuse_existing if dry_run else check_target)(dst, buckets=True)
     check_beside(dst, [source.path])
     if is_tuned(source.config):
-        raise InputError(
-            f"{source.path} has adapters, LoRA or NF4 kernels, which no Hugging Face checkpoint holds; fold them first "
-            "with moe-jax merge, or write LoRA alone with --format peft"
-        )
+        raise InputError(_what_to_do(source))
 
     # Checks, before anything is read, that there is a format that can hold this model.
     config = exported_config(source.config, replicate_dense=spec.dense_layers == "replicate")
@@ -92,11 +92,19 @@ def export(
     packing = None if packed is None else packed(source.config, config)
     if packing is not None:
         tensors = packing.planned(mapped, tensors, {path: leaf.dtype for path, leaf in specs.items()})
-    print_changes(source.config, config, specs, console)
+    sizes = {
+        path: sum(tensors[name].nbytes for name in _tensors_of(path, mapped, packing))
+        if packing is not None and packing.is_packed(path)
+        else count_bytes([spec])
+        for path, spec in specs.items()
+    }
+    print_changes(source.config, config, sizes, console)
+    if packing is not None:
+        console.print(packing.said(source.config, config))
+    if grown := _growth(source, sizes, packed=packing is not None):
+        console.print(grown)
     if dry_run:
         print_mapping(mapped, specs, stored, console)
-        if packing is not None:
-            console.print(f"kernels of experts in {packing.bits} bits, {packing.group_size} inputs to a scale")
         return
 
     total = sum(tensor.nbytes for tensor in tensors.values())
@@ -128,7 +136,9 @@ def export(
                 writing.write_layers(work)
             keys = write_hf_config(replace(config, dtype=_main_dtype(specs)))
             lineage[-1]["measured"] = progress.measured()
-            (folder / LINEAGE_FILE).write_durably((json.dumps(lineage, indent=2) + "\n").encode())
+            portable = without_places(lineage)
+            (folder / LINEAGE_FILE).write_durably((json.dumps(portable, indent=2) + "\n").encode())
+            (folder / CARD).write_durably(model_card(dst.name, config, portable, library="transformers"))
             # Opens all files and compares them with the config, which is written last.
             found = open_checkpoint(folder)
             if packing is None:
@@ -141,6 +151,18 @@ def export(
             (folder / "config.json").write_durably((json.dumps(keys, indent=2) + "\n").encode())
             work.complete()
     console.print(f"wrote {dst}: {progress.summary()}", markup=False)
+
+
+def _what_to_do(source: ModelSource) -> str:
+    """Returns why a tuned model has no checkpoint, with the ways out that are open to it."""
+    if kinds := kinds_without_place(source.config):
+        return (
+            f"{source.path} has {' and '.join(kinds)}, which no format holds but its own: moe-jax merge cannot fold "
+            "them, nor PEFT read them; keep the model directory, which moe-jax generate and serve read"
+        )
+    why = f"{source.path} has LoRA or NF4 kernels, which no Hugging Face checkpoint holds: fold them with moe-jax merge"
+    alone = not problems_of_adapter(source)
+    return f"{why}, or write LoRA alone with --format peft" if alone else why
 
 
 def _generation_settings(source: ModelSource) -> dict[str, Any] | None:
@@ -174,7 +196,7 @@ class _Writing:
             by_layer.setdefault(path.split("/")[1] if path.startswith("layers/") else "rest", []).append(path)
         written = work.notes(by_layer)
         for layer, paths in by_layer.items():
-            names = {name for path in paths for name in self._tensors_of(path)}
+            names = {name for path in paths for name in _tensors_of(path, self.mapped, self.packing)}
             size = sum(self.tensors[name].nbytes for name in names)
             if layer in written or self.writer.are_kept(names):
                 self.progress.skip(size)
@@ -186,13 +208,6 @@ class _Writing:
                     self._write_leaf(path)
             if self.writer.sync():
                 work.note(layer, {"bytes": size})
-
-    def _tensors_of(self, path: str) -> Iterator[str]:
-        for piece in self.mapped.pieces[path]:
-            if self.packing is not None and self.packing.is_packed(path):
-                yield from (f"{piece.tensor}_{part}" for part in ("packed", "scale", "shape"))
-            else:
-                yield piece.tensor
 
     def _write_packed(self, path: str, packing: Packing) -> None:
         """Writes the expert kernels of one matrix in codes: in stored codes, or else in new ones."""
@@ -242,6 +257,31 @@ class _Writing:
             values = np.ascontiguousarray(cut)
         self.writer.write(piece.tensor, piece.offset + start * math.prod(piece.shape[1:]), values)
         self.progress.advance(values.nbytes)
+
+
+def _tensors_of(path: str, mapped: Mapped, packing: Packing | None) -> Iterator[str]:
+    """Yields the tensors that hold a leaf."""
+    for piece in mapped.pieces[path]:
+        if packing is not None and packing.is_packed(path):
+            yield from (f"{piece.tensor}_{part}" for part in ("packed", "scale", "shape"))
+        else:
+            yield piece.tensor
+
+
+def _growth(source: ModelSource, sizes: Mapping[str, int], *, packed: bool) -> str | None:
+    """Returns a line that says how much larger the experts of MoE layers become, and what keeps them small.
+
+    None: they do not. `sizes` are bytes as written, by leaf.
+    """
+    places = tuple(f"layers/{i}/mlp/experts/" for i in source.config.moe_layers)
+    written = sum(size for path, size in sizes.items() if path.startswith(places))
+    before = count_bytes(spec for path, spec in source.specs().items() if path.startswith(places))
+    if written <= before or show_bytes(written) == show_bytes(before):  # but for the shapes beside the codes
+        return None
+    why = "the format has whole experts only" if not packed else "in codes of their own, without a shared base"
+    smaller = ", and --format compressed-tensors has codes of 4 or 8 bits" if not packed else ""
+    grown = f"experts grow from {show_bytes(before)} to {show_bytes(written)}: {why}"
+    return f"{grown}; the model directory keeps them small{smaller}"
 
 
 def _check_planned(found: Mapping[str, TensorEntry], tensors: Mapping[str, PlannedTensor]) -> None:

@@ -20,6 +20,7 @@ from rich.console import Console
 from moe_jax.conversion.families import family_named
 from moe_jax.conversion.hf_format import exported_config
 from moe_jax.conversion.hugging_face_dir import HuggingFaceDirectory
+from moe_jax.conversion.model_card import model_card
 from moe_jax.conversion.safetensors_file import Layout, PlannedTensor, read_header
 from moe_jax.conversion.table import FUSED
 from moe_jax.conversion.tensors import DTYPE_NAMES
@@ -29,9 +30,10 @@ from moe_jax.core.terminal import console_for_tables
 from moe_jax.experts.shapes import LoRAConfig
 from moe_jax.files.staging import check_beside, check_target, staged_directory
 from moe_jax.files.storage_path import as_path
-from moe_jax.model_io.lineage import LINEAGE_FILE, hub_origin, new_lineage_entry
+from moe_jax.model_io.lineage import CARD, LINEAGE_FILE, hub_origin, new_lineage_entry
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_source import ModelSource, OverBase
+from moe_jax.model_io.portable_lineage import without_places
 from moe_jax.model_io.tuned_base import base_config, own_leaves
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
 
@@ -88,13 +90,8 @@ def export_peft(
     dst = as_path(dst)
     check_target(dst, buckets=True)
     check_beside(dst, [source.path])
-    if not isinstance(source, OverBase) or source.base is None:
-        raise InputError(f"{source.path} is not an adapter directory; PEFT's format holds adapters without their base")
-    problems = problems_of_peft(source.config)
-    retrained = sorted(source.own_specs().keys() - own_leaves(source.config))
-    if retrained:
-        problems.append(f"{len(retrained)} leaves of the base were trained too, the first is {retrained[0]}")
-    raise_if_any(problems, f"PEFT's format cannot hold {source.path}")
+    raise_if_any(problems_of_adapter(source), f"PEFT's format cannot hold {source.path}")
+    assert isinstance(source, OverBase) and source.base is not None
     targets = targets_of(source.config)
     rank, scale = _common(targets)
     tensors = dict(_tensors(source, targets, rank, scale, allow_nonfinite=allow_nonfinite))
@@ -102,12 +99,14 @@ def export_peft(
     config = peft_config(targets, model=source.config, base=base)
     options = {"format": "peft", "allow_nonfinite": allow_nonfinite}
     lineage = [*source.lineage, new_lineage_entry("export", options, [source])]
+    portable = without_places(lineage)
     with staged_directory(dst) as folder:
         # In memory, because adapters are small.
         layout = Layout.of({name: PlannedTensor(DTYPE_NAMES[one.dtype], one.shape) for name, one in tensors.items()})
         content = layout.header + b"".join(tensors[name].tobytes() for name in layout.starts)
         (folder / WEIGHTS_FILE).write_durably(content)
-        (folder / LINEAGE_FILE).write_durably(_json(lineage))
+        (folder / LINEAGE_FILE).write_durably(_json(portable))
+        (folder / CARD).write_durably(model_card(dst.name, source.config, portable, library="peft"))
         read_header(folder / WEIGHTS_FILE)  # compares it with the file
         (folder / CONFIG_FILE).write_durably(_json(config))  # last: in a bucket the adapter counts from then on
     parameters = sum(target.is_parameter for target in targets)
@@ -160,15 +159,21 @@ def base_name(base: ModelSource) -> str | None:
     return path if path is None or not as_path(path).exists() else str(as_path(path).resolve())
 
 
+def problems_of_adapter(source: ModelSource) -> list[str]:
+    """Returns why PEFT's format cannot hold an adapter directory, as `problems_of_peft`; none if it can."""
+    if not isinstance(source, OverBase) or source.base is None:
+        return ["it is not an adapter directory; PEFT's format holds adapters without their base"]
+    problems = problems_of_peft(source.config)
+    retrained = sorted(source.own_specs().keys() - own_leaves(source.config))
+    if retrained:
+        problems.append(f"{len(retrained)} leaves of the base were trained too, the first is {retrained[0]}")
+    return problems
+
+
 def problems_of_peft(config: ModelConfig) -> list[str]:
     """Returns why PEFT's format cannot hold the adapters of a model, one phrase per kind; none if it can."""
-    moes = [config.moe(i) for i in config.moe_layers]
-    kinds = {
-        "adapter experts (PESC)": [not moe.bank.form.has_expert_kernels for moe in moes],
-        "PERFT experts": [moe.perft is not None for moe in moes],
-    }
-    if problems := [f"{kind} have no place in it" for kind, found in kinds.items() if any(found)]:
-        return problems
+    if kinds := kinds_without_place(config):
+        return [f"{kind} have no place in it" for kind in kinds]
     if not any(_loras(layer) for layer in config.layers):
         return ["it has no LoRA"]
     try:
@@ -176,6 +181,16 @@ def problems_of_peft(config: ModelConfig) -> list[str]:
     except InputError as error:
         return [str(error)]
     return []
+
+
+def kinds_without_place(config: ModelConfig) -> list[str]:
+    """Returns the kinds of adapters of a model that neither PEFT's format nor a Hugging Face checkpoint holds."""
+    moes = [config.moe(i) for i in config.moe_layers]
+    kinds = {
+        "adapter experts (PESC)": [not moe.bank.form.has_expert_kernels for moe in moes],
+        "PERFT experts": [moe.perft is not None for moe in moes],
+    }
+    return [kind for kind, found in kinds.items() if any(found)]
 
 
 def targets_of(config: ModelConfig) -> list[Target]:

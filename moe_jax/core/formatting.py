@@ -11,7 +11,6 @@ from moe_jax.core.errors import InputError, shown
 if TYPE_CHECKING:
     import jax
 
-GB = 1e9
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 

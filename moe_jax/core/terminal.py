@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_jax.core.data_sheets import peak_memory_bytes
-from moe_jax.core.formatting import GB, show_duration
+from moe_jax.core.formatting import show_bytes, show_duration
 
 # The time left is estimated from the last steps: those that a resumed job skips take no time, and layers differ.
 _STEPS = 6
@@ -110,7 +110,7 @@ class Pace:
 
 
 @contextlib.contextmanager
-def progress_bars(console: Console | None = None, *, unit: str = "", shown: bool = True) -> Iterator[Bars]:
+def progress_bars(console: Console | None = None, *, in_bytes: bool = False, shown: bool = True) -> Iterator[Bars]:
     """Yields a `Progress` that draws a bar for each task; it draws nothing if the console is not a terminal.
 
     The first call with a new `what` starts its bar; made before the first step, it counts the time of that step.
@@ -118,7 +118,7 @@ def progress_bars(console: Console | None = None, *, unit: str = "", shown: bool
 
     Args:
       console: where to draw; default standard error.
-      unit: what is counted, such as GB; shown with the speed. Without it steps are counted.
+      in_bytes: whether bytes are counted, which are shown with the speed, and not steps.
       shown: whether anything is drawn: of several processes one does that.
     """
     console = console or Console(stderr=True)
@@ -126,11 +126,11 @@ def progress_bars(console: Console | None = None, *, unit: str = "", shown: bool
 
     class Done(ProgressColumn):
         def render(self, task: Task) -> Text:
-            if not unit:
+            if not in_bytes:
                 return Text(f"{task.completed:.0f}/{task.total:.0f}")
             elapsed = paces[task.description].elapsed
-            speed = f", {task.completed / elapsed:.2f} {unit}/s" if elapsed else ""
-            return Text(f"{task.completed:.2f}/{task.total:.2f} {unit}{speed}")
+            speed = f", {show_bytes(round(task.completed / elapsed))}/s" if elapsed else ""
+            return Text(f"{show_bytes(round(task.completed))} of {show_bytes(round(task.total or 0))}{speed}")
 
     class Times(ProgressColumn):
         def render(self, task: Task) -> Text:
@@ -182,7 +182,7 @@ class ByteProgress:
         self._bar = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        self._progress = self._bar.enter_context(progress_bars(self._console, unit="GB"))
+        self._progress = self._bar.enter_context(progress_bars(self._console, in_bytes=True))
         self.advance(0)
         return self
 
@@ -193,7 +193,7 @@ class ByteProgress:
         """`count` more bytes are done."""
         with self._lock:
             self._done += count
-            self._progress(self._what, self._done / GB, self._total / GB)
+            self._progress(self._what, self._done, self._total)
 
     def skip(self, count: int) -> None:
         """`count` bytes were done before: they are on the bar, and not in the figures."""
@@ -207,14 +207,13 @@ class ByteProgress:
         return {
             "bytes": count,
             "seconds": round(seconds, 3),
-            "gb_per_s": round(count / GB / seconds, 3),
+            "bytes_per_second": round(count / seconds),
             "peak_memory_bytes": peak_memory_bytes(),
         }
 
     def summary(self) -> str:
         """The measured figures in one line."""
         measured = self.measured()
-        return (
-            f"{measured['bytes'] / GB:.2f} GB in {measured['seconds']:.1f} s ({measured['gb_per_s']:.2f} GB/s), "
-            f"peak memory {measured['peak_memory_bytes'] / GB:.2f} GB"
-        )
+        names = ("bytes", "bytes_per_second", "peak_memory_bytes")
+        count, speed, memory = (show_bytes(int(measured[name])) for name in names)
+        return f"{count} in {measured['seconds']:.1f} s ({speed}/s), peak memory {memory}"

@@ -49,12 +49,10 @@ def end_tokens(
 def generation_settings(config: ModelConfig, files: Sequence[Path], ends: Sequence[int]) -> dict[str, Any] | None:
     """Returns the content of a generation_config.json that names all tokens that end a text; None: one is not needed.
 
-    It is needed where neither the file among `files` nor, without one, config.json names them all: Transformers reads
-    nothing else.
+    It is needed where the file among `files` does not name them all, or there is none: Transformers reads nothing else.
     """
     file = next((file for file in files if file.name == GENERATION), None)
-    named = config.eos_ids if file is None else _of_generation(config, files)
-    if set(ends) <= set(named):
+    if set(ends) <= set(_of_generation(config, files)):
         return None
     known = {"bos_token_id": config.bos_id, "decoder_start_token_id": config.decoder_start_id}
     own = {name: token for name, token in known.items() if token is not None}

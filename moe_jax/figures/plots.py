@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
 DrawnTo = Path | IO[bytes]
 """The file of a picture: a PNG at a path, or a file in the format of matplotlib's settings (`savefig.format`)."""
@@ -47,6 +48,8 @@ _DPI = 130
 # The largest number of heat maps of layers, and of experts for which a heat map shows numbers.
 _MOST_MAPS = 12
 _MOST_NUMBERED = 8
+# Even shares at the end of the colours of load, the same in all pictures of a page.
+_MOST_SHARES = 2.0
 # If no cosine is farther from 1, distances from 1 are drawn; nearer than float64 can tell, they are zero.
 _NEAR = 0.05
 _LEAST = 1e-15
@@ -101,11 +104,14 @@ def plot_between(layers: Sequence[LayerSimilarity], file: DrawnTo, *, title: str
     scale = scale_of(np.concatenate([layer.between_others() for layer in layers]))
     for axes, layer in zip(grid, shown, strict=False):
         masked = np.ma.masked_where(np.eye(len(layer.between), dtype=bool), scale.shown(layer.between))
-        image = axes.imshow(masked, vmin=scale.low, vmax=scale.high, cmap=scale.colours)
+        dark, bright = scale.colour_range
+        image = axes.imshow(masked, vmin=dark, vmax=bright, cmap=scale.colours)
         axes.set_title(f"layer {layer.layer}", fontsize=9)
         names = [*map(str, range(len(layer.between) - layer.universal)), *["U"] * layer.universal]
         _expert_ticks(axes.xaxis, names, most=8)
         _expert_ticks(axes.yaxis, names, most=8)
+        axes.set_xlabel("expert", fontsize=7)
+        axes.set_ylabel("expert", fontsize=7)
         if len(layer.between) <= _MOST_NUMBERED:
             for (row, column), value in np.ndenumerate(masked):
                 if row != column:
@@ -124,7 +130,7 @@ class Scale(NamedTuple):
     Attributes:
       unit: None: cosines as they are. Otherwise `1 - cosine` is drawn as a multiple of this power of ten, for experts
         of a common origin differ in the fourth digit or later.
-      low, high: what the colours range over.
+      low, high: the least and greatest that is drawn.
       label: what is drawn; between what is left to say.
     """
 
@@ -137,6 +143,11 @@ class Scale(NamedTuple):
     def colours(self) -> str:
         """The colour map: what is alike is bright."""
         return "viridis" if self.unit is None else "viridis_r"
+
+    @property
+    def colour_range(self) -> tuple[float, float]:
+        """Values at the ends of the colours, the same in all pictures of a kind: what is nearly alike looks alike."""
+        return (min(0.0, self.low), 1.0) if self.unit is None else (0.0, _NEAR / self.unit)
 
     def shown(self, cosines: np.ndarray) -> np.ndarray:
         """Returns the values that are drawn for cosines."""
@@ -171,7 +182,7 @@ def plot_load(shares: Mapping[int, Float[np.ndarray, " E"]], file: DrawnTo, *, t
     numbered = most <= 2 * _MOST_NUMBERED
     figure = new_figure(min(12, 2.5 + (0.55 if numbered else 0.16) * most), min(12, 1.6 + 0.32 * len(shares)))
     axes = figure.add_subplot()
-    norm = TwoSlopeNorm(1.0, vmin=0.0, vmax=max(2.0, float(relative.max())))
+    norm = TwoSlopeNorm(1.0, vmin=0.0, vmax=_MOST_SHARES)
     image = axes.imshow(relative, norm=norm, cmap="RdBu_r", aspect="auto")
     if len(shares) <= 40:
         axes.set_yticks(range(len(shares)), [str(layer) for layer in shares])
@@ -184,9 +195,15 @@ def plot_load(shares: Mapping[int, Float[np.ndarray, " E"]], file: DrawnTo, *, t
                 dark = norm(relative[row, expert]) < 0.15 or norm(relative[row, expert]) > 0.85
                 axes.text(expert, row, f"{value:.0f}%", ha="center", va="center", fontsize=8,
                           color="white" if dark else "black")  # fmt: skip
-    figure.colorbar(image, label="× an even share")
+    _share_colours(figure, image, float(relative.max()))
     figure.suptitle(title, fontsize=9)
     figure.savefig(file, dpi=_DPI)
+
+
+def _share_colours(figure: "Figure", image: "AxesImage", most: float, axes: "Sequence[Axes] | None" = None) -> None:
+    """Draws the colours of shares; an arrow says that some are above the end, where the colour stays the same."""
+    beyond = "max" if most > _MOST_SHARES else "neither"
+    figure.colorbar(image, ax=axes, label="× an even share", extend=beyond)
 
 
 def _expert_ticks(axis: "Axis", names: Sequence[str], most: int) -> None:
@@ -265,6 +282,11 @@ _MOST_LAYERS = 6
 _MOST_COLUMNS = 120
 
 
+def layers_over_time(layers: Sequence[int]) -> list[int]:
+    """Returns the layers that `plot_use_over_time` draws."""
+    return [layers[i] for i in _spread(len(layers), _MOST_LAYERS)]
+
+
 def plot_use_over_time(steps: Sequence[float], shares: Mapping[int, Float[np.ndarray, "n E"]], file: DrawnTo) -> None:
     """Draws one heat map per layer: experts over steps, relative to an even share; if there are many, of some layers.
 
@@ -273,13 +295,13 @@ def plot_use_over_time(steps: Sequence[float], shares: Mapping[int, Float[np.nda
     from matplotlib.colors import TwoSlopeNorm
     from matplotlib.ticker import MaxNLocator
 
-    layers = [list(shares)[i] for i in _spread(len(shares), _MOST_LAYERS)]
+    layers = layers_over_time(list(shares))
     groups = np.array_split(np.arange(len(steps)), min(len(steps), _MOST_COLUMNS))
     columns = min(len(layers), 2)
     figure, grid = _maps(len(layers), columns, (5.2, 1.7), (0.8, 0.7))
     relative = {layer: np.array([shares[layer][group].mean(axis=0) for group in groups]).T for layer in layers}
     relative = {layer: found * len(found) for layer, found in relative.items()}
-    norm = TwoSlopeNorm(1.0, vmin=0.0, vmax=max(2.0, *(float(found.max()) for found in relative.values())))
+    norm = TwoSlopeNorm(1.0, vmin=0.0, vmax=_MOST_SHARES)
     for number, (axes, layer) in enumerate(zip(grid, layers, strict=False)):
         found = relative[layer]
         ends = (steps[0] - 0.5, steps[-1] + 0.5, len(found) - 0.5, -0.5)
@@ -290,7 +312,7 @@ def plot_use_over_time(steps: Sequence[float], shares: Mapping[int, Float[np.nda
         axes.tick_params(labelbottom=number + columns >= len(layers))
         axes.set_ylabel("expert")
     figure.supxlabel("step", fontsize=10)
-    figure.colorbar(image, ax=grid, label="× an even share")
+    _share_colours(figure, image, max(float(found.max()) for found in relative.values()), grid)
     figure.savefig(file, dpi=_DPI)
 
 

@@ -36,6 +36,8 @@ from moe_jax.files.remote_work import (
 )
 from moe_jax.files.storage_path import BucketPath, StoragePath, as_path
 
+_FILES_OF_WEIGHTS = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack")
+
 
 def check_local(path: Path | str, *, buckets: bool = False) -> None:
     """Raises `InputError` for a text that cannot be a path, and without `buckets` for `gs://bucket/model`."""
@@ -76,8 +78,17 @@ def check_beside(target: Path, sources: Iterable[Path]) -> None:
 
 
 def refuse_existing(target: Path, *, buckets: bool = False) -> None:
-    """Raises `InputError` if there is anything at `target`, or it is in a bucket and not meant to (`buckets`)."""
+    """Raises `InputError` if nothing may be made at `target`.
+
+    There is something, it is in a bucket and not meant to (`buckets`), or it is called as files of weights are, and a
+    directory would be made.
+    """
     target = as_path(target)
+    if target.suffix.lower() in _FILES_OF_WEIGHTS:
+        raise InputError(
+            f"{target} is the name of a file, and a directory is made: leave out {target.suffix}"
+            + ("; llama.cpp makes GGUF files of exported checkpoints" if target.suffix.lower() == ".gguf" else "")
+        )
     if buckets and isinstance(target, BucketPath):
         refuse_finished(target)
         return

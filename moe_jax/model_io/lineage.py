@@ -22,13 +22,14 @@ import moe_jax
 from moe_jax.core.errors import InputError, first_sentence, raise_if_any, shown
 from moe_jax.files.byte_files import fingerprint_files
 from moe_jax.files.json_toml import ANYTHING, read_json
-from moe_jax.files.regular_files import Directory, hold
-from moe_jax.files.storage_path import as_path
+from moe_jax.files.regular_files import Directory, hold, read_regular
+from moe_jax.files.storage_path import StoragePath, as_path
 from moe_jax.files.tokenizer_files import goes_with_model
 from moe_jax.model_io.model_names import NAME, is_hub_name
 from moe_jax.model_io.model_source import ModelSource
 
-CONFIG = "config.json"
+CONFIG, CARD = "config.json", "README.md"
+_MAX_CARD = 1 << 20
 _SNAPSHOT = re.compile(r"models--(?P<organisation>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/?")
 _SHARD = r"(-\d+(-of-\d+)?)?"
 _SAFETENSORS = re.compile(rf"model{_SHARD}\.safetensors(\.index\.json)?")
@@ -110,7 +111,7 @@ def _wanted(names: Iterable[str]) -> list[str]:
     if not weights:
         raise InputError("it has neither safetensors nor PyTorch files there; if it has a GGUF file, fetch that alone")
     # The library takes names as patterns.
-    return [glob.escape(name) for name in here if name == CONFIG or name in weights or goes_with_model(name)]
+    return [glob.escape(name) for name in here if name in (CONFIG, CARD) or name in weights or goes_with_model(name)]
 
 
 def _why(error: Exception) -> str:
@@ -203,4 +204,19 @@ def _describe(source: ModelSource | Path) -> dict[str, str]:
         return {"path": str(source), "fingerprint": fingerprint_files([source])}
     origin = hub_origin(source.path)
     described = {"path": str(source.path), "fingerprint": source.fingerprint()}
-    return described if origin is None else described | {"hub": origin}
+    more = {"hub": origin, "license": _licence_beside(as_path(source.path))}
+    return described | {name: text for name, text in more.items() if text is not None}
+
+
+def _licence_beside(directory: StoragePath) -> str | None:
+    """Returns the licence that the model card of a Hugging Face directory names at its head; None: none."""
+    card = directory / CARD
+    if not directory.renames or not card.is_file():
+        return None
+    try:
+        text = read_regular(card, max_bytes=_MAX_CARD).decode()
+    except (InputError, UnicodeDecodeError):  # a card is no part of the model
+        return None
+    head = re.match(r"---\n(.*?)\n---\n", text.replace("\r\n", "\n"), re.DOTALL)
+    found = head and re.search(r"^license: *([\w.+-]{1,60}) *$", head[1], re.MULTILINE)
+    return found[1] if found else None

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Float
@@ -15,7 +16,7 @@ import moe_jax
 from moe_jax.core.formatting import show_bytes
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.figures import measure_layers
-from moe_jax.figures.plots import Curve, plot_curves, plot_load, plot_use_over_time
+from moe_jax.figures.plots import Curve, layers_over_time, plot_curves, plot_load, plot_use_over_time
 from moe_jax.files.staging import check_beside, check_target
 from moe_jax.files.storage_path import as_path
 from moe_jax.report import elements as html
@@ -33,6 +34,9 @@ from moe_jax.report.model_sections import (
 )
 from moe_jax.report.subjects import Evaluation, Run, Score, Subject, is_number, named, open_subject, with_evaluations
 from moe_jax.training.metrics import Record
+
+if TYPE_CHECKING:
+    from moe_jax.models import ModelConfig
 
 # Of the steps, the share at the end over which the use of experts is averaged.
 _END = 0.1
@@ -173,7 +177,13 @@ def _sections(subject: Subject, sizes: Sizes | None, weights: bool, progress: Pr
     if subject.run is not None:
         run = subject.run
         recipe = html.folded("the recipe with every key", html.code(run.recipe, "recipe"))
-        yield html.section("Training", training_facts(run), *training_curves(run), recipe, level=3)
+        yield html.section(
+            "Training",
+            training_facts(run),
+            *training_curves(run, None if subject.model is None else subject.model.config),
+            recipe,
+            level=3,
+        )
         yield html.section("Use of the experts in training", *use_of_experts(run, title), level=3)
     if subject.model is not None:
         yield html.section("Compression", *compression_tables(subject.model), level=3)
@@ -250,12 +260,16 @@ def training_facts(run: Run) -> Markup:
     )
 
 
-def training_curves(run: Run) -> list[Markup]:
-    """The curves side by side, and what they begin and end with as a table."""
+def training_curves(run: Run, config: "ModelConfig | None" = None) -> list[Markup]:
+    """The curves side by side, and what they begin and end with as a table.
+
+    Losses that have the coefficient 0 in the `config` of the model are left out: nothing was trained on them.
+    """
     pictures, rows = [], []
     for title, label, keys in _KINDS:
         named = [numbers(run.records, key)._replace(name=name) for name, key in keys.items()]
-        named = [found for found in named if found.steps]
+        counted = zip(named, keys.values(), strict=True)
+        named = [found for found, key in counted if found.steps and not _is_ignored(key, config)]
         if not named:
             continue
         pictures.append(html.picture(partial(plot_curves, named, label=label), _in_words(title, named), title))
@@ -266,6 +280,16 @@ def training_curves(run: Run) -> list[Markup]:
     columns = ("curve", "first", "last", "least", "greatest")
     figures = html.table("Curves in figures", columns, rows)
     return [html.side_by_side(*pictures), html.folded("the curves in figures", figures)]
+
+
+def _is_ignored(key: str, config: "ModelConfig | None") -> bool:
+    """Whether a loss of routers counts nowhere in the loss of a model."""
+    name = key.removesuffix("_loss")
+    if config is None or name.removeprefix("perft_") not in ("balance", "z", "cv") or name == key:
+        return False
+    moes = [config.moe(i) for i in config.moe_layers]
+    owners = [moe.perft for moe in moes] if name.startswith("perft_") else moes
+    return not any(getattr(owner, f"{name.removeprefix('perft_')}_coef") for owner in owners if owner is not None)
 
 
 def overlaid_losses(runs: dict[str, Run]) -> Markup:
@@ -290,7 +314,9 @@ def use_of_experts(run: Run, title: str) -> list[Markup]:
                 f"heat maps of how often each of the {whose} was chosen, by layer, over {len(steps)} steps; "
                 + _spread({layer: share[-1] for layer, share in shares.items()})
             )
-            caption = f"Use of the {whose} over the steps: red is more than an even share, blue is less"
+            drawn = len(layers_over_time(list(shares)))
+            some = f" ({drawn} of {len(shares)} layers)" if drawn < len(shares) else ""
+            caption = f"Use of the {whose} over the steps{some}: red is more than an even share, blue is less"
             found.append(html.picture(partial(plot_use_over_time, steps, shares), alt, caption, wide=True))
         last = max(1, math.ceil(_END * len(steps)))
         ends = {layer: share[-last:].mean(axis=0) for layer, share in shares.items()}

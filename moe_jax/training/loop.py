@@ -258,7 +258,7 @@ class Loop:
         self._console.print(line, highlight=False, soft_wrap=True)
 
     def _say_stopping(self, name: str) -> None:
-        self._say(f"{name}: saving a checkpoint after this step; a second one ends the run at once, without")
+        self._say(f"{name}: saving a checkpoint after this step; a second {name} ends the run at once, without saving")
 
     def _stop(self, step: int, signals: StopSignals) -> None:
         assert signals.received is not None

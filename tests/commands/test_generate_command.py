@@ -9,9 +9,10 @@ import re
 import pytest
 
 import moe_jax
+from moe_jax.api.generate import FIRST_BLOCK, _speed
 from moe_jax.api.open_source import open_source
 from moe_jax.commands import cli
-from moe_jax.commands.generate import _prompts_of
+from moe_jax.commands.generate import _prompts_of, _show_speed
 from moe_jax.model_io import loading
 from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
 from tests.support.dense_models import dense_config, random_leaves, write_model
@@ -280,3 +281,10 @@ def test_on_a_cpu_weights_are_widened_once_and_not_for_every_token(config, tmp_p
     assert loading.dtype_for_generation(source, "bfloat16") is None
     monkeypatch.setattr(loading, "available_memory", lambda: 1000)
     assert loading.dtype_for_generation(source, "float32") is None
+
+
+def test_a_rate_that_would_count_compilation_is_not_said():
+    few, more = ([(1.0 + 0.1 * i, 1) for i in range(count)] for count in (1 + FIRST_BLOCK, 11 + FIRST_BLOCK))
+    assert _speed(few).per_second is None and _speed(more).per_second == pytest.approx(10)
+    assert _show_speed(_speed(few)).endswith("the first after 1.0 s")
+    assert _show_speed(_speed(more)).endswith(", 10.0 a second once compiled")

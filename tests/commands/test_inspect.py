@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+import moe_jax
 from moe_jax.commands import cli
 from moe_jax.commands.inspect import collapse
 from moe_jax.core.formatting import show_bytes
@@ -78,3 +79,9 @@ def test_layers_that_differ_are_kept_apart():
         "layers/{0,2}/b": ((2,), 2),
         "layers/1/b": ((3,), 1),
     }
+
+
+def test_weights_in_codes_are_counted_beside_the_parameters(tmp_path, capsys):
+    moe_jax.compress(moe_jax.tiny_model(experts=4), tmp_path / "small", method="quantize", bits=4)
+    assert cli.main(["inspect", str(tmp_path / "small")]) == 0
+    assert " parameters and 12,288 weights in codes, " in capsys.readouterr().out

@@ -86,7 +86,7 @@ def drawn(points, monkeypatch) -> Figure:
 def test_a_line_for_each_method_by_the_room_that_it_takes(monkeypatch):
     points = [point("svd", 0.5, 4, 12.0, 0.3), point("mobe", 0.1, 1, 30.0, 0.9), point("svd", 0.25, 2, 20.0, 0.6)]
     left, right = drawn(points, monkeypatch).axes[:2]
-    _, original, svd, mobe = left.get_lines()
+    _, original, svd, mobe = (line for line in left.get_lines() if len(line.get_xdata()))
     assert [list(original.get_xdata()), list(original.get_ydata())] == [[8.0], [10.0]]
     assert [list(svd.get_xdata()), list(svd.get_ydata())] == [[2.0, 4.0], [20.0, 12.0]]
     assert svd.get_label() == "svd: keep 0.25, 0.5" and mobe.get_label() == "mobe: keep 0.1"
@@ -105,6 +105,14 @@ def test_perplexities_far_apart_are_on_a_logarithmic_axis(worst, scale, monkeypa
     left, right = drawn(points, monkeypatch).axes[:2]
     assert (left.get_yscale(), right.get_yscale()) == (scale, "linear")
     assert ("logarithmic" in left.get_ylabel()) == (scale == "log")
+
+
+def test_a_ruined_model_does_not_press_the_others_together(monkeypatch):
+    points = [point("svd", 0.5, 4, 12.0, 0.3), point("svd", 0.1, 1, 1e9, 0.9), point("mobe", 0.5, 4, 11.0, 0.3)]
+    left, _ = drawn(points, monkeypatch).axes[:2]
+    assert left.get_ylim()[1] == 100 and left.get_ylim()[0] > 9
+    labels = [line.get_label() for line in left.get_lines() if line.get_label()[0] != "_"]
+    assert labels[1:] == ["svd: keep 0.1, 0.5 (1 above the picture)", "mobe: keep 0.5"]
 
 
 def test_bytes_are_counted_in_the_largest_unit_that_they_fill():

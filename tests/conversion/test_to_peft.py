@@ -190,7 +190,8 @@ def test_what_peft_cannot_say_is_refused(tmp_path, capsys):
         (base.path, ["--format", "peft"], "is not an adapter directory"),
         (retrained.path, ["--format", "peft"], "1 leaves of the base were trained too, the first is final_norm/scale"),
         (retrained.path, ["--format", "peft", "--dtype", "bfloat16"], "--dtype: does not go with --format peft"),
-        (retrained.path, [], "fold them first with moe-jax merge"),
+        (retrained.path, [], "holds: fold them with moe-jax merge\n"),
+        (tmp_path / "adapter0", [], "has PERFT experts, which no format holds but its own"),
     ):
         assert cli.main(["export", str(source), str(tmp_path / "out"), *options]) == 2
         assert phrase in capsys.readouterr().err

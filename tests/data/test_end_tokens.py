@@ -78,7 +78,8 @@ def test_what_ends_a_turn_is_a_token_of_its_own(folder, ending, expected):
 def test_settings_are_written_where_transformers_would_not_know_them(folder):
     config = dense_config(vocab_size=300, bos_id=1, eos_ids=(END,))
     files = [folder / "generation_config.json"]
-    assert generation_settings(config, [], [END]) is None
+    assert generation_settings(config, [], []) is None
+    assert generation_settings(config, [], [END]) == {"bos_token_id": 1, "eos_token_id": [END]}
     assert generation_settings(config, [], [END, TURN]) == {"bos_token_id": 1, "eos_token_id": [END, TURN]}
     both = encoder_decoder(FFN, FFN)
     assert generation_settings(both, [], [TURN]) == {"decoder_start_token_id": 0, "eos_token_id": [TURN]}
@@ -94,7 +95,7 @@ def test_an_exported_chat_model_ends_its_turns(folder, tmp_path_factory):
     target = tmp_path_factory.mktemp("models")
     source = ModelDirectory(write_model(target / "ours", config, random_leaves(config), files))
     export(source, target / "plain")
-    assert not (target / "plain" / "generation_config.json").exists()
+    assert json.loads((target / "plain" / "generation_config.json").read_text()) == {"eos_token_id": [END]}
     lineage = target / "ours" / "lineage.json"
     entry = {"command": "train", "options": {}, "sources": [], "versions": {}, "date": "2026-01-01", "measured": {}}
     lineage.write_text(json.dumps([entry]))

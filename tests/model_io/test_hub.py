@@ -155,7 +155,7 @@ def test_models_are_fetched_without_code_and_kept(hub, tmp_path):
     ):
         assert one["code"] == 2 and why in one["said"] and len(one["said"].splitlines()) == 1, one
     shards = [f"model-{i}-of-00002.safetensors" for i in ("00001", "00002")]
-    wanted = {"config.json", "generation_config.json", "model.safetensors.index.json", *shards}
+    wanted = {"README.md", "config.json", "generation_config.json", "model.safetensors.index.json", *shards}
     assert {name.removeprefix("org/tiny/") for name in hub.fetched if name.startswith("org/tiny/")} == wanted
     assert {name for name in hub.fetched if "torch" in name} == {"org/torch/config.json", "org/torch/pytorch_model.bin"}
     for name, model, commit in (("safe", "org/tiny", "a"), ("torch", "org/torch", "a"), ("exported", "org/tiny", "b")):

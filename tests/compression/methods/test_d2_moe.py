@@ -115,10 +115,12 @@ def test_what_does_not_go_with_it():
         make_method("d2-moe", {"keep": 1.5})
 
 
-def test_on_the_command_line(models, tmp_path, out_of, text, failing):
+def test_on_the_command_line(models, tmp_path, out_of, text, failing, capsys):
     options = ("--method", "d2-moe", "--keep", 0.5)
     assert "give one with --calibrate TEXT" in failing(models["one"], tmp_path / "out", *options)
     calibrated = ("--calibrate", text, "--seq-len", 16, "--samples", 4, "--calibration-dir", tmp_path / "recorded")
     assert run(models["one"], tmp_path / "out", *options, *calibrated) == 0
+    said = capsys.readouterr().err
+    assert f"are kept in {tmp_path / 'recorded'} (" in said and "remove that folder" in said
     out_of("export", tmp_path / "out", tmp_path / "hf")
     assert "nll" in out_of("eval", tmp_path / "out", "--text", text, "--seq-len", 48)

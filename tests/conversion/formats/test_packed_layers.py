@@ -10,6 +10,7 @@ from safetensors.numpy import load_file
 
 import moe_jax
 from moe_jax.api.transforms import packed_experts
+from moe_jax.commands.cli import main
 from moe_jax.conversion.to_hugging_face import export
 from moe_jax.core.errors import InputError
 from moe_jax.model_io.model_dir import ModelDirectory
@@ -70,6 +71,27 @@ def test_narrower_layers_are_padded_before_they_are_coded(tmp_path):
     name = "model.layers.0.block_sparse_moe.experts.1.w2.weight"
     plain, packed = tensors_of(tmp_path / "plain")[name], kernel_of(tmp_path / "same", name)
     assert np.linalg.norm(packed - plain) < 0.01 * np.linalg.norm(plain) and not packed[:, 24:].any()
+
+
+def test_groups_fit_of_themselves_and_what_becomes_of_codes_is_said(tmp_path, capsys):
+    """Codes in groups that no other library has are rounded again; as a checkpoint, experts are whole."""
+    dense = dense_config(num_layers=1, d_model=48, dim=96)
+    written(tmp_path / "moe", moe_config(dense, BankConfig()), dense)
+    for group_size in (16, 32):
+        options = {"method": "quantize", "bits": 4, "group_size": group_size, "levels": "even"}
+        moe_jax.compress(tmp_path / "moe", tmp_path / str(group_size), **options)
+    packed = ("--format", "compressed-tensors")
+    cases = {
+        ("moe", *packed): "experts are in 4 bits, 48 inputs to a scale: rounded\n",
+        ("16", *packed): "experts are in 4 bits, 16 inputs to a scale: the codes that they have\n",
+        ("32", *packed): "48 inputs to a scale: rounded again, from 4 bits, 32 inputs to a scale",
+        ("16",): "experts grow from 25.9 kB to 165.9 kB: ",
+    }
+    for (name, *more), line in cases.items():
+        assert main(["export", str(tmp_path / name), str(tmp_path / "out"), *more, "--dry-run"]) == 0
+        said = capsys.readouterr().out
+        assert line in said, said
+        assert ("the format has whole experts only; the model directory" in said) != bool(more)
 
 
 @pytest.mark.parametrize("group_size", [0, -8, -128, 4])

@@ -155,7 +155,7 @@ def test_dense_layers_become_equal_experts_and_the_price_is_said(tmp_path: pathl
     export(source, tmp_path / "back", console=console)
     text = console.export_text()
     assert "exporting in the format of 'mixtral'" in text
-    assert "2 dense layers become 4 equal experts each, which the format needs: same logits, 0.000 GB more" in text
+    assert "2 dense layers become 4 equal experts each, which the format needs: same logits, 110.6 kB more" in text
     tensors = read_tensors(tmp_path / "back")
     up = source.read("layers/0/mlp/up/kernel").T
     for e in range(EXPERTS):
