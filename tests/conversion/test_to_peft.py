@@ -156,6 +156,7 @@ def assert_exported_whole(folder, base, targets) -> None:
     assert_peft_computes_the_same(base, source, out)
 
 
+@long
 @one_in(8, first=5)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_lora_on_every_target(tmp_path, family):

@@ -16,7 +16,7 @@ from moe_jax.nn import unstacked
 from tests.generation.test_generation import DENSE, PROMPTS, make_model
 from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.generated import generate
-from tests.support.tiers import one_in
+from tests.support.tiers import long, one_in
 
 EIGHT = [[3], [1, 2], [9, 8, 7], *PROMPTS, [5, 5], [30, 31, 32, 33]]
 
@@ -31,6 +31,7 @@ def split(model, mesh):
     return nnx.merge(graphdef, jax.device_put(state, state_shardings(state, mesh)))
 
 
+@long
 @one_in(2, first=1)
 @pytest.mark.parametrize(
     ("axes", "prompts"), [({"tensor": 8}, PROMPTS), ({"data": 2, "expert": 2, "tensor": 2}, EIGHT)]

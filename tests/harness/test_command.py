@@ -51,6 +51,7 @@ def test_table_json_and_cache(tiny_llama, folder, tmp_path, capsys, monkeypatch)
     assert "cannot be used as a cache" in fails(capsys, *options)
 
 
+@long
 def test_limit_and_fewshot(tiny_llama, folder, capsys):
     options = (tiny_llama, "--tasks", "choice", "--tasks-dir", folder, "--limit", 2, "--num-fewshot", 1, "--json")
     found = json.loads(run(capsys, *options).out)

@@ -14,7 +14,7 @@ from tests.support.byte_tokenizer import EOS
 from tests.support.generated import generate
 from tests.support.numerics import logits_of
 from tests.support.task_files import TASKS
-from tests.support.tiers import one_in
+from tests.support.tiers import long, one_in
 
 FEWSHOT = 2
 
@@ -51,6 +51,7 @@ def answers(model, folder, num_fewshot):
     return responses, found["results"]
 
 
+@long
 @one_in(2, first=1)
 @pytest.mark.parametrize("num_fewshot", [0, FEWSHOT])
 def test_answers_and_figures_are_those_of_transformers(models, folder, num_fewshot):

@@ -11,6 +11,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import make_mesh, state_shardings
 from moe_jax.models import SelectionConfig
 from moe_jax.nn import unstacked
+from tests.support.tiers import long
 
 IDS = np.random.default_rng(0).integers(0, 64, (2, 6))
 
@@ -61,6 +62,7 @@ def test_with_too_few_experts_there_is_no_other():
     np.testing.assert_array_equal(routing.weights, np.broadcast_to([1.0, 0.0], (2, 6, 2)))
 
 
+@long
 def test_gradients_reach_a_bias():
     graphdef, state = nnx.split(decoder())
 

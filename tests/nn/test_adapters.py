@@ -24,7 +24,7 @@ from moe_jax.models import AdapterConfig, BankConfig, FFNConfig, MoEConfig, Perf
 from moe_jax.nn.layers import FFN
 from moe_jax.nn.moe import MoE
 from tests.support.numerics import assert_close, gradients_and_output, made_at_once, normal, randomised
-from tests.support.tiers import EVERY, one_in
+from tests.support.tiers import EVERY, long, one_in
 
 D_MODEL = 12
 EXPERT = FFNConfig(dim=10, bias=True)
@@ -215,6 +215,7 @@ def test_dropout_is_for_training_and_keeps_the_mean():
     assert not np.array_equal(apply(moe, x, jax.random.key(0)), expected)
 
 
+@long
 @one_in(2)
 @pytest.mark.parametrize("name", ["pesc", "routed"])
 def test_a_layer_over_a_mesh_equals_one_device(name):

@@ -14,7 +14,7 @@ from moe_jax.experts.forms import Quantized
 from moe_jax.functional.routing import Routing
 from tests.support.compilations import counting_compilations
 from tests.support.hf_checkpoints import CONFIGS, random_tensors, write_checkpoint
-from tests.support.tiers import one_in
+from tests.support.tiers import long, one_in
 
 IDS = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 6), np.int32))
 MOES = ["mixtral", "qwen2_moe", "qwen3_moe-dense-layers", "olmoe", "deepseek_v2", "deepseek_v3", "switch_transformers"]
@@ -158,6 +158,7 @@ class Mean(nnx.Module):
         return x * self.scale[...], ()
 
 
+@long
 def test_any_module_takes_the_place_of_a_part_and_the_rest_goes_on():
     """In the middle: three segments. The logits are those of the layers called one after the other."""
     made = decoder(layers=4)

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import moe_jax
-from tests.support.tiers import one_in
+from tests.support.tiers import long, one_in
 
 IDS = np.random.default_rng(0).integers(0, 64, (3, 2, 7))
 FORMS = ["full", "low-rank:2", "sparse:0.5", "quantized", "nf4"]
@@ -49,6 +49,7 @@ def test_gradients_of_single_examples_are_those_of_each(form):
                 np.testing.assert_allclose(a[i], b, atol=1e-5)
 
 
+@long
 def test_models_with_other_parameters_are_computed_at_once():
     models = [moe_jax.upcycle(moe_jax.tiny_model(), experts=4, seed=seed).decoder for seed in range(2)]
     graphdef, _ = nnx.split(models[0])

@@ -24,6 +24,7 @@ from moe_jax.serve.scheduler import Scheduler
 from tests.support.byte_tokenizer import BOS
 from tests.support.numerics import logits_of
 from tests.support.served_models import CONTEXT, client_of, serving
+from tests.support.tiers import long
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +167,7 @@ def requests() -> list[dict]:
     return found
 
 
+@long
 def test_16_requests_at_once_are_answered_as_one_at_a_time(client, model):
     def ask(request: dict) -> tuple[str, str, int]:
         answer = client.completions.create(model="tiny", **request)

@@ -109,6 +109,7 @@ def moe(tmp_path_factory) -> Path:
     return folder
 
 
+@long
 def test_two_processes_share_the_layers_and_a_killed_job_goes_on_with_two_and_with_one(moe, monkeypatch, capsys):
     monkeypatch.chdir(moe)
     assert cli.main(["compress", "moe", "one", *BUDGET]) == 0

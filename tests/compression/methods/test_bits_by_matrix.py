@@ -183,6 +183,7 @@ def test_matrices_get_bits_of_their_own(source, calibrated, more, tmp_path):
     check_merged(small, source.config, {path: source.read(path) for path in source.specs()})
 
 
+@long
 def test_matrices_that_are_alike_share_a_centre_and_others_do_not(source, calibrated, tmp_path, monkeypatch):
     """In one layer; and what is merged gives the same as what is in codes."""
     for module in (storage, bits_by_matrix):  # in so small a model, leaves are dearer to the disk than bits
@@ -204,6 +205,7 @@ def test_matrices_that_are_alike_share_a_centre_and_others_do_not(source, calibr
     check_merged(small, source.config, leaves)
 
 
+@long
 @one_in(2)
 @pytest.mark.parametrize("target", [4_500, 6_000])
 def test_experts_get_bits_of_their_own(source, calibrated, target, tmp_path, monkeypatch):

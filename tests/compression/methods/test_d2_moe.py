@@ -14,6 +14,7 @@ from moe_jax.models import BankConfig
 from tests.compression.methods.recorded_layers import calibration_of, recorded
 from tests.compression.methods.test_baselines import D, F, experts_of
 from tests.support.moe_models import memory_moe, run
+from tests.support.tiers import long
 
 E, TOKENS, KEEP = 4, 400, 0.4
 SHAPES = {"gated": {"d_model": D, "dim": F}, "plain": {"d_model": D, "dim": F, "gated": False, "bias": True}}
@@ -115,6 +116,7 @@ def test_what_does_not_go_with_it():
         make_method("d2-moe", {"keep": 1.5})
 
 
+@long
 def test_on_the_command_line(models, tmp_path, out_of, text, failing, capsys):
     options = ("--method", "d2-moe", "--keep", 0.5)
     assert "give one with --calibrate TEXT" in failing(models["one"], tmp_path / "out", *options)

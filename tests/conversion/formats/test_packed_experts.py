@@ -18,7 +18,7 @@ from moe_jax.conversion.spec import ConvertSpec
 from moe_jax.model_io.model_dir import ModelDirectory
 from tests.support.hf_checkpoints import CONFIGS
 from tests.support.numerics import logits_of
-from tests.support.tiers import one_in
+from tests.support.tiers import long, one_in
 
 QUIET = Console(quiet=True)
 TOKENS = [[1, 5, 9, 33, 2, 60, 17, 4, 4, 21, 8, 50]]
@@ -65,6 +65,7 @@ def assert_same_logits(folder: pathlib.Path, model, *, dequantize: bool = True) 
     np.testing.assert_allclose(theirs, ours, atol=2e-4 * np.abs(ours).max())
 
 
+@long
 @one_in(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_plain_codes_are_exported_as_they_are(models, tmp_path, name):

@@ -100,6 +100,7 @@ def test_a_run_that_is_to_be_continued_names_its_horizon(folder, failing):
     assert rates("long") == rates("whole") and len(rates("long")) == 6
 
 
+@long
 def test_model_data_and_run_can_be_moved(folder, capsys):
     whole = ["train", "recipe.toml", "--set", "run_dir=whole", "train.steps=6", "schedule.steps=4"]
     assert cli.main(whole) == 0
@@ -167,6 +168,7 @@ def test_a_run_has_one_process_at_a_time(folder, failing):
     assert content(folder / "run") == before
 
 
+@long
 def test_a_run_that_diverged_before_its_first_checkpoint_begins_anew(folder, failing, capsys):
     spoilt = ("optimizer.learning_rate=1e30", "optimizer.clip_norm=0", "checkpoint.every=4")
     line = failing("--set", "run_dir=new", *spoilt)

@@ -46,6 +46,7 @@ def test_without_changes_it_gives_the_same_curve_to_the_last_bit(folder, capsys,
     assert restarts("again") == [{"run": str(folder / "run"), "step": 2, "skipped_batches": 0, "changed": {}}]
 
 
+@long
 def test_a_run_that_diverged_goes_on_with_another_learning_rate(folder, capsys):
     spoilt = [*TRAIN, "run_dir=spoilt", "optimizer.learning_rate=1e30", "optimizer.clip_norm=0"]
     assert cli.main([*spoilt, "--restart", "run@2"]) == 2
@@ -66,6 +67,7 @@ def test_a_run_that_diverged_goes_on_with_another_learning_rate(folder, capsys):
     assert [restart["run"] for restart in (first, second)] == [str(folder / "run"), str(folder / "spoilt")]
 
 
+@long
 def test_with_resume_it_may_be_given_again(folder, capsys):
     """As a script does that is started over after every interruption."""
     again = [*TRAIN, "run_dir=again", "--resume", "--restart", "run@2", "--skip-batches", "1"]
