@@ -27,7 +27,8 @@ def model_card(name: str, config: ModelConfig, lineage: Sequence[Mapping[str, An
       library: that loads the model, as the Hugging Face Hub calls it.
     """
     base = next((source for entry in lineage for source in entry.get("sources", ())), {})
-    hub, licence = str(base.get("hub", "")).partition("@")[0], base.get("license")
+    hub, licence = str(base.get("hub", "")).partition("@")[0], str(base.get("license"))
+    licence = licence if "license" in base and re.fullmatch(r"[\w.+-]{1,60}", licence) else None
     head = {
         "library_name": library,
         "pipeline_tag": "text2text-generation" if config.has_encoder else "text-generation",

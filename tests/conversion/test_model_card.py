@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import moe_jax
+from moe_jax.conversion.model_card import model_card
 from moe_jax.model_io.portable_lineage import without_places
 from tests.support.dense_models import dense_config, random_leaves, write_model
 
@@ -60,3 +61,11 @@ def test_places_become_names(options, left):
     assert without_places([entry]) == [
         {"command": "x", "options": left, "sources": [{"path": "m", "fingerprint": "0"}]}
     ]
+
+
+def test_a_licence_that_is_none_is_not_written():
+    """A lineage may come from anybody; what stands at the head of a card is read by other programs."""
+    config = dense_config(num_layers=1, d_model=16, dim=32)
+    entry = {"command": "convert", "sources": [{"path": "m", "fingerprint": "0", "license": "mit\nevil: true"}]}
+    card = model_card("m", config, [entry], library="transformers").decode()
+    assert "evil" not in card and "its licence is not recorded" in card
