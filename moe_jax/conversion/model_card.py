@@ -15,13 +15,15 @@ from moe_jax.models import ModelConfig
 
 _DATA = ("data.sources", "eval.text", "calibrate", "text", "router_from")
 _MOST_OPTIONS = 60
+_OF_ONE_RUN = re.compile(r"seconds?$|^peak_memory|^bytes$")
 
 
-def model_card(name: str, config: ModelConfig, lineage: Sequence[Mapping[str, Any]], *, library: str) -> bytes:
+def model_card(config: ModelConfig, lineage: Sequence[Mapping[str, Any]], *, library: str) -> bytes:
     """Returns the card of a model: its base and licence, the commands that made it, their data and figures.
 
+    Two models that were made alike have the same card, whatever their directories are called and how long it took.
+
     Args:
-      name: of the model.
       config: of the model as it is written.
       lineage: without places (`without_places`); what it does not say is not in the card.
       library: that loads the model, as the Hugging Face Hub calls it.
@@ -42,7 +44,8 @@ def model_card(name: str, config: ModelConfig, lineage: Sequence[Mapping[str, An
         f"its licence is `{licence}`" if licence else "its licence is not recorded here; it holds for this model too"
     )
     lines = [
-        *("---", *known, "---", "", f"# {_plain(name)}", "", _about(config), ""),
+        *("---", *known, "---", "", f"# {_title(hub or str(base.get('path', config.family)), lineage)}", ""),
+        *(_about(config), ""),
         *("## Base", "", f"{of_base}; {holds}.", "", "## How it was made", ""),
         *(_step(number, entry) for number, entry in enumerate(lineage, 1)),
     ]
@@ -50,10 +53,16 @@ def model_card(name: str, config: ModelConfig, lineage: Sequence[Mapping[str, An
         lines += ["", "## Data", "", *(f"- {one}" for one in data)]
     lines += [
         "",
-        f"`lineage.json` has all options, versions and figures. Written by moe_jax {moe_jax.__version__}.",
+        f"`lineage.json` has all options, versions, dates and figures. Written by moe_jax {moe_jax.__version__}.",
         "",
     ]
     return "\n".join(lines).encode()
+
+
+def _title(base: str, lineage: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the name of the base, and the commands by which more than its format was changed."""
+    made = [entry["command"] for entry in lineage if entry["command"] not in ("convert", "export")]
+    return _plain(f"{base.rpartition('/')[2]}: {', '.join(made)}" if made else base.rpartition("/")[2])
 
 
 def _about(config: ModelConfig) -> str:
@@ -69,12 +78,12 @@ def _step(number: int, entry: Mapping[str, Any]) -> str:
     given = {name: value for name, value in entry.get("options", {}).items() if value not in (*NOT_GIVEN, [], {}, "")}
     options = " ".join(f"{name}={_value(value)}" for name, value in list(given.items())[:_MOST_OPTIONS])
     sources = " and ".join(f"`{_plain(one['path'])}` ({one['fingerprint'][:12]})" for one in entry.get("sources", ()))
-    figures = {name: value for name, value in entry.get("measured", {}).items() if isinstance(value, int | float)}
+    measured = {name: one for name, one in entry.get("measured", {}).items() if isinstance(one, int | float)}
+    figures = {name: one for name, one in measured.items() if not _OF_ONE_RUN.search(name)}
     said = ", ".join(f"{_plain(name.replace('_', ' '))} {value:,}" for name, value in figures.items())
     return (
         f"{number}. **{_plain(entry['command'])}**"
         + (f" of {sources}" if sources else "")
-        + (f", {_plain(str(entry['date'])[:10])}" if entry.get("date") else "")
         + (f": `{_plain(options, most=4000)}`" if options else "")
         + (f". Figures: {said}." if said else "")
     )

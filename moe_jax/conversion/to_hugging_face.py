@@ -138,7 +138,7 @@ def export(
             lineage[-1]["measured"] = progress.measured()
             portable = without_places(lineage)
             (folder / LINEAGE_FILE).write_durably((json.dumps(portable, indent=2) + "\n").encode())
-            (folder / CARD).write_durably(model_card(dst.name, config, portable, library="transformers"))
+            (folder / CARD).write_durably(model_card(config, portable, library="transformers"))
             # Opens all files and compares them with the config, which is written last.
             found = open_checkpoint(folder)
             if packing is None:

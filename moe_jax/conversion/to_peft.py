@@ -106,7 +106,7 @@ def export_peft(
         content = layout.header + b"".join(tensors[name].tobytes() for name in layout.starts)
         (folder / WEIGHTS_FILE).write_durably(content)
         (folder / LINEAGE_FILE).write_durably(_json(portable))
-        (folder / CARD).write_durably(model_card(dst.name, source.config, portable, library="peft"))
+        (folder / CARD).write_durably(model_card(source.config, portable, library="peft"))
         read_header(folder / WEIGHTS_FILE)  # compares it with the file
         (folder / CONFIG_FILE).write_durably(_json(config))  # last: in a bucket the adapter counts from then on
     parameters = sum(target.is_parameter for target in targets)

@@ -67,5 +67,5 @@ def test_a_licence_that_is_none_is_not_written():
     """A lineage may come from anybody; what stands at the head of a card is read by other programs."""
     config = dense_config(num_layers=1, d_model=16, dim=32)
     entry = {"command": "convert", "sources": [{"path": "m", "fingerprint": "0", "license": "mit\nevil: true"}]}
-    card = model_card("m", config, [entry], library="transformers").decode()
+    card = model_card(config, [entry], library="transformers").decode()
     assert "evil" not in card and "its licence is not recorded" in card
