@@ -20,7 +20,7 @@ class Summarised(nnx.Module):
 
     def _summary(self) -> list[str]:
         """Returns the lines of the summary: the first in the brackets of the class, the others below it."""
-        raise NotImplementedError
+        return [size_of(self)]
 
     def __nnx_repr__(self) -> Iterator[Any]:
         try:

@@ -402,9 +402,10 @@ class MoE(Summarised):
             capacity_factor=self.config.capacity_factor,
             num_sequences=math.prod(x.shape[:-2]),
         )
-        if bias is not None:  # with too few other experts, one that is off was chosen, and has the weight 0
+        if bias is not None:  # with too few other experts, one that is off was chosen
             is_off = jnp.take(bias, routing.experts, mode="clip") <= OFF / 2
-            routing = routing._replace(experts=jnp.where(is_off, NO_EXPERT, routing.experts))
+            experts, weights = jnp.where(is_off, NO_EXPERT, routing.experts), jnp.where(is_off, 0.0, routing.weights)
+            routing = routing._replace(experts=experts, weights=weights)
         chosen = routing
         every = TokenRouting(*(array.reshape(*x.shape[:-1], -1) for array in (*routing, logits)))
         if self.config.merged_experts is not None:

@@ -9,6 +9,7 @@ from flax import nnx
 import moe_jax
 from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import make_mesh, state_shardings
+from moe_jax.functional.routing import GATES
 from moe_jax.models import SelectionConfig
 from moe_jax.nn import unstacked
 from tests.support.tiers import long
@@ -60,6 +61,16 @@ def test_with_too_few_experts_there_is_no_other():
     routing = decoder()(IDS, experts_off={np.int64(1): np.array([0, 1, 3])}, routing=True).routing[1]
     np.testing.assert_array_equal(routing.experts, np.broadcast_to([2, -1], (2, 6, 2)))
     np.testing.assert_array_equal(routing.weights, np.broadcast_to([1.0, 0.0], (2, 6, 2)))
+
+
+def test_an_expert_that_is_off_has_no_weight_whatever_the_gate():
+    even = moe_jax.functional.Gate(jax.nn.softmax, lambda logits, scores: jnp.full_like(scores, 0.5))
+    moe_jax.functional.register_gate("tests:even", even)
+    try:
+        routing = decoder(gate="tests:even")(IDS, experts_off={1: [0, 1, 3]}, routing=True).routing[1]
+    finally:
+        del GATES["tests:even"]
+    np.testing.assert_array_equal(routing.weights, np.broadcast_to([0.5, 0.0], (2, 6, 2)))
 
 
 @long

@@ -73,7 +73,9 @@ def test_the_example_upcycles_trains_saves_and_loads(made):
     assert set(out.routing) == set(loaded.config.moe_layers) and out.hidden_states[1].shape == (2, 9, 16)
     changed = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), *(nnx.state(one.decoder) for one in (upcycled, trained)))
     own = {"own_router": "router", "own_form": "delta", "own_layer": "alpha"}.get(part)
-    assert all(leaf for path, leaf in jax.tree_util.tree_leaves_with_path(changed) if own and own in str(path))
+    leaves = jax.tree_util.tree_leaves_with_path(changed)
+    of_part = [leaf for path, leaf in leaves if own is not None and own in str(path)]
+    assert all(of_part) and bool(of_part) == (own is not None)
 
 
 def test_it_is_not_opened_before_the_part_is_registered(made, capsys):
