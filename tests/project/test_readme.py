@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 import moe_jax
+from moe_jax.training.recipe import Recipe
+from moe_jax.training.recipe_toml import recipe_keys
 from tests.project.test_walkthroughs import tiny_checkpoint  # noqa: F401 (a fixture)
 from tests.support.environment import ROOT
 from tests.support.tiers import long
@@ -75,6 +77,21 @@ def test_the_first_run_of_the_quick_start_works(tiny_checkpoint, tmp_path, monke
     text = text.replace("batch_size = 2", "batch_size = 8").replace("steps = 20", "steps = 3")
     ran = list(run_document(text, kinds=("sh",)))
     assert not [each for each in ran if each.code] and Path("my-run.html").is_file()
+
+
+@pytest.mark.parametrize("page", sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")))
+def test_every_command_of_a_page_could_be_typed(page):
+    for block in blocks_of(read(page)):
+        if block.kind in ("sh", "console"):
+            read_by_parsers(block)
+
+
+def test_every_key_of_a_recipe_that_a_page_names_exists():
+    known = {key.name for key in recipe_keys(Recipe)}
+    sections = "|".join(sorted({name.partition(".")[0] for name in known if "." in name}))
+    pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md"))
+    named = set(re.findall(rf"`((?:{sections})\.[a-z_]+)(?=[` ])", pages))
+    assert len(named) > 15 and named <= known
 
 
 def test_a_reader_finds_every_page_of_the_guides():
