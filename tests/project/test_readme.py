@@ -87,7 +87,8 @@ def test_every_command_of_a_page_could_be_typed(page):
 
 
 def test_every_key_of_a_recipe_that_a_page_names_exists():
-    known = {key.name for key in recipe_keys(Recipe)}
+    names = [key.name for key in recipe_keys(Recipe)]
+    known = {*names, *(name.partition("[]")[0] for name in names)}
     sections = "|".join(sorted({name.partition(".")[0] for name in known if "." in name}))
     pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md"))
     named = set(re.findall(rf"`((?:{sections})\.[a-z_]+)(?=[` ])", pages))
