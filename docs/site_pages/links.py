@@ -1,0 +1,74 @@
+"""Links of documents: they are written for who reads the repository, and lead to pages of the site where there are."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parents[1]
+ROOT = DOCS.parent
+_LINK = re.compile(
+    r"(?P<picture>!?)\[(?P<text>[^\[\]]*(?:\[[^\]]*\][^\[\]]*)*)\]\((?P<path>[^()\s:#]*)(?P<anchor>#[^()\s]*)?\)"
+)
+_FENCE = re.compile(r"^(```+|~~~+).*?^\1[ ]*$", re.MULTILINE | re.DOTALL)
+
+# Pages that are made of a document elsewhere.
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "BENCHMARKS.md": "results/index.md",
+}
+
+
+def moved(text: str, file: Path, page: Path) -> str:
+    """Returns a document as it stands on another page of the site, with links that lead to the same from there.
+
+    A file of the repository that is no page is downloaded; of a folder only the name stays.
+
+    Args:
+      text: Markdown.
+      file: where the document is.
+      page: the page that it becomes, below `docs/`.
+    """
+
+    def rewritten(link: re.Match[str]) -> str:
+        if not link["path"]:
+            return link[0]
+        target = (file.parent / link["path"]).resolve()
+        if not target.is_relative_to(ROOT) or not target.exists():
+            return link[0]
+        if target.is_dir():
+            return link["text"]
+        place = target.relative_to(ROOT)
+        anchor = link["anchor"] or ""
+        to = DOCS / PAGES[str(place)] if str(place) in PAGES else target
+        if place.name == "BENCHMARKS.md" and anchor:
+            to, anchor = _of_results(target, anchor[1:])
+        return f"{link['picture']}[{link['text']}]({os.path.relpath(to, (DOCS / page).parent)}{anchor})"
+
+    parts, end = [], 0
+    for fence in _FENCE.finditer(text):
+        parts += [_LINK.sub(rewritten, text[end : fence.start()]), fence[0]]
+        end = fence.end()
+    return "".join(parts) + _LINK.sub(rewritten, text[end:])
+
+
+def _of_results(file: Path, anchor: str) -> tuple[Path, str]:
+    """Returns the page that has a heading of BENCHMARKS.md, and the rest of the link."""
+    from site_pages.documents import slug
+
+    page = ""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            page = slug(line[3:])
+        if re.match("#+ ", line) and slug(line.lstrip("# ")) == anchor:
+            return DOCS / "results" / f"{page}.md", "" if page == anchor else f"#{anchor}"
+    return file, f"#{anchor}"
+
+
+def rewrite(app: Any, page: str, source: list[str]) -> None:
+    """Rewrites the links of a page that is read, in place."""
+    file = Path(app.env.doc2path(page))
+    if file.suffix == ".md" and Path(app.srcdir) == DOCS:
+        source[0] = moved(source[0], file, file.relative_to(DOCS))
