@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hi
 
 import tyro
 
-from moe_jax.commands.options import command_options, either_options, given_fields, mesh_section, parse_mesh
+from moe_jax.commands.options import (
+    command_options,
+    described_model,
+    either_options,
+    given_fields,
+    mesh_section,
+    parse_mesh,
+)
 from moe_jax.compression.options.in_common import centre_options
 from moe_jax.compression.spec import check_method
 from moe_jax.core.code_options import check_scale_bits
@@ -44,8 +51,9 @@ class _Command:
     """A config.json, ours or Hugging Face's, a directory that holds one, with weights or without, or RUN@STEP. With
     --train it is by default the recipe's."""
     train: Annotated[Path | None, tyro.conf.arg(metavar="RECIPE.toml")] = None
-    """A recipe of moe-jax train. Adds what training takes of every device: parameters, gradients, moments, activations,
-    and time. The step is compiled for that; weights and data are not read, nothing is written. By default none."""
+    """A recipe, as moe-jax train takes it. Adds what training takes of every device: parameters, gradients, moments,
+    activations, and time. The step is compiled for that; weights and data are not read, nothing is written. By default
+    none."""
     set: Annotated[tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
     """With --train: overrides keys of the recipe, as in --set train.batch_size=16 model.remat=full."""
     mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
@@ -167,7 +175,7 @@ def run(options: _Command) -> None:
 
         prepare_environment()
     recipe = _recipe(options)
-    model = options.model or (recipe and (recipe.model.path or recipe.model.config))
+    model = options.model or (recipe and options.train and described_model(recipe, options.train))
     if model is None:
         raise InputError("missing: CONFIG_OR_MODEL, or --train RECIPE.toml, which names a model")
     import moe_jax

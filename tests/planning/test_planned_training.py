@@ -269,6 +269,7 @@ def test_a_compiler_that_finds_no_room_is_no_error(one_device, monkeypatch):
     ("words", "message"),
     [
         (["--train", "nothing.toml"], "no recipe at nothing.toml"),
+        (["--train", "upcycle_smal"], "did you mean 'upcycle_small'"),
         (["--train", "RECIPE", "--set", "train.batchsize=4"], "batchsize"),
         (["--train", "RECIPE", "--set", "mesh.fsdp=3"], "does not fit"),
         (["--train", "RECIPE", "--platform", "v6"], "v6e"),
