@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float
@@ -337,7 +337,8 @@ def median_speed(run: Run) -> float | None:
 def numbers(records: Sequence[Record], key: str) -> Curve:
     """The finite numbers of a key over the steps; there may be none. Held-out losses begin at step 0 if known."""
     found = [(record["step"], float(record[key])) for record in records if is_number(record.get(key))]
-    if key == "eval_loss" and records and is_number(before := records[0].get(EVAL_LOSS_BEFORE)):
+    before: Any = records[0].get(EVAL_LOSS_BEFORE) if records and key == "eval_loss" else None
+    if is_number(before):
         found.insert(0, (0, float(before)))
     return Curve(key, [step for step, _ in found], [value for _, value in found])
 
