@@ -357,7 +357,7 @@ class LogSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalSection:
-    """Held-out data, scored every `every` steps and at the end, as by `moe-jax eval`.
+    """Held-out data, scored before the first step, every `every` steps and at the end, as by `moe-jax eval`.
 
     Attributes:
       text: a file or a glob pattern. A text file is scored as a whole; in JSON lines and tables, every document is
