@@ -1,0 +1,61 @@
+"""Decodes pictures of known formats within bounds of bytes and pixels; nothing else ever reaches a decoder."""
+
+import io
+import warnings
+
+import numpy as np
+from jaxtyping import UInt8
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from moe_jax.core.errors import InputError
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""As Pillow names them. SVG, PDF and EPS are programs, and are not among them."""
+MAX_BYTES = 32 * 2**20
+MAX_PIXELS = 40_000_000
+
+_WHITE = (255, 255, 255, 255)
+
+
+def decode_picture(data: bytes, name: str) -> UInt8[np.ndarray, "H W 3"]:
+    """Decodes a picture: upright as its EXIF orientation says, transparent parts over white, of several frames the first.
+
+        >>> import io; from PIL import Image; from moe_jax.images.decoding import decode_picture
+        >>> file = io.BytesIO(); Image.new("RGB", (4, 2), (9, 8, 7)).save(file, "PNG")
+        >>> decode_picture(file.getvalue(), "x.png").shape
+        (2, 4, 3)
+
+    Args:
+      data: the bytes of the file.
+      name: of the file, for messages.
+
+    Raises:
+      InputError: more than `MAX_BYTES` (before anything is read of it) or, by its header, `MAX_PIXELS` (before memory is
+        taken for them); none of `FORMATS`; truncated or damaged.
+    """
+    if len(data) > MAX_BYTES:
+        raise InputError(f"{name}: {len(data) / 2**20:,.0f} MB are more than the {MAX_BYTES // 2**20} MB of a picture")
+    try:
+        with warnings.catch_warnings():
+            # Of damaged metadata; and of sizes, for which there is a bound here.
+            warnings.simplefilter("ignore")
+            picture = Image.open(io.BytesIO(data), formats=FORMATS)
+            if picture.width * picture.height > MAX_PIXELS:
+                size = f"{picture.width:,} x {picture.height:,} pixels"
+                raise InputError(f"{name}: {size} are more than the {MAX_PIXELS // 10**6} million of a picture")
+            return np.asarray(_opaque(ImageOps.exif_transpose(picture)))
+    except Image.DecompressionBombError:
+        raise InputError(f"{name}: its pixels are more than the {MAX_PIXELS // 10**6} million of a picture") from None
+    except UnidentifiedImageError:
+        raise InputError(f"{name} is not a picture that can be read; expected {', '.join(FORMATS)}") from None
+    except InputError:
+        raise
+    except Exception as error:  # decoders raise whatever damaged bytes lead them to
+        raise InputError(f"{name} is a damaged picture: {error or type(error).__name__}") from None
+
+
+def _opaque(picture: Image.Image) -> Image.Image:
+    if "A" in picture.getbands() or picture.info.get("transparency") is not None:
+        picture = picture.convert("RGBA")
+        picture = Image.alpha_composite(Image.new("RGBA", picture.size, _WHITE), picture)
+    return picture.convert("RGB")

@@ -1,0 +1,162 @@
+"""Pictures to the pixels of a model, to the bit as Transformers' image processors of Pillow make them."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, UInt8
+from PIL import Image
+
+from moe_jax.core.errors import InputError, check_member, shown
+from moe_jax.images.decoding import MAX_PIXELS
+from moe_jax.images.resampling import FILTERS, enlarged_part
+
+_PILLOW = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
+# A resized picture of more pixels is made in that part alone which is kept. As no picture has more before, it is one
+# that becomes larger.
+_MOST_WHOLE = MAX_PIXELS
+# `processor_class` and the like say what Python class read the file.
+_HARMLESS = frozenset({"image_processor_type", "feature_extractor_type", "processor_class", "_valid_processor_keys",
+                       "do_convert_rgb", "do_convert_annotations", "data_format", "input_data_format", "device",
+                       "return_tensors", "default_to_square", "disable_grouping", "image_seq_length"})  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageProcessing:
+    """How a picture becomes the pixels of a model.
+
+    Attributes:
+      size: height and width of the result, in pixels.
+      shortest: the shorter side is resized to it, the longer one in proportion, and the middle is cut out; None: both
+        sides are resized to `size`.
+      pad: before that, the picture is put in the middle of a square of the colour `mean` (`image_aspect_ratio` of LLaVA).
+      resample: the filter.
+      rescale: what a byte is multiplied by.
+      mean, std: of red, green and blue, after rescaling.
+    """
+
+    size: tuple[int, int]
+    shortest: int | None = None
+    pad: bool = False
+    resample: Literal["bicubic", "bilinear"] = "bicubic"
+    rescale: float = 1 / 255
+    mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    std: tuple[float, float, float] = (1.0, 1.0, 1.0)
+
+    def __post_init__(self) -> None:
+        check_member("resample", self.resample, tuple(FILTERS))
+        sides = (*self.size, *(() if self.shortest is None else (self.shortest,)))
+        if not all(isinstance(side, int) and 1 <= side <= 4096 for side in sides):
+            raise InputError(f"a picture of {shown(sides)} pixels: expected sides from 1 to 4096")
+        if not all(value > 0 for value in self.std):
+            raise InputError(f"std={shown(self.std)} must be above 0")
+
+
+def read_processing(config: Mapping[str, Any], *, pad: bool = False) -> ImageProcessing:
+    """Reads a preprocessor_config.json.
+
+    Args:
+      config: its keys.
+      pad: see `ImageProcessing`; the config of the model says it.
+
+    Raises:
+      InputError: a key that is not known, or a result whose size depends on the picture.
+    """
+    config = dict(config)
+    given = {key: config.pop(key, default) for key, default in _DEFAULTS.items()}
+    if unknown := sorted(config.keys() - _HARMLESS):
+        raise InputError(f"preprocessor_config.json: {', '.join(unknown)}: not known, and may change the pixels")
+    size, crop = _sides(given["size"], "size"), _sides(given["crop_size"], "crop_size")
+    shortest = size.get("shortest_edge")
+    result = crop if given["do_center_crop"] else size
+    if not given["do_resize"] or "height" not in result or (shortest is None and given["do_center_crop"]):
+        raise InputError(
+            "preprocessor_config.json: expected do_resize with a size of height and width, or with shortest_edge and "
+            "do_center_crop: pixels of other configs have no fixed size"
+        )
+    names = {int(value): name for name, value in _PILLOW.items()}
+    if given["resample"] not in names:
+        raise InputError(f"preprocessor_config.json: resample={shown(given['resample'])}: known are {names}")
+    normalises = given["do_normalize"]
+    if normalises and None in (given["image_mean"], given["image_std"]):
+        raise InputError("preprocessor_config.json: do_normalize needs image_mean and image_std")
+    return ImageProcessing(
+        size=(result["height"], result["width"]),
+        shortest=shortest,
+        pad=pad,
+        resample=names[given["resample"]],  # type: ignore[arg-type]
+        rescale=given["rescale_factor"] if given["do_rescale"] else 1.0,
+        mean=tuple(given["image_mean"]) if normalises else (0.0, 0.0, 0.0),
+        std=tuple(given["image_std"]) if normalises else (1.0, 1.0, 1.0),
+    )
+
+
+_DEFAULTS = {"do_resize": True, "size": None, "resample": 3, "do_center_crop": False, "crop_size": None,
+             "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": None, "image_std": None}  # fmt: skip
+
+
+def _sides(value: Any, key: str) -> dict[str, int]:
+    """Returns `height` and `width`, or `shortest_edge`; an integer stands for either, as in old files."""
+    if isinstance(value, int):
+        return {"shortest_edge": value} if key == "size" else {"height": value, "width": value}
+    if value is None:
+        return {}
+    if isinstance(value, Mapping) and (value.keys() == {"shortest_edge"} or value.keys() == {"height", "width"}):
+        return dict(value)
+    raise InputError(f"preprocessor_config.json: {key}={shown(value)}: expected height and width, or shortest_edge")
+
+
+def pixels_of(picture: UInt8[np.ndarray, "H W 3"], processing: ImageProcessing) -> UInt8[np.ndarray, "S S 3"]:
+    """Pads, resizes and crops; the result is normalised on the device (`normalized`), of a quarter of the bytes there.
+
+    To the bit as `CLIPImageProcessorPil` and `SiglipImageProcessorPil` of Transformers do.
+    """
+    if processing.pad:
+        picture = _square(picture, processing)
+    height, width = processing.size
+    if processing.shortest is None:
+        return _resized(picture, (height, width), processing.resample)
+    full = _in_proportion(picture.shape[:2], processing.shortest)
+    if full[0] * full[1] <= _MOST_WHOLE or full[0] < height or full[1] < width:
+        return _middle(_resized(picture, full, processing.resample), height, width)
+    top, left = (full[0] - height) // 2, (full[1] - width) // 2
+    return enlarged_part(picture, full, top, left, height, width, processing.resample)
+
+
+def normalized(pixels: UInt8[Array, "*n S S 3"], processing: ImageProcessing) -> Float[Array, "*n S S 3"]:
+    """Rescales and normalises pixels, in float32."""
+    rescaled = pixels.astype(jnp.float32) * jnp.float32(processing.rescale)
+    return (rescaled - jnp.asarray(processing.mean, jnp.float32)) / jnp.asarray(processing.std, jnp.float32)
+
+
+def _square(picture: UInt8[np.ndarray, "H W 3"], processing: ImageProcessing) -> UInt8[np.ndarray, "L L 3"]:
+    height, width, _ = picture.shape
+    if height == width:
+        return picture
+    side = max(height, width)
+    square = np.empty((side, side, 3), np.uint8)
+    square[:] = [int(value * 255) for value in processing.mean]
+    top, left = (side - height) // 2, (side - width) // 2
+    square[top : top + height, left : left + width] = picture
+    return square
+
+
+def _in_proportion(size: tuple[int, int], shortest: int) -> tuple[int, int]:
+    height, width = size
+    longest = int(shortest * max(size) / min(size))
+    return (longest, shortest) if width <= height else (shortest, longest)
+
+
+def _resized(picture: UInt8[np.ndarray, "H W 3"], size: tuple[int, int], name: str) -> UInt8[np.ndarray, "h w 3"]:
+    return np.asarray(Image.fromarray(picture).resize((size[1], size[0]), resample=_PILLOW[name]))
+
+
+def _middle(picture: UInt8[np.ndarray, "H W 3"], height: int, width: int) -> UInt8[np.ndarray, "h w 3"]:
+    """Cuts out the middle; where the picture is smaller, black surrounds it."""
+    frame = np.zeros((max(height, picture.shape[0]), max(width, picture.shape[1]), 3), np.uint8)
+    top, left = -((picture.shape[0] - len(frame)) // 2), -((picture.shape[1] - frame.shape[1]) // 2)
+    frame[top : top + picture.shape[0], left : left + picture.shape[1]] = picture
+    top, left = (picture.shape[0] - height) // 2 + top, (picture.shape[1] - width) // 2 + left
+    return frame[max(0, top) : top + height, max(0, left) : left + width]

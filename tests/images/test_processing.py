@@ -1,0 +1,113 @@
+"""Pixels are those of Transformers' image processors of Pillow, to the bit; configs that are not known are refused."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from moe_jax.core.errors import InputError
+from moe_jax.images import processing as module
+from moe_jax.images.processing import ImageProcessing, normalized, pixels_of, read_processing
+from moe_jax.images.resampling import FILTERS, enlarged_part
+
+transformers = pytest.importorskip("transformers")
+PROCESSORS = {
+    "clip": transformers.CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56}),
+    # A cut that is larger than the resized picture, in the other filter.
+    "framed": transformers.CLIPImageProcessorPil(
+        size={"shortest_edge": 40}, crop_size={"height": 57, "width": 48}, resample=2
+    ),
+    "siglip": transformers.SiglipImageProcessorPil(size={"height": 48, "width": 40}),
+}
+SIDES = st.integers(1, 300)
+
+
+def picture(height: int, width: int) -> np.ndarray:
+    return np.random.default_rng(height * 1000 + width).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def processing_of(processor, **more) -> ImageProcessing:
+    return read_processing(json.loads(processor.to_json_string()), **more)
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+@settings(max_examples=70)
+@given(height=SIDES, width=SIDES)
+@example(height=1, width=1)
+@example(height=1, width=4000)
+@example(height=4000, width=1)
+def test_pixels_are_those_of_transformers(name, height, width):
+    processor, processing = PROCESSORS[name], processing_of(PROCESSORS[name])
+    given = picture(height, width)
+    theirs = processor(Image.fromarray(given), do_rescale=False, do_normalize=False)["pixel_values"][0]
+    ours = pixels_of(given, processing)
+    np.testing.assert_array_equal(ours, np.moveaxis(theirs, 0, -1), strict=True)
+    theirs = processor(Image.fromarray(given))["pixel_values"][0]
+    np.testing.assert_allclose(normalized(jnp.asarray(ours), processing), np.moveaxis(theirs, 0, -1), atol=1e-6)
+
+
+@settings(max_examples=30)
+@given(height=SIDES, width=SIDES)
+def test_a_padded_picture_is_in_the_middle_of_a_square_of_the_mean(height, width):
+    given, side = picture(height, width), max(height, width)
+    square = Image.new("RGB", (side, side), (122, 116, 104))  # LLaVA's, of CLIP's mean
+    square.paste(Image.fromarray(given), ((side - width) // 2, (side - height) // 2))
+    theirs = PROCESSORS["clip"](square, do_rescale=False, do_normalize=False)["pixel_values"][0]
+    ours = pixels_of(given, processing_of(PROCESSORS["clip"], pad=True))
+    np.testing.assert_array_equal(ours, np.moveaxis(theirs, 0, -1))
+
+
+@settings(max_examples=60)
+@given(
+    sides=st.tuples(st.integers(1, 60), st.integers(1, 60)),
+    more=st.tuples(st.integers(0, 90), st.integers(0, 90)),
+    place=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    name=st.sampled_from(sorted(FILTERS)),
+)
+def test_a_part_of_an_enlarged_picture_is_that_part_of_the_whole(sides, more, place, name):
+    given, (height, width) = picture(*sides), np.add(sides, more).tolist()
+    whole = np.asarray(Image.fromarray(given).resize((width, height), getattr(Image.Resampling, name.upper())))
+    top, left = int(place[0] * (height - 1)), int(place[1] * (width - 1))
+    rows, columns = min(7, height - top), min(5, width - left)
+    part = enlarged_part(given, (height, width), top, left, rows, columns, name)
+    np.testing.assert_array_equal(part, whole[top : top + rows, left : left + columns])
+
+
+def test_a_long_picture_is_enlarged_in_its_middle_alone(monkeypatch):
+    processing, given = processing_of(PROCESSORS["clip"]), picture(1, 4000)
+    expected = pixels_of(given, processing)
+    monkeypatch.setattr(module, "_MOST_WHOLE", 1000)
+    monkeypatch.setattr(module, "_resized", None)
+    np.testing.assert_array_equal(pixels_of(given, processing), expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"do_flip": True}, "do_flip"),
+        ({"do_resize": False}, "do_resize"),
+        ({"do_center_crop": False}, "do_center_crop"),
+        ({"resample": 7}, "resample=7"),
+        ({"size": {"longest_edge": 5}}, "size="),
+        ({"crop_size": "large"}, "crop_size="),
+        ({"size": 10**9}, "4096"),
+        ({"image_mean": None}, "image_mean"),
+        ({"image_std": [0, 1, 1]}, "std"),
+    ],
+)
+def test_a_config_whose_pixels_are_not_known_is_refused(changes, named):
+    config = json.loads(PROCESSORS["clip"].to_json_string()) | changes
+    with pytest.raises(InputError) as error:
+        read_processing(config)
+    assert named in str(error.value) and "\n" not in str(error.value)
+
+
+def test_integers_stand_for_sides_and_what_is_switched_off_is_not_done():
+    config = json.loads(PROCESSORS["clip"].to_json_string())
+    assert read_processing(config | {"size": 56, "crop_size": 56}) == read_processing(config)
+    plain = read_processing(config | {"do_rescale": False, "do_normalize": False})
+    assert (plain.rescale, plain.mean, plain.std) == (1.0, (0.0,) * 3, (1.0,) * 3)
