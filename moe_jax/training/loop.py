@@ -291,7 +291,7 @@ class Loop:
         assert signals.received is not None
         self._checkpoints.wait()
         steps, name = self._recipe.train.steps, signal.Signals(signals.received).name
-        self._say(f"{name}: saved step {step} of {steps}; continue with: {self._continue_command}")
+        self._say(f"{name}: step {step} of {steps} is saved; continue with: {self._continue_command}")
         raise Stopped(signals.received)
 
     def _check_finite(self, record: Record) -> None:

@@ -14,6 +14,10 @@ from tests.support.tiers import long
 from tests.support.walkthroughs import blocks_of, read_by_parsers, run_document
 
 QUICK_START = "docs/quick-start.md"
+# Those that are written by hand.
+PAGES = sorted(
+    str(page.relative_to(ROOT)) for folder in ("docs", "docs/guides") for page in (ROOT / folder).glob("*.md")
+)
 TEXT = "Once upon a time there was a small model that wanted to be a mixture of experts. " * 40
 
 
@@ -79,7 +83,7 @@ def test_the_first_run_of_the_quick_start_works(tiny_checkpoint, tmp_path, monke
     assert not [each for each in ran if each.code] and Path("my-run.html").is_file()
 
 
-@pytest.mark.parametrize("page", sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")))
+@pytest.mark.parametrize("page", PAGES)
 def test_every_command_of_a_page_could_be_typed(page):
     for block in blocks_of(read(page)):
         if block.kind in ("sh", "console"):
@@ -90,7 +94,7 @@ def test_every_key_of_a_recipe_that_a_page_names_exists():
     names = [key.name for key in recipe_keys(Recipe)]
     known = {*names, *(name.partition("[]")[0] for name in names)}
     sections = "|".join(sorted({name.partition(".")[0] for name in known if "." in name}))
-    pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md"))
+    pages = "".join(map(read, PAGES))
     named = set(re.findall(rf"`((?:{sections})\.[a-z_]+)(?=[` ])", pages))
     assert len(named) > 15 and named <= known
 

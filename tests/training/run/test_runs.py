@@ -181,7 +181,7 @@ def test_killed_in_the_middle_and_resumed_it_gives_the_same_curve_to_the_last_bi
         file.write('{"step": 99, "lo')
     code, output = train_until(workplace, "killed", 23, signal.SIGTERM, *arguments, "--resume")
     assert code == 128 + signal.SIGTERM, output
-    stopped = re.search(r"SIGTERM: saved step (\d+) of 30; continue with: (.*)", output)
+    stopped = re.search(r"SIGTERM: step (\d+) of 30 is saved; continue with: (.*)", output)
     assert stopped and 23 <= int(stopped[1]) < STEPS
     assert output.count("SIGTERM: saving a checkpoint after this step; a second SIGTERM ends the run at once") == 1
     assert stopped[2] == "moe-jax train recipe.toml --set run_dir=killed --resume"
