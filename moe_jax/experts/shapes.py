@@ -32,7 +32,7 @@ class AdapterConfig:
 
     Attributes:
       rank: width r of the bottleneck.
-      activation: `none` (LoRA), `silu`, `gelu`, `gelu_tanh`, `relu`, or what `functional.register_activation` has
+      activation: `none` (LoRA), `silu`, `gelu`, `gelu_tanh`, `quick_gelu`, `relu`, or what `functional.register_activation` has
         added.
       scale: s; of LoRA α/r.
       dropout: the share of the entries of `h` that dropout sets to zero in training.
@@ -102,7 +102,7 @@ class FFNConfig:
     Attributes:
       dim: hidden width f.
       gated: `act(x G) * (x U) D` if true, else `act(x U) D`.
-      activation: `silu`, `gelu`, `gelu_tanh`, `relu`, or what `functional.register_activation` has added.
+      activation: `silu`, `gelu`, `gelu_tanh`, `quick_gelu`, `relu`, or what `functional.register_activation` has added.
       bias: whether every matrix has a bias.
       nf4: kernels are stored as NF4 and frozen. In a bank, this applies to its base, or to full kernels.
       lora: LoRA beside the kernels. In a bank, beside those of the base, or of every full expert.

@@ -18,7 +18,7 @@ _WHITE = (255, 255, 255, 255)
 
 
 def decode_picture(data: bytes, name: str) -> UInt8[np.ndarray, "H W 3"]:
-    """Decodes a picture: upright as its EXIF orientation says, transparent parts over white, of several frames the first.
+    """Decodes a picture: upright as its EXIF orientation says, over white where it is transparent, the first frame.
 
         >>> import io; from PIL import Image; from moe_jax.images.decoding import decode_picture
         >>> file = io.BytesIO(); Image.new("RGB", (4, 2), (9, 8, 7)).save(file, "PNG")
@@ -30,8 +30,8 @@ def decode_picture(data: bytes, name: str) -> UInt8[np.ndarray, "H W 3"]:
       name: of the file, for messages.
 
     Raises:
-      InputError: more than `MAX_BYTES` (before anything is read of it) or, by its header, `MAX_PIXELS` (before memory is
-        taken for them); none of `FORMATS`; truncated or damaged.
+      InputError: more than `MAX_BYTES` (before anything is read of it) or, by its header, `MAX_PIXELS` (before memory
+        is taken for them); none of `FORMATS`; truncated or damaged.
     """
     if len(data) > MAX_BYTES:
         raise InputError(f"{name}: {len(data) / 2**20:,.0f} MB are more than the {MAX_BYTES // 2**20} MB of a picture")

@@ -31,7 +31,8 @@ class ImageProcessing:
       size: height and width of the result, in pixels.
       shortest: the shorter side is resized to it, the longer one in proportion, and the middle is cut out; None: both
         sides are resized to `size`.
-      pad: before that, the picture is put in the middle of a square of the colour `mean` (`image_aspect_ratio` of LLaVA).
+      pad: before that, the picture is put in the middle of a square of the colour `mean` (LLaVA's
+        `image_aspect_ratio`).
       resample: the filter.
       rescale: what a byte is multiplied by.
       mean, std: of red, green and blue, after rescaling.
@@ -94,7 +95,8 @@ def read_processing(config: Mapping[str, Any], *, pad: bool = False) -> ImagePro
 
 
 _DEFAULTS = {"do_resize": True, "size": None, "resample": 3, "do_center_crop": False, "crop_size": None,
-             "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": None, "image_std": None}  # fmt: skip
+             "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": None,
+             "image_std": None}  # fmt: skip
 
 
 def _sides(value: Any, key: str) -> dict[str, int]:

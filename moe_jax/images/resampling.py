@@ -2,8 +2,8 @@
 
 Pillow makes the whole enlarged picture before it can be cropped; of one pixel by 4,000, made 336 wide, these are 1.3
 million rows, of which 336 are kept. The arithmetic here is that of Pillow's `Resample.c`: two passes, along the rows
-first, of weights in fixed point of 22 bits, each rounded to a byte. (Where a picture becomes smaller, releases of Pillow
-differ in which pass is first: such pictures are made whole.)
+first, of weights in fixed point of 22 bits, each rounded to a byte. (Where a picture becomes smaller, releases of
+Pillow differ in which pass is first: such pictures are made whole.)
 """
 
 import math

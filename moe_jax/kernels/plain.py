@@ -17,6 +17,7 @@ ACTIVATION_FUNCTIONS: Registry[Callable[[Array], Array]] = Registry(
         "gelu": partial(jax.nn.gelu, approximate=False),
         "gelu_tanh": partial(jax.nn.gelu, approximate=True),
         "relu": jax.nn.relu,
+        "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),  # Hendrycks and Gimpel 2016; CLIP's
     },
 )
 

@@ -38,6 +38,8 @@ class LayerConfig:
         Transformers, BERT); `output`: `x + n(f(x))` (OLMo 2); `both`: `x + n'(f(n(x)))` (Gemma 2).
       parallel: attention and FFN have the same input, and both are added to it (GPT-J, Phi).
       shared_norm: both also have the same norm (`attention_norm`).
+      branch_scales: what a branch adds is first multiplied, entry by entry, by a vector of its own (LayerScale, Touvron
+        et al. 2021).
       module: `block`, or what `nn.register_layer` has added: the module of such a layer.
     """
 
@@ -47,6 +49,7 @@ class LayerConfig:
     norm_position: Literal["pre", "post", "output", "both"] = "pre"
     parallel: bool = False
     shared_norm: bool = False
+    branch_scales: bool = False
     module: str = BLOCK
 
     __repr__ = short_repr
@@ -58,6 +61,8 @@ class LayerConfig:
             raise InputError(f"source_dim={self.attention.source_dim} is for cross-attention only")
         if self.parallel and (self.norm_position != "pre" or self.cross is not None):
             raise InputError("parallel attention and FFN go with norm_position 'pre' and without cross-attention")
+        if self.branch_scales and (self.norm_position != "pre" or self.parallel):
+            raise InputError("branch_scales go with norm_position 'pre', and attention and FFN one after the other")
         if self.shared_norm and not self.parallel:
             raise InputError("shared_norm is for attention and FFN in parallel")
         if self.cross is not None:

@@ -34,6 +34,9 @@ class Block(Summarised):
         for name in ("attention", *["cross_attention"] * self.crosses, *["mlp"] * (not self.shared_norm)):
             for kind in ("norm", "output_norm") if self.norm_position == "both" else ("norm",):
                 setattr(self, f"{name}_{kind}", Norm(model.norm, model.d_model, model.norm_eps, dtype=dtype))
+        if config.branch_scales:
+            for name in ("attention", *["cross_attention"] * self.crosses, "mlp"):
+                setattr(self, f"{name}_scale", nnx.Param(jnp.ones(model.d_model, dtype)))
         attention: Any = Attention if config.attention.latent is None else LatentAttention
         self.attention = attention(config.attention, model, rngs=rngs, dtype=dtype)
         if self.crosses:
@@ -104,6 +107,8 @@ class Block(Summarised):
             y, extra = branch(x)
             return x + norm(y), extra
         y, extra = branch(norm(x))
+        if (scale := getattr(self, f"{name}_scale", None)) is not None:
+            y = y * scale[...].astype(y.dtype)
         return x + (getattr(self, f"{name}_output_norm")(y) if self.norm_position == "both" else y), extra
 
 

@@ -13,7 +13,19 @@ from tests.support.environment import ROOT
 
 # A module may import, directly or through others, its own room and those before it (CONTRIBUTING.md).
 ROOMS = (
-    *("core", "files", "kernels", "functional", "experts", "distributed", "models", "checkpoints", "data", "nn"),
+    *(
+        "core",
+        "files",
+        "images",
+        "kernels",
+        "functional",
+        "experts",
+        "distributed",
+        "models",
+        "checkpoints",
+        "data",
+        "nn",
+    ),
     *("evaluation", "generation", "model_io", "harness", "checks", "conversion", "figures", "peft", "compression"),
     *("training", "upcycling", "planning", "configs", "api", "typing", "report", "serve", "demo", "commands"),
 )
