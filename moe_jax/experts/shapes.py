@@ -32,8 +32,8 @@ class AdapterConfig:
 
     Attributes:
       rank: width r of the bottleneck.
-      activation: `none` (LoRA), `silu`, `gelu`, `gelu_tanh`, `quick_gelu`, `relu`, or what `functional.register_activation` has
-        added.
+      activation: `none` (LoRA), `silu`, `gelu`, `gelu_tanh`, `quick_gelu`, `relu`, or what
+        `functional.register_activation` has added.
       scale: s; of LoRA α/r.
       dropout: the share of the entries of `h` that dropout sets to zero in training.
       of_base: the adapter belongs to the base model, and is frozen with it.

@@ -34,7 +34,7 @@ def interpolated_positions(
 
 @functools.cache
 def _cubic_matrix(given: int, wanted: int) -> Float[np.ndarray, "wanted given"]:
-    """The linear map from values at `given` places to `wanted` places of the same length; the ends go on as they are."""
+    """The linear map from values at `given` places to `wanted` ones of the same length; the ends go on as they are."""
     matrix = np.zeros((wanted, given))
     for out in range(wanted):
         center = (out + 0.5) * given / wanted - 0.5

@@ -47,8 +47,8 @@ class VisionConfig:
     Attributes:
       patches: what comes before the layers.
       tower: the layers, whose attention sees all tokens and rotates none; its vocabulary and head are ignored.
-      pooled_norm: there is one more norm, for the class token alone that stands for the whole picture (CLIP); it is kept,
-        and features of patches do not pass it.
+      pooled_norm: there is one more norm, for the class token alone that stands for the whole picture (CLIP); it is
+        kept, and features of patches do not pass it.
     """
 
     patches: PatchesConfig

@@ -1,4 +1,4 @@
-"""Towers against Transformers: every hidden state of random CLIP, SigLIP and DINOv2, in float32, also of other sizes."""
+"""Towers against Transformers: every hidden state of random CLIP, SigLIP and DINOv2, also of other sizes."""
 
 import dataclasses
 
