@@ -70,6 +70,7 @@ class _Layer:
     norm_position: Literal["pre", "post", "output", "both"] = "pre"
     parallel: bool = False
     shared_norm: bool = False
+    branch_scales: bool = False
     module: str = BLOCK
 
     def __post_init__(self) -> None:
@@ -106,6 +107,8 @@ def _layer_to_json(layer: LayerConfig) -> dict[str, Any]:
     mlp = fields.pop("mlp")
     if layer.module == BLOCK:
         del fields["module"]  # as in older files
+    if not layer.branch_scales:
+        del fields["branch_scales"]  # likewise
     if not isinstance(layer.mlp, MoEConfig):
         return fields | {"ffn": mlp}
     if layer.mlp.router == LINEAR:
