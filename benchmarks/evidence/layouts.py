@@ -198,3 +198,12 @@ PLAN_TRAIN = Table(
      "foretold, tokens/s", "measured, tokens/s", "difference, % (aim 15)"),
     ("{}", "{:.2f}", "{:.2f}", "{:+.1f}", "{:.0f}", "{:.0f}", "{:+.1f}"),
 )  # fmt: skip
+DEMO_MODELS = Table(
+    "models",
+    (
+        *("model", "parameters", "MB", "of its experts, MB", "bits per weight of these", "held-out perplexity"),
+        "above the uncompressed, nats per token",
+    ),
+    ("{}", "{:,}", "{:.1f}", "{:.1f}", "{:.2f}", "{:.3f}", "{:+.4f}"),
+)
+DEMO_STEPS = Table("steps", ("step", "seconds"), ("{}", "{:.0f}"))

@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import numpy as np
 from flax import nnx
@@ -29,6 +29,10 @@ from moe_jax.planning.model_costs import ModelPlan, make_plan, planned_strategie
 from moe_jax.training.recipe import OptimizerSection
 from moe_jax.upcycling.dense_to_moe import upcycled_config
 from moe_jax.upcycling.spec import UpcycleSpec
+
+if TYPE_CHECKING:
+    from moe_jax.api.train import RecipeOrPath
+    from moe_jax.planning.proposals import Proposals
 
 # Long enough for context to matter, short enough for any machine; a model with fewer positions gets fewer.
 _DEFAULT_SEQ_LEN = 1024
@@ -187,6 +191,7 @@ def plan(
     optimizer: OptimizerSection | None = None,
     platform: str | None = None,
     tokens: int | None = None,
+    propose: "RecipeOrPath | None" = None,
 ) -> ModelPlan:
     """Counts parameters, bytes and FLOP of a model from its config alone, or of what it would become.
 
@@ -205,9 +210,11 @@ def plan(
       platform: a key of `data_sheets.CHIPS`, such as `v5e`, `h100` or `cpu`: adds the strategy by which experts
         would be applied there, and the least time of every one.
       tokens: number of tokens of a training batch on one device of the platform; default 8192.
+      propose: a recipe. Adds the best ways to train the model by it on the platform, which then has a number of chips,
+        as `v5p-16` or `h100:2x8` has: meshes, `remat`, microbatches, and dtypes if it does not fit with the recipe's.
 
     Raises:
-      FileNotFoundError: if there is no config at the path.
+      FileNotFoundError: if there is no config or recipe at the path.
       InputError: if it cannot be read, or the options do not go with it.
     """
     if isinstance(model, ModelConfig):
@@ -221,12 +228,25 @@ def plan(
         config = adapted_config(config, adapt if isinstance(adapt, AdaptSpec) else AdaptSpec.of(adapt))
     if tokens is not None and platform is None:
         raise InputError("tokens: only with platform")
+    if propose is not None and (platform is None or tokens is not None):
+        raise InputError("propose: needs a platform, such as v5p-16, and takes no tokens: the recipe says how many")
     return dataclasses.replace(
         make_plan(config, origin),
         peft=tuned_parameters(config),
         training_bytes_per_chip=None if mesh is None else training_memory(config, mesh, optimizer=optimizer),
-        strategies=None if platform is None else planned_strategies(config, platform, tokens),
+        strategies=None if platform is None or propose is not None else planned_strategies(config, platform, tokens),
+        proposals=None if propose is None or platform is None else _proposals(config, propose, platform),
     )
+
+
+def _proposals(config: ModelConfig, given: "RecipeOrPath", platform: str) -> "Proposals":
+    # Here, for other plans need no program of training.
+    from moe_jax.api.train import read_recipe
+    from moe_jax.planning.proposals import propose
+
+    recipe = read_recipe(given)
+    teacher = None if recipe.distill is None else read_config(recipe.distill.teacher)
+    return propose(recipe, config, platform, teacher=teacher)
 
 
 def open_lazily(model: ModelOrPath) -> Model:

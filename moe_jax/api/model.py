@@ -91,7 +91,7 @@ class Model:
         """Keeps a reference to a decoder, so that later changes of it change the model."""
         self.base: ModelSource | None = None
         self.lineage = [dict(entry) for entry in lineage]
-        self.tokenizer_files: tuple[Path, ...] = tuple(as_path(file) for file in tokenizer_files)
+        self.tokenizer_files = tokenizer_files
         self._decoder: Decoder | None = decoder
         self._source: ModelSource | None = None
         self.loading = Loading()
@@ -154,18 +154,28 @@ class Model:
         return self.source.config if self._decoder is None else self._decoder.config
 
     @property
+    def tokenizer_files(self) -> tuple[Path, ...]:
+        """The files that go wherever the model goes; what is set takes the place of all."""
+        return self._tokenizer_files
+
+    @tokenizer_files.setter
+    def tokenizer_files(self, files: Sequence[str | os.PathLike[str]]) -> None:
+        self._tokenizer_files = tuple(as_path(file) for file in files)
+        self.__dict__.pop("tokenizer", None)
+
+    @property
     def source(self) -> ModelSource:
         """The weights, one leaf per parameter and layer, as verbs read them."""
-        if self._decoder is None:
-            assert self._source is not None
-            return self._source
-        return ModelInMemory(
-            self._decoder.config,
-            DecoderLeaves(self._decoder),
-            tokenizer_files=self.tokenizer_files,
-            lineage=self.lineage,
-            base=self.base,
-        )
+        files, lineage, made = self.tokenizer_files, self.lineage, self._source
+        if self._decoder is not None:
+            config, leaves = self._decoder.config, DecoderLeaves(self._decoder)
+            return ModelInMemory(config, leaves, tokenizer_files=files, lineage=lineage, base=self.base)
+        assert made is not None
+        if isinstance(made, ModelInMemory):
+            # A verb made it; files may have been set since.
+            where = {"base": made.base, "path": made.path}
+            return ModelInMemory(made.config, made.leaves, tokenizer_files=files, lineage=lineage, **where)
+        return made
 
     @property
     def path(self) -> Path | None:
@@ -303,8 +313,8 @@ def save(model: Model, path: str | os.PathLike[str], *, allow_nonfinite: bool = 
         source.config,
         base=base,
         trained=changed,
-        tokenizer_files=source.tokenizer_files,
-        lineage=source.lineage,
+        tokenizer_files=model.tokenizer_files,
+        lineage=model.lineage,
         allow_nonfinite=allow_nonfinite,
     )
     with writer:

@@ -133,6 +133,11 @@ def run_recipe(
     )
 
 
+def read_recipe(recipe: RecipeOrPath) -> Recipe:
+    """Returns a recipe as it is, or read from a file or a mapping; raises as `training.recipe.load_recipe` does."""
+    return recipe if isinstance(recipe, Recipe) else _parse(_table(recipe, ()), recipe)
+
+
 def _teacher_of(recipe: Recipe) -> ModelSource | None:
     return None if recipe.distill is None else open_source(recipe.distill.teacher)
 

@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         atexit.register(gc.freeze)
     try:
         with interruptions():
-            code = _run(arguments, modules)
+            code = run_command(arguments, modules)
             if (processes := sys.modules.get("moe_jax.distributed.processes")) is not None:
                 processes.leave_processes()
         sys.stdout.flush()
@@ -143,8 +143,11 @@ def _notes(error: BaseException) -> str:
     return "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
 
 
-def _run(arguments: list[str], modules: list[str]) -> int:
-    """Runs a command, after the modules of `--import`; returns its exit code, 0 unless it returns another one."""
+def run_command(arguments: list[str], modules: Sequence[str] = ()) -> int:
+    """Runs a command, after the modules of `--import`; returns its exit code, 0 unless it returns another one.
+
+    Its errors and interruptions are raised, as another command that runs it needs them.
+    """
     for name in modules:
         if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", name):
             raise InputError(

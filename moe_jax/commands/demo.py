@@ -1,6 +1,9 @@
 """`moe-jax demo`: every step, on a real language model or quickly on a small one."""
 
 import dataclasses
+import shlex
+import shutil
+import sys
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -12,7 +15,7 @@ from moe_jax.core.errors import InputError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Upcycles and tunes a language model, makes it smaller, exports it, and shows what it says before and after.
+    """Upcycles and tunes a language model, makes it smaller in three ways, and shows what it says before and after.
 
     Without --model, a small model is trained on Python's own source first, offline.
     """
@@ -26,6 +29,8 @@ class Options:
     """The demo on a small model, which needs no other one."""
     dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("moe-jax-demo")
     """Where everything goes; a folder made by an earlier demo is replaced."""
+    resume: bool = False
+    """Goes on with the demo in that folder, which was stopped; the other options must be the same."""
     tuning_steps: int = 16
     """With --model: steps of the tuning, each on 384 tokens."""
     dense_steps: int = 180
@@ -50,6 +55,7 @@ EXAMPLES = """
 make demo
 moe-jax demo --model HuggingFaceTB/SmolLM2-135M-Instruct
 moe-jax demo --quick
+moe-jax demo --quick --resume    # after Ctrl-C: goes on where it was stopped
 """
 
 
@@ -57,14 +63,15 @@ def run(options: Options) -> None:
     """Runs the demo."""
     import rich.console
 
-    from moe_jax.commands.cli import main
+    from moe_jax.commands.cli import run_command
     from moe_jax.core.interruptions import Interrupted
     from moe_jax.demo import run_quick_demo, run_real_demo
     from moe_jax.demo.shell import Shell
     from moe_jax.training.loop import Stopped
 
     # The commands print on standard output; the console must not hold back lines between them.
-    shell = Shell(rich.console.Console(soft_wrap=True), main)
+    console = rich.console.Console(soft_wrap=True)
+    shell = Shell(console, run_command, again=command_again(options), resume=options.resume)
     if options.model is None and not options.quick:
         shell.console.print("no --model: the demo on a small model (make demo fetches a real one)", highlight=False)
     try:
@@ -73,4 +80,20 @@ def run(options: Options) -> None:
         else:
             run_quick_demo(options.dir, dense_steps=options.dense_steps, more_steps=options.more_steps, shell=shell)
     except Stopped as stopped:
-        raise Interrupted(stopped.signal) from None
+        interrupted = Interrupted(stopped.signal)
+        for note in getattr(stopped, "__notes__", ()):
+            interrupted.add_note(note)
+        raise interrupted from None
+
+
+def command_again(options: Options) -> str:
+    """Returns the command that goes on with a demo with these options, as the user can give it."""
+    # In a virtual environment that is not active, `make demo` names the program by its path.
+    started = sys.argv[0]
+    program = started if shutil.which("moe-jax") is None and Path(started).name == "moe-jax" else "moe-jax"
+    words = [program, "demo"]
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if field.name != "resume" and value != field.default:
+            words += [f"--{field.name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return shlex.join([*words, "--resume"])

@@ -116,6 +116,17 @@ def check_model(given: str | os.PathLike[str] | None) -> None:
         raise FileNotFoundError(f"no training run at {saved[0]}{nearest_path(saved[0])}")
 
 
+def described_model(recipe: "Recipe", file: Path) -> str | Path | None:
+    """Returns where the config of a recipe's model is: its model, or the config that comes with a shipped recipe.
+
+    Only the latter is there before the model was made, and it says enough to plan a step or to compile one.
+    """
+    from moe_jax.training.recipe_toml import shipped_config
+
+    named = recipe.model.path or recipe.model.config
+    return named and (shipped_config(file, named) or named)
+
+
 def check_recipe(recipe: "Recipe", *, trains: bool = True) -> None:
     """Raises an error if a model, file of data or text that a recipe names is not there; as `check_text_file`.
 

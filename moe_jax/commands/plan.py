@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hi
 
 import tyro
 
-from moe_jax.commands.options import command_options, either_options, given_fields, mesh_section, parse_mesh
+from moe_jax.commands.options import (
+    command_options,
+    described_model,
+    either_options,
+    given_fields,
+    mesh_section,
+    parse_mesh,
+)
 from moe_jax.compression.options.in_common import centre_options
 from moe_jax.compression.spec import check_method
 from moe_jax.core.code_options import check_scale_bits
@@ -44,8 +51,9 @@ class _Command:
     """A config.json, ours or Hugging Face's, a directory that holds one, with weights or without, or RUN@STEP. With
     --train it is by default the recipe's."""
     train: Annotated[Path | None, tyro.conf.arg(metavar="RECIPE.toml")] = None
-    """A recipe of moe-jax train. Adds what training takes of every device: parameters, gradients, moments, activations,
-    and time. The step is compiled for that; weights and data are not read, nothing is written. By default none."""
+    """A recipe, as moe-jax train takes it. Adds what training takes of every device: parameters, gradients, moments,
+    activations, and time. The step is compiled for that; weights and data are not read, nothing is written. By default
+    none."""
     set: Annotated[tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]], tyro.conf.arg(metavar="KEY=VALUE")] = ()
     """With --train: overrides keys of the recipe, as in --set train.batch_size=16 model.remat=full."""
     mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
@@ -95,11 +103,21 @@ class _Command:
     there, for a training batch and for decoding, and the least time of every one. By default none; with --train, by
     default this machine, and also a topology such as v5e:4x4 or h100:2x8, or a slice in Google's name, such as v5p-16
     (8 chips): where to train."""
+    propose: bool = False
+    """With --train and a --platform that has a number of chips, such as v5p-16 or h100:2x8: the best ways to train
+    there, and the command that takes the first. Every mesh that divides the model and the batch is tried from shapes
+    alone, with as few microbatches as fit and the fastest remat; dtypes are the recipe's unless nothing fits with them.
+    If nothing fits, says what is missing, and the smallest slice on which something does."""
     tokens: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """With --platform: tokens of a training batch on one device (default 8192), in rows of the model's context length
     or shorter."""
     json: bool = False
     """Prints JSON and nothing else."""
+
+    @property
+    def compiles(self) -> bool:
+        """Whether a step is compiled."""
+        return self.train is not None and self.mesh is None and not self.propose
 
     def check(self) -> None:
         """Raises `InputError` for what can be said of the options without the model."""
@@ -125,7 +143,7 @@ _OF_MODELS = either_options(_NOT_OF_MODELS)
 Options = command_options(_Command, more=_OF_MODELS)
 GROUPS = {
     "the model of moe-jax upcycle or adapt": tuple(name for name, *_ in _OF_MODELS),
-    "training by a recipe": ("train", "set"),
+    "training by a recipe": ("train", "set", "propose"),
     "training on several chips": ("mesh", "optimizer"),
     "the model of moe-jax compress": ("compress", *_OF_COMPRESS),
     "time on a chip": ("platform", "tokens"),
@@ -140,6 +158,8 @@ moe-jax plan --train recipe.toml --set train.batch_size=16
 moe-jax plan --train recipe.toml --platform v5e
 # the same on other meshes, and what chips send each other, in seconds and without a compiler
 moe-jax plan --train recipe.toml --platform v5p --mesh fsdp=16,expert=4
+# which mesh, remat and microbatches to take on 8 chips
+moe-jax plan --train recipe.toml --platform v5p-16 --propose
 moe-jax plan mixtral-dir --platform h100 --mesh fsdp=4,expert=8
 # what would be trained with adapters
 moe-jax plan mixtral-dir --method perft-e --adapter parallel:8
@@ -150,17 +170,23 @@ moe-jax plan mixtral-dir --compress resmoe --keep 0.25
 
 def run(options: _Command) -> None:
     """Prints the plan."""
-    if options.train is not None and options.mesh is None and options.platform not in (None, "cpu"):
+    if options.compiles and options.platform not in (None, "cpu"):
         from moe_jax.planning.planned_devices import prepare_environment
 
         prepare_environment()
     recipe = _recipe(options)
-    model = options.model or (recipe and (recipe.model.path or recipe.model.config))
+    model = options.model or (recipe and options.train and described_model(recipe, options.train))
     if model is None:
         raise InputError("missing: CONFIG_OR_MODEL, or --train RECIPE.toml, which names a model")
     import moe_jax
     from moe_jax.api.open_source import read_config
-    from moe_jax.commands.planned_tables import print_compression, print_plan, print_strategies, print_training
+    from moe_jax.commands.planned_tables import (
+        print_compression,
+        print_plan,
+        print_proposals,
+        print_strategies,
+        print_training,
+    )
     from moe_jax.peft.adapt import adapted_config
     from moe_jax.training.recipe import OptimizerSection
     from moe_jax.upcycling.dense_to_moe import upcycled_config
@@ -171,18 +197,22 @@ def run(options: _Command) -> None:
         config = upcycled_config(given, spec)
     elif isinstance(spec, AdaptSpec):
         config = adapted_config(given, spec)
-    training = _training(recipe, config, options)
+    training = None if options.propose else _training(recipe, config, options)
     how: dict[str, Any] = {} if spec is None else {spec.verb(): spec}
     if recipe is None:
         mesh = None if options.mesh is None else parse_mesh(options.mesh)
         optimizer = OptimizerSection(kind=options.optimizer or "adamw")
         how |= {"mesh": mesh, "optimizer": optimizer, "platform": options.platform, "tokens": options.tokens}
+    elif options.propose:
+        how |= {"propose": recipe, "platform": options.platform}
     planned = moe_jax.plan(given, **how)
     compressed = _compression(config, options)
     if options.json:
         described = dataclasses.asdict(planned)
         strategies = described.pop("strategies")
+        proposals = described.pop("proposals")
         described |= {"compression": compressed and compressed.to_json(), "strategies": strategies, "training": None}
+        described |= {"proposals": proposals}
         if training is not None:
             roofline = None if training.roofline is None else training.roofline._asdict()
             described["training"] = dataclasses.asdict(training) | {"roofline": roofline}
@@ -195,6 +225,9 @@ def run(options: _Command) -> None:
         print_strategies(planned.strategies)
     if training is not None:
         print_training(training, of_recipe=recipe is not None)
+    if planned.proposals is not None:
+        given = [override for group in options.set for override in group]
+        print_proposals(planned.proposals, ["moe-jax", "train", str(options.train)], given)
     if options.mesh is not None:
         from moe_jax.distributed.sharding import undivided_experts
 
@@ -205,6 +238,11 @@ def run(options: _Command) -> None:
 
 def _check_training(options: _Command) -> None:
     """Raises `InputError` for options of training that do not go together."""
+    if options.propose:
+        if options.train is None or options.platform is None:
+            raise InputError("--propose: needs --train RECIPE.toml and --platform, such as v5p-16 or h100:2x8")
+        if options.mesh is not None:
+            raise InputError("--propose: tries every mesh; leave out --mesh")
     if options.train is None:
         if options.set:
             raise InputError("--set: only with --train")
@@ -245,7 +283,7 @@ def _training(recipe: "Recipe | None", config: "ModelConfig", options: _Command)
     from moe_jax.planning.planned_training import planned_training
 
     teacher = None if recipe.distill is None else read_config(recipe.distill.teacher)
-    return planned_training(recipe, config, platform, compiles=options.mesh is None, teacher=teacher)
+    return planned_training(recipe, config, platform, compiles=options.compiles, teacher=teacher)
 
 
 def _spec(options: _Command) -> UpcycleSpec | AdaptSpec | None:

@@ -1,5 +1,7 @@
-"""Prints the results of `plan`, `plan --compress`, `plan --platform` and `plan --train`."""
+"""Prints the results of `plan`, `plan --compress`, `plan --platform`, `plan --train` and `plan --propose`."""
 
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from moe_jax.planning.model_costs import LayerStrategies, ModelPlan, PlannedStrategies
     from moe_jax.planning.planned_compression import PlannedCompression
     from moe_jax.planning.planned_training import PlannedTraining
+    from moe_jax.planning.proposals import Proposal, Proposals
 
 
 def print_plan(path: Path, config: "ModelConfig", plan: "ModelPlan") -> None:
@@ -167,6 +170,67 @@ def print_training(planned: "PlannedTraining", *, of_recipe: bool = True) -> Non
         _print_time(planned)
     else:
         _print_estimate(planned)
+
+
+def print_proposals(found: "Proposals", command: Sequence[str], overrides: Sequence[str] = ()) -> None:
+    """Prints a table of proposals, and the command that takes the first: `command` with its `overrides` and more.
+
+    Where nothing fits, prints what comes nearest and where something fits.
+    """
+    out = console_for_tables()
+    of = f"{found.devices} chips of {show_bytes(found.memory)}"
+    out.print()
+    if found.nearest is None and not found.proposals:
+        out.print(
+            f"[bold red]no mesh[/] of the {found.devices} chips of {found.platform} divides the model and the batch: "
+            "see train.batch_size, and the numbers of heads and experts",
+            soft_wrap=True,
+        )
+    elif found.nearest is not None:
+        missing = show_bytes(found.nearest.bytes - found.memory)
+        out.print(f"[bold red]nothing fits[/] {found.platform}, {of}; the nearest lacks {missing}:", soft_wrap=True)
+        out.print(_proposals_table([found.nearest], found.memory))
+    else:
+        out.print(f"training on {found.platform}, {of}, the best of {found.meshes} meshes first:", soft_wrap=True)
+        out.print(_proposals_table(found.proposals, found.memory))
+        out.print("least times, at the peaks of data sheets, and bytes from shapes; nothing was compiled")
+        if all(one.tight for one in found.proposals):
+            out.print("[bold yellow]warning[/]: all take more than 90% of the memory; leave some, for compilers differ")
+    if found.on_smallest is not None:
+        out.print(f"the smallest larger slice with room is {found.smallest_platform}:", soft_wrap=True)
+        out.print(_proposals_table([found.on_smallest], found.memory))
+    elif not found.proposals:
+        out.print("nothing fits a larger slice either")
+    first = found.proposals[0] if found.proposals else found.on_smallest
+    if first is not None:
+        settings = [*overrides, *first.settings]
+        out.print("to take the first:" if found.proposals else "to train there:")
+        out.print(
+            f"  {shlex.join([*command, *(['--set', *settings] if settings else [])])}", soft_wrap=True, markup=False
+        )
+
+
+def _proposals_table(proposals: "Sequence[Proposal]", memory: int) -> Table:
+    columns = ("mesh", "remat", "microbatches", "parameters, moments", "a chip", "of", "step, at least", "bound by")
+    words = ("mesh", "remat", "parameters, moments", "bound by")
+    table = table_of_figures("", *columns, "links", "tokens/s", "hours", words=words)
+    for number, one in enumerate(proposals, 1):
+        mesh = " x ".join(f"{axis} {size}" for axis, size in one.mesh.items() if size > 1) or "one chip"
+        table.add_row(
+            str(number),
+            mesh,
+            one.remat,
+            str(one.accumulation),
+            f"{one.param_dtype}, {one.moments}",
+            show_bytes(one.bytes),
+            f"{one.bytes / memory:.0%}",
+            _seconds(one.seconds),
+            one.bound,
+            "-" if one.links is None else _seconds(one.links),
+            f"{one.tokens_per_second:,.0f}",
+            f"{one.run_seconds / 3600:,.3g}",
+        )
+    return table
 
 
 def _print_time(planned: "PlannedTraining") -> None:

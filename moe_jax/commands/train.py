@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from moe_jax.commands.options import can_be_read_again, check_model, check_recipe
+from moe_jax.commands.options import can_be_read_again, check_model, check_recipe, described_model
 from moe_jax.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -71,17 +71,16 @@ class Options:
         if not self.compile_only:
             check_recipe(recipe)
             return
-        check_model(self.config or recipe.model.path)
+        check_model(self.config or described_model(recipe, self.recipe))
         if recipe.distill is not None:
             check_model(recipe.distill.teacher)
 
     def load(self) -> "Recipe":
         """Returns the recipe with what is set besides; raises `InputError` if it cannot be read."""
         from moe_jax.training.recipe import load_recipe
-        from moe_jax.training.recipe_toml import recipe_file
 
         assert self.recipe is not None
-        return load_recipe(recipe_file(self.recipe), self.overrides)
+        return load_recipe(self.recipe, self.overrides)
 
     @property
     def overrides(self) -> list[str]:
@@ -124,7 +123,7 @@ def run(options: Options) -> int:
         prepare_environment()
         from moe_jax.planning.compile_only import check_fits, compile_only, print_report
 
-        file = options.config or recipe.model.config or recipe.model.path
+        file = options.config or described_model(recipe, options.recipe)
         assert file is not None and options.topology is not None
         config = read_config(file)
         teacher = None if recipe.distill is None else read_config(recipe.distill.teacher)

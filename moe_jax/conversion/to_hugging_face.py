@@ -156,9 +156,11 @@ def export(
 def _what_to_do(source: ModelSource) -> str:
     """Returns why a tuned model has no checkpoint, with the ways out that are open to it."""
     if kinds := kinds_without_place(source.config):
+        folds = any("/lora/" in path or "/nf4/" in path for path in source.specs())
+        rest = " (moe-jax merge --partly folds the LoRA and NF4 kernels beside them)" if folds else ""
         return (
             f"{source.path} has {' and '.join(kinds)}, which no format holds but its own: moe-jax merge cannot fold "
-            "them, nor PEFT read them; keep the model directory, which moe-jax generate and serve read"
+            f"them, nor PEFT read them; keep the model directory, which moe-jax generate and serve read{rest}"
         )
     why = f"{source.path} has LoRA or NF4 kernels, which no Hugging Face checkpoint holds: fold them with moe-jax merge"
     alone = not problems_of_adapter(source)

@@ -1,66 +1,17 @@
-"""The quick demo: trains a small model on text that every Python has, upcycles it, and compares."""
+"""The quick demo: trains a small model on text that every Python has, upcycles it, makes it smaller, and compares."""
 
 import json
-import statistics
 import sysconfig
-import time
 from pathlib import Path
-from typing import NamedTuple
 
-import rich.table
 import tokenizers
 
 from moe_jax.core.errors import InputError
-from moe_jax.demo.shell import Shell, comparison, make_folder
-from moe_jax.figures.plots import new_figure
-from moe_jax.training.metrics import Record, read_metrics
-
-
-class Result(NamedTuple):
-    """One model of the comparison."""
-
-    name: str
-    params: int
-    added: int
-    perplexity: float
-    tokens_per_second: float
-
-
-def median_speed(records: list[Record]) -> float:
-    """Training tokens per second: the median over the steps, which leaves out compilation."""
-    return statistics.median(record["tokens_per_second"] for record in records)
-
-
-def table(results: list[Result], held_out_bytes: int) -> rich.table.Table:
-    """A table of the results, with one row per model."""
-    columns = ("model", "parameters", "added", "held-out perplexity", "training tokens/s")
-    rows = [
-        (one.name, f"{one.params:,}", f"{one.added:,}", f"{one.perplexity:.3f}", f"{one.tokens_per_second:,.0f}")
-        for one in results
-    ]
-    return comparison(columns, rows, f"held-out text: {held_out_bytes:,} bytes; perplexity is per byte")
-
-
-def plot(path: Path, dense: Path, others: dict[str, Path]) -> None:
-    """Draws the loss over steps as a PNG: of the dense model's run, and of those by name that began with its result."""
-    figure = new_figure(11, 4.2)
-    left, right = figure.subplots(1, 2)
-    curves = {name: read_metrics(run / "metrics.jsonl") for name, run in {"dense": dense, **others}.items()}
-    first, begin = curves["dense"], curves["dense"][-1]["step"]
-    for index, (name, records) in enumerate(curves.items()):
-        offset, style = 0 if name == "dense" else begin, {"label": name, "linewidth": 1.2, "color": f"C{index}"}
-        left.plot([offset + r["step"] for r in records], [r["loss"] for r in records], **style)
-        held_out = [(offset + r["step"], r["eval_loss"]) for r in records if "eval_loss" in r]
-        if name != "dense":
-            held_out.insert(0, (begin, next(r["eval_loss"] for r in reversed(first) if "eval_loss" in r)))
-            right.plot(*zip(*held_out, strict=True), marker="o", markersize=3, **style)
-    left.set(title="training loss", xlabel="step", ylabel="nats per byte")
-    right.set(title="held-out loss after the dense model's training", xlabel="step")
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.savefig(path, dpi=120)
-
+from moe_jax.demo.comparison import WAYS, compress_in_all_ways, measured_row, score_all
+from moe_jax.demo.page import Answers, Page, finish
+from moe_jax.demo.shell import Shell
+from moe_jax.demo.steps import open_folder
+from moe_jax.training.metrics import read_metrics
 
 BOS, EOS = "<bos>", "<eos>"
 # One in this many files is held out.
@@ -73,7 +24,7 @@ def write_text(folder: Path, held_out_bytes: int) -> tuple[int, int]:
     Returns the bytes of training and of held-out text, of which there are about `held_out_bytes`.
     """
     modules = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    (folder / "train").mkdir(parents=True)
+    (folder / "train").mkdir(parents=True, exist_ok=True)
     trained, held_out = 0, ""
     for index, module in enumerate(modules):
         text = module.read_text(encoding="utf-8", errors="replace")
@@ -148,19 +99,96 @@ seq_len = 256
 HELD_OUT_BYTES = 24 * 1024
 
 
-def run_quick_demo(folder: Path, *, dense_steps: int, more_steps: int, shell: Shell) -> None:
-    """Runs the demo: `dense_steps` of the dense model's training, and then `more_steps` of every model.
+DENSE, LONGER, TUNED = "dense", "dense, trained on", "upcycled, trained on"
+UPCYCLED = "--experts 4 --top-k 2 --every 2 --delta full"
+PROMPTS = ("def read(self, ", "import ")
+NEW_TOKENS = 64
+SEQ_LEN = 256
+SAMPLES = 16
 
-    Everything goes into the folder; one made by an earlier demo is replaced. The shell's console also gets the demo's
-    own output.
+
+def run_quick_demo(folder: Path, *, dense_steps: int, more_steps: int, shell: Shell) -> None:
+    """Runs the demo: `dense_steps` of the dense model's training, and then `more_steps` of it and of the MoE.
+
+    Everything goes into the folder; one made by an earlier demo is replaced, unless the shell resumes that demo. The
+    shell's console also gets the demo's own output.
 
     Raises:
       InputError: if the folder holds something else, or a command fails.
-      Stopped: after a signal that ended a training.
+      Stopped: after a signal that ended a training; the demo goes on there.
     """
-    began, console = time.monotonic(), shell.console
-    make_folder(folder)
+    settings = {"model": None, "dense_steps": dense_steps, "more_steps": more_steps}
+    done = open_folder(folder, settings, resume=shell.resume)
+    with shell.notes():
+        _write_inputs(folder, dense_steps, more_steps, shell)
+        moe, tuned, exported = folder / "moe", folder / "runs/moe/model", folder / "hf-moe"
+
+        shell.console.rule("a small dense model, as a Hugging Face directory")
+        with done.timed("train the dense model"):
+            shell.train(folder / "dense.toml", folder / "runs/dense")
+        with done.timed("convert"):
+            shell.make(folder / "hf-dense", "export", folder / "runs/dense/model", folder / "hf-dense")
+            shell.make(folder / "dense", "convert", folder / "hf-dense", folder / "dense")
+
+        shell.console.rule("upcycle it to whole experts, and train both on the same text, as long")
+        with done.timed("upcycle"):
+            shell.make(moe, "upcycle", folder / "dense", moe, *UPCYCLED.split())
+        with done.timed("train on"):
+            for name, model in (("dense-longer", folder / "dense"), ("moe", moe)):
+                run = folder / "runs" / name
+                shell.train(folder / "continue.toml", run, f"model.path={model}", f"run_dir={run}")
+
+        shell.console.rule("make the experts smaller in three ways")
+        with done.timed("compress"):
+            text = _write_calibration(folder)
+            calibration = ("--calibrate", text, "--samples", SAMPLES, "--seq-len", SEQ_LEN)
+            smaller = compress_in_all_ways(shell, tuned, folder, calibration)
+
+        shell.console.rule("export, and reload")
+        with done.timed("export"):
+            shell.make(exported, "export", tuned, exported)
+
+        shell.console.rule("compare on text that no model learnt from")
+        held_out = ("--text", folder / "text/held-out.txt", "--seq-len", SEQ_LEN)
+        models = {DENSE: folder / "dense", TUNED: tuned, **smaller}
+        with done.timed("score"):
+            rows = score_all(shell, done.kept, models, held_out)
+            longer = folder / "runs/dense-longer/model"
+            scored = done.kept(f"score of {LONGER}", lambda: shell.json("eval", longer, *held_out, "--json"))
+            rows.insert(1, measured_row(LONGER, longer, scored, whole=longer))
+            merged = done.kept("score of the export", lambda: shell.json("eval", exported, *held_out, "--json"))
+        trained = next(row for row in rows if row.name == TUNED)
+        if abs(merged["nll"] - trained.nll) > 1e-4:
+            losses = f"{merged['nll']} nats per byte, the trained one {trained.nll}"
+            raise InputError(f"the exported model scores {losses}: a fault of moe_jax")
+        shell.console.print(
+            "the exported model (Mixtral's format) gives the same held-out loss as the one that was trained"
+        )
+        with done.timed("ask"):
+            asked = {DENSE: folder / "dense", TUNED: tuned, WAYS[-1].name: smaller[WAYS[-1].name]}
+            answers = {
+                name: done.kept(f"answers of {name}", lambda place=place: _ask(shell, place))
+                for name, place in asked.items()
+            }
+        page = Page(
+            title="moe-jax demo: a small model of Python's source",
+            answers=[
+                Answers(prompt, {name: said[number] for name, said in answers.items()})
+                for number, prompt in enumerate(PROMPTS)
+            ],
+            rows=rows,
+            whole=TUNED,
+            records=read_metrics(folder / "runs/moe/metrics.jsonl"),
+            learnt="Python's source",
+            unit="byte",
+            seconds=done.seconds,
+        )
+        finish(shell.console, folder, page, dense_steps=dense_steps, more_steps=more_steps)
+
+
+def _write_inputs(folder: Path, dense_steps: int, more_steps: int, shell: Shell) -> None:
     trained, held_out = write_text(folder / "text", HELD_OUT_BYTES)
+    console = shell.console
     console.print(f"text: the standard library's source, {trained:,} bytes to train on, {held_out:,} held out")
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "config.json").write_text(json.dumps(CONFIG, indent=2), "utf-8")
@@ -170,44 +198,17 @@ def run_quick_demo(folder: Path, *, dense_steps: int, more_steps: int, shell: Sh
     (folder / "dense.toml").write_text(RECIPE.format(folder=folder, **dense), "utf-8")
     (folder / "continue.toml").write_text(RECIPE.format(folder=folder, **longer), "utf-8")
 
-    console.rule("a small dense model, as a Hugging Face directory")
-    shell.train(folder / "dense.toml")
-    shell.type("export", folder / "runs/dense/model", folder / "hf-dense")
 
-    console.rule("convert, and upcycle it in two ways")
-    shell.type("convert", folder / "hf-dense", folder / "dense")
-    moe = ("--experts", "4", "--top-k", "2", "--every", "2")
-    shell.type("upcycle", folder / "dense", folder / "vanilla", *moe, "--delta", "full")
-    shell.type("upcycle", folder / "dense", folder / "ders-lm", *moe, "--delta", "low-rank:8")
+def _write_calibration(folder: Path) -> Path:
+    """Writes the first file that is learnt from and is long enough: held-out text chooses nothing."""
+    file = folder / "text/calibration.txt"
+    texts = (one.read_text("utf-8") for one in sorted((folder / "text/train").glob("*.txt")))
+    file.write_text(next(text for text in texts if len(text) > 2 * SAMPLES * SEQ_LEN), "utf-8")
+    return file
 
-    console.rule("train all three on the same text, as long")
-    names = {"dense-longer": folder / "dense", "vanilla": folder / "vanilla", "ders-lm": folder / "ders-lm"}
-    runs = {name: folder / "runs" / name for name in names}
-    for name, model in names.items():
-        shell.train(folder / "continue.toml", f"model.path={model}", f"run_dir={runs[name]}")
 
-    console.rule("evaluate on held-out text")
-    models = {"dense": folder / "dense", **{name: run / "model" for name, run in runs.items()}}
-    text = ("--text", folder / "text/held-out.txt", "--seq-len", "256", "--json")
-    scores = {name: shell.json("eval", model, *text) for name, model in models.items()}
-    plans = {name: shell.json("plan", model, "--json") for name, model in models.items()}
-
-    console.rule("merge the deltas, export, reload")
-    shell.type("export", runs["ders-lm"] / "model", folder / "hf-ders-lm")
-    merged = shell.json("eval", folder / "hf-ders-lm", *text)
-    if abs(merged["nll"] - scores["ders-lm"]["nll"]) > 1e-4:
-        losses = f"{merged['nll']} nats per byte, the trained one {scores['ders-lm']['nll']}"
-        raise InputError(f"the exported model scores {losses}: a fault of moe_jax")
-    console.print("the exported model (Mixtral's format) gives the same held-out loss as the one that was trained")
-    shell.type("generate", folder / "hf-ders-lm", "--prompt", "def read(self, ", "--max-new-tokens", "80")
-
-    dense_params = plans["dense"]["total_params"]
-    results = []
-    for name in models:
-        records = read_metrics(folder / "runs" / name / "metrics.jsonl")
-        params = plans[name]["total_params"]
-        results.append(Result(name, params, params - dense_params, scores[name]["perplexity"], median_speed(records)))
-    plot(folder / "curves.png", folder / "runs/dense", runs)
-    console.print()
-    console.print(table(results, held_out))
-    console.print(f"curves: {folder / 'curves.png'}   everything: {folder}/   {time.monotonic() - began:.0f} s")
+def _ask(shell: Shell, model: Path) -> list[str]:
+    """The continuations of `PROMPTS`, in one batch."""
+    prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+    answers = shell.json("generate", model, *prompts, "--max-new-tokens", NEW_TOKENS, "--json", shows=False)
+    return [answer["text"].strip() for answer in answers]

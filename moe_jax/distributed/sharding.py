@@ -203,19 +203,28 @@ def batch_sharding(mesh: Mesh, length: int) -> NamedSharding:
     return NamedSharding(mesh, P(rows, None if length % mesh.shape["sequence"] else tokens))
 
 
-def batch_shards(mesh: Mesh) -> int:
-    """Returns the number of parts into which the rows of a batch are split."""
-    return mesh.shape["data"] * mesh.shape["fsdp"] * mesh.shape["expert"]
+def batch_shards(mesh: Mapping[str, int]) -> int:
+    """Returns the number of parts into which the rows of a batch are split, on a mesh with axes of these sizes."""
+    return mesh["data"] * mesh["fsdp"] * mesh["expert"]
 
 
-def check_batch_divides(mesh: Mesh, batch_size: int, accumulation: int) -> None:
-    """Raises `InputError` unless every device gets the same number of rows of every microbatch."""
+def check_batch_divides(mesh: Mapping[str, int], batch_size: int, accumulation: int) -> None:
+    """Raises `InputError` unless every device of a mesh with these axes gets as many rows of every microbatch."""
     shards = batch_shards(mesh)
     if batch_size // accumulation % shards:
         raise InputError(
             f"train.batch_size = {batch_size} in {accumulation} microbatches leaves {batch_size // accumulation} "
             f"sequences for the {shards} parts of the mesh (data x fsdp x expert); make it a multiple of "
             f"{shards * accumulation}"
+        )
+
+
+def check_sequence_divides(mesh: Mapping[str, int], seq_len: int) -> None:
+    """Raises `InputError` unless every device of a mesh with these axes gets as many tokens of every sequence."""
+    if seq_len % mesh["sequence"]:
+        raise InputError(
+            f"data.seq_len = {seq_len} is not divisible by mesh.sequence = {mesh['sequence']}, which splits every "
+            "sequence"
         )
 
 

@@ -162,7 +162,7 @@ def text_windows(ids: np.ndarray, *, seq_len: int, batch_size: int) -> Iterator[
 
 def _rounded_up(rows: int, mesh: Mesh) -> int:
     """Returns the next multiple of the mesh's batch shards."""
-    shards = batch_shards(mesh)
+    shards = batch_shards(mesh.shape)
     return -(-rows // shards) * shards
 
 

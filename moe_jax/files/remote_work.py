@@ -184,7 +184,8 @@ class Work:
         # Bad input is corrected by other input, and then it is another job.
         if error is None or not self._goes_on or isinstance(error, InputError):
             return False
-        note = f"what is done of it is kept: the same command goes on, moe-jax clean {self._target} removes it"
+        removes = f"moe-jax clean {self._target} removes it"
+        note = f"what is done so far is kept: the same command goes on from there, and {removes}"
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
         return True

@@ -33,8 +33,8 @@ class GenerateSpec(Spec):
     stop: Annotated[str | Sequence[str], Shown("TEXT", read_as=tuple[str, ...], repeats=True)] = ()
     """A text that ends what is generated, and is no part of it; may be given several times."""
     stop_ids: Annotated[Sequence[int], Shown("N ...", read_as=tuple[int, ...])] = ()
-    """Tokens that end a text, besides those that the model names as EOS, in its config or in the files beside it (see
-    `data.end_tokens`); by default no others."""
+    """Tokens that end a text, besides those that the model names as EOS, in its config or in the files beside it; by
+    default no others."""
 
     def __post_init__(self) -> None:
         if not all(isinstance(one, str) and one for one in self.stops):

@@ -67,7 +67,7 @@ class Likelihoods:
         self._config, self._max_length = model.config, max_length
         self._graphdef, self._state = nnx.split(model)
         self._mesh = make_mesh({}, jax.local_devices()[:1]) if mesh is None else mesh
-        shards = batch_shards(self._mesh)
+        shards = batch_shards(self._mesh.shape)
         self._batch_size = -(-batch_size // shards) * shards
 
     def __call__(

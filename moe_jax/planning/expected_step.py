@@ -141,10 +141,35 @@ class ExpectedStep(NamedTuple):
     roofline: StepRoofline
 
 
+class WholeStep(NamedTuple):
+    """The numbers of a step that are the same on every mesh, of all devices together.
+
+    Attributes:
+      model_flops: operations, without those done again, as if no kernel were frozen.
+      frozen: of these, the gradients of frozen kernels.
+      kept: bytes that a microbatch keeps for its backward pass; with `remat = "full"` they are the inputs of layers,
+        which are counted on the mesh, and this is 0.
+    """
+
+    model_flops: float
+    frozen: float
+    kept: int
+
+
+def whole_step(recipe: Recipe, config: ModelConfig, program: Program) -> WholeStep:
+    """Returns what no mesh changes of a step, which is traced unless `remat` is full.
+
+    `program` is that of the recipe on one device.
+    """
+    trained = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(program.state.params)]
+    kept = 0 if recipe.model.remat == "full" else kept_bytes(program, recipe)
+    return WholeStep(batch_flops(recipe, config), frozen_gradients(recipe, config, trained), kept)
+
+
 def expected_step(
     recipe: Recipe,
     config: ModelConfig,
-    program: Program,
+    whole: WholeStep,
     leaves: Sequence[PlacedLeaf],
     mesh: Mapping[str, int],
     chip: Chip,
@@ -153,18 +178,17 @@ def expected_step(
 ) -> ExpectedStep:
     """Estimates a step.
 
-    `program` is that of the recipe on one device, and `leaves` its parameters as they lie on the mesh with these sizes.
-    The step changes `changed` bytes on a device. `per_host` as in `step_roofline`.
+    `leaves` are the parameters of the recipe's program as they lie on the mesh with these sizes. The step changes
+    `changed` bytes on a device. `per_host` as in `step_roofline`.
     """
     devices = math.prod(mesh.values())
     step = _Step(recipe, config, leaves, mesh, chip)
     if recipe.model.remat == "full":
         kept = len(config.layers) * step.tokens * config.d_model * step.number  # the input of every layer
     else:
-        kept = math.ceil(_kept_bytes(program, recipe) / (devices // mesh["tensor"]))
+        kept = math.ceil(whole.kept / (devices // mesh["tensor"]))
     temporaries, sent = step.temporaries(kept), step.transfers()
-    model_flops = batch_flops(recipe, config) / devices
-    frozen = frozen_gradients(recipe, config, [leaf.path for leaf in leaves if leaf.trained]) / devices
+    model_flops, frozen = whole.model_flops / devices, whole.frozen / devices
     state = StateNumbers(
         used=sum(leaf.gathered * leaf.layers for leaf in leaves),
         changed=changed,
@@ -340,7 +364,7 @@ class _Step:
         return tuple(np.arange(math.prod(sizes)).reshape(sizes)[along].reshape(-1).tolist())
 
 
-def _kept_bytes(program: Program, recipe: Recipe) -> int:
+def kept_bytes(program: Program, recipe: Recipe) -> int:
     """Returns the bytes that a microbatch keeps for its backward pass, traced by JAX, without parameters and batch."""
     loss = make_loss(program.graphdef)
     rows = recipe.train.batch_size // recipe.train.accumulation

@@ -9,7 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,9 @@ from moe_jax.peft.trained import active_size, parameter_sizes
 from moe_jax.training.flops import train_flops_per_token
 from moe_jax.training.optimizer import Placed, make_optimizer, state_specs
 from moe_jax.training.recipe import OptimizerSection
+
+if TYPE_CHECKING:
+    from moe_jax.planning.proposals import Proposals
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,6 +69,7 @@ class ModelPlan:
       peft: the parameters that are trained beside a frozen base; None: there is no frozen base.
       training_bytes_per_chip: bytes per chip of training over a mesh; None: no mesh was given.
       strategies: how experts would be applied on a platform; None: none was given.
+      proposals: the best ways to train by a recipe on a platform; None: none were asked for.
     """
 
     dense_params: int
@@ -83,6 +87,7 @@ class ModelPlan:
     peft: "TunedParameters | None" = None
     training_bytes_per_chip: "TrainingMemory | None" = None
     strategies: "PlannedStrategies | None" = None
+    proposals: "Proposals | None" = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,11 +19,11 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from moe_jax.core.data_sheets import Chip, resident_memory, total_memory
 from moe_jax.core.errors import InputError
 from moe_jax.data.sections import DataSection
-from moe_jax.distributed.sharding import check_batch_divides, mesh_sizes, path_name
+from moe_jax.distributed.sharding import check_batch_divides, check_sequence_divides, mesh_sizes, path_name
 from moe_jax.experts.devices import spec_on_mesh
 from moe_jax.models import ModelConfig
 from moe_jax.planning.compile_only import DoesNotFit, bytes_of, compiled_step, is_tight
-from moe_jax.planning.expected_step import expected_step, placed_leaves
+from moe_jax.planning.expected_step import PlacedLeaf, WholeStep, expected_step, placed_leaves, whole_step
 from moe_jax.planning.frozen_gradients import frozen_gradients
 from moe_jax.planning.hlo import sums_by_kind
 from moe_jax.planning.model_costs import TOKENS
@@ -41,8 +41,8 @@ from moe_jax.planning.timed_step import measured_rates, timed_step
 from moe_jax.training.program import Program, abstract_batch, make_program
 from moe_jax.training.recipe import CheckpointSection, MeshSection, ModelSection, OptimizerSection, Recipe, TrainSection
 
-# In the steps of `benchmarks/pods.py` it is 50 to 110 MiB.
-_USUAL_PROGRAM = 100 << 20
+USUAL_PROGRAM = 100 << 20
+"""Bytes of a compiled step, where it is not compiled; in those of `benchmarks/pods.py` they are 50 to 110 MiB."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,8 +136,9 @@ def planned_training(
       InputError: an unknown platform, or a recipe that does not fit the model or the devices.
     """
     target = planned_devices(recipe.mesh, platform, compiles=compiles)
-    plan = _planned_from_shapes if target.devices is None else _planned_by_compiling
-    return plan(recipe, config, target, teacher)
+    if target.devices is not None:
+        return _planned_by_compiling(recipe, config, target, teacher)
+    return RunInShapes(recipe, config, teacher).planned(recipe, target)
 
 
 def assumed_recipe(
@@ -206,30 +207,65 @@ def _planned_by_compiling(
     return _planned(recipe, config, target, teacher, program, held, items, activations, fits=fits)
 
 
-def _planned_from_shapes(
-    recipe: Recipe, config: ModelConfig, target: PlannedDevices, teacher: ModelConfig | None
-) -> PlannedTraining:
-    assert target.chip is not None
-    mesh = mesh_sizes(dataclasses.asdict(recipe.mesh), target.count)
-    one = dataclasses.replace(recipe, mesh=MeshSection(data=1, fsdp=1, expert=1, sequence=1, tensor=1))
-    program = make_program(one, config, jax.devices("cpu")[:1], teacher=teacher)
-    check_batch_divides(_abstract_mesh(mesh), recipe.train.batch_size, recipe.train.accumulation)
-    leaves = placed_leaves(program, mesh)
-    held = _held_bytes(program, recipe, mesh)
-    expected = expected_step(recipe, config, program, leaves, mesh, target.chip, held.changed, target.per_host)
-    why = f", for {target.missing} is not installed" if target.missing else ""
-    without = "" if teacher is None else ", without what the teacher's forward pass holds"
-    note = f"and what else a step holds; from shapes, not compiled{why}{without}"
-    items = [*_held_items(held, recipe, program, target.count), *_temporary_items(held, expected.temporaries, note)]
-    items.append(MemoryItem("program", _USUAL_PROGRAM, "the compiled step; usually as much"))
-    planned = _planned(recipe, config, target, teacher, program, held, items, expected.kept, fits=True)
-    left = Counter[str]()
-    for one in expected.sent:
-        left[one.kind] += round(one.count * sent_bytes(one, target.count))
-    sums = sums_by_kind(expected.sent).items()
-    sent = {kind: Sent(runs=one.count, bytes=one.bytes, sent=left[kind]) for kind, one in sums}
-    of_shapes = {"sent": sent, "model_flops": expected.model_flops, "roofline": expected.roofline}
-    return dataclasses.replace(planned, **of_shapes, run_seconds=expected.roofline.seconds * recipe.train.steps)
+class RunInShapes:
+    """A run that is planned from shapes, on one mesh after another.
+
+    Recipes that differ from the first in `mesh`, `model.remat` and `train.accumulation` alone have the same arrays.
+    What no mesh changes is computed once.
+
+    Raises `InputError` for a recipe that does not fit the model.
+    """
+
+    def __init__(self, recipe: Recipe, config: ModelConfig, teacher: ModelConfig | None = None):
+        self._config, self._teacher = config, teacher
+        self._programs: dict[str, Program] = {}
+        self._whole: dict[tuple[str, int], WholeStep] = {}
+        self._program = self._program_of(recipe)
+
+    def _program_of(self, recipe: Recipe) -> Program:
+        """Returns the program on one device."""
+        if recipe.model.remat not in self._programs:
+            one = dataclasses.replace(recipe, mesh=MeshSection(data=1, fsdp=1, expert=1, sequence=1, tensor=1))
+            program = make_program(one, self._config, jax.devices("cpu")[:1], teacher=self._teacher)
+            self._programs[recipe.model.remat] = program
+        return self._programs[recipe.model.remat]
+
+    def whole_step(self, recipe: Recipe) -> WholeStep:
+        """Returns what no mesh changes of a step."""
+        key = recipe.model.remat, recipe.train.accumulation
+        if key not in self._whole:
+            self._whole[key] = whole_step(recipe, self._config, self._program_of(recipe))
+        return self._whole[key]
+
+    def placed(self, recipe: Recipe, mesh: dict[str, int]) -> tuple[list[PlacedLeaf], HeldBytes]:
+        """Returns the parameters and the bytes that a device holds all the time, on a mesh with axes of these sizes.
+
+        Raises `InputError` for dimensions that their axes do not divide.
+        """
+        return placed_leaves(self._program, mesh), _held_bytes(self._program, recipe, mesh)
+
+    def planned(self, recipe: Recipe, target: PlannedDevices) -> PlannedTraining:
+        """Plans the run of a recipe on a platform; raises `InputError` for a mesh that does not fit."""
+        assert target.chip is not None
+        mesh, program, config = mesh_sizes(dataclasses.asdict(recipe.mesh), target.count), self._program, self._config
+        check_batch_divides(mesh, recipe.train.batch_size, recipe.train.accumulation)
+        check_sequence_divides(mesh, recipe.data.seq_len)
+        leaves, held = self.placed(recipe, mesh)
+        whole = self.whole_step(recipe)
+        expected = expected_step(recipe, config, whole, leaves, mesh, target.chip, held.changed, target.per_host)
+        why = f", for {target.missing} is not installed" if target.missing else ""
+        without = "" if self._teacher is None else ", without what the teacher's forward pass holds"
+        note = f"and what else a step holds; from shapes, not compiled{why}{without}"
+        items = [*_held_items(held, recipe, program, target.count), *_temporary_items(held, expected.temporaries, note)]
+        items.append(MemoryItem("program", USUAL_PROGRAM, "the compiled step; usually as much"))
+        planned = _planned(recipe, config, target, self._teacher, program, held, items, expected.kept, fits=True)
+        left = Counter[str]()
+        for one in expected.sent:
+            left[one.kind] += round(one.count * sent_bytes(one, target.count))
+        sums = sums_by_kind(expected.sent).items()
+        sent = {kind: Sent(runs=one.count, bytes=one.bytes, sent=left[kind]) for kind, one in sums}
+        of_shapes = {"sent": sent, "model_flops": expected.model_flops, "roofline": expected.roofline}
+        return dataclasses.replace(planned, **of_shapes, run_seconds=expected.roofline.seconds * recipe.train.steps)
 
 
 def _planned(

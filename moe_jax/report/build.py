@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float
@@ -33,7 +33,7 @@ from moe_jax.report.model_sections import (
     sweep_pictures,
 )
 from moe_jax.report.subjects import Evaluation, Run, Score, Subject, is_number, named, open_subject, with_evaluations
-from moe_jax.training.metrics import Record
+from moe_jax.training.metrics import EVAL_LOSS_BEFORE, Record
 
 if TYPE_CHECKING:
     from moe_jax.models import ModelConfig
@@ -252,6 +252,7 @@ def training_facts(run: Run) -> Markup:
             "steps": f"{records[-1]['step']:,}",
             "tokens": f"{sum(map(int, tokens.values)):,}" if tokens.steps else None,
             "loss, last": f"{losses.values[-1]:.4f}" if losses.steps else None,
+            "held-out loss, before training": f"{held_out.values[0]:.4f}" if held_out.steps[:1] == [0] else None,
             "held-out loss, last": f"{held_out.values[-1]:.4f}" if held_out.steps else None,
             "held-out loss, least": f"{min(held_out.values):.4f}" if held_out.steps else None,
             "tokens/s, median": f"{speed:,.0f}" if speed is not None else None,
@@ -334,8 +335,11 @@ def median_speed(run: Run) -> float | None:
 
 
 def numbers(records: Sequence[Record], key: str) -> Curve:
-    """The finite numbers of a key over the steps; there may be none."""
+    """The finite numbers of a key over the steps; there may be none. Held-out losses begin at step 0 if known."""
     found = [(record["step"], float(record[key])) for record in records if is_number(record.get(key))]
+    before: Any = records[0].get(EVAL_LOSS_BEFORE) if records and key == "eval_loss" else None
+    if is_number(before):
+        found.insert(0, (0, float(before)))
     return Curve(key, [step for step, _ in found], [value for _, value in found])
 
 

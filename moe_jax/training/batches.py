@@ -100,7 +100,7 @@ def open_batches(
     """
     mesh = make_mesh({}, jax.devices()[:1]) if mesh is None else mesh
     size, named = recipe.train.batch_size, recipe.data.tokenizer
-    check_batch_divides(mesh, size, recipe.train.accumulation)
+    check_batch_divides(mesh.shape, size, recipe.train.accumulation)
     tokenizer = find_tokenizer(tokenizer_files, "the model") if named is None else as_path(named)
     rows = local_rows(mesh, size)
     data = open_data(recipe.data, config, tokenizer, seed=recipe.seed, batch_size=size, rows=rows, note=note)

@@ -25,7 +25,16 @@ from moe_jax.files.storage_path import as_path
 from moe_jax.training import recipe_toml
 from moe_jax.training.batches import Batches
 from moe_jax.training.flops import peak_flops, step_flops
-from moe_jax.training.metrics import MetricsWriter, Record, StepLine, StepTrace, WandbWriter, is_finite, to_record
+from moe_jax.training.metrics import (
+    EVAL_LOSS_BEFORE,
+    MetricsWriter,
+    Record,
+    StepLine,
+    StepTrace,
+    WandbWriter,
+    is_finite,
+    to_record,
+)
 from moe_jax.training.program import Program, metrics_of
 from moe_jax.training.recipe import Recipe
 from moe_jax.training.run_directory import CHECKPOINTS
@@ -133,6 +142,7 @@ class Loop:
         # Batches in which nothing was scored, and whether anything was in another.
         self._unscored, self._was_scored = 0, False
         self._check = exchange_check(recipe, program)
+        self._eval_loss_before: float | None = None
 
     def run(self, state: TrainState) -> tuple[TrainState, Record]:
         """Trains from `state`, whose buffers are donated, to the last step or the end of the data.
@@ -164,6 +174,8 @@ class Loop:
         recipe = self._recipe
         step, steps = int(state.step), recipe.train.steps
         pending: tuple[int, StepMetrics] | None = None
+        if step == 0:
+            self._evaluate_before(state)
 
         def report(*, evaluate: TrainState | None = None) -> None:
             nonlocal pending
@@ -209,6 +221,22 @@ class Loop:
         self._checkpoints.wait()
         return state
 
+    def _evaluate_before(self, state: TrainState) -> None:
+        """Scores the held-out text before the first step: what the run gains is seen beside it."""
+        if self._evaluator is None:
+            return
+        found = self._held_out_loss(state)
+        if not math.isfinite(found):
+            raise Diverged(f"the held-out loss of the model is {found} before training; see moe-jax inspect --weights")
+        self._say(f"held-out loss before training: {found:.4f}")
+        self._eval_loss_before = found
+        self._clock = time.monotonic()
+
+    def _held_out_loss(self, state: TrainState) -> float:
+        assert self._evaluator is not None
+        ema = self._recipe.ema
+        return self._evaluator(averaged_params(state, ema is not None and ema.evaluate), self._frozen).nll
+
     def _finish(self, step: int, metrics: StepMetrics, evaluate: TrainState | None) -> Record:
         """Waits for a step and checks it; adds the speed, and the held-out loss if a state is given."""
         record = to_record(self._program.model, step, metrics)
@@ -221,11 +249,10 @@ class Loop:
         record["flops_per_second"] = self._flops(tokens, inputs) / seconds
         if self._peak is not None:
             record["mfu"] = record["flops_per_second"] / self._peak
+        if self._eval_loss_before is not None:
+            record[EVAL_LOSS_BEFORE], self._eval_loss_before = self._eval_loss_before, None
         if evaluate is not None:
-            assert self._evaluator is not None
-            ema = self._recipe.ema
-            params = averaged_params(evaluate, ema is not None and ema.evaluate)
-            record["eval_loss"] = self._evaluator(params, self._frozen).nll
+            record["eval_loss"] = self._held_out_loss(evaluate)
             self._check_finite(record)
         self._clock = time.monotonic()
         self._last = record
@@ -264,7 +291,7 @@ class Loop:
         assert signals.received is not None
         self._checkpoints.wait()
         steps, name = self._recipe.train.steps, signal.Signals(signals.received).name
-        self._say(f"{name}: saved step {step} of {steps}; continue with: {self._continue_command}")
+        self._say(f"{name}: step {step} of {steps} is saved; continue with: {self._continue_command}")
         raise Stopped(signals.received)
 
     def _check_finite(self, record: Record) -> None:

@@ -122,6 +122,8 @@ class WandbWriter:
 
 
 Record = dict[str, Any]
+EVAL_LOSS_BEFORE = "eval_loss_before"
+"""Key of the first step's record, for the held-out loss before that step: every line of a file is of a step."""
 
 
 def to_record(model: Decoder, step: int, metrics: StepMetrics) -> Record:
@@ -132,7 +134,8 @@ def to_record(model: Decoder, step: int, metrics: StepMetrics) -> Record:
     (see `StepMetrics`); for a model with an encoder also `input_tokens`, `cut_inputs` and `cut_targets`; for one with
     MoE layers `balance_loss`, `z_loss` and `cv_loss` (means over the layers, without coefficients), `expert_load` and
     `dropped` (by layer index); if PEFT experts have routers of their own, `perft_balance_loss`, `perft_z_loss` and
-    `perft_load` likewise.
+    `perft_load` likewise. The loop adds speeds, `eval_loss` to steps after which held-out text is scored, and to the
+    first step `eval_loss_before`, what it was before that step.
     """
     config, routers = model.config, model.routers()
     metrics = jax.tree.map(np.asarray, jax.device_get(metrics))
@@ -201,6 +204,8 @@ class MetricsWriter:
         if self._file:
             self._file.write(json.dumps(record) + "\n")
         for writer in filter(None, (self._events, self._wandb)):
+            if EVAL_LOSS_BEFORE in record:
+                writer.write(0, [("eval_loss", record[EVAL_LOSS_BEFORE])])
             writer.write(record["step"], _flat(record))
 
     def flush(self) -> None:
@@ -277,7 +282,7 @@ def _flat(record: Mapping[str, Any]) -> list[tuple[str, float]]:
                 entries = enumerate(entry) if isinstance(entry, list) else [(None, entry)]
                 for expert, number in entries:
                     scalars.append((f"{key}/layer_{layer}" + ("" if expert is None else f"/expert_{expert}"), number))
-    return [(tag, value) for tag, value in scalars if tag != "step"]
+    return [(tag, value) for tag, value in scalars if tag not in ("step", EVAL_LOSS_BEFORE)]
 
 
 class StepTrace(contextlib.AbstractContextManager):

@@ -16,7 +16,14 @@ from jax.sharding import PartitionSpec as P
 from moe_jax.core.errors import InputError
 from moe_jax.data.pipeline import stack_pairs
 from moe_jax.data.sections import input_length
-from moe_jax.distributed.sharding import batch_sharding, check_batch_divides, make_mesh, path_name, state_shardings
+from moe_jax.distributed.sharding import (
+    batch_sharding,
+    check_batch_divides,
+    check_sequence_divides,
+    make_mesh,
+    path_name,
+    state_shardings,
+)
 from moe_jax.experts import set_exchange
 from moe_jax.model_io.loading import abstract_model, disk_paths, load_model, may_be_cast
 from moe_jax.model_io.model_source import ModelSource
@@ -81,12 +88,8 @@ def mesh_for(recipe: Recipe, config: ModelConfig, devices: list[Any] | None = No
     if recipe.data.input_len is not None and not config.has_encoder:
         raise InputError(f"data.input_len = {recipe.data.input_len} is for models with an encoder, which this has not")
     mesh = make_mesh(dataclasses.asdict(recipe.mesh), devices)
-    check_batch_divides(mesh, recipe.train.batch_size, recipe.train.accumulation)
-    if recipe.data.seq_len % mesh.shape["sequence"]:
-        raise InputError(
-            f"data.seq_len = {recipe.data.seq_len} is not divisible by mesh.sequence = {mesh.shape['sequence']}, which "
-            "splits every sequence"
-        )
+    check_batch_divides(mesh.shape, recipe.train.batch_size, recipe.train.accumulation)
+    check_sequence_divides(mesh.shape, recipe.data.seq_len)
     return mesh
 
 

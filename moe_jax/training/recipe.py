@@ -357,7 +357,7 @@ class LogSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalSection:
-    """Held-out data, scored every `every` steps and at the end, as by `moe-jax eval`.
+    """Held-out data, scored before the first step, every `every` steps and at the end, as by `moe-jax eval`.
 
     Attributes:
       text: a file or a glob pattern. A text file is scored as a whole; in JSON lines and tables, every document is
@@ -440,11 +440,16 @@ class Recipe:
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Reads a recipe and applies `--set` overrides, which are validated like the rest.
 
+    Args:
+      path: a TOML file, or the name of a recipe that comes with the library, such as `upcycle_small`.
+      overrides: each as `train.steps=100`.
+
     Raises:
       InputError: not TOML, unknown or misspelt keys, wrong types, bad values; all of them in one message.
-      FileNotFoundError: no such file.
+      FileNotFoundError: neither such a file nor such a recipe.
     """
-    table = read_recipe_table(as_path(path))
+    path = recipe_toml.recipe_file(as_path(path))
+    table = read_recipe_table(path)
     return json_toml.parse(Recipe, recipe_toml.apply_overrides(table, overrides), where=str(path), language="TOML")
 
 

@@ -180,6 +180,16 @@ def shipped_recipes() -> dict[str, Path]:
     return {file.stem: file for file in sorted(files) if file.suffix == ".toml"}
 
 
+def shipped_config(named: Path, model: str) -> Path | None:
+    """Returns the config that comes with a shipped recipe, where the `model` that the recipe names is not there.
+
+    It says enough to plan a step, or to compile one, before there are any weights.
+    """
+    file = recipe_file(named).parent / "configs" / f"{Path(model).name}.json"
+    is_shipped = named.stem in shipped_recipes() and recipe_file(named) == shipped_recipes()[named.stem]
+    return file if is_shipped and file.is_file() and not Path(model).exists() else None
+
+
 def recipe_file(named: Path) -> Path:
     """Returns the file of a recipe: the path itself, or that of the shipped recipe of this name.
 

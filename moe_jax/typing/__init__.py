@@ -25,6 +25,7 @@ Parts of a plan:
     TrainingMemory, TunedParameters  bytes in training, and parameters that are tuned
     PlannedStrategies, LayerStrategies, StrategyTime
                                      ways to apply experts, by layer, and their times
+    Proposals, Proposal              ways to train by a recipe on a platform
 """
 
 from etils import epy as _epy
@@ -58,3 +59,5 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.planning.model_costs import StrategyTime as StrategyTime
     from moe_jax.planning.model_costs import TrainingMemory as TrainingMemory
     from moe_jax.planning.model_costs import TunedParameters as TunedParameters
+    from moe_jax.planning.proposals import Proposal as Proposal
+    from moe_jax.planning.proposals import Proposals as Proposals

@@ -68,6 +68,26 @@ def trained(moe, tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("trained") / "model", source.config, leaves, source.tokenizer_files)
 
 
+@pytest.mark.parametrize("reads", [False, True])
+def test_files_that_are_set_go_with_the_model_whether_or_not_it_was_read(dense, tmp_path, reads):
+    template = tmp_path / "chat_template.jinja"
+    template.write_text("{{ messages }}")
+    made = moe_jax.upcycle(dense, **DELTA)
+    loaded = moe_jax.load(dense)
+    for name, model in (("made", made), ("loaded", loaded)):
+        if reads:
+            assert model.decoder is not None
+        assert model.tokenizer is not None
+        model.tokenizer_files = [*model.tokenizer_files, str(template)]
+        saved = moe_jax.save(model, tmp_path / name)
+        assert (saved / "chat_template.jinja").read_text() == "{{ messages }}" and (saved / "tokenizer.json").is_file()
+        model.tokenizer_files = [template]
+        assert model.tokenizer is None
+        assert not (moe_jax.save(model, tmp_path / f"{name} again") / "tokenizer.json").exists()
+    again = moe_jax.compress(made, method="quantize", bits=8)
+    assert [file.name for file in again.tokenizer_files] == ["chat_template.jinja"]
+
+
 def test_a_saved_model_is_the_model_to_the_last_bit(dense, tmp_path):
     loaded = moe_jax.load(dense)
     saved = moe_jax.save(loaded, tmp_path / "again")

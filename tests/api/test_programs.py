@@ -1,4 +1,4 @@
-"""The programs in examples/ and convert/, and the program in README.md."""
+"""The programs in examples/ and convert/, and those of README.md and of the guide to Python."""
 
 import importlib.util
 import pathlib
@@ -106,20 +106,21 @@ def test_checkpoints_are_converted_there_and_back(tmp_path, capsys):
     assert moe_jax.convert(upcycled).config.family == "mixtral"
 
 
-def test_the_program_of_the_readme_runs(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("page", ["README.md", "docs/guides/from-python.md"])
+def test_the_program_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     moe_jax.save(moe_jax.tiny_model(), "llama-dir")
-    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
     # Its numbers are those of a model of billions; this one has 16 neurons a layer and 2 layers.
     program = program.replace("low-rank:16", "low-rank:2").replace('"steps": 100', '"steps": 3')
     random = np.random.default_rng(0)
     names = {"batches": [random.integers(0, 64, (2, 17))] * 3, "ids": random.integers(0, 64, 40)}
-    exec(compile(program, "README.md", "exec"), names)
-    assert (tmp_path / "hf-dir" / "model.safetensors").is_file() and (tmp_path / "moe-dir" / "params").is_dir()
-    assert "MoEs in 1" in capsys.readouterr().out
+    exec(compile(program, page, "exec"), names)
+    assert (tmp_path / "hf-dir" / "model.safetensors").is_file() and (tmp_path / "small-dir" / "params").is_dir()
+    assert names["inside"].routing.keys() == {1}
 
 
-def test_the_table_of_the_readme_names_what_is_public():
-    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## From Python")[2].partition("\n## ")[0]
+def test_the_table_of_the_guide_names_what_is_public():
+    section = (ROOT / "docs" / "guides" / "from-python.md").read_text(encoding="utf-8")
     verbs = re.findall(r"`(\w+)`", section.partition("| `Model`")[0].partition("|---|---|")[2])
     assert len(verbs) == 13 and set(verbs) <= set(dir(moe_jax))

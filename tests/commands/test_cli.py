@@ -243,10 +243,10 @@ def test_an_interrupted_program_ends_without_the_end_of_the_interpreter(convert,
 
 def test_what_an_error_notes_is_said(convert, capsys):
     error = OSError(28, "No space left on device", "out")
-    error.add_note("what is done of it is kept")
+    error.add_note("what is done so far is kept")
     convert.do = fail(error)
     assert cli.main(["convert", "a"]) == 2
-    assert capsys.readouterr().err == "moe-jax: error: out: No space left on device; what is done of it is kept\n"
+    assert capsys.readouterr().err == "moe-jax: error: out: No space left on device; what is done so far is kept\n"
 
 
 def test_a_reader_that_goes_away_is_no_error(tmp_path):

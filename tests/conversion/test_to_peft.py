@@ -199,6 +199,28 @@ def test_what_peft_cannot_say_is_refused(tmp_path, capsys):
     assert not [path for path in tmp_path.iterdir() if "out" in path.name]
 
 
+@pytest.mark.parametrize("kind", ["PERFT", "PESC"])
+def test_what_is_said_of_lora_beside_experts_can_be_done(tmp_path, kind, capsys):
+    if kind == "PERFT":
+        base = base_of(tmp_path, OLMOE)
+        config = with_mlp(base.config, perft=PerftConfig(variant="routed", num_experts=2, top_k=1,
+                                                         adapter=AdapterConfig(rank=2)))  # fmt: skip
+        path = write_adapter(tmp_path / "adapter", base, with_attention(config, *[lora(2, "q")] * 2)).path
+    else:
+        path, base = tmp_path / "adapter", base_of(tmp_path, LLAMA)
+        how = ["--method", "pesc", "--experts", "4", "--top-k", "2", "--adapter", "2", "--rest", "lora:2"]
+        assert cli.main(["upcycle", str(base.path), str(path), *how]) == 0
+    for options in ([], ["--format", "peft"]):
+        assert cli.main(["export", str(path), str(tmp_path / "out"), *options]) == 2
+    plain, _ = capsys.readouterr().err.splitlines()[-2:]
+    assert "keep the model directory" in plain and "moe-jax merge --partly folds the LoRA" in plain
+    assert cli.main(["merge", str(path), str(tmp_path / "folded"), "--partly"]) == 0
+    assert "LoRA folded into" in capsys.readouterr().out
+    assert cli.main(["export", str(tmp_path / "folded"), str(tmp_path / "out")]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "keep the model directory" in said and "--partly" not in said
+
+
 def test_says_what_the_adapter_stands_on(tmp_path, capsys):
     """A base that is no Hugging Face checkpoint yet, and was quantised for training."""
     leaves = base_of(tmp_path, LLAMA)

@@ -4,19 +4,21 @@ import json
 import random
 import re
 import signal
+import sys
 
 import pytest
 import rich.console
 
 from moe_jax import demo
 from moe_jax.commands.cli import main
+from moe_jax.commands.demo import Options, command_again
 from moe_jax.core.errors import InputError
+from moe_jax.core.interruptions import Interrupted
 from moe_jax.demo import shell
-from moe_jax.demo.quick import Result, byte_tokenizer, median_speed, plot, table, write_text
-from moe_jax.demo.real import KINDS, MODELS, QUESTIONS, Answers, Row, print_page, write_page, write_problems
+from moe_jax.demo.problems import KINDS, write_problems
+from moe_jax.demo.quick import byte_tokenizer, write_text
+from moe_jax.demo.steps import MARKER, open_folder
 from moe_jax.training.loop import Stopped
-from tests.support.environment import ROOT
-from tests.support.walkthroughs import blocks_of, form
 
 
 def test_text_is_split_by_file(tmp_path):
@@ -41,19 +43,43 @@ def test_byte_tokenizer_gives_one_token_per_byte_and_back():
 def test_a_folder_that_no_demo_made_is_left_alone(tmp_path, capsys):
     (tmp_path / "mine.txt").write_text("precious")
     assert main(["demo", "--dir", str(tmp_path)]) == 2
-    assert "demo; choose another --dir" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "demo; choose another --dir" in said and "goes on" not in said
     assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]
 
 
 def test_a_folder_of_an_earlier_demo_is_replaced(tmp_path):
     folder = tmp_path / "of" / "a demo"
-    shell.make_folder(folder)
+    open_folder(folder, {}, resume=False)
     (folder / "old.txt").touch()
-    shell.make_folder(folder)
-    assert [file.name for file in folder.iterdir()] == [shell.MARKER]
-    (folder / shell.MARKER).unlink()
+    open_folder(folder, {}, resume=False)
+    assert [file.name for file in folder.iterdir()] == [MARKER]
+    (folder / MARKER).unlink()
     with pytest.raises(InputError, match="another --dir"):
-        shell.make_folder(folder)
+        open_folder(folder, {}, resume=False)
+
+
+def test_a_demo_that_goes_on_knows_what_is_done(tmp_path):
+    folder, made = tmp_path / "d", []
+    steps = open_folder(folder, {"model": "m"}, resume=True)
+    with pytest.raises(KeyboardInterrupt), steps.timed("tune"):
+        assert steps.kept("score", lambda: made.append(1) or {"nll": 0.5}) == {"nll": 0.5}
+        raise KeyboardInterrupt
+    before = steps.seconds["tune"]
+    again = open_folder(folder, {"model": "m"}, resume=True)
+    with again.timed("tune"):
+        assert again.kept("score", lambda: made.append(1)) == {"nll": 0.5}
+    assert made == [1] and again.seconds["tune"] > before > 0
+
+
+def test_a_demo_goes_on_with_its_own_options_alone(tmp_path):
+    open_folder(tmp_path / "d", {"model": "m", "tuning_steps": 3}, resume=False)
+    with pytest.raises(InputError, match="other options") as refused:
+        open_folder(tmp_path / "d", {"model": "m", "tuning_steps": 4}, resume=True)
+    assert "tuning_steps 3, now 4" in str(refused.value)
+    (tmp_path / "d" / MARKER).write_text("")  # as before demos could go on
+    with pytest.raises(InputError, match="another version"):
+        open_folder(tmp_path / "d", {}, resume=True)
 
 
 def test_steps_below_one_are_refused(tmp_path, capsys):
@@ -73,39 +99,72 @@ def test_a_model_gets_the_demo_on_a_real_one(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_that_ends_a_training_ends_the_demo(tmp_path, capsys, monkeypatch, number):
-    def stopped(recipe, *, continue_command):
-        assert recipe.train.steps == 7 and continue_command == f"moe-jax train {tmp_path / 'd/dense.toml'} --resume"
+    again = f"moe-jax demo --quick --dir {tmp_path / 'd'} --dense-steps 7 --resume"
+
+    def stopped(recipe, *, resume, continue_command):
+        assert recipe.train.steps == 7 and not resume and continue_command == again
         raise Stopped(number)
 
     monkeypatch.setattr(shell, "run_recipe", stopped)
     assert main(["demo", "--dir", str(tmp_path / "d"), "--quick", "--dense-steps", "7"]) == 128 + number
     said = capsys.readouterr()
-    assert said.err.splitlines() == [f"moe-jax: interrupted by {number.name}"]
+    assert said.err.splitlines() == [f"moe-jax: interrupted by {number.name}; the demo goes on with: {again}"]
     assert said.out.count("$ moe-jax") == 1 and not (tmp_path / "d/hf-dense").exists()
 
 
-@pytest.fixture
-def runs(tmp_path):
-    for name, losses in {"dense": [5.0, 4.0], "ders-lm": [3.9, 3.8]}.items():
-        (tmp_path / name).mkdir()
-        lines = [
-            {"step": i + 1, "loss": loss, "tokens_per_second": 10.0 * (i + 1), "eval_loss": loss}
-            for i, loss in enumerate(losses)
-        ]
-        (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    return tmp_path
+def test_a_demo_that_goes_on_resumes_the_training(tmp_path, monkeypatch):
+    recipe, resumed = tmp_path / "r.toml", []
+    recipe.write_text(f'run_dir = "{tmp_path}/run"\n[model]\npath = "m"\n[data]\nsources = []\n[train]\nsteps = 1\n')
+    monkeypatch.setattr(shell, "load_recipe", lambda *given: None)
+    monkeypatch.setattr(shell, "run_recipe", lambda recipe, *, resume, continue_command: resumed.append(resume))
+    console = rich.console.Console(quiet=True)
+    for resume in (False, True):
+        made = shell.Shell(console, main, resume=resume)
+        made.train(recipe, tmp_path / "run")
+        (tmp_path / "run").mkdir(exist_ok=True)
+    assert resumed == [False, True]
+    (tmp_path / "run/model").mkdir()
+    made.train(recipe, tmp_path / "run")
+    assert len(resumed) == 2
 
 
-def test_picture_and_table(runs):
-    plot(runs / "curves.png", runs / "dense", {"ders-lm": runs / "ders-lm"})
-    assert (runs / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert median_speed([{"tokens_per_second": x} for x in (1.0, 9.0, 2.0)]) == 2.0
-    console = rich.console.Console(width=120, record=True)
-    compared = table([Result("ders-lm", 864640, 93184, 9.5, 1234.0)], 49152)
-    assert [column.justify for column in compared.columns] == ["left", *["right"] * 4]
-    console.print(compared)
-    text = console.export_text()
-    assert "864,640" in text and "93,184" in text and "9.500" in text and "1,234" in text
+def test_what_is_there_is_not_made_again(tmp_path):
+    ran = []
+    made = shell.Shell(rich.console.Console(quiet=True), lambda words: ran.append(words) or 0)
+    made.make(tmp_path / "out", "convert", "in", tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    made.make(tmp_path / "out", "convert", "in", tmp_path / "out")
+    assert ran == [["convert", "in", str(tmp_path / "out")]]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_in_a_command_ends_the_demo_with_how_it_goes_on(tmp_path, capsys, monkeypatch, number):
+    def interrupted(folder, model, *, steps, shell):
+        with shell.notes():
+            shell.make(folder / "small", "compress", "a", "b")
+
+    def raises(arguments, modules=()):
+        if arguments[0] == "demo":
+            return run_command(arguments, modules)
+        raise Interrupted(number)
+
+    cli = sys.modules["moe_jax.commands.cli"]
+    run_command = cli.run_command
+    monkeypatch.setattr(cli, "run_command", raises)
+    monkeypatch.setattr(demo, "run_real_demo", interrupted)
+    (tmp_path / "m.gguf").touch()
+    given = ["demo", "--model", str(tmp_path / "m.gguf"), "--dir", str(tmp_path / "d")]
+    assert main(given) == 128 + number
+    again = f"moe-jax {' '.join(given)} --resume"
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"moe-jax: interrupted by {number.name}; the demo goes on with: {again}"]
+
+
+def test_a_command_that_is_not_found_is_named_by_its_path(monkeypatch, tmp_path):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr(sys, "argv", [".venv/bin/moe-jax", "demo"])
+    options = Options(model=tmp_path / "a b.gguf")
+    assert command_again(options) == f".venv/bin/moe-jax demo --model '{tmp_path}/a b.gguf' --resume"
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__.strip("_"))
@@ -130,33 +189,6 @@ def test_no_problem_is_learnt_and_held_out(tmp_path):
     assert (len(set(learnt)), len(set(held_out))) == (50, 10) and not set(learnt) & set(held_out)
 
 
-def test_the_page_shows_what_was_said_and_measured(tmp_path):
-    answers = [Answers("1 < 2?", "No & [bold]no[/bold]", "<b>yes</b>")]
-    rows = [Row("tuned, ResMoE", 136_565_568, 211_000_000, 1.234, 512.0)]
-    console = rich.console.Console(width=120, record=True)
-    print_page(console, answers, rows)
-    write_page(tmp_path / "page.html", answers, rows, [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.0}], "model")
-    page, printed = (tmp_path / "page.html").read_text(), console.export_text()
-    for cell in ("136,565,568", "1.234", "512", "tuned, ResMoE"):
-        assert cell in page and cell in printed
-    assert "&lt;b&gt;yes&lt;/b&gt;" in page and "<b>yes" not in page
-    assert "training loss from 2.500 at step 1 to 2.000 at step 2" in page and "data:image/svg+xml;base64," in page
-    assert "[bold]no[/bold]" in printed and "<b>yes</b>" in printed
-
-
 def test_a_quick_demo_takes_no_model(tmp_path, capsys):
     assert main(["demo", "--dir", str(tmp_path / "d"), "--quick", "--model", "x.gguf"]) == 2
     assert "--quick makes its own" in capsys.readouterr().err
-
-
-def test_the_first_screen_of_the_readme_is_what_the_demo_ends_with():
-    console = rich.console.Console(width=120, record=True)
-    rows = [Row(name, 134_515_008, 269_000_000, 3.8, 60.0) for name in MODELS]
-    print_page(console, [Answers(question, "this", "that") for question in QUESTIONS], rows)
-    shown = next(block.text for block in blocks_of((ROOT / "README.md").read_text()) if block.kind == "text")
-
-    def forms(text: str) -> list[str]:
-        return [form(re.sub(r"^ +(before|now): .*", r"\1:", line)) for line in text.splitlines() if line.strip()]
-
-    heading, *printed = forms(console.export_text())
-    assert "what it said before" in heading and forms(shown) == printed

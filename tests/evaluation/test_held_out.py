@@ -181,14 +181,16 @@ def test_a_run_is_evaluated_on_tokens_and_the_command_says_the_same_of_their_sou
     held_out = ["--set", 'data.sources=[{path="held_out.jsonl"}]']
     assert cli.main(["data", "tokenize", "recipe.toml", "tokens", *held_out]) == 0
     assert cli.main(["train", "recipe.toml"]) == 0
-    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    capsys.readouterr()
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    last, before = records[-1], records[0]["eval_loss_before"]
+    assert f"held-out loss before training: {before:.4f}\n" in capsys.readouterr().out
     (tmp_path / "held_out.jsonl").write_bytes(lines([{"text": 1}, *({"text": text} for text in TEXTS), ["b"]]))
     options = ["eval", str(model), "--text", "held_out.jsonl", "--seq-len", "16", "--json"]
     assert cli.main([*options, "--bad-documents", "skip"]) == 0
     printed = capsys.readouterr()
     found = json.loads(printed.out)
     assert found["nll"] == pytest.approx(last["eval_loss"], rel=1e-5) and found["skipped"] == 2
+    assert found["nll"] == pytest.approx(before, rel=1e-5)
     assert all(one in printed.err for one in found["problems"]) and "line 4: expected" in found["problems"][1]
     assert cli.main(options) == 2
     assert "held_out.jsonl, line 1: expected" in capsys.readouterr().err

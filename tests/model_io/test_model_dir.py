@@ -333,9 +333,9 @@ def test_when_all_leaves_are_there_none_is_written_again(tmp_path, leaves, monke
         patch.setattr("moe_jax.files.staging.Workplace.complete", lambda *_: (_ for _ in ()).throw(OSError(5, "gone")))
         with pytest.raises(OSError, match="gone") as failed:
             write(tmp_path / "model", leaves, resume=True)
-    assert failed.value.__notes__ == [
-        f"what is done of it is kept: the same command goes on, moe-jax clean {tmp_path / 'model'} removes it"
-    ]
+    (note,) = failed.value.__notes__
+    assert note.startswith("what is done so far is kept: the same command goes on from there, and ")
+    assert note.endswith(f"and moe-jax clean {tmp_path / 'model'} removes it")
     monkeypatch.setattr(LeafWriter, "_write_chunks", lambda *_: pytest.fail("written again"))
     write(tmp_path / "model", leaves, resume=True)
     model = ModelDirectory(tmp_path / "model")

@@ -182,6 +182,7 @@ def test_a_recipe_is_tried_on_another_mesh(tmp_path, capsys):
         (["--mesh", "fsdp=0", "--platform", "v5p"], "fsdp=0 must be at least 1"),
         (["--mesh", "fsdp=3", "--platform", "v5p"], "make it a multiple of 3"),
         (["--mesh", "fsdp=8", "--platform", "v5p:2x2x1"], "does not fit 4 devices"),
+        (["--mesh", "fsdp=1,sequence=3", "--platform", "v5p"], "is not divisible by mesh.sequence"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_one_line(tmp_path, words, message, capsys):

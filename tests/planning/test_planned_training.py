@@ -18,7 +18,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig
 from moe_jax.planning import compile_only, planned_devices, planned_training
 from moe_jax.planning.compile_only import DoesNotFit
-from moe_jax.planning.expected_step import _kept_bytes
+from moe_jax.planning.expected_step import kept_bytes
 from moe_jax.planning.step_time import HeldBytes, Rates, optimizer_operations, step_time
 from moe_jax.training.program import abstract_batch, first_state, initial_states, make_program
 from moe_jax.training.recipe import (
@@ -269,6 +269,7 @@ def test_a_compiler_that_finds_no_room_is_no_error(one_device, monkeypatch):
     ("words", "message"),
     [
         (["--train", "nothing.toml"], "no recipe at nothing.toml"),
+        (["--train", "upcycle_smal"], "did you mean 'upcycle_small'"),
         (["--train", "RECIPE", "--set", "train.batchsize=4"], "batchsize"),
         (["--train", "RECIPE", "--set", "mesh.fsdp=3"], "does not fit"),
         (["--train", "RECIPE", "--platform", "v6"], "v6e"),
@@ -370,6 +371,6 @@ def test_the_devices_of_a_platform(monkeypatch, platform, mesh, compiles, count,
 def test_a_microbatch_keeps_its_share():
     def kept(accumulation: int) -> int:
         recipe = recipe_of(mesh=ONE, train=TrainSection(steps=1, batch_size=8, accumulation=accumulation))
-        return _kept_bytes(make_program(recipe, config_of(FFN), jax.devices()[:1]), recipe)
+        return kept_bytes(make_program(recipe, config_of(FFN), jax.devices()[:1]), recipe)
 
     assert 0.2 < kept(4) / kept(1) < 0.35

@@ -10,11 +10,13 @@ from pathlib import Path
 import jax
 import pytest
 
+from moe_jax.commands.cli import main
+from moe_jax.commands.options import described_model
 from moe_jax.models import config_from_json
 from moe_jax.planning.model_costs import make_plan, tuned_parameters
 from moe_jax.training.program import make_program
 from moe_jax.training.recipe import load_recipe
-from moe_jax.training.recipe_toml import PACKAGE, recipe_file
+from moe_jax.training.recipe_toml import PACKAGE, recipe_file, shipped_recipes
 from tests.support.environment import ROOT
 
 RECIPES = ROOT / "train" / "recipes"
@@ -72,5 +74,19 @@ def test_recipes_are_installed_with_the_package():
     assert recipe_file(Path(f"{name}.toml")) == recipe_file(Path(name)) and recipe_file(Path("own.toml")) == Path(
         "own.toml"
     )
+    assert load_recipe(name) == load_recipe(RECIPES / f"{name}.toml")
     with pytest.raises(FileNotFoundError, match="did you mean 'mixtral_8x7b_v5p_4x4x4'"):
         recipe_file(Path("mixtral_8x7b_v5p_4x4x"))
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(shipped_recipes()) if not name.endswith("_small")])
+def test_a_shipped_recipe_is_planned_by_its_name_before_there_is_a_model(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    if name == "recover_router":  # for a model of one's own
+        assert described_model(load_recipe(name), Path(name)) == "small"
+        return
+    config = described_model(load_recipe(name), Path(name))
+    assert isinstance(config, Path) and config.is_file()
+    if name == "perft_olmoe":
+        assert main(["plan", "--train", name, "--platform", "v5e", "--mesh", "fsdp=8"]) == 0
+        assert "trainable" in capsys.readouterr().out

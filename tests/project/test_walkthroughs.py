@@ -1,4 +1,4 @@
-"""The walkthroughs in docs/: what they tell a reader to write and to type is written and typed, with a tiny model."""
+"""The walkthroughs in docs/guides/: what they tell a reader to write and to type is written and typed."""
 
 import dataclasses
 import importlib.util
@@ -51,7 +51,7 @@ SMALLER = {
 
 
 def text_of(name: str) -> str:
-    return (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    return (ROOT / "docs" / "guides" / f"{name}.md").read_text(encoding="utf-8")
 
 
 def made_smaller(text: str) -> str:
@@ -104,7 +104,7 @@ def test_numbers_that_are_made_smaller_are_in_the_documents():
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_a_walkthrough_is_of_a_length_to_be_read(name):
     assert 100 <= text_of(name).count("\n") <= 200
-    assert f"docs/{name}.md" in (ROOT / "README.md").read_text()
+    assert f"docs/guides/{name}.md" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

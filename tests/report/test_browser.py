@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_jax.demo.real import Answers, Row, write_page
+from moe_jax.demo.comparison import Row
+from moe_jax.demo.page import Answers, Page, write_page
 from tests.support.browser import Browser
 
 PIXEL = base64.b64decode(
@@ -51,10 +52,14 @@ def test_what_is_broken_is_found(browser: Browser, page_of, problem: str, body: 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_the_page_of_the_demo(browser: Browser, tmp_path: Path, dark: bool):
-    answers = [Answers("1 < 2?", "No", "<b>yes</b><script>nothing.there()</script>")]
-    rows = [Row("tuned, ResMoE", 136_565_568, 211_000_000, 1.234, 512.0)]
+    answers = [Answers("1 < 2?", {"whole": "No", "small": "<b>yes</b><script>nothing.there()</script>"})]
+    rows = [
+        Row("whole", 253_988_928, 507_977_856, 318_000_000, 16.0, 1.234, 0.21, 590),
+        Row("small", 253_988_928, 224_000_000, 34_000_000, 1.75, 1.241, 0.216, 590),
+    ]
     records = [{"step": step, "loss": 4.0 / step} for step in range(1, 9)]
-    write_page(tmp_path / "page.html", answers, rows, records, "model")
+    page = Page("moe-jax demo: model", answers, rows, "whole", records, "word problems", "token", {"tune": 62.0})
+    write_page(tmp_path / "page.html", page)
     found = browser.examine(tmp_path / "page.html", dark=dark)
-    assert (found.problems, found.images, found.tables) == ([], 1, 1)
+    assert (found.problems, found.images, found.tables) == ([], 2, 2)
     assert found.headings[0] == "moe-jax demo: model"

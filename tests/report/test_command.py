@@ -18,9 +18,10 @@ from tests.support.browser import Browser
 from tests.support.tiers import long
 
 _PICTURE = "data:image/svg+xml;base64,"
-# Of the model: two of similarity. Of the run: loss, rate, gradient, speed, router; use over time and at the end.
+# Of the model: two of similarity. Of the run: loss, rate, gradient, speed (losses of routers have the coefficient 0);
+# use over time and at the end.
 # Of the compressed one: two. The sweep has one, the measurements have three.
-PICTURES = 2 + 7 + 2 + 1 + 3
+PICTURES = 2 + 6 + 2 + 1 + 3
 
 
 @pytest.fixture(scope="module")

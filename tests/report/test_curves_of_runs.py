@@ -7,7 +7,7 @@ from markupsafe import Markup
 
 from moe_jax.models import BankConfig
 from moe_jax.report import elements
-from moe_jax.report.build import training_curves, use_of_experts
+from moe_jax.report.build import numbers, training_curves, training_facts, use_of_experts
 from moe_jax.report.subjects import Run
 from tests.support.dense_models import dense_config
 from tests.support.moe_models import moe_config
@@ -44,3 +44,13 @@ def test_some_layers_of_many_are_named_as_some():
     assert "(6 of 8 layers)" in "".join(use_of_experts(RUN, "a run"))
     few = [record | {"expert_load": {"0": [0.5, 0.5]}} for record in RECORDS]
     assert "of 8 layers" not in "".join(use_of_experts(dataclasses.replace(RUN, records=few), "a run"))
+
+
+def test_a_held_out_curve_begins_before_training():
+    first = RECORDS[0] | {"eval_loss_before": 4.125}
+    curve = numbers([first, *RECORDS[1:]], "eval_loss")
+    assert (curve.steps, curve.values) == ([0, 1, 2, 3], [4.125, 2.5, 2.5, 2.5])
+    run = dataclasses.replace(RUN, records=[first, *RECORDS[1:]])
+    assert "before training" in training_facts(run) and "4.125" in "".join(training_curves(run))
+    assert "before training" not in training_facts(RUN) and numbers(RECORDS, "eval_loss").steps == [1, 2, 3]
+    assert numbers([RECORDS[0] | {"eval_loss_before": "4"}], "eval_loss").steps == [1]

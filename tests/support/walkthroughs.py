@@ -1,13 +1,14 @@
-"""The walkthroughs in docs/ as programs: their files are written, and their commands run, in the order of the text.
+"""The walkthroughs in docs/guides/ as programs: files are written and commands run, in the order of the text.
 
 A fenced block is one of these:
 
 - `console`: a line after `$ ` is run, the others are what it prints, in part; `...` ends what is shown of a line.
 - `python` or `toml` with its name as a comment in the first line: a file.
-- `sh`: for another machine, with a network, or slow. Not run, but the command's parser reads every `moe-jax` in it.
+- `sh`: for another machine, with a network, or slow. Not run unless that is asked for, but the parsers read every
+  `moe-jax` in it.
 - anything else is only shown.
 
-    python -m tests.support.walkthroughs docs/tune.md FOLDER smollm=DIR      # what a document prints with a real model
+    python -m tests.support.walkthroughs docs/guides/tune.md FOLDER smollm=DIR   # what it prints with a real model
 """
 
 import contextlib
@@ -19,7 +20,7 @@ import runpy
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,13 +76,13 @@ def commands_of(block: Block) -> list[Command]:
     return [command for command in commands if command.words]
 
 
-def run_document(document: str) -> Iterator[Ran]:
-    """Runs what a document says, in the current folder, and yields what every command did."""
+def run_document(document: str, kinds: Sequence[str] = ("console",)) -> Iterator[Ran]:
+    """Runs what blocks of these kinds say, in the current folder, and yields what every command did."""
     for block in blocks_of(document):
         if block.file is not None:
             Path(block.file).parent.mkdir(parents=True, exist_ok=True)
             Path(block.file).write_text(block.text, encoding="utf-8")
-        elif block.kind == "console":
+        elif block.kind in kinds:
             for command in commands_of(block):
                 printed = io.StringIO()
                 with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):

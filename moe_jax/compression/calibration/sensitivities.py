@@ -16,7 +16,7 @@ activations of all copies.
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -266,10 +266,9 @@ def measure_sensitivities(
     last = {path: source.read(path) for path in source.specs() if path.startswith(("final_norm/", "lm_head/"))}
     if config.tie_embeddings:
         last[EMBEDDING] = embedding[EMBEDDING]
-    divergence_from = _divergence_from(config, last, whole)
+    divergences = _divergences(config, last, whole, list(copies.values()))
     found: dict[int, dict[str, float]] = {i: {} for i in config.moe_layers}
-    for (i, name), copy in copies.items():
-        divergence = divergence_from(copy)
+    for (i, name), divergence in zip(copies, divergences, strict=True):
         if not np.isfinite(divergence):
             raise InputError(f"calibration: what the model says is not finite once {name} of layer {i} is coded")
         found[i][name] = max(divergence, 0.0) / max(errors[i, name], float(np.finfo(np.float32).tiny))
@@ -305,16 +304,30 @@ def _coded(layer: SourceLayer, name: str) -> tuple[Float[np.ndarray, "E i o"], f
     return np.stack(stacked), output_error(error, norm)
 
 
-def _divergence_from(
-    config: ModelConfig, last: Mapping[str, np.ndarray], before: Float[np.ndarray, "N L d"]
-) -> Callable[[Float[np.ndarray, "N L d"]], float]:
-    """Returns a function of activations: KL(p || q) per token, p from `before` and q from these activations."""
+def _divergences(
+    config: ModelConfig,
+    last: Mapping[str, np.ndarray],
+    before: Float[np.ndarray, "N L d"],
+    after: Sequence[Float[np.ndarray, "N L d"]],
+) -> list[float]:
+    """Returns KL(p || q) per token, p from the activations `before`, q from each of those `after`.
+
+    Memory holds the predictions of one window.
+    """
 
     @jax.jit
-    def of_window(leaves, one, other):
-        p, q = (jax.nn.log_softmax(output_logits(config, leaves, x[None])[0].astype(jnp.float32)) for x in (one, other))
-        return jnp.mean(jnp.sum(jnp.exp(p) * (p - q), axis=1))
+    def predictions(leaves, x):
+        return jax.nn.log_softmax(output_logits(config, leaves, x[None])[0].astype(jnp.float32))
+
+    @jax.jit
+    def of_window(leaves, p, other):
+        return jnp.mean(jnp.sum(jnp.exp(p) * (p - predictions(leaves, other)), axis=1))
 
     placed = jax.tree.map(jnp.asarray, dict(last))
-    # Numbers one by one: if an interrupt comes while NumPy waits for arrays of JAX, NumPy raises another error.
-    return lambda after: float(np.mean([float(of_window(placed, *pair)) for pair in zip(before, after, strict=True)]))
+    found = np.zeros((len(after), len(before)))
+    for n, window in enumerate(before):
+        p = predictions(placed, window)
+        for number, activations in enumerate(after):
+            # Numbers one by one: if an interrupt comes while NumPy waits for arrays of JAX, NumPy raises another error.
+            found[number, n] = float(of_window(placed, p, activations[n]))
+    return found.mean(axis=1).tolist()

@@ -83,6 +83,7 @@ def test_plain_codes_are_exported_as_they_are(models, tmp_path, name):
     assert sum(entry.nbytes for entry in packed) == 3 * codes.nbytes  # of gate, up and down
 
 
+@long
 def test_experts_around_a_centre_are_merged_and_rounded(models, tmp_path):
     """The same codes as of the merged experts, quantised in 4 bits on the even grid."""
     small, merged, rounded = tmp_path / "small", tmp_path / "merged", tmp_path / "rounded"

@@ -95,6 +95,16 @@ def test_events_are_written_beside_the_metrics(tmp_path):
     assert [event.step for event in events_in(tmp_path / "tensorboard")][2:] == [300, 301]
 
 
+def test_the_held_out_loss_before_training_is_that_of_step_0(tmp_path):
+    writer = MetricsWriter(tmp_path, last_step=0, tensorboard=True)
+    writer.write({"step": 1, "loss": 2.0, "eval_loss_before": 3.0, "eval_loss": 2.5})
+    writer.close()
+    *_, before, first = events_in(tmp_path / "tensorboard")
+    found = [(event.step, {one.tag: one.simple_value for one in event.summary.value}) for event in (before, first)]
+    assert found == [(0, {"eval_loss": 3.0}), (1, {"loss": 2.0, "eval_loss": 2.5})]
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1]
+
+
 def test_a_run_that_goes_on_at_once_has_a_file_of_events_of_its_own(tmp_path):
     for last_step in (0, 1):
         writer = MetricsWriter(tmp_path, last_step=last_step, tensorboard=True)

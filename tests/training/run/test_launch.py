@@ -253,7 +253,7 @@ def test_processes_on_this_machine_end_with_the_script_that_started_them(tmp_pat
 
 
 def test_the_walkthrough_names_what_is_there():
-    text = (ROOT / "docs" / "checkpoint-to-pod.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "guides" / "checkpoint-to-pod.md").read_text(encoding="utf-8")
     named = set(re.findall(r"train/launch/([\w.]+)", text))
     assert named >= {"tpu_pod.sh", "slurm.sh", "jobset_tpu.yaml", "jobset_gpu.yaml", "local.sh"}
     assert all((LAUNCH / name).is_file() for name in named)

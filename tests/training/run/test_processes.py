@@ -179,7 +179,7 @@ def test_killed_stopped_and_moved_a_run_gives_the_same_curve(workplace, undistur
         started.until(lambda: file.stat().st_mtime_ns > before and count_steps(workplace, "tried") >= unfinished_step)
         started.processes[1].send_signal(signal.SIGTERM)
         (code, out, said), (other, silent, _) = started.ended()
-    stopped = re.search(r"SIGTERM: saved step (\d+) of 1000; continue with: moe-jax train recipe.toml", out)
+    stopped = re.search(r"SIGTERM: step (\d+) of 1000 is saved; continue with: moe-jax train recipe.toml", out)
     assert (code, other, silent) == (143, 143, "") and stopped, out + said
     step = int(stopped[1])
     assert unfinished_step <= step < STEPS and count_steps(workplace, "tried") == step

@@ -157,6 +157,8 @@ def test_a_run_leaves_metrics_of_every_step_and_a_model(workplace, undisturbed):
     assert list(record["expert_load"]) == ["0"]
     assert sum(record["expert_load"]["0"]) == pytest.approx(1, abs=1e-4)
     assert [record["step"] for record in undisturbed if "eval_loss" in record] == [12, 24, 30]
+    assert [record["step"] for record in undisturbed if "eval_loss_before" in record] == [1]
+    assert undisturbed[0]["eval_loss_before"] > record["eval_loss"]
     run = workplace / "undisturbed"
     made = {path.name for path in run.iterdir()}
     assert made == {"recipe.toml", "run.json", "tokenizer", "checkpoints", "metrics.jsonl", "tensorboard", "model"}
@@ -179,7 +181,7 @@ def test_killed_in_the_middle_and_resumed_it_gives_the_same_curve_to_the_last_bi
         file.write('{"step": 99, "lo')
     code, output = train_until(workplace, "killed", 23, signal.SIGTERM, *arguments, "--resume")
     assert code == 128 + signal.SIGTERM, output
-    stopped = re.search(r"SIGTERM: saved step (\d+) of 30; continue with: (.*)", output)
+    stopped = re.search(r"SIGTERM: step (\d+) of 30 is saved; continue with: (.*)", output)
     assert stopped and 23 <= int(stopped[1]) < STEPS
     assert output.count("SIGTERM: saving a checkpoint after this step; a second SIGTERM ends the run at once") == 1
     assert stopped[2] == "moe-jax train recipe.toml --set run_dir=killed --resume"
@@ -190,6 +192,8 @@ def test_killed_in_the_middle_and_resumed_it_gives_the_same_curve_to_the_last_bi
     assert [r["eval_loss"] for r in resumed if "eval_loss" in r] == [
         r["eval_loss"] for r in undisturbed if "eval_loss" in r
     ]
+    before = [[r["eval_loss_before"] for r in run if "eval_loss_before" in r] for run in (resumed, undisturbed)]
+    assert before[0] == before[1] and len(before[0]) == 1
 
 
 @long  # `test_checkpoint.py` has a state that moves

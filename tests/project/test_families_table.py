@@ -1,4 +1,4 @@
-"""The table of families in README.md says what the families are."""
+"""The table of families in docs/families.md says what the families are."""
 
 import pathlib
 import re
@@ -10,7 +10,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 def rows() -> dict[str, list[str]]:
     """The cells beside every family."""
-    table = (ROOT / "README.md").read_text().split("### Families")[1].split("\n\n")[2].splitlines()[2:]
+    table = (ROOT / "docs" / "families.md").read_text().split("\n\n")[2].splitlines()[2:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
     return {name: row[1:] for row in cells for name in re.findall(r"`(\w+)`", row[0])}
 

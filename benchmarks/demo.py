@@ -1,0 +1,76 @@
+"""The demo on a real language model, `make demo`: what it makes, how well that does, and how long every step takes.
+
+    python benchmarks/demo.py MODEL [--work FOLDER] [--out benchmarks/results]
+
+MODEL is a dense language model with a chat template, such as the GGUF file of SmolLM2-135M-Instruct that `make demo`
+fetches. The demo runs in FOLDER, by default a temporary one, in a process of its own, as a user starts it: nothing that
+was compiled before is found. FOLDER of a demo that is finished, which this code made, is taken as it is. OUT receives
+`demo.json`.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from evidence.layouts import DEMO_MODELS, DEMO_STEPS
+from evidence.results import RESULTS, Figures
+from evidence.stamp import ROOT
+from moe_jax.demo.comparison import RESULTS as DEMO_RESULTS
+from moe_jax.demo.comparison import read_results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("model", type=Path, metavar="MODEL")
+    parser.add_argument("--work", type=Path, help="folder of the demo; one that is finished is taken as it is")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    options = parser.parse_args()
+    if not options.model.exists():
+        parser.error(f"there is no model {options.model}")
+    figures = Figures("demo", options.out, writes=True)
+    with tempfile.TemporaryDirectory() as name:
+        work = options.work or Path(name) / "demo"
+        if not (work / DEMO_RESULTS).exists():
+            run_demo(options.model, work, Path(name) / "cache")
+        put(figures, read_results(work))
+    print(DEMO_MODELS.text(figures), DEMO_STEPS.text(figures), sep="\\n\\n")
+
+
+def run_demo(model: Path, work: Path, cache: Path) -> None:
+    """Runs the demo as a user would; `cache` is an empty folder, in which it finds nothing that was compiled."""
+    words = [sys.executable, "-m", "moe_jax.commands.cli", "demo", "--model", str(model), "--dir", str(work)]
+    if work.exists():
+        words.append("--resume")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("JAX_COMPILATION")}
+    environment = kept | {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT)}
+    if subprocess.run(words, env=environment, check=False).returncode:
+        raise SystemExit("the demo failed, for the reason above")
+
+
+def put(figures: Figures, found: dict[str, Any]) -> None:
+    """Stores what a demo found: a row for every model, and one for every step."""
+    rows, whole = found["rows"], next(row for row in found["rows"] if row.name == found["whole"])
+    figures.put_rows(
+        DEMO_MODELS.name,
+        [
+            [
+                *(row.name, row.params, row.nbytes / 1e6),
+                None if row.expert_bytes is None else row.expert_bytes / 1e6,
+                *(row.expert_bits, row.perplexity),
+                None if row.expert_bytes is None or row is whole else row.nll - whole.nll,
+            ]
+            for row in rows
+        ],
+    )
+    steps = [[title, seconds] for title, seconds in found["seconds"].items()]
+    figures.put_rows(DEMO_STEPS.name, [*steps, ["in all", sum(found["seconds"].values())]])
+
+
+if __name__ == "__main__":
+    main()

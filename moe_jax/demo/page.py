@@ -1,0 +1,150 @@
+"""The page that a demo ends with: on the terminal, and as one HTML file."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import rich.console
+from rich.markup import escape
+
+from moe_jax.core.formatting import show_bytes, show_duration
+from moe_jax.demo.comparison import COLUMNS, Row, cells, comparison_table, write_results
+from moe_jax.figures.plots import Curve, DrawnTo, ink, new_figure, plot_curves
+from moe_jax.report.elements import facts, html_page, note, picture, said, section, side_by_side, table
+from moe_jax.training.metrics import Record
+
+
+class Answers(NamedTuple):
+    """A question, and what each model said, by the name of the model."""
+
+    question: str
+    by_model: dict[str, str]
+
+
+class Page(NamedTuple):
+    """What the page shows.
+
+    Attributes:
+      title: names the model.
+      answers: to the questions.
+      rows: every model, those that were compressed last, the best of them at the end.
+      whole: the name of the model that these were compressed from.
+      records: of its training.
+      learnt: names what it learnt from, and is scored by.
+      unit: of that text, of which each is predicted.
+      seconds: that every step took, by its title.
+    """
+
+    title: str
+    answers: Sequence[Answers]
+    rows: Sequence[Row]
+    whole: str
+    records: Sequence[Record]
+    learnt: str
+    unit: str
+    seconds: dict[str, float]
+
+    @property
+    def compressed(self) -> tuple[Row, list[Row]]:
+        """The model that was compressed, and what was made of it."""
+        place = [row.name for row in self.rows].index(self.whole)
+        return self.rows[place], list(self.rows[place + 1 :])
+
+    @property
+    def summary(self) -> str:
+        """What the last model saves and loses."""
+        whole, (*_, small) = self.compressed
+        return (
+            f"{small.name}: {show_bytes(whole.nbytes)} became {show_bytes(small.nbytes)} "
+            f"({small.nbytes / whole.nbytes:.0%}), and the held-out perplexity changed by "
+            f"{small.perplexity / whole.perplexity - 1:+.1%}"
+        )
+
+
+def finish(console: rich.console.Console, folder: Path, page: Page, **about: Any) -> None:
+    """Ends a demo: writes its results, with what they are `about`, and its page, and prints that, too."""
+    write_results(folder, page.rows, page.seconds, title=page.title, whole=page.whole, unit=page.unit, **about)
+    write_page(folder / "page.html", page)
+    print_page(console, page)
+    took = show_duration(sum(page.seconds.values()))
+    console.print(f"this page: {folder / 'page.html'}   everything: {folder}/   {took}", highlight=False)
+
+
+def print_page(console: rich.console.Console, page: Page) -> None:
+    """Prints answers, table and times."""
+    console.rule("what each model says")
+    for answer in page.answers:
+        console.print(f"\n[bold]{escape(answer.question)}[/bold]", highlight=False)
+        width = max(map(len, answer.by_model))
+        for name, text in answer.by_model.items():
+            console.print(f"  {name:>{width}}: {escape(' '.join(text.split()))}", highlight=False)
+    console.print()
+    console.print(comparison_table(page.rows))
+    console.print(page.summary, highlight=False)
+    times = ", ".join(f"{title} {show_duration(seconds)}" for title, seconds in page.seconds.items())
+    console.print(f"time: {times}", highlight=False)
+
+
+def write_page(file: Path, page: Page) -> None:
+    """Writes the page as one HTML file."""
+    whole, small = page.compressed
+    first, last = page.records[0], page.records[-1]
+    of_loss = (
+        f"training loss from {first['loss']:.3f} at step {first['step']} to {last['loss']:.3f} at step {last['step']}"
+    )
+    of_sizes = "; ".join(f"{row.name}: {show_bytes(row.nbytes)}, {row.nll:.3f} nats" for row in (whole, *small))
+    pictures = (
+        picture(lambda drawn: plot_sizes(drawn, page), of_sizes, "Held-out loss over the bytes of the whole model"),
+        picture(lambda drawn: plot_loss(drawn, page), of_loss, f"Training loss on {page.learnt}"),
+    )
+    scored = f"Perplexity is per {page.unit} of {page.learnt} that no model learnt from, {whole.tokens:,} in all."
+    before, after = ((show_bytes(row.nbytes), show_bytes(row.expert_bytes or 0)) for row in (whole, small[-1]))
+    shown = facts(
+        {
+            "bytes of the model": f"{before[0]} → {after[0]}",
+            "bytes of its experts": f"{before[1]} → {after[1]}",
+            "held-out perplexity": f"{whole.perplexity:.3f} → {small[-1].perplexity:.3f}",
+        }
+    )
+    compared = table("Models, by what was made of them", COLUMNS, map(cells, page.rows))
+    took = table(
+        "Every step", ("step", "minutes"), [(title, show_duration(seconds)) for title, seconds in page.seconds.items()]
+    )
+    made = html_page(
+        page.title,
+        shown,
+        section("Models", compared, note(scored), side_by_side(*pictures)),
+        section("What each model says", *map(said, page.answers)),
+        section("How long it took", took),
+        subtitle=f"{page.summary}.",
+    )
+    file.write_text(made, encoding="utf-8")
+
+
+_MARKERS = "osD^v"
+
+
+def plot_sizes(file: DrawnTo, page: Page) -> None:
+    """Draws the held-out loss over the bytes of the whole model, a point for each that was compressed."""
+    whole, small = page.compressed
+    figure = new_figure(5.2, 3.3)
+    axes = figure.add_subplot()
+    axes.axhline(whole.nll, color=ink(), linewidth=0.8, linestyle="--")
+    for number, row in enumerate((whole, *small)):
+        colour = ink() if number == 0 else f"C{number - 1}"
+        marker = _MARKERS[number % len(_MARKERS)]
+        axes.plot(row.nbytes / 1e6, row.nll, marker, markersize=8, color=colour, label=row.name)
+    axes.set(xlabel="bytes of the whole model, MB", ylabel=f"held-out loss, nats per {page.unit}")
+    axes.set_xlim(0, 1.08 * whole.nbytes / 1e6)
+    axes.grid(alpha=0.6, linewidth=0.6)
+    axes.tick_params(length=0)
+    axes.margins(y=0.2)
+    axes.legend(fontsize=9, framealpha=0.8)
+    figure.savefig(file, dpi=130)
+
+
+def plot_loss(file: DrawnTo, page: Page) -> None:
+    """Draws the loss over the steps of the training."""
+    records = page.records
+    curve = Curve("loss", [record["step"] for record in records], [record["loss"] for record in records])
+    plot_curves([curve], file, label=f"training loss, nats per {page.unit}")

@@ -1,0 +1,112 @@
+"""Types the commands of README.md in a new clone, in their order, and says which failed or printed something else.
+
+    python -m tests.tooling.type_readme FOLDER [--leave-out 'make test'] [--python python3]
+
+FOLDER, which must not exist, receives the clone. `llama-dir` is the language model of the demo; the texts are documents
+of the repository, and the recipe is that of the quick start. The printed block after `make demo` is compared line by
+line, without numbers. Exits with 1 if a command failed or did not print what is shown.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.support.environment import ROOT
+from tests.support.walkthroughs import Block, blocks_of, form
+
+# Of the program, which leaves them to the reader.
+GIVEN = """
+import numpy as np
+
+random = np.random.default_rng(0)
+batches = [random.integers(0, 49152, (2, 17))] * 2
+ids = random.integers(0, 49152, 40)
+"""
+FEWER = {'"steps": 100': '"steps": 2', "max_new_tokens=20": "max_new_tokens=4"}
+
+
+def run(words: str, clone: Path, python: str) -> tuple[int, str]:
+    """Runs a line in the clone as a shell would, with its environment activated; returns exit code and output."""
+    clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    clean["PATH"] = f"{clone / '.venv' / 'bin'}:{clean['PATH']}"
+    words = re.sub(r"^make\b", f"make PYTHON={python}", words)
+    begun = time.monotonic()
+    ran = subprocess.run(
+        words, shell=True, cwd=clone, env=clean, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    print(
+        f"{'ok' if ran.returncode == 0 else f'FAILED ({ran.returncode})'}  {time.monotonic() - begun:.0f} s  $ {words}",
+        flush=True,
+    )
+    if ran.returncode:
+        print(ran.stdout[-2000:], flush=True)
+    return ran.returncode, ran.stdout
+
+
+def prepare(clone: Path) -> None:
+    """Puts what the commands name into the clone: a dense model, texts, a recipe."""
+    (clone / "llama-dir").symlink_to(clone / "moe-jax-demo" / "dense")
+    for name, page in (("text.txt", "methods"), ("my.txt", "methods"), ("held-out.txt", "what-runs-where")):
+        (clone / name).write_text((clone / "docs" / f"{page}.md").read_text(encoding="utf-8"), encoding="utf-8")
+    (recipe,) = [
+        block
+        for block in blocks_of((clone / "docs/quick-start.md").read_text(encoding="utf-8"))
+        if block.kind == "toml"
+    ]
+    (clone / "recipe.toml").write_text(recipe.text, encoding="utf-8")
+
+
+def not_shown(block: Block, printed: str) -> list[str]:
+    """The lines of a printed block that are not among those printed, in their order."""
+    found, missing = iter([form(line) for line in printed.splitlines()]), []
+    for line in filter(str.strip, block.text.splitlines()):
+        wanted = form(line)
+        if not any(one == wanted for one in found):
+            missing.append(line)
+            found = iter([form(one) for one in printed.splitlines()])
+    return missing
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--leave-out", action="append", default=[], metavar="COMMAND")
+    parser.add_argument("--python", default=sys.executable)
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True)
+    clone = options.folder.resolve() / "clone"
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+    wrong, printed = 0, {}
+    for block in blocks_of((clone / "README.md").read_text(encoding="utf-8")):
+        if block.kind == "sh":
+            for line in block.text.replace("\\\n", " ").splitlines():
+                words = line.partition("  #")[0].strip()
+                if not words or words in options.leave_out:
+                    continue
+                if words.startswith("pip "):  # before there is the environment that `make` sets up
+                    run(f"{options.python} -m venv .venv", clone, options.python)
+                if words.startswith("moe-jax plan"):
+                    prepare(clone)
+                code, printed[words] = run(words, clone, options.python)
+                wrong += code != 0
+        elif block.kind == "text":
+            for line in not_shown(block, printed.get("make demo", "")):
+                print(f"NOT PRINTED: {line}", flush=True)
+                wrong += 1
+        elif block.kind == "python":
+            program = block.text
+            for many, few in FEWER.items():
+                program = program.replace(many, few)
+            for made in ("small-dir", "hf-dir"):
+                program = program.replace(made, f"python-{made}")
+            (clone / "program.py").write_text(GIVEN + program, encoding="utf-8")
+            wrong += run("python program.py", clone, options.python)[0] != 0
+    return min(wrong, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
