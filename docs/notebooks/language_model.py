@@ -32,7 +32,7 @@ _MOST = 200_000
 @functools.cache
 def texts() -> dict[str, tuple[str, str]]:
     """Returns by kind a text to train on and one that is held out: the last tenth."""
-    guides = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/guides").glob("*.md"))]
+    guides = [ROOT / "README.md", ROOT / "docs/methods.md", *sorted((ROOT / "docs/guides").glob("*.md"))]
     results = (ROOT / "BENCHMARKS.md").read_text(encoding="utf-8").splitlines()
     found = {
         "prose": _joined(guides),
