@@ -160,6 +160,7 @@ class Model:
 
     @tokenizer_files.setter
     def tokenizer_files(self, files: Sequence[str | os.PathLike[str]]) -> None:
+        """Takes other files, of which the tokenizer is made anew."""
         self._tokenizer_files = tuple(as_path(file) for file in files)
         self.__dict__.pop("tokenizer", None)
 
