@@ -79,7 +79,7 @@ def rewrite(app: Any, page: str, source: list[str]) -> None:
 
 
 def link_code(app: Any, document: Any) -> None:
-    """Makes links of public names and commands that a text has as code, `moe_jax.load` and `moe-jax train`, in place."""
+    """Makes links, in place, of public names and commands that a text has as code."""
     from docutils import nodes
     from sphinx.addnodes import pending_xref
 
