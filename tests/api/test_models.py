@@ -200,7 +200,7 @@ def test_verbs_say_what_is_wrong_with_their_input(dense, moe, tmp_path):
         moe_jax.save(moe_jax.load(dense), moe)
     with pytest.raises(InputError, match="is an MoE already"):
         moe_jax.upcycle(moe)
-    with pytest.raises(InputError, match="unknown --delta 'low_rank:2'.*did you mean 'low-rank'"):
+    with pytest.raises(InputError, match="did you mean 'low-rank:2'"):
         moe_jax.upcycle(dense, delta="low_rank:2")
     with pytest.raises(InputError, match="--scale goes with --method pesc only"):
         moe_jax.upcycle(dense, scale=2.0)
