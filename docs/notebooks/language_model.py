@@ -24,7 +24,7 @@ MODEL = os.environ.get("MODEL")
 ROOT = Path(__file__).resolve().parents[2]
 LENGTH, ROWS = 64, 16
 # A model that has seen much is changed little: fewer steps, and small ones.
-STEPS, RATE = (20, 5e-5) if MODEL else (200, 5e-3)
+STEPS, RATE = (10, 5e-5) if MODEL else (200, 5e-3)
 _VOCABULARY, _WIDTH, _LAYERS = 512, 64, 2
 _MOST = 200_000
 
@@ -46,7 +46,8 @@ def texts() -> dict[str, tuple[str, str]]:
 def load_language_model() -> moe_jax.Model:
     """Returns the dense model that MODEL names; without it, a small one that is trained on the texts."""
     if MODEL:
-        return moe_jax.load(MODEL, dtype="float32")
+        here = ROOT / MODEL  # notebooks run in their own folder
+        return moe_jax.load(here if here.exists() else MODEL, dtype="float32")
     attention = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=_WIDTH // 4)
     layers = (LayerConfig(attention=attention, mlp=FFNConfig(dim=3 * _WIDTH)),) * _LAYERS
     config = ModelConfig(family="llama", vocab_size=_VOCABULARY, d_model=_WIDTH, max_positions=1024, layers=layers)

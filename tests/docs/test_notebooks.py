@@ -9,7 +9,7 @@ from tests.support.environment import ROOT
 from tests.support.tiers import long
 
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.md"))
-CELL = re.compile(r"^```\{code-cell\} ipython3\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CELL = re.compile(r"^```\{code-cell\} ipython3\n(?::tags: [^\n]*\n\n)?(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
