@@ -22,7 +22,7 @@ class Answers(NamedTuple):
 
 
 class Page(NamedTuple):
-    """What the page shows.
+    """The contents of the page.
 
     Attributes:
       title: names the model.
@@ -52,7 +52,7 @@ class Page(NamedTuple):
 
     @property
     def summary(self) -> str:
-        """What the last model saves and loses."""
+        """Says in a line how much the last model saves and loses."""
         whole, (*_, small) = self.compressed
         return (
             f"{small.name}: {show_bytes(whole.nbytes)} became {show_bytes(small.nbytes)} "

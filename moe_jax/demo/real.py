@@ -8,7 +8,7 @@ from moe_jax.demo.comparison import WAYS, compress_in_all_ways, score_all
 from moe_jax.demo.page import Answers, Page, finish
 from moe_jax.demo.problems import write_problems
 from moe_jax.demo.shell import Shell
-from moe_jax.demo.steps import open_folder
+from moe_jax.demo.progress import open_folder
 from moe_jax.training.metrics import read_metrics
 
 QUESTIONS = (

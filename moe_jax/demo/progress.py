@@ -17,7 +17,7 @@ MARKER = ".made-by-moe-jax-demo"
 
 
 class Steps:
-    """What is known of a demo that is under way; every change is on the disk at once.
+    """The steps of a demo that are done, and what they gave; every change is on the disk at once.
 
     Args:
       folder: of the demo.
