@@ -39,7 +39,7 @@ def test_the_page_shows_what_was_said_and_measured(tmp_path):
     assert "changed by +1.3%" in printed and "tune 1:02" in printed
     assert "&lt;b&gt;yes&lt;/b&gt;" in written and "<b>yes" not in written
     assert "training loss from 2.500 at step 1 to 2.000 at step 2" in written
-    assert "4 bits, GPTQ: 230.0 MB, 0.223 nats" in written, "the picture has no text in its place"
+    assert "4 bits, GPTQ: 230.0 MB, 1.250" in written, "the picture has no text in its place"
     assert "[bold]no[/bold]" in printed and "<b>yes</b>" in printed
 
 
@@ -65,6 +65,7 @@ def test_codes_stand_for_the_numbers_that_they_were_made_of(small_models):
         measured_row(name, small_models / name, scored, whole=small_models / "whole") for name in ("whole", "small")
     )
     assert whole.params == small.params and whole.nbytes > small.nbytes
+    assert whole.expert_bytes and small.expert_bytes and small.expert_bits
     assert whole.nbytes - small.nbytes == whole.expert_bytes - small.expert_bytes > 0
     assert whole.expert_bits == pytest.approx(32, rel=0.05) and 4 <= small.expert_bits < 16
     dense = measured_row("dense", moe_jax.save(moe_jax.tiny_model(), small_models / "dense"), scored,
