@@ -85,6 +85,9 @@ def print_page(console: rich.console.Console, page: Page) -> None:
     console.print(f"time: {times}", highlight=False)
 
 
+_CAPTION = "Bytes of the whole model and of its experts; bits per weight of these, everything included"
+
+
 def write_page(file: Path, page: Page) -> None:
     """Writes the page as one HTML file."""
     whole, small = page.compressed
@@ -110,7 +113,7 @@ def write_page(file: Path, page: Page) -> None:
             "held-out perplexity": f"{whole.perplexity:.3f} → {small[-1].perplexity:.3f}",
         }
     )
-    compared = table("Models, by what was made of them", COLUMNS, map(cells, page.rows))
+    compared = table(_CAPTION, COLUMNS, map(cells, page.rows))
     took = table(
         "Every step", ("step", "minutes"), [(title, show_duration(seconds)) for title, seconds in page.seconds.items()]
     )

@@ -43,6 +43,13 @@ def test_the_page_shows_what_was_said_and_measured(tmp_path):
     assert "[bold]no[/bold]" in printed and "<b>yes</b>" in printed
 
 
+def test_the_table_fits_a_terminal():
+    console = rich.console.Console(width=80, record=True)
+    print_page(console, page_of(all_rows(), []))
+    printed = [line for line in console.export_text().splitlines() if "253,988,928" in line]
+    assert len(printed) == 4 and printed[0].startswith(f"{TUNED} ")
+
+
 def test_results_are_what_the_table_is_made_from(tmp_path):
     rows = all_rows()
     finish(rich.console.Console(quiet=True), tmp_path, page_of(rows, []), model="m.gguf")
