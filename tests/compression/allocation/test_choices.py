@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moe_jax.compression.coding.coder import LeastError, LeastOutputError, expert_coders, shared_base_coder
+from moe_jax.compression.coding.coder import LeastError, expert_coders, shared_base_coder
 from moe_jax.compression.methods.choices import (
     CHOICES,
     FACTORED,
@@ -73,26 +73,6 @@ def test_errors_of_codes_and_of_factors(layer, orders, name):
             left, right = coder.factors(kernel - centre, rank)
             written = squared(coder.moment, left @ right.T + centre - kernel) / norm
             assert least * found[expert, number] < written < 1.02 * found[expert, number]
-
-
-def of_whole_kernels(bits, added=()):
-    return in_groups(bits, added) | {"scale_bits": 8}
-
-
-@pytest.mark.parametrize(("format_", "calls"), [(in_groups, 2), (of_whole_kernels, 4)], ids=["apart", "together"])
-def test_choices_that_differ_in_the_centre_alone_are_coded_side_by_side(
-    layer, orders, format_, calls, monkeypatch: pytest.MonkeyPatch
-):
-    """But not where the columns of a kernel share something; and each has the error that it has on its own."""
-    choices, coded = [Choice(None, 3), Choice(4, 2), Choice(None, 2), Choice(2, 2)], []
-    alone = [errors_of_choices(layer, "down", orders, [one], format_, SEPARATELY)[:, 0] for one in choices]
-    quantize = LeastOutputError.quantize
-    monkeypatch.setattr(
-        LeastOutputError, "quantize", lambda self, *given, **more: coded.append(1) or quantize(self, *given, **more)
-    )
-    found = errors_of_choices(layer, "down", orders, choices, format_, SEPARATELY)
-    np.testing.assert_allclose(found, np.stack(alone, axis=1), rtol=1e-4)
-    assert len(coded) == calls * layer.num_experts
 
 
 def test_the_centre_has_the_moments_of_all_experts(layer, orders):
