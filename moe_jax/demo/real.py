@@ -5,10 +5,10 @@ from pathlib import Path
 
 from moe_jax.data.chat_template import load_chat_template
 from moe_jax.demo.comparison import WAYS, compress_in_all_ways, score_all
+from moe_jax.demo.folder import open_folder
 from moe_jax.demo.page import Answers, Page, finish
 from moe_jax.demo.problems import write_problems
 from moe_jax.demo.shell import Shell
-from moe_jax.demo.progress import open_folder
 from moe_jax.training.metrics import read_metrics
 
 QUESTIONS = (
@@ -135,4 +135,4 @@ def _ask(shell: Shell, model: Path) -> list[str]:
     """The answers to `QUESTIONS`, in one batch."""
     prompts = [word for question in QUESTIONS for word in ("--prompt", question)]
     answers = shell.json("generate", model, "--chat", *prompts, "--max-new-tokens", NEW_TOKENS, "--json", shows=False)
-    return [answer["text"].strip() for answer in answers]
+    return [answer["text"].strip() or "(nothing)" for answer in answers]

@@ -157,29 +157,16 @@ def errors_of_choices(
         left = _left(coder, whole - mean, ranks) if ranks else {}
         beside_mean = coder.squared(kernel - mean[:, columns])
         of_centre = {bits: coder.squared(made - mean[:, columns]) for bits, made in of_factors.items()}
-        in_codes: dict[tuple[Any, ...], list[int]] = {}
         for number, choice in enumerate(choices):
             if choice.keep is not None:
                 of_residuals = left[choice.keep] * beside_mean
                 own[number] = together.centre * of_centre[choice.centre] + together.residuals * of_residuals
                 continue
-            options = format_(choice.bits, added=choice.added)
-            alone = () if _columns_are_independent(options) else (number,)
-            in_codes.setdefault((choice.bits, choice.added, *alone), []).append(number)
-        # Those that differ in the centre alone are coded side by side: rows are coded one after another, however wide.
-        for (bits, added, *_), numbers in in_codes.items():
-            residuals = np.concatenate([kernel - of_codes[choices[number].centre] for number in numbers], axis=1)
-            made = coder.quantize(residuals, bits=bits, **format_(bits, added=added))
-            changes = np.split(np.asarray(made.approximation) - residuals, len(numbers), axis=1)
-            for number, change in zip(numbers, changes, strict=True):
-                own[number] = coder.squared(change)
+            assert choice.bits is not None
+            residual = kernel - of_codes[choice.centre]
+            made = coder.quantize(residual, bits=choice.bits, **format_(choice.bits, added=choice.added))
+            own[number] = coder.squared(np.asarray(made.approximation) - residual)
     return np.array([[output_error(error, norm) for error in own] for own in errors])
-
-
-def _columns_are_independent(options: Mapping[str, Any]) -> bool:
-    """Whether codes with these options of `Coder.quantize` are chosen for every column on its own."""
-    shared = (options["group_size"] is None, options["table"], options["scale_bits"] != 16, options.get("row_scales"))
-    return not any(shared)
 
 
 def _centres(
