@@ -17,13 +17,13 @@ QUESTIONS = (
     "Ada has 6 boxes with 7 marbles each and gives 4 marbles away. How many marbles are left?",
 )
 DENSE, TUNED = "dense, as it came", "upcycled and tuned"
-NEW_TOKENS = 48
-TRAINED, HELD_OUT = 600, 24
+NEW_TOKENS = 32
+TRAINED, HELD_OUT = 600, 16
 # Tokens of a row in training, and of one when answers are scored: a problem and its answer.
 SEQ_LEN, SCORED_LEN = 192, 128
 # Of the calibration, which is of problems that are learnt from: held-out ones choose nothing. Few tokens are enough for
 # problems that are so much alike, and `allocate` takes as much longer as there are.
-CALIBRATED, SAMPLES, WINDOW = 64, 2, 128
+CALIBRATED, SAMPLES, WINDOW = 64, 1, 128
 UPCYCLED = "--experts 4 --top-k 2 --every 2 --delta full"
 # Batches of conversations, short enough for two cores. All but experts and routers stays as it is: that is faster, and
 # there are no moments to be kept for it.
@@ -93,8 +93,8 @@ def run_real_demo(folder: Path, model: Path, *, steps: int, shell: Shell) -> Non
 
         shell.console.rule("ask again")
         with done.timed("ask"):
-            for name, place in ((TUNED, tuned), (WAYS[-1].name, smaller[WAYS[-1].name])):
-                answers[name] = done.kept(f"answers of {name}", lambda place=place: _ask(shell, place))
+            name = WAYS[-1].name
+            answers[name] = done.kept(f"answers of {name}", lambda: _ask(shell, smaller[name]))
 
         shell.console.rule("compare on problems that no model learnt from")
         with done.timed("score"):
