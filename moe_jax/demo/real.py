@@ -18,7 +18,7 @@ QUESTIONS = (
 )
 DENSE, TUNED = "dense, as it came", "upcycled and tuned"
 NEW_TOKENS = 32
-TRAINED, HELD_OUT = 600, 16
+TRAINED, HELD_OUT = 600, 12
 # Tokens of a row in training, and of one when answers are scored: a problem and its answer.
 SEQ_LEN, SCORED_LEN = 192, 128
 # Of the calibration, which is of problems that are learnt from: held-out ones choose nothing. Few tokens are enough for
