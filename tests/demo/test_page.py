@@ -1,17 +1,13 @@
 """The table, the page and the results that a demo ends with."""
 
-import re
-
 import pytest
 import rich.console
 
 import moe_jax
 from moe_jax.demo.comparison import BUDGET, WAYS, Row, compress_in_all_ways, measured_row, read_results
 from moe_jax.demo.page import Answers, Page, finish, print_page, write_page
-from moe_jax.demo.real import DENSE, QUESTIONS, TUNED
+from moe_jax.demo.real import DENSE, TUNED
 from moe_jax.demo.shell import Shell
-from tests.support.environment import ROOT
-from tests.support.walkthroughs import blocks_of, form
 
 
 def page_of(rows: list[Row], answers: list[Answers]) -> Page:
@@ -87,20 +83,3 @@ def test_every_way_is_a_command_and_a_text_is_given_where_it_is_needed(tmp_path)
     assert list(made) == ["4 bits", "4 bits, GPTQ", f"allocate, {BUDGET} bits"]
     assert [words[-2:] == ["--calibrate", "t.txt"] for words in ran] == [False, True, True]
     assert [words[:3] for words in ran] == [["compress", str(tmp_path / "moe"), str(path)] for path in made.values()]
-
-
-@pytest.mark.xfail(strict=True, reason="the README shows the demo as it was: benchmarks/demo.py makes its new numbers")
-def test_the_first_screen_of_the_readme_is_what_the_demo_ends_with():
-    console = rich.console.Console(width=120, record=True)
-    names = (DENSE, TUNED, WAYS[-1].name)
-    answers = [Answers(question, dict.fromkeys(names, "this")) for question in QUESTIONS]
-    print_page(console, page_of(all_rows(), answers))
-    shown = next(block.text for block in blocks_of((ROOT / "README.md").read_text()) if block.kind == "text")
-
-    def forms(text: str) -> list[str]:
-        said = re.compile(rf"^ +({'|'.join(map(re.escape, names))}): .*")
-        lines = [line for line in text.splitlines() if line.strip() and not line.startswith("time: ")]
-        return [form(said.sub(r"\1:", line)) for line in lines]
-
-    heading, *printed = forms(console.export_text())
-    assert "what each model says" in heading and forms(shown) == printed
