@@ -103,6 +103,13 @@ def _reported(
 
 
 SECTIONS = (
+    _program(
+        "demo",
+        "python benchmarks/demo.py MODEL",
+        ("moe_jax/demo", "moe_jax/compression", *_TRAINING),
+        layouts.DEMO_MODELS,
+        layouts.DEMO_STEPS,
+    ),
     _program("convert", "python benchmarks/convert.py", ("moe_jax/conversion", "moe_jax/commands"), layouts.CONVERT),
     _program(
         "shares",
