@@ -18,12 +18,12 @@ QUESTIONS = (
 )
 DENSE, TUNED = "dense, as it came", "upcycled and tuned"
 NEW_TOKENS = 32
-TRAINED, HELD_OUT = 600, 12
+TRAINED, HELD_OUT = 600, 16
 # Tokens of a row in training, and of one when answers are scored: a problem and its answer.
 SEQ_LEN, SCORED_LEN = 192, 128
 # Of the calibration, which is of problems that are learnt from: held-out ones choose nothing. Few tokens are enough for
 # problems that are so much alike, and `allocate` takes as much longer as there are.
-CALIBRATED, SAMPLES, WINDOW = 64, 1, 128
+CALIBRATED, SAMPLES, WINDOW = 64, 2, 128
 UPCYCLED = "--experts 4 --top-k 2 --every 2 --delta full"
 # Batches of conversations, short enough for two cores. All but experts and routers stays as it is: that is faster, and
 # there are no moments to be kept for it.
