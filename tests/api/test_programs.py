@@ -50,6 +50,7 @@ def test_upcycling_in_memory_and_training_lower_the_perplexity(capsys):
 
 
 @pytest.mark.parametrize("name", [None, pytest.param("stories260K", marks=long), pytest.param("smollm", marks=long)])
+@long
 def test_a_look_inside_finds_what_a_researcher_asks_for(name, request, capsys):
     layers = {None: 2, "stories260K": 5, "smollm": 30}[name]
     if name == "stories260K":
