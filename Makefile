@@ -27,9 +27,11 @@ $(MODEL): $(VENV)/.installed
 	touch $@
 
 # The site: guides, notebooks, which are executed, and references made of the code. A warning is an error.
+# `MODEL=PATH make docs` has the notebooks take a real language model.
 DOCS_ARGS ?=
 docs: $(VENV)/.installed-docs
-	JAX_PLATFORMS=cpu $(VENV)/bin/python -m sphinx --fail-on-warning --keep-going --nitpicky --quiet $(DOCS_ARGS) \
+	JAX_PLATFORMS=cpu JAX_COMPILATION_CACHE_DIR=$(CURDIR)/docs/_build/compiled \
+		$(VENV)/bin/python -m sphinx --fail-on-warning --keep-going --nitpicky --quiet $(DOCS_ARGS) \
 		docs docs/_build/html
 	@echo "the site is docs/_build/html/index.html"
 

@@ -20,7 +20,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from evidence.layouts import DEMO_MODELS, DEMO_STEPS
 from evidence.results import RESULTS, Figures
-from evidence.stamp import ROOT
+from evidence.stamp import ROOT, current_stamp
 from moe_jax.demo.comparison import RESULTS as DEMO_RESULTS
 from moe_jax.demo.comparison import read_results
 
@@ -33,7 +33,8 @@ def main() -> None:
     options = parser.parse_args()
     if not options.model.exists():
         parser.error(f"there is no model {options.model}")
-    figures = Figures("demo", options.out, writes=True)
+    stamp = current_stamp()  # of the code that runs, whatever happens to the checkout meanwhile
+    figures = Figures("demo", options.out, writes=True, stamp=lambda: stamp)
     with tempfile.TemporaryDirectory() as name:
         work = options.work or Path(name) / "demo"
         if not (work / DEMO_RESULTS).exists():

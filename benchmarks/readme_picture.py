@@ -14,12 +14,13 @@ import io
 import json
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 from matplotlib.ticker import FormatStrFormatter
 
 from evidence.equal_bytes.entries import ALLOCATED, GPTQ, RTN, UNCOMPRESSED
@@ -88,7 +89,7 @@ def drawn_from(svg: str) -> str | None:
 
 def draw(drawn: dict[str, list[Drawn]]) -> str:
     """The picture as SVG."""
-    settings = {
+    settings: dict[Any, Any] = {
         **{"svg.hashsalt": "moe_jax", "svg.fonttype": "path", "font.size": 10, "text.color": _TEXT},
         **{"axes.labelcolor": _TEXT, "axes.edgecolor": _SOFT, "xtick.color": _SOFT, "ytick.color": _SOFT},
         **{"grid.color": _GRID, "legend.labelcolor": _TEXT},
@@ -104,7 +105,7 @@ def draw(drawn: dict[str, list[Drawn]]) -> str:
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
         axes.minorticks_off()
-        axes.set_xlabel("bits per weight of the experts, everything included (16 before)")
+        axes.set_xlabel("bits per expert weight, all included (16 before)")
         axes.set_ylabel("loss above the uncompressed,\nnats per token")
         axes.grid(linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
@@ -119,7 +120,7 @@ def draw(drawn: dict[str, list[Drawn]]) -> str:
     return re.sub(r"(<svg [^>]*>)", rf"\1\n{_described(drawn)}\n{_dark_style()}", text, count=1, flags=re.DOTALL)
 
 
-def _line(axes: plt.Axes, family: str, some: list[Drawn]) -> None:
+def _line(axes: Axes, family: str, some: list[Drawn]) -> None:
     losses = [point.loss for point in some]
     errors = [
         [point.loss - max(point.low, 1e-3 * point.loss) for point in some],

@@ -52,6 +52,7 @@ nb_execution_mode = "force"
 nb_execution_timeout = 900
 nb_execution_raise_on_error = True
 nb_merge_streams = True
+nb_output_stderr = "remove"
 
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True

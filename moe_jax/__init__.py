@@ -30,7 +30,7 @@ Results beside models:
     Classification          of `classify`
     CompressedExperts       of `compress_experts`
     ModelPlan               of `plan`
-    InputError              raised for bad input, with a message that says what to do
+    InputError              for bad input, with what to do; where a path leads nowhere it is a FileNotFoundError
 
 Configs, which describe models without weights:
     ModelConfig             a whole model

@@ -19,6 +19,7 @@ def setup(app: Any) -> dict[str, bool]:
     # Before napoleon, which takes the sections apart.
     app.connect("autodoc-process-bases", docstrings.show_bases)
     app.connect("doctree-read", docstrings.tidy)
+    app.connect("doctree-read", links.link_code)
     app.connect("autodoc-process-docstring", docstrings.prepare, priority=400)
     return {"parallel_read_safe": True}
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from moe_jax.core.verb_spec import attribute_texts
+from site_pages.commands import in_table, plain
 from site_pages.docstrings import dedented_examples, readable, with_links
 from site_pages.names import home_of, homes, namespaces, public_names
 
@@ -44,10 +45,11 @@ def index_of(docstring: str) -> tuple[str, list[Section]]:
 def pages() -> dict[str, str]:
     """Returns the pages by their files, with one that lists them."""
     made = {f"{FOLDER}/{page}.rst": text for name in namespaces() for page, text in _pages_of(name).items()}
-    rows = [f"   * - :py:mod:`{name}`\n     - {with_links(_first_line(name))}" for name in namespaces()]
-    table = ".. list-table::\n   :widths: 30 70\n\n" + "\n".join(rows) + "\n"
-    made[f"{FOLDER}/index.rst"] = "\n".join(
-        [_title("Python API"), table, ":ref:`genindex` lists all names.\n", _toctree(namespaces())]
+    rows = "".join(f"| [`{name}`]({name}.rst) | {in_table(plain(_first_line(name)))} |\n" for name in namespaces())
+    # Markdown, so that other documents name it as they name each other.
+    made[f"{FOLDER}/index.md"] = (
+        f"# Python API\n\n| namespace | what is in it |\n|---|---|\n{rows}\n{{ref}}`genindex` lists all names.\n\n"
+        f"```{{toctree}}\n:hidden:\n\n{chr(10).join(namespaces())}\n```\n"
     )
     return made
 

@@ -5,6 +5,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from moe_jax.commands.cli import COMMANDS
+from site_pages.commands import FOLDER
+from site_pages.names import resolve
+
 DOCS = Path(__file__).resolve().parents[1]
 ROOT = DOCS.parent
 _LINK = re.compile(
@@ -72,3 +76,24 @@ def rewrite(app: Any, page: str, source: list[str]) -> None:
     file = Path(app.env.doc2path(page))
     if file.suffix == ".md" and Path(app.srcdir) == DOCS:
         source[0] = moved(source[0], file, file.relative_to(DOCS))
+
+
+def link_code(app: Any, document: Any) -> None:
+    """Makes links, in place, of public names and commands that a text has as code."""
+    from docutils import nodes
+    from sphinx.addnodes import pending_xref
+
+    for code in list(document.findall(nodes.literal)):
+        text = code.astext()
+        if isinstance(code.parent, nodes.reference | nodes.title | pending_xref):
+            continue
+        if (name := re.match(r"(moe_jax(?:\.\w+)+)(?:\(.*\))?$", text)) and (target := resolve(name[1])):
+            about = {"refdomain": "py", "reftype": "obj", "reftarget": target, "refexplicit": True}
+        elif (command := re.match(r"moe-jax (\w+)", text)) and command[1] in COMMANDS:
+            page = f"/{FOLDER}/{command[1]}"
+            about = {"refdomain": "std", "reftype": "doc", "reftarget": page, "refexplicit": True}
+        else:
+            continue
+        link = pending_xref(text, refdoc=app.env.docname, refwarn=True, **about)
+        code.parent.replace(code, link)
+        link += code

@@ -22,6 +22,7 @@ from moe_jax.data.sections import DataSection, SourceSection
 from moe_jax.data.tokenizer import Pair, Tokenizer
 from moe_jax.evaluation import classification, held_out
 from moe_jax.files.storage_path import as_path, nearest_path
+from moe_jax.model_io.in_memory import IN_MEMORY
 from moe_jax.models import ModelConfig
 from moe_jax.peft.adapt import adapted_config
 from moe_jax.peft.spec import AdaptSpec
@@ -265,8 +266,9 @@ def why_not_finite(model: Model) -> str:
 def tokenizer_of(model: Model, what: str, instead: str) -> Tokenizer:
     """Returns the model's tokenizer, which `what` needs; raises `InputError` if it has none."""
     if model.tokenizer is None:
+        where = "a model in memory" if model.source.path == IN_MEMORY else model.source.path
         raise InputError(
-            f"{model.source.path} has no tokenizer.json, which {what} needs (other formats, such as tokenizer.model, "
+            f"{where} has no tokenizer.json, which {what} needs (other formats, such as tokenizer.model, "
             f"are not read); put one there, or {instead}"
         )
     return model.tokenizer

@@ -64,7 +64,7 @@ class Model:
         >>> from flax import nnx
         >>> model = moe_jax.Model(moe_jax.Decoder(moe_jax.tiny_model().config, rngs=nnx.Rngs(0)))
         >>> model
-        Model(llama, 2 layers of width 16, dense, 6,736 parameters)
+        Model(llama, 2 layers of width 16, dense, 6,736 parameters, vocabulary 64)
         >>> model(jnp.zeros((1, 5), jnp.int32)).logits.shape
         (1, 5, 64)
 
@@ -160,6 +160,7 @@ class Model:
 
     @tokenizer_files.setter
     def tokenizer_files(self, files: Sequence[str | os.PathLike[str]]) -> None:
+        """Takes other files, of which the tokenizer is made anew."""
         self._tokenizer_files = tuple(as_path(file) for file in files)
         self.__dict__.pop("tokenizer", None)
 
@@ -197,7 +198,8 @@ class Model:
         config = self.config
         layers = f"{config.num_layers} layers of width {config.d_model}"
         kind = f"MoEs in {len(config.moe_layers)}" if config.moe_layers else "dense"
-        return f"Model({config.family}, {layers}, {kind}, {sum(parameter_sizes(config).values()):,} parameters)"
+        sizes = f"{sum(parameter_sizes(config).values()):,} parameters, vocabulary {config.vocab_size:,}"
+        return f"Model({config.family}, {layers}, {kind}, {sizes})"
 
 
 def _arrays_of(model: Model) -> tuple[tuple[nnx.State], nnx.GraphDef]:
@@ -327,7 +329,7 @@ def tiny_model(*, experts: int = 0, top_k: int = 2, seed: int = 0) -> Model:
     """Makes a Llama-like model of some thousand random weights, to try things on: 2 layers of width 16, 64 tokens.
 
         >>> moe_jax.tiny_model(experts=4)
-        Model(llama, 2 layers of width 16, MoEs in 2, 16,080 parameters)
+        Model(llama, 2 layers of width 16, MoEs in 2, 16,080 parameters, vocabulary 64)
 
     Args:
       experts: number of experts in the MoE of each layer; 0: the model is dense.

@@ -110,6 +110,8 @@ def _missing(event: Any, options: type) -> str:
 
 
 def _unknown(tokens: Sequence[str], options: type) -> str:
+    # Words after an unknown option are probably its values.
+    tokens = [token for token in tokens if token.startswith("--")] or tokens
     hinted = [token + nearest(token, _flags(options)) if token.startswith("--") else token for token in tokens]
     return f"unknown: {clipped(' '.join(hinted))}"
 

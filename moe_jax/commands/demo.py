@@ -31,7 +31,7 @@ class Options:
     """Where everything goes; a folder made by an earlier demo is replaced."""
     resume: bool = False
     """Goes on with the demo in that folder, which was stopped; the other options must be the same."""
-    tuning_steps: int = 16
+    tuning_steps: int = 12
     """With --model: steps of the tuning, each on 384 tokens."""
     dense_steps: int = 180
     """Without --model: training steps of the dense model."""

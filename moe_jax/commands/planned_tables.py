@@ -193,7 +193,11 @@ def print_proposals(found: "Proposals", command: Sequence[str], overrides: Seque
     else:
         out.print(f"training on {found.platform}, {of}, the best of {found.meshes} meshes first:", soft_wrap=True)
         out.print(_proposals_table(found.proposals, found.memory))
-        out.print("least times, at the peaks of data sheets, and bytes from shapes; nothing was compiled")
+        out.print(
+            "least times, at the peaks of data sheets, and bytes from shapes; nothing was compiled: "
+            f"train --compile-only --topology {found.platform} says what the compiler makes of it",
+            soft_wrap=True,
+        )
         if all(one.tight for one in found.proposals):
             out.print("[bold yellow]warning[/]: all take more than 90% of the memory; leave some, for compilers differ")
     if found.on_smallest is not None:

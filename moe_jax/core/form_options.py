@@ -8,7 +8,7 @@ import dataclasses
 from typing import Any, ClassVar, Literal, get_args
 
 from moe_jax.core.code_options import VALUE_BITS, ExpertCodesOptions
-from moe_jax.core.errors import InputError, check_positive, nearest, shown
+from moe_jax.core.errors import InputError, check_positive, clipped, nearest, shown
 
 Design = Literal["concat", "separate"]
 DESIGNS: tuple[str, ...] = get_args(Design)
@@ -170,8 +170,10 @@ def read_delta(text: str) -> FormOptions:
     kind, colon, number = text.partition(":")
     offered = delta_options()
     if kind not in offered or bool(colon) != (":" in offered[kind]) or bool(number) != bool(colon):
-        hint = "" if kind in offered else nearest(kind, offered)
-        raise InputError(f"unknown --delta {shown(text)}{hint}; it is one of {', '.join(offered.values())}")
+        if kind in offered:
+            raise InputError(f"delta {shown(text)}: expected {offered[kind]}")
+        hint = nearest(kind, offered).replace("'?)", f"{colon}{clipped(number)}'?)")
+        raise InputError(f"unknown delta {shown(text)}{hint}; it is one of {', '.join(offered.values())}")
     form: Any = FORM_OPTIONS[kind]
     if form.delta_number is None:
         return form()
@@ -180,7 +182,7 @@ def read_delta(text: str) -> FormOptions:
         value = read(number)
     except ValueError:
         expected = "a whole number" if read is int else "a number"
-        raise InputError(f"--delta {shown(text)}: expected {expected} after the colon") from None
+        raise InputError(f"delta {shown(text)}: expected {expected} after the colon") from None
     return form(**{name: value})
 
 

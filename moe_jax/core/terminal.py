@@ -20,6 +20,7 @@ from moe_jax.core.formatting import show_bytes, show_duration
 
 # The time left is estimated from the last steps: those that a resumed job skips take no time, and layers differ.
 _STEPS = 6
+SECONDS_BETWEEN_LINES = 30.0
 _WIDTH_OF_FILES = 200
 
 
@@ -110,8 +111,15 @@ class Pace:
 
 
 @contextlib.contextmanager
-def progress_bars(console: Console | None = None, *, in_bytes: bool = False, shown: bool = True) -> Iterator[Bars]:
-    """Yields a `Progress` that draws a bar for each task; it draws nothing if the console is not a terminal.
+def progress_bars(
+    console: Console | None = None,
+    *,
+    in_bytes: bool = False,
+    shown: bool = True,
+    lines: bool = True,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Bars]:
+    """Yields a `Progress` that draws a bar for each task; if the console is no terminal, it prints a line now and then.
 
     The first call with a new `what` starts its bar; made before the first step, it counts the time of that step.
     A bar disappears when its task is done.
@@ -120,8 +128,12 @@ def progress_bars(console: Console | None = None, *, in_bytes: bool = False, sho
       console: where to draw; default standard error.
       in_bytes: whether bytes are counted, which are shown with the speed, and not steps.
       shown: whether anything is drawn: of several processes one does that.
+      lines: whether there are lines, one in `SECONDS_BETWEEN_LINES`, on what is no terminal.
+      clock: in seconds.
     """
     console = console or Console(stderr=True)
+    lines = lines and shown and not console.is_terminal
+    last_line = clock()
     paces: dict[str, Pace] = {}
 
     class Done(ProgressColumn):
@@ -154,13 +166,18 @@ def progress_bars(console: Console | None = None, *, in_bytes: bool = False, sho
     tasks = {}
 
     def progress(what: str, done: float, total: float, note: str = "", /) -> None:
+        nonlocal last_line
         if what not in tasks or done < paces[what].done:  # the task is done again, perhaps for another layer
-            paces[what] = Pace(done, total)
+            paces[what] = Pace(done, total, clock)
             if what in tasks:
                 bars.remove_task(tasks[what])
             tasks[what] = bars.add_task(what, total=total, note=note)
         paces[what].update(done)
         bars.update(tasks[what], completed=done, visible=done < total, note=note)
+        if lines and clock() - last_line >= SECONDS_BETWEEN_LINES and done < total:
+            last_line, left = clock(), paces[what].left
+            soon = "" if left is None else f", {show_duration(left)} left"
+            console.print(f"{what}: {done / total:.0%}{soon}", highlight=False, markup=False, soft_wrap=True)
 
     with bars:
         yield progress

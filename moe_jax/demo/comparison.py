@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import rich.box
 import rich.table
 
 import moe_jax
@@ -83,7 +84,7 @@ class Row:
     tokens: int
 
 
-COLUMNS = ("model", "parameters", "bytes", "of experts", "bits a weight", "perplexity")
+COLUMNS = ("model", "parameters", "bytes", "experts", "bits/weight", "perplexity")
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -93,8 +94,8 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def comparison_table(rows: Iterable[Row]) -> rich.table.Table:
-    """A table with a row for every model."""
-    table = rich.table.Table()
+    """A table with a row for every model, for a terminal of 80 columns."""
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for column in COLUMNS:
         table.add_column(column, justify="left" if column == COLUMNS[0] else "right")
     for row in rows:

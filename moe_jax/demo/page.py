@@ -22,7 +22,7 @@ class Answers(NamedTuple):
 
 
 class Page(NamedTuple):
-    """What the page shows.
+    """The content of a page.
 
     Attributes:
       title: names the model.
@@ -52,7 +52,7 @@ class Page(NamedTuple):
 
     @property
     def summary(self) -> str:
-        """What the last model saves and loses."""
+        """A line about what the last model saves and loses."""
         whole, (*_, small) = self.compressed
         return (
             f"{small.name}: {show_bytes(whole.nbytes)} became {show_bytes(small.nbytes)} "
@@ -85,6 +85,9 @@ def print_page(console: rich.console.Console, page: Page) -> None:
     console.print(f"time: {times}", highlight=False)
 
 
+_CAPTION = "Bytes of the whole model and of its experts; bits per weight of these, everything included"
+
+
 def write_page(file: Path, page: Page) -> None:
     """Writes the page as one HTML file."""
     whole, small = page.compressed
@@ -92,9 +95,13 @@ def write_page(file: Path, page: Page) -> None:
     of_loss = (
         f"training loss from {first['loss']:.3f} at step {first['step']} to {last['loss']:.3f} at step {last['step']}"
     )
-    of_sizes = "; ".join(f"{row.name}: {show_bytes(row.nbytes)}, {row.nll:.3f} nats" for row in (whole, *small))
+    of_sizes = "; ".join(f"{row.name}: {show_bytes(row.nbytes)}, {row.perplexity:.3f}" for row in (whole, *small))
     pictures = (
-        picture(lambda drawn: plot_sizes(drawn, page), of_sizes, "Held-out loss over the bytes of the whole model"),
+        picture(
+            lambda drawn: plot_sizes(drawn, page),
+            of_sizes,
+            "Change of the held-out perplexity over the bytes of the whole model",
+        ),
         picture(lambda drawn: plot_loss(drawn, page), of_loss, f"Training loss on {page.learnt}"),
     )
     scored = f"Perplexity is per {page.unit} of {page.learnt} that no model learnt from, {whole.tokens:,} in all."
@@ -106,7 +113,7 @@ def write_page(file: Path, page: Page) -> None:
             "held-out perplexity": f"{whole.perplexity:.3f} → {small[-1].perplexity:.3f}",
         }
     )
-    compared = table("Models, by what was made of them", COLUMNS, map(cells, page.rows))
+    compared = table(_CAPTION, COLUMNS, map(cells, page.rows))
     took = table(
         "Every step", ("step", "minutes"), [(title, show_duration(seconds)) for title, seconds in page.seconds.items()]
     )
@@ -124,21 +131,27 @@ def write_page(file: Path, page: Page) -> None:
 _MARKERS = "osD^v"
 
 
+# The least range of the picture, in percent: what makes no difference looks like none.
+_LEAST_RANGE = (-0.5, 2.0)
+
+
 def plot_sizes(file: DrawnTo, page: Page) -> None:
-    """Draws the held-out loss over the bytes of the whole model, a point for each that was compressed."""
+    """Draws the change of the perplexity over the bytes of the whole model, a point for each that was compressed."""
     whole, small = page.compressed
     figure = new_figure(5.2, 3.3)
     axes = figure.add_subplot()
-    axes.axhline(whole.nll, color=ink(), linewidth=0.8, linestyle="--")
-    for number, row in enumerate((whole, *small)):
+    axes.axhline(0, color=ink(), linewidth=0.8, linestyle="--")
+    changes = [100 * (row.perplexity / whole.perplexity - 1) for row in (whole, *small)]
+    for number, (row, change) in enumerate(zip((whole, *small), changes, strict=True)):
         colour = ink() if number == 0 else f"C{number - 1}"
         marker = _MARKERS[number % len(_MARKERS)]
-        axes.plot(row.nbytes / 1e6, row.nll, marker, markersize=8, color=colour, label=row.name)
-    axes.set(xlabel="bytes of the whole model, MB", ylabel=f"held-out loss, nats per {page.unit}")
+        axes.plot(row.nbytes / 1e6, change, marker, markersize=8, color=colour, label=row.name)
+    axes.set(xlabel="bytes of the whole model, MB", ylabel="change of the perplexity, %")
     axes.set_xlim(0, 1.08 * whole.nbytes / 1e6)
+    least, most = _LEAST_RANGE
+    axes.set_ylim(1.2 * min(least, *changes), 1.2 * max(most, *changes))
     axes.grid(alpha=0.6, linewidth=0.6)
     axes.tick_params(length=0)
-    axes.margins(y=0.2)
     axes.legend(fontsize=9, framealpha=0.8)
     figure.savefig(file, dpi=130)
 

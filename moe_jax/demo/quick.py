@@ -8,9 +8,9 @@ import tokenizers
 
 from moe_jax.core.errors import InputError
 from moe_jax.demo.comparison import WAYS, compress_in_all_ways, measured_row, score_all
+from moe_jax.demo.folder import open_folder
 from moe_jax.demo.page import Answers, Page, finish
 from moe_jax.demo.shell import Shell
-from moe_jax.demo.steps import open_folder
 from moe_jax.training.metrics import read_metrics
 
 BOS, EOS = "<bos>", "<eos>"
@@ -211,4 +211,4 @@ def _ask(shell: Shell, model: Path) -> list[str]:
     """The continuations of `PROMPTS`, in one batch."""
     prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
     answers = shell.json("generate", model, *prompts, "--max-new-tokens", NEW_TOKENS, "--json", shows=False)
-    return [answer["text"].strip() for answer in answers]
+    return [answer["text"].strip() or "(nothing)" for answer in answers]

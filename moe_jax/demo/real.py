@@ -5,10 +5,10 @@ from pathlib import Path
 
 from moe_jax.data.chat_template import load_chat_template
 from moe_jax.demo.comparison import WAYS, compress_in_all_ways, score_all
+from moe_jax.demo.folder import open_folder
 from moe_jax.demo.page import Answers, Page, finish
 from moe_jax.demo.problems import write_problems
 from moe_jax.demo.shell import Shell
-from moe_jax.demo.steps import open_folder
 from moe_jax.training.metrics import read_metrics
 
 QUESTIONS = (
@@ -17,8 +17,8 @@ QUESTIONS = (
     "Ada has 6 boxes with 7 marbles each and gives 4 marbles away. How many marbles are left?",
 )
 DENSE, TUNED = "dense, as it came", "upcycled and tuned"
-NEW_TOKENS = 48
-TRAINED, HELD_OUT = 600, 24
+NEW_TOKENS = 32
+TRAINED, HELD_OUT = 600, 16
 # Tokens of a row in training, and of one when answers are scored: a problem and its answer.
 SEQ_LEN, SCORED_LEN = 192, 128
 # Of the calibration, which is of problems that are learnt from: held-out ones choose nothing. Few tokens are enough for
@@ -93,8 +93,8 @@ def run_real_demo(folder: Path, model: Path, *, steps: int, shell: Shell) -> Non
 
         shell.console.rule("ask again")
         with done.timed("ask"):
-            for name, place in ((TUNED, tuned), (WAYS[-1].name, smaller[WAYS[-1].name])):
-                answers[name] = done.kept(f"answers of {name}", lambda place=place: _ask(shell, place))
+            name = WAYS[-1].name
+            answers[name] = done.kept(f"answers of {name}", lambda: _ask(shell, smaller[name]))
 
         shell.console.rule("compare on problems that no model learnt from")
         with done.timed("score"):
@@ -135,4 +135,4 @@ def _ask(shell: Shell, model: Path) -> list[str]:
     """The answers to `QUESTIONS`, in one batch."""
     prompts = [word for question in QUESTIONS for word in ("--prompt", question)]
     answers = shell.json("generate", model, "--chat", *prompts, "--max-new-tokens", NEW_TOKENS, "--json", shows=False)
-    return [answer["text"].strip() for answer in answers]
+    return [answer["text"].strip() or "(nothing)" for answer in answers]

@@ -4,8 +4,9 @@ The compiler computes them exactly (`compile_only`, `hlo`); here they follow fro
 
 Memory: the parts follow from how a step works. How many copies of an array exist at a time (`_COPIES`) depends on XLA:
 the numbers were fitted to 27 steps compiled for TPUs, those of `benchmarks/pods.py` and seven of a smaller model, such
-that the largest error of a step's total is least (9%). Steps with other layers may differ more. XLA:GPU needs less: 6
-to 17% for three steps.
+that the largest error of a step's total is least (9%). Steps with other layers may differ more, and so may those with
+other remat than `full`: with `dots`, perft_mixtral's step on v6e:2x4 took 13% more than expected (19.6 GiB, compiled).
+XLA:GPU needs less: 6 to 17% for three steps.
 
 Transfers are right within a tenth for the steps of `benchmarks/pods.py`. Whole arrays are counted, as XLA gathers and
 adds them up there:

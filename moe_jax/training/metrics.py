@@ -242,7 +242,7 @@ class StepLine(contextlib.ExitStack):
         self._pace = Pace(first, steps)
 
     def __enter__(self) -> "StepLine":
-        self._bars = self.enter_context(progress_bars(self._console))
+        self._bars = self.enter_context(progress_bars(self._console, lines=False))
         self._bars("training", self._first, self._steps, "compiling")
         return self
 

@@ -23,7 +23,7 @@ from moe_jax.model_io.model_source import ModelSource
 from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
 from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.numerics import logits_of
-from tests.support.tiers import one_in
+from tests.support.tiers import long, one_in
 
 TOKENS = np.arange(12, dtype=np.int32).reshape(2, 6)
 DELTA = {"experts": 4, "delta": "low-rank:2", "seed": 3}
@@ -200,7 +200,7 @@ def test_verbs_say_what_is_wrong_with_their_input(dense, moe, tmp_path):
         moe_jax.save(moe_jax.load(dense), moe)
     with pytest.raises(InputError, match="is an MoE already"):
         moe_jax.upcycle(moe)
-    with pytest.raises(InputError, match="unknown --delta 'low_rank:2'.*did you mean 'low-rank'"):
+    with pytest.raises(InputError, match="did you mean 'low-rank:2'"):
         moe_jax.upcycle(dense, delta="low_rank:2")
     with pytest.raises(InputError, match="--scale goes with --method pesc only"):
         moe_jax.upcycle(dense, scale=2.0)
@@ -308,6 +308,7 @@ def experts_of(model: moe_jax.Model, layer: int) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     "options", [{"method": "resmoe", "keep": 0.3}, {"method": "svd", "keep": 0.3}, {"method": "sp", "keep": 0.5}]
 )
+@long
 def test_experts_of_one_layer_are_compressed_as_in_a_model(options):
     model = moe_jax.tiny_model(experts=3)
     whole = moe_jax.compress(model, layers=[1], **options)

@@ -16,6 +16,7 @@ from moe_jax.checks.step0 import MOST_TOKENS, WINDOW, ProbeText, compare_predict
 from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
 from tests.support.dense_models import dense_config
+from tests.support.tiers import long
 
 NF4 = "--method lora --adapter lora:2 --targets q --base nf4".split()
 STORY = "Once upon a time, there was a little dog named Max. He liked to run in the big park.\n"
@@ -53,6 +54,7 @@ def test_the_figures_are_those_of_scipy(seed):
         np.testing.assert_allclose(loss, -np.mean([predicted[r, t - 1, tokens[r, t]] for r, t in places]), rtol=1e-9)
 
 
+@long
 def test_adapt_says_what_eval_says_of_both_models(model, tmp_path, capsys):
     text, out = tmp_path / "story.txt", tmp_path / "tuned"
     text.write_text(STORY * 9)

@@ -97,7 +97,7 @@ def test_programs_that_compute_ask_for_huge_pages(words, asks, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["moe-jax", *words])
     monkeypatch.setattr(cli, "ask_for_huge_pages", lambda: asked.append(True))
     monkeypatch.setattr(cli, "open_standard_streams", lambda: None)
-    monkeypatch.setattr(cli, "_run", lambda arguments, modules: 7 if arguments == words else 1)
+    monkeypatch.setattr(cli, "run_command", lambda arguments, modules: 7 if arguments == words else 1)
     monkeypatch.setattr(cli.atexit, "register", lambda action: None)
     assert cli.main() == 7 and bool(asked) == asks
 

@@ -220,6 +220,7 @@ def test_a_plan_knows_what_codes_of_allocate_may_have(models, out_of):
 
 @one_in(4)
 @pytest.mark.parametrize("base", ["stored", "nf4"])
+@long
 def test_lora_beside_the_centre_is_merged_into_a_plain_one(base, small, tmp_path, out_of):
     _, out = small
     lora = ("--method", "lora", "--adapter", "lora:2", "--targets", "up,down", "--base", base, "--no-step0-check")

@@ -1,10 +1,12 @@
 """Guesses of the time left, and where bars are drawn."""
 
+import io
 import json
 
 import pytest
+import rich.console
 
-from moe_jax.core.terminal import Pace
+from moe_jax.core.terminal import Pace, progress_bars
 from tests.support.disks import run_python
 
 
@@ -73,3 +75,20 @@ def test_what_is_printed_for_a_file_is_not_drawn_with_the_bars():
     assert [json.loads(line) for line in ran.stdout.splitlines()] == [{"layer": 0}, {"layer": 1}]
     assert "aligning" in ran.stderr and "compressing" in ran.stderr and "67%" in ran.stderr
     assert "layer" not in ran.stderr
+
+
+def test_what_takes_long_says_so_in_a_file_too():
+    file, now = io.StringIO(), 0.0
+    with progress_bars(rich.console.Console(file=file), clock=lambda: now) as progress:
+        for done in range(100):
+            now = 1.0 * done
+            progress("compressing [layers]", done, 100)
+    with progress_bars(rich.console.Console(file=file), clock=lambda: now, lines=False) as progress:
+        progress("training", 0, 2)
+        now += 100.0
+        progress("training", 1, 2)
+    assert file.getvalue().splitlines() == [
+        "compressing [layers]: 30%, 1:10 left",
+        "compressing [layers]: 60%, 0:40 left",
+        "compressing [layers]: 90%, 0:10 left",
+    ]

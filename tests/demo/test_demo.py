@@ -15,9 +15,9 @@ from moe_jax.commands.demo import Options, command_again
 from moe_jax.core.errors import InputError
 from moe_jax.core.interruptions import Interrupted
 from moe_jax.demo import shell
+from moe_jax.demo.folder import MARKER, open_folder
 from moe_jax.demo.problems import KINDS, write_problems
 from moe_jax.demo.quick import byte_tokenizer, write_text
-from moe_jax.demo.steps import MARKER, open_folder
 from moe_jax.training.loop import Stopped
 
 

@@ -1,17 +1,13 @@
 """The table, the page and the results that a demo ends with."""
 
-import re
-
 import pytest
 import rich.console
 
 import moe_jax
 from moe_jax.demo.comparison import BUDGET, WAYS, Row, compress_in_all_ways, measured_row, read_results
 from moe_jax.demo.page import Answers, Page, finish, print_page, write_page
-from moe_jax.demo.real import DENSE, QUESTIONS, TUNED
+from moe_jax.demo.real import DENSE, TUNED
 from moe_jax.demo.shell import Shell
-from tests.support.environment import ROOT
-from tests.support.walkthroughs import blocks_of, form
 
 
 def page_of(rows: list[Row], answers: list[Answers]) -> Page:
@@ -39,8 +35,15 @@ def test_the_page_shows_what_was_said_and_measured(tmp_path):
     assert "changed by +1.3%" in printed and "tune 1:02" in printed
     assert "&lt;b&gt;yes&lt;/b&gt;" in written and "<b>yes" not in written
     assert "training loss from 2.500 at step 1 to 2.000 at step 2" in written
-    assert "4 bits, GPTQ: 230.0 MB, 0.223 nats" in written, "the picture has no text in its place"
+    assert "4 bits, GPTQ: 230.0 MB, 1.250" in written, "the picture has no text in its place"
     assert "[bold]no[/bold]" in printed and "<b>yes</b>" in printed
+
+
+def test_the_table_fits_a_terminal():
+    console = rich.console.Console(width=80, record=True)
+    print_page(console, page_of(all_rows(), []))
+    printed = [line for line in console.export_text().splitlines() if "253,988,928" in line]
+    assert len(printed) == 4 and printed[0].startswith(f"{TUNED} ")
 
 
 def test_results_are_what_the_table_is_made_from(tmp_path):
@@ -65,6 +68,7 @@ def test_codes_stand_for_the_numbers_that_they_were_made_of(small_models):
         measured_row(name, small_models / name, scored, whole=small_models / "whole") for name in ("whole", "small")
     )
     assert whole.params == small.params and whole.nbytes > small.nbytes
+    assert whole.expert_bytes and small.expert_bytes and small.expert_bits
     assert whole.nbytes - small.nbytes == whole.expert_bytes - small.expert_bytes > 0
     assert whole.expert_bits == pytest.approx(32, rel=0.05) and 4 <= small.expert_bits < 16
     dense = measured_row("dense", moe_jax.save(moe_jax.tiny_model(), small_models / "dense"), scored,
@@ -79,19 +83,3 @@ def test_every_way_is_a_command_and_a_text_is_given_where_it_is_needed(tmp_path)
     assert list(made) == ["4 bits", "4 bits, GPTQ", f"allocate, {BUDGET} bits"]
     assert [words[-2:] == ["--calibrate", "t.txt"] for words in ran] == [False, True, True]
     assert [words[:3] for words in ran] == [["compress", str(tmp_path / "moe"), str(path)] for path in made.values()]
-
-
-def test_the_first_screen_of_the_readme_is_what_the_demo_ends_with():
-    console = rich.console.Console(width=120, record=True)
-    names = (DENSE, TUNED, WAYS[-1].name)
-    answers = [Answers(question, dict.fromkeys(names, "this")) for question in QUESTIONS]
-    print_page(console, page_of(all_rows(), answers))
-    shown = next(block.text for block in blocks_of((ROOT / "README.md").read_text()) if block.kind == "text")
-
-    def forms(text: str) -> list[str]:
-        said = re.compile(rf"^ +({'|'.join(map(re.escape, names))}): .*")
-        lines = [line for line in text.splitlines() if line.strip() and not line.startswith("time: ")]
-        return [form(said.sub(r"\1:", line)) for line in lines]
-
-    heading, *printed = forms(console.export_text())
-    assert "what each model says" in heading and forms(shown) == printed

@@ -17,7 +17,7 @@ from moe_jax.experts.shapes import Matrix, Window
 from moe_jax.functional.routing import Routing
 from tests.experts.code_reference import decoded
 from tests.support.numerics import assert_close, normal, randomised
-from tests.support.tiers import examples, one_in
+from tests.support.tiers import examples, long, one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -105,6 +105,7 @@ def test_gradients_are_those_of_finite_differences(name):
     ],
     ids=str,
 )
+@long
 def test_banks_over_a_mesh_are_those_of_one_device(name, axes):
     config, expert = BankConfig(FORMATS[name], base="none"), FFNConfig(dim=32, gated=False, activation="gelu")
 

@@ -29,7 +29,7 @@ from moe_jax.experts.strategy import strategy_costs, strategy_on
 from moe_jax.functional.routing import Routing
 from moe_jax.models import MoEConfig
 from tests.support.numerics import assert_close, normal, randomised
-from tests.support.tiers import examples, one_in
+from tests.support.tiers import examples, long, one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -173,6 +173,7 @@ def test_a_bank_equals_that_over_the_kernels_its_codes_stand_for(kind, strategy,
 @pytest.mark.parametrize(
     ("axes", "tokens"), [({"data": 2, "fsdp": 2, "tensor": 2}, 24), ({"expert": 4, "tensor": 2}, 5)], ids=str
 )
+@long
 def test_over_a_mesh_as_on_one_device(strategy, stored, axes, tokens, monkeypatch):
     monkeypatch.setattr("moe_jax.experts.strategy._MOST_OF_BASE", 10**9)  # deltas of so small kernels are not small
     strategy_on.cache_clear()

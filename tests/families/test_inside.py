@@ -13,7 +13,7 @@ import moe_jax  # noqa: E402
 from moe_jax.core.errors import InputError  # noqa: E402
 from moe_jax.nn import init_cache  # noqa: E402
 from tests.support.hf_checkpoints import CONFIGS, random_tensors, write_checkpoint  # noqa: E402
-from tests.support.tiers import one_in  # noqa: E402
+from tests.support.tiers import long, one_in  # noqa: E402
 
 IDS = np.random.default_rng(0).integers(0, 60, (2, 7))
 FAMILIES = ["mixtral", "qwen2_moe-dense-layers", "qwen3_moe", "olmoe", "switch_transformers"]
@@ -84,6 +84,7 @@ def close(one, other):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one, other)
 
 
+@long
 def test_it_is_the_same_in_programs_with_remat_apart_and_with_caches(decoder):
     expected = decoder(IDS, routing=True, hidden_states=(0, 3, 6))[3:]
     assert set(expected[0]) == {1, 3, 5} and set(expected[1]) == {0, 3, 6}

@@ -19,7 +19,7 @@ from moe_jax.functional.position_embeddings import RelativeBiasConfig, bias_by_d
 from tests.support.jaxprs import equations
 from tests.support.numerics import normal
 from tests.support.references import attention_reference, visible_keys
-from tests.support.tiers import examples, one_in
+from tests.support.tiers import examples, long, one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -118,6 +118,7 @@ def causal(x, length, bias=None):
 
 @one_in(2)
 @pytest.mark.parametrize("biased", [False, True])
+@long
 def test_backward_keeps_no_scores_but_those_of_a_chunk(biased):
     def temporaries(length):
         bias = jnp.ones((2, 257)) if biased else None

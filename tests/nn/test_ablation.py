@@ -167,6 +167,7 @@ def test_a_mesh_changes_nothing():
     )
 
 
+@long
 def test_outside_of_programs_a_function_is_called_with_its_present_values():
     """What it closes over may have changed since the last call; so may a function in the place of a router."""
     made, state = decoder(), {"factor": 1.0}
@@ -182,6 +183,7 @@ def test_outside_of_programs_a_function_is_called_with_its_present_values():
     np.testing.assert_allclose(usual[3].logits, -5.0 * first, atol=1e-5)
 
 
+@long
 def test_the_loss_is_that_of_the_changed_model():
     made, batch = decoder(), {"tokens": IDS[:, :-1], "targets": IDS[:, 1:]}
     off = {1: [0, 1], 3: [2]}

@@ -54,6 +54,7 @@ OTHER = dataclasses.replace(MOE, mlp=dataclasses.replace(CODER, capacity_factor=
 
 @one_in(2, first=1)
 @pytest.mark.parametrize("layers", [(MOE, MOE, MOE), (MOE, OTHER, MOE, OTHER)], ids=["stacked", "blocks of a repeat"])
+@long
 def test_every_layer_draws_differently(layers):
     """Equal layers that leave their input as it is: without noise their routers do the same."""
     model = decoder(*layers)

@@ -137,6 +137,7 @@ def test_methods_and_properties_are_of_one_layer():
     assert mlp.config is made.config.moe(2) and made.stack.segments[0].blocks[0].mlp.experts.num_layers == 3
 
 
+@long
 def test_a_copy_of_a_layer_stands_alone():
     made = decoder()
     copy = made.layers[0].mlp.module
@@ -197,6 +198,7 @@ def test_a_layer_that_is_like_the_one_before_changes_no_program():
     chex.assert_trees_all_equal(nnx.state(made.layers[2].module), nnx.state(made.layers[0].module))
 
 
+@long
 def test_a_model_with_a_replaced_part_is_saved_if_its_config_is_about_it(tmp_path):
     """An MoE that computes in another way is one of its config, whatever is stacked with it; another module is not."""
     made = decoder(layers=4)

@@ -258,6 +258,7 @@ def test_shardings_that_mean_nothing_or_contradict_others_are_refused(plain, sha
     assert "\n" not in str(raised.value) and "tests:Other" not in ROUTERS
 
 
+@long
 def test_a_part_that_is_defined_anew_is_the_later_one(tmp_path):
     """As when the cell of a notebook is run again: models are made, and read, with the later class."""
 

@@ -21,6 +21,7 @@ from moe_jax.nn.layers import _axes as loss_axes
 from moe_jax.planning.model_costs import make_plan, trained_leaves
 from tests.nn import plain_transformer as plain
 from tests.support.dense_models import random_leaves, write_model
+from tests.support.tiers import long
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -133,6 +134,7 @@ def encoded():
     return x, valid, encoder
 
 
+@long
 def test_an_encoder_and_a_decoder():
     x0, valid, encoder = encoded()
 

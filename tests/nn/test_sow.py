@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import moe_jax
+from tests.support.tiers import long
 
 IDS = np.random.default_rng(0).integers(0, 64, (2, 6))
 
@@ -84,6 +85,7 @@ def test_gradients_go_through_what_is_captured(decoder):
     assert jnp.abs(grads["attention"]["q"]["kernel"][...]).max() > 0
 
 
+@long
 def test_results_of_all_methods_are_captured():
     decoder = moe_jax.tiny_model(experts=4).decoder
     expected = decoder(IDS, routing=True)

@@ -33,6 +33,7 @@ def test_a_batch_of_batches_is_computed_as_one_by_one(form):
 
 @one_in(5)
 @pytest.mark.parametrize("form", FORMS)
+@long
 def test_gradients_of_single_examples_are_those_of_each(form):
     graphdef, trained, rest = nnx.split(decoder_of(form), nnx.Param, ...)
 

@@ -19,6 +19,7 @@ from moe_jax.models.config import PerftConfig
 from moe_jax.peft.merge import merge
 from tests.support.dense_models import DTYPES, random_leaves, write_model
 from tests.support.numerics import logits_of
+from tests.support.tiers import long
 
 TOKENS = np.array([[1, 5, 9, 33, 2, 60, 17, 4]])
 LORA = LoRAConfig(rank=3, targets=("gate", "up", "down"), scale=0.7)
@@ -91,6 +92,7 @@ def test_merged_model_gives_the_logits_of_the_tuned_one(tmp_path, capsys):
     assert '"command": "merge"' in lineage.read_text() and '"command": "adapt"' in lineage.read_text()
 
 
+@long
 def test_lora_of_full_experts_is_folded_expert_by_expert(tmp_path):
     source = write_adapter(tmp_path, model(moe(FFN)))
     assert cli.main(["merge", str(source.path), str(tmp_path / "out")]) == 0

@@ -38,9 +38,15 @@ STEPS = [step for step in pods.STEPS if step.table == pods.POD_STEPS.name]
 TPU_STEPS, GPU_STEPS = ([step for step in STEPS if step.is_on_gpus == gpus] for gpus in (False, True))
 
 
+def _is_as_it_was_then(step: pods.Step) -> bool:
+    """Whether a row was compiled before loads were counted first and frozen kernels were known to have no gradients."""
+    return Figures("pods").stamp_of("rows", step.table, step.name).date < "2026-11-27"
+
+
 def _recipe_and_config(step: pods.Step) -> tuple[Recipe, ModelConfig]:
     recipe = load_recipe(pods.RECIPES / f"{step.recipe}.toml", list(step.options))
-    return recipe, _without_losses(config_from_json(pods.config_of(step), where="config"))
+    config = config_from_json(pods.config_of(step), where="config")
+    return recipe, _without_losses(config) if _is_as_it_was_then(step) else config
 
 
 def _expected(step: pods.Step) -> PlannedTraining:
@@ -64,13 +70,13 @@ def test_it_is_within_a_tenth_of_what_the_compiler_said(step):
     *_, held, total, _, _, matrix, memory, links, least, used = COMPILED[step.name]
     found = _expected(step)
     assert not found.is_compiled and found.roofline is not None and found.roofline.links is not None
-    # What was compiled counted the gradients of frozen kernels, which no step computes.
-    recipe, config = _recipe_and_config(step)
-    assert found.model_flops is not None and found.speeds is not None
-    spared = 1e3 * (batch_flops(recipe, config) / found.devices - found.model_flops) / found.speeds["products"]
-    made, matrix = used * least - spared, matrix - spared
-    least = max(matrix, memory, links)
-    used = made / least
+    if _is_as_it_was_then(step):
+        recipe, config = _recipe_and_config(step)
+        assert found.model_flops is not None and found.speeds is not None
+        spared = 1e3 * (batch_flops(recipe, config) / found.devices - found.model_flops) / found.speeds["products"]
+        made, matrix = used * least - spared, matrix - spared
+        least = max(matrix, memory, links)
+        used = made / least
     sizes = {item.name: item.bytes / 2**30 for item in found.items}
     arguments = sum(sizes.get(name, 0) for name in ("parameters, trained", "parameters, frozen", "optimizer", "batch"))
     # What the compiler adds are paddings.

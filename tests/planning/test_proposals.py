@@ -195,7 +195,7 @@ def test_the_command_prints_what_to_type(folder, untraced, capsys):
     words = ["plan", "--train", str(folder / "recipe.toml"), "--set", "train.steps=7", "--platform", "v5p-16"]
     assert cli.main([*words, "--propose"]) == 0
     printed = capsys.readouterr().out
-    assert "training on v5p:2x2x2, 8 chips" in printed and "nothing was compiled" in printed
+    assert "training on v5p:2x2x2, 8 chips" in printed and "--compile-only --topology v5p:2x2x2" in printed
     (line,) = (line for line in printed.splitlines() if line.startswith("  moe-jax train "))
     command = shlex.split(line)
     assert command[:4] == ["moe-jax", "train", str(folder / "recipe.toml"), "--set"]

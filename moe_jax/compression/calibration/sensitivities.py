@@ -17,6 +17,7 @@ activations of all copies.
 import dataclasses
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,8 @@ def _floats(bits: np.ndarray) -> Float[np.ndarray, "... d"]:
 
 TRIED_BITS, TRIED_GROUP_SIZE = 3, 128
 _MOST_TOKENS = 2048
+# For the estimate of the time left: the predictions of a copy take as long as so many layers, of SmolLM2 on a CPU.
+_PASSES_OF_PREDICTIONS = 6
 
 
 def measure_sensitivities(
@@ -250,23 +253,39 @@ def measure_sensitivities(
     copies: dict[tuple[int, str], np.ndarray] = {}
     errors: dict[tuple[int, str], float] = {}
     programs: dict = {}
+    # Each layer is applied to one copy for every matrix so far, so that late layers take longer; predictions come last.
+    matrices = [len(config.moe(i).expert.matrices) if i in config.moe_layers else 0 for i in range(config.num_layers)]
+    passes = sum(1 + sum(matrices[: i + 1]) for i in range(config.num_layers))
+    total, passed = passes + count * _PASSES_OF_PREDICTIONS, 0
+
+    def advance(by: float = 1) -> None:
+        nonlocal passed
+        passed = min(passed + by, total)
+        progress("measuring what depends on layers", config.num_layers * passed / total, config.num_layers)
+
+    advance(0)
     with jax.set_mesh(mesh):
         for i in range(config.num_layers):
-            progress("measuring what depends on layers", i, config.num_layers)
             layer = PlacedLayer(source, i, mesh, programs)
-            after = {tried: apply_in_batches(layer, copy, batch_size, mesh) for tried, copy in copies.items()}
+            after = {}
+            for tried, copy in copies.items():
+                after[tried] = apply_in_batches(layer, copy, batch_size, mesh)
+                advance()
             if layer.moe:
                 source_layer = SourceLayer(source, i, calibration=calibration(i))
                 for name in source_layer.shapes:
                     coded, errors[i, name] = _coded(source_layer, name)
                     leaves = {f"mlp/experts/{name}/kernel": coded}
                     after[i, name] = apply_in_batches(layer.with_leaves(leaves), whole, batch_size, mesh)
+                    advance()
             whole, copies = apply_in_batches(layer, whole, batch_size, mesh), after
-    progress("measuring what depends on layers", config.num_layers, config.num_layers)
+            advance()
     last = {path: source.read(path) for path in source.specs() if path.startswith(("final_norm/", "lm_head/"))}
     if config.tie_embeddings:
         last[EMBEDDING] = embedding[EMBEDDING]
-    divergences = _divergences(config, last, whole, list(copies.values()))
+    advance_one = partial(advance, count * _PASSES_OF_PREDICTIONS / max(1, len(copies) * len(whole)))
+    divergences = _divergences(config, last, whole, list(copies.values()), advance_one)
+    progress("measuring what depends on layers", config.num_layers, config.num_layers)
     found: dict[int, dict[str, float]] = {i: {} for i in config.moe_layers}
     for (i, name), divergence in zip(copies, divergences, strict=True):
         if not np.isfinite(divergence):
@@ -309,6 +328,7 @@ def _divergences(
     last: Mapping[str, np.ndarray],
     before: Float[np.ndarray, "N L d"],
     after: Sequence[Float[np.ndarray, "N L d"]],
+    advance: Callable[[], object],
 ) -> list[float]:
     """Returns KL(p || q) per token, p from the activations `before`, q from each of those `after`.
 
@@ -330,4 +350,5 @@ def _divergences(
         for number, activations in enumerate(after):
             # Numbers one by one: if an interrupt comes while NumPy waits for arrays of JAX, NumPy raises another error.
             found[number, n] = float(of_window(placed, p, activations[n]))
+            advance()
     return found.mean(axis=1).tolist()

@@ -8,6 +8,7 @@ the experts of a token, is also lost together. See methods.md 5.
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -99,6 +100,7 @@ FACTORED: tuple[tuple[int, float], ...] = tuple((centre, keep) for centre in (2,
 ADDED = ("zero_points", "row_scales")
 """Options of `forms.Quantized` that codes of experts may have beside scales of groups. A centre has none of them."""
 _COLUMNS = 128
+_MOST_INPUTS_OF_TWO = 4096
 Format = Callable[..., dict[str, Any]]
 """`format(bits, added=...)`: options of `Coder.quantize` beside the bits."""
 
@@ -148,38 +150,34 @@ def errors_of_choices(
     # Moments of all experts are summed for it, which takes a while.
     shared = shared_base_coder(layer, name, permutations) if ranks else LeastError()
     of_factors = _centres(shared, mean[:, columns], (c.centre for c in choices if c.bits is None), format_)
-    errors, norm = np.zeros((layer.num_experts, len(choices))), 0.0
+    errors = np.zeros((layer.num_experts, len(choices)))
     coders = expert_coders(layer, name, permutations)
-    for own, whole, coder in zip(errors, aligned_kernels(layer, name, permutations), coders, strict=True):
+
+    def of_expert(own: np.ndarray, whole: np.ndarray, coder: LeastError | LeastOutputError) -> float:
+        """Fills in the errors of an expert, and returns the square of its outputs."""
         assert isinstance(coder, LeastOutputError)
         kernel = whole[:, columns]
-        norm += coder.squared(kernel)
         left = _left(coder, whole - mean, ranks) if ranks else {}
         beside_mean = coder.squared(kernel - mean[:, columns])
         of_centre = {bits: coder.squared(made - mean[:, columns]) for bits, made in of_factors.items()}
-        in_codes: dict[tuple[Any, ...], list[int]] = {}
         for number, choice in enumerate(choices):
             if choice.keep is not None:
                 of_residuals = left[choice.keep] * beside_mean
                 own[number] = together.centre * of_centre[choice.centre] + together.residuals * of_residuals
                 continue
-            options = format_(choice.bits, added=choice.added)
-            alone = () if _columns_are_independent(options) else (number,)
-            in_codes.setdefault((choice.bits, choice.added, *alone), []).append(number)
-        # Those that differ in the centre alone are coded side by side: rows are coded one after another, however wide.
-        for (bits, added, *_), numbers in in_codes.items():
-            residuals = np.concatenate([kernel - of_codes[choices[number].centre] for number in numbers], axis=1)
-            made = coder.quantize(residuals, bits=bits, **format_(bits, added=added))
-            changes = np.split(np.asarray(made.approximation) - residuals, len(numbers), axis=1)
-            for number, change in zip(numbers, changes, strict=True):
-                own[number] = coder.squared(change)
+            assert choice.bits is not None
+            residual = kernel - of_codes[choice.centre]
+            made = coder.quantize(residual, bits=choice.bits, **format_(choice.bits, added=choice.added))
+            own[number] = coder.squared(np.asarray(made.approximation) - residual)
+        return coder.squared(kernel)
+
+    # Small programs leave cores idle: two experts are tried at a time, unless what is known of their inputs is large.
+    at_a_time = 2 if layer.shapes[name][0] <= _MOST_INPUTS_OF_TWO else 1
+    norm, every = 0.0, zip(errors, aligned_kernels(layer, name, permutations), coders, strict=True)
+    with ThreadPoolExecutor(at_a_time) as threads:
+        while some := list(itertools.islice(every, at_a_time)):
+            norm += sum(threads.map(of_expert, *zip(*some, strict=True)))
     return np.array([[output_error(error, norm) for error in own] for own in errors])
-
-
-def _columns_are_independent(options: Mapping[str, Any]) -> bool:
-    """Whether codes with these options of `Coder.quantize` are chosen for every column on its own."""
-    shared = (options["group_size"] is None, options["table"], options["scale_bits"] != 16, options.get("row_scales"))
-    return not any(shared)
 
 
 def _centres(

@@ -167,6 +167,7 @@ def test_combinations_that_are_left_out_are_no_better_than_one_that_is_there(siz
     ],
     ids=["plain", "fitted levels and 8-bit scales"],
 )
+@long
 def test_matrices_get_bits_of_their_own(source, calibrated, more, tmp_path):
     """Where little depends on all but `down`, that has more; and what is merged gives the same as what is in codes."""
     calibration, *_ = calibrated

@@ -20,7 +20,7 @@ from moe_jax.peft import trainable_paths
 from tests.compression.methods.recorded_layers import calibration_of, recorded
 from tests.support.moe_models import EXPERTS, MemorySource, memory_moe
 from tests.support.numerics import logits_of
-from tests.support.tiers import one_in
+from tests.support.tiers import long, one_in
 
 FULL = BankConfig()
 FORMS = {
@@ -139,6 +139,7 @@ def test_concat_keeps_the_share_and_equal_layers_stay_equal(tmp_path):
     assert sum(first.form.entries) == round(0.2 * size)
 
 
+@long
 def test_trials_tell_the_errors_beforehand(tmp_path):
     source = memory_moe(FULL, noise=0.2)
     layer = SourceLayer(source, 0)

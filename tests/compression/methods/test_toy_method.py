@@ -17,6 +17,7 @@ from moe_jax.core.form_options import check_keep
 from moe_jax.model_io.loading import load_model
 from moe_jax.model_io.model_dir import ModelDirectory
 from tests.support.numerics import logits_of
+from tests.support.tiers import long
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,7 @@ def test_plan_counts_it(models, out_of):
     assert planned["forms"][0]["layer"]["total"] == layer_bytes(moe, 16, np.dtype("float32")).total
 
 
+@long
 def test_it_takes_part_in_a_sweep(models, out_of, text, tmp_path):
     words = ("--sweep", "--method", "toy", "--text", text, "--seq-len", 16)
     swept = json.loads(out_of("compress", models["one"], tmp_path / "sweep", *words, "--json"))["measured"]

@@ -23,7 +23,7 @@ from moe_jax.model_io.model_dir import ModelDirectory, ModelDirectoryWriter
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import BankConfig, FFNConfig, ModelConfig, MoEConfig
 from tests.support.hf_checkpoints import CONFIGS, DTYPES, read_tensors
-from tests.support.tiers import one_in
+from tests.support.tiers import long, one_in
 
 QUIET = Console(quiet=True)
 BANKS = {
@@ -217,6 +217,7 @@ def test_what_a_shared_expert_is_made_of(tmp_path: pathlib.Path):
         assert shared[2].any()
 
 
+@long
 def test_what_only_deepseek_has_leaves_as_deepseek(tmp_path: pathlib.Path):
     """Biases on all projections of attention beside a universal FFN. That Transformers has no class for it is said."""
     config = upcycled("llama-biases", None, FULL, LOW_RANK, universal="med", expert=FFNConfig(dim=48))

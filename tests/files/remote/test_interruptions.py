@@ -85,7 +85,7 @@ def test_what_was_done_is_not_done_again(bucket, monkeypatch, no_waiting):  # no
 
     with pytest.raises(OSError, match="no more") as failed:
         two_leaves()
-    assert "the same command goes on, moe-jax clean gs://bucket/models/dense removes it" in failed.value.__notes__[0]
+    assert "moe-jax clean gs://bucket/models/dense removes it" in failed.value.__notes__[0]
     assert job() == names[2:]
     check_model(bucket)
 

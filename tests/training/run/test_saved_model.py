@@ -95,6 +95,7 @@ def test_a_model_leaves_training_in_the_dtypes_in_which_it_came(folder):
     assert {str(spec.dtype) for spec in wide.specs().values()} == {"float32"} and wide.config.dtype == "float32"
 
 
+@long
 def test_every_command_takes_it(folder, capsys):
     text = ["--text", str(folder / "text" / "a.txt"), "--seq-len", "32", "--json"]
     for model in ("run@4", "run/model"):

@@ -1,4 +1,4 @@
-"""The steps of a demo that are done, kept in its folder, so that one that was stopped goes on where it was."""
+"""The folder of a demo, which knows the steps that are done, so that a demo that was stopped goes on where it was."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ MARKER = ".made-by-moe-jax-demo"
 
 
 class Steps:
-    """What is known of a demo that is under way; every change is on the disk at once.
+    """The steps of a demo that are done; every change is on the disk at once.
 
     Args:
       folder: of the demo.
