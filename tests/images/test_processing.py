@@ -13,6 +13,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.images import processing as module
 from moe_jax.images.processing import ImageProcessing, normalized, pixels_of, read_processing
 from moe_jax.images.resampling import FILTERS, enlarged_part
+from tests.support.tiers import examples
 
 transformers = pytest.importorskip("transformers")
 PROCESSORS = {
@@ -35,7 +36,7 @@ def processing_of(processor, **more) -> ImageProcessing:
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
-@settings(max_examples=70)
+@settings(max_examples=examples(70))
 @given(height=SIDES, width=SIDES)
 @example(height=1, width=1)
 @example(height=1, width=4000)
@@ -50,7 +51,7 @@ def test_pixels_are_those_of_transformers(name, height, width):
     np.testing.assert_allclose(normalized(jnp.asarray(ours), processing), np.moveaxis(theirs, 0, -1), atol=1e-6)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(height=SIDES, width=SIDES)
 def test_a_padded_picture_is_in_the_middle_of_a_square_of_the_mean(height, width):
     given, side = picture(height, width), max(height, width)
@@ -61,7 +62,7 @@ def test_a_padded_picture_is_in_the_middle_of_a_square_of_the_mean(height, width
     np.testing.assert_array_equal(ours, np.moveaxis(theirs, 0, -1))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     sides=st.tuples(st.integers(1, 60), st.integers(1, 60)),
     more=st.tuples(st.integers(0, 90), st.integers(0, 90)),
