@@ -24,6 +24,9 @@ from evidence.stamp import ROOT, current_stamp
 from moe_jax.demo.comparison import RESULTS as DEMO_RESULTS
 from moe_jax.demo.comparison import read_results
 
+IN_ALL = "in all"
+"""The last row of steps."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
@@ -70,7 +73,7 @@ def put(figures: Figures, found: dict[str, Any]) -> None:
         ],
     )
     steps = [[title, seconds] for title, seconds in found["seconds"].items()]
-    figures.put_rows(DEMO_STEPS.name, [*steps, ["in all", sum(found["seconds"].values())]])
+    figures.put_rows(DEMO_STEPS.name, [*steps, [IN_ALL, sum(found["seconds"].values())]])
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import rich.console
 
+from demo import IN_ALL
 from evidence.layouts import DEMO_MODELS, DEMO_STEPS
 from evidence.results import Figures
 from evidence.stamp import ROOT
-from moe_jax.core.formatting import show_bytes, show_duration
-from moe_jax.demo.comparison import Row, comparison_table
+from moe_jax.demo.comparison import Row, comparison_table, summary_of, times_of
 
 README = ROOT / "README.md"
 _BLOCK = re.compile(r"(?<=```text\n).*?(?=```\n)", re.DOTALL)
@@ -30,18 +30,14 @@ def main() -> None:
 
 
 def block(figures: Figures) -> str:
-    """The table, and two lines under it: what the last model saves and loses, and how long all took."""
+    """The table, and the two lines under it."""
     rows = [_row(cells) for cells in figures.rows(DEMO_MODELS.name)]
     printed = io.StringIO()
     rich.console.Console(file=printed, width=80).print(comparison_table(rows))
     whole, small = next(row for row in rows if row.expert_bytes is not None), rows[-1]
-    (seconds,) = [seconds for step, seconds in figures.rows(DEMO_STEPS.name) if step == "in all"]
+    seconds = {step: took for step, took in figures.rows(DEMO_STEPS.name) if step != IN_ALL}
     table = "\n".join(line.rstrip() for line in printed.getvalue().splitlines())
-    return (
-        f"{table}\n{small.name}: {show_bytes(whole.nbytes)} became {show_bytes(small.nbytes)} "
-        f"({small.nbytes / whole.nbytes:.0%}), and the held-out perplexity changed by "
-        f"{small.perplexity / whole.perplexity - 1:+.1%}\n{show_duration(seconds)} on two cores\n"
-    )
+    return f"{table}\n{summary_of(whole, small)}\n{times_of(seconds)}\n"
 
 
 def _row(cells: list) -> Row:

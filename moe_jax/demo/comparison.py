@@ -11,7 +11,7 @@ import rich.table
 
 import moe_jax
 from moe_jax.api.open_source import open_source
-from moe_jax.core.formatting import show_bytes
+from moe_jax.core.formatting import show_bytes, show_duration
 from moe_jax.demo.shell import Shell
 from moe_jax.peft.trained import parameter_sizes
 
@@ -101,6 +101,20 @@ def comparison_table(rows: Iterable[Row]) -> rich.table.Table:
     for row in rows:
         table.add_row(*cells(row))
     return table
+
+
+def summary_of(whole: Row, small: Row) -> str:
+    """Says in a line how much a model saves and loses that was compressed."""
+    return (
+        f"{small.name}: {show_bytes(whole.nbytes)} became {show_bytes(small.nbytes)} "
+        f"({small.nbytes / whole.nbytes:.0%}), and the held-out perplexity changed by "
+        f"{small.perplexity / whole.perplexity - 1:+.1%}"
+    )
+
+
+def times_of(seconds: Mapping[str, float]) -> str:
+    """Says in a line how long every step took."""
+    return "time: " + ", ".join(f"{title} {show_duration(took)}" for title, took in seconds.items())
 
 
 def measured_row(name: str, model: Path, scored: Mapping[str, Any], *, whole: Path) -> Row:

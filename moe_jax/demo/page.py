@@ -8,17 +8,11 @@ import rich.console
 from rich.markup import escape
 
 from moe_jax.core.formatting import show_bytes, show_duration
-from moe_jax.demo.comparison import COLUMNS, Row, cells, comparison_table, write_results
+from moe_jax.demo.comparison import COLUMNS, Row, cells, comparison_table, summary_of, times_of, write_results
+from moe_jax.demo.questions import Answers
 from moe_jax.figures.plots import Curve, DrawnTo, ink, new_figure, plot_curves
 from moe_jax.report.elements import facts, html_page, note, picture, said, section, side_by_side, table
 from moe_jax.training.metrics import Record
-
-
-class Answers(NamedTuple):
-    """A question, and what each model said, by the name of the model."""
-
-    question: str
-    by_model: dict[str, str]
 
 
 class Page(NamedTuple):
@@ -54,11 +48,7 @@ class Page(NamedTuple):
     def summary(self) -> str:
         """A line about what the last model saves and loses."""
         whole, (*_, small) = self.compressed
-        return (
-            f"{small.name}: {show_bytes(whole.nbytes)} became {show_bytes(small.nbytes)} "
-            f"({small.nbytes / whole.nbytes:.0%}), and the held-out perplexity changed by "
-            f"{small.perplexity / whole.perplexity - 1:+.1%}"
-        )
+        return summary_of(whole, small)
 
 
 def finish(console: rich.console.Console, folder: Path, page: Page, **about: Any) -> None:
@@ -81,8 +71,7 @@ def print_page(console: rich.console.Console, page: Page) -> None:
     console.print()
     console.print(comparison_table(page.rows))
     console.print(page.summary, highlight=False)
-    times = ", ".join(f"{title} {show_duration(seconds)}" for title, seconds in page.seconds.items())
-    console.print(f"time: {times}", highlight=False)
+    console.print(times_of(page.seconds), highlight=False)
 
 
 _CAPTION = "Bytes of the whole model and of its experts; bits per weight of these, everything included"

@@ -9,7 +9,8 @@ import tokenizers
 from moe_jax.core.errors import InputError
 from moe_jax.demo.comparison import WAYS, compress_in_all_ways, measured_row, score_all
 from moe_jax.demo.folder import open_folder
-from moe_jax.demo.page import Answers, Page, finish
+from moe_jax.demo.page import Page, finish
+from moe_jax.demo.questions import ask, by_question
 from moe_jax.demo.shell import Shell
 from moe_jax.training.metrics import read_metrics
 
@@ -167,15 +168,14 @@ def run_quick_demo(folder: Path, *, dense_steps: int, more_steps: int, shell: Sh
         with done.timed("ask"):
             asked = {DENSE: folder / "dense", TUNED: tuned, WAYS[-1].name: smaller[WAYS[-1].name]}
             answers = {
-                name: done.kept(f"answers of {name}", lambda place=place: _ask(shell, place))
+                name: done.kept(
+                    f"answers of {name}", lambda place=place: ask(shell, place, PROMPTS, "--max-new-tokens", NEW_TOKENS)
+                )
                 for name, place in asked.items()
             }
         page = Page(
             title="moe-jax demo: a small model of Python's source",
-            answers=[
-                Answers(prompt, {name: said[number] for name, said in answers.items()})
-                for number, prompt in enumerate(PROMPTS)
-            ],
+            answers=by_question(PROMPTS, answers),
             rows=rows,
             whole=TUNED,
             records=read_metrics(folder / "runs/moe/metrics.jsonl"),
@@ -205,10 +205,3 @@ def _write_calibration(folder: Path) -> Path:
     texts = (one.read_text("utf-8") for one in sorted((folder / "text/train").glob("*.txt")))
     file.write_text(next(text for text in texts if len(text) > 2 * SAMPLES * SEQ_LEN), "utf-8")
     return file
-
-
-def _ask(shell: Shell, model: Path) -> list[str]:
-    """The continuations of `PROMPTS`, in one batch."""
-    prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
-    answers = shell.json("generate", model, *prompts, "--max-new-tokens", NEW_TOKENS, "--json", shows=False)
-    return [answer["text"].strip() or "(nothing)" for answer in answers]

@@ -6,8 +6,9 @@ from pathlib import Path
 from moe_jax.data.chat_template import load_chat_template
 from moe_jax.demo.comparison import WAYS, compress_in_all_ways, score_all
 from moe_jax.demo.folder import open_folder
-from moe_jax.demo.page import Answers, Page, finish
+from moe_jax.demo.page import Page, finish
 from moe_jax.demo.problems import write_problems
+from moe_jax.demo.questions import ask, by_question
 from moe_jax.demo.shell import Shell
 from moe_jax.training.metrics import read_metrics
 
@@ -77,7 +78,9 @@ def run_real_demo(folder: Path, model: Path, *, steps: int, shell: Shell) -> Non
         with done.timed("convert"):
             shell.make(dense, "convert", model, dense, "--dtype", "bf16")
         with done.timed("ask"):
-            answers[DENSE] = done.kept(f"answers of {DENSE}", lambda: _ask(shell, dense))
+            answers[DENSE] = done.kept(
+                f"answers of {DENSE}", lambda: ask(shell, dense, QUESTIONS, "--chat", "--max-new-tokens", NEW_TOKENS)
+            )
 
         shell.console.rule("upcycle it to whole experts, and tune these on word problems")
         with done.timed("upcycle"):
@@ -94,7 +97,10 @@ def run_real_demo(folder: Path, model: Path, *, steps: int, shell: Shell) -> Non
         shell.console.rule("ask again")
         with done.timed("ask"):
             name = WAYS[-1].name
-            answers[name] = done.kept(f"answers of {name}", lambda: _ask(shell, smaller[name]))
+            answers[name] = done.kept(
+                f"answers of {name}",
+                lambda: ask(shell, smaller[name], QUESTIONS, "--chat", "--max-new-tokens", NEW_TOKENS),
+            )
 
         shell.console.rule("compare on problems that no model learnt from")
         with done.timed("score"):
@@ -102,10 +108,7 @@ def run_real_demo(folder: Path, model: Path, *, steps: int, shell: Shell) -> Non
             rows = score_all(shell, done.kept, {DENSE: dense, TUNED: tuned, **smaller}, held_out)
         page = Page(
             title=f"moe-jax demo: {model.name}",
-            answers=[
-                Answers(question, {name: said[number] for name, said in answers.items()})
-                for number, question in enumerate(QUESTIONS)
-            ],
+            answers=by_question(QUESTIONS, answers),
             rows=rows,
             whole=TUNED,
             records=read_metrics(folder / "run/metrics.jsonl"),
@@ -129,10 +132,3 @@ def _write_calibration(folder: Path, model: Path) -> Path:
     file = folder / "problems/calibration.txt"
     file.write_text("".join(template(json.loads(line)["messages"]) for line in lines), "utf-8")
     return file
-
-
-def _ask(shell: Shell, model: Path) -> list[str]:
-    """The answers to `QUESTIONS`, in one batch."""
-    prompts = [word for question in QUESTIONS for word in ("--prompt", question)]
-    answers = shell.json("generate", model, "--chat", *prompts, "--max-new-tokens", NEW_TOKENS, "--json", shows=False)
-    return [answer["text"].strip() or "(nothing)" for answer in answers]

@@ -185,9 +185,10 @@ def shipped_config(named: Path, model: str) -> Path | None:
 
     It says enough to plan a step, or to compile one, before there are any weights.
     """
-    file = recipe_file(named).parent / "configs" / f"{Path(model).name}.json"
-    is_shipped = named.stem in shipped_recipes() and recipe_file(named) == shipped_recipes()[named.stem]
-    return file if is_shipped and file.is_file() and not Path(model).exists() else None
+    recipe = recipe_file(named)
+    config = recipe.parent / "configs" / f"{Path(model).name}.json"
+    is_shipped = recipe.name.removesuffix(".toml") in shipped_recipes()
+    return config if is_shipped and config.is_file() and not Path(model).exists() else None
 
 
 def recipe_file(named: Path) -> Path:

@@ -5,7 +5,8 @@ import rich.console
 
 import moe_jax
 from moe_jax.demo.comparison import BUDGET, WAYS, Row, compress_in_all_ways, measured_row, read_results
-from moe_jax.demo.page import Answers, Page, finish, print_page, write_page
+from moe_jax.demo.page import Page, finish, print_page, write_page
+from moe_jax.demo.questions import Answers
 from moe_jax.demo.real import DENSE, TUNED
 from moe_jax.demo.shell import Shell
 

@@ -98,21 +98,21 @@ def test_pixels_are_counted_before_memory_is_taken(monkeypatch):
         decode_picture(lying_png(2**30, 2**30), "x.png")
 
 
-@pytest.mark.parametrize("name", pictures())
-def test_damaged_bytes_are_a_picture_or_one_line(name):
-    random, data = np.random.default_rng(1), pictures()[name]
-    refused = 0
-    for _ in range(40):
-        damaged = bytearray(data)
-        for place in random.integers(0, len(data), 4):
-            damaged[place] = random.integers(0, 256)
-        try:
-            decoded = decode_picture(bytes(damaged), "x")
-            assert decoded.dtype == np.uint8 and decoded.shape[2] == 3
-        except InputError as error:
-            refused += 1
-            assert "\n" not in str(error)
-    assert refused > 0 or name in ("jpeg", "cmyk", "turned", "bmp", "webp", "tiff", "gif")
+def test_damaged_bytes_are_a_picture_or_one_line():
+    random, refused, tried = np.random.default_rng(1), 0, 0
+    for data in pictures().values():
+        for _ in range(40):
+            damaged = bytearray(data)
+            for place in random.integers(0, len(data), 4):
+                damaged[place] = random.integers(0, 256)
+            tried += 1
+            try:
+                decoded = decode_picture(bytes(damaged), "x")
+                assert decoded.dtype == np.uint8 and decoded.shape[2] == 3
+            except InputError as error:
+                refused += 1
+                assert "\n" not in str(error)
+    assert 0.2 * tried < refused < tried
 
 
 def test_the_formats_are_those_that_are_said():

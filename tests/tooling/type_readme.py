@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from tests.support.environment import ROOT
-from tests.support.walkthroughs import Block, blocks_of, form
+from tests.support.walkthroughs import Command, Ran, blocks_of, not_printed
 
 
 def run(words: str, clone: Path, python: str) -> tuple[int, str]:
@@ -50,17 +50,6 @@ def prepare(clone: Path) -> None:
     (clone / "my-recipe.toml").write_text(recipe.text, encoding="utf-8")
 
 
-def not_shown(block: Block, printed: str) -> list[str]:
-    """The lines of a printed block that are not among those printed, in their order."""
-    found, missing = iter([form(line) for line in printed.splitlines()]), []
-    for line in filter(str.strip, block.text.splitlines()):
-        wanted = form(line)
-        if not any(one == wanted for one in found):
-            missing.append(line)
-            found = iter([form(one) for one in printed.splitlines()])
-    return missing
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -84,7 +73,8 @@ def main() -> int:
                 code, printed[words] = run(words, clone, options.python)
                 wrong += code != 0
         elif block.kind == "text":
-            for line in not_shown(block, printed.get("make demo", "")):
+            shown = Command([], [line for line in block.text.splitlines() if line.strip()])
+            for line in not_printed(Ran(shown, 0, printed.get("make demo", ""))):
                 print(f"NOT PRINTED: {line}", flush=True)
                 wrong += 1
         elif block.kind == "python":

@@ -216,7 +216,7 @@ def _floats(bits: np.ndarray) -> Float[np.ndarray, "... d"]:
 
 TRIED_BITS, TRIED_GROUP_SIZE = 3, 128
 _MOST_TOKENS = 2048
-# For the estimate of the time left: the predictions of a copy take as long as so many layers, of SmolLM2 on a CPU.
+# For the estimate of the time left: the predictions of a copy take about as many products as so many layers of SmolLM2.
 _PASSES_OF_PREDICTIONS = 6
 
 
