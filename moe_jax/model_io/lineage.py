@@ -23,7 +23,7 @@ from moe_jax.core.errors import InputError, first_sentence, raise_if_any, shown
 from moe_jax.files.byte_files import fingerprint_files
 from moe_jax.files.json_toml import ANYTHING, read_json
 from moe_jax.files.regular_files import Directory, hold, read_regular
-from moe_jax.files.storage_path import StoragePath, as_path
+from moe_jax.files.storage_path import StoragePath, as_path, nearest_path
 from moe_jax.files.tokenizer_files import goes_with_model
 from moe_jax.model_io.model_names import NAME, is_hub_name
 from moe_jax.model_io.model_source import ModelSource
@@ -51,16 +51,16 @@ def local_model(path: Path | str, *, weights: bool = True) -> Path:
     assert found is not None
     if importlib.util.find_spec("huggingface_hub") is None:
         raise InputError(
-            f"there is no path {path} in {Path.cwd()}; to fetch it from the Hugging Face Hub, pip install "
-            "'moe-jax[hub]', or give the path of a copy"
+            f"there is no path {path} in {Path.cwd()}{nearest_path(path)}; to fetch it from the Hugging Face Hub, pip "
+            "install 'moe-jax[hub]', or give the path of a copy"
         )
     try:
         with _quiet():
             return _fetch(found["repository"], found["revision"], weights)
     except Exception as error:
         raise InputError(
-            f"there is no path {path} in {Path.cwd()}; such a name is looked for on the Hugging Face Hub too, but "
-            f"{_why(error)}"
+            f"there is no path {path} in {Path.cwd()}{nearest_path(path)}; such a name is looked for on the Hugging "
+            f"Face Hub too, but {_why(error)}"
         ) from None
 
 

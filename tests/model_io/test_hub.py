@@ -240,3 +240,10 @@ def test_without_the_package_it_is_asked_for(monkeypatch):
 def test_commits_are_those_of_the_cache():
     snapshot = f"/home/x/.cache/huggingface/hub/models--org--na-me.1/snapshots/{'0' * 40}"
     assert hub_origin(snapshot) == f"org/na-me.1@{'0' * 40}" and hub_origin("/models/org/name") is None
+
+
+def test_a_path_with_a_mistake_is_not_only_taken_for_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my-models").mkdir()
+    with pytest.raises(InputError, match="did you mean 'my-models'"):
+        local_model("my-model/dense", weights=False)
