@@ -8,7 +8,6 @@ import pytest
 import moe_jax
 from moe_jax.training.recipe import Recipe
 from moe_jax.training.recipe_toml import recipe_keys
-from tests.project.test_walkthroughs import tiny_checkpoint  # noqa: F401 (a fixture)
 from tests.support.environment import ROOT
 from tests.support.tiers import long
 from tests.support.walkthroughs import blocks_of, read_by_parsers, run_document
@@ -53,7 +52,7 @@ def test_a_dense_model_of_your_own_is_six_commands(page):
 
 @long
 @pytest.mark.parametrize("page", ["README.md", QUICK_START])
-def test_what_is_said_for_a_model_of_your_own_works(page, tiny_checkpoint, tmp_path, monkeypatch):  # noqa: F811
+def test_what_is_said_for_a_model_of_your_own_works(page, tiny_checkpoint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("llama-dir").symlink_to(tiny_checkpoint)
     for name in ("my.txt", "text.txt", "held-out.txt"):
@@ -67,7 +66,7 @@ def test_what_is_said_for_a_model_of_your_own_works(page, tiny_checkpoint, tmp_p
 
 
 @long
-def test_the_first_run_of_the_quick_start_works(tiny_checkpoint, tmp_path, monkeypatch):  # noqa: F811
+def test_the_first_run_of_the_quick_start_works(tiny_checkpoint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("moe-jax-demo").mkdir()
     moe_jax.upcycle(tiny_checkpoint, "moe-jax-demo/moe", experts=4, top_k=2, every=1)

@@ -1,27 +1,16 @@
 """The walkthroughs in docs/guides/: what they tell a reader to write and to type is written and typed."""
 
-import dataclasses
 import importlib.util
-import json
 from pathlib import Path
 
 import pytest
 
-import moe_jax
-from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
-from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.environment import ROOT
 from tests.support.tiers import long
 from tests.support.walkthroughs import Ran, blocks_of, form, not_printed, read_by_parsers, run_document
 
 # `make test` runs every second, and reads the commands of all.
 DOCUMENTS = ("upcycle-and-train", "tune", "compress", "checkpoint-to-pod", "your-own-research")
-TEMPLATE = (
-    "{% for message in messages %}{{ message.role }}:\n{{ message.content }}"
-    "{{ eos_token if message.role == 'assistant' }}\n"
-    "{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
-)
-
 # The numbers of the documents are those of a model of 30 layers; the tiny one has 1, 16 wide. Steps, and not kinds of
 # steps, are left out. Batches are split over the eight devices of the tests.
 SMALLER = {
@@ -59,19 +48,6 @@ def made_smaller(text: str) -> str:
     for large, small in SMALLER.items():
         text = text.replace(large, small)
     return text
-
-
-@pytest.fixture(scope="session")
-def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama in Hugging Face's format: over bytes, with a chat template, random."""
-    folder = tmp_path_factory.mktemp("walkthrough")
-    settings = folder / "tokenizer_config.json"
-    settings.write_text(json.dumps({"chat_template": TEMPLATE, "bos_token": "<s>", "eos_token": "</s>"}))
-    config = dense_config(num_layers=1, vocab_size=258, bos_id=BOS, eos_ids=(EOS,), dtype="bfloat16")
-    config = dataclasses.replace(config, max_positions=2048)
-    files = (byte_tokenizer(folder / "tokenizer.json"), settings)
-    moe_jax.export(write_model(folder / "tiny", config, random_leaves(config), files), folder / "hf")
-    return folder / "hf"
 
 
 @long

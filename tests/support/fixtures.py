@@ -1,5 +1,7 @@
-"""Fixtures of several rooms: a byte-level tokenizer, a real model, and a run of the training program to continue."""
+"""Fixtures of several rooms: a byte-level tokenizer, models, and a run of the training program to continue."""
 
+import dataclasses
+import json
 import shutil
 import subprocess
 import sys
@@ -7,15 +9,35 @@ from pathlib import Path
 
 import pytest
 
+import moe_jax
 from moe_jax.commands import cli
-from tests.support.byte_tokenizer import byte_tokenizer
-from tests.support.dense_models import random_leaves, write_model
+from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
+from tests.support.dense_models import dense_config, random_leaves, write_model
 from tests.support.training_models import FFN, config_of
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}:\n{{ message.content }}"
+    "{{ eos_token if message.role == 'assistant' }}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
+)
 
 
 @pytest.fixture(scope="session")
 def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return byte_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama in Hugging Face's format: over bytes, with a chat template, random."""
+    folder = tmp_path_factory.mktemp("tiny-checkpoint")
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(json.dumps({"chat_template": CHAT_TEMPLATE, "bos_token": "<s>", "eos_token": "</s>"}))
+    config = dense_config(num_layers=1, vocab_size=258, bos_id=BOS, eos_ids=(EOS,), dtype="bfloat16")
+    config = dataclasses.replace(config, max_positions=2048)
+    files = (byte_tokenizer(folder / "tokenizer.json"), settings)
+    moe_jax.export(write_model(folder / "tiny", config, random_leaves(config), files), folder / "hf")
+    return folder / "hf"
 
 
 @pytest.fixture
