@@ -13,6 +13,7 @@ DEFINITIONS = {
     "silu": X * scipy.special.expit(X),
     "gelu": X * scipy.special.ndtr(X),
     "gelu_tanh": X / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (X + 0.044715 * X**3))),
+    "quick_gelu": X * scipy.special.expit(1.702 * X),
     "relu": np.maximum(X, 0),
 }
 
