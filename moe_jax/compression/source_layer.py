@@ -39,6 +39,7 @@ class SourceLayer:
       shapes: [in, out] of their kernels, by name.
       num_experts: experts, the universal FFN included if it counts as one.
       calibration: what its bank was given on a text; None: not known.
+      moments: those that `calibration.expert_statistics.moments` keeps for the next call, by what they are of.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class SourceLayer:
         self.shapes = {name: matrix.shape for name, matrix in self.matrices.items()}
         self.num_experts = self.moe.bank_experts + with_universal
         self.calibration = calibration
+        self.moments: dict[str, list[Float[np.ndarray, "i i"]]] = {}
         self._source = source
         self._with_universal = with_universal
         self._stored = source.specs()

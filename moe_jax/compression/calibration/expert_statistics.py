@@ -60,6 +60,9 @@ BACKGROUND = 64
 """Weight of the tokens of the whole layer, in tokens that are routed to an expert."""
 _BACKGROUND_ROWS = 512
 
+# Of the moments that a layer keeps of its inputs, and as much of its hidden activations.
+_MOST_BYTES_KEPT = 2**28
+
 # Tokens of a part: one program serves all experts, and what a long text gives is never all in memory.
 _CHUNK = 1024
 
@@ -68,14 +71,29 @@ Outputs = Callable[[Int[np.ndarray, " n"]], Iterator[tuple[slice, Float[np.ndarr
 
 
 def moments(layer: SourceLayer, name: str) -> Iterator[Float[np.ndarray, "i i"]]:
-    """Yields the second moment of the inputs of a matrix, for one expert after another; float32, a sum over tokens."""
+    """Yields the second moment of the inputs of a matrix, for one expert after another; float32, a sum over tokens.
+
+    They are read-only: those that take little memory are kept with the layer, for every matrix and every centre asks
+    for them anew.
+    """
     rows = layer.rows
     assert rows is not None
+    of_what, size = ("hidden", layer.moe.expert.dim) if name == "down" else ("inputs", rows.inputs.shape[1])
+    if of_what in layer.moments:
+        yield from layer.moments[of_what]
+        return
+    every = _moments(layer, rows, of_what, size)
+    if layer.num_experts * size**2 * np.dtype(np.float32).itemsize > _MOST_BYTES_KEPT:
+        yield from every
+        return
+    layer.moments[of_what] = list(every)
+    yield from layer.moments[of_what]
+
+
+def _moments(layer: SourceLayer, rows: LayerRows, of_what: str, size: int) -> Iterator[Float[np.ndarray, "i i"]]:
     given: Iterator[Callable[[Array], Array]] = itertools.repeat(lambda x: x, layer.num_experts)
-    size = rows.inputs.shape[1]
-    if name == "down":
+    if of_what == "hidden":
         given = _functions(layer, ffn_hidden, [name for name in layer.shapes if name != "down"])
-        size = layer.moe.expert.dim
     for expert, function in enumerate(given):
         index, weights = _counted(rows, expert if expert < layer.moe.bank_experts else None)
         total = jnp.zeros((size, size), jnp.float32)
