@@ -18,6 +18,8 @@ Models:
     SelectionConfig                  restricts the choice of experts
     AdapterConfig, LoRAConfig, PerftConfig
                                      adapters, LoRA, and adapters as experts
+    VisionConfig, PatchesConfig, ImageProcessing
+                                     what a model sees with, its patches, and the pixels of a picture
     config_to_json, config_from_json
                                      a model's config as a table of JSON, and back
 
@@ -57,15 +59,18 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.models import AdapterConfig as AdapterConfig
     from moe_jax.models import AttentionConfig as AttentionConfig
     from moe_jax.models import FFNConfig as FFNConfig
+    from moe_jax.models import ImageProcessing as ImageProcessing
     from moe_jax.models import LatentConfig as LatentConfig
     from moe_jax.models import LayerConfig as LayerConfig
     from moe_jax.models import LoRAConfig as LoRAConfig
     from moe_jax.models import ModelConfig as ModelConfig
     from moe_jax.models import MoEConfig as MoEConfig
+    from moe_jax.models import PatchesConfig as PatchesConfig
     from moe_jax.models import PerftConfig as PerftConfig
     from moe_jax.models import RelativeBiasConfig as RelativeBiasConfig
     from moe_jax.models import RopeConfig as RopeConfig
     from moe_jax.models import SelectionConfig as SelectionConfig
+    from moe_jax.models import VisionConfig as VisionConfig
     from moe_jax.models import config_from_json as config_from_json
     from moe_jax.models import config_to_json as config_to_json
     from moe_jax.training.recipe import CheckpointSection as CheckpointSection

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from moe_jax.conversion.families import family_named
-from moe_jax.conversion.table import Ignored, Piece, Table, Tied, apply_table, detect_layout
+from moe_jax.conversion.model_table import mapped as mapped_model
+from moe_jax.conversion.model_table import table_of
+from moe_jax.conversion.table import Ignored, Piece, Table, Tied, detect_layout
 from moe_jax.conversion.tensors import DTYPES, TensorEntry, TensorFiles, as_bits, copy_transposed
 from moe_jax.core.errors import InputError, clipped, raise_if_any, shown
 from moe_jax.core.finite import DoesNotFit, cast, check_fits
@@ -54,10 +55,9 @@ def match_weights(
     Raises:
       InputError: listing every tensor that is missing, unexpected, misshapen or of a dtype we cannot read.
     """
-    table = family_named(config.family).table_of(config) if table is None else table
+    table = table_of(config) if table is None else table
     layout = detect_layout(table, tensors)
-    counts = config.num_layers, layout, config.family
-    mapped = apply_table(table, leaves, *counts, num_encoder_layers=config.num_encoder_layers)
+    mapped = mapped_model(config, leaves, layout, table=table)
     tied = {entry.tensor: entry.equals for entry in table if isinstance(entry, Tied)}
     duplicates, ignored, unexpected = {}, {}, []
     for name in (name for name in tensors if name not in mapped.tensors):

@@ -1,7 +1,7 @@
 """Reads a Hugging Face config.json key by key, with the type that each key must have."""
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from moe_jax.core.errors import InputError, clipped, is_finite, raise_if_any, shown
 from moe_jax.files.json_toml import fits_64_bits
@@ -177,6 +177,6 @@ class HFConfig:
         return value
 
 
-def is_integer(value: Any) -> bool:
+def is_integer(value: Any) -> TypeGuard[int]:
     """Whether a JSON value is an integer of 64 bits."""
     return isinstance(value, int) and not isinstance(value, bool) and fits_64_bits(value)

@@ -12,11 +12,11 @@ import numpy as np
 from rich.console import Console
 
 from moe_jax.conversion.checkpoint_source import CheckpointSource
-from moe_jax.conversion.families import family_named
 from moe_jax.conversion.gguf.gguf_header import is_gguf
 from moe_jax.conversion.gguf.gguf_model import GGUFModel
 from moe_jax.conversion.hf_config import read_hf_config
 from moe_jax.conversion.hugging_face_dir import HuggingFaceDirectory, has_weights
+from moe_jax.conversion.model_table import mapped as mapped_model
 from moe_jax.conversion.spec import ConvertSpec
 from moe_jax.conversion.table import PER_EXPERT, Mapped, print_mapping
 from moe_jax.conversion.tensors import DTYPES_BY_NAME
@@ -132,7 +132,7 @@ def _print_expected(path: Path, dtype: str | None, ignored_keys: Collection[str]
     except InputError as error:
         raise InputError(f"{file}: {error}") from None
     stored, leaves = leaf_specs(config), leaf_specs(config, dtype)
-    mapped = family_named(config.family).mapped(config, stored, PER_EXPERT)
+    mapped = mapped_model(config, stored, PER_EXPERT)
     console.print(f"{file} has no weights beside it; a checkpoint of this config holds:", markup=False)
     print_mapping(mapped, leaves, stored, console)
 

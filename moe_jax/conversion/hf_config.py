@@ -6,15 +6,29 @@ from typing import Any, Literal
 
 from moe_jax.conversion.config_keys import HFConfig, is_integer
 from moe_jax.conversion.families import FAMILIES, Family, family_named
+from moe_jax.conversion.vision_formats import VISION_FORMATS, vision_format_named
+from moe_jax.conversion.vision_formats.vision_format import Parts
 from moe_jax.core.errors import InputError, raise_if_any, shown
-from moe_jax.models import ModelConfig
+from moe_jax.images.processing import read_processing
+from moe_jax.models import ImageProcessing, ModelConfig
 
 # Settings of training and storage, which Hugging Face formats do not store and which do not change the logits.
 _NOT_COMPARED = {"family", "foreign", "dtype", "balance_coef", "z_coef", "cv_coef", "balance_over", "capacity_factor"}
 
 
-def read_hf_config(data: Mapping[str, Any], *, ignored: Collection[str] = ()) -> ModelConfig:
+def read_hf_config(
+    data: Mapping[str, Any],
+    *,
+    ignored: Collection[str] = (),
+    processing: Mapping[str, Any] | ImageProcessing | None = None,
+) -> ModelConfig:
     """Reads a config.json, parsed, in the style of Transformers 4 or 5. Keys that are not used are kept in `foreign`.
+
+    Args:
+      data: its keys.
+      ignored: keys that are assumed to change nothing; those of an object in it as `object.key`.
+      processing: of a model that sees, the keys of the preprocessor_config.json beside it, or what they say; None:
+        there is none, and pictures are processed as is usual for the tower.
 
     Raises:
       InputError: unknown family; missing, ill-typed or contradicting values; or unknown keys, which may change what the
@@ -24,7 +38,20 @@ def read_hf_config(data: Mapping[str, Any], *, ignored: Collection[str] = ()) ->
         raise InputError(
             "config.json: the checkpoint is quantised (quantization_config); convert the unquantised one it was made of"
         )
-    family = FAMILIES[_family_name(data)]
+    name = _family_name(data)
+    if name in VISION_FORMATS:
+        format_ = VISION_FORMATS[name]
+        keys = HFConfig(data, format_.defaults)
+        parts = Parts(
+            model=lambda key: _read_part(data, key, ignored), processing=lambda tower: _processing(tower, processing)
+        )
+        config = format_.read(keys, parts)
+        keys.check_all_known(format_.harmless, ignored)
+        return config
+    for family in FAMILIES.values():
+        if family.within is not None and family.within[0] == name:
+            return _read_part(data, family.within[1], ignored, model_type=family.name)
+    family = FAMILIES[name]
     keys = HFConfig(data, family.defaults)
     config = family.read(keys)
     if config.moe_layers:
@@ -33,6 +60,36 @@ def read_hf_config(data: Mapping[str, Any], *, ignored: Collection[str] = ()) ->
         config = _as_classifier(config, family, data)
     keys.check_all_known(family.harmless, ignored)
     return config
+
+
+def _read_part(
+    data: Mapping[str, Any], key: str, ignored: Collection[str], *, model_type: str | None = None
+) -> ModelConfig:
+    """Reads the config of a model that is a part of another one's, under a key of its config.json."""
+    part = data.get(key)
+    if not isinstance(part, Mapping):
+        raise InputError(f"config.json: {key!r} is {shown(part)}, expected the config of a model")
+    if model_type is not None:
+        part = {**part, "model_type": model_type}
+    within = f"{key}."
+    try:
+        return read_hf_config(part, ignored=[one.removeprefix(within) for one in ignored if one.startswith(within)])
+    except InputError as error:
+        # The option to ignore a key names it with the object that it is in.
+        said, option, named = str(error).partition("--ignore-keys ")
+        named = named.replace(",", f",{within}")
+        raise InputError(f"{key}: {said}{option}{within if option else ''}{named}") from None
+
+
+def _processing(tower: ModelConfig, given: Mapping[str, Any] | ImageProcessing | None) -> ImageProcessing:
+    if isinstance(given, ImageProcessing):
+        return given
+    if given is not None:
+        return read_processing(given)
+    usual, patches = family_named(tower.family).processing, tower.patches
+    assert usual is not None and patches is not None, "an image encoder says how pictures are processed"
+    size = tower.foreign.get("image_size")
+    return usual(size if is_integer(size) else patches.grid[0] * patches.size)
 
 
 def write_hf_config(config: ModelConfig) -> dict[str, Any]:
@@ -46,21 +103,34 @@ def write_hf_config(config: ModelConfig) -> dict[str, Any]:
       InputError: if the format cannot express the model.
     """
     written = _write(config)
-    lost = _differences(config, read_hf_config(written))
+    lost = _differences(config, _read_back(config, written))
     raise_if_any(lost, f"the format of {config.family!r} cannot hold this model")
-    return _merged(written, config.foreign)
+    if config.vision is None:
+        return _merged(written, config.foreign)
+    for key, foreign in (("text_config", config.foreign), ("vision_config", config.vision.tower.foreign)):
+        if isinstance(written.get(key), dict):
+            written[key] = _merged(written[key], foreign)
+    return _merged(written, config.vision.foreign)
+
+
+def _read_back(config: ModelConfig, written: Mapping[str, Any]) -> ModelConfig:
+    return read_hf_config(written, processing=None if config.vision is None else config.vision.processing)
 
 
 def kept_keys(config: ModelConfig) -> set[str]:
     """Returns the keys that a config writes back without knowing them, to be ignored by `read_hf_config`."""
     inner = {f"{key}.{one}" for key, value in config.foreign.items() if isinstance(value, Mapping) for one in value}
-    return {*config.foreign, *inner}
+    own = {*config.foreign, *inner}
+    if config.vision is None:
+        return own
+    tower = {f"vision_config.{key}" for key in kept_keys(config.vision.tower)}
+    return {*own, *(f"text_config.{key}" for key in own), *tower, *config.vision.foreign}
 
 
 def inexpressible(config: ModelConfig) -> list[str]:
     """Returns a sentence for each thing that the family's format cannot express; none if `write_hf_config` succeeds."""
     try:
-        return _differences(config, read_hf_config(_write(config)))
+        return _differences(config, _read_back(config, _write(config)))
     except InputError as error:
         return [str(error)]
 
@@ -83,6 +153,11 @@ def with_balance_over(config: ModelConfig, over: Literal["layer", "model"]) -> M
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
+    if config.vision is not None:
+        text, tower = (_write(one) for one in (dataclasses.replace(config, vision=None), config.vision.tower))
+        format_ = vision_format_named(config.vision.family)
+        keys = format_.write(config, config.vision, text, tower)
+        return {"architectures": [format_.architecture], "model_type": format_.name, **keys}
     family = family_named(config.family)
     config = with_balance_over(config, family.balance_over)
     written = {"architectures": [family.architecture], "model_type": family.name, **family.write(config)}
@@ -138,15 +213,16 @@ def _architectures(data: Mapping[str, Any]) -> list[str]:
 def _family_name(data: Mapping[str, Any]) -> str:
     name = data.get("model_type")
     if name is None:
-        by_architecture = {family.architecture: family.name for family in FAMILIES.values()}
+        by_architecture = {one.architecture: one.name for one in (*FAMILIES.values(), *VISION_FORMATS.values())}
         known = {family.classifier_architecture: family.name for family in FAMILIES.values()} | by_architecture
         name = next((known[one] for one in _architectures(data) if one in known), None)
         if name is None:
             raise InputError(
                 f"config.json has no model_type and architectures {shown(data.get('architectures') or [])}; "
-                f"known: {', '.join(by_architecture)}"
+                f"known: {', '.join(family.architecture for family in FAMILIES.values() if family.processing is None)}"
             )
-    if not isinstance(name, str) or name not in FAMILIES:
+    within = [family.within[0] for family in FAMILIES.values() if family.within is not None]
+    if not isinstance(name, str) or name not in {*FAMILIES, *VISION_FORMATS, *within}:
         if isinstance(data.get("text_config"), Mapping):
             raise InputError(
                 f"config.json: {shown(name)} is a model of text and more (it has a text_config); save its language "

@@ -1,6 +1,7 @@
 """`HuggingFaceDirectory`: a Hugging Face checkpoint, read leaf by leaf as if it were a model directory."""
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 from moe_jax.conversion.checkpoint_source import CheckpointSource, Weights, match_weights
 from moe_jax.conversion.families import family_named
 from moe_jax.conversion.hf_config import read_hf_config
+from moe_jax.conversion.model_table import plain_name, table_of
 from moe_jax.conversion.safetensors_file import SAFETENSORS_INDEX, SINGLE_SAFETENSORS, read_header
 from moe_jax.conversion.tensors import TensorEntry
 from moe_jax.conversion.torch_file import read_torch_file
@@ -18,6 +20,7 @@ from moe_jax.files.json_toml import read_json_object
 from moe_jax.files.regular_files import hold
 from moe_jax.files.storage_path import as_path, nearest_path
 from moe_jax.files.tokenizer_files import TOKENIZER, tokenizer_files_in
+from moe_jax.images.processing import PREPROCESSOR
 from moe_jax.model_io.lineage import read_lineage
 from moe_jax.models.serialize import FORMAT
 
@@ -130,11 +133,21 @@ class HuggingFaceDirectory(CheckpointSource):
         if data.get("format") == FORMAT:
             raise InputError(f"{path} is a model directory, not a Hugging Face directory")
         try:
-            self.config = read_hf_config(data, ignored=ignored_keys)
+            self.config = read_hf_config(data, ignored=ignored_keys, processing=self._processing_keys())
             family = family_named(self.config.family)
-            self._table = (*family.table_of(self.config), *family.left_out(self.config, data))
+            self._table = (*table_of(self.config), *family.left_out(self.config, data))
         except InputError as error:
             raise InputError(f"{self.path}: {error}") from None
+
+    def _processing_keys(self) -> Mapping[str, Any] | None:
+        """Returns how pictures are processed, of a model that sees: the newest releases have it in another file."""
+        for name in (PREPROCESSOR, "processor_config.json"):
+            with contextlib.suppress(FileNotFoundError):
+                keys = read_json_object(Path(name), inside=self._held)
+                keys = keys.get("image_processor", keys if name == PREPROCESSOR else None)
+                if isinstance(keys, Mapping):
+                    return keys
+        return None
 
     @property
     def tokenizer_files(self) -> tuple[Path, ...]:
@@ -167,7 +180,8 @@ class HuggingFaceDirectory(CheckpointSource):
         from moe_jax.model_io.loading import leaf_specs
 
         leaves, where = leaf_specs(self.config), str(self.path)
-        return match_weights(self.checkpoint.tensors, self.config, leaves, where, table=self._table)
+        tensors = {plain_name(self.config, name): entry for name, entry in self.checkpoint.tensors.items()}
+        return match_weights(tensors, self.config, leaves, where, table=self._table)
 
     def fingerprint(self) -> str:
         return fingerprint_files([self.path / "config.json", *self.checkpoint.files])

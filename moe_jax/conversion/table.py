@@ -4,13 +4,14 @@ A table is a tuple of rows. A row maps a tensor of the Hugging Face checkpoint t
 
     Row("model.layers.{i}.self_attn.q_proj.weight", "layers/{i}/attention/q/kernel", transpose=True)
 
-`{i}` runs over layers and `{e}` over experts, or over heads that have norms of their own. There are four operations,
+`{i}` runs over layers and `{e}` over experts, or over heads that have norms of their own. There are five operations,
 and each works in both directions:
 
 - rename: always;
 - transpose: the tensor is [out, in], the leaf [in, out];
 - stack: a row whose tensor has `{e}` is one expert of a leaf [E, ...]; without `{e}` the tensor has the E axis too;
-- join: a row with several leaves is a fused tensor, the leaves joined along the rows of the tensor.
+- join: a row with several leaves is a fused tensor, the leaves joined along the rows of the tensor;
+- reshape: a row with a `shape` has a tensor of other axes.
 
 A row applies if the model has its leaves. So one table serves models with and without biases, tied heads, q/k norms,
 dense and MoE layers. There is one further condition: that the model has, or does not have, some other leaf.
@@ -42,18 +43,22 @@ class Row:
       leaves: leaf path or paths, with `{i}`; several are joined along the tensor's rows.
       transpose: the last two axes are swapped.
       layout: the expert layout (`LAYOUTS`) this row belongs to; None: both.
-      stack: in models with two stacks, the one whose layers `{i}` counts: a decoder's leaves follow the encoder's.
+      stack: in models with several stacks, the one whose layers `{i}` counts: a decoder's leaves follow the encoder's,
+        and those of the image encoder of a model that sees are below `vision/tower`.
       beside: the row applies to models that also have this leaf, with `{i}`.
       without: the row applies to models that do not have this leaf.
+      shape: of a tensor that has other axes than what fills it, with as many entries in the same order, such as the
+        kernel of a convolution; None: it has the same.
     """
 
     tensor: str
     leaves: str | tuple[str, ...]
     transpose: bool = False
     layout: str | None = None
-    stack: Literal["encoder", "decoder"] | None = None
+    stack: Literal["encoder", "decoder", "tower"] | None = None
     beside: str | None = None
     without: str | None = None
+    shape: tuple[int, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,11 +130,12 @@ def apply_table(
     family: str,
     *,
     num_encoder_layers: int,
+    num_tower_layers: int = 0,
 ) -> Mapped:
     """Determines the tensors of a model, and the pieces of its leaves, each covered exactly once.
 
-    The `leaves` have a `shape`; `num_layers` are those of the encoder and the decoder; `family` is for messages. Raises
-    `InputError` if the table has no row for a leaf.
+    The `leaves` have a `shape`; `num_layers` are those of the encoder and the decoder, `num_tower_layers` those of what
+    the model sees with; `family` is for messages. Raises `InputError` if the table has no row for a leaf.
     """
     mapped = Mapped({}, {})
     rows = [row for row in table if isinstance(row, Row) and row.layout in (None, layout)]
@@ -141,6 +147,7 @@ def apply_table(
         stack = "encoder" if i < num_encoder_layers else "decoder"
         steps += [(row, i) for row in per_layer if row.stack in (None, stack)]
     steps += [(row, None) for row in rows[first:] if row not in per_layer]
+    steps += [(row, i) for i in range(num_tower_layers) for row in per_layer if row.stack == "tower"]
     for row, i in steps:
         _apply_row(row, i, num_encoder_layers if row.stack == "decoder" else 0, leaves, mapped)
     homeless = [f"it has no tensor for {path} {tuple(spec.shape)}" for path, spec in leaves.items()
@@ -166,7 +173,9 @@ def _apply_row(row: Row, i: int | None, before: int, leaves: Mapping[str, Any], 
         in_stack = None if i is None else i - before
         name = row.tensor.replace("{i}", str(in_stack)).replace("{e}", str(e))
         if name not in mapped.tensors:
-            mapped.tensors[name] = _tensor_shape(row, shapes, stacked=e is not None)
+            shape = _tensor_shape(row, shapes, stacked=e is not None)
+            assert row.shape is None or math.prod(row.shape) == math.prod(shape), (row, shape)
+            mapped.tensors[name] = shape if row.shape is None else row.shape
         offset = 0 if e is None or "{e}" in row.tensor else e * math.prod(mapped.tensors[name][1:])
         for path, shape in zip(paths, shapes, strict=True):
             piece_shape = _piece_shape(shape if e is None else shape[1:], row.transpose)
@@ -218,7 +227,7 @@ def print_mapping(mapped: Mapped, leaves: Mapping[str, Any], stored: Mapping[str
                 piece.template,
                 "x".join(map(str, tensor_shapes[piece.tensor])),
                 _operations(piece, tensor_shapes[piece.tensor]),
-                re.sub(r"^layers/\d+/", "layers/{i}/", leaf),
+                re.sub(r"^(vision/tower/|)layers/\d+/", r"\1layers/{i}/", leaf),
                 "x".join(map(str, leaves[leaf].shape)),
                 str(before) if before == after else f"{before} -> {after}",
             )
@@ -241,6 +250,8 @@ def print_mapping(mapped: Mapped, leaves: Mapping[str, Any], stored: Mapping[str
 
 def _operations(piece: Piece, tensor_shape: tuple[int, ...]) -> str:
     names = ["transpose"] if piece.transpose else []
+    if math.prod(tensor_shape) == math.prod(piece.shape) and tensor_shape != piece.shape:
+        return ", ".join([*names, "reshape"])
     if piece.expert is not None and len(tensor_shape) == len(piece.shape):
         names.append("stack")
     if tensor_shape[-len(piece.shape) :] != piece.shape:

@@ -15,11 +15,11 @@ import numpy as np
 from rich.console import Console
 
 from moe_jax.conversion.checkpoint_source import WORKERS, match_weights, row_chunks
-from moe_jax.conversion.families import family_named
 from moe_jax.conversion.hf_config import kept_keys, read_hf_config, write_hf_config
 from moe_jax.conversion.hf_format import MergedModel, exported_config, print_changes
 from moe_jax.conversion.hugging_face_dir import open_checkpoint
 from moe_jax.conversion.model_card import model_card
+from moe_jax.conversion.model_table import mapped as mapped_model
 from moe_jax.conversion.packed_experts import Packing
 from moe_jax.conversion.safetensors_file import PlannedTensor, ShardWriter, shard_writer
 from moe_jax.conversion.spec import ExportSpec
@@ -36,12 +36,13 @@ from moe_jax.files.remote_work import RemoteWork
 from moe_jax.files.staging import Workplace, check_beside, check_target, open_work, refuse_existing, require_space
 from moe_jax.files.storage_path import as_path
 from moe_jax.files.tokenizer_files import GENERATION, TOKENIZER, copy_tokenizer_files
+from moe_jax.images.processing import PREPROCESSOR, write_processing
 from moe_jax.model_io.lineage import CARD, LINEAGE_FILE, job_of, new_lineage_entry
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.model_io.portable_lineage import without_places
 from moe_jax.model_io.tuned_base import is_tuned
-from moe_jax.models import ModelConfig
+from moe_jax.models import ImageProcessing, ModelConfig
 
 Pack = Callable[[ModelConfig, ModelConfig], Packing]
 """Returns how the experts of a model are written in codes, given its config and the config that is written."""
@@ -87,7 +88,7 @@ def export(
     stored = model.specs()
     target = DTYPES_BY_NAME[dtype] if dtype else None
     specs = {path: jax.ShapeDtypeStruct(leaf.shape, target or leaf.dtype) for path, leaf in stored.items()}
-    mapped = family_named(config.family).mapped(config, specs, spec.expert_layout)
+    mapped = mapped_model(config, specs, spec.expert_layout)
     tensors = _planned(mapped, specs)
     packing = None if packed is None else packed(source.config, config)
     if packing is not None:
@@ -122,6 +123,10 @@ def export(
             files: dict[str, Path | bytes] = {file.name: file for file in source.tokenizer_files}
             files |= {} if settings is None else {GENERATION: (json.dumps(settings, indent=2) + "\n").encode()}
             copy_tokenizer_files(files, folder)
+            if (processing := _processing_of(config)) is not None:
+                (folder / PREPROCESSOR).write_durably(
+                    (json.dumps(write_processing(processing), indent=2) + "\n").encode()
+                )
             with shard_writer(work, tensors, max_bytes) as writer:
                 writing = _Writing(
                     model=model,
@@ -142,7 +147,7 @@ def export(
             # Opens all files and compares them with the config, which is written last.
             found = open_checkpoint(folder)
             if packing is None:
-                written = read_hf_config(keys, ignored=kept_keys(config))
+                written = read_hf_config(keys, ignored=kept_keys(config), processing=_processing_of(config))
                 match_weights(found.tensors, written, leaf_specs(written), str(folder))
             else:
                 _check_planned(found.tensors, tensors)
@@ -151,6 +156,10 @@ def export(
             (folder / "config.json").write_durably((json.dumps(keys, indent=2) + "\n").encode())
             work.complete()
     console.print(f"wrote {dst}: {progress.summary()}", markup=False)
+
+
+def _processing_of(config: ModelConfig) -> ImageProcessing | None:
+    return None if config.vision is None else config.vision.processing
 
 
 def _what_to_do(source: ModelSource) -> str:

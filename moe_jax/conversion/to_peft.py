@@ -21,6 +21,7 @@ from moe_jax.conversion.families import family_named
 from moe_jax.conversion.hf_format import exported_config
 from moe_jax.conversion.hugging_face_dir import HuggingFaceDirectory
 from moe_jax.conversion.model_card import model_card
+from moe_jax.conversion.model_table import mapped as mapped_model
 from moe_jax.conversion.safetensors_file import Layout, PlannedTensor, read_header
 from moe_jax.conversion.table import FUSED
 from moe_jax.conversion.tensors import DTYPE_NAMES
@@ -202,7 +203,7 @@ def targets_of(config: ModelConfig) -> list[Target]:
     base = exported_config(base_config(config), replicate_dense=True)
     family = family_named(base.family)
     specs = leaf_specs(base)
-    mapped = family.mapped(base, specs, FUSED)
+    mapped = mapped_model(base, specs, FUSED)
     stored = leaf_specs(config)
     every = (piece for pieces in mapped.pieces.values() for piece in pieces)
     templates = Counter({piece.tensor: piece.template for piece in every}.values())

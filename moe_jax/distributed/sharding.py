@@ -32,6 +32,12 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"embed/embedding", P("tensor", "fsdp")),
     (r"embed/positions", P(None, "fsdp")),
     (r"lm_head/kernel", P("fsdp", "tensor")),
+    # A patch of 14 x 14 pixels has 588 entries, which few axes divide.
+    (r"(.*/)?patches/projection/kernel", P(None, "fsdp")),
+    (r"(.*/)?patches/positions", P(None, "fsdp")),
+    (r"(.*/)?patches/(projection/bias|class_token)", P()),
+    (r"(.*/)?projector/\d+/bias", P("tensor")),
+    (r"(.*/)?projector/\d+/scale", P()),
     (r"lm_head/bias", P("tensor")),
     (r"lm_head/hidden/kernel", P("fsdp", None)),
     (r"lm_head/hidden/bias", P()),
@@ -57,7 +63,7 @@ RULES: tuple[tuple[str, P], ...] = (
 # input is split alike: for maps that take whole activations, programs were compiled (by XLA of JAX 0.10.2, with a batch
 # of one row for each device) that gave wrong results.
 LINEAR_MAPS: tuple[tuple[str, Split], ...] = (
-    (r".*attention/([qkv]|q_down|kv_down)|.*(gate|up)", "out"),
+    (r".*attention/([qkv]|q_down|kv_down)|.*(gate|up)|(.*/)?projector/\d+", "out"),
     (r".*attention/o|.*down", "in"),
 )
 
@@ -245,7 +251,8 @@ def place(batch: Mapping[str, np.ndarray], rows: list[int], mesh: Mesh, batch_si
         def shard(index: Any) -> np.ndarray:
             return local[[place_of[row] for row in range(*index[0].indices(batch_size))], index[1]]
 
-        sharding = batch_sharding(mesh, local.shape[1])
+        # Pictures of a row stay together, however many there are.
+        sharding = batch_sharding(mesh, local.shape[1] if local.ndim == 2 else 1)
         return jax.make_array_from_callback((batch_size, *local.shape[1:]), sharding, shard)
 
     return {key: one(array) for key, array in batch.items()}

@@ -1,17 +1,16 @@
 """Pictures to the pixels of a model, to the bit as Transformers' image processors of Pillow make them."""
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import UInt8
 from PIL import Image
 
-from moe_jax.core.errors import InputError, check_member, shown
+from moe_jax.core.errors import InputError, shown
 from moe_jax.images.decoding import MAX_PIXELS
-from moe_jax.images.resampling import FILTERS, enlarged_part
+from moe_jax.images.image_config import ImageProcessing as ImageProcessing
+from moe_jax.images.resampling import enlarged_part
 
 _PILLOW = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 # A resized picture of more pixels is made in that part alone which is kept. As no picture has more before, it is one
@@ -23,36 +22,7 @@ _HARMLESS = frozenset({"image_processor_type", "feature_extractor_type", "proces
                        "return_tensors", "default_to_square", "disable_grouping", "image_seq_length"})  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ImageProcessing:
-    """How a picture becomes the pixels of a model.
-
-    Attributes:
-      size: height and width of the result, in pixels.
-      shortest: the shorter side is resized to it, the longer one in proportion, and the middle is cut out; None: both
-        sides are resized to `size`.
-      pad: before that, the picture is put in the middle of a square of the colour `mean` (LLaVA's
-        `image_aspect_ratio`).
-      resample: the filter.
-      rescale: what a byte is multiplied by.
-      mean, std: of red, green and blue, after rescaling.
-    """
-
-    size: tuple[int, int]
-    shortest: int | None = None
-    pad: bool = False
-    resample: Literal["bicubic", "bilinear"] = "bicubic"
-    rescale: float = 1 / 255
-    mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    std: tuple[float, float, float] = (1.0, 1.0, 1.0)
-
-    def __post_init__(self) -> None:
-        check_member("resample", self.resample, tuple(FILTERS))
-        sides = (*self.size, *(() if self.shortest is None else (self.shortest,)))
-        if not all(isinstance(side, int) and 1 <= side <= 4096 for side in sides):
-            raise InputError(f"a picture of {shown(sides)} pixels: expected sides from 1 to 4096")
-        if not all(value > 0 for value in self.std):
-            raise InputError(f"std={shown(self.std)} must be above 0")
+PREPROCESSOR = "preprocessor_config.json"
 
 
 def read_processing(config: Mapping[str, Any], *, pad: bool = False) -> ImageProcessing:
@@ -94,6 +64,31 @@ def read_processing(config: Mapping[str, Any], *, pad: bool = False) -> ImagePro
     )
 
 
+def write_processing(processing: ImageProcessing) -> dict[str, Any]:
+    """Returns the keys of a preprocessor_config.json that `read_processing` reads the same from, but for `pad`.
+
+    They name the class of Transformers that cuts out the middle, or else the one that does not.
+    """
+    height, width = processing.size
+    cuts = processing.shortest is not None
+    sides = {"height": height, "width": width}
+    codes = {name: int(value) for name, value in _PILLOW.items()}
+    return {
+        "image_processor_type": "CLIPImageProcessor" if cuts else "SiglipImageProcessor",
+        "do_resize": True,
+        "size": {"shortest_edge": processing.shortest} if cuts else sides,
+        "resample": codes[processing.resample],
+        "do_center_crop": cuts,
+        **({"crop_size": sides} if cuts else {}),
+        "do_rescale": True,
+        "rescale_factor": processing.rescale,
+        "do_normalize": True,
+        "image_mean": list(processing.mean),
+        "image_std": list(processing.std),
+        "do_convert_rgb": True,
+    }
+
+
 _DEFAULTS = {"do_resize": True, "size": None, "resample": 3, "do_center_crop": False, "crop_size": None,
              "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": None,
              "image_std": None}  # fmt: skip
@@ -111,7 +106,7 @@ def _sides(value: Any, key: str) -> dict[str, int]:
 
 
 def pixels_of(picture: UInt8[np.ndarray, "H W 3"], processing: ImageProcessing) -> UInt8[np.ndarray, "S S 3"]:
-    """Pads, resizes and crops; the result is normalised on the device (`normalized`), of a quarter of the bytes there.
+    """Pads, resizes and crops; the result is normalised on the device (`normalization`), in a quarter of the bytes.
 
     To the bit as `CLIPImageProcessorPil` and `SiglipImageProcessorPil` of Transformers do.
     """
@@ -125,12 +120,6 @@ def pixels_of(picture: UInt8[np.ndarray, "H W 3"], processing: ImageProcessing) 
         return _middle(_resized(picture, full, processing.resample), height, width)
     top, left = (full[0] - height) // 2, (full[1] - width) // 2
     return enlarged_part(picture, full, top, left, height, width, processing.resample)
-
-
-def normalized(pixels: UInt8[Array, "*n S S 3"], processing: ImageProcessing) -> Float[Array, "*n S S 3"]:
-    """Rescales and normalises pixels, in float32."""
-    rescaled = pixels.astype(jnp.float32) * jnp.float32(processing.rescale)
-    return (rescaled - jnp.asarray(processing.mean, jnp.float32)) / jnp.asarray(processing.std, jnp.float32)
 
 
 def _square(picture: UInt8[np.ndarray, "H W 3"], processing: ImageProcessing) -> UInt8[np.ndarray, "L L 3"]:

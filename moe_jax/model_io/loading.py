@@ -22,16 +22,23 @@ from moe_jax.experts.strategy import strategy_from_environment
 from moe_jax.model_io.model_source import ModelSource, read_part
 from moe_jax.models import ModelConfig, segments_of
 from moe_jax.nn import Decoder, unstacked
+from moe_jax.nn.vision import VisionTower
 
 Index = tuple[slice, ...]
 
 # Stacked layers up to this size are stacked, and taken apart, on the host: compiling a program per shape takes longer.
 _ON_HOST = 32 << 20
-_STACKED = re.compile(r"(stack/|encoder/|)segments/(\d+)/blocks/(\d+)/(.*)")
+_TOWER = "vision/tower/"
+_STACKED = re.compile(r"(?:vision/tower/)?(stack/|encoder/|)segments/(\d+)/blocks/(\d+)/(.*)")
 
 
 def abstract_model(config: ModelConfig, *, compute_dtype: str = "float32", remat: str = "none") -> Decoder:
-    """Returns the model with `ShapeDtypeStruct`s instead of parameters, which takes no memory."""
+    """Returns the model with `ShapeDtypeStruct`s instead of parameters, which takes no memory.
+
+    Raises:
+      InputError: for an image encoder alone, which is no language model.
+    """
+    config.check_no_tower("a model that reads and writes tokens")
     environment = strategy_from_environment(), exchange_from_environment()
     return nnx.merge(*_abstract_parts(config, compute_dtype, remat, environment), copy=True)
 
@@ -44,7 +51,8 @@ def _abstract_parts(
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """Returns graph and state of that model; banks take their strategy and exchange from the environment when made."""
     dtype = jnp.dtype(compute_dtype)
-    return nnx.split(shapes_of(lambda rngs: Decoder(config, rngs=rngs, compute_dtype=dtype, remat=remat)))
+    make = Decoder if config.patches is None else VisionTower
+    return nnx.split(shapes_of(lambda rngs: make(config, rngs=rngs, compute_dtype=dtype, remat=remat)))
 
 
 def leaf_specs(config: ModelConfig, dtype: str | None = None) -> dict[str, jax.ShapeDtypeStruct]:
@@ -59,7 +67,8 @@ def leaf_specs(config: ModelConfig, dtype: str | None = None) -> dict[str, jax.S
 @lru_cache(maxsize=16)
 def _leaf_specs(config: ModelConfig, dtype: str | None) -> dict[str, jax.ShapeDtypeStruct]:
     specs = {}
-    for path, leaf in _leaves(nnx.state(abstract_model(config))):
+    _, state = _abstract_parts(config, "float32", "none", (strategy_from_environment(), exchange_from_environment()))
+    for path, leaf in _leaves(state):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise InputError(f"{path} is a random key, which a part of a model cannot keep; take the key of the call")
         leaf_dtype = jnp.dtype(dtype) if dtype and may_be_cast(path, leaf.dtype) else leaf.dtype
@@ -68,16 +77,21 @@ def _leaf_specs(config: ModelConfig, dtype: str | None) -> dict[str, jax.ShapeDt
     return dict(sorted(specs.items(), key=lambda item: _by_layer(item[0])))
 
 
-def disk_paths(config: ModelConfig, path: str, *, model: Decoder | None = None) -> list[str]:
+def disk_paths(config: ModelConfig, path: str, *, model: Decoder | VisionTower | None = None) -> list[str]:
     """Returns the paths on disk of a parameter in memory: one per repeat if it is stacked.
 
     stack/segments/0/blocks/1/mlp/up/kernel -> layers/1/mlp/up/kernel, layers/3/mlp/up/kernel, ...
     stack/final_norm/scale                  -> final_norm/scale
     encoder/final_norm/scale                -> encoder_norm/scale
     encoder/relative_bias/table             -> encoder_relative_bias/table
+    vision/tower/stack/final_norm/scale     -> vision/tower/final_norm/scale
 
     Layers are stacked as they are in `model`, if it is given: some were perhaps unstacked, or replaced.
     """
+    if path.startswith(_TOWER):
+        assert config.vision is not None
+        of_tower = model.vision.tower if isinstance(model, Decoder) else None
+        return [_TOWER + name for name in disk_paths(config.vision.tower, path.removeprefix(_TOWER), model=of_tower)]
     match = _STACKED.fullmatch(path)
     if not match:
         if path.startswith("encoder/"):
@@ -88,7 +102,8 @@ def disk_paths(config: ModelConfig, path: str, *, model: Decoder | None = None) 
     if model is None:
         segments: Any = segments_of((config.encoder if in_encoder else config.decoder).layers)
     else:
-        segments = (model.encoder if in_encoder else model.stack).segments
+        stack = model.encoder if in_encoder and isinstance(model, Decoder) else model.stack
+        segments = stack.segments
     segment = segments[int(match[2])]
     layers = (start + segment.layer(repeat, int(match[3])) for repeat in range(segment.repeats))
     return [f"layers/{layer}/{match[4]}" for layer in layers]

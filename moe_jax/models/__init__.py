@@ -6,11 +6,14 @@ from moe_jax.experts.shapes import FFNConfig as FFNConfig
 from moe_jax.experts.shapes import LoRAConfig as LoRAConfig
 from moe_jax.functional.position_embeddings import RelativeBiasConfig as RelativeBiasConfig
 from moe_jax.functional.position_embeddings import RopeConfig as RopeConfig
+from moe_jax.images.image_config import ImageProcessing as ImageProcessing
+from moe_jax.images.image_config import PatchesConfig as PatchesConfig
 from moe_jax.models.attention_config import AttentionConfig as AttentionConfig
 from moe_jax.models.attention_config import LatentConfig as LatentConfig
 from moe_jax.models.config import LayerConfig as LayerConfig
 from moe_jax.models.config import ModelConfig as ModelConfig
 from moe_jax.models.config import Segment as Segment
+from moe_jax.models.config import VisionConfig as VisionConfig
 from moe_jax.models.config import segments_of as segments_of
 from moe_jax.models.config import single_layers as single_layers
 from moe_jax.models.moe_config import MoEConfig as MoEConfig

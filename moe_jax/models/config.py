@@ -8,6 +8,7 @@ from moe_jax.core.errors import InputError, check_member, check_number, check_po
 from moe_jax.core.formatting import short_repr
 from moe_jax.experts.shapes import FFNConfig
 from moe_jax.functional.position_embeddings import RopeConfig
+from moe_jax.images.image_config import ImageProcessing, PatchesConfig
 from moe_jax.models.attention_config import PROJECTIONS as PROJECTIONS
 from moe_jax.models.attention_config import AttentionConfig as AttentionConfig
 from moe_jax.models.attention_config import LatentConfig as LatentConfig
@@ -124,6 +125,9 @@ class ModelConfig:
       dtype: dtype of newly initialised parameters (a checkpoint keeps its own).
       balance_over: what balance losses are taken of: every `layer` has its own, and they are summed; or the whole
         `model` has one, of the loads and probabilities of all its layers together, times the k experts of a token.
+      patches: the model is an image encoder (a *tower*): its tokens are patches of a picture, it has no vocabulary
+        (`vocab_size` is 0) and no head, its attention sees all tokens and rotates none. None: its tokens are ids.
+      vision: what the model sees with; None: it takes no pictures.
       frozen_base: by default, only LoRA, adapters and the routers that choose among adapters are trained.
       foreign: keys of the source's config.json that are not used here, and are written back on export.
     """
@@ -152,11 +156,15 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     balance_over: Literal["layer", "model"] = "layer"
+    patches: PatchesConfig | None = None
+    vision: "VisionConfig | None" = None
     frozen_base: bool = False
     foreign: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, hash=False)
 
     def __post_init__(self) -> None:
-        check_positive(self, "vocab_size", "d_model", "max_positions", "num_classes")
+        check_positive(
+            self, "d_model", "max_positions", "num_classes", *(["vocab_size"] if self.patches is None else [])
+        )
         check_number(self, "embed_scale", "logit_scale", "logit_soft_cap", above=0)
         check_number(self, "norm_eps", at_least=0)
         check_member("norm", self.norm, ("rms", "rms_plus_one", "layer", "none"))
@@ -182,6 +190,8 @@ class ModelConfig:
             except InputError as error:
                 raise InputError(f"layer {i}: {error}") from None
         self._check_stacks()
+        if self.patches is not None:
+            self._check_tower(self.patches)
 
     def __repr__(self) -> str:
         return short_repr(self, layers=_shown_layers(self.layers))
@@ -219,6 +229,17 @@ class ModelConfig:
                     "same relative_bias, num_heads and mask"
                 )
 
+    def _check_tower(self, patches: PatchesConfig) -> None:
+        for i, layer in enumerate(self.layers):
+            if layer.attention.mask != "bidirectional" or self.rope_of(layer).fraction:
+                raise InputError(f"layer {i} of an image encoder: its mask is 'bidirectional', and it rotates nothing")
+        if self.max_positions != patches.num_positions:
+            raise InputError(
+                f"an image encoder of {self.max_positions} positions for {patches.num_positions} patches and tokens"
+            )
+        if self.vocab_size or self.vision is not None or self.has_encoder or self.num_classes is not None:
+            raise InputError("an image encoder has no vocabulary, no classes, no encoder and no vision of its own")
+
     @property
     def has_encoder(self) -> bool:
         """Whether the model has an encoder."""
@@ -243,6 +264,11 @@ class ModelConfig:
         """Raises `InputError` for a model with an encoder, which `what` does not support yet."""
         if self.has_encoder:
             raise InputError(f"{what} is not supported for a model with an encoder, as {self.family!r} models are")
+
+    def check_no_tower(self, what: str) -> None:
+        """Raises `InputError` for an image encoder, which `what` does not fit."""
+        if self.patches is not None:
+            raise InputError(f"a {self.family!r} model is an image encoder, and not {what}")
 
     def check_scores_tokens(self, what: str) -> None:
         """Raises `InputError` for a model whose head scores classes: `what` needs one that scores tokens."""
@@ -289,6 +315,62 @@ class ModelConfig:
     def rope_of(self, layer: LayerConfig) -> RopeConfig:
         """Returns the rotary embedding of a layer."""
         return self.rope if layer.attention.rope is None else layer.attention.rope
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """The eye of a language model: an image encoder, the features taken of it, and a projector to its own width.
+
+    Attributes:
+      family: the Hugging Face format of the whole, around that of its language model, such as `llava`.
+      tower: the image encoder, whose `patches` say how pictures become its tokens.
+      processing: how pictures become the pixels of the tower.
+      features: hidden states of the tower that are joined, entry after entry: 0 is the input of its first layer, -1
+        what comes after the last one and the final norm.
+      drop_first: tokens of the tower that are left out, from the first one: 1 where that is a class token.
+      projector: steps from these features to those of the language model, as `nn.register_projector_step` names them,
+        each perhaps with an argument: `("linear", "gelu", "linear")`, `("pixel_shuffle:4", "linear")`.
+      placeholder: the token id that stands in a text for every feature of a picture; None: there is none.
+      foreign: as in `ModelConfig`.
+    """
+
+    family: str
+    tower: ModelConfig
+    processing: ImageProcessing
+    features: tuple[int, ...] = (-2,)
+    drop_first: int = 1
+    projector: tuple[str, ...] = ("linear", "gelu", "linear")
+    placeholder: int | None = None
+    foreign: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, hash=False)
+
+    __repr__ = short_repr
+
+    def __post_init__(self) -> None:
+        patches, layers = self.tower.patches, self.tower.num_layers
+        if patches is None:
+            raise InputError("the tower of a model that sees is an image encoder: its config has patches")
+        if not self.features or not all(-layers - 1 <= index <= layers for index in self.features):
+            raise InputError(
+                f"features={shown(self.features)}: expected hidden states of a tower of {layers} layers, from "
+                f"{-layers - 1} to {layers}"
+            )
+        rows, columns = self.grid
+        if not 0 <= self.drop_first < rows * columns + patches.class_token:
+            raise InputError(
+                f"drop_first={shown(self.drop_first)}: a picture of {self.processing.size[0]} x "
+                f"{self.processing.size[1]} pixels has {rows} x {columns} patches of {patches.size} x {patches.size}"
+            )
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of patches that a picture has."""
+        assert self.tower.patches is not None
+        return self.tower.patches.grid_of(self.processing.size)
+
+    @property
+    def hidden_states(self) -> tuple[int, ...]:
+        """The numbers of `features`, none of them negative."""
+        return tuple(index % (self.tower.num_layers + 1) for index in self.features)
 
 
 MAX_PATTERN = 8

@@ -7,7 +7,15 @@ from typing import Any, Literal
 from moe_jax.core.errors import InputError, check_positive
 from moe_jax.experts.shapes import FFNConfig
 from moe_jax.files import json_toml
-from moe_jax.models.config import AttentionConfig, LayerConfig, ModelConfig, MoEConfig, check_num_layers, segments_of
+from moe_jax.models.config import (
+    AttentionConfig,
+    LayerConfig,
+    ModelConfig,
+    MoEConfig,
+    VisionConfig,
+    check_num_layers,
+    segments_of,
+)
 from moe_jax.models.own_parts import BLOCK, LINEAR
 
 FORMAT = "moe_jax.model"
@@ -17,11 +25,18 @@ VERSION = 2
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
     """Returns a JSON-able dict from which `config_from_json` rebuilds an equal config."""
-    fields = dataclasses.asdict(config)
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     del fields["layers"]
+    fields["rope"] = dataclasses.asdict(config.rope)
     fields["foreign"] = dict(config.foreign)
-    if config.balance_over == ModelConfig.balance_over:
-        del fields["balance_over"]  # as in older files, whose fingerprints are noted elsewhere
+    # As in older files, whose fingerprints are noted elsewhere.
+    for name in ("balance_over", "patches", "vision"):
+        if fields[name] == getattr(ModelConfig, name):
+            del fields[name]
+    if config.patches is not None:
+        fields["patches"] = dataclasses.asdict(config.patches)
+    if config.vision is not None:
+        fields["vision"] = _vision_to_json(config.vision)
     fields["segments"] = [
         {"repeats": segment.repeats, "pattern": [_layer_to_json(layer) for layer in segment.pattern]}
         for segment in segments_of(config.layers)
@@ -56,7 +71,23 @@ def config_from_json(data: Mapping[str, Any], *, where: str = "config.json") -> 
             f"{where} has version 1, in which the codes of quantised experts stood for other levels than they do now; "
             "compress the original model again"
         )
+    if isinstance(fields.get("vision"), Mapping):
+        fields["vision"] = _vision_from_json(fields["vision"], where=f"{where}: vision")
     return json_toml.parse(ModelConfig, {**fields, "layers": layers}, where=where, language="JSON")
+
+
+def _vision_to_json(vision: VisionConfig) -> dict[str, Any]:
+    fields = {field.name: getattr(vision, field.name) for field in dataclasses.fields(vision)}
+    processing, foreign = dataclasses.asdict(vision.processing), dict(vision.foreign)
+    return fields | {"tower": config_to_json(vision.tower), "processing": processing, "foreign": foreign}
+
+
+def _vision_from_json(fields: Mapping[str, Any], *, where: str) -> VisionConfig:
+    tower = fields.get("tower")
+    if not isinstance(tower, Mapping):
+        raise InputError(f"{where}: 'tower' is missing, expected the config of an image encoder")
+    tower = config_from_json(tower, where=f"{where}.tower")
+    return json_toml.parse(VisionConfig, {**fields, "tower": tower}, where=where, language="JSON")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,11 +21,13 @@ Models:
 
 Layers:
     Embed, Head, Norm                token embeddings, logits, norms
+    Vision, VisionTower              features of pictures as the model takes them, and an image encoder alone
     Attention, LatentAttention       grouped-query attention, and multi-head latent attention
     FFN, Linear                      a dense feed-forward network, and a linear map
     MoE, Perft                       a Mixture-of-Experts, and adapters beside it
     LinearRouter, CoderRouter        logits of experts
-    register_router, register_layer  routers and layers of your own, for configs to name
+    register_router, register_layer, register_projector_step
+                                     routers, layers and steps of a projector of your own, for configs to name
 
 Routing, as it is reported:
     TokenRouting                     the decision for every token
@@ -95,8 +97,11 @@ from moe_jax.nn.moe import StackedStats as StackedStats
 from moe_jax.nn.moe import auxiliary_loss as auxiliary_loss
 from moe_jax.nn.moe import has_auxiliary_loss as has_auxiliary_loss
 from moe_jax.nn.moe import load_per_layer as load_per_layer
+from moe_jax.nn.projector import register_projector_step as register_projector_step
 from moe_jax.nn.stack import Stack as Stack
 from moe_jax.nn.stack import StackOutput as StackOutput
+from moe_jax.nn.vision import Vision as Vision
+from moe_jax.nn.vision import VisionTower as VisionTower
 
 _show_signatures(
     *(Attention, LatentAttention, Decoder, Stack, BlockStack, Block, Embed, Head, Norm, FFN, Linear, MoE, LinearRouter),

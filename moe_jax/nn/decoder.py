@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from moe_jax.core.errors import InputError
 from moe_jax.experts.summaries import Summarised, size_of
@@ -40,6 +40,7 @@ from moe_jax.nn.layers import Embed, Head
 from moe_jax.nn.moe import Router, StackedStats, sum_of_losses
 from moe_jax.nn.sown import forget_captures
 from moe_jax.nn.stack import Stack, StackOutput
+from moe_jax.nn.vision import Vision, splice
 
 
 class DecoderOutput(NamedTuple):
@@ -81,6 +82,8 @@ class DecoderInputs(StackInputs, total=False):
     inputs: Ids | None
     inputs_valid: Bool[Array, "B S"] | None
     embeddings: Float[Array, "B T d"] | None
+    pixels: UInt8[Array, "B M H W 3"] | None
+    slots: Int[Array, "B T"] | None
     caches: Caches | None
     key: Array | None
 
@@ -129,6 +132,15 @@ class Decoder(Summarised):
         self.lm_head = Head(config, rngs=rngs)
         if config.has_encoder:
             self.encoder = Stack(config.encoder, rngs=rngs, remat=remat)
+        if config.vision is not None:
+            self.vision = Vision(
+                config.vision,
+                config.d_model,
+                rngs=rngs,
+                dtype=jnp.dtype(config.dtype),
+                remat=remat,
+                compute_dtype=compute_dtype,
+            )
 
     def _summary(self) -> list[str]:
         config, both = self.config, self.config.has_encoder
@@ -141,6 +153,7 @@ class Decoder(Summarised):
             *([f"encoder {line}" for line in layer_lines(self.encoder.segments)] if both else []),
             *(f"{'decoder ' if both else ''}{line}" for line in layer_lines(self.stack.segments)),
             *([] if tied else [f"head of {config.num_outputs:,} {scored}"]),
+            *([] if config.vision is None else [f"sees with {self.vision!r}"]),
         ]
 
     @property
@@ -198,6 +211,8 @@ class Decoder(Summarised):
         inputs: Ids | None = None,
         inputs_valid: Bool[Array, "B S"] | None = None,
         embeddings: Float[Array, "B T d"] | None = None,
+        pixels: UInt8[Array, "B M H W 3"] | None = None,
+        slots: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         valid: Bool[Array, "B T"] | None = None,
@@ -221,6 +236,8 @@ class Decoder(Summarised):
           inputs: token ids for the encoder, which is run first. In place of them `encoder_output` may be given.
           inputs_valid: inputs that are not padding; None: all.
           embeddings: in place of tokens, as `Embed.look_up` returns them.
+          pixels: of M pictures for every row, as `images.processing` makes them; what no slot names does nothing.
+          slots: which feature of its row's pictures takes the place of a token, counted from 1 over all; 0: none.
           positions: position of every token; details of this and of the following arguments are in `Stack`.
           segment_ids: documents packed in a row.
           valid: tokens that are not padding.
@@ -252,6 +269,8 @@ class Decoder(Summarised):
                 inputs=inputs,
                 inputs_valid=inputs_valid,
                 embeddings=embeddings,
+                pixels=pixels,
+                slots=slots,
                 positions=positions,
                 segment_ids=segment_ids,
                 valid=valid,
@@ -278,10 +297,24 @@ class Decoder(Summarised):
             x = jnp.take_along_axis(x, last_only[:, None, None], axis=1)
         return DecoderOutput(self.logits(x), *out[1:])
 
+    def see(self, pixels: UInt8[Array, "B M H W 3"]) -> Float[Array, "B n d"]:
+        """Returns the embeddings that every row's pictures become, one picture after another.
+
+        Args:
+          pixels: as in the call.
+
+        Raises:
+          InputError: if the model takes no pictures, or for pixels of another shape or dtype.
+        """
+        if self.config.vision is None:
+            raise InputError(f"the model takes no pictures: this {self.config.family!r} model has no vision")
+        return self.vision(pixels)
+
     def activations(self, tokens: Ids | None = None, **given: Unpack[DecoderInputs]) -> StackOutput:
         """Returns the activations that the head takes; arguments as in the call."""
         inputs, inputs_valid = given.pop("inputs", None), given.pop("inputs_valid", None)
         embeddings = given.pop("embeddings", None)
+        pixels, slots = given.pop("pixels", None), given.pop("slots", None)
         encoder_router: StackedStats = ()
         if inputs is not None:
             if given.get("encoder_output") is not None or given.get("encoder_valid") is not None:
@@ -290,6 +323,12 @@ class Decoder(Summarised):
             given["encoder_output"], given["encoder_valid"], encoder_router = encoded[:3]
         elif inputs_valid is not None:
             raise InputError("inputs_valid says what counts of inputs, which are not given")
+        if (pixels is None) != (slots is None):
+            raise InputError("pixels and slots go together: what the pictures are, and which tokens they replace")
+        if pixels is not None and slots is not None:
+            if embeddings is not None or tokens is None:
+                raise InputError("pictures take the place of tokens; embeddings may have them in them already")
+            embeddings, tokens = splice(self.embed.look_up(tokens), self.see(pixels), slots), None
         x = self.embed(tokens, given.get("positions"), embeddings=embeddings)
         of_stack: Any = given
         out = self.stack(x, **of_stack)

@@ -29,18 +29,19 @@ weights: Float32[B, T], of the targets; 0: not scored. `Decoder.loss` does witho
 segment_ids: Int32[B, T], documents of a row, counted from 1; 0 is padding. `Decoder.loss` does without: a row is one.
 positions: Int32[B, T], from 0 in every document; without them, a row is one document.
 
-For a model with an encoder also its inputs, Int32[B, S], and inputs_valid, Bool[B, S].
+For a model with an encoder also its inputs, Int32[B, S], and inputs_valid, Bool[B, S]. For one that sees, pixels,
+UInt8[B, M, H, W, 3], and slots, Int32[B, T], as in a call.
 """
 
 Ids = Int[Array, "B T"] | Int[np.ndarray, "B T"] | Sequence[Sequence[int]]
 """Token ids: an array, or a list of equally long lists."""
 
-_KINDS = {"integers": jnp.integer, "booleans": jnp.bool_, "floating-point numbers": jnp.floating}
+_KINDS = {"integers": jnp.integer, "booleans": jnp.bool_, "floating-point numbers": jnp.floating, "bytes": jnp.uint8}
 
 
 def model_inputs(batch: Batch) -> dict[str, Any]:
     """Returns the arguments of a model for a batch; without `positions`, a row is one document."""
-    given: dict[str, Any] = {"tokens": batch["tokens"]}
+    given: dict[str, Any] = {name: batch[name] for name in ("tokens", "pixels", "slots") if name in batch}
     if "inputs" not in batch:
         return given | {"positions": batch.get("positions"), "segment_ids": batch.get("segment_ids")}
     given |= {"inputs": batch["inputs"], "inputs_valid": batch.get("inputs_valid")}
@@ -55,9 +56,9 @@ def targets_and_weights(batch: Batch) -> tuple[Int[Array, "B T"], Float[Array, "
     """
     if not isinstance(batch, Mapping):
         raise InputError("the batch is no mapping; expected one of tokens, targets, and perhaps more")
-    known = ("tokens", "targets", "weights", "segment_ids", "positions", "inputs", "inputs_valid", "cut")
+    known = ("tokens", "targets", "weights", "segment_ids", "positions", "inputs", "inputs_valid", "pixels", "slots")
     for name in batch:
-        check_member("key of a batch", name, known)
+        check_member("key of a batch", name, (*known, "cut"))
     for name in ("tokens", "targets"):
         if name not in batch:
             raise InputError(f"the batch has no {name}; it has {', '.join(batch)}")

@@ -1,21 +1,24 @@
-"""An image encoder: patches of pictures as tokens, and a stack of layers over them."""
+"""The eye of a model: patches of pictures as tokens, layers over them, and steps to the model's width."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, UInt8
 
 from moe_jax.core.errors import InputError
 from moe_jax.experts.linear import Linear
 from moe_jax.experts.shapes import normal_kernel
 from moe_jax.experts.summaries import Summarised, size_of
+from moe_jax.images.image_config import PatchesConfig
+from moe_jax.images.normalization import normalized
 from moe_jax.images.patches import interpolated_positions, patches_of
-from moe_jax.models.config import ModelConfig
-from moe_jax.models.vision_config import PatchesConfig, VisionConfig
-from moe_jax.nn.inputs import as_array
+from moe_jax.models.config import ModelConfig, VisionConfig
+from moe_jax.nn.inputs import as_array, check_range
 from moe_jax.nn.layers import Norm
+from moe_jax.nn.projector import make_projector
 from moe_jax.nn.stack import Stack, StackOutput
 
 
@@ -34,7 +37,7 @@ class Patches(nnx.Module):
 
     def __call__(self, pixels: Float[Array, "B H W C"]) -> Float[Array, "B T d"]:
         """Returns the tokens; raises `InputError` for pictures that are smaller than a patch."""
-        grid = (pixels.shape[1] // self.config.size, pixels.shape[2] // self.config.size)
+        grid = self.config.grid_of((pixels.shape[1], pixels.shape[2]))
         if 0 in grid:
             size, patch = f"{pixels.shape[1]} x {pixels.shape[2]}", f"{self.config.size} x {self.config.size}"
             raise InputError(f"pictures of {size} pixels are smaller than a patch of {patch}")
@@ -52,23 +55,23 @@ class VisionTower(Summarised):
     """An image encoder.
 
     Attributes:
-      config: the description that it was built from.
+      config: the description that it was built from, whose `patches` are not None.
       compute_dtype: dtype of the activations.
     """
 
     def __init__(
-        self, config: VisionConfig, *, rngs: nnx.Rngs, remat: str = "none", compute_dtype: DTypeLike = jnp.float32
+        self, config: ModelConfig, *, rngs: nnx.Rngs, remat: str = "none", compute_dtype: DTypeLike = jnp.float32
     ):
+        assert config.patches is not None, "an image encoder has patches"
         self.config = config
         self.compute_dtype = jnp.dtype(compute_dtype)
-        self.patches = Patches(config.patches, config.tower, rngs=rngs)
-        self.stack = Stack(config.tower, rngs=rngs, remat=remat)
-        tower = config.tower
-        kind = tower.norm if config.pooled_norm else "none"
-        self.pooled_norm = Norm(kind, tower.d_model, tower.norm_eps, dtype=jnp.dtype(tower.dtype))
+        self.patches = Patches(config.patches, config, rngs=rngs)
+        self.stack = Stack(config, rngs=rngs, remat=remat)
+        kind = config.norm if config.patches.pooled_norm else "none"
+        self.pooled_norm = Norm(kind, config.d_model, config.norm_eps, dtype=jnp.dtype(config.dtype))
 
     def _summary(self) -> list[str]:
-        return [f"tower of {len(self.stack.layers)} layers, {size_of(self)}"]
+        return [f"{self.config.family}, tower of {len(self.stack.layers)} layers, {size_of(self)}"]
 
     def __call__(self, pixels: Float[Array, "B H W C"], *, hidden_states: Sequence[int] = ()) -> StackOutput:
         """Encodes pictures.
@@ -83,5 +86,80 @@ class VisionTower(Summarised):
         Raises:
           InputError: for arrays of another shape or dtype, and pictures that are smaller than a patch.
         """
-        pixels = as_array("pixels", pixels, "floating-point numbers", (None, None, None, self.config.patches.channels))
+        channels = self.patches.config.channels
+        pixels = as_array("pixels", pixels, "floating-point numbers", (None, None, None, channels))
         return self.stack(self.patches(pixels.astype(self.compute_dtype)), hidden_states=hidden_states)
+
+
+class Vision(Summarised):
+    """The eye of a language model: a tower, and a projector of its features.
+
+    Attributes:
+      config: the description that it was built from.
+      tower: the image encoder.
+      projector: the modules of its steps, in turn.
+    """
+
+    def __init__(
+        self,
+        config: VisionConfig,
+        d_model: int,
+        *,
+        rngs: nnx.Rngs,
+        dtype: jnp.dtype,
+        remat: str = "none",
+        compute_dtype: DTypeLike = jnp.float32,
+    ):
+        """Draws the parameters; the projector's have a `dtype`, the tower's that of its own config."""
+        self.config = config
+        self.tower = VisionTower(config.tower, rngs=rngs, remat=remat, compute_dtype=compute_dtype)
+        self.projector: Any = nnx.List(make_projector(config, d_model, rngs=rngs, dtype=dtype))
+
+    def _summary(self) -> list[str]:
+        steps = ", ".join(self.config.projector)
+        return [f"{size_of(self)}", repr(self.tower), f"projector: {steps}"]
+
+    def features(self, pixels: UInt8[Array, "B M H W 3"]) -> Float[Array, "B M n w"]:
+        """Returns the tower's features of pictures, before the projector.
+
+        Raises:
+          InputError: for pixels of another shape, or that are not uint8.
+        """
+        height, width = self.config.processing.size
+        pixels = as_array("pixels", pixels, "bytes", (None, None, height, width, 3))
+        batch, count = pixels.shape[:2]
+        seen = self.tower(
+            normalized(pixels.reshape(batch * count, height, width, 3), self.config.processing),
+            hidden_states=tuple(sorted(set(self.config.hidden_states))),
+        )
+        chosen = [seen.hidden_states[index] for index in self.config.hidden_states]
+        x = jnp.concatenate(chosen, axis=-1)[:, self.config.drop_first :]
+        return x.reshape(batch, count, *x.shape[1:])
+
+    def __call__(self, pixels: UInt8[Array, "B M H W 3"]) -> Float[Array, "B n d"]:
+        """Returns what the language model gets of every row's pictures, one after another, to be spliced by `splice`.
+
+        Raises:
+          InputError: as `features`.
+        """
+        x = self.features(pixels)
+        batch, count = x.shape[:2]
+        x = x.reshape(batch * count, *x.shape[2:])
+        for step in self.projector:
+            x = step(x)
+        return x.reshape(batch, -1, x.shape[-1])
+
+
+def splice(
+    x: Float[Array, "B T d"], features: Float[Array, "B n d"], slots: Int[Array, "B T"]
+) -> Float[Array, "B T d"]:
+    """Puts features of pictures where slots say so: 0 leaves the token, k takes the row's k-th feature.
+
+    Raises:
+      InputError: for slots of another shape, or that name features which are not there.
+    """
+    slots = as_array("slots", slots, "integers", x.shape[:2])
+    check_range("slots", slots, features.shape[1] + 1, "features of a row's pictures, counted from 1, or 0 for a token")
+    slots = jnp.asarray(slots)
+    found = jnp.take_along_axis(features.astype(x.dtype), jnp.maximum(slots - 1, 0)[:, :, None], axis=1)
+    return jnp.where((slots > 0)[:, :, None], found, x)

@@ -11,7 +11,8 @@ from PIL import Image
 
 from moe_jax.core.errors import InputError
 from moe_jax.images import processing as module
-from moe_jax.images.processing import ImageProcessing, normalized, pixels_of, read_processing
+from moe_jax.images.normalization import normalized
+from moe_jax.images.processing import ImageProcessing, pixels_of, read_processing
 from moe_jax.images.resampling import FILTERS, enlarged_part
 from tests.support.tiers import examples
 

@@ -13,8 +13,7 @@ from moe_jax.distributed.sharding import path_name
 from moe_jax.experts.shapes import FFNConfig
 from moe_jax.functional.position_embeddings import RopeConfig
 from moe_jax.model_io.loading import disk_paths
-from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig
-from moe_jax.models.vision_config import PatchesConfig, VisionConfig
+from moe_jax.models import AttentionConfig, LayerConfig, ModelConfig, PatchesConfig
 from moe_jax.nn.vision import VisionTower
 from tests.support.tiers import one_in
 
@@ -26,7 +25,7 @@ SHAPES = [(32, 4, 64, 3, 4, 5), (24, 2, 96, 1, 7, 3), (48, 6, 96, 4, 2, 4), (16,
 BLOCK = {"q": "q", "k": "k", "v": "v", "o": "out"}
 
 
-def vision_config(name: str, shape: tuple[int, ...]) -> VisionConfig:
+def tower_config(name: str, shape: tuple[int, ...]) -> ModelConfig:
     width, heads, hidden, layers, patch, side = shape
     attention = AttentionConfig(
         num_heads=heads, num_kv_heads=heads, head_dim=width // heads, biases=("q", "k", "v", "o"), mask="bidirectional"
@@ -34,15 +33,16 @@ def vision_config(name: str, shape: tuple[int, ...]) -> VisionConfig:
     activation = {"clip": "quick_gelu", "siglip": "gelu_tanh", "dinov2": "gelu"}[name]
     ffn = FFNConfig(dim=hidden, gated=False, activation=activation, bias=True)
     layer = LayerConfig(attention=attention, mlp=ffn, branch_scales=name == "dinov2")
+    is_clip = name == "clip"
     patches = PatchesConfig(
-        size=patch, grid=(side, side), bias=name != "clip", class_token=name != "siglip", pre_norm=name == "clip"
+        **{"size": patch, "grid": (side, side), "bias": not is_clip, "class_token": name != "siglip"},
+        **{"pre_norm": is_clip, "pooled_norm": is_clip},
     )
-    tower = ModelConfig(
-        **{"family": name, "vocab_size": 1, "d_model": width, "max_positions": patches.num_positions},
+    return ModelConfig(
+        **{"family": name, "vocab_size": 0, "d_model": width, "max_positions": patches.num_positions},
         **{"layers": (layer,) * layers, "rope": RopeConfig(fraction=0.0), "norm": "layer"},
-        **{"norm_eps": 1e-5 if name == "clip" else 1e-6, "final_norm": name != "clip"},
+        **{"norm_eps": 1e-5 if is_clip else 1e-6, "final_norm": not is_clip, "patches": patches},
     )
-    return VisionConfig(patches=patches, tower=tower, pooled_norm=name == "clip")
 
 
 def theirs(name: str, shape: tuple[int, ...]):
@@ -64,7 +64,7 @@ def theirs(name: str, shape: tuple[int, ...]):
 
 def ours(name: str, shape: tuple[int, ...], model) -> VisionTower:
     """The tower with the weights of Transformers' model."""
-    config = vision_config(name, shape)
+    config = tower_config(name, shape)
     tensors = {key.removeprefix("vision_model."): value.numpy() for key, value in model.state_dict().items()}
     if name == "dinov2":
         outer = {
@@ -107,7 +107,7 @@ def ours(name: str, shape: tuple[int, ...], model) -> VisionTower:
     graphdef, state = nnx.split(VisionTower(config, rngs=nnx.Rngs(0)))
 
     def filled(path, leaf):
-        leaves = disk_paths(config.tower, path_name(path))
+        leaves = disk_paths(config, path_name(path))
         found = [tensor_of(one) for one in leaves]
         array = np.stack(found) if leaves[0].startswith("layers/") else found[0]
         assert array.shape == leaf.shape, (leaves, array.shape, leaf.shape)
@@ -138,7 +138,7 @@ def test_hidden_states_are_those_of_transformers(name, shape):
 
 
 def test_gradients_reach_every_parameter_but_the_norm_of_what_is_pooled():
-    tower = VisionTower(vision_config("dinov2", SHAPES[0]), rngs=nnx.Rngs(0))
+    tower = VisionTower(tower_config("dinov2", SHAPES[0]), rngs=nnx.Rngs(0))
     pixels = jnp.asarray(np.random.default_rng(0).normal(size=(1, 20, 20, 3)), jnp.float32)
     gradients = nnx.grad(lambda tower: jnp.sum(jnp.sin(tower(pixels).x)))(tower)
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
@@ -149,17 +149,16 @@ def test_gradients_reach_every_parameter_but_the_norm_of_what_is_pooled():
     ("shape", "named"), [((1, 3, 30, 3), "smaller than a patch"), ((1, 8, 8, 4), "pixels"), ((8, 8, 3), "pixels")]
 )
 def test_pictures_of_another_shape_are_refused(shape, named):
-    tower = VisionTower(vision_config("clip", SHAPES[0]), rngs=nnx.Rngs(0))
+    tower = VisionTower(tower_config("clip", SHAPES[0]), rngs=nnx.Rngs(0))
     with pytest.raises(InputError) as error:
         tower(jnp.zeros(shape))
     assert named in str(error.value)
 
 
 def test_a_tower_sees_all_and_rotates_nothing():
-    config = vision_config("clip", SHAPES[0])
-    causal = dataclasses.replace(config.tower.layers[0].attention, mask="causal")
-    layers = (dataclasses.replace(config.tower.layers[0], attention=causal),)
+    config = tower_config("clip", SHAPES[0])
+    causal = dataclasses.replace(config.layers[0].attention, mask="causal")
     with pytest.raises(InputError, match="bidirectional"):
-        dataclasses.replace(config, tower=dataclasses.replace(config.tower, layers=layers))
+        dataclasses.replace(config, layers=(dataclasses.replace(config.layers[0], attention=causal),))
     with pytest.raises(InputError, match="positions"):
         dataclasses.replace(config, patches=dataclasses.replace(config.patches, grid=(3, 3)))

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moe_jax.conversion.config_keys import HFConfig
-from moe_jax.conversion.table import Ignored, Mapped, Row, Table, Tied, apply_table
-from moe_jax.models import ModelConfig
+from moe_jax.conversion.table import Ignored, Row, Table, Tied
+from moe_jax.models import ImageProcessing, ModelConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +53,10 @@ class Family:
       classifier: how it stores models that score classes; None: it cannot.
       further: keys of config.json that say how many layers stand behind the last one, to predict tokens after the next.
         They are no part of the decoder, and are left out.
+      shapes: of tensors that have other axes than their leaves, by name, for a model; see `table.Row`.
+      optional_prefix: stands before the names of all tensors in some checkpoints, and in others not.
+      within: the `model_type` of whole models that hold one of this family, and the key of its config there.
+      processing: of an image encoder, how pictures of a height and width are processed where no file says it.
       own_code: whether its code comes with its checkpoints, because Transformers has no class for it.
     """
 
@@ -69,6 +73,10 @@ class Family:
     universal: Literal["sigmoid"] | None = None
     vocabulary: tuple[str, Callable[[Path], str]] | None = None
     further: tuple[str, ...] = ()
+    shapes: Callable[[ModelConfig], Mapping[str, tuple[int, ...]]] = lambda config: {}
+    optional_prefix: str = ""
+    within: tuple[str, str] | None = None
+    processing: Callable[[int], ImageProcessing] | None = None
     own_code: bool = False
 
     @property
@@ -78,9 +86,15 @@ class Family:
         return None if self.classifier is None else f"{stem}ForSequenceClassification"
 
     def table_of(self, config: ModelConfig) -> Table:
-        """Returns the table for a model: with the head that it has."""
+        """Returns the table for a model: with the head that it has, and the shapes of its tensors."""
         if config.num_classes is None:
-            return self.table
+            shapes = self.shapes(config)
+            return tuple(
+                dataclasses.replace(one, shape=shapes[one.tensor])
+                if isinstance(one, Row) and one.tensor in shapes
+                else one
+                for one in self.table
+            )
         assert self.classifier is not None, "the config was read, or compared with what can be written"
         prefix = self.classifier.prefix
         rest: list[Row | Ignored | Tied] = []
@@ -100,11 +114,6 @@ class Family:
         layers = "|".join(str(config.num_layers + number) for number in range(count))
         why = "of a layer that predicts tokens after the next, which is no part of the decoder"
         return (Ignored(rf"model\.layers\.({layers})\..*", why),) if layers else ()
-
-    def mapped(self, config: ModelConfig, leaves: Mapping[str, Any], layout: str) -> Mapped:
-        """Returns the tensors of a model in the format, and the pieces that fill its leaves (`apply_table`)."""
-        counts = config.num_layers, layout, self.name
-        return apply_table(self.table_of(config), leaves, *counts, num_encoder_layers=config.num_encoder_layers)
 
     @property
     def holds_experts(self) -> bool:

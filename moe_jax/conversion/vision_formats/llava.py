@@ -1,0 +1,97 @@
+"""LLaVA as Transformers has it: any language model, a tower, and a projector of two linear maps."""
+
+from dataclasses import replace
+from typing import Any
+
+from moe_jax.conversion.config_keys import HFConfig
+from moe_jax.conversion.families.usual import ACTIVATIONS
+from moe_jax.conversion.table import Table, linear
+from moe_jax.conversion.vision_formats.vision_format import Parts, VisionFormat
+from moe_jax.core.errors import InputError, shown
+from moe_jax.models import ModelConfig, VisionConfig
+
+
+def _read(keys: HFConfig, parts: Parts) -> ModelConfig:
+    keys.require("text_config", "vision_config")
+    for name in ("text_config", "vision_config"):
+        keys.mapping(name)
+    text, tower = parts.model("text_config"), parts.model("vision_config")
+    text.check_no_tower("the language model of one that sees (text_config)")
+    if tower.patches is None:
+        raise InputError(f"config.json: vision_config is of a {tower.family!r} model, expected an image encoder")
+    activation = keys.text("projector_hidden_act")
+    if activation not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise InputError(f"config.json: unknown projector_hidden_act {shown(activation)}; known: {known}")
+    linear_step = "linear" if keys.flag("multimodal_projector_bias") else "linear:unbiased"
+    strategy = keys.text("vision_feature_select_strategy")
+    if strategy not in ("default", "full"):
+        raise InputError(f"config.json: vision_feature_select_strategy={shown(strategy)}: expected 'default' or 'full'")
+    features = keys.integers("vision_feature_layer")
+    placeholder = keys.integer("image_token_id") if keys.given("image_token_id") else keys.integer("image_token_index")
+    # What follows from the rest.
+    keys.integer("image_seq_length")
+    vision = VisionConfig(
+        family="llava",
+        tower=tower,
+        processing=parts.processing(tower),
+        features=features,
+        # The first token goes, whether it is a class token or, as in SigLIP, a patch.
+        drop_first=int(strategy == "default"),
+        projector=(linear_step, ACTIVATIONS[activation], linear_step),
+        placeholder=placeholder,
+        foreign=keys.unread_keys(),
+    )
+    return replace(text, vision=vision)
+
+
+def _write(config: ModelConfig, vision: VisionConfig, text: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
+    first, *middle = vision.projector
+    names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
+    if len(middle) != 2 or middle[1] != first or first not in ("linear", "linear:unbiased") or middle[0] not in names:
+        raise InputError(
+            f"the format of 'llava' has a projector of two linear maps with an activation between them, and this model "
+            f"has {', '.join(vision.projector)}"
+        )
+    if vision.drop_first > 1:
+        raise InputError(f"the format of 'llava' leaves out one token of the tower or none, not {vision.drop_first}")
+    return {
+        "text_config": text,
+        "vision_config": tower,
+        "projector_hidden_act": names[middle[0]],
+        "multimodal_projector_bias": first == "linear",
+        "vision_feature_layer": vision.features[0] if len(vision.features) == 1 else list(vision.features),
+        "vision_feature_select_strategy": "default" if vision.drop_first else "full",
+        **({} if vision.placeholder is None else {"image_token_index": vision.placeholder}),
+        "tie_word_embeddings": config.tie_embeddings,
+        "torch_dtype": config.dtype,
+    }
+
+
+def _projector(vision: VisionConfig) -> Table:
+    return (
+        *linear("multi_modal_projector.linear_1", "vision/projector/0"),
+        *linear("multi_modal_projector.linear_2", "vision/projector/2"),
+    )
+
+
+LLAVA = VisionFormat(
+    name="llava",
+    architecture="LlavaForConditionalGeneration",
+    defaults={
+        "projector_hidden_act": "gelu",
+        "vision_feature_select_strategy": "default",
+        "vision_feature_layer": -2,
+        "multimodal_projector_bias": True,
+        "image_token_index": 32000,
+        "image_token_id": None,
+        "image_seq_length": 576,
+        "tie_word_embeddings": False,
+    },
+    read=_read,
+    write=_write,
+    text_prefix="language_model.",
+    tower_prefix="vision_tower.",
+    projector=_projector,
+    harmless=("ignore_index", "vocab_size", "pad_token_id"),
+)

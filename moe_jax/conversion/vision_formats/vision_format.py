@@ -1,0 +1,73 @@
+"""The description of a format of models that see."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from moe_jax.conversion.config_keys import HFConfig
+from moe_jax.conversion.table import Ignored, Row, Table, Tied
+from moe_jax.models import ImageProcessing, ModelConfig, VisionConfig
+
+
+class Parts(NamedTuple):
+    """Readers of the parts of a config.json.
+
+    Attributes:
+      model: returns the config of the language model, or of the image encoder, that stands under a key of config.json.
+      processing: returns how pictures are processed for a tower, as the files beside the config say.
+    """
+
+    model: Callable[[str], ModelConfig]
+    processing: Callable[[ModelConfig], ImageProcessing]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VisionFormat:
+    """A format of models that see.
+
+    Attributes:
+      name: the `model_type` that it reads and writes, and `VisionConfig.family` of models that were read.
+      architecture: the class of Transformers, written to `architectures`.
+      defaults: values of keys that a config leaves out.
+      read: reads config.json, given its keys and `Parts`.
+      write: returns the keys of config.json, given the model, and those of its language model and its tower.
+      text_prefix: stands before the names of the language model's tensors.
+      tower_prefix: stands before the names of the tower's.
+      projector: rows of the projector, for a model.
+      harmless: keys of config.json that change nothing.
+    """
+
+    name: str
+    architecture: str
+    defaults: Mapping[str, Any]
+    read: Callable[[HFConfig, Parts], ModelConfig]
+    write: Callable[[ModelConfig, VisionConfig, dict[str, Any], dict[str, Any]], dict[str, Any]]
+    text_prefix: str
+    tower_prefix: str
+    projector: Callable[[VisionConfig], Table]
+    harmless: tuple[str, ...] = ()
+
+    def table(self, vision: VisionConfig, text: Table, tower: Table) -> Table:
+        """Returns the table of the whole, from those of the language model and of the tower as they are alone."""
+        return (
+            *(_prefixed(one, self.text_prefix) for one in text),
+            *self.projector(vision),
+            *(_prefixed(_below_tower(one), self.tower_prefix) for one in tower),
+        )
+
+
+def _prefixed(entry: Row | Ignored | Tied, prefix: str) -> Row | Ignored | Tied:
+    if isinstance(entry, Ignored):
+        return dataclasses.replace(entry, pattern=f"{re.escape(prefix)}(?:{entry.pattern})")
+    if isinstance(entry, Tied):
+        return Tied(prefix + entry.tensor, equals=prefix + entry.equals)
+    return dataclasses.replace(entry, tensor=prefix + entry.tensor)
+
+
+def _below_tower(entry: Row | Ignored | Tied) -> Row | Ignored | Tied:
+    if not isinstance(entry, Row):
+        return entry
+    leaves = (entry.leaves,) if isinstance(entry.leaves, str) else entry.leaves
+    moved = tuple(f"vision/tower/{leaf}" for leaf in leaves)
+    return dataclasses.replace(entry, leaves=moved[0] if isinstance(entry.leaves, str) else moved, stack="tower")
