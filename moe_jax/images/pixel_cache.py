@@ -62,7 +62,8 @@ class PixelCache:
 
     def _keep(self, file: Path, made: UInt8[np.ndarray, "S S 3"]) -> None:
         # A file is there whole or not at all, also if two runs write it.
-        content = hashlib.sha256(made).digest() + made.tobytes()
+        pixels = made.tobytes()
+        content = hashlib.sha256(pixels).digest() + pixels
         descriptor, temporary = tempfile.mkstemp(_UNFINISHED, dir=self._folder)
         try:
             with os.fdopen(descriptor, "wb") as out:
