@@ -91,6 +91,8 @@ def _in_form_of(config: ModelConfig, family: Family, *, replicate_dense: bool) -
         # Other keys of the old format could mean something in the new one; `auto_map` names code.
         kept = {key: value for key, value in config.foreign.items() if is_harmless(key, value) and key != "auto_map"}
         held = replace(held, foreign=kept)
+    if held.vision is not None and family.sees not in (None, held.vision.family):
+        held = replace(held, vision=replace(held.vision, family=family.sees, foreign={}))
     return replace(held, layers=_replicated(held, dense, width)) if dense else held
 
 

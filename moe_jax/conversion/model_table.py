@@ -1,5 +1,6 @@
 """The mapping table of a whole model: that of its family, and around it that of what it sees with."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +25,10 @@ def plain_name(config: ModelConfig, tensor: str) -> str:
     """Returns the name of a tensor as the table has it, without what only some checkpoints put before it."""
     prefix, optional = "", family_named(config.family).optional_prefix
     if config.vision is not None:
-        prefix = vision_format_named(config.vision.family).tower_prefix
+        format_ = vision_format_named(config.vision.family)
+        for pattern, plain in format_.variants(config.vision):
+            tensor = re.sub(pattern, plain, tensor)
+        prefix = format_.tower_prefix
         optional = family_named(config.vision.tower.family).optional_prefix
     if not optional or not tensor.startswith(prefix + optional):
         return tensor

@@ -16,10 +16,12 @@ class Parts(NamedTuple):
     Attributes:
       model: returns the config of the language model, or of the image encoder, that stands under a key of config.json.
       processing: returns how pictures are processed for a tower, as the files beside the config say.
+      text: the config of the language model, in formats that have its keys beside those of what it sees with.
     """
 
     model: Callable[[str], ModelConfig]
     processing: Callable[[ModelConfig], ImageProcessing]
+    text: ModelConfig | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +29,8 @@ class VisionFormat:
     """A format of models that see.
 
     Attributes:
-      name: the `model_type` that it reads and writes, and `VisionConfig.family` of models that were read.
+      name: `VisionConfig.family` of models that were read, and the `model_type` that it reads and writes, unless that is
+        a language model's (`text_key`).
       architecture: the class of Transformers, written to `architectures`.
       defaults: values of keys that a config leaves out.
       read: reads config.json, given its keys and `Parts`.
@@ -36,6 +39,11 @@ class VisionFormat:
       tower_prefix: stands before the names of the tower's.
       projector: rows of the projector, for a model.
       harmless: keys of config.json that change nothing.
+      text_key: the key of config.json that the language model's config stands under; None: its keys stand beside those
+        of what it sees with, and the family that they are of names this format (`Family.sees`).
+      tower_key: the key that the tower's config stands under.
+      variants: patterns of names of tensors that only some checkpoints have, and what replaces them, for a model.
+      completed: returns the keys of a config.json with the tower's config where the config only names it.
     """
 
     name: str
@@ -47,6 +55,10 @@ class VisionFormat:
     tower_prefix: str
     projector: Callable[[VisionConfig], Table]
     harmless: tuple[str, ...] = ()
+    text_key: str | None = "text_config"
+    tower_key: str = "vision_config"
+    variants: Callable[[VisionConfig], tuple[tuple[str, str], ...]] = lambda vision: ()
+    completed: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda keys: keys
 
     def table(self, vision: VisionConfig, text: Table, tower: Table) -> Table:
         """Returns the table of the whole, from those of the language model and of the tower as they are alone."""
