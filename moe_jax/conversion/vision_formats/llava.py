@@ -6,7 +6,7 @@ from typing import Any
 from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families.usual import ACTIVATIONS
 from moe_jax.conversion.table import Table, linear
-from moe_jax.conversion.vision_formats.vision_format import Parts, VisionFormat
+from moe_jax.conversion.vision_formats.vision_format import Parts, VisionFormat, without_final_norm
 from moe_jax.core.errors import InputError, shown
 from moe_jax.models import ModelConfig, VisionConfig
 
@@ -19,6 +19,7 @@ def _read(keys: HFConfig, parts: Parts) -> ModelConfig:
     text.check_no_tower("the language model of one that sees (text_config)")
     if tower.patches is None:
         raise InputError(f"config.json: vision_config is of a {tower.family!r} model, expected an image encoder")
+    tower = without_final_norm(tower)
     activation = keys.text("projector_hidden_act")
     if activation not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
@@ -42,7 +43,11 @@ def _read(keys: HFConfig, parts: Parts) -> ModelConfig:
         placeholder=placeholder,
         foreign=keys.unread_keys(),
     )
-    return replace(text, vision=vision)
+    # The head is the format's own: a bias, a cap and a factor that the language model's may have alone it has not.
+    tied = text.tie_embeddings or keys.flag("tie_word_embeddings")
+    return replace(
+        text, vision=vision, tie_embeddings=tied, head_bias=False, logit_soft_cap=None, logit_scale=1.0
+    )
 
 
 def _write(config: ModelConfig, vision: VisionConfig, text: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:

@@ -69,6 +69,16 @@ class VisionFormat:
         )
 
 
+def without_final_norm(tower: ModelConfig) -> ModelConfig:
+    """Returns a tower whose norm after the last layer stands aside: no feature that a model sees with passes it.
+
+    So Transformers has it: the `hidden_states` of its towers, the last of them too, are those before that norm.
+    """
+    assert tower.patches is not None, "a tower has patches"
+    patches = dataclasses.replace(tower.patches, pooled_norm=tower.patches.pooled_norm or tower.final_norm)
+    return dataclasses.replace(tower, final_norm=False, patches=patches)
+
+
 def _prefixed(entry: Row | Ignored | Tied, prefix: str) -> Row | Ignored | Tied:
     if isinstance(entry, Ignored):
         return dataclasses.replace(entry, pattern=f"{re.escape(prefix)}(?:{entry.pattern})")
