@@ -38,9 +38,7 @@ def features(config: Config, tower: Config, tensors: Tensors, picture: np.ndarra
     n = picture.shape[0] // side
     patches = pixels.reshape(n, side, n, side, 3).transpose(0, 2, 4, 1, 3).reshape(n * n, -1)
     kernel = tensors[f"{at}.embeddings.patch_embedding.weight"]
-    x = np.concatenate(
-        [tensors[f"{at}.embeddings.class_embedding"][None], patches @ kernel.reshape(len(kernel), -1).T]
-    )
+    x = np.concatenate([tensors[f"{at}.embeddings.class_embedding"][None], patches @ kernel.reshape(len(kernel), -1).T])
     x = x + tensors[f"{at}.embeddings.position_embedding.weight"]
     states = [x := _layer_norm(tensors, f"{at}.pre_layrnorm", x, eps)]
     for i in range(tower["num_hidden_layers"]):

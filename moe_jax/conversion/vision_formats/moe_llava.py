@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.table import Table, linear
-from moe_jax.conversion.vision_formats.vision_format import Parts, VisionFormat
+from moe_jax.conversion.vision_formats.vision_format import Parts, VisionFormat, without_final_norm
 from moe_jax.core.errors import InputError, shown
 from moe_jax.models import ModelConfig, VisionConfig
 
@@ -86,7 +86,7 @@ def _tower(keys: HFConfig, parts: Parts, name: str) -> ModelConfig:
     tower = parts.model(TOWER_KEY)
     if tower.patches is None:
         raise InputError(f"config.json: {TOWER_KEY} is of a {tower.family!r} model, expected an image encoder")
-    return tower
+    return without_final_norm(tower)
 
 
 def _with_known_tower(data: Mapping[str, Any]) -> Mapping[str, Any]:
