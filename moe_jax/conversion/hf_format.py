@@ -146,8 +146,8 @@ def print_changes(before: ModelConfig, after: ModelConfig, sizes: Mapping[str, i
         console.print(f"an upcycled {before.family!r} model: exporting in the format of {after.family!r}")
         if family_named(after.family).sees is not None:
             console.print(
-                f"note: Transformers has no class for {after.family!r}: the code of MoE-LLaVA reads it, with or without "
-                "an image encoder"
+                f"note: Transformers has no class for {after.family!r}: the code of MoE-LLaVA reads it, with an "
+                "image encoder or without"
             )
         elif family_named(after.family).own_code:
             console.print(

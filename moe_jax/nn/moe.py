@@ -42,7 +42,8 @@ class LinearRouter(Linear):
     """Computes logits `x W`; kernel [d, E], perhaps with LoRA beside it.
 
     With `bias` it has one, [E], which is added to the logits and trained like the kernel. With `selection_bias` it has
-    one to choose by, [E], float32, zero at first and trained by no gradient. With `weighs_universal` another kernel, `universal` [d, 1], computes the logit of a universal FFN's weight.
+    one to choose by, [E], float32, zero at first and trained by no gradient. With `weighs_universal` another kernel,
+    `universal` [d, 1], computes the logit of a universal FFN's weight.
     """
 
     def __init__(
@@ -156,8 +157,9 @@ def _balance_of_model(positions: Sequence["Router"], router: StackedStats) -> Fl
     """Returns the balance loss of all layers together, with its coefficient.
 
     It is that of Transformers' `load_balancing_loss_func`: `E * sum_i F_i P_i`, where F_i is the mean number of tokens'
-    counted assignments to expert i, which are k for each token, and P_i its mean probability, over all tokens and layers.
-    Layers of other numbers of experts, or other coefficients, count by themselves, by their share of the layers.
+    counted assignments to expert i, which are k for each token, and P_i its mean probability, over all tokens and
+    layers. Layers of other numbers of experts, or other coefficients, count by themselves, by their share of the
+    layers.
     """
     groups: dict[tuple[int, int, float], list[RouterStats]] = {}
     for position, stats in zip(positions, router, strict=True):

@@ -14,7 +14,7 @@ _PROJECTOR = ".mm_projector."
 
 
 class Elsewhere(NamedTuple):
-    """Where parts are that a checkpoint of a model that sees does not hold; they take the place of those that it does.
+    """Places of parts that a checkpoint of a model that sees does not hold; they take the place of any that it does.
 
     Attributes:
       vision_tower: the directory of an image encoder, or of a whole CLIP or SigLIP; None: there is none.

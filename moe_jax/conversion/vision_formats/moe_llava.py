@@ -1,4 +1,4 @@
-"""What MoE-LLaVA and Med-MoE see with: the keys and tensors beside those of their language models.
+"""The eye of MoE-LLaVA and Med-MoE: the keys and tensors beside those of their language models.
 
 The config names the image encoder (`mm_image_tower`) and does not describe it; nor must a checkpoint hold its weights.
 """
@@ -119,8 +119,8 @@ def _projector_type(steps: tuple[str, ...]) -> str:
         if _steps(name) == steps:
             return name
     raise InputError(
-        f"the format of 'moe_llava' has projectors of linear maps with 'gelu' between them, perhaps after 'pool:2', and "
-        f"this model has {', '.join(steps)}"
+        f"the format of 'moe_llava' has projectors of linear maps with 'gelu' between them, perhaps after 'pool:2', "
+        f"and this model has {', '.join(steps)}"
     )
 
 

@@ -29,8 +29,8 @@ class VisionFormat:
     """A format of models that see.
 
     Attributes:
-      name: `VisionConfig.family` of models that were read, and the `model_type` that it reads and writes, unless that is
-        a language model's (`text_key`).
+      name: `VisionConfig.family` of models that were read, and the `model_type` that it reads and writes, unless that
+        is a language model's (`text_key`).
       architecture: the class of Transformers, written to `architectures`.
       defaults: values of keys that a config leaves out.
       read: reads config.json, given its keys and `Parts`.
