@@ -13,10 +13,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+import moe_jax
 from evidence.layouts import VISION_ADDED, VISION_PARTS
 from evidence.results import RESULTS, Figures
-
-import moe_jax
 from moe_jax.api.open_source import read_config
 from moe_jax.conversion.hf_config import read_hf_config
 from moe_jax.model_io.loading import leaf_specs

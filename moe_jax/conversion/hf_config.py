@@ -228,7 +228,7 @@ def _family_name(data: Mapping[str, Any]) -> str:
         if name is None:
             raise InputError(
                 f"config.json has no model_type and architectures {shown(data.get('architectures') or [])}; "
-                f"known: {', '.join(family.architecture for family in FAMILIES.values() if family.processing is None)}"
+                f"known: {', '.join(family.architecture for family in FAMILIES.values() if _is_alone(family))}"
             )
     within = [family.within[0] for family in FAMILIES.values() if family.within is not None]
     if not isinstance(name, str) or name not in {*FAMILIES, *MODEL_TYPES, *within}:
@@ -239,6 +239,11 @@ def _family_name(data: Mapping[str, Any]) -> str:
             )
         raise InputError(f"config.json: unknown model_type {shown(name)}; known families: {', '.join(FAMILIES)}")
     return name
+
+
+def _is_alone(family: Family) -> bool:
+    """Whether a family is of whole models of text: neither image encoders nor those that see with one."""
+    return family.processing is None and family.sees is None
 
 
 def _merged(written: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:

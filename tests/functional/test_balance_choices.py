@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 import moe_jax
+from moe_jax.distributed.sharding import leaf_spec
 from moe_jax.functional.routing import route
 from moe_jax.models import config_from_json, config_to_json
 
@@ -102,6 +103,10 @@ def test_configs_without_them_are_written_as_before():
     written = config_to_json(given)
     assert written["segments"][0]["pattern"][0]["moe"].keys() - keys == {"router_bias", "balance_choices"}
     assert config_from_json(written) == given
+
+
+def test_a_bias_is_on_every_device():
+    assert leaf_spec("layers/0/mlp/router/bias") == jax.sharding.PartitionSpec()
 
 
 @pytest.mark.parametrize("options", [{"balance_choices": "second"}, {"router_bias": True, "universal": "coder"}])

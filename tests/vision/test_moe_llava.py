@@ -19,7 +19,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.model_io.loading import leaf_specs, load_model
 from moe_jax.model_io.model_dir import ModelDirectory
 from tests.support.hf_checkpoints import BASE, assert_same_bits, random_tensors, read_tensors, write_checkpoint
-from tests.support.tiers import one_in
+from tests.support.tiers import long, one_in
 from tests.vision import plain_moe_llava
 from tests.vision.moe_llava_checkpoints import (
     BACKBONES,
@@ -244,4 +244,34 @@ def test_an_upcycled_model_of_text_leaves_without_a_tower(backbone, tmp_path, ca
     expected = plain_moe_llava.logits(keys, TOWER, tensors, row, PICTURES[0])
     for name in ("moe", "hf"):
         got = np.asarray(load_model(open_source(tmp_path / name))(jnp.asarray([row])).logits)[0]
+        assert np.abs(got - expected).max() <= 2e-5 * np.abs(expected).max()
+
+
+@long
+def test_an_upcycled_llava_of_transformers_leaves_as_moe_llava(tmp_path, capsys, strict_numerics):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from tests.families.reference import saved
+    from tests.support.vision_models import SMALL_EYE, random_llava
+
+    source = saved(random_llava("phi", "clip"), tmp_path / "llava")
+    vision, side = source.config.vision, SMALL_EYE.patch * SMALL_EYE.side
+    assert vision is not None and vision.family == "llava"
+    command = ["upcycle", str(source.path), str(tmp_path / "moe"), "--experts", "4", "--every", "2"]
+    assert cli.main([*command, "--delta", "sparse:0.5"]) == 0
+    assert cli.main(["export", str(tmp_path / "moe"), str(tmp_path / "hf")]) == 0
+    keys = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert keys["model_type"] == "moe_llava_phi" and keys["mm_image_tower"] == "clip_vision_model"
+    tensors = {name: value.astype(np.float64) for name, value in read_tensors(tmp_path / "hf").items()}
+    rng = np.random.default_rng(0)
+    pictures = rng.integers(0, 256, (1, 1, side, side, 3), np.uint8)
+    count = SMALL_EYE.side**2
+    before, after = [5, 9, 33], [2, 60, 17, 4]
+    row = [*before, plain_moe_llava.PICTURE, *after]
+    expected = plain_moe_llava.logits(keys, keys["mm_image_tower_config"], tensors, row, pictures[0])
+    ids = jnp.asarray([[*before, *[0] * count, *after]])
+    slots = jnp.asarray([[0] * len(before) + list(range(1, count + 1)) + [0] * len(after)])
+    for name in ("moe", "hf"):
+        model = load_model(open_source(tmp_path / name))
+        got = np.asarray(model(ids, pixels=jnp.asarray(pictures), slots=slots).logits)[0]
         assert np.abs(got - expected).max() <= 2e-5 * np.abs(expected).max()
