@@ -1,5 +1,8 @@
 """MoE-LLaVA and Med-MoE: against a plain program in float64, and through the commands."""
 
+import contextlib
+import dataclasses
+import itertools
 import json
 
 import jax.numpy as jnp
@@ -10,14 +13,15 @@ from safetensors.numpy import save_file
 
 from moe_jax.api.open_source import open_source
 from moe_jax.commands import cli
-from moe_jax.conversion.hf_config import read_hf_config, write_hf_config
-from moe_jax.conversion.hugging_face_dir import HuggingFaceDirectory
+from moe_jax.conversion.hf_config import kept_keys, read_hf_config, write_hf_config
+from moe_jax.conversion.hugging_face_dir import HuggingFaceDirectory, completed_config
 from moe_jax.conversion.model_table import mapped, plain_name
 from moe_jax.conversion.table import PER_EXPERT
-from moe_jax.conversion.vision_formats.elsewhere import Elsewhere
+from moe_jax.conversion.vision_formats.elsewhere import NOWHERE, Elsewhere
 from moe_jax.core.errors import InputError
 from moe_jax.model_io.loading import leaf_specs, load_model
 from moe_jax.model_io.model_dir import ModelDirectory
+from moe_jax.nn.projector import tokens_per_picture
 from tests.support.hf_checkpoints import BASE, assert_same_bits, random_tensors, read_tensors, write_checkpoint
 from tests.support.tiers import long, one_in
 from tests.vision import plain_moe_llava
@@ -220,6 +224,45 @@ def test_true_names_and_shapes_of_moe_llava_phi(data_dir):
     assert len(model.moe_layers) == 16 and mapped(model, leaf_specs(model), PER_EXPERT).tensors == expected
     keys = write_hf_config(model)
     assert {key: keys[key] for key in config} == config and "mm_image_tower_config" not in keys
+
+
+@one_in(9, first=8)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_no_value_of_a_key_is_a_crash_and_what_is_read_is_written(kind):
+    config = config_of(kind) | {"mm_image_tower_config": TOWER}
+    values = (None, [], {}, -1, 0, "x", True, [1], [[1]], {"a": 1}, 10**30, 1.5, float("nan"), "../x", [0, 0], ["a"])
+    places = [(key,) for key in config]
+    places += [(key, inner) for key in ("moe", "mm_image_tower_config") for inner in config.get(key, {})]
+    read = 0
+    for (key, *inner), value in itertools.product([*places, ("moe", "meta_moe"), ("moe", "gate_bias")], values):
+        changed = {**config, key: {**config.get(key, {}), inner[0]: value} if inner else value}
+        with contextlib.suppress(InputError):
+            model = read_hf_config(completed_config(changed, NOWHERE, ["x.mlp.meta_moe.y"]))
+            assert read_hf_config(write_hf_config(model), ignored=kept_keys(model)) == model, (key, inner, value)
+            read += 1
+    assert 0.1 < read / len(places) / len(values) < 0.9
+
+
+TOWERS = {
+    "openai/clip-vit-large-patch14-336": ("clip_vision_model", 1024, 576),
+    "./clip-vit-large-patch14": ("clip_vision_model", 1024, 256),
+    "google/siglip-so400m-patch14-384": ("siglip_vision_model", 1152, 728),  # a patch is lost: there is no class token
+}
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_towers_that_are_known_by_their_names(name):
+    family, width, count = TOWERS[name]
+    config = config_of(KINDS["qwen-moe"]) | {"mm_image_tower": name, "mm_hidden_size": width}
+    model = read_hf_config(config)
+    assert model.vision is not None and model.vision.tower.family == family
+    assert tokens_per_picture(model.vision, model.d_model) == count
+    keys = write_hf_config(model)
+    assert {key: keys[key] for key in config} == config and "mm_image_tower_config" not in keys
+    # A model that has the encoder from elsewhere names it, too.
+    unnamed = dataclasses.replace(model, vision=dataclasses.replace(model.vision, foreign={}))
+    expected = name.replace("./", "openai/")
+    assert write_hf_config(unnamed)["mm_image_tower"] == expected
 
 
 @one_in(3)
