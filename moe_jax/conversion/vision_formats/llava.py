@@ -30,8 +30,6 @@ def _read(keys: HFConfig, parts: Parts) -> ModelConfig:
         raise InputError(f"config.json: vision_feature_select_strategy={shown(strategy)}: expected 'default' or 'full'")
     features = keys.integers("vision_feature_layer")
     placeholder = keys.integer("image_token_id") if keys.given("image_token_id") else keys.integer("image_token_index")
-    # What follows from the rest.
-    keys.integer("image_seq_length")
     vision = VisionConfig(
         family="llava",
         tower=tower,
