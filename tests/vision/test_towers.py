@@ -124,8 +124,8 @@ def test_what_needs_a_language_model_refuses_an_encoder_in_one_line(verb, encode
         "upcycle": [encoder, tmp_path / "out", "--experts", "2"],
         "serve": [encoder],
         "train": [recipe],
-        "adapt": [encoder, tmp_path / "out", "--lora", "2"],
-        "compress": [encoder, tmp_path / "out", "--method", "sparse"],
+        "adapt": [encoder, tmp_path / "out", "--method", "lora", "--targets", "q", "--adapter", "lora:2"],
+        "compress": [encoder, tmp_path / "out", "--method", "ders-quantize", "--bits", "8"],
     }[verb]
     assert cli.main([verb, *map(str, words)]) == 2
     said = capsys.readouterr().err.strip().splitlines()
