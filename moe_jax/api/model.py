@@ -343,9 +343,7 @@ def tiny_model(*, experts: int = 0, top_k: int = 2, seed: int = 0) -> Model:
     return Model(Decoder(config, rngs=nnx.Rngs(seed)))
 
 
-def open_model(
-    model: ModelLike, base: str | os.PathLike[str] | None = None, *, towers: bool = False
-) -> ModelSource:
+def open_model(model: ModelLike, base: str | os.PathLike[str] | None = None, *, towers: bool = False) -> ModelSource:
     """Returns the weights of a model or of a path.
 
     Args:

@@ -92,8 +92,10 @@ def test_round_trip(checkpoint, tmp_path, name):
     for part in parts:
         # Where they come from, what is left out, and what follows from the rest.
         for key in ("architectures", "dtype", "transformers_version", "_name_or_path", "head_dim"):
-            part.pop(key, None), part["vision"].pop(key, None)
-        part["vision"].pop("vision_use_head", None), part["vision"].pop("use_mask_token", None)
+            part.pop(key, None)
+            part["vision"].pop(key, None)
+        for key in ("vision_use_head", "use_mask_token"):
+            part["vision"].pop(key, None)
         part.pop("final_logit_softcapping", None)  # of the head that the language model would have alone
     assert parts[0] == parts[1]
     before, after = (their_logits(loaded(tmp_path / one), folder) for one in ("given", "back"))

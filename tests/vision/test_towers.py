@@ -109,7 +109,9 @@ def encoder(tmp_path_factory) -> pathlib.Path:
     return saved(random_tower("clip", SMALL_EYE), tmp_path_factory.mktemp("encoder") / "clip")
 
 
-RECIPE = '[model]\npath = "{}"\n[data]\nseq_len = 8\nsources = [{{ path = "{}" }}]\n[train]\nsteps = 1\nbatch_size = 8\n'
+RECIPE = (
+    '[model]\npath = "{}"\n[data]\nseq_len = 8\nsources = [{{ path = "{}" }}]\n[train]\nsteps = 1\nbatch_size = 8\n'
+)
 
 
 @pytest.mark.parametrize("verb", ["generate", "eval", "upcycle", "serve", "train", "adapt", "compress"])

@@ -43,9 +43,7 @@ def _read(keys: HFConfig, parts: Parts) -> ModelConfig:
     )
     # The head is the format's own: a bias, a cap and a factor that the language model's may have alone it has not.
     tied = text.tie_embeddings or keys.flag("tie_word_embeddings")
-    return replace(
-        text, vision=vision, tie_embeddings=tied, head_bias=False, logit_soft_cap=None, logit_scale=1.0
-    )
+    return replace(text, vision=vision, tie_embeddings=tied, head_bias=False, logit_soft_cap=None, logit_scale=1.0)
 
 
 def _write(config: ModelConfig, vision: VisionConfig, text: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
