@@ -69,7 +69,7 @@ class GenerateSpec(Spec):
 
     @property
     def images(self) -> tuple[Picture, ...]:
-        """The pictures."""
+        """The pictures, in the order of their placeholders."""
         given = self.image
         if isinstance(given, str | os.PathLike) or (isinstance(given, np.ndarray) and given.ndim == 3):
             return (given,)

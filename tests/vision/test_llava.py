@@ -61,6 +61,7 @@ def their_pixels(source: HuggingFaceDirectory, pictures: list[np.ndarray]):
     return normalised(pictures, vision.processing.mean, vision.processing.std)
 
 
+@one_in(6)  # a dense model and an MoE
 @pytest.mark.parametrize("name", LLAVAS)
 def test_logits(both, name, strict_numerics):
     theirs, source, seen = both(name)
