@@ -19,8 +19,7 @@ from moe_jax.files.byte_files import fingerprint_files
 from moe_jax.files.json_toml import read_json_object
 from moe_jax.files.regular_files import hold
 from moe_jax.files.storage_path import as_path, nearest_path
-from moe_jax.files.tokenizer_files import TOKENIZER, tokenizer_files_in
-from moe_jax.images.processing import PREPROCESSOR
+from moe_jax.files.tokenizer_files import PREPROCESSOR, PROCESSOR, TOKENIZER, tokenizer_files_in
 from moe_jax.model_io.lineage import read_lineage
 from moe_jax.models.serialize import FORMAT
 
@@ -141,7 +140,7 @@ class HuggingFaceDirectory(CheckpointSource):
 
     def _processing_keys(self) -> Mapping[str, Any] | None:
         """Returns how pictures are processed, of a model that sees: the newest releases have it in another file."""
-        for name in (PREPROCESSOR, "processor_config.json"):
+        for name in (PREPROCESSOR, PROCESSOR):
             with contextlib.suppress(FileNotFoundError):
                 keys = read_json_object(Path(name), inside=self._held)
                 keys = keys.get("image_processor", keys if name == PREPROCESSOR else None)

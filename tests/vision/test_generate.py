@@ -12,6 +12,7 @@ from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
 from moe_jax.data.chat_template import check_messages
 from moe_jax.data.tokenizer import Tokenizer
+from moe_jax.generation.pictures import see_prompts
 from moe_jax.serve.prompts import PromptReader
 from moe_jax.serve.protocol_error import ProtocolError
 from tests.support.byte_tokenizer import byte_tokenizer
@@ -19,7 +20,7 @@ from tests.support.byte_tokenizer import byte_tokenizer
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tests.support.vision_models import made, random_llava  # noqa: E402
+from tests.support.vision_models import made, normalised, random_llava  # noqa: E402
 
 IMAGE = 258  # after the 256 bytes, <s> and </s>
 
@@ -64,6 +65,22 @@ def test_the_command_and_python_say_the_same(folder, capsys):
     assert found[0]["prompt_ids"].count(IMAGE) == 4 and found[2]["prompt_ids"].count(IMAGE) == 8
     alone, swapped = (moe_jax.generate(model, texts[2], max_new_tokens=6, image=images) for images in ([a, b], [b, a]))
     assert alone.ids == expected[2].ids != swapped.ids  # each picture is read in its place
+
+
+def test_what_leaves_has_the_processor_of_transformers(folder, tmp_path):
+    """It writes as many placeholders into a text as we do, and makes the same pixels."""
+    moe_jax.convert(folder / "llava", tmp_path / "ours")
+    moe_jax.export(tmp_path / "ours", tmp_path / "hf")
+    processor = transformers.AutoProcessor.from_pretrained(tmp_path / "hf")
+    text, picture = "<image> and <image>", Image.open(folder / "a.png")
+    theirs = processor(images=[picture, picture], text=text, return_tensors="np")
+    config = moe_jax.load(tmp_path / "hf").config
+    ids = Tokenizer(tmp_path / "hf" / "tokenizer.json", config).encode(text).tolist()
+    rows, pictures = see_prompts(config, [ids], [folder / "a.png"] * 2)
+    assert rows == theirs["input_ids"].tolist()
+    assert pictures is not None and config.vision is not None
+    ours = normalised(list(pictures.pixels[0]), config.vision.processing.mean, config.vision.processing.std)
+    np.testing.assert_allclose(ours, theirs["pixel_values"], atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from moe_jax.commands import cli
 from moe_jax.conversion import HuggingFaceDirectory, convert, export
+from moe_jax.files.tokenizer_files import PREPROCESSOR
 from moe_jax.model_io.loading import load_tower
 from moe_jax.model_io.model_dir import ModelDirectory
 from tests.support.hf_checkpoints import assert_same_bits, read_tensors
@@ -60,6 +61,7 @@ def check_hidden_states(model, source, sizes: list[tuple[int, int]]) -> None:
 def test_converted_equal_and_back(name, shape, tmp_path):
     model = random_tower(name, shape)
     folder = saved(model, tmp_path / "theirs")
+    (folder / PREPROCESSOR).write_text('{"do_resize": false}')  # goes along, whatever it says
     convert(folder, tmp_path / "ours", console=QUIET)
     source, side = ModelDirectory(tmp_path / "ours"), shape.patch * shape.side
     # DINOv2's positions are interpolated for other sizes, also of sides that are no multiple of a patch.
@@ -69,6 +71,7 @@ def test_converted_equal_and_back(name, shape, tmp_path):
     export(source, tmp_path / "back", console=QUIET)
     given = {key: value for key, value in read_tensors(folder).items() if not key.startswith(LEFT_OUT)}
     assert_same_bits(read_tensors(tmp_path / "back"), given)
+    assert (tmp_path / "back" / PREPROCESSOR).read_bytes() == (folder / PREPROCESSOR).read_bytes()
     again, report = type(model).from_pretrained(
         tmp_path / "back", output_loading_info=True, attn_implementation="eager"
     )

@@ -62,7 +62,7 @@ def _write(config: ModelConfig, vision: VisionConfig, text: dict[str, Any], towe
         "projector_hidden_act": names[middle[0]],
         "multimodal_projector_bias": first == "linear",
         "vision_feature_layer": vision.features[0] if len(vision.features) == 1 else list(vision.features),
-        "vision_feature_select_strategy": "default" if vision.drop_first else "full",
+        "vision_feature_select_strategy": _strategy(vision),
         **({} if vision.placeholder is None else {"image_token_index": vision.placeholder}),
         "tie_word_embeddings": config.tie_embeddings,
         "torch_dtype": config.dtype,
@@ -74,6 +74,21 @@ def _projector(vision: VisionConfig) -> Table:
         *linear("multi_modal_projector.linear_1", "vision/projector/0"),
         *linear("multi_modal_projector.linear_2", "vision/projector/2"),
     )
+
+
+def _processor(vision: VisionConfig) -> dict[str, Any]:
+    patches = vision.tower.patches
+    assert patches is not None, "a tower has patches"
+    return {
+        "processor_class": "LlavaProcessor",
+        "patch_size": patches.size,
+        "num_additional_image_tokens": int(patches.class_token),
+        "vision_feature_select_strategy": _strategy(vision),
+    }
+
+
+def _strategy(vision: VisionConfig) -> str:
+    return "default" if vision.drop_first else "full"
 
 
 LLAVA = VisionFormat(
@@ -94,5 +109,6 @@ LLAVA = VisionFormat(
     text_prefix="language_model.",
     tower_prefix="vision_tower.",
     projector=_projector,
+    processor=_processor,
     harmless=("ignore_index", "vocab_size", "pad_token_id"),
 )

@@ -35,6 +35,8 @@ class VisionFormat:
       text_prefix: stands before the names of the language model's tensors.
       tower_prefix: stands before the names of the tower's.
       projector: rows of the projector, for a model.
+      processor: keys of processor_config.json, with which Transformers writes placeholders into a text, beside how
+        pictures are processed; None: the format has no such file.
       harmless: keys of config.json that change nothing.
     """
 
@@ -46,6 +48,7 @@ class VisionFormat:
     text_prefix: str
     tower_prefix: str
     projector: Callable[[VisionConfig], Table]
+    processor: Callable[[VisionConfig], dict[str, Any]] | None = None
     harmless: tuple[str, ...] = ()
 
     def table(self, vision: VisionConfig, text: Table, tower: Table) -> Table:
