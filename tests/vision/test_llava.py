@@ -10,11 +10,12 @@ from flax import nnx
 
 import moe_jax
 from moe_jax.conversion import HuggingFaceDirectory
+from moe_jax.distributed.sharding import make_mesh
 from moe_jax.images.image_config import ImageProcessing
 from moe_jax.images.processing import write_processing
 from moe_jax.model_io.loading import load_model, model_leaves
 from moe_jax.nn.projector import tokens_per_picture
-from tests.support.tiers import one_in
+from tests.support.tiers import long, one_in
 from tests.support.vision_models import LLAVAS, batch_of, made_llava, normalised
 
 torch = pytest.importorskip("torch")
@@ -118,3 +119,16 @@ def test_32_greedy_tokens(both, name):
     made = moe_jax.generate(moe_jax.load(source.path), rows, max_new_tokens=32, image=seen.pictures)
     # What a model that was drawn at random says may hold placeholders, of which it stops at none.
     assert [one.ids for one in made] == expected.tolist()
+
+
+@long
+@pytest.mark.parametrize(
+    "axes", [{"data": 4, "tensor": 2}, {"fsdp": 4, "tensor": 2}, {"data": 2, "sequence": 4}], ids=str
+)
+def test_a_mesh_gives_the_tokens_of_one_device(both, axes):
+    _, source, seen = both("llama")
+    rows = [[int(token) for token in row] for row in [*seen.ids, *seen.ids[:1]]]
+    options = {"max_new_tokens": 8, "image": seen.pictures}
+    one = moe_jax.generate(moe_jax.load(source.path), rows, **options)
+    over = moe_jax.generate(moe_jax.load(source.path, mesh=make_mesh(axes)), rows, **options)
+    assert [row.ids for row in over] == [row.ids for row in one]

@@ -115,6 +115,14 @@ def test_names_with_the_infix_of_older_files(checkpoint, tmp_path, name):
         np.testing.assert_array_equal(ours.read(path), theirs.read(path), err_msg=path)
 
 
+def test_names_of_the_modules_of_transformers(checkpoint, tmp_path):
+    made_llava("mixtral").save_pretrained(tmp_path / "modules", save_original_format=False)
+    ours, theirs = HuggingFaceDirectory(tmp_path / "modules"), HuggingFaceDirectory(checkpoint("mixtral"))
+    assert "lm_head.weight" in ours.checkpoint.tensors
+    for path in theirs.specs():
+        np.testing.assert_array_equal(ours.read(path), theirs.read(path), err_msg=path)
+
+
 def test_tied_where_the_whole_says_so(checkpoint, tmp_path):
     config = HuggingFaceDirectory(changed(checkpoint("llama"), tmp_path / "a", {"tie_word_embeddings": True})).config
     assert config.tie_embeddings and not HuggingFaceDirectory(checkpoint("llama")).config.tie_embeddings

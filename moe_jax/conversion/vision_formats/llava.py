@@ -110,5 +110,12 @@ LLAVA = VisionFormat(
     tower_prefix="vision_tower.",
     projector=_projector,
     processor=_processor,
+    # Of the modules of Transformers 5, which it writes if it is told not to keep the names of its files.
+    other_names={
+        "model.language_model.": "language_model.model.",
+        "lm_head.": "language_model.lm_head.",
+        "model.vision_tower.": "vision_tower.",
+        "model.multi_modal_projector.": "multi_modal_projector.",
+    },
     harmless=("ignore_index", "vocab_size", "pad_token_id"),
 )

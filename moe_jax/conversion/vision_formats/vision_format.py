@@ -37,6 +37,7 @@ class VisionFormat:
       projector: rows of the projector, for a model.
       processor: keys of processor_config.json, with which Transformers writes placeholders into a text, beside how
         pictures are processed; None: the format has no such file.
+      other_names: beginnings of names that some checkpoints have, and those of the table in their place.
       harmless: keys of config.json that change nothing.
     """
 
@@ -49,6 +50,7 @@ class VisionFormat:
     tower_prefix: str
     projector: Callable[[VisionConfig], Table]
     processor: Callable[[VisionConfig], dict[str, Any]] | None = None
+    other_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     harmless: tuple[str, ...] = ()
 
     def table(self, vision: VisionConfig, text: Table, tower: Table) -> Table:
