@@ -21,8 +21,7 @@ from moe_jax.files.byte_files import fingerprint_files
 from moe_jax.files.json_toml import read_json_object
 from moe_jax.files.regular_files import hold
 from moe_jax.files.storage_path import as_path, nearest_path
-from moe_jax.files.tokenizer_files import TOKENIZER, tokenizer_files_in
-from moe_jax.images.processing import PREPROCESSOR
+from moe_jax.files.tokenizer_files import PREPROCESSOR, PROCESSOR, TOKENIZER, tokenizer_files_in
 from moe_jax.model_io.lineage import read_lineage
 from moe_jax.models import VisionConfig
 from moe_jax.models.serialize import FORMAT
@@ -150,7 +149,7 @@ class HuggingFaceDirectory(CheckpointSource):
     def _processing_keys(self) -> Mapping[str, Any] | None:
         """Returns how pictures are processed, of a model that sees: the newest releases have it in another file."""
         tower = self._elsewhere.vision_tower
-        places = [(self._held, Path(), name) for name in (PREPROCESSOR, "processor_config.json")]
+        places = [(self._held, Path(), name) for name in (PREPROCESSOR, PROCESSOR)]
         places += [] if tower is None else [(None, tower, name) for _, _, name in places]
         for held, folder, name in places:
             with contextlib.suppress(FileNotFoundError):

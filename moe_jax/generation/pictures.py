@@ -19,7 +19,7 @@ from moe_jax.nn.projector import tokens_per_picture
 
 
 class Pictures(NamedTuple):
-    """What rows of tokens see.
+    """The pictures in rows of tokens, and where they stand.
 
     Attributes:
       pixels: of the pictures of every row; what no slot names does nothing.

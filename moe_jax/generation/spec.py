@@ -69,6 +69,8 @@ class GenerateSpec(Spec):
 
     @property
     def images(self) -> tuple[Picture, ...]:
-        """The pictures."""
-        single = isinstance(self.image, str | os.PathLike) or getattr(self.image, "ndim", 0) == 3
-        return (self.image,) if single else tuple(self.image)
+        """The pictures, in the order of their placeholders."""
+        given = self.image
+        if isinstance(given, str | os.PathLike) or (isinstance(given, np.ndarray) and given.ndim == 3):
+            return (given,)
+        return tuple(given)

@@ -41,16 +41,17 @@ def place_pictures(
     counts = [sum(token == placeholder for token in row) for row in rows]
     given = sum(counts)
     if given == pictures:
-        rows = [[one for token in row for one in [token] * (per_picture if token == placeholder else 1)] for row in rows]
+        rows = [
+            [one for token in row for one in [token] * (per_picture if token == placeholder else 1)] for row in rows
+        ]
     elif given == pictures * per_picture and not any(count % per_picture for count in counts):
         counts = [count // per_picture for count in counts]
     else:
         raise InputError(
-            f"{pictures} pictures for {given} placeholders (token {placeholder}); expected one placeholder for each"
+            f"pictures: {pictures}, and placeholders for them (token {placeholder}) in the text: {given}; expected one "
+            "for each"
         )
-    return [
-        PlacedRow(list(row), _slots(row, placeholder), count) for row, count in zip(rows, counts, strict=True)
-    ]
+    return [PlacedRow(list(row), _slots(row, placeholder), count) for row, count in zip(rows, counts, strict=True)]
 
 
 def _slots(row: Sequence[int], placeholder: int) -> list[int]:

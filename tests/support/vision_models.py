@@ -86,6 +86,28 @@ def random_llava(text: str, tower: str = "clip", *, of_tower: Any = None, of_tex
     return made(transformers.LlavaForConditionalGeneration._from_config(config, attn_implementation="eager"))
 
 
+LLAVAS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("llama", "clip", {}),
+    "qwen2": ("qwen2", "dinov2", {"vision_feature_select_strategy": "full"}),
+    "stablelm": ("stablelm", "clip", {"vision_feature_layer": [-3, 1, -1]}),
+    "phi": ("phi", "siglip", {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}),
+    "qwen3_moe": ("qwen3_moe", "clip", {"of_text": {"router_aux_loss_coef": 0.0}, "multimodal_projector_bias": False}),
+    "gemma2": ("gemma2", "dinov2", {"vision_feature_layer": -1}),
+    "mixtral": ("mixtral", "siglip", {"of_text": {"router_aux_loss_coef": 0.0}}),
+    "gemma3_text": ("gemma3_text", "clip", {"projector_hidden_act": "relu"}),
+    "mistral": ("mistral", "siglip", {"vision_feature_layer": [0, -1]}),
+    "olmoe": ("olmoe", "clip", {"of_text": {"router_aux_loss_coef": 0.0}}),
+    "llama-tied-mha": ("llama-tied-mha", "clip", {}),
+}
+"""Name: the language model, the tower, and what else is said."""
+
+
+def made_llava(name: str) -> Any:
+    """A case of `LLAVAS`."""
+    text, tower, more = LLAVAS[name]
+    return random_llava(text, tower, **more)
+
+
 class Seen(NamedTuple):
     """A batch of texts with pictures, for both sides."""
 

@@ -1,7 +1,6 @@
 """LLaVA against Transformers on the same weights: logits, loss, gradients and continuations, all in float32."""
 
 import json
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +10,13 @@ from flax import nnx
 
 import moe_jax
 from moe_jax.conversion import HuggingFaceDirectory
+from moe_jax.distributed.sharding import make_mesh
 from moe_jax.images.image_config import ImageProcessing
 from moe_jax.images.processing import write_processing
 from moe_jax.model_io.loading import load_model, model_leaves
 from moe_jax.nn.projector import tokens_per_picture
-from tests.support.tiers import one_in
-from tests.support.vision_models import batch_of, normalised, random_llava
+from tests.support.tiers import long, one_in
+from tests.support.vision_models import LLAVAS, batch_of, made_llava, normalised
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -24,29 +24,10 @@ transformers = pytest.importorskip("transformers")
 from tests.families.reference import gradients  # noqa: E402
 
 COUNTS, LENGTH = (0, 1, 3), 24
-# Name: the language model, the tower, and what else is said.
-CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("llama", "clip", {}),
-    "mixtral": ("mixtral", "siglip", {"of_text": {"router_aux_loss_coef": 0.0}}),
-    "qwen2": ("qwen2", "dinov2", {"vision_feature_select_strategy": "full"}),
-    "stablelm": ("stablelm", "clip", {"vision_feature_layer": [-3, 1, -1]}),
-    "phi": ("phi", "siglip", {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}),
-    "qwen3_moe": ("qwen3_moe", "clip", {"of_text": {"router_aux_loss_coef": 0.0}, "multimodal_projector_bias": False}),
-    "gemma2": ("gemma2", "dinov2", {"vision_feature_layer": -1}),
-    "gemma3_text": ("gemma3_text", "clip", {"projector_hidden_act": "relu"}),
-    "mistral": ("mistral", "siglip", {"vision_feature_layer": [0, -1]}),
-    "olmoe": ("olmoe", "clip", {"of_text": {"router_aux_loss_coef": 0.0}}),
-    "llama-tied-mha": ("llama-tied-mha", "clip", {}),
-}
 # Checkpoints that say how pictures are processed, in the file of older and of newer releases of Transformers.
 UNCUT = {"qwen2": "processor_config.json", "gemma2": "preprocessor_config.json"}
 SEEING = ("projector/0/kernel", "projector/2/kernel", "tower/patches/projection/kernel", "tower/layers/0/mlp/up/kernel")
-FEW = one_in(len(CASES))
-
-
-def made_llava(name: str):
-    text, tower, more = CASES[name]
-    return random_llava(text, tower, **more)
+FEW = one_in(len(LLAVAS))
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +62,8 @@ def their_pixels(source: HuggingFaceDirectory, pictures: list[np.ndarray]):
     return normalised(pictures, vision.processing.mean, vision.processing.std)
 
 
-@pytest.mark.parametrize("name", CASES)
+@one_in(6)  # a dense model and an MoE
+@pytest.mark.parametrize("name", LLAVAS)
 def test_logits(both, name, strict_numerics):
     theirs, source, seen = both(name)
     with torch.no_grad():
@@ -100,7 +82,7 @@ def test_logits(both, name, strict_numerics):
 
 
 @FEW
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LLAVAS)
 def test_loss_and_all_gradients(both, name, tmp_path, strict_numerics):
     _, source, seen = both(name)
     theirs = made_llava(name)  # whose weights give way to their gradients
@@ -125,7 +107,7 @@ def test_loss_and_all_gradients(both, name, tmp_path, strict_numerics):
 
 
 @FEW
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LLAVAS)
 def test_32_greedy_tokens(both, name):
     theirs, source, seen = both(name)
     options = dict(max_new_tokens=32, min_new_tokens=32, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -137,3 +119,16 @@ def test_32_greedy_tokens(both, name):
     made = moe_jax.generate(moe_jax.load(source.path), rows, max_new_tokens=32, image=seen.pictures)
     # What a model that was drawn at random says may hold placeholders, of which it stops at none.
     assert [one.ids for one in made] == expected.tolist()
+
+
+@long
+@pytest.mark.parametrize(
+    "axes", [{"data": 4, "tensor": 2}, {"fsdp": 4, "tensor": 2}, {"data": 2, "sequence": 4}], ids=str
+)
+def test_a_mesh_gives_the_tokens_of_one_device(both, axes):
+    _, source, seen = both("llama")
+    rows = [[int(token) for token in row] for row in [*seen.ids, *seen.ids[:1]]]
+    options = {"max_new_tokens": 8, "image": seen.pictures}
+    one = moe_jax.generate(moe_jax.load(source.path), rows, **options)
+    over = moe_jax.generate(moe_jax.load(source.path, mesh=make_mesh(axes)), rows, **options)
+    assert [row.ids for row in over] == [row.ids for row in one]

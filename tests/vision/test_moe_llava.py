@@ -205,13 +205,18 @@ def test_projectors(name):
     config = config_of(KINDS["phi-moe"], tower=tower) | {"mm_image_tower_config": tower, "image_projector_type": name}
     read = read_hf_config(config)
     assert read.vision is not None and read.vision.projector == STEPS[name]
-    assert write_hf_config(read)["image_projector_type"] == {"mlp1x_gelu": "linear"}.get(name, name)
+    assert write_hf_config(read)["image_projector_type"] == {"linear": "mlp1x_gelu"}.get(name, name)
     made = [tensor for tensor in mapped(read, leaf_specs(read), PER_EXPERT).tensors if "mm_projector" in tensor]
     block = "model.mm_projector.image_spatial_proj"
     places = {"pool_mlp2x_gelu": ["block.0.", "block.2."], "mlp3x_gelu": ["0.", "2.", "4."], "identity": []}
-    expected = [f"{block}.{at}{part}" for at in places.get(name, [""]) for part in ("weight", "bias")]
+    expected = [f"{block}.{at}{part}" for at in places.get(name, ["0."]) for part in ("weight", "bias")]
     assert made == expected
-    assert plain_name(read, f"{block}.0.weight") == (made[0] if STEPS[name] == ("linear",) else f"{block}.0.weight")
+    # As `linear` has it, and LLaVA.
+    others = (f"{block}.weight", "model.mm_projector.weight", "model.mm_projector.0.weight", f"{block}.0.weight")
+    assert {plain_name(read, other) for other in others} == {f"{block}.0.weight"}
+    towers = ("vision_model.post_layernorm.bias", "post_layernorm.bias")
+    (tower,) = {plain_name(read, f"model.image_tower.image_tower.{other}") for other in towers}
+    assert tower == "model.image_tower.image_tower.vision_model.post_layernorm.bias"
 
 
 def test_true_names_and_shapes_of_moe_llava_phi(data_dir):

@@ -113,11 +113,12 @@ def _steps(projector: str) -> tuple[str, ...]:
 
 
 def _projector_type(steps: tuple[str, ...]) -> str:
-    pooled, depth = steps[:1] == ("pool:2",), (len(steps) + 1) // 2
-    mlp = f"{'pool_' if pooled else ''}mlp{depth if not pooled else len(steps) // 2}x_gelu"
-    for name in ("identity", "linear", *([mlp] if steps else [])):
-        if _steps(name) == steps:
-            return name
+    pool, maps = ("pool_", steps[1:]) if steps[:1] == ("pool:2",) else ("", steps)
+    depth = (len(maps) + 1) // 2
+    if not steps:
+        return "identity"
+    if maps == ("linear", *("gelu", "linear") * (depth - 1)):
+        return f"{pool}mlp{depth}x_gelu"
     raise InputError(
         f"the format of 'moe_llava' has projectors of linear maps with 'gelu' between them, perhaps after 'pool:2', "
         f"and this model has {', '.join(steps)}"
@@ -154,25 +155,16 @@ def _write(config: ModelConfig, vision: VisionConfig, text: dict[str, Any], towe
 
 def _format(name: str, body: str) -> VisionFormat:
     """Returns the format of models whose own tensors are below `body`."""
-    projector, tower = f"{body}.mm_projector.image_spatial_proj.", f"{body}.image_tower.image_tower.vision_model."
+    plain, tower = f"{body}.mm_projector.", f"{body}.image_tower.image_tower.vision_model."
+    projector = f"{plain}image_spatial_proj."
 
     def rows(vision: VisionConfig) -> Table:
-        if vision.projector == ("linear",):
-            return linear(projector.removesuffix("."), "vision/projector/0")
         pooled = int(vision.projector[:1] == ("pool:2",))
         return tuple(
             row
             for i, step in enumerate(vision.projector)
             if step == "linear"
             for row in linear(f"{projector}{'block.' * pooled}{i - pooled}", f"vision/projector/{i}")
-        )
-
-    def variants(vision: VisionConfig) -> tuple[tuple[str, str], ...]:
-        single = (rf"{re.escape(projector)}0\.(weight|bias)", rf"{projector}\1")  # of mlp1x_gelu
-        return (
-            (rf"^{body}\.mm_projector\.(image_spatial_proj\.|)", projector),
-            *([single] if vision.projector == ("linear",) else []),
-            (rf"^{body}\.image_tower\.(image_tower\.|)(vision_model\.|)", tower),
         )
 
     return VisionFormat(
@@ -186,7 +178,12 @@ def _format(name: str, body: str) -> VisionFormat:
         projector=rows,
         text_key=None,
         tower_key=TOWER_KEY,
-        variants=variants,
+        other_names={
+            # A single linear map that is no list of one, here and in plain LLaVA, which has no videos beside pictures.
+            **{f"{at}{part}": f"{projector}0.{part}" for at in (projector, plain) for part in ("weight", "bias")},
+            **{projector: projector, plain: projector},
+            **{tower: tower, f"{body}.image_tower.image_tower.": tower},
+        },
         completed=_with_known_tower,
     )
 

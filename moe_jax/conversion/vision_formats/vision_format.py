@@ -38,11 +38,14 @@ class VisionFormat:
       text_prefix: stands before the names of the language model's tensors.
       tower_prefix: stands before the names of the tower's.
       projector: rows of the projector, for a model.
+      processor: keys of processor_config.json, with which Transformers writes placeholders into a text, beside how
+        pictures are processed; None: the format has no such file.
+      other_names: beginnings of names that some checkpoints have, and those of the table in their place; the first one
+        that fits counts.
       harmless: keys of config.json that change nothing.
       text_key: the key of config.json that the language model's config stands under; None: its keys stand beside those
         of what it sees with, and the family that they are of names this format (`Family.sees`).
       tower_key: the key that the tower's config stands under.
-      variants: patterns of names of tensors that only some checkpoints have, and what replaces them, for a model.
       completed: returns the keys of a config.json with the tower's config where the config only names it.
     """
 
@@ -54,10 +57,11 @@ class VisionFormat:
     text_prefix: str
     tower_prefix: str
     projector: Callable[[VisionConfig], Table]
+    processor: Callable[[VisionConfig], dict[str, Any]] | None = None
+    other_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     harmless: tuple[str, ...] = ()
     text_key: str | None = "text_config"
     tower_key: str = "vision_config"
-    variants: Callable[[VisionConfig], tuple[tuple[str, str], ...]] = lambda vision: ()
     completed: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda keys: keys
 
     def table(self, vision: VisionConfig, text: Table, tower: Table) -> Table:
