@@ -157,6 +157,13 @@ FAMILIES_UPCYCLED = Table(
     ("family", "upcycled", "largest change of a logit", "loss before", "trained", "exported, in Transformers"),
     ("{}", "{}", "{:.0e}", "{:.3f}", "{:.3f}", "{}"),
 )
+VISION_ADDED = Table(
+    "added parameters",
+    ("language model", "experts", "added, MoE-LLaVA", "added, Med-MoE without its universal FFNs",
+     "its universal FFNs", "DeRS's paper"),
+    ("{}", "{}", "{:,}", "{:,}", "{:,}", "{}"),
+)  # fmt: skip
+VISION_PARTS = Table("eye", ("part", "parameters"), ("{}", "{:,}"))
 ENCODER_DECODERS = Table(
     "encoder-decoders",
     ("model", "nll of the answers", "right answers", "95 % interval, %", "exported, in Transformers"),

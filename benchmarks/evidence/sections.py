@@ -312,6 +312,13 @@ SECTIONS = (
         layouts.FAMILIES_COMPRESSED,
     ),
     _program(
+        "vision_counts",
+        "python benchmarks/vision_counts.py DATA",
+        ("moe_jax/models", "moe_jax/upcycling", "moe_jax/planning/model_costs.py", "moe_jax/conversion/families"),
+        layouts.VISION_ADDED,
+        layouts.VISION_PARTS,
+    ),
+    _program(
         "encoder_decoders",
         "python benchmarks/encoder_decoders.py DATA",
         (

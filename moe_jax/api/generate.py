@@ -12,6 +12,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.data.chat_template import Message, load_chat_template
 from moe_jax.data.end_tokens import end_tokens
 from moe_jax.generation.engine import SECONDS_SEEN
+from moe_jax.generation.pictures import see_prompts
 from moe_jax.generation.spec import GenerateSpec
 from moe_jax.generation.texts import FIRST_BLOCK, NonFiniteLogits, OnText, StreamedText, stream_texts
 
@@ -29,7 +30,8 @@ class Continuation(NamedTuple):
 
     Attributes:
       prompt: its text; None without a tokenizer.
-      prompt_ids: its tokens, BOS included where the tokenizer puts one, and before an encoder the EOS that ends it.
+      prompt_ids: its tokens, BOS included where the tokenizer puts one, and before an encoder the EOS that ends it; for
+        a picture, as many placeholders as it has features.
       text: the added text, up to the stop string if there was one; None without a tokenizer. With an encoder, the whole
         answer.
       ids: the added tokens, up to but without the one that ended the text, or up to the end of the stop string.
@@ -110,7 +112,8 @@ def generate(
     Raises:
       FileNotFoundError: if there is nothing at the path.
       InputError: for an empty prompt, bad sampling options, a text or a stop string for a model without tokenizer, a
-        conversation for one without chat template, or logits that are not finite.
+        conversation for one without chat template, a picture for one that does not see or that cannot be read, another
+        number of pictures than of placeholders, or logits that are not finite.
     """
     if not isinstance(model, Model):
         source = open_model(model)
@@ -142,23 +145,28 @@ def continue_prompts(
     stop_ids = (*eos, *wanted.stop_ids)
     decode = None if tokenizer is None else tokenizer.decode
     befores = [() if model.config.has_encoder else prompt for prompt in prompts]
+    given, pictures = see_prompts(model.config, prompts, wanted.images)
     texts = [StreamedText(decode, wanted.stops, before, stop_ids) for before in befores]
     decoder, start = model.decoder, time.perf_counter()
     arrivals: list[tuple[float, int]] = []  # when a step came, and for how many rows
     try:
         for count in stream_texts(
             decoder,
-            prompts,
+            given,
             wanted,
             texts,
             on_text,
             eos_ids=stop_ids,
+            pictures=pictures,
             seconds=None if on_text is None else SECONDS_SEEN,
         ):
             arrivals.append((time.perf_counter() - start, count))
     except NonFiniteLogits as error:
         raise InputError(f"{error}: {why_not_finite(model)}") from None
-    made = [_continuation(model, prompt, text, eos) for prompt, text in zip(prompts, texts, strict=True)]
+    made = [
+        _continuation(model, prompt, text, eos)._replace(prompt_ids=ids)
+        for prompt, ids, text in zip(prompts, given, texts, strict=True)
+    ]
     return made, _speed(arrivals)
 
 

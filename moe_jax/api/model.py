@@ -15,7 +15,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from moe_jax.api.open_source import open_recipe_model, open_source
+from moe_jax.api.open_source import check_language_model, open_recipe_model, open_source
 from moe_jax.core.errors import InputError, shown
 from moe_jax.core.terminal import Bars, progress_bars, shows_work
 from moe_jax.core.verb_spec import Option, Spec
@@ -343,18 +343,25 @@ def tiny_model(*, experts: int = 0, top_k: int = 2, seed: int = 0) -> Model:
     return Model(Decoder(config, rngs=nnx.Rngs(seed)))
 
 
-def open_model(model: ModelLike, base: str | os.PathLike[str] | None = None) -> ModelSource:
-    """Returns the weights of a model or of a path; `base` is the path now of an adapter directory's base.
+def open_model(model: ModelLike, base: str | os.PathLike[str] | None = None, *, towers: bool = False) -> ModelSource:
+    """Returns the weights of a model or of a path.
+
+    Args:
+      model: the model or the path.
+      base: the path now of an adapter directory's base.
+      towers: whether it may be an image encoder.
 
     Raises:
       FileNotFoundError, InputError: as in `load`.
     """
     if isinstance(model, str | os.PathLike):
-        return open_source(os.fspath(model), base=None if base is None else os.fspath(base))
+        return open_source(os.fspath(model), base=None if base is None else os.fspath(base), towers=towers)
     if base is not None:
         raise InputError("base: where the base of an adapter directory is; the model is not the path of one")
     if not hasattr(model, "source"):
         raise TypeError(f"expected a model or the path of one, got {shown(model)}")
+    if not towers:
+        check_language_model(model.source.config, model.source.path)
     return model.source
 
 
@@ -380,7 +387,7 @@ def result(destination: Path | InMemory, given: ModelOrPath, report: Any = None)
     """Returns the model that a verb left at a destination, loaded with the options of the model that it was given."""
     loading = given.loading if isinstance(given, Model) else Loading()
     if isinstance(destination, Path):
-        source = open_source(destination)
+        source = open_source(destination, towers=True)
     else:
         assert destination.source is not None
         source = destination.source

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # they import JAX, and `--help` should answer without it
 _EXPECTED = "expected a model directory, a Hugging Face directory with config.json and weights, or a GGUF file"
 
 
-def open_source(path: Path | str, *, base: Path | str | None = None) -> "ModelSource":
+def open_source(path: Path | str, *, base: Path | str | None = None, towers: bool = False) -> "ModelSource":
     """Opens a model directory, an adapter directory, a Hugging Face directory, a GGUF file or a checkpoint of a run.
 
     The weights stay on disk.
@@ -28,12 +28,28 @@ def open_source(path: Path | str, *, base: Path | str | None = None) -> "ModelSo
         which is fetched first, `org/name` or `org/name@revision`.
       base: the path now of the model that this one needs: the base of an adapter directory, or the model that the run
         was begun with. By default the path in base.json or run.json.
+      towers: whether it may be an image encoder.
 
     Raises:
       FileNotFoundError: if there is nothing at `path`.
       InputError: if it is none of these, its config cannot be read, the base is missing or another model than the one
-        it was made for, or a base is given for a directory that has none.
+        it was made for, or a base is given for a directory that has none; or for an image encoder, unless it may be.
     """
+    source = _open(path, base)
+    if not towers:
+        check_language_model(source.config, path)
+    return source
+
+
+def check_language_model(config: "ModelConfig", path: Path | str) -> None:
+    """Raises `InputError` if the model at `path` is an image encoder."""
+    try:
+        config.check_no_tower("a language model")
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def _open(path: Path | str, base: Path | str | None) -> "ModelSource":
     from moe_jax.conversion import GGUFModel, HuggingFaceDirectory, is_gguf, is_hugging_face_directory
     from moe_jax.model_io.adapter_dir import AdapterDirectory, is_adapter_directory
     from moe_jax.model_io.model_dir import ModelDirectory, is_model_directory
@@ -88,7 +104,9 @@ def open_recipe_model(recipe: "Recipe", *, begins: bool = False) -> "tuple[Model
         source = open_source(recipe.model.path, base=recipe.model.base)
         return source, source.config
     assert recipe.model.config is not None
-    return None, read_config(recipe.model.config)
+    config = read_config(recipe.model.config)
+    check_language_model(config, recipe.model.config)
+    return None, config
 
 
 def _open_saved(run_dir: Path, step: int, base: Path | str | None) -> "ModelSource":

@@ -192,7 +192,7 @@ def export(model: ModelOrPath, out: str | os.PathLike[str], spec: ExportSpec) ->
       InputError: if no Hugging Face format can hold the model, weights are not finite, or `out` exists.
       OSError: if the disk is full. Nothing is left at `out` then.
     """
-    source, target = open_model(model, spec.base), as_path(out)
+    source, target = open_model(model, spec.base, towers=True), as_path(out)
     if spec.format == "peft":
         _export_peft(source, target, allow_nonfinite=spec.allow_nonfinite, console=_console())
         return target
@@ -208,7 +208,7 @@ def print_export(model: ModelOrPath, out: str | os.PathLike[str], spec: ExportSp
     """
     if spec.format == "peft":
         raise InputError("--dry-run: does not go with --format peft, which writes LoRA as it is stored")
-    _export(open_model(model, spec.base), as_path(out), spec, packed=_packed(spec), dry_run=True)
+    _export(open_model(model, spec.base, towers=True), as_path(out), spec, packed=_packed(spec), dry_run=True)
 
 
 def _packed(spec: ExportSpec) -> Pack | None:

@@ -38,6 +38,8 @@ Options = command_options(_Command, ConvertSpec)
 EXAMPLES = """
 # keeps the dtypes of the checkpoint, bit for bit
 moe-jax convert SmolLM2-135M-Instruct smollm
+# a model whose config only names its image encoder
+moe-jax convert MoE-LLaVA-Phi2-2.7B-4e moe-llava --vision-tower clip-vit-large-patch14-336
 # what goes where, from a config alone
 moe-jax convert mixtral-dir/config.json model-dir --dry-run
 """

@@ -58,7 +58,7 @@ class _Command(OneModel):
 
 Options = command_options(_Command, GenerateSpec)
 GROUPS = {
-    "what the model is given": ("prompt", "prompts_file", "ids", "chat", "system"),
+    "what the model is given": ("prompt", "prompts_file", "ids", "image", "chat", "system"),
     "which tokens are taken": ("temperature", "top_k", "top_p", "seed"),
     "when a text ends": ("max_new_tokens", "stop", "stop_ids"),
     "what is printed": ("stream", "json"),
@@ -66,6 +66,7 @@ GROUPS = {
 }
 EXAMPLES = """
 moe-jax generate model-dir --prompt "Once upon a time" --max-new-tokens 100
+moe-jax generate llava-dir --prompt "USER: <image> Where is this? ASSISTANT:" --image photo.jpg
 # a conversation
 moe-jax generate SmolLM2-135M-Instruct --chat
 moe-jax generate model-dir --chat --prompts-file questions.jsonl --json
@@ -91,6 +92,8 @@ def run(options: _Command) -> None:
         raise InputError("a conversation and --stream need a model in one process; give --prompt, or no --mesh")
     if options.stream and (options.json or len(prompts) > 1):
         raise InputError("--stream is for one prompt, and not for --json")
+    if converses and given_to(GenerateSpec, options).images:
+        raise InputError("--image is for prompts, which hold placeholders, and not for a conversation")
     if converses and options.json:
         raise InputError("--json is for prompts, and not for a conversation")
     sizes = None if options.mesh is None else parse_mesh(options.mesh)

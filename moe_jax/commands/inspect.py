@@ -81,7 +81,7 @@ def run(options: Options) -> None:
     from moe_jax.model_io.model_source import OverBase
     from moe_jax.models import config_to_json
 
-    source = options.open()
+    source = options.open(towers=True)
     plots = _draw(source, options, options.plots) if options.plots is not None else []
     specs = source.specs()
     sizes = _sizes(source.config, specs)

@@ -42,11 +42,11 @@ class OneModel:
     """The present path of the model that this one needs, if it was moved: the base of an adapter directory, or the
     model that the run of a checkpoint was begun with."""
 
-    def open(self) -> "ModelSource":
+    def open(self, *, towers: bool = False) -> "ModelSource":
         """Opens the model with its base, as `open_source` does."""
         from moe_jax.api.open_source import open_source
 
-        return open_source(self.model, base=self.base)
+        return open_source(self.model, base=self.base, towers=towers)
 
 
 def command_options(command: type[C], *specs: type[Spec], more: Collection[Field] = ()) -> type[C]:

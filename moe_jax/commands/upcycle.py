@@ -46,8 +46,8 @@ class _Command:
 Options = command_options(_Command, UpcycleSpec)
 GROUPS = {
     "which layers get experts, and of what form": ("method", "experts", "top_k", "every", "layers", "delta"),
-    "how a token's experts are weighted": ("gate", "router", "universal", "extended"),
-    "training, kept in the model's config": ("balance_coef", "z_coef", "cv_coef", "freeze_base"),
+    "how a token's experts are weighted": ("gate", "router", "router_bias", "universal", "extended"),
+    "training, kept in the model's config": ("balance_coef", "balance_choices", "z_coef", "cv_coef", "freeze_base"),
     "experts that begin unlike each other": (
         "noise",
         "drop",

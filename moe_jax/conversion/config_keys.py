@@ -66,9 +66,11 @@ class HFConfig:
     (`"num_key_value_heads": null` means something else than leaving it out).
     """
 
-    def __init__(self, data: Mapping[str, Any], defaults: Mapping[str, Any]):
+    def __init__(self, data: Mapping[str, Any], defaults: Mapping[str, Any], names: Mapping[str, str] = {}):
+        """Takes the keys and their defaults; `names` has the names of keys that are called otherwise by the caller."""
         self._data = data
         self._defaults = defaults
+        self._names = names
         self._taken = {"model_type", "architectures"}
         self._checked: set[str] = set()
         self._kept: dict[str, Any] = {}
@@ -76,22 +78,25 @@ class HFConfig:
 
     def require(self, *keys: str) -> None:
         """Raises one `InputError` naming every key that has neither a value nor a default."""
+        keys = tuple(self._names.get(key, key) for key in keys)
         missing = [key for key in keys if self._data.get(key, self._defaults.get(key)) is None]
         raise_if_any([f"it has no {key!r}, which cannot be guessed" for key in missing], "config.json")
 
     def is_default(self, key: str) -> bool:
         """Whether a key has its family's default, given or not."""
+        key = self._names.get(key, key)
         return self._data.get(key, self._defaults.get(key)) == self._defaults.get(key)
 
     def given(self, key: str) -> bool:
         """Whether the config itself holds a value for `key`."""
-        return self._data.get(key) is not None
+        return self._data.get(self._names.get(key, key)) is not None
 
     def must_be(self, key: str, value: Any) -> None:
         """Raises `InputError` unless `key` has this value, or is left out and has no other default.
 
         The key counts as not read, so that it is written back.
         """
+        key = self._names.get(key, key)
         self._checked.add(key)
         found = self._data.get(key, self._defaults.get(key, value))
         if found != value:
@@ -144,7 +149,12 @@ class HFConfig:
 
     def keep(self, key: str, value: Any) -> None:
         """Writes `value` back under `key` on export, although the key was read."""
-        self._kept[key] = value
+        self._kept[self._names.get(key, key)] = value
+
+    def given_among(self, keys: Collection[str]) -> dict[str, Any]:
+        """Takes those of the keys that the config holds, as they are."""
+        self._taken.update(keys)
+        return {key: self._data[key] for key in keys if key in self._data}
 
     def unread_keys(self) -> dict[str, Any]:
         """Returns the keys that were not read, which are written back unchanged on export."""
@@ -170,6 +180,7 @@ class HFConfig:
             )
 
     def _take(self, key: str, expected: str, is_valid: Any) -> Any:
+        key = self._names.get(key, key)
         self._taken.add(key)
         value = self._data.get(key, self._defaults.get(key))
         if value is not None and not is_valid(value):

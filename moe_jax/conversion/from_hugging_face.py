@@ -15,11 +15,12 @@ from moe_jax.conversion.checkpoint_source import CheckpointSource
 from moe_jax.conversion.gguf.gguf_header import is_gguf
 from moe_jax.conversion.gguf.gguf_model import GGUFModel
 from moe_jax.conversion.hf_config import read_hf_config
-from moe_jax.conversion.hugging_face_dir import HuggingFaceDirectory, has_weights
+from moe_jax.conversion.hugging_face_dir import HuggingFaceDirectory, completed_config, has_weights
 from moe_jax.conversion.model_table import mapped as mapped_model
 from moe_jax.conversion.spec import ConvertSpec
 from moe_jax.conversion.table import PER_EXPERT, Mapped, print_mapping
 from moe_jax.conversion.tensors import DTYPES_BY_NAME
+from moe_jax.conversion.vision_formats.elsewhere import Elsewhere
 from moe_jax.core.errors import InputError, check_member
 from moe_jax.core.formatting import count_bytes
 from moe_jax.core.terminal import ByteProgress, console_for_tables
@@ -67,17 +68,19 @@ def convert(
     if not src.exists():
         expected = "expected a Hugging Face directory or a GGUF file"
         raise FileNotFoundError(f"there is nothing at {src}; {expected}{why_a_path(src)}{nearest_path(src)}")
+    elsewhere = _elsewhere(spec, weights=not dry_run)
     source: HuggingFaceDirectory | GGUFModel
     if is_gguf(src):
+        elsewhere.check(takes_parts=False)
         source = GGUFModel(src)
         if source.quantized:
             kinds = ", ".join(f"{count} of {kind}" for kind, count in source.quantized.items())
             console.print(f"quantised tensors become {dtype or 'float32'}: {kinds}")
     elif dry_run and not (src.is_dir() and has_weights(src)):
-        _print_expected(src, dtype, spec.ignored_keys, console)
+        _print_expected(src, dtype, spec.ignored_keys, elsewhere, console)
         return
     else:
-        source = HuggingFaceDirectory(src, ignored_keys=spec.ignored_keys)
+        source = HuggingFaceDirectory(src, ignored_keys=spec.ignored_keys, elsewhere=elsewhere)
     target = DTYPES_BY_NAME[dtype] if dtype else None
     specs = {path: jax.ShapeDtypeStruct(leaf.shape, target or leaf.dtype) for path, leaf in source.specs().items()}
     for why, count in Counter(source.weights.ignored.values()).items():
@@ -89,6 +92,7 @@ def convert(
 
     config = replace(source.config, dtype=dtype) if dtype else source.config
     options = {"dtype": dtype, "ignore_keys": sorted(spec.ignored_keys), "allow_nonfinite": spec.allow_nonfinite}
+    options |= {name: str(place) for name, place in elsewhere._asdict().items() if place is not None}
     # An exported directory brings its own history.
     lineage = [*source.lineage, new_lineage_entry("convert", options, [source])]
     total = count_bytes(specs.values())
@@ -122,13 +126,21 @@ def convert(
     console.print(f"{where}: {progress.summary()}", markup=False)
 
 
-def _print_expected(path: Path, dtype: str | None, ignored_keys: Collection[str], console: Console) -> None:
+def _elsewhere(spec: ConvertSpec, *, weights: bool) -> Elsewhere:
+    tower = None if spec.vision_tower is None else local_model(as_path(spec.vision_tower), weights=weights)
+    return Elsewhere(tower, None if spec.projector is None else as_path(spec.projector))
+
+
+def _print_expected(
+    path: Path, dtype: str | None, ignored_keys: Collection[str], elsewhere: Elsewhere, console: Console
+) -> None:
     """Prints the mapping of an absent checkpoint, whose config.json, or directory with it, is at a path."""
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(f"no config at {file}")
     try:
-        config = read_hf_config(read_json_object(file, allow=("nonfinite",)), ignored=ignored_keys)
+        data = completed_config(read_json_object(file, allow=("nonfinite",)), elsewhere, ())
+        config = read_hf_config(data, ignored=ignored_keys)
     except InputError as error:
         raise InputError(f"{file}: {error}") from None
     stored, leaves = leaf_specs(config), leaf_specs(config, dtype)

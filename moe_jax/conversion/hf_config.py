@@ -6,14 +6,17 @@ from typing import Any, Literal
 
 from moe_jax.conversion.config_keys import HFConfig, is_integer
 from moe_jax.conversion.families import FAMILIES, Family, family_named
-from moe_jax.conversion.vision_formats import VISION_FORMATS, vision_format_named
+from moe_jax.conversion.vision_formats import MODEL_TYPES, vision_format_named
 from moe_jax.conversion.vision_formats.vision_format import Parts
 from moe_jax.core.errors import InputError, raise_if_any, shown
 from moe_jax.images.processing import read_processing
 from moe_jax.models import ImageProcessing, ModelConfig
 
 # Settings of training and storage, which Hugging Face formats do not store and which do not change the logits.
-_NOT_COMPARED = {"family", "foreign", "dtype", "balance_coef", "z_coef", "cv_coef", "balance_over", "capacity_factor"}
+_NOT_COMPARED = {
+    *("family", "foreign", "dtype", "balance_coef", "z_coef", "cv_coef", "balance_over", "balance_choices"),
+    "capacity_factor",
+}
 
 
 def read_hf_config(
@@ -39,12 +42,10 @@ def read_hf_config(
             "config.json: the checkpoint is quantised (quantization_config); convert the unquantised one it was made of"
         )
     name = _family_name(data)
-    if name in VISION_FORMATS:
-        format_ = VISION_FORMATS[name]
+    parts = Parts(lambda key: _read_part(data, key, ignored), lambda tower: _processing(tower, processing))
+    if name in MODEL_TYPES:
+        format_ = MODEL_TYPES[name]
         keys = HFConfig(data, format_.defaults)
-        parts = Parts(
-            model=lambda key: _read_part(data, key, ignored), processing=lambda tower: _processing(tower, processing)
-        )
         config = format_.read(keys, parts)
         keys.check_all_known(format_.harmless, ignored)
         return config
@@ -52,8 +53,12 @@ def read_hf_config(
         if family.within is not None and family.within[0] == name:
             return _read_part(data, family.within[1], ignored, model_type=family.name)
     family = FAMILIES[name]
-    keys = HFConfig(data, family.defaults)
+    if family.sees is not None:
+        data = vision_format_named(family.sees).completed(data)
+    keys = HFConfig(data, family.defaults, family.names)
     config = family.read(keys)
+    if family.sees is not None:
+        config = vision_format_named(family.sees).read(keys, parts._replace(text=config))
     if config.moe_layers:
         config = dataclasses.replace(config, balance_over=family.balance_over)
     if family.classifier_architecture in _architectures(data):
@@ -107,8 +112,11 @@ def write_hf_config(config: ModelConfig) -> dict[str, Any]:
     raise_if_any(lost, f"the format of {config.family!r} cannot hold this model")
     if config.vision is None:
         return _merged(written, config.foreign)
-    for key, foreign in (("text_config", config.foreign), ("vision_config", config.vision.tower.foreign)):
-        if isinstance(written.get(key), dict):
+    format_ = vision_format_named(config.vision.family)
+    if format_.text_key is None:
+        written = _merged(written, config.foreign)
+    for key, foreign in ((format_.text_key, config.foreign), (format_.tower_key, config.vision.tower.foreign)):
+        if key is not None and isinstance(written.get(key), dict):
             written[key] = _merged(written[key], foreign)
     return _merged(written, config.vision.foreign)
 
@@ -123,8 +131,9 @@ def kept_keys(config: ModelConfig) -> set[str]:
     own = {*config.foreign, *inner}
     if config.vision is None:
         return own
-    tower = {f"vision_config.{key}" for key in kept_keys(config.vision.tower)}
-    return {*own, *(f"text_config.{key}" for key in own), *tower, *config.vision.foreign}
+    format_ = vision_format_named(config.vision.family)
+    tower = {f"{format_.tower_key}.{key}" for key in kept_keys(config.vision.tower)}
+    return {*own, *(f"{format_.text_key}.{key}" for key in own), *tower, *config.vision.foreign}
 
 
 def inexpressible(config: ModelConfig) -> list[str]:
@@ -146,7 +155,7 @@ def with_balance_over(config: ModelConfig, over: Literal["layer", "model"]) -> M
     layers, count = list(config.layers), len(config.moe_layers)
     for i in config.moe_layers if config.balance_over != over else ():
         moe = config.moe(i)
-        factor = count / moe.top_k if over == "model" else moe.top_k / count
+        factor = count / moe.balanced_choices if over == "model" else moe.balanced_choices / count
         coefficient = float(f"{moe.balance_coef * factor:.12g}")  # without the last digit's rounding
         layers[i] = dataclasses.replace(layers[i], mlp=dataclasses.replace(moe, balance_coef=coefficient))
     return dataclasses.replace(config, layers=tuple(layers), balance_over=over)
@@ -156,7 +165,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     if config.vision is not None:
         text, tower = (_write(one) for one in (dataclasses.replace(config, vision=None), config.vision.tower))
         format_ = vision_format_named(config.vision.family)
-        keys = format_.write(config, config.vision, text, tower)
+        keys = format_.write(config, config.vision, text, tower)  # perhaps with the name of the language model's family
         return {"architectures": [format_.architecture], "model_type": format_.name, **keys}
     family = family_named(config.family)
     config = with_balance_over(config, family.balance_over)
@@ -213,16 +222,16 @@ def _architectures(data: Mapping[str, Any]) -> list[str]:
 def _family_name(data: Mapping[str, Any]) -> str:
     name = data.get("model_type")
     if name is None:
-        by_architecture = {one.architecture: one.name for one in (*FAMILIES.values(), *VISION_FORMATS.values())}
+        by_architecture = {one.architecture: one.name for one in (*FAMILIES.values(), *MODEL_TYPES.values())}
         known = {family.classifier_architecture: family.name for family in FAMILIES.values()} | by_architecture
         name = next((known[one] for one in _architectures(data) if one in known), None)
         if name is None:
             raise InputError(
                 f"config.json has no model_type and architectures {shown(data.get('architectures') or [])}; "
-                f"known: {', '.join(family.architecture for family in FAMILIES.values() if family.processing is None)}"
+                f"known: {', '.join(family.architecture for family in FAMILIES.values() if _is_alone(family))}"
             )
     within = [family.within[0] for family in FAMILIES.values() if family.within is not None]
-    if not isinstance(name, str) or name not in {*FAMILIES, *VISION_FORMATS, *within}:
+    if not isinstance(name, str) or name not in {*FAMILIES, *MODEL_TYPES, *within}:
         if isinstance(data.get("text_config"), Mapping):
             raise InputError(
                 f"config.json: {shown(name)} is a model of text and more (it has a text_config); save its language "
@@ -230,6 +239,11 @@ def _family_name(data: Mapping[str, Any]) -> str:
             )
         raise InputError(f"config.json: unknown model_type {shown(name)}; known families: {', '.join(FAMILIES)}")
     return name
+
+
+def _is_alone(family: Family) -> bool:
+    """Whether a family is of whole models of text: neither image encoders nor those that see with one."""
+    return family.processing is None and family.sees is None
 
 
 def _merged(written: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:

@@ -91,6 +91,8 @@ def _in_form_of(config: ModelConfig, family: Family, *, replicate_dense: bool) -
         # Other keys of the old format could mean something in the new one; `auto_map` names code.
         kept = {key: value for key, value in config.foreign.items() if is_harmless(key, value) and key != "auto_map"}
         held = replace(held, foreign=kept)
+    if held.vision is not None and family.sees not in (None, held.vision.family):
+        held = replace(held, vision=replace(held.vision, family=family.sees, placeholder=None, foreign={}))
     return replace(held, layers=_replicated(held, dense, width)) if dense else held
 
 
@@ -142,7 +144,12 @@ def print_changes(before: ModelConfig, after: ModelConfig, sizes: Mapping[str, i
     """
     if before.family != after.family:
         console.print(f"an upcycled {before.family!r} model: exporting in the format of {after.family!r}")
-        if family_named(after.family).own_code:
+        if family_named(after.family).sees is not None:
+            console.print(
+                f"note: Transformers has no class for {after.family!r}: the code of MoE-LLaVA reads it, with an "
+                "image encoder or without"
+            )
+        elif family_named(after.family).own_code:
             console.print(
                 f"note: Transformers has no class for {after.family!r}: it needs trust_remote_code=True, and next to "
                 f"the weights modeling_{after.family}.py and configuration_{after.family}.py of a published model"

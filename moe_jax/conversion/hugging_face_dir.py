@@ -8,20 +8,22 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
 from moe_jax.conversion.checkpoint_source import CheckpointSource, Weights, match_weights
-from moe_jax.conversion.families import family_named
+from moe_jax.conversion.families import FAMILIES, family_named
 from moe_jax.conversion.hf_config import read_hf_config
 from moe_jax.conversion.model_table import plain_name, table_of
 from moe_jax.conversion.safetensors_file import SAFETENSORS_INDEX, SINGLE_SAFETENSORS, read_header
 from moe_jax.conversion.tensors import TensorEntry
 from moe_jax.conversion.torch_file import read_torch_file
+from moe_jax.conversion.vision_formats import vision_format_named
+from moe_jax.conversion.vision_formats.elsewhere import NOWHERE, PROJECTOR_FILE, Elsewhere, of_projector, with_parts
 from moe_jax.core.errors import InputError, raise_if_any, shown
 from moe_jax.files.byte_files import fingerprint_files
 from moe_jax.files.json_toml import read_json_object
 from moe_jax.files.regular_files import hold
 from moe_jax.files.storage_path import as_path, nearest_path
-from moe_jax.files.tokenizer_files import TOKENIZER, tokenizer_files_in
-from moe_jax.images.processing import PREPROCESSOR
+from moe_jax.files.tokenizer_files import PREPROCESSOR, PROCESSOR, TOKENIZER, tokenizer_files_in
 from moe_jax.model_io.lineage import read_lineage
+from moe_jax.models import VisionConfig
 from moe_jax.models.serialize import FORMAT
 
 # In the order in which Transformers looks for them.
@@ -117,8 +119,10 @@ class HuggingFaceDirectory(CheckpointSource):
     another directory takes this one's place in the meantime, reading is an error: the two must not be mixed.
     """
 
-    def __init__(self, path: Path | str, *, ignored_keys: Collection[str] = ()):
+    def __init__(self, path: Path | str, *, ignored_keys: Collection[str] = (), elsewhere: Elsewhere = NOWHERE):
         """Reads the config; unknown keys of config.json that are `ignored_keys` are assumed to change nothing.
+
+        The tower and the projector of a model that sees may be `elsewhere`.
 
         Raises:
           FileNotFoundError: if there is no such directory.
@@ -132,7 +136,10 @@ class HuggingFaceDirectory(CheckpointSource):
         data = read_json_object(Path("config.json"), allow=("nonfinite",), inside=self._held)
         if data.get("format") == FORMAT:
             raise InputError(f"{path} is a model directory, not a Hugging Face directory")
+        self._elsewhere = elsewhere
         try:
+            names = self.checkpoint.tensors if _needs_names(data) and has_weights(self.path) else ()
+            data = completed_config(data, elsewhere, names)
             self.config = read_hf_config(data, ignored=ignored_keys, processing=self._processing_keys())
             family = family_named(self.config.family)
             self._table = (*table_of(self.config), *family.left_out(self.config, data))
@@ -141,9 +148,12 @@ class HuggingFaceDirectory(CheckpointSource):
 
     def _processing_keys(self) -> Mapping[str, Any] | None:
         """Returns how pictures are processed, of a model that sees: the newest releases have it in another file."""
-        for name in (PREPROCESSOR, "processor_config.json"):
+        tower = self._elsewhere.vision_tower
+        places = [(self._held, Path(), name) for name in (PREPROCESSOR, PROCESSOR)]
+        places += [] if tower is None else [(None, tower, name) for _, _, name in places]
+        for held, folder, name in places:
             with contextlib.suppress(FileNotFoundError):
-                keys = read_json_object(Path(name), inside=self._held)
+                keys = read_json_object(folder / name, inside=held)
                 keys = keys.get("image_processor", keys if name == PREPROCESSOR else None)
                 if isinstance(keys, Mapping):
                     return keys
@@ -181,13 +191,69 @@ class HuggingFaceDirectory(CheckpointSource):
 
         leaves, where = leaf_specs(self.config), str(self.path)
         tensors = {plain_name(self.config, name): entry for name, entry in self.checkpoint.tensors.items()}
+        if family_named(self.config.family).sees is not None and self.config.vision is not None:
+            try:
+                tensors = self._with_parts(tensors, self.config.vision)
+            except InputError as error:
+                raise InputError(f"{self.path}: {error}") from None
         return match_weights(tensors, self.config, leaves, where, table=self._table)
 
+    def _with_parts(self, own: Mapping[str, TensorEntry], vision: VisionConfig) -> dict[str, TensorEntry]:
+        """Returns the tensors of the checkpoint, and those of its tower and its projector that are in other files."""
+        prefix, tower, projector = vision_format_named(vision.family).tower_prefix, {}, {}
+        if self._tower is not None:
+            tower = {prefix + plain_name(vision.tower, name): entry for name, entry in self._tower.tensors.items()}
+        if (file := self._projector) is not None:
+            tensors = of_projector(read_torch_file(file), file)
+            projector = {plain_name(self.config, name): entry for name, entry in tensors.items()}
+        return with_parts(own, tower, projector, vision, prefix)
+
+    @cached_property
+    def _tower(self) -> CheckpointFiles | None:
+        folder = self._elsewhere.vision_tower
+        return None if folder is None else open_checkpoint(folder)
+
+    @property
+    def _projector(self) -> Path | None:
+        """The file of a projector, named or, where the weights have none, found beside them."""
+        beside = self.path / PROJECTOR_FILE
+        if self._elsewhere.projector is not None or family_named(self.config.family).sees is None:
+            return self._elsewhere.projector
+        has_own = any(".mm_projector." in name for name in self.checkpoint.tensors)
+        return beside if not has_own and beside.is_file() else None
+
     def fingerprint(self) -> str:
-        return fingerprint_files([self.path / "config.json", *self.checkpoint.files])
+        folder, projector = self._elsewhere.vision_tower, self._projector
+        tower = [] if folder is None or self._tower is None else [folder / "config.json", *self._tower.files]
+        others = [*tower, *([] if projector is None else [projector])]
+        return fingerprint_files([self.path / "config.json", *self.checkpoint.files, *others])
 
     def _check_in_place(self) -> None:
         self._held.check_in_place()
+
+
+def completed_config(data: Mapping[str, Any], elsewhere: Elsewhere, tensors: Collection[str]) -> Mapping[str, Any]:
+    """Returns the keys of a config.json with what the names of `tensors`, and a tower's own config, say beside it.
+
+    Raises:
+      InputError: if parts are elsewhere that the format has in it, or are not there.
+    """
+    family = FAMILIES.get(str(data.get("model_type")))
+    elsewhere.check(takes_parts=family is not None and family.sees is not None)
+    if family is None or family.sees is None:
+        return data
+    if family.completed is not None:
+        data = family.completed(data, tensors)
+    if elsewhere.vision_tower is None:
+        return data
+    tower = read_json_object(elsewhere.vision_tower / "config.json", allow=("nonfinite",))
+    return {**data, vision_format_named(family.sees).tower_key: tower}
+
+
+def _needs_names(data: Mapping[str, Any]) -> bool:
+    """Whether names of tensors say something about the model that its config.json does not."""
+    family = FAMILIES.get(str(data.get("model_type")))
+    return family is not None and family.completed is not None
 
 
 def is_hugging_face_directory(path: Path | str) -> bool:

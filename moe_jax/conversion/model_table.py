@@ -21,10 +21,15 @@ def table_of(config: ModelConfig) -> Table:
 
 
 def plain_name(config: ModelConfig, tensor: str) -> str:
-    """Returns the name of a tensor as the table has it, without what only some checkpoints put before it."""
+    """Returns the name of a tensor as the table has it, given that of one of several ways to name it."""
     prefix, optional = "", family_named(config.family).optional_prefix
     if config.vision is not None:
-        prefix = vision_format_named(config.vision.family).tower_prefix
+        format_ = vision_format_named(config.vision.family)
+        prefix = format_.tower_prefix
+        for other, ours in format_.other_names.items():
+            if tensor.startswith(other):
+                tensor = ours + tensor.removeprefix(other)
+                break
         optional = family_named(config.vision.tower.family).optional_prefix
     if not optional or not tensor.startswith(prefix + optional):
         return tensor

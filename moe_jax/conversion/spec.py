@@ -1,7 +1,9 @@
 """The options of `convert` and `export`."""
 
 import dataclasses
+import os
 from collections.abc import Collection
+from pathlib import Path
 from typing import Annotated, Literal
 
 from moe_jax.core.errors import InputError, flag_of
@@ -24,6 +26,13 @@ class ConvertSpec(TakesNonfinite):
     ignore_keys: Annotated[str | Collection[str], Shown("KEY,KEY,...", read_as=str)] = ""
     """Keys of config.json that this library does not know, and that you know to change nothing; by default they are
     refused."""
+    vision_tower: Annotated[str | os.PathLike[str] | None, Shown("DIR", "in the checkpoint", Path | None)] = None
+    """Of a MoE-LLaVA, whose checkpoint may only name its image encoder: a Hugging Face directory of that or of the CLIP
+    that it is a part of, or ORG/NAME. Its weights take the place of any in the checkpoint."""
+    projector: Annotated[
+        str | os.PathLike[str] | None, Shown("FILE", "in the checkpoint or beside it", Path | None)
+    ] = None
+    """Of a MoE-LLaVA: the mm_projector.bin that a first stage of training left."""
 
     @property
     def ignored_keys(self) -> tuple[str, ...]:

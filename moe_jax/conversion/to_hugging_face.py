@@ -26,6 +26,7 @@ from moe_jax.conversion.spec import ExportSpec
 from moe_jax.conversion.table import LAYOUTS, Mapped, Piece, print_mapping
 from moe_jax.conversion.tensors import DTYPE_NAMES, DTYPES_BY_NAME, TensorEntry, copy_transposed
 from moe_jax.conversion.to_peft import kinds_without_place, problems_of_adapter
+from moe_jax.conversion.vision_formats import vision_format_named
 from moe_jax.core.errors import InputError, check_member
 from moe_jax.core.finite import REMEDY, check_finite, check_fits
 from moe_jax.core.formatting import count_bytes, parse_bytes, show_bytes
@@ -35,8 +36,8 @@ from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.files.remote_work import RemoteWork
 from moe_jax.files.staging import Workplace, check_beside, check_target, open_work, refuse_existing, require_space
 from moe_jax.files.storage_path import as_path
-from moe_jax.files.tokenizer_files import GENERATION, TOKENIZER, copy_tokenizer_files
-from moe_jax.images.processing import PREPROCESSOR, write_processing
+from moe_jax.files.tokenizer_files import GENERATION, PREPROCESSOR, PROCESSOR, TOKENIZER, copy_tokenizer_files
+from moe_jax.images.processing import write_processing
 from moe_jax.model_io.lineage import CARD, LINEAGE_FILE, job_of, new_lineage_entry
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_source import ModelSource
@@ -122,11 +123,11 @@ def export(
             settings = _generation_settings(source)
             files: dict[str, Path | bytes] = {file.name: file for file in source.tokenizer_files}
             files |= {} if settings is None else {GENERATION: (json.dumps(settings, indent=2) + "\n").encode()}
+            files |= {
+                name: (json.dumps(keys, indent=2) + "\n").encode()
+                for name, keys in _processor_files(source, config).items()
+            }
             copy_tokenizer_files(files, folder)
-            if (processing := _processing_of(config)) is not None:
-                (folder / PREPROCESSOR).write_durably(
-                    (json.dumps(write_processing(processing), indent=2) + "\n").encode()
-                )
             with shard_writer(work, tensors, max_bytes) as writer:
                 writing = _Writing(
                     model=model,
@@ -162,6 +163,27 @@ def _processing_of(config: ModelConfig) -> ImageProcessing | None:
     return None if config.vision is None else config.vision.processing
 
 
+def _processor_files(source: ModelSource, config: ModelConfig) -> dict[str, dict[str, Any]]:
+    """Returns the files that say how a model that sees takes pictures, by their names."""
+    vision = config.vision
+    if vision is None:
+        return {}
+    processing, processor = write_processing(vision.processing), vision_format_named(vision.family).processor
+    if processor is None:
+        return {PREPROCESSOR: processing}
+    keys = processor(vision)
+    with contextlib.suppress(InputError):  # exporting is no place to find faults in files that are copied
+        tokenizer = _tokenizer_of(source)
+        if tokenizer is not None and vision.placeholder is not None:
+            keys["image_token"] = tokenizer.token(vision.placeholder)
+    return {PREPROCESSOR: processing, PROCESSOR: {"image_processor": processing, **keys}}
+
+
+def _tokenizer_of(source: ModelSource) -> Tokenizer | None:
+    file = next((file for file in source.tokenizer_files if file.name == TOKENIZER), None)
+    return None if file is None else Tokenizer(file, source.config)
+
+
 def _what_to_do(source: ModelSource) -> str:
     """Returns why a tuned model has no checkpoint, with the ways out that are open to it."""
     if kinds := kinds_without_place(source.config):
@@ -179,10 +201,9 @@ def _what_to_do(source: ModelSource) -> str:
 def _generation_settings(source: ModelSource) -> dict[str, Any] | None:
     """Returns the generation_config.json that the model needs in place of its own, if it needs one."""
     files = source.tokenizer_files
-    file = next((file for file in files if file.name == TOKENIZER), None)
     # Exporting is no place to find faults in files that are copied.
     with contextlib.suppress(InputError):
-        tokenizer = None if file is None else Tokenizer(file, source.config)
+        tokenizer = _tokenizer_of(source)
         return generation_settings(source.config, files, end_tokens(source.config, files, source.lineage, tokenizer))
     return None
 

@@ -245,6 +245,9 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
     return checked
 
 
+_PICTURES = ("image", "image_url", "input_image")
+
+
 def _texts(content: Any, number: int, *, optional: bool) -> list[str]:
     """Returns the texts of a message's content: the content itself, or parts `{"type": "text", "text": "..."}`."""
     if isinstance(content, str):
@@ -254,6 +257,8 @@ def _texts(content: Any, number: int, *, optional: bool) -> list[str]:
     parts = content if isinstance(content, list | tuple) else [content]
     typed = (part for part in parts if isinstance(part, Mapping) and part.get("type") == "text")
     texts = [text for part in typed if isinstance(text := part.get("text"), str)]
+    if any(isinstance(part, Mapping) and part.get("type") in _PICTURES for part in parts):
+        raise InputError(f"message {number} holds a picture, and pictures in messages are not supported; give its text")
     if len(texts) < len(parts):
         raise InputError(f"message {number} has the content {shown(content)}, expected a text")
     return texts

@@ -49,7 +49,7 @@ RULES: tuple[tuple[str, P], ...] = (
     (r".*adapters/down", P(None, "fsdp", None)),
     (r".*adapters/up", P(None, None, "fsdp")),
     (r".*router/((hidden|noise|universal)/)?kernel", P("fsdp", None)),
-    (r".*router/selection_bias", P()),
+    (r".*router/(selection_)?bias", P()),
     (r".*router/out/kernel", P()),
     (r"(.*/)?groups", P()),
     (r".*experts/(gate|up)/bias", P("expert", "tensor")),

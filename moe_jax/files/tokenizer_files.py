@@ -1,4 +1,7 @@
-"""The files that go wherever a model goes, by their standard names: its tokenizer's, and settings for generation."""
+"""The files that go wherever a model goes, by their standard names.
+
+They are its tokenizer's, settings for generation, and how pictures are processed.
+"""
 
 import contextlib
 import json
@@ -10,6 +13,8 @@ from moe_jax.files.regular_files import read_regular
 from moe_jax.files.storage_path import BucketPath, StoragePath, as_path
 
 TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
+PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
+"""How pictures are processed: the newest releases of Transformers have all of it in the second, and read both."""
 MAX_BYTES = 256 << 20
 _OF_TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -75,7 +80,7 @@ def _refuse_links_out(directory: Path, files: Iterable[Path]) -> None:
 
 def goes_with_model(name: str) -> bool:
     """Whether a file of this name goes wherever its model goes."""
-    return name == GENERATION or is_of_tokenizer(name)
+    return name in (GENERATION, PREPROCESSOR, PROCESSOR) or is_of_tokenizer(name)
 
 
 def is_of_tokenizer(name: str) -> bool:

@@ -203,6 +203,8 @@ def weights_are_constant(gate: str, top_k: int, num_experts: int) -> bool:
     return GATES[gate].weights_sum_to_one and top_k == 1 < num_experts
 
 
+BALANCE_CHOICES = ("all", "first")
+
 # Stands in place of an expert for padding, and for an assignment beyond the capacity: nothing is computed for it.
 NO_EXPERT = -1
 
@@ -232,6 +234,7 @@ class RouterStats(NamedTuple):
       probability: mean probability P_i per expert; sums to 1.
       gram: mean over the tokens of the product of the logits of every two experts. It has no gradient.
       tokens: the number of tokens.
+      balanced_load: the load that the balance loss is of: `load`, or the share of the first choices alone.
     """
 
     z: Float[Array, ""]
@@ -241,14 +244,15 @@ class RouterStats(NamedTuple):
     probability: Float[Array, " E"]
     gram: Float[Array, "E E"]
     tokens: Float[Array, ""]
+    balanced_load: Float[Array, " E"]
 
     @property
     def balance(self) -> Float[Array, ""]:
-        """`E * sum_i f_i P_i`, 1 for uniform routing, E/k when collapsed onto k experts.
+        """`E * sum_i f_i P_i` with the `balanced_load` f, 1 for uniform routing, E/k when collapsed onto k experts.
 
         The gradient reaches the router through the probabilities alone.
         """
-        return self.load.shape[-1] * (self.load * self.probability).sum(-1)
+        return self.load.shape[-1] * (self.balanced_load * self.probability).sum(-1)
 
     @property
     def cv(self) -> Float[Array, ""]:
@@ -281,6 +285,7 @@ def route(
     valid: Bool[Array, " T"] | None = None,
     capacity_factor: float | None = None,
     num_sequences: int = 1,
+    balance_choices: Literal["all", "first"] = "all",
 ) -> tuple[Routing, RouterStats]:
     """Chooses `top_k` experts for every token.
 
@@ -307,6 +312,7 @@ def route(
         sequence of n valid tokens, earlier tokens first. Sequences are what GShard calls groups (Lepikhin et al. 2020,
         section 2.2): which assignments are dropped depends on neither the rest of the batch nor how it is split.
       num_sequences: the tokens are this many sequences of equal length, one after the other.
+      balance_choices: the choices that the `balanced_load` counts, all k or the first.
 
     Raises:
       InputError: for arrays of other shapes, logits that are not float32, `top_k` out of range, or no gate.
@@ -328,6 +334,7 @@ def route(
     chosen = jax.nn.one_hot(experts, num_experts, dtype=jnp.float32)
     assigned = jnp.sum(chosen, axis=1)
     load = jnp.sum(assigned * counted[:, None], axis=0) / (total * top_k)
+    balanced = load if balance_choices == "all" else jnp.sum(chosen[:, 0] * counted[:, None], axis=0) / total
     mean_probability = jnp.sum(probabilities * counted[:, None], axis=0) / total
     z = jnp.sum(jnp.square(jax.nn.logsumexp(logits, axis=-1)) * counted) / total
     importance = jnp.sum(chosen * (top_probabilities * counted[:, None])[:, :, None], axis=(0, 1)) / total
@@ -342,7 +349,8 @@ def route(
     if kept is not None:
         experts, weights = jnp.where(kept, experts, NO_EXPERT), jnp.where(kept, weights, 0.0)
     count = jnp.sum(counted)
-    stats = RouterStats(z, jax.lax.stop_gradient(load), dropped, importance, mean_probability, gram, count)
+    loads = jax.lax.stop_gradient((load, balanced))
+    stats = RouterStats(z, loads[0], dropped, importance, mean_probability, gram, count, loads[1])
     return Routing(experts, weights), stats
 
 

@@ -17,13 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from moe_jax.distributed.processes import on_host
 from moe_jax.distributed.sharding import mesh_of
 from moe_jax.functional.sampling import sample
 from moe_jax.generation.ahead import Ahead
 from moe_jax.generation.continued_rows import Asked, Rows
+from moe_jax.generation.pictures import Pictures
 from moe_jax.generation.sizes import Mover, Size, resized
 from moe_jax.kernels.hardware import bucket
 from moe_jax.nn import Decoder, init_cache, unstacked
@@ -57,6 +58,8 @@ def read_prompts(
     draws: bool,
     scores: bool = False,
     scores_prompt: bool = False,
+    pixels: UInt8[Array, "B M H W 3"] | None = None,
+    slots: Int[Array, "B T"] | None = None,
 ) -> tuple[Rows, Int[Array, "1 B"], Scores | None, Scores | None]:
     """Reads prompts, padded on the right, and chooses the first token of every row.
 
@@ -72,6 +75,7 @@ def read_prompts(
       draws: whether any row may have a temperature.
       scores: whether any row may want log-probabilities.
       scores_prompt: whether the tokens of the prompt are scored; of one row.
+      pixels, slots: pictures in the prompts, as in `Decoder`.
 
     Returns:
       The rows; the first tokens, and their scores, as of `continue_rows`; the scores of the prompt's tokens from the
@@ -91,7 +95,9 @@ def read_prompts(
         out = model.activations(first, **source, positions=jnp.zeros_like(first), caches=caches, begins=True)
         last = jnp.zeros_like(lengths)
     else:
-        out = model.activations(prompts, positions=in_row, valid=valid, caches=caches, begins=True)
+        out = model.activations(
+            prompts, pixels=pixels, slots=slots, positions=in_row, valid=valid, caches=caches, begins=True
+        )
         last = lengths - 1
     assert out.caches is not None
     rows = Rows(
@@ -254,6 +260,7 @@ class Engine:
         *,
         least: int = 16,
         scores_prompt: bool = False,
+        pictures: Pictures | None = None,
     ) -> tuple[Rows, Block, Scores | None]:
         """Reads prompts together; returns what `read_prompts` does.
 
@@ -261,11 +268,14 @@ class Engine:
           prompts, asked, scores_prompt: as for `read_prompts`.
           cache_length: tokens that the caches have room for; by default the prompts, rounded up.
           least: length that prompts are padded to at least.
+          pictures: in the prompts.
         """
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-        padded = np.zeros((len(prompts), self.room(int(lengths.max()), least=least)), np.int32)
-        for row, prompt in enumerate(prompts):
-            padded[row, : len(prompt)] = prompt
+        length = self.room(int(lengths.max()), least=least)
+        padded = _padded(prompts, length)
+        seen = {}
+        if pictures is not None:
+            seen = {"pixels": jnp.asarray(pictures.pixels), "slots": jnp.asarray(_padded(pictures.slots, length))}
         with self._over_mesh():
             rows, tokens, scores, of_prompt = read_prompts(
                 *self._parts,
@@ -274,6 +284,7 @@ class Engine:
                 asked,
                 cache_length=cache_length or padded.shape[1],
                 scores_prompt=scores_prompt,
+                **seen,
                 **self._wanted,
             )
         return rows, _block(rows, on_host(tokens), scores), of_prompt
@@ -320,6 +331,13 @@ class Engine:
     def _over_mesh(self) -> AbstractContextManager:
         # Around every program and not around all: between them the caller's code runs.
         return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
+
+
+def _padded(rows: Sequence[Sequence[int]], length: int) -> Int[np.ndarray, "B T"]:
+    padded = np.zeros((len(rows), length), np.int32)
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = row
+    return padded
 
 
 def _block(rows: Rows, tokens: np.ndarray, scores: Scores | None) -> Block:

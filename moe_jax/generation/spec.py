@@ -1,11 +1,20 @@
 """The options of `generate`."""
 
 import dataclasses
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
+
+import numpy as np
+from jaxtyping import UInt8
 
 from moe_jax.core.errors import MAX_SIZE, InputError, is_finite
 from moe_jax.core.verb_spec import Shown, Spec
+
+Picture = str | os.PathLike[str] | UInt8[np.ndarray, "H W 3"]
+"""The path of a picture, or its pixels: red, green and blue."""
+Images = Picture | Sequence[Picture]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +44,9 @@ class GenerateSpec(Spec):
     stop_ids: Annotated[Sequence[int], Shown("N ...", read_as=tuple[int, ...])] = ()
     """Tokens that end a text, besides those that the model names as EOS, in its config or in the files beside it; by
     default no others."""
+    image: Annotated[Images, Shown("FILE", read_as=tuple[Path, ...], repeats=True)] = ()
+    """A picture (PNG, JPEG, WebP, GIF, BMP or TIFF) for a model that sees; may be given several times. The prompts hold
+    a placeholder for each, such as <image>, and take them in order."""
 
     def __post_init__(self) -> None:
         if not all(isinstance(one, str) and one for one in self.stops):
@@ -54,3 +66,11 @@ class GenerateSpec(Spec):
     def stops(self) -> tuple[str, ...]:
         """The strings that end a text."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def images(self) -> tuple[Picture, ...]:
+        """The pictures, in the order of their placeholders."""
+        given = self.image
+        if isinstance(given, str | os.PathLike) or (isinstance(given, np.ndarray) and given.ndim == 3):
+            return (given,)
+        return tuple(given)

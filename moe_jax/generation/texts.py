@@ -16,6 +16,7 @@ from jaxtyping import Bool, Int, PRNGKeyArray
 from moe_jax.core.errors import InputError
 from moe_jax.generation.continued_rows import ask
 from moe_jax.generation.engine import MOST_STEPS, Block, Engine
+from moe_jax.generation.pictures import Pictures
 from moe_jax.generation.spec import GenerateSpec
 from moe_jax.nn import Decoder
 
@@ -36,6 +37,7 @@ def stream(
     eos_ids: Sequence[int] = (),
     ended: Bool[np.ndarray, " B"] | None = None,
     seconds: float | None = None,
+    pictures: Pictures | None = None,
 ) -> Iterator[Int[np.ndarray, " B"]]:
     """Yields the next token of every row, step after step, until every row was given one of `eos_ids` or has ended.
 
@@ -53,6 +55,7 @@ def stream(
       eos_ids: a row ends with the first of these.
       ended: rows that the caller wants no more of, which it may say while it is given tokens; looked at before a block.
       seconds: that a block should take, so that somebody can read along; None: blocks are as long as they can be.
+      pictures: in the prompts, which have placeholders for their features, as `see_prompts` returns both.
 
     Raises:
       InputError: for an empty prompt, or ids outside the vocabulary.
@@ -79,7 +82,7 @@ def stream(
         top_p=wanted.top_p,
         stop_ids=eos_ids,
     )
-    rows, block, _ = engine.read(prompts, asked, cache_length)
+    rows, block, _ = engine.read(prompts, asked, cache_length, pictures=pictures)
     # Who reads along is not kept waiting before anything is known of the pace.
     done, steps = 0, FIRST_BLOCK if seconds is None else 1
     while True:

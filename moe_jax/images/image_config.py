@@ -21,8 +21,8 @@ class PatchesConfig:
       bias: whether the linear map has one.
       class_token: a learned token stands before the patches, with a position of its own.
       pre_norm: tokens are normalised before the first layer (CLIP).
-      pooled_norm: beside the layers there is a norm for the class token alone, which then stands for the whole picture
-        (CLIP); it is kept, and features of patches do not pass it.
+      pooled_norm: beside the layers there is a norm for the one vector that stands for the whole picture, the class
+        token (CLIP) or what is pooled of all; it is kept, and features do not pass it.
     """
 
     size: int

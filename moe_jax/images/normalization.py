@@ -9,4 +9,6 @@ from moe_jax.images.image_config import ImageProcessing
 def normalized(pixels: UInt8[Array, "*n S S 3"], processing: ImageProcessing) -> Float[Array, "*n S S 3"]:
     """Rescales and normalises pixels, in float32."""
     rescaled = pixels.astype(jnp.float32) * jnp.float32(processing.rescale)
-    return (rescaled - jnp.asarray(processing.mean, jnp.float32)) / jnp.asarray(processing.std, jnp.float32)
+    by_channel = (1,) * (pixels.ndim - 1) + (3,)
+    mean, std = (jnp.asarray(each, jnp.float32).reshape(by_channel) for each in (processing.mean, processing.std))
+    return (rescaled - mean) / std

@@ -22,9 +22,6 @@ _HARMLESS = frozenset({"image_processor_type", "feature_extractor_type", "proces
                        "return_tensors", "default_to_square", "disable_grouping", "image_seq_length"})  # fmt: skip
 
 
-PREPROCESSOR = "preprocessor_config.json"
-
-
 def read_processing(config: Mapping[str, Any], *, pad: bool = False) -> ImageProcessing:
     """Reads a preprocessor_config.json.
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from moe_jax.nn import Decoder, unstacked
 from moe_jax.nn.vision import VisionTower
 
 Index = tuple[slice, ...]
+_Module = TypeVar("_Module", Decoder, VisionTower)
 
 # Stacked layers up to this size are stacked, and taken apart, on the host: compiling a program per shape takes longer.
 _ON_HOST = 32 << 20
@@ -139,7 +140,35 @@ def load_model(
         large for `param_dtype`.
     """
     model = abstract_model(source.config, compute_dtype=compute_dtype, remat=remat)
-    model = model if stacked else unstacked(model)
+    return _loaded(source, model if stacked else unstacked(model), param_dtype, mesh, finite)
+
+
+def load_tower(
+    source: ModelSource,
+    *,
+    param_dtype: str | Callable[[str], str | None] | None = None,
+    compute_dtype: str = "float32",
+    mesh: Mesh | None = None,
+) -> VisionTower:
+    """Reads an image encoder alone, as `load_model` reads a language model.
+
+    Raises:
+      InputError: if the source is none, and as `load_model`.
+    """
+    if source.config.patches is None:
+        raise InputError(f"{source.path} is a {source.config.family!r} model, and not an image encoder")
+    environment = strategy_from_environment(), exchange_from_environment()
+    model = nnx.merge(*_abstract_parts(source.config, compute_dtype, "none", environment), copy=True)
+    return _loaded(source, model, param_dtype, mesh, finite=False)
+
+
+def _loaded(
+    source: ModelSource,
+    model: _Module,
+    param_dtype: str | Callable[[str], str | None] | None,
+    mesh: Mesh | None,
+    finite: bool,
+) -> _Module:
     graphdef, state = nnx.split(model)
     specs = source.specs()
     check_leaves(leaf_specs(source.config), specs, str(source.path))

@@ -7,7 +7,14 @@ from moe_jax.core.errors import InputError, check_member, check_number, check_po
 from moe_jax.core.formatting import short_repr
 from moe_jax.experts.bank_config import BankConfig
 from moe_jax.experts.shapes import AdapterConfig, FFNConfig, LoRAConfig
-from moe_jax.functional.routing import GATE_BESIDE, GATES, GROUP_SCORES, UNIVERSAL, weights_are_constant
+from moe_jax.functional.routing import (
+    BALANCE_CHOICES,
+    GATE_BESIDE,
+    GATES,
+    GROUP_SCORES,
+    UNIVERSAL,
+    weights_are_constant,
+)
 from moe_jax.models.own_parts import LINEAR, ROUTERS
 
 VARIANTS = ("routed", "embedded", "dense", "single")
@@ -124,6 +131,8 @@ class MoEConfig:
       selection: restricts the choice of experts beyond the logits.
       bank: the form of the experts' kernels.
       balance_coef, z_coef, cv_coef: coefficients of the auxiliary losses; 0 leaves a loss out.
+      balance_choices: the choices of a token that the load in the balance loss counts: `all` k, or its `first` alone
+        (GShard, and so DeepSpeed, by which MoE-LLaVA is trained).
       capacity_factor: None is dropless; otherwise an expert takes at most `ceil(capacity_factor * n * k / E)`
         assignments of a sequence of n tokens, padding not counted; the others are dropped (residual only).
       universal: an FFN that sees every token, also called a shared expert, and how it is weighted. With `one` its
@@ -137,6 +146,7 @@ class MoEConfig:
       merged_experts: the number G of experts in the bank, if several of the E outputs of the router share one; None: E.
       perft: PEFT experts beside the MoE.
       router_lora: LoRA on the kernel of a linear router; its only target is `router`.
+      router_bias: a linear router has a bias (Med-MoE).
       router: `linear`, or what `nn.register_router` has added.
     """
 
@@ -150,6 +160,7 @@ class MoEConfig:
     balance_coef: float = 0.01
     z_coef: float = 0.0
     cv_coef: float = 0.0
+    balance_choices: Literal["all", "first"] = "all"
     capacity_factor: float | None = None
     universal: Literal["none", "coder", "med", "one", "sigmoid"] = "none"
     extended: bool = False
@@ -157,6 +168,7 @@ class MoEConfig:
     merged_experts: int | None = None
     perft: PerftConfig | None = None
     router_lora: LoRAConfig | None = None
+    router_bias: bool = False
     router: str = LINEAR
 
     __repr__ = short_repr
@@ -166,6 +178,7 @@ class MoEConfig:
         check_positive(self, "top_k", "universal_dim", "merged_experts")
         check_number(self, "gate_scale", "capacity_factor", above=0)
         check_number(self, "balance_coef", "z_coef", "cv_coef", at_least=0)
+        check_member("balance_choices", self.balance_choices, BALANCE_CHOICES)
         GATES.check("gate", self.gate)
         if self.top_k > self.num_experts:
             raise InputError(f"top_k={self.top_k} is above num_experts={self.num_experts}")
@@ -185,8 +198,14 @@ class MoEConfig:
     def _check_router(self) -> None:
         ROUTERS.check("router", self.router)
         if self.router == LINEAR:
+            if self.router_bias and self.universal == "coder":
+                raise InputError("router_bias goes with a linear router, and universal 'coder' has a gate network")
             return
-        alone = {"router_lora": self.router_lora is not None, "selection.bias": self.selection.bias}
+        alone = {
+            "router_lora": self.router_lora is not None,
+            "router_bias": self.router_bias,
+            "selection.bias": self.selection.bias,
+        }
         beside = {f"universal {name!r}": self.universal == name for name in ("coder", "sigmoid")}
         for what, given in {**alone, **beside}.items():
             if given:
@@ -260,6 +279,11 @@ class MoEConfig:
     def weighting(self) -> str:
         """The gate that `route` uses: that of the universal FFN if it brings one, otherwise `gate`."""
         return GATE_BESIDE.get(self.universal, self.gate)
+
+    @property
+    def balanced_choices(self) -> int:
+        """Number of a token's choices that the balance loss counts."""
+        return self.top_k if self.balance_choices == "all" else 1
 
     @property
     def router_learns(self) -> bool:

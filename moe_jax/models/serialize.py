@@ -16,7 +16,7 @@ from moe_jax.models.config import (
     check_num_layers,
     segments_of,
 )
-from moe_jax.models.own_parts import BLOCK, LINEAR
+from moe_jax.models.own_parts import BLOCK
 
 FORMAT = "moe_jax.model"
 # Version 2: codes of a quantised delta stand for all 2^bits levels. Version 1 had as many bits, with other meanings.
@@ -142,8 +142,9 @@ def _layer_to_json(layer: LayerConfig) -> dict[str, Any]:
         del fields["branch_scales"]  # likewise
     if not isinstance(layer.mlp, MoEConfig):
         return fields | {"ffn": mlp}
-    if layer.mlp.router == LINEAR:
-        del mlp["router"]
+    for name in ("router", "router_bias", "balance_choices"):
+        if mlp[name] == getattr(MoEConfig, name):
+            del mlp[name]
     return fields | {"moe": mlp | {"bank": layer.mlp.bank.to_json()}}
 
 

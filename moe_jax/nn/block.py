@@ -108,7 +108,7 @@ class Block(Summarised):
             return x + norm(y), extra
         y, extra = branch(norm(x))
         if (scale := getattr(self, f"{name}_scale", None)) is not None:
-            y = y * scale[...].astype(y.dtype)
+            y = y * scale[...].astype(y.dtype)[None, None]
         return x + (getattr(self, f"{name}_output_norm")(y) if self.norm_position == "both" else y), extra
 
 

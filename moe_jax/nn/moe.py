@@ -41,8 +41,9 @@ from moe_jax.nn.layers import FFN, Linear
 class LinearRouter(Linear):
     """Computes logits `x W`; kernel [d, E], perhaps with LoRA beside it.
 
-    With `selection_bias` it has such a bias, [E], float32, zero at first and trained by no gradient. With
-    `weighs_universal` another kernel, `universal` [d, 1], computes the logit of a universal FFN's weight.
+    With `bias` it has one, [E], which is added to the logits and trained like the kernel. With `selection_bias` it has
+    one to choose by, [E], float32, zero at first and trained by no gradient. With `weighs_universal` another kernel,
+    `universal` [d, 1], computes the logit of a universal FFN's weight.
     """
 
     def __init__(
@@ -51,12 +52,13 @@ class LinearRouter(Linear):
         num_experts: int,
         *,
         lora: LoRAConfig | None = None,
+        bias: bool = False,
         selection_bias: bool = False,
         weighs_universal: bool = False,
         rngs: nnx.Rngs,
         dtype: jnp.dtype,
     ):
-        super().__init__((d_model, num_experts), lora=lora, rngs=rngs, dtype=dtype)
+        super().__init__((d_model, num_experts), bias=bias, lora=lora, rngs=rngs, dtype=dtype)
         if selection_bias:
             self.selection_bias = Fixed(jnp.zeros(num_experts, jnp.float32))
         if weighs_universal:
@@ -155,21 +157,22 @@ def _balance_of_model(positions: Sequence["Router"], router: StackedStats) -> Fl
     """Returns the balance loss of all layers together, with its coefficient.
 
     It is that of Transformers' `load_balancing_loss_func`: `E * sum_i F_i P_i`, where F_i is the mean number of tokens'
-    assignments to expert i, which are k for each token, and P_i its mean probability, over all tokens and layers.
-    Layers of other numbers of experts, or other coefficients, count by themselves, by their share of the layers.
+    counted assignments to expert i, which are k for each token, and P_i its mean probability, over all tokens and
+    layers. Layers of other numbers of experts, or other coefficients, count by themselves, by their share of the
+    layers.
     """
     groups: dict[tuple[int, int, float], list[RouterStats]] = {}
     for position, stats in zip(positions, router, strict=True):
         if not position.of_perft:
-            kind = stats.load.shape[-1], position.top_k, position.coefficients[0]
+            kind = stats.load.shape[-1], position.balanced_choices, position.coefficients[0]
             groups.setdefault(kind, []).append(stats)
     num_layers = sum(len(position.layers) for position in positions if not position.of_perft)
     total = jnp.zeros((), jnp.float32)
-    for (experts, top_k, coefficient), members in groups.items():
+    for (experts, choices, coefficient), members in groups.items():
         load, probability = (
-            jnp.concatenate([getattr(stats, name) for stats in members]) for name in ("load", "probability")
+            jnp.concatenate([getattr(stats, name) for stats in members]) for name in ("balanced_load", "probability")
         )
-        balance = experts * top_k * jnp.sum(jnp.mean(load, axis=0) * jnp.mean(probability, axis=0))
+        balance = experts * choices * jnp.sum(jnp.mean(load, axis=0) * jnp.mean(probability, axis=0))
         total = total + coefficient * balance * (len(load) / num_layers)
     return total
 
@@ -209,7 +212,7 @@ class Router(NamedTuple):
     layers: list[int]
     of_perft: bool
     coefficients: tuple[float, float, float]
-    top_k: int
+    balanced_choices: int
 
 
 _Coefficients = tuple[float, float, float]
@@ -254,7 +257,7 @@ def _routers_of(segments: Sequence[Segment]) -> list[Router]:
 
 def routers_of_layer(moe: MoEConfig, layers: list[int]) -> list[Router]:
     """Returns the routers of an MoE that several layers have, in the order in which they report."""
-    return [Router(layers, index > 0, found, moe.top_k) for index, found in enumerate(_coefficients(moe))]
+    return [Router(layers, index > 0, found, moe.balanced_choices) for index, found in enumerate(_coefficients(moe))]
 
 
 class Perft(nnx.Module):
@@ -331,6 +334,7 @@ class MoE(Summarised):
                 d_model,
                 config.num_experts,
                 lora=config.router_lora,
+                bias=config.router_bias,
                 selection_bias=config.selection.bias,
                 weighs_universal=config.universal == "sigmoid",
                 rngs=rngs,
@@ -401,6 +405,7 @@ class MoE(Summarised):
             valid=valid,
             capacity_factor=self.config.capacity_factor,
             num_sequences=math.prod(x.shape[:-2]),
+            balance_choices=self.config.balance_choices,
         )
         if bias is not None:  # with too few other experts, one that is off was chosen
             is_off = jnp.take(bias, routing.experts, mode="clip") <= OFF / 2

@@ -13,7 +13,6 @@ from moe_jax.core.errors import InputError, shown
 from moe_jax.core.registry import Registry
 from moe_jax.distributed.own_rules import add_rules
 from moe_jax.experts.linear import Linear
-from moe_jax.experts.shapes import shapes_of
 from moe_jax.kernels.plain import ACTIVATION_FUNCTIONS
 from moe_jax.models.config import VisionConfig
 from moe_jax.nn.layers import Norm
@@ -177,12 +176,15 @@ def make_projector(config: VisionConfig, d_model: int, *, rngs: nnx.Rngs, dtype:
 
 def tokens_per_picture(config: VisionConfig, d_model: int) -> int:
     """Returns the number of features that a picture becomes, each of which takes the place of a token."""
-    dtype = jnp.dtype("float32")
-    steps = shapes_of(lambda rngs: nnx.List(make_projector(config, d_model, rngs=rngs, dtype=dtype)))
     count, width = _features(config)
-    for step in steps:
-        count, width = _shape_after(step, count, width)
-    return count
+
+    def projected() -> Float[Array, "1 n d"]:
+        x = jnp.zeros((1, count, width), jnp.float32)
+        for step in make_projector(config, d_model, rngs=nnx.Rngs(0), dtype=x.dtype):
+            x = step(x)
+        return x
+
+    return jax.eval_shape(projected).shape[1]
 
 
 def _features(config: VisionConfig) -> tuple[int, int]:

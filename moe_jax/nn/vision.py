@@ -44,7 +44,7 @@ class Patches(nnx.Module):
         x = self.projection(patches_of(pixels, self.config.size))
         positions, first = self.positions[...], int(self.config.class_token)
         of_patches = interpolated_positions(positions[first:], self.config.grid, grid)
-        x = x + of_patches.astype(x.dtype)
+        x = x + of_patches.astype(x.dtype)[None]
         if self.config.class_token:
             token = (self.class_token[...] + positions[0]).astype(x.dtype)
             x = jnp.concatenate([jnp.broadcast_to(token, (len(x), 1, x.shape[-1])), x], axis=1)

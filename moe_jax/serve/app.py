@@ -48,7 +48,13 @@ class App(Starlette):
         self._access = access or Access()
         self._model, self._tokenizer, self._scheduler, self._name = model, tokenizer, scheduler, name
         self._texts = TokenTexts(tokenizer)
-        self._prompts = PromptReader(tokenizer, vocab_size=model.config.vocab_size, context=scheduler.context)
+        vision = model.config.vision
+        self._prompts = PromptReader(
+            tokenizer,
+            vocab_size=model.config.vocab_size,
+            context=scheduler.context,
+            placeholder=None if vision is None else vision.placeholder,
+        )
         # A long request is read beside short ones.
         self._short, self._long, self._reading = Lane(), Lane(), 0
         self._eos, self._chat_eos = eos_ids(model), eos_ids(model, chat=True)

@@ -28,9 +28,11 @@ class PromptReader:
       tokenizer: the model's.
       vocab_size: of the model.
       context: tokens that a prompt and its answer have together at most.
+      placeholder: the token that stands for a picture, for which a prompt has no place here; None: there is none.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, context: int):
+    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, context: int, placeholder: int | None = None):
+        self._placeholder = placeholder
         self._tokenizer, self._vocab_size, self._context = tokenizer, vocab_size, context
         self._most_of_token = tokenizer.most_characters()
 
@@ -38,6 +40,7 @@ class PromptReader:
         """Returns the prompt that a text is, or token ids; with its echo: the text itself, or that of all the ids."""
         if isinstance(given, str):
             ids, begins = self._tokens_of(given, "prompt")
+            self._check_reads_only(ids, "prompt")
             bos = [] if self._tokenizer.bos is None else [self._tokenizer.bos]  # it is no part of the text
             if echo and self._text_of(ids) == given:
                 begins = self._begins(ids)  # exact where the library is not: it counts no space at a token's end to it
@@ -46,6 +49,7 @@ class PromptReader:
             raise self._too_long("prompt", f"has {len(given):,} of them")
         if outside := [token for token in given if not 0 <= token < self._vocab_size]:
             raise _refused("prompt", f"token id {shown(outside[0])} lies outside the vocabulary of {self._vocab_size}")
+        self._check_reads_only(given, "prompt")
         return Prompt(given, self._text_of(given), self._begins(given)) if echo else Prompt(given)
 
     def of_conversation(self, messages: Sequence[Message]) -> Prompt:
@@ -54,7 +58,13 @@ class PromptReader:
             text = self._template(messages, add_generation_prompt=True)
         except InputError as error:
             raise self._error(error, "messages") from None
-        return Prompt(self._tokens_of(text, "messages")[0])
+        ids = self._tokens_of(text, "messages")[0]
+        self._check_reads_only(ids, "messages")
+        return Prompt(ids)
+
+    def _check_reads_only(self, ids: Sequence[int], param: str) -> None:
+        if self._placeholder is not None and self._placeholder in ids:
+            raise _refused(param, f"token {self._placeholder} stands for a picture, and pictures are not served")
 
     def _tokens_of(self, text: str, param: str) -> tuple[list[int], list[int]]:
         """The tokens of a text that is not too long to have few enough, and where they begin."""

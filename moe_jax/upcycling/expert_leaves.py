@@ -89,6 +89,8 @@ def _router(up: np.ndarray, moe: MoEConfig, spec: UpcycleSpec, layer: int, given
     first = first.astype(up.dtype)
     if moe.universal != "coder":
         yield "router/kernel", np.repeat(first, spec.granularity, axis=1)
+        if moe.router_bias:
+            yield "router/bias", np.zeros(moe.num_experts, first.dtype)
         return
     yield "router/hidden/kernel", first
     out = draw_router(stream(spec.seed, layer, ROUTER, 1), num_experts, num_experts)

@@ -140,6 +140,8 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
     experts (softmax_topk); or that of the first alone (top1). Or a gate that has been registered."""
     router: Annotated[str | None, Shown("NAME", "linear")] = None
     """A router that has been registered, in place of a linear one."""
+    router_bias: bool = False
+    """Gives linear routers a bias, zero at first (Med-MoE)."""
     universal: Literal["none", "coder", "med"] = "none"
     """Adds a universal FFN, a copy of the FFN that sees every token. coder (XFT): its weight is 1 minus the largest
     router probability, so that all weights sum to 1; med (Med-MoE): its weight is 1, and the MoE does not start with
@@ -148,6 +150,9 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
     """Stores the universal FFN as one more delta over the shared FFN (low-rank and sparse)."""
     balance_coef: float = 0.01
     """Coefficient of the loss that makes the router use all experts alike, in training."""
+    balance_choices: Literal["all", "first"] = "all"
+    """The choices of a token that this loss counts: all of its experts; or the first alone, as DeepSpeed does, and so
+    MoE-LLaVA."""
     z_coef: float = 0.0
     """Coefficient of the router's z-loss, which keeps its logits small, in training."""
     cv_coef: float = 0.0
@@ -300,9 +305,11 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
         }
         if self._has_adapters:
             described |= dataclasses.asdict(self.bank.form) | {"rest": dataclasses.asdict(self.dense_parameters)}
-        for name in ("noise", "drop", "granularity", "router"):
+        for name in ("noise", "drop", "granularity", "router", "router_bias"):
             if self._has(name):
                 described[name] = getattr(self, name)
+        if self.balance_choices != "all":
+            described["balance_choices"] = self.balance_choices
         if self.rest_from == "base":
             described["rest_from"] = "base"
         if self.experts_from:

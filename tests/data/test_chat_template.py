@@ -165,7 +165,7 @@ def test_a_template_that_is_none_is_one_line(tmp_path, content, complaint):
         ([{"content": "a"}], "message 1 has the role"),
         ([*TURNS[:1], {"role": "asistant", "content": "a"}], "message 2 has the role 'asistant' .did you mean 'assist"),
         ([{"role": "user"}], "message 1 has the content"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "expected a text"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "holds a picture"),
         ([{"role": "user", "content": "\ud800"}], "message 1 holds one half"),
         ([{"role": "user", "content": "a", "x": object()}], "expected what JSON can hold"),
         ([{"role": "user", "content": "x" * 9_000_000}] * 2, "more than 4,194,304 characters"),

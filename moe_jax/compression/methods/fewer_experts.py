@@ -262,7 +262,7 @@ def cluster_by_distance(points: Float[np.ndarray, "n d"], count: int) -> Int[np.
 
 
 # Leaves beside the experts that have an entry for every expert, on the last axis.
-_OF_ROUTER = ("router/kernel", "router/selection_bias")
+_OF_ROUTER = ("router/kernel", "router/bias", "router/selection_bias")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,6 +58,9 @@ class Family:
       within: the `model_type` of whole models that hold one of this family, and the key of its config there.
       processing: of an image encoder, how pictures of a height and width are processed where no file says it.
       own_code: whether its code comes with its checkpoints, because Transformers has no class for it.
+      names: of keys that are called otherwise than in the family that `read` is taken from, by their names there.
+      sees: the format of models that see whose keys stand in the same config.json; None: there is none.
+      completed: returns the keys of a config.json with what only the names of the tensors beside it say.
     """
 
     name: str
@@ -78,6 +81,9 @@ class Family:
     within: tuple[str, str] | None = None
     processing: Callable[[int], ImageProcessing] | None = None
     own_code: bool = False
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    sees: str | None = None
+    completed: Callable[[Mapping[str, Any], Collection[str]], Mapping[str, Any]] | None = None
 
     @property
     def classifier_architecture(self) -> str | None:

@@ -127,5 +127,6 @@ QWEN = Family(
         Ignored(r"transformer\.(h\.\d+\.attn\.)?rotary_emb\.inv_freq", "RoPE frequencies, recomputed from the config"),
         Ignored(r"transformer\.h\.\d+\.attn\.(masked_bias|logn_tensor)", "constants of masks and long texts"),
     ),
+    moe_formats=("moe_llava_qwen",),
     vocabulary=("qwen.tiktoken", qwen_tokenizer),
 )

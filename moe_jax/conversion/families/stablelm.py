@@ -68,6 +68,7 @@ STABLELM = Family(
         *usual.GATED_FFN,
         *usual.HEAD,
     ),
+    moe_formats=("moe_llava_stablelm",),
 )
 
 # --- Phi-1, Phi-1.5 and Phi-2: a plain FFN, and biases everywhere ---------------------------------
@@ -123,4 +124,5 @@ PHI = Family(
         *norm("model.final_layernorm", "final_norm"),
         *usual.LM_HEAD,
     ),
+    moe_formats=("moe_llava_phi",),
 )

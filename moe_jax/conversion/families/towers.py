@@ -118,7 +118,7 @@ def _square(side: int, mean: tuple[float, ...], std: tuple[float, ...], **more: 
 _CONVOLUTION = "embeddings.patch_embedding"
 
 
-def _clip_table(last_norm: str, *others: Row | Ignored) -> Table:
+def _clip_table(*others: Row | Ignored) -> Table:
     layer = "encoder.layers.{i}"
     return (
         *others,
@@ -133,8 +133,13 @@ def _clip_table(last_norm: str, *others: Row | Ignored) -> Table:
         *norm(f"{layer}.layer_norm2", "layers/{i}/mlp_norm"),
         *linear(f"{layer}.mlp.fc1", "layers/{i}/mlp/up"),
         *linear(f"{layer}.mlp.fc2", "layers/{i}/mlp/down"),
-        *norm("post_layernorm", last_norm),
+        *_last_norm("post_layernorm"),
     )
+
+
+def _last_norm(tensor: str) -> Table:
+    """In a model that sees, features do not pass it, which of SigLIP and DINOv2 alone they do."""
+    return *norm(tensor, "final_norm"), *norm(tensor, "pooled_norm")
 
 
 # Of whole CLIP and SigLIP models, whose towers are read.
@@ -170,7 +175,6 @@ CLIP = Family(
     read=_read_clip,
     write=_write_clip,
     table=_clip_table(
-        "pooled_norm",
         Row("embeddings.class_embedding", "patches/class_token"),
         *norm("pre_layrnorm", "patches/norm"),
         _POSITION_IDS,
@@ -206,7 +210,6 @@ SIGLIP = Family(
     # Features of patches do not pass the head, whose weights are left out.
     write=lambda config: _write_clip(config) | {"vision_use_head": False},
     table=_clip_table(
-        "final_norm",
         Ignored(r"head\..*", "of the head that pools a picture into one vector, which no feature of a patch passes"),
         _POSITION_IDS,
         _TEXT,
@@ -284,7 +287,7 @@ DINOV2 = Family(
         *linear(f"{_DINO_LAYER}.mlp.fc1", "layers/{i}/mlp/up"),
         *linear(f"{_DINO_LAYER}.mlp.fc2", "layers/{i}/mlp/down"),
         Row(f"{_DINO_LAYER}.layer_scale2.lambda1", "layers/{i}/mlp_scale"),
-        *norm("layernorm", "final_norm"),
+        *_last_norm("layernorm"),
     ),
     harmless=(
         "layerscale_value",

@@ -14,6 +14,8 @@ def _discover() -> dict[str, VisionFormat]:
 
 
 VISION_FORMATS = _discover()
+MODEL_TYPES = {name: format_ for name, format_ in VISION_FORMATS.items() if format_.text_key is not None}
+"""The formats that have a `model_type` of their own."""
 
 
 def vision_format_named(name: str) -> VisionFormat:

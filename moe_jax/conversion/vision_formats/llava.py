@@ -6,7 +6,7 @@ from typing import Any
 from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families.usual import ACTIVATIONS
 from moe_jax.conversion.table import Table, linear
-from moe_jax.conversion.vision_formats.vision_format import Parts, VisionFormat
+from moe_jax.conversion.vision_formats.vision_format import Parts, VisionFormat, without_final_norm
 from moe_jax.core.errors import InputError, shown
 from moe_jax.models import ModelConfig, VisionConfig
 
@@ -19,6 +19,7 @@ def _read(keys: HFConfig, parts: Parts) -> ModelConfig:
     text.check_no_tower("the language model of one that sees (text_config)")
     if tower.patches is None:
         raise InputError(f"config.json: vision_config is of a {tower.family!r} model, expected an image encoder")
+    tower = without_final_norm(tower)
     activation = keys.text("projector_hidden_act")
     if activation not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
@@ -29,8 +30,6 @@ def _read(keys: HFConfig, parts: Parts) -> ModelConfig:
         raise InputError(f"config.json: vision_feature_select_strategy={shown(strategy)}: expected 'default' or 'full'")
     features = keys.integers("vision_feature_layer")
     placeholder = keys.integer("image_token_id") if keys.given("image_token_id") else keys.integer("image_token_index")
-    # What follows from the rest.
-    keys.integer("image_seq_length")
     vision = VisionConfig(
         family="llava",
         tower=tower,
@@ -42,7 +41,9 @@ def _read(keys: HFConfig, parts: Parts) -> ModelConfig:
         placeholder=placeholder,
         foreign=keys.unread_keys(),
     )
-    return replace(text, vision=vision)
+    # The head is the format's own: a bias, a cap and a factor that the language model's may have alone it has not.
+    tied = text.tie_embeddings or keys.flag("tie_word_embeddings")
+    return replace(text, vision=vision, tie_embeddings=tied, head_bias=False, logit_soft_cap=None, logit_scale=1.0)
 
 
 def _write(config: ModelConfig, vision: VisionConfig, text: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
@@ -61,7 +62,7 @@ def _write(config: ModelConfig, vision: VisionConfig, text: dict[str, Any], towe
         "projector_hidden_act": names[middle[0]],
         "multimodal_projector_bias": first == "linear",
         "vision_feature_layer": vision.features[0] if len(vision.features) == 1 else list(vision.features),
-        "vision_feature_select_strategy": "default" if vision.drop_first else "full",
+        "vision_feature_select_strategy": _strategy(vision),
         **({} if vision.placeholder is None else {"image_token_index": vision.placeholder}),
         "tie_word_embeddings": config.tie_embeddings,
         "torch_dtype": config.dtype,
@@ -73,6 +74,21 @@ def _projector(vision: VisionConfig) -> Table:
         *linear("multi_modal_projector.linear_1", "vision/projector/0"),
         *linear("multi_modal_projector.linear_2", "vision/projector/2"),
     )
+
+
+def _processor(vision: VisionConfig) -> dict[str, Any]:
+    patches = vision.tower.patches
+    assert patches is not None, "a tower has patches"
+    return {
+        "processor_class": "LlavaProcessor",
+        "patch_size": patches.size,
+        "num_additional_image_tokens": int(patches.class_token),
+        "vision_feature_select_strategy": _strategy(vision),
+    }
+
+
+def _strategy(vision: VisionConfig) -> str:
+    return "default" if vision.drop_first else "full"
 
 
 LLAVA = VisionFormat(
@@ -93,5 +109,13 @@ LLAVA = VisionFormat(
     text_prefix="language_model.",
     tower_prefix="vision_tower.",
     projector=_projector,
+    processor=_processor,
+    # Of the modules of Transformers 5, which it writes if it is told not to keep the names of its files.
+    other_names={
+        "model.language_model.": "language_model.model.",
+        "lm_head.": "language_model.lm_head.",
+        "model.vision_tower.": "vision_tower.",
+        "model.multi_modal_projector.": "multi_modal_projector.",
+    },
     harmless=("ignore_index", "vocab_size", "pad_token_id"),
 )

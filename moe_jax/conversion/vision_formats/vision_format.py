@@ -16,10 +16,12 @@ class Parts(NamedTuple):
     Attributes:
       model: returns the config of the language model, or of the image encoder, that stands under a key of config.json.
       processing: returns how pictures are processed for a tower, as the files beside the config say.
+      text: the config of the language model, in formats that have its keys beside those of what it sees with.
     """
 
     model: Callable[[str], ModelConfig]
     processing: Callable[[ModelConfig], ImageProcessing]
+    text: ModelConfig | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +29,8 @@ class VisionFormat:
     """A format of models that see.
 
     Attributes:
-      name: the `model_type` that it reads and writes, and `VisionConfig.family` of models that were read.
+      name: `VisionConfig.family` of models that were read, and the `model_type` that it reads and writes, unless that
+        is a language model's (`text_key`).
       architecture: the class of Transformers, written to `architectures`.
       defaults: values of keys that a config leaves out.
       read: reads config.json, given its keys and `Parts`.
@@ -35,7 +38,15 @@ class VisionFormat:
       text_prefix: stands before the names of the language model's tensors.
       tower_prefix: stands before the names of the tower's.
       projector: rows of the projector, for a model.
+      processor: keys of processor_config.json, with which Transformers writes placeholders into a text, beside how
+        pictures are processed; None: the format has no such file.
+      other_names: beginnings of names that some checkpoints have, and those of the table in their place; the first one
+        that fits counts.
       harmless: keys of config.json that change nothing.
+      text_key: the key of config.json that the language model's config stands under; None: its keys stand beside those
+        of what it sees with, and the family that they are of names this format (`Family.sees`).
+      tower_key: the key that the tower's config stands under.
+      completed: returns the keys of a config.json with the tower's config where the config only names it.
     """
 
     name: str
@@ -46,7 +57,12 @@ class VisionFormat:
     text_prefix: str
     tower_prefix: str
     projector: Callable[[VisionConfig], Table]
+    processor: Callable[[VisionConfig], dict[str, Any]] | None = None
+    other_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     harmless: tuple[str, ...] = ()
+    text_key: str | None = "text_config"
+    tower_key: str = "vision_config"
+    completed: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda keys: keys
 
     def table(self, vision: VisionConfig, text: Table, tower: Table) -> Table:
         """Returns the table of the whole, from those of the language model and of the tower as they are alone."""
@@ -55,6 +71,16 @@ class VisionFormat:
             *self.projector(vision),
             *(_prefixed(_below_tower(one), self.tower_prefix) for one in tower),
         )
+
+
+def without_final_norm(tower: ModelConfig) -> ModelConfig:
+    """Returns a tower whose norm after the last layer stands aside: no feature that a model sees with passes it.
+
+    So Transformers has it: the `hidden_states` of its towers, the last of them too, are those before that norm.
+    """
+    assert tower.patches is not None, "a tower has patches"
+    patches = dataclasses.replace(tower.patches, pooled_norm=tower.patches.pooled_norm or tower.final_norm)
+    return dataclasses.replace(tower, final_norm=False, patches=patches)
 
 
 def _prefixed(entry: Row | Ignored | Tied, prefix: str) -> Row | Ignored | Tied:

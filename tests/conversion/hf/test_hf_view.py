@@ -261,10 +261,10 @@ def test_a_mixtral_with_deltas_stays_a_mixtral(tmp_path: pathlib.Path):
     ("config", "expected"),
     [
         (
-            upcycled("stablelm", FULL, FULL, FULL),
-            "'stablelm' model with such MoE",
+            upcycled("stablelm-parallel-head-norms", FULL, FULL, FULL),
+            "The nearest is that of 'moe_llava_stablelm': 3 layers (first: 0): attention.qk_norm is 'head_layer', the",
         ),
-        (upcycled("phi", FULL, None, FULL), "'phi' model with such MoE"),
+        (upcycled("phi", FULL, None, FULL), "'moe_llava_phi': head_bias is True, the format can only say False"),
         (
             upcycled("llama", None, FULL, FULL, universal="coder"),
             "The nearest is that of 'qwen2_moe': 2 layers (first: 1): mlp.universal is 'coder', the format",

@@ -1,0 +1,77 @@
+"""Pictures of prompts: read, processed, and put where their placeholders are."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import UInt8
+
+from moe_jax.core.errors import InputError, shown
+from moe_jax.files.regular_files import read_regular
+from moe_jax.generation.spec import Picture
+from moe_jax.images.decoding import MAX_BYTES, decode_picture
+from moe_jax.images.processing import pixels_of
+from moe_jax.images.slots import place_pictures
+from moe_jax.models import ModelConfig
+from moe_jax.nn.projector import tokens_per_picture
+
+
+class Pictures(NamedTuple):
+    """The pictures in rows of tokens, and where they stand.
+
+    Attributes:
+      pixels: of the pictures of every row; what no slot names does nothing.
+      slots: for every token of every row, which feature of its pictures takes its place, counted from 1; 0: none.
+    """
+
+    pixels: UInt8[np.ndarray, "B M H W 3"]
+    slots: list[list[int]]
+
+
+def see_prompts(
+    config: ModelConfig, prompts: Sequence[Sequence[int]], pictures: Sequence[Picture]
+) -> tuple[list[list[int]], Pictures | None]:
+    """Returns prompts with room for their pictures, and these; None: there are none.
+
+    Args:
+      config: of the model.
+      prompts: token ids, with placeholders as in `place_pictures`.
+      pictures: of all prompts, in the order of their placeholders.
+
+    Raises:
+      InputError: if the model takes no pictures, if they differ in number from the placeholders, or for one that cannot
+        be read.
+      FileNotFoundError: if there is nothing at a path.
+    """
+    vision, prompts = config.vision, [list(prompt) for prompt in prompts]
+    if vision is None:
+        if pictures:
+            raise InputError(f"the model takes no pictures: this {config.family!r} model has no vision")
+        return prompts, None
+    if vision.placeholder is None:
+        if pictures:
+            raise InputError("the model's config names no token that stands for a picture in a text")
+        return prompts, None
+    each = tokens_per_picture(vision, config.d_model)
+    rows = place_pictures(prompts, len(pictures), placeholder=vision.placeholder, per_picture=each)
+    prompts = [row.ids for row in rows]
+    if not pictures:
+        return prompts, None
+    pixels = np.zeros((len(rows), max(row.pictures for row in rows), *vision.processing.size, 3), np.uint8)
+    left = iter(pictures)
+    for index, row in enumerate(rows):
+        for place in range(row.pictures):
+            pixels[index, place] = pixels_of(_decoded(next(left)), vision.processing)
+    return prompts, Pictures(pixels, [row.slots for row in rows])
+
+
+def _decoded(picture: Any) -> UInt8[np.ndarray, "H W 3"]:
+    if isinstance(picture, str | os.PathLike):
+        return decode_picture(read_regular(Path(picture), max_bytes=MAX_BYTES), os.fspath(picture))
+    array = np.asarray(picture)
+    if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3 or 0 in array.shape:
+        given = f"{array.dtype}{list(array.shape)}" if isinstance(picture, np.ndarray) else shown(picture)
+        raise InputError(f"a picture is {given}, expected the path of one, or its pixels uint8[H, W, 3]")
+    return array
