@@ -212,5 +212,7 @@ def _parsed(spec: str) -> tuple[str, str]:
 
 
 def _shape_after(step: Any, count: int, width: int) -> tuple[int, int]:
-    found = jax.eval_shape(step, jax.ShapeDtypeStruct((1, count, width), jnp.float32))
-    return found.shape[1:]
+    # As an argument, as the parameters of a step may be abstract.
+    graphdef, state = nnx.split(step)
+    x = jax.ShapeDtypeStruct((1, count, width), jnp.float32)
+    return jax.eval_shape(lambda state, x: nnx.merge(graphdef, state)(x), state, x).shape[1:]

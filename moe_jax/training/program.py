@@ -118,12 +118,13 @@ def make_program(
     state = abstract_state(params, optimizer, ema=recipe.ema is not None)
     frozen = with_shardings(_cast(frozen, frozen_dtype), state_shardings(frozen, mesh))
     distilled, taught = (None, None) if teacher is None else _teacher(recipe, teacher, mesh)
-    arguments = (state, frozen, abstract_batch(recipe, config, mesh), *(() if taught is None else (taught,)))
+    # A batch comes with its shardings, whatever is in it.
+    shardings = (shardings_of(state), shardings_of(frozen), None, *(() if taught is None else (shardings_of(taught),)))
     replicated = NamedSharding(mesh, P())
     step = jax.jit(
         _make_step(recipe, graphdef, optimizer, distilled),
         donate_argnums=0,
-        in_shardings=tuple(map(shardings_of, arguments)),
+        in_shardings=shardings,
         out_shardings=(shardings_of(state), replicated),
     )
     return Program(
@@ -223,14 +224,26 @@ def optimizer_of(recipe: Recipe, model: Decoder, trainable: Collection[str]) -> 
     return make_optimizer(recipe.optimizer, schedule_of(recipe), rates)
 
 
-def abstract_batch(recipe: Recipe, config: ModelConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shapes, dtypes and shardings of a recipe's batch for a model."""
+def abstract_batch(
+    recipe: Recipe, config: ModelConfig, mesh: Mesh, *, pictures: int = 0
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns shapes, dtypes and shardings of a recipe's batch for a model, with so many pictures in every row.
+
+    Raises:
+      InputError: for pictures of a model that takes none.
+    """
+    rows, seq_len = recipe.train.batch_size, recipe.data.seq_len
     input_len = input_length(recipe.data) if config.has_encoder else None
-    like = stack_pairs([], recipe.train.batch_size, input_len=input_len, seq_len=recipe.data.seq_len)
-    return {
+    like = stack_pairs([], rows, input_len=input_len, seq_len=seq_len)
+    batch = {
         name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=batch_sharding(mesh, array.shape[1]))
         for name, array in like.items()
     }
+    if pictures:
+        shape = (rows, pictures, *config.check_sees("pictures").processing.size, 3)
+        batch["pixels"] = jax.ShapeDtypeStruct(shape, "uint8", sharding=batch_sharding(mesh, 1))
+        batch["slots"] = batch["tokens"]
+    return batch
 
 
 def initial_states(program: Program, recipe: Recipe, source: ModelSource | None) -> tuple[nnx.State, nnx.State]:
