@@ -88,8 +88,8 @@ def disk_paths(
     encoder/relative_bias/table             -> encoder_relative_bias/table
     vision/tower/stack/final_norm/scale     -> vision/tower/final_norm/scale
 
-    Layers are stacked as they are in `model`, if it is given: some were perhaps unstacked, or replaced. `cuts` are those
-    of an image encoder's `Stack`.
+    Layers are stacked as they are in `model`, if it is given: some were perhaps unstacked, or replaced. `cuts` are
+    those of an image encoder's `Stack`.
     """
     if path.startswith(_TOWER):
         vision, below = config.vision, path.removeprefix(_TOWER)

@@ -146,8 +146,7 @@ class Vision(Summarised):
             hidden_states=tuple(sorted(set(states))),
             stop=None if last == self.config.tower.num_layers else last,
         )
-        chosen = [seen.hidden_states[index] for index in states]
-        x = jnp.concatenate(chosen, axis=-1)[:, self.config.drop_first :]
+        x = joined_features(self.config, [seen.hidden_states[index] for index in states])
         return x.reshape(batch, count, *x.shape[1:])
 
     def __call__(self, pixels: UInt8[Array, "B M H W 3"]) -> Float[Array, "B n d"]:
@@ -162,6 +161,11 @@ class Vision(Summarised):
         for step in self.projector:
             x = step(x)
         return x.reshape(batch, -1, x.shape[-1])
+
+
+def joined_features(config: VisionConfig, hidden_states: Sequence[Float[Array, "B T w"]]) -> Float[Array, "B n W"]:
+    """Returns the features of pictures, of the hidden states that are taken, in their order."""
+    return jnp.concatenate(hidden_states, axis=-1)[:, config.drop_first :]
 
 
 def splice(
