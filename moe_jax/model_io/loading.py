@@ -28,7 +28,8 @@ Index = tuple[slice, ...]
 
 # Stacked layers up to this size are stacked, and taken apart, on the host: compiling a program per shape takes longer.
 _ON_HOST = 32 << 20
-_TOWER = "vision/tower/"
+TOWER = "vision/tower/"
+"""The paths of the image encoder of a model that sees begin with it, in memory and on disk."""
 _STACKED = re.compile(r"(?:vision/tower/)?(stack/|encoder/|)segments/(\d+)/blocks/(\d+)/(.*)")
 
 
@@ -91,12 +92,12 @@ def disk_paths(
     Layers are stacked as they are in `model`, if it is given: some were perhaps unstacked, or replaced. `cuts` are
     those of an image encoder's `Stack`.
     """
-    if path.startswith(_TOWER):
-        vision, below = config.vision, path.removeprefix(_TOWER)
+    if path.startswith(TOWER):
+        vision, below = config.vision, path.removeprefix(TOWER)
         assert vision is not None
         of_tower = model.vision.tower if isinstance(model, Decoder) else None
         found = disk_paths(vision.tower, below, model=of_tower, cuts=vision.hidden_states)
-        return [_TOWER + name for name in found]
+        return [TOWER + name for name in found]
     match = _STACKED.fullmatch(path)
     if not match:
         if path.startswith("encoder/"):

@@ -89,13 +89,15 @@ def test_med_begins_elsewhere(dense):
 
 
 @one_in(4)
-@pytest.mark.parametrize("verb", ["compress", "adapt", "merge", "merge, qlora"])
+@pytest.mark.parametrize("verb", ["compress", "adapt", "merge", "pesc"])
 def test_verbs_of_the_language_side_leave_the_eye_to_the_bit(dense, verb):
     if verb == "compress":
         moe = moe_jax.upcycle(dense, experts=4, every=1, step0_check=False)
         made = moe_jax.compress(moe, method="quantize", bits=4)
+    elif verb == "pesc":
+        made = moe_jax.upcycle(dense, method="pesc", experts=4, every=1, rest="qlora:2", adapter=4)
     else:
-        made = moe_jax.adapt(dense, method="qlora:2" if "qlora" in verb else "lora:2")
-        made = moe_jax.merge(made) if "merge" in verb else made
+        made = moe_jax.adapt(dense, method="lora", adapter="lora:2")
+        made = moe_jax.merge(made) if verb == "merge" else made
     assert made.config.vision == CONFIG.vision and of_eye(made) == of_eye(dense)
     assert np.isfinite(pictured(made)).all()
