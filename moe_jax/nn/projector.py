@@ -177,12 +177,19 @@ def make_projector(config: VisionConfig, d_model: int, *, rngs: nnx.Rngs, dtype:
 
 def tokens_per_picture(config: VisionConfig, d_model: int) -> int:
     """Returns the number of features that a picture becomes, each of which takes the place of a token."""
+    shapes = projector_shapes(config, d_model)
+    return shapes[-1][0] if shapes else _features(config)[0]
+
+
+def projector_shapes(config: VisionConfig, d_model: int) -> list[tuple[int, list[tuple[int, ...]]]]:
+    """Returns of every step of a projector the number of features behind it, and the shapes of its parameters."""
     dtype = jnp.dtype("float32")
     steps = shapes_of(lambda rngs: nnx.List(make_projector(config, d_model, rngs=rngs, dtype=dtype)))
-    count, width = _features(config)
+    (count, width), found = _features(config), []
     for step in steps:
         count, width = _shape_after(step, count, width)
-    return count
+        found.append((count, [leaf.shape for leaf in jax.tree.leaves(nnx.state(step))]))
+    return found
 
 
 def _features(config: VisionConfig) -> tuple[int, int]:

@@ -57,6 +57,7 @@ class Program:
         config's; a checkpoint's may differ.
       step: the jitted step `(state, frozen, batch) -> (state, metrics)`; run it under `jax.set_mesh(mesh)`. With a
         teacher, its parameters are a fourth argument.
+      pictures: number of pictures in every row of a batch of `abstract_batch`.
       teacher: None: nothing is distilled.
       taught: its abstract parameters, with shardings. Dtypes are its config's; a checkpoint's may differ.
     """
@@ -70,6 +71,7 @@ class Program:
     state: TrainState
     frozen: nnx.State
     step: Callable[..., tuple[TrainState, StepMetrics]]
+    pictures: int = 0
     teacher: Teacher | None = None
     taught: nnx.State | None = None
 
@@ -94,12 +96,17 @@ def mesh_for(recipe: Recipe, config: ModelConfig, devices: list[Any] | None = No
 
 
 def make_program(
-    recipe: Recipe, config: ModelConfig, devices: list[Any] | None = None, *, teacher: ModelConfig | None = None
+    recipe: Recipe,
+    config: ModelConfig,
+    devices: list[Any] | None = None,
+    *,
+    pictures: int = 0,
+    teacher: ModelConfig | None = None,
 ) -> Program:
     """Makes the program of a recipe for a model.
 
-    The mesh has all devices by default; they may be those of a topology description. `teacher` is the config of the
-    model that the recipe's `distill` names, if it does.
+    The mesh has all devices by default; they may be those of a topology description. For planning there are so many
+    `pictures` in every row. `teacher` is the config of the model that the recipe's `distill` names, if it does.
 
     Raises:
       InputError: a mesh, batch size, partition, teacher or parameter shape that does not fit.
@@ -137,6 +144,7 @@ def make_program(
         state=state,
         frozen=frozen,
         step=step,
+        pictures=pictures,
         teacher=distilled,
         taught=taught,
     )

@@ -97,7 +97,7 @@ def test_verbs_of_the_language_side_leave_the_eye_to_the_bit(dense, verb):
     elif verb == "pesc":
         made = moe_jax.upcycle(dense, method="pesc", experts=4, every=1, rest="qlora:2", adapter=4)
     else:
-        made = moe_jax.adapt(dense, method="lora", adapter="lora:2")
+        made = moe_jax.adapt(dense, method="lora", adapter="lora:2", targets="q,v,up")
         made = moe_jax.merge(made) if verb == "merge" else made
     assert made.config.vision == CONFIG.vision and of_eye(made) == of_eye(dense)
     assert np.isfinite(pictured(made)).all()
