@@ -16,17 +16,28 @@ FEATURES = 9
 """Tokens of a picture."""
 
 
-def tower_config(*, layers: int = 3, width: int = 16) -> ModelConfig:
+def tower_config(
+    *, layers: int = 3, width: int = 16, heads: int = 2, hidden: int = 32, patch: int = 4, side: int = SIDE
+) -> ModelConfig:
     """An image encoder in the form of CLIP's."""
     attention = AttentionConfig(
-        num_heads=2, num_kv_heads=2, head_dim=width // 2, biases=("q", "k", "v", "o"), mask="bidirectional"
+        num_heads=heads, num_kv_heads=heads, head_dim=width // heads, biases=("q", "k", "v", "o"), mask="bidirectional"
     )
-    layer = LayerConfig(attention=attention, mlp=FFNConfig(dim=32, gated=False, activation="quick_gelu", bias=True))
-    patches = PatchesConfig(size=4, grid=(3, 3), class_token=True, pre_norm=True, pooled_norm=True)
+    ffn = FFNConfig(dim=hidden, gated=False, activation="quick_gelu", bias=True)
+    grid = (side // patch, side // patch)
+    patches = PatchesConfig(size=patch, grid=grid, class_token=True, pre_norm=True, pooled_norm=True)
     return ModelConfig(
-        family="clip_vision_model", vocab_size=0, d_model=width, max_positions=10, layers=(layer,) * layers,
-        rope=RopeConfig(fraction=0.0), norm="layer", final_norm=False, patches=patches,
+        family="clip_vision_model", vocab_size=0, d_model=width, max_positions=patches.num_positions,
+        layers=(LayerConfig(attention=attention, mlp=ffn),) * layers, rope=RopeConfig(fraction=0.0), norm="layer",
+        final_norm=False, patches=patches,
     )  # fmt: skip
+
+
+def clip_large(**options: Any) -> VisionConfig:
+    """LLaVA's eye over CLIP-L/14 of 336 pixels, at its true size."""
+    tower = tower_config(layers=24, width=1024, heads=16, hidden=4096, patch=14, side=336)
+    processing = ImageProcessing(size=(336, 336), shortest=336, mean=(0.5, 0.45, 0.4), std=(0.25, 0.26, 0.27))
+    return VisionConfig(family="llava", tower=tower, processing=processing, **options)
 
 
 def vision_config(**options: Any) -> VisionConfig:
