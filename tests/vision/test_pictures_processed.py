@@ -44,14 +44,23 @@ def check(data: bytes, name: str, *, pad: bool) -> None:
     np.testing.assert_array_equal(found, np.moveaxis(expected, 0, -1), strict=True)
 
 
+PHOTOGRAPHS = {
+    "skimage/data": (
+        *("astronaut.png", "camera.png", "cell.png", "chelsea.png", "coffee.png", "coins.png"),
+        *("hubble_deep_field.jpg", "motorcycle_left.png", "retina.jpg", "rocket.jpg"),
+    ),
+    "sklearn/datasets/images": ("china.jpg", "flower.jpg"),
+}
+
+
 def photographs() -> list[Path]:
-    """Photographs that packages bring, where they are installed: twelve of scikit-image, two of scikit-learn."""
+    """Photographs that scikit-image and scikit-learn bring, where they are installed."""
     found: list[Path] = []
-    for package, folder in (("skimage", "data"), ("sklearn", "datasets/images")):
+    for place, names in PHOTOGRAPHS.items():
+        package, _, folder = place.partition("/")
         spec = importlib.util.find_spec(package)
         if spec is not None and spec.origin is not None:
-            files = sorted((Path(spec.origin).parent / folder).iterdir())
-            found += [file for file in files if file.suffix in (".png", ".jpg", ".jpeg", ".tif", ".gif")]
+            found += [Path(spec.origin).parent / folder / name for name in names]
     return found
 
 
