@@ -229,7 +229,7 @@ def _print(
     from rich.markup import escape
 
     from moe_jax.core.terminal import console_for_tables, table_of_figures
-    from moe_jax.nn.vision_words import vision_in_words
+    from moe_jax.nn.projector import vision_in_words
 
     console, config = console_for_tables(), source.config
     console.print(f"[bold]{escape(str(source.path))}[/bold]")

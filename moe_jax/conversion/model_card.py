@@ -12,7 +12,7 @@ from moe_jax.core.verb_spec import NOT_GIVEN
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_names import NAME
 from moe_jax.models import ModelConfig
-from moe_jax.nn.vision_words import vision_in_words
+from moe_jax.nn.projector import vision_in_words
 
 _DATA = ("data.sources", "eval.text", "calibrate", "text", "router_from")
 _MOST_OPTIONS = 60

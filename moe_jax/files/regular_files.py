@@ -86,6 +86,32 @@ class HeldDirectory:
         if not same:
             raise InputError(f"{self.path} was replaced while it was read; start again")
 
+    def within(self, parts: Sequence[str]) -> "tuple[HeldDirectory, str]":
+        """Returns the directory that holds a file below this one, and its name, behind links that stay below.
+
+        What becomes a link after this look is not followed where the result is read with `links=False`.
+
+        Args:
+          parts: of the path below this directory, none of them `..`.
+
+        Raises:
+          InputError: if a link leads out of this directory.
+          OSError: if a directory cannot be opened.
+        """
+        # Of the directory that is held open, wherever that is by now.
+        root = os.path.realpath(f"/proc/self/fd/{self.descriptor}")
+        if not os.path.isdir(root):  # no Linux
+            self.check_in_place()
+            root = os.path.realpath(self.path)
+        real = os.path.realpath(os.path.join(root, *parts))
+        if os.path.commonpath([root, real]) != root:
+            raise InputError(f"{self.path.joinpath(*parts)} is a link that leads out of {self.path}")
+        *folders, name = Path(real).relative_to(root).parts or (".",)
+        directory = self
+        for folder in folders:
+            directory = HeldDirectory(folder, inside=directory, links=False)
+        return directory, name
+
     def is_file(self, name: str) -> bool:
         """Whether the directory has a regular file of this name, relative to it, or a link to one."""
         try:
@@ -120,6 +146,10 @@ class BucketDirectory:
 
     def check_in_place(self) -> None:
         """Does nothing: objects are not replaced together, and of each that is read, the size is checked."""
+
+    def within(self, parts: Sequence[str]) -> "tuple[BucketDirectory, str]":
+        """Returns this folder and the name of an object in it, as `HeldDirectory.within` does; there are no links."""
+        return self, "/".join(parts)
 
     def is_file(self, name: str) -> bool:
         """Whether the folder has an object of this name."""

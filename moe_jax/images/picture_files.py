@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from moe_jax.core.errors import InputError, shown
-from moe_jax.files.regular_files import BucketDirectory, HeldDirectory, hold, read_regular
+from moe_jax.files.regular_files import Directory, hold, read_regular
 from moe_jax.images.decoding import MAX_BYTES, decode_picture
 
 _LONGEST_NAME = 4096
@@ -45,36 +45,16 @@ class PictureFolder:
           FileNotFoundError: if there is none.
           InputError: for a name that leads out of the folder; or as `read_picture`.
         """
-        parts = _parts(name, self.path)
-        where = f"{self.path}/{name}"
-        if isinstance(self._directory, BucketDirectory):
-            return _bytes_of("/".join(parts), where, self._directory)
-        return _bytes_of(*self._without_links(parts, where))
+        parts, where = _parts(name, self.path), f"{self.path}/{name}"
+        try:
+            directory, file = self._directory.within(parts)
+        except OSError as error:
+            raise _unreadable(where, error) from None
+        return _bytes_of(file, where, directory)
 
     def picture(self, name: str) -> UInt8[np.ndarray, "H W 3"]:
         """Returns a picture, decoded; raises errors as `read` and `decode_picture` do."""
         return decode_picture(self.read(name), f"{self.path}/{name}")
-
-    def _without_links(self, parts: list[str], where: str) -> tuple[str, str, HeldDirectory]:
-        """Returns a name, `where`, and the directory that it is in, behind links that stay inside of the folder."""
-        assert isinstance(self._directory, HeldDirectory)
-        # Of the folder that is held open, wherever that is by now.
-        root = os.path.realpath(f"/proc/self/fd/{self._directory.descriptor}")
-        if root.startswith("/proc/"):  # no Linux
-            self._directory.check_in_place()
-            root = os.path.realpath(self.path)
-        real = os.path.realpath(os.path.join(root, *parts))
-        if os.path.commonpath([root, real]) != root:
-            raise InputError(f"{where} is a link out of the folder; pictures of data lie inside of it")
-        *folders, name = Path(real).relative_to(root).parts or (".",)
-        directory = self._directory
-        try:
-            for folder in folders:
-                # Whatever has become a link since then is not followed.
-                directory = HeldDirectory(folder, inside=directory, links=False)
-        except OSError as error:
-            raise _unreadable(where, error) from None
-        return name, where, directory
 
 
 def _parts(name: str, folder: Path | str) -> list[str]:
@@ -87,7 +67,7 @@ def _parts(name: str, folder: Path | str) -> list[str]:
     return list(path.parts)
 
 
-def _bytes_of(path: str, where: str, inside: HeldDirectory | BucketDirectory | None) -> bytes:
+def _bytes_of(path: str, where: str, inside: Directory | None) -> bytes:
     try:
         return read_regular(path, max_bytes=MAX_BYTES, inside=inside, links=inside is None)
     except (OSError, ValueError) as error:

@@ -15,7 +15,7 @@ from moe_jax.distributed.own_rules import add_rules
 from moe_jax.experts.linear import Linear
 from moe_jax.experts.shapes import shapes_of
 from moe_jax.kernels.plain import ACTIVATION_FUNCTIONS
-from moe_jax.models.config import VisionConfig
+from moe_jax.models.config import ModelConfig, VisionConfig
 from moe_jax.nn.layers import Norm
 
 
@@ -179,6 +179,24 @@ def tokens_per_picture(config: VisionConfig, d_model: int) -> int:
     """Returns the number of features that a picture becomes, each of which takes the place of a token."""
     shapes = projector_shapes(config, d_model)
     return shapes[-1][0] if shapes else _features(config)[0]
+
+
+def vision_in_words(config: ModelConfig) -> str | None:
+    """Returns tower, pictures and projector in a line; None: the model takes no pictures.
+
+    >>> vision_in_words(moe_jax.tiny_model().config) is None
+    True
+    """
+    vision = config.vision
+    if vision is None:
+        return None
+    height, width = vision.processing.size
+    features, tokens = ", ".join(map(str, vision.features)), tokens_per_picture(vision, config.d_model)
+    return (
+        f"{vision.family}: pictures of {height} x {width} pixels through {vision.tower.family}, "
+        f"{vision.tower.num_layers} layers of width {vision.tower.d_model:,}, features {features}, and "
+        f"{', '.join(vision.projector) or 'no projector'} become {tokens:,} tokens"
+    )
 
 
 def projector_shapes(config: VisionConfig, d_model: int) -> list[tuple[int, list[tuple[int, ...]]]]:

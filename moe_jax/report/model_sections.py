@@ -18,7 +18,7 @@ from moe_jax.figures.plots import plot_between, plot_load, plot_to_base
 from moe_jax.files.json_toml import parse
 from moe_jax.model_io.model_source import ModelSource, OverBase
 from moe_jax.models import ModelConfig
-from moe_jax.nn.vision_words import vision_in_words
+from moe_jax.nn.projector import vision_in_words
 from moe_jax.peft.trained import active_size, parameter_sizes
 from moe_jax.report.elements import facts, folded, joined, picture, table, warning
 from moe_jax.report.subjects import Measured

@@ -89,7 +89,7 @@ class PictureFlops(NamedTuple):
 
     @property
     def of_step(self) -> float:
-        """Those in a training step of a model whose tower is frozen, as by default: it goes forward alone."""
+        """Operations in a training step of a model whose tower is frozen, as by default: it goes forward alone."""
         return self.tower + 3 * self.projector
 
 
@@ -115,7 +115,7 @@ def picture_flops(config: ModelConfig) -> PictureFlops:
 
 
 def _projector_flops(vision: VisionConfig, d_model: int) -> float:
-    """Returns those of a projector's matrices, with each of which every feature behind it is multiplied."""
+    """Returns the operations of a projector's matrices, each of which is multiplied with the features before it."""
     found = projector_shapes(vision, d_model)
     return sum(2.0 * count * math.prod(shape) for count, shapes in found for shape in shapes if len(shape) == 2)
 

@@ -85,7 +85,7 @@ def test_the_check_sees_pictures(dense, monkeypatch):
 
 
 def test_med_begins_elsewhere(dense):
-    with pytest.raises(InputError, match="universal 'med' has weights that do not sum to 1"):
+    with pytest.raises(InputError, match="universal 'med'"):
         moe_jax.upcycle(dense, experts=4, every=1, universal="med")
     moe = moe_jax.upcycle(dense, experts=4, every=1, universal="med", step0_check=False)
     before, after = pictured(dense), pictured(moe)
