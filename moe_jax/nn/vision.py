@@ -44,9 +44,9 @@ class Patches(nnx.Module):
         x = self.projection(patches_of(pixels, self.config.size))
         # Not by slices of a parameter: JAX 0.10 cannot add their gradients to sums in place (training.step).
         of_token, of_patches = jnp.split(self.positions[...], [int(self.config.class_token)])
-        x = x + interpolated_positions(of_patches, self.config.grid, grid).astype(x.dtype)
+        x = x + interpolated_positions(of_patches, self.config.grid, grid).astype(x.dtype)[None]
         if self.config.class_token:
-            token = (self.class_token[...] + of_token).astype(x.dtype)
+            token = (self.class_token[...][None, None] + of_token[None]).astype(x.dtype)
             x = jnp.concatenate([jnp.broadcast_to(token, (len(x), 1, x.shape[-1])), x], axis=1)
         return self.norm(x)
 
