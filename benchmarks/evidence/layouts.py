@@ -169,6 +169,11 @@ ENCODER_DECODERS = Table(
     ("model", "nll of the answers", "right answers", "95 % interval, %", "exported, in Transformers"),
     ("{}", "{:.3f}", "{} of {}", "{:.1f} – {:.1f}", "{}"),
 )
+VISION_TOWER = Table(
+    "towers",
+    ("tower", "", "pictures", "ms", "Transformers, ms", "speed, of Transformers' (aim 0.85)"),
+    ("{}", "{}", "{}", "{:.0f}", "{:.0f}", "{:.2f}"),
+)
 FAMILIES_COMPRESSED = Table(
     "compressed and tuned",
     ("family", "", "bytes", "loss before", "after", "exported, in Transformers"),

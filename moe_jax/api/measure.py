@@ -26,7 +26,14 @@ from moe_jax.model_io.in_memory import IN_MEMORY
 from moe_jax.models import ModelConfig
 from moe_jax.peft.adapt import adapted_config
 from moe_jax.peft.spec import AdaptSpec
-from moe_jax.planning.model_costs import ModelPlan, make_plan, planned_strategies, training_memory, tuned_parameters
+from moe_jax.planning.model_costs import (
+    ModelPlan,
+    make_plan,
+    planned_strategies,
+    planned_vision,
+    training_memory,
+    tuned_parameters,
+)
 from moe_jax.training.recipe import OptimizerSection
 from moe_jax.upcycling.dense_to_moe import upcycled_config
 from moe_jax.upcycling.spec import UpcycleSpec
@@ -192,6 +199,7 @@ def plan(
     optimizer: OptimizerSection | None = None,
     platform: str | None = None,
     tokens: int | None = None,
+    pictures: int = 0,
     propose: "RecipeOrPath | None" = None,
 ) -> ModelPlan:
     """Counts parameters, bytes and FLOP of a model from its config alone, or of what it would become.
@@ -211,6 +219,7 @@ def plan(
       platform: a key of `data_sheets.CHIPS`, such as `v5e`, `h100` or `cpu`: adds the strategy by which experts
         would be applied there, and the least time of every one.
       tokens: number of tokens of a training batch on one device of the platform; default 8192.
+      pictures: of a model that sees: number of pictures in every row, for the share of the image encoder.
       propose: a recipe. Adds the best ways to train the model by it on the platform, which then has a number of chips,
         as `v5p-16` or `h100:2x8` has: meshes, `remat`, microbatches, and dtypes if it does not fit with the recipe's.
 
@@ -233,6 +242,7 @@ def plan(
         raise InputError("propose: needs a platform, such as v5p-16, and takes no tokens: the recipe says how many")
     return dataclasses.replace(
         make_plan(config, origin),
+        vision=planned_vision(config, pictures),
         peft=tuned_parameters(config),
         training_bytes_per_chip=None if mesh is None else training_memory(config, mesh, optimizer=optimizer),
         strategies=None if platform is None or propose is not None else planned_strategies(config, platform, tokens),

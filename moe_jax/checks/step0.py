@@ -1,8 +1,8 @@
 """Step-0 equality: an upcycled or adapted model computes its source's logits before it is trained (methods.md 2.5).
 
-Both models are run on the same tokens, layer by layer from disk, and the final logits are compared; on a text also the
-predictions, since a difference of logits may be equal for all tokens, or affect only very unlikely ones. `Probe` does
-so before the new model appears on disk.
+Both models are run on the same tokens, and pictures if they see, layer by layer from disk, and the final logits are
+compared; on a text also the predictions, since a difference of logits may be equal for all tokens, or affect only very
+unlikely ones. `Probe` does so before the new model appears on disk.
 """
 
 import itertools
@@ -13,7 +13,8 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from moe_jax.checks.streamed_layers import StreamedModel
+from moe_jax.checks.streamed_model import StreamedModel
+from moe_jax.checks.streamed_vision import Pictures
 from moe_jax.core.data_sheets import available_memory
 from moe_jax.core.errors import InputError
 from moe_jax.core.finite import REMEDY, check_finite
@@ -22,6 +23,7 @@ from moe_jax.core.terminal import Progress
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.model_io.tuned_base import LeavesOverBase, as_base, base_config, is_tuned
 from moe_jax.models import ModelConfig
+from moe_jax.nn.projector import tokens_per_picture
 
 WINDOW = 128
 """Tokens of a window; each window is predicted from its own tokens alone."""
@@ -96,6 +98,8 @@ def _log_softmax(logits: Float[np.ndarray, "n V"]) -> Float[np.ndarray, "n V"]:
 
 
 PROBE_SHAPE = (2, 32)
+# Separates the draws of pixels from those of tokens, which have the same seed.
+_PICTURES = 0x9E5
 TOLERANCE = 1e-5
 TOLERANCE_PER_LAYER = 1e-6
 
@@ -134,6 +138,23 @@ def probe_tokens(config: ModelConfig, seed: int) -> Int[np.ndarray, "B T"]:
     return random.integers(0, config.vocab_size, (batch, min(length, config.max_positions)), dtype=np.int32)
 
 
+def probe_pictures(config: ModelConfig, seed: int) -> Pictures | None:
+    """Draws a picture for every row of `probe_tokens`, of pixels that are uniform; None: the model takes no pictures.
+
+    Every second token of a row is a feature of its picture: as many as find room, evenly from all of them.
+    """
+    if config.vision is None:
+        return None
+    rows, length = probe_tokens(config, seed).shape
+    random = np.random.Generator(np.random.Philox([seed, _PICTURES]))
+    size = config.vision.processing.size
+    pixels = random.integers(0, 256, (rows, 1, *size, 3), dtype=np.uint8)
+    slots = np.zeros((rows, length), np.int32)
+    places = slots[:, 1::2].shape[1]
+    slots[:, 1::2] = np.linspace(1, tokens_per_picture(config.vision, config.d_model), places).round()
+    return Pictures(pixels, slots)
+
+
 class Comparisons(NamedTuple):
     """The comparisons that `Probe` makes.
 
@@ -170,7 +191,7 @@ class Probe:
         With `allow_nonfinite`, the source's weights may be NaN or infinite. Raises `InputError` if the largest layer
         does not fit into this machine's memory.
         """
-        probe = probe_tokens(source.config, seed)
+        probe, pictures = probe_tokens(source.config, seed), probe_pictures(source.config, seed)
         nf4 = as_base(base_config(config, keep_nf4=True))
         tokens, self._probed = probe, probe.shape
         self._text: tuple[str, np.ndarray, np.ndarray] | None = None
@@ -178,15 +199,17 @@ class Probe:
             rows, scored = text_rows(text, source.config.max_positions)
             self._text = text.name, rows, scored
             # One batch: the layers are read, and compiled, once for both.
-            tokens = np.concatenate([np.pad(probe, ((0, 0), (0, rows.shape[1] - probe.shape[1]))), rows])
+            padding = (0, 0), (0, rows.shape[1] - probe.shape[1])
+            tokens = np.concatenate([np.pad(probe, padding), rows])
+            pictures = None if pictures is None else pictures._replace(slots=np.pad(pictures.slots, padding))
         self._source, self._allow_nonfinite = source, allow_nonfinite
-        self._before = StreamedModel(source.config, source.specs(), tokens)
-        self._after = StreamedModel(config, specs, tokens, like=self._before)
+        self._before = StreamedModel(source.config, source.specs(), tokens, pictures=pictures)
+        self._after = StreamedModel(config, specs, tokens, pictures=pictures, like=self._before)
         models = [self._before, self._after]
         self._nf4: tuple[StreamedModel, LeavesOverBase] | None = None
         if is_tuned(nf4):
             leaves = LeavesOverBase(nf4, source)
-            self._nf4 = StreamedModel(nf4, leaves.specs, tokens, like=self._after), leaves
+            self._nf4 = StreamedModel(nf4, leaves.specs, tokens, pictures=pictures, like=self._after), leaves
             models.append(self._nf4[0])
         self._total = len(models) * config.num_layers
         needed, available = max(model.memory for model in models), available_memory()

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -159,16 +160,16 @@ def collapse(specs: "Mapping[str, jax.ShapeDtypeStruct]") -> "dict[str, tuple[ja
     Returns:
       "layers/{0..3}/mlp/up/kernel" -> (shape and dtype of one, how many there are), in the order of `specs`.
     """
-    groups: dict[tuple[str, Any, Any], list[int]] = {}
+    groups: dict[tuple[str, str, Any, Any], list[int]] = {}
     for path, spec in specs.items():
-        layer, rest = _split(path)
-        groups.setdefault((rest, spec.shape, spec.dtype), []).append(layer)
+        part, layer, rest = _split(path)
+        groups.setdefault((part, rest, spec.shape, spec.dtype), []).append(layer)
     rows = {}
     for path, spec in specs.items():
-        layer, rest = _split(path)
-        layers = groups[rest, spec.shape, spec.dtype]
+        part, layer, rest = _split(path)
+        layers = groups[part, rest, spec.shape, spec.dtype]
         if layer == layers[0]:
-            name = path if layer < 0 else f"layers/{index_set(layers)}/{rest}"
+            name = path if layer < 0 else f"{part}layers/{index_set(layers)}/{rest}"
             rows[name] = (spec, len(layers))
     return rows
 
@@ -213,10 +214,10 @@ def _weights_in_codes(config: "ModelConfig", specs: "Mapping[str, jax.ShapeDtype
     return count
 
 
-def _split(path: str) -> tuple[int, str]:
-    """Returns the index of a leaf's layer, -1 for a leaf outside the layers, and its path inside the layer."""
-    parts = path.split("/", 2)
-    return (int(parts[1]), parts[2]) if parts[0] == "layers" else (-1, path)
+def _split(path: str) -> tuple[str, int, str]:
+    """Returns the part of the model before `layers/`, the layer's index, -1 outside of layers, and the path inside."""
+    match = re.fullmatch(r"(vision/tower/|)layers/(\d+)/(.*)", path)
+    return (match[1], int(match[2]), match[3]) if match else ("", -1, path)
 
 
 def _print(
@@ -228,13 +229,16 @@ def _print(
     from rich.markup import escape
 
     from moe_jax.core.terminal import console_for_tables, table_of_figures
+    from moe_jax.nn.projector import vision_in_words
 
     console, config = console_for_tables(), source.config
     console.print(f"[bold]{escape(str(source.path))}[/bold]")
     console.print(_summary(config), markup=False)
+    if (sees := vision_in_words(config)) is not None:
+        console.print(sees, markup=False)
     table = table_of_figures("leaf", "shape", "dtype", "layers", "bytes", words=("shape", "dtype"))
     for name, (spec, count) in collapse(specs).items():
-        layers = str(count) if name.startswith("layers/") else ""
+        layers = str(count) if "layers/" in name else ""
         size = show_bytes(count * count_bytes([spec]))
         table.add_row(name, escape(str(list(spec.shape))), str(spec.dtype), layers, size)
     console.print(table)

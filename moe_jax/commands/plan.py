@@ -111,6 +111,9 @@ class _Command:
     tokens: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """With --platform: tokens of a training batch on one device (default 8192), in rows of the model's context length
     or shorter."""
+    pictures: Annotated[int, tyro.conf.arg(metavar="N")] = 0
+    """Of a model that sees: so many pictures in every row. Adds the image encoder's share of the operations of a
+    training step; with --train the step is compiled with them."""
     json: bool = False
     """Prints JSON and nothing else."""
 
@@ -125,6 +128,10 @@ class _Command:
             parse_mesh(self.mesh)
         if self.tokens is not None and self.tokens < 1:
             raise InputError(f"tokens={self.tokens} must be at least 1")
+        if self.pictures < 0:
+            raise InputError(f"pictures={self.pictures} must be at least 0")
+        if self.pictures and (self.propose or (self.mesh is not None and self.platform is not None)):
+            raise InputError("--pictures: not with --propose, nor with --mesh and --platform, which compile nothing")
         if self.train is None and self.platform is not None:
             check_member("platform", self.platform, tuple(CHIPS))
         _check_training(self)
@@ -147,6 +154,7 @@ GROUPS = {
     "training on several chips": ("mesh", "optimizer"),
     "the model of moe-jax compress": ("compress", *_OF_COMPRESS),
     "time on a chip": ("platform", "tokens"),
+    "a model that sees": ("pictures",),
 }
 EXAMPLES = """
 # parameters and bytes of a model, from its config
@@ -205,7 +213,7 @@ def run(options: _Command) -> None:
         how |= {"mesh": mesh, "optimizer": optimizer, "platform": options.platform, "tokens": options.tokens}
     elif options.propose:
         how |= {"propose": recipe, "platform": options.platform}
-    planned = moe_jax.plan(given, **how)
+    planned = moe_jax.plan(given, pictures=options.pictures, **how)
     compressed = _compression(config, options)
     if options.json:
         described = dataclasses.asdict(planned)
@@ -283,7 +291,9 @@ def _training(recipe: "Recipe | None", config: "ModelConfig", options: _Command)
     from moe_jax.planning.planned_training import planned_training
 
     teacher = None if recipe.distill is None else read_config(recipe.distill.teacher)
-    return planned_training(recipe, config, platform, compiles=options.compiles, teacher=teacher)
+    return planned_training(
+        recipe, config, platform, compiles=options.compiles, pictures=options.pictures, teacher=teacher
+    )
 
 
 def _spec(options: _Command) -> UpcycleSpec | AdaptSpec | None:

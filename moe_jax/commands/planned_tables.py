@@ -14,7 +14,7 @@ from moe_jax.core.terminal import console_for_tables, table_of_figures
 if TYPE_CHECKING:
     from moe_jax.compression.coding.storage import Stored
     from moe_jax.models import ModelConfig
-    from moe_jax.planning.model_costs import LayerStrategies, ModelPlan, PlannedStrategies
+    from moe_jax.planning.model_costs import LayerStrategies, ModelPlan, PlannedStrategies, PlannedVision
     from moe_jax.planning.planned_compression import PlannedCompression
     from moe_jax.planning.planned_training import PlannedTraining
     from moe_jax.planning.proposals import Proposal, Proposals
@@ -26,7 +26,8 @@ def print_plan(path: Path, config: "ModelConfig", plan: "ModelPlan") -> None:
     console = console_for_tables()
     moe = config.moe_layers
     kind = f"{len(moe)} of {config.num_layers} layers are MoEs" if moe else f"{config.num_layers} layers, dense"
-    console.print(f"[bold]{escape(str(path))}[/bold]: {config.family}, d={config.d_model}, {kind}")
+    sees = "" if config.vision is None else f", sees ({config.vision.family})"
+    console.print(f"[bold]{escape(str(path))}[/bold]: {config.family}, d={config.d_model}, {kind}{sees}")
     if moe:
         first = config.moe(moe[0])
         universal = "" if first.universal == "none" else f"; universal FFN: {first.universal}"
@@ -47,7 +48,7 @@ def print_plan(path: Path, config: "ModelConfig", plan: "ModelPlan") -> None:
         ("  routers", plan.router_params, ""),
         ("  experts", plan.expert_params, "kernels or bases and deltas; positions are not parameters"),
         ("active per token", plan.active_params, "norms left out"),
-        ("trainable", plan.trainable_params, "all but frozen bases"),
+        ("trainable", plan.trainable_params, "all but frozen bases" + (" and the tower" if plan.vision else "")),
     ]
     if plan.universal_params:
         rows.insert(5, ("  universal FFNs", plan.universal_params, "beside the experts"))
@@ -63,12 +64,33 @@ def print_plan(path: Path, config: "ModelConfig", plan: "ModelPlan") -> None:
     table.add_row("bytes", show_bytes(plan.param_bytes), f"in {config.dtype}, positions included")
     flops = f"of a training step per token, in rows of the whole context of {config.max_positions:,} tokens"
     table.add_row("FLOP", f"{plan.train_flops_per_token:,.0f}", flops)
+    if plan.vision is not None:
+        for row in _vision_rows(config, plan.vision):
+            table.add_row(*row)
     if memory is not None:
         parts = f"parameters {show_bytes(memory.params)}, gradients {show_bytes(memory.gradients)}, "
         frozen = f"; what is frozen in {config.dtype}" if plan.trainable_params < plan.total_params else ""
         parts += f"optimizer {show_bytes(memory.optimizer)}; float32, without activations{frozen}"
         table.add_row("training, per chip", show_bytes(memory.total), parts)
     console.print(table)
+
+
+def _vision_rows(config: "ModelConfig", vision: "PlannedVision") -> list[tuple[str, str, str]]:
+    assert config.vision is not None
+    tower, sides = config.vision.tower, " x ".join(map(str, config.vision.processing.size))
+    run = f"{vision.layers_run} of {tower.num_layers} layers are run"
+    steps = ", ".join(config.vision.projector)
+    rows = [
+        ("tower", f"{vision.tower_params:,}", f"{show_bytes(vision.tower_bytes)}; {tower.family}, {run}"),
+        ("projector", f"{vision.projector_params:,}", f"{show_bytes(vision.projector_bytes)}; {steps}"),
+        ("tokens per picture", f"{vision.tokens_per_picture:,}", f"of {sides} pixels"),
+        ("FLOP per picture", f"{vision.tower_flops + vision.projector_flops:,.0f}", "of tower and projector, forward"),
+    ]
+    if vision.tower_share is not None:
+        many = "a picture" if vision.pictures == 1 else f"{vision.pictures} pictures"
+        note = f"of a training step with the tower frozen, in rows of the whole context with {many}"
+        rows.append(("  tower's share", f"{vision.tower_share:.1%}", note))
+    return rows
 
 
 def print_compression(planned: "PlannedCompression") -> None:

@@ -12,6 +12,7 @@ from moe_jax.core.verb_spec import NOT_GIVEN
 from moe_jax.model_io.loading import leaf_specs
 from moe_jax.model_io.model_names import NAME
 from moe_jax.models import ModelConfig
+from moe_jax.nn.projector import vision_in_words
 
 _DATA = ("data.sources", "eval.text", "calibrate", "text", "router_from")
 _MOST_OPTIONS = 60
@@ -33,7 +34,7 @@ def model_card(config: ModelConfig, lineage: Sequence[Mapping[str, Any]], *, lib
     licence = licence if "license" in base and re.fullmatch(r"[\w.+-]{1,60}", licence) else None
     head = {
         "library_name": library,
-        "pipeline_tag": "text2text-generation" if config.has_encoder else "text-generation",
+        "pipeline_tag": _task(config),
         "base_model": hub if NAME.fullmatch(hub) else None,
         "license": licence,
         "tags": "[moe_jax]",
@@ -65,7 +66,18 @@ def _title(base: str, lineage: Sequence[Mapping[str, Any]]) -> str:
     return _plain(f"{base.rpartition('/')[2]}: {', '.join(made)}" if made else base.rpartition("/")[2])
 
 
+def _task(config: ModelConfig) -> str:
+    if config.vision is not None:
+        return "image-text-to-text"
+    return "text2text-generation" if config.has_encoder else "text-generation"
+
+
 def _about(config: ModelConfig) -> str:
+    sees = vision_in_words(config)
+    return _about_language(config) + ("" if sees is None else f" It sees ({sees}).")
+
+
+def _about_language(config: ModelConfig) -> str:
     about = f"A {config.family} model of {count_parameters(leaf_specs(config).values()):,} parameters"
     if not config.moe_layers:
         return f"{about} in {config.num_layers} layers."

@@ -175,6 +175,8 @@ def problems_of_peft(config: ModelConfig) -> list[str]:
     """Returns why PEFT's format cannot hold the adapters of a model, one phrase per kind; none if it can."""
     if kinds := kinds_without_place(config):
         return [f"{kind} have no place in it" for kind in kinds]
+    if config.vision is not None:
+        return ["PEFT finds modules by names which the image encoder has too; merge the adapter, and export that"]
     if not any(_loras(layer) for layer in config.layers):
         return ["it has no LoRA"]
     try:

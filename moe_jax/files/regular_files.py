@@ -49,7 +49,7 @@ def traffic_so_far() -> Traffic:
 
 _KINDS = {
     **dict.fromkeys((stat.S_IFCHR, stat.S_IFBLK), "a device"),
-    **{stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"},
+    **{stat.S_IFLNK: "a link", stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"},
 }
 
 
@@ -60,14 +60,16 @@ class HeldDirectory:
       path: where the directory was when it was opened; for messages.
     """
 
-    def __init__(self, path: Path | str, *, inside: "HeldDirectory | None" = None):
+    def __init__(self, path: Path | str, *, inside: "HeldDirectory | None" = None, links: bool = True):
         """Opens a directory; a relative path begins at `inside`, or at the current one.
+
+        `links`: whether the last part of the path may be a link.
 
         Raises:
           FileNotFoundError, NotADirectoryError: if there is none.
         """
         self.path = inside.path / path if inside else Path(path)
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
         try:
             self.descriptor = os.open(path, flags, dir_fd=inside.descriptor if inside else None)
         except OSError as error:
@@ -83,6 +85,32 @@ class HeldDirectory:
             same = False
         if not same:
             raise InputError(f"{self.path} was replaced while it was read; start again")
+
+    def within(self, parts: Sequence[str]) -> "tuple[HeldDirectory, str]":
+        """Returns the directory that holds a file below this one, and its name, behind links that stay below.
+
+        What becomes a link after this look is not followed where the result is read with `links=False`.
+
+        Args:
+          parts: of the path below this directory, none of them `..`.
+
+        Raises:
+          InputError: if a link leads out of this directory.
+          OSError: if a directory cannot be opened.
+        """
+        # Of the directory that is held open, wherever that is by now.
+        root = os.path.realpath(f"/proc/self/fd/{self.descriptor}")
+        if not os.path.isdir(root):  # no Linux
+            self.check_in_place()
+            root = os.path.realpath(self.path)
+        real = os.path.realpath(os.path.join(root, *parts))
+        if os.path.commonpath([root, real]) != root:
+            raise InputError(f"{self.path.joinpath(*parts)} is a link that leads out of {self.path}")
+        *folders, name = Path(real).relative_to(root).parts or (".",)
+        directory = self
+        for folder in folders:
+            directory = HeldDirectory(folder, inside=directory, links=False)
+        return directory, name
 
     def is_file(self, name: str) -> bool:
         """Whether the directory has a regular file of this name, relative to it, or a link to one."""
@@ -118,6 +146,10 @@ class BucketDirectory:
 
     def check_in_place(self) -> None:
         """Does nothing: objects are not replaced together, and of each that is read, the size is checked."""
+
+    def within(self, parts: Sequence[str]) -> "tuple[BucketDirectory, str]":
+        """Returns this folder and the name of an object in it, as `HeldDirectory.within` does; there are no links."""
+        return self, "/".join(parts)
 
     def is_file(self, name: str) -> bool:
         """Whether the folder has an object of this name."""
@@ -173,8 +205,10 @@ def pread_into(descriptor: int, start: int, out: np.ndarray) -> int:
     return done
 
 
-def open_regular(path: Path | str, *, inside: HeldDirectory | None = None) -> BinaryIO:
-    """Opens a file to read its bytes; links are followed. A relative path begins at `inside`, or the current directory.
+def open_regular(path: Path | str, *, inside: HeldDirectory | None = None, links: bool = True) -> BinaryIO:
+    """Opens a file to read its bytes. A relative path begins at `inside`, or the current directory.
+
+    `links`: whether a link at the end of the path is followed.
 
     Raises:
       FileNotFoundError: if there is none.
@@ -183,11 +217,12 @@ def open_regular(path: Path | str, *, inside: HeldDirectory | None = None) -> Bi
     directory = inside.descriptor if inside else None
     shown = inside.path / path if inside else path
     try:
-        mode = os.stat(path, dir_fd=directory).st_mode
+        mode = os.stat(path, dir_fd=directory, follow_symlinks=links).st_mode
         if not stat.S_ISREG(mode):
             raise InputError(f"{shown} is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, expected a regular file")
         # If the file has become a pipe since then, opening does not wait until somebody writes into it.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
+        descriptor = os.open(path, flags, dir_fd=directory)
     except OSError as error:
         error.filename = str(shown)
         raise
@@ -199,7 +234,7 @@ def open_regular(path: Path | str, *, inside: HeldDirectory | None = None) -> Bi
     return os.fdopen(descriptor, "rb")
 
 
-def read_regular(path: Path | str, *, max_bytes: int, inside: Directory | None = None) -> bytes:
+def read_regular(path: Path | str, *, max_bytes: int, inside: Directory | None = None, links: bool = True) -> bytes:
     """Returns the whole content of a file, or of an object in a bucket, found as in `open_regular`.
 
     Raises:
@@ -211,7 +246,7 @@ def read_regular(path: Path | str, *, max_bytes: int, inside: Directory | None =
         inside, path = BucketDirectory(whole.parent), whole.name
     if isinstance(inside, BucketDirectory):
         return inside.read(str(path), max_bytes=max_bytes)
-    with open_regular(path, inside=inside) as file:
+    with open_regular(path, inside=inside, links=links) as file:
         size = os.fstat(file.fileno()).st_size
         # Files of the system (`/proc`) say that they have no bytes.
         content = file.read(max_bytes + 1) if size <= max_bytes else b""

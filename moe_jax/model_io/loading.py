@@ -1,7 +1,7 @@
 """Converts between leaves on disk, one per parameter and layer, and a stacked and sharded model in memory."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
@@ -79,7 +79,9 @@ def _leaf_specs(config: ModelConfig, dtype: str | None) -> dict[str, jax.ShapeDt
     return dict(sorted(specs.items(), key=lambda item: _by_layer(item[0])))
 
 
-def disk_paths(config: ModelConfig, path: str, *, model: Decoder | VisionTower | None = None) -> list[str]:
+def disk_paths(
+    config: ModelConfig, path: str, *, model: Decoder | VisionTower | None = None, cuts: Collection[int] = ()
+) -> list[str]:
     """Returns the paths on disk of a parameter in memory: one per repeat if it is stacked.
 
     stack/segments/0/blocks/1/mlp/up/kernel -> layers/1/mlp/up/kernel, layers/3/mlp/up/kernel, ...
@@ -88,12 +90,15 @@ def disk_paths(config: ModelConfig, path: str, *, model: Decoder | VisionTower |
     encoder/relative_bias/table             -> encoder_relative_bias/table
     vision/tower/stack/final_norm/scale     -> vision/tower/final_norm/scale
 
-    Layers are stacked as they are in `model`, if it is given: some were perhaps unstacked, or replaced.
+    Layers are stacked as they are in `model`, if it is given: some were perhaps unstacked, or replaced. `cuts` are
+    those of an image encoder's `Stack`.
     """
     if path.startswith(TOWER):
-        assert config.vision is not None
+        vision, below = config.vision, path.removeprefix(TOWER)
+        assert vision is not None
         of_tower = model.vision.tower if isinstance(model, Decoder) else None
-        return [TOWER + name for name in disk_paths(config.vision.tower, path.removeprefix(TOWER), model=of_tower)]
+        found = disk_paths(vision.tower, below, model=of_tower, cuts=vision.hidden_states)
+        return [TOWER + name for name in found]
     match = _STACKED.fullmatch(path)
     if not match:
         if path.startswith("encoder/"):
@@ -102,7 +107,7 @@ def disk_paths(config: ModelConfig, path: str, *, model: Decoder | VisionTower |
     in_encoder = match[1] == "encoder/"
     start = 0 if in_encoder else config.num_encoder_layers
     if model is None:
-        segments: Any = segments_of((config.encoder if in_encoder else config.decoder).layers)
+        segments: Any = segments_of((config.encoder if in_encoder else config.decoder).layers, cuts=cuts)
     else:
         stack = model.encoder if in_encoder and isinstance(model, Decoder) else model.stack
         segments = stack.segments

@@ -1,7 +1,8 @@
 """`ModelConfig`: a frozen, complete description of a model, and the segments of layers that repeat."""
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
 from moe_jax.core.errors import InputError, check_member, check_number, check_positive, shown
@@ -270,6 +271,12 @@ class ModelConfig:
         if self.patches is not None:
             raise InputError(f"a {self.family!r} model is an image encoder, and not {what}")
 
+    def check_sees(self, what: str) -> "VisionConfig":
+        """Returns what the model sees with; raises `InputError` for one that takes no pictures, which `what` needs."""
+        if self.vision is None:
+            raise InputError(f"{what}: this {self.family!r} model takes no pictures, it has no vision")
+        return self.vision
+
     def check_scores_tokens(self, what: str) -> None:
         """Raises `InputError` for a model whose head scores classes: `what` needs one that scores tokens."""
         if self.num_classes is not None:
@@ -388,16 +395,21 @@ class Segment(NamedTuple):
         return self.start + repeat * len(self.pattern) + position
 
 
-def segments_of(layers: tuple[LayerConfig, ...]) -> tuple[Segment, ...]:
+def segments_of(layers: tuple[LayerConfig, ...], *, cuts: Collection[int] = ()) -> tuple[Segment, ...]:
     """Divides the layers into segments, greedily: the repetition that covers most layers, short patterns first.
 
     Args:
       layers: the layers of a model, in order.
+      cuts: layers at which a segment begins, whatever stands before and behind.
 
     Returns:
       Segments that cover the layers exactly once and in order. None crosses the boundary between an encoder's and a
       decoder's layers, which are never equal.
     """
+    edges = sorted({0, *cuts, len(layers)})
+    if len(edges) > 2:
+        parts = [(first, segments_of(layers[first:end])) for first, end in itertools.pairwise(edges)]
+        return tuple(one._replace(start=first + one.start) for first, part in parts for one in part)
     segments = []
     start = 0
     while start < len(layers):

@@ -13,8 +13,9 @@ from moe_jax.core.errors import InputError, shown
 from moe_jax.core.registry import Registry
 from moe_jax.distributed.own_rules import add_rules
 from moe_jax.experts.linear import Linear
+from moe_jax.experts.shapes import shapes_of
 from moe_jax.kernels.plain import ACTIVATION_FUNCTIONS
-from moe_jax.models.config import VisionConfig
+from moe_jax.models.config import ModelConfig, VisionConfig
 from moe_jax.nn.layers import Norm
 
 
@@ -176,15 +177,37 @@ def make_projector(config: VisionConfig, d_model: int, *, rngs: nnx.Rngs, dtype:
 
 def tokens_per_picture(config: VisionConfig, d_model: int) -> int:
     """Returns the number of features that a picture becomes, each of which takes the place of a token."""
-    count, width = _features(config)
+    shapes = projector_shapes(config, d_model)
+    return shapes[-1][0] if shapes else _features(config)[0]
 
-    def projected() -> Float[Array, "1 n d"]:
-        x = jnp.zeros((1, count, width), jnp.float32)
-        for step in make_projector(config, d_model, rngs=nnx.Rngs(0), dtype=x.dtype):
-            x = step(x)
-        return x
 
-    return jax.eval_shape(projected).shape[1]
+def vision_in_words(config: ModelConfig) -> str | None:
+    """Returns tower, pictures and projector in a line; None: the model takes no pictures.
+
+    >>> vision_in_words(moe_jax.tiny_model().config) is None
+    True
+    """
+    vision = config.vision
+    if vision is None:
+        return None
+    height, width = vision.processing.size
+    features, tokens = ", ".join(map(str, vision.features)), tokens_per_picture(vision, config.d_model)
+    return (
+        f"{vision.family}: pictures of {height} x {width} pixels through {vision.tower.family}, "
+        f"{vision.tower.num_layers} layers of width {vision.tower.d_model:,}, features {features}, and "
+        f"{', '.join(vision.projector) or 'no projector'} become {tokens:,} tokens"
+    )
+
+
+def projector_shapes(config: VisionConfig, d_model: int) -> list[tuple[int, list[tuple[int, ...]]]]:
+    """Returns of every step of a projector the number of features behind it, and the shapes of its parameters."""
+    dtype = jnp.dtype("float32")
+    steps = shapes_of(lambda rngs: nnx.List(make_projector(config, d_model, rngs=rngs, dtype=dtype)))
+    (count, width), found = _features(config), []
+    for step in steps:
+        count, width = _shape_after(step, count, width)
+        found.append((count, [leaf.shape for leaf in jax.tree.leaves(nnx.state(step))]))
+    return found
 
 
 def _features(config: VisionConfig) -> tuple[int, int]:
@@ -209,10 +232,13 @@ def _parsed(spec: str) -> tuple[str, str]:
         return spec, ""
     name, _, argument = spec.rpartition(":")
     if name not in STEPS:
-        STEPS.check("projector step", spec if ":" in name or not name else name)
+        # `pool:2` has an argument, `my_lab.parts:Halved` a colon in its name.
+        STEPS.check("projector step", spec if ":" in name or not name or argument.isidentifier() else name)
     return name, argument
 
 
 def _shape_after(step: Any, count: int, width: int) -> tuple[int, int]:
-    found = jax.eval_shape(step, jax.ShapeDtypeStruct((1, count, width), jnp.float32))
-    return found.shape[1:]
+    # As an argument, as the parameters of a step may be abstract.
+    graphdef, state = nnx.split(step)
+    x = jax.ShapeDtypeStruct((1, count, width), jnp.float32)
+    return jax.eval_shape(lambda state, x: nnx.merge(graphdef, state)(x), state, x).shape[1:]

@@ -1,6 +1,6 @@
 """The layers of a model, which are stacked where they repeat, and its final norm."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -47,14 +47,18 @@ class Stack(Summarised):
       remat: what the backward pass recomputes: `none`, `dots` (all but matrix products) or `full`.
     """
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, remat: str = "none"):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, remat: str = "none", cuts: Collection[int] = ()):
+        """Draws the parameters; `cuts` are layers at which a segment begins, so that a call may `stop` there."""
         check_member("remat", remat, ("none", *REMAT_POLICIES))
         assert not config.has_encoder, "an encoder and a decoder are two stacks"
         dtype = jnp.dtype(config.dtype)
         self.config = config
         self.remat = remat
         self.segments = nnx.List(
-            [_fresh_segment(segment, config, rngs=rngs, dtype=dtype) for segment in segments_of(config.layers)]
+            [
+                _fresh_segment(segment, config, rngs=rngs, dtype=dtype)
+                for segment in segments_of(config.layers, cuts=cuts)
+            ]
         )
         self.final_norm = make_final_norm(config)
         biased = config.shared_bias()
@@ -97,6 +101,7 @@ class Stack(Summarised):
         experts_off: Mapping[int, Sequence[int]] | None = None,
         router_bias: Mapping[int, Float[Array, " E"]] | None = None,
         router_logits: Mapping[int, ChangeLogits] | None = None,
+        stop: int | None = None,
         key: Array | None = None,
     ) -> StackOutput:
         """Applies all layers.
@@ -123,6 +128,8 @@ class Stack(Summarised):
           router_bias: by layer, what is added to the logits of its router; zeros change nothing.
           router_logits: by layer, a function of the logits of its router, float32[B, T, E], that returns others. It is
             traced, and outside of `jax.jit` such a call is compiled every time.
+          stop: the layer before which to stop, which begins a segment: its input is returned. None: behind the final
+            norm.
           key: random key for everything random in training; None: deterministic.
 
         Raises:
@@ -153,16 +160,23 @@ class Stack(Summarised):
         x = shard_batch(x)
         new_caches, router, kept = [], [], Kept({}, {})
         for index, segment in enumerate(self.segments):
+            if segment.start == stop:
+                break
+            # Of a layer in the middle, the inputs of all that are stacked with it are in the program.
+            if segment.start in inside.hidden_states:
+                kept.hidden_states[segment.start] = x
+            of_middle = inside._replace(hidden_states=inside.hidden_states - {segment.start})
             x, cache, stats, of_segment = segment(
-                x, context, None if caches is None else caches[index], self.remat, key, inside
+                x, context, None if caches is None else caches[index], self.remat, key, of_middle
             )
             x = shard_batch(x)
             new_caches.append(cache)
             router.extend(stats)
             kept = Kept(kept.routing | of_segment.routing, kept.hidden_states | of_segment.hidden_states)
-        x = self.final_norm(x)
-        if len(self.layers) in inside.hidden_states:
-            kept.hidden_states[len(self.layers)] = x
+        last = len(self.layers) if stop is None else stop
+        x = self.final_norm(x) if stop is None else x
+        if last in inside.hidden_states:
+            kept.hidden_states[last] = x
         return StackOutput(
             x,
             None if caches is None else tuple(new_caches),

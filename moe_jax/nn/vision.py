@@ -1,6 +1,6 @@
 """The eye of a model: patches of pictures as tokens, layers over them, and steps to the model's width."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -42,11 +42,11 @@ class Patches(nnx.Module):
             size, patch = f"{pixels.shape[1]} x {pixels.shape[2]}", f"{self.config.size} x {self.config.size}"
             raise InputError(f"pictures of {size} pixels are smaller than a patch of {patch}")
         x = self.projection(patches_of(pixels, self.config.size))
-        positions, first = self.positions[...], int(self.config.class_token)
-        of_patches = interpolated_positions(positions[first:], self.config.grid, grid)
-        x = x + of_patches.astype(x.dtype)[None]
+        # Not by slices of a parameter: JAX 0.10 cannot add their gradients to sums in place (training.step).
+        of_token, of_patches = jnp.split(self.positions[...], [int(self.config.class_token)])
+        x = x + interpolated_positions(of_patches, self.config.grid, grid).astype(x.dtype)[None]
         if self.config.class_token:
-            token = (self.class_token[...] + positions[0]).astype(x.dtype)
+            token = (self.class_token[...][None, None] + of_token[None]).astype(x.dtype)
             x = jnp.concatenate([jnp.broadcast_to(token, (len(x), 1, x.shape[-1])), x], axis=1)
         return self.norm(x)
 
@@ -60,25 +60,35 @@ class VisionTower(Summarised):
     """
 
     def __init__(
-        self, config: ModelConfig, *, rngs: nnx.Rngs, remat: str = "none", compute_dtype: DTypeLike = jnp.float32
+        self,
+        config: ModelConfig,
+        *,
+        rngs: nnx.Rngs,
+        remat: str = "none",
+        compute_dtype: DTypeLike = jnp.float32,
+        cuts: Collection[int] = (),
     ):
+        """Draws the parameters; `remat` and `cuts` as in `Stack`."""
         assert config.patches is not None, "an image encoder has patches"
         self.config = config
         self.compute_dtype = jnp.dtype(compute_dtype)
         self.patches = Patches(config.patches, config, rngs=rngs)
-        self.stack = Stack(config, rngs=rngs, remat=remat)
+        self.stack = Stack(config, rngs=rngs, remat=remat, cuts=cuts)
         kind = config.norm if config.patches.pooled_norm else "none"
         self.pooled_norm = Norm(kind, config.d_model, config.norm_eps, dtype=jnp.dtype(config.dtype))
 
     def _summary(self) -> list[str]:
         return [f"{self.config.family}, tower of {len(self.stack.layers)} layers, {size_of(self)}"]
 
-    def __call__(self, pixels: Float[Array, "B H W C"], *, hidden_states: Sequence[int] = ()) -> StackOutput:
+    def __call__(
+        self, pixels: Float[Array, "B H W C"], *, hidden_states: Sequence[int] = (), stop: int | None = None
+    ) -> StackOutput:
         """Encodes pictures.
 
         Args:
           pixels: normalised, in the order of rows, columns, channels.
           hidden_states: layers whose inputs to return, as `Stack` numbers them.
+          stop: the layer before which to stop, as in `Stack`.
 
         Returns:
           As `Stack` does: `x` are the features after the last layer, of the class token first where there is one.
@@ -88,7 +98,7 @@ class VisionTower(Summarised):
         """
         channels = self.patches.config.channels
         pixels = as_array("pixels", pixels, "floating-point numbers", (None, None, None, channels))
-        return self.stack(self.patches(pixels.astype(self.compute_dtype)), hidden_states=hidden_states)
+        return self.stack(self.patches(pixels.astype(self.compute_dtype)), hidden_states=hidden_states, stop=stop)
 
 
 class Vision(Summarised):
@@ -112,7 +122,9 @@ class Vision(Summarised):
     ):
         """Draws the parameters; the projector's have a `dtype`, the tower's that of its own config."""
         self.config = config
-        self.tower = VisionTower(config.tower, rngs=rngs, remat=remat, compute_dtype=compute_dtype)
+        # Layers behind the last that is looked at are not run, and of the others no more is kept than is taken.
+        cuts = config.hidden_states
+        self.tower = VisionTower(config.tower, rngs=rngs, remat=remat, compute_dtype=compute_dtype, cuts=cuts)
         self.projector: Any = nnx.List(make_projector(config, d_model, rngs=rngs, dtype=dtype))
 
     def _summary(self) -> list[str]:
@@ -128,12 +140,13 @@ class Vision(Summarised):
         height, width = self.config.processing.size
         pixels = as_array("pixels", pixels, "bytes", (None, None, height, width, 3))
         batch, count = pixels.shape[:2]
+        states, last = self.config.hidden_states, max(self.config.hidden_states)
         seen = self.tower(
             normalized(pixels.reshape(batch * count, height, width, 3), self.config.processing),
-            hidden_states=tuple(sorted(set(self.config.hidden_states))),
+            hidden_states=tuple(sorted(set(states))),
+            stop=None if last == self.config.tower.num_layers else last,
         )
-        chosen = [seen.hidden_states[index] for index in self.config.hidden_states]
-        x = jnp.concatenate(chosen, axis=-1)[:, self.config.drop_first :]
+        x = joined_features(self.config, [seen.hidden_states[index] for index in states])
         return x.reshape(batch, count, *x.shape[1:])
 
     def __call__(self, pixels: UInt8[Array, "B M H W 3"]) -> Float[Array, "B n d"]:
@@ -148,6 +161,11 @@ class Vision(Summarised):
         for step in self.projector:
             x = step(x)
         return x.reshape(batch, -1, x.shape[-1])
+
+
+def joined_features(config: VisionConfig, hidden_states: Sequence[Float[Array, "B T w"]]) -> Float[Array, "B n W"]:
+    """Returns the features of pictures, of the hidden states that are taken, in their order."""
+    return jnp.concatenate(hidden_states, axis=-1)[:, config.drop_first :]
 
 
 def splice(

@@ -44,8 +44,11 @@ def active_size(config: ModelConfig, path: str, size: int) -> int:
     """Returns the number of parameters, out of `size` of a leaf, that are active for one token.
 
     All of them, except for leaves with one part per expert or adapter: of these, the parts that the router chooses for
-    a token (PERFT-S and D: all; E: k of E; R: K of M). Routers are active as a whole.
+    a token (PERFT-S and D: all; E: k of E; R: K of M). Routers are active as a whole. Those that see are for pictures
+    alone.
     """
+    if path.startswith("vision/"):
+        return 0
     if "/mlp/perft/adapters/" in path:
         moe = config.moe(int(path.split("/")[1]))
         assert moe.perft is not None

@@ -22,7 +22,7 @@ from moe_jax.planning.hlo import largest_arrays, sums_by_kind, transfers
 from moe_jax.planning.planned_devices import described_devices, gpu_hosts, is_gpu
 from moe_jax.planning.slice_names import topology_of
 from moe_jax.planning.step_time import StateNumbers, step_roofline
-from moe_jax.training.flops import batch_flops
+from moe_jax.training.flops import batch_flops, picture_flops
 from moe_jax.training.program import Program, abstract_batch, make_program
 from moe_jax.training.recipe import Recipe
 
@@ -35,12 +35,13 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def compile_only(
-    recipe: Recipe, config: ModelConfig, topology: str, *, teacher: ModelConfig | None = None
+    recipe: Recipe, config: ModelConfig, topology: str, *, pictures: int = 0, teacher: ModelConfig | None = None
 ) -> dict[str, Any]:
     """Compiles the step of a recipe for a topology such as `v5e:4x4` or `h100:8`.
 
-    `teacher` is the config of the model that the recipe's `distill` names, if it does. The compiled step and its bytes
-    include the teacher's parameters and forward pass; `model_flops` and `estimate` do not.
+    There are so many `pictures` in every row. `teacher` is the config of the model that the recipe's `distill` names,
+    if it does. The compiled step and its bytes include the teacher's parameters and forward pass; `model_flops` and
+    `estimate` do not.
 
     Returns:
       JSON-able: `topology`, `device_kind`, `chips`, `mesh`; per chip `bytes` (`arguments`, `outputs`, `aliased`,
@@ -48,6 +49,7 @@ def compile_only(
       and `compiler_flops` (which counts a loop over layers once); `fits`, None if the memory of a chip is unknown;
       `largest` arrays that the step makes, in words; `collectives` by kind with `count` and `bytes`, loops counted in
       full; and `estimate`, the least time of a step by data sheets (`StepRoofline`); None: the chip has no data sheet.
+      With pictures also `tower_share`, of the model's operations.
 
     Raises:
       InputError: no compiler for the topology, an unknown one, a step that does not fit into the chips' memory, or a
@@ -55,7 +57,7 @@ def compile_only(
     """
     topology = topology_of(topology)
     devices = described_devices(topology)
-    program = make_program(recipe, config, devices, teacher=teacher)
+    program = make_program(recipe, config, devices, pictures=pictures, teacher=teacher)
     # The compiler dumps the program's text itself: `compiled.as_text()` cannot parse output of a newer compiler.
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -68,7 +70,7 @@ def compile_only(
     kind = devices[0].device_kind
     chip = chip_of_kind(kind)
     memory = None if chip is None else chip.memory
-    model_flops = batch_flops(recipe, config) / len(devices)
+    model_flops = batch_flops(recipe, config, pictures=pictures) / len(devices)
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(program.state.params)]
     frozen = frozen_gradients(recipe, config, paths) / len(devices)
     roofline = None
@@ -86,19 +88,27 @@ def compile_only(
             per_host,
             frozen,
         )._asdict() | {"source": chip.source}
-    return {
-        "topology": topology,
-        "device_kind": kind,
-        "chips": len(devices),
-        "mesh": dict(program.mesh.shape),
-        "bytes": sizes | {"hbm": memory},
-        "fits": None if memory is None else sizes["total"] <= memory,
-        "largest": largest_arrays(program_text),
-        "model_flops": model_flops - frozen,
-        "compiler_flops": (compiled.cost_analysis() or {}).get("flops"),
-        "collectives": {kind: counted._asdict() for kind, counted in sums_by_kind(sent).items()},
-        "estimate": roofline,
-    } | ({} if teacher is None else {"without_teacher": ["model_flops", "estimate"]})
+    share: dict[str, float] = {}
+    if pictures:
+        of_tower = recipe.train.batch_size * pictures * picture_flops(config).tower / len(devices)
+        share = {"tower_share": of_tower / (model_flops - frozen)}
+    return (
+        {
+            "topology": topology,
+            "device_kind": kind,
+            "chips": len(devices),
+            "mesh": dict(program.mesh.shape),
+            "bytes": sizes | {"hbm": memory},
+            "fits": None if memory is None else sizes["total"] <= memory,
+            "largest": largest_arrays(program_text),
+            "model_flops": model_flops - frozen,
+            "compiler_flops": (compiled.cost_analysis() or {}).get("flops"),
+            "collectives": {kind: counted._asdict() for kind, counted in sums_by_kind(sent).items()},
+            "estimate": roofline,
+        }
+        | share
+        | ({} if teacher is None else {"without_teacher": ["model_flops", "estimate"]})
+    )
 
 
 class DoesNotFit(Exception):
@@ -115,7 +125,7 @@ class DoesNotFit(Exception):
 def compiled_step(program: Program, recipe: Recipe, options: dict[str, Any] | None = None) -> Compiled:
     """Compiles the step of a program for the devices of its mesh; `DoesNotFit` if these have too little memory."""
     with jax.set_mesh(program.mesh):
-        batch = abstract_batch(recipe, program.config, program.mesh)
+        batch = abstract_batch(recipe, program.config, program.mesh, pictures=program.pictures)
         step: Any = program.step
         lowered = step.lower(program.state, program.frozen, batch, *program.arguments)
         try:

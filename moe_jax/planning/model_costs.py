@@ -27,9 +27,10 @@ from moe_jax.experts.strategy import cheapest, strategy_costs
 from moe_jax.model_io.loading import abstract_model, disk_paths, leaf_specs
 from moe_jax.model_io.tuned_base import base_config, own_leaves
 from moe_jax.models import LayerConfig, ModelConfig, MoEConfig
+from moe_jax.nn.projector import tokens_per_picture
 from moe_jax.peft import split_model, trainable_paths
 from moe_jax.peft.trained import active_size, parameter_sizes
-from moe_jax.training.flops import train_flops_per_token
+from moe_jax.training.flops import picture_flops, train_flops_per_token
 from moe_jax.training.optimizer import Placed, make_optimizer, state_specs
 from moe_jax.training.recipe import OptimizerSection
 
@@ -57,15 +58,16 @@ class ModelPlan:
       expert_params: of all expert banks: kernels or shared bases, deltas, adapters, and per-expert biases.
       universal_params: of universal FFNs beside the banks; one that is a bank's last delta counts as an expert.
       norm_params: of all norms.
-      active_params: parameters that one token meets, without norms, as PERFT counts them (methods.md 8): embedding and
-        head, attention, dense and universal FFNs, routers, shared bases, and `top_k` of E of the experts' own
-        parameters (all of them if fewer are left after merging).
+      active_params: parameters that one token of a text meets, without norms, as PERFT counts them (methods.md 8):
+        embedding and head, attention, dense and universal FFNs, routers, shared bases, and `top_k` of E of the experts'
+        own parameters (all of them if fewer are left after merging).
       trainable_params: parameters that training changes if no recipe says otherwise: all but frozen bases.
       param_bytes: everything a checkpoint holds, positions included, in the dtype of the config.
       formula_added_params: `added_params` as published counts of DeRS and PESC are made: without `universal_params`,
         without LoRA, which is merged, and without rounding the entries of a sparse delta per matrix, `N*P*(1-p)` per
         layer.
       train_flops_per_token: of one training step at the full context length (see `training.flops`).
+      vision: of a model that sees: its eye; None: it takes no pictures.
       peft: the parameters that are trained beside a frozen base; None: there is no frozen base.
       training_bytes_per_chip: bytes per chip of training over a mesh; None: no mesh was given.
       strategies: how experts would be applied on a platform; None: none was given.
@@ -84,10 +86,77 @@ class ModelPlan:
     param_bytes: int
     formula_added_params: int
     train_flops_per_token: float
+    vision: "PlannedVision | None" = None
     peft: "TunedParameters | None" = None
     training_bytes_per_chip: "TrainingMemory | None" = None
     strategies: "PlannedStrategies | None" = None
     proposals: "Proposals | None" = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedVision:
+    """The costs of a model's eye.
+
+    Attributes:
+      tower_params, projector_params: of the image encoder, and of what makes its features embeddings.
+      tower_bytes, projector_bytes: in a checkpoint.
+      layers_run: layers of the tower that are run; the output of later ones is not taken.
+      tokens_per_picture: tokens whose place a picture takes.
+      tower_flops, projector_flops: of a forward pass for one picture.
+      pictures: of the row below.
+      tower_share: the tower's part of the operations of a training step, in rows of the whole context with so many
+        pictures, where the tower is frozen; None: there are none.
+    """
+
+    tower_params: int
+    projector_params: int
+    tower_bytes: int
+    projector_bytes: int
+    layers_run: int
+    tokens_per_picture: int
+    tower_flops: float
+    projector_flops: float
+    pictures: int = 0
+    tower_share: float | None = None
+
+
+def planned_vision(config: ModelConfig, pictures: int = 0) -> PlannedVision | None:
+    """Counts the eye of a model, and its part of a training step with so many pictures in every row.
+
+    Raises:
+      InputError: if pictures are asked for, and the model takes none or a row has no room for them.
+    """
+    if pictures < 0:
+        raise InputError(f"pictures={pictures} must be at least 0")
+    if config.vision is None:
+        if pictures:
+            config.check_sees("pictures")
+        return None
+    sizes, specs = parameter_sizes(config), leaf_specs(config)
+
+    def of(part: str) -> tuple[int, int]:
+        paths = [path for path in specs if path.startswith(f"vision/{part}/")]
+        return sum(sizes[path] for path in paths), count_bytes(specs[path] for path in paths)
+
+    (tower, tower_bytes), (projector, projector_bytes) = of("tower"), of("projector")
+    flops, tokens = picture_flops(config), tokens_per_picture(config.vision, config.d_model)
+    if pictures * tokens > config.max_positions:
+        raise InputError(
+            f"pictures={pictures}: each takes {tokens:,} tokens, and the model has {config.max_positions:,} positions"
+        )
+    whole = config.max_positions * train_flops_per_token(config, config.max_positions) + pictures * flops.of_step
+    return PlannedVision(
+        tower_params=tower,
+        projector_params=projector,
+        tower_bytes=tower_bytes,
+        projector_bytes=projector_bytes,
+        layers_run=max(config.vision.hidden_states),
+        tokens_per_picture=tokens,
+        tower_flops=flops.tower,
+        projector_flops=flops.projector,
+        pictures=pictures,
+        tower_share=pictures * flops.tower / whole if pictures else None,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,7 +181,7 @@ def make_plan(config: ModelConfig, origin: ModelConfig | None = None) -> ModelPl
         return sum(size for path, size in params.items() if folder in path)
 
     added = sum(params.values()) - sum(parameter_sizes(dense_config(origin or config)).values())
-    norms, universal = _norms(params), below("/mlp/universal/")
+    universal = below("/mlp/universal/")
     rounded_away = sum(_rounded_away(config, layer) for layer in config.layers)
     return ModelPlan(
         dense_params=sum(params.values()) - added,
@@ -121,8 +190,8 @@ def make_plan(config: ModelConfig, origin: ModelConfig | None = None) -> ModelPl
         router_params=below("/router/"),
         expert_params=below("/mlp/experts/"),
         universal_params=universal,
-        norm_params=norms,
-        active_params=_active(config, params) - norms,
+        norm_params=sum(params.values()) - sum(_without_norms(params).values()),
+        active_params=_active(config, _without_norms(params)),
         trainable_params=sum(size for path, size in params.items() if path in trained),
         param_bytes=count_bytes(leaf_specs(config).values()),
         formula_added_params=added - universal - below("/lora/") + round(rounded_away),
@@ -153,7 +222,7 @@ def tuned_parameters(config: ModelConfig) -> TunedParameters | None:
     added, base = own_leaves(config), base_config(config)
     own = {path: size for path, size in parameter_sizes(config).items() if path in added}
     active, below = _active(config, own), parameter_sizes(base)
-    share = active / (_active(base, below) - _norms(below))
+    share = active / _active(base, _without_norms(below))
     return TunedParameters(total_params=sum(own.values()), active_params=active, active_fraction=share)
 
 
@@ -220,8 +289,8 @@ def _active(config: ModelConfig, params: Mapping[str, int]) -> int:
     return sum(active_size(config, path, size) for path, size in params.items())
 
 
-def _norms(params: Mapping[str, int]) -> int:
-    return sum(size for path, size in params.items() if path.split("/")[-2].endswith("norm"))
+def _without_norms(params: Mapping[str, int]) -> dict[str, int]:
+    return {path: size for path, size in params.items() if not path.split("/")[-2].endswith("norm")}
 
 
 def _rounded_away(config: ModelConfig, layer: LayerConfig) -> float:

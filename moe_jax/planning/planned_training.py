@@ -121,6 +121,7 @@ def planned_training(
     platform: str | None = None,
     *,
     compiles: bool = True,
+    pictures: int = 0,
     teacher: ModelConfig | None = None,
 ) -> PlannedTraining:
     """Predicts what a run will take. No weights and no data are read, and nothing is written.
@@ -129,6 +130,7 @@ def planned_training(
       platform: see `planned_devices`.
       compiles: whether the step is compiled, if there is a compiler for the platform. If not, its memory is estimated
         from shapes (`expected_step`), which takes seconds for any mesh. For a CPU it is always compiled.
+      pictures: number of pictures in every row, if the step is compiled.
       teacher: config of the model that the recipe's `distill` names, if it does. Its parameters are counted, and if the
         step is compiled also its forward pass; estimates from shapes, collectives and the roofline are without that.
 
@@ -137,7 +139,9 @@ def planned_training(
     """
     target = planned_devices(recipe.mesh, platform, compiles=compiles)
     if target.devices is not None:
-        return _planned_by_compiling(recipe, config, target, teacher)
+        return _planned_by_compiling(recipe, config, target, pictures, teacher)
+    if pictures:
+        raise InputError("pictures are counted where the step is compiled; name a platform that has a compiler here")
     return RunInShapes(recipe, config, teacher).planned(recipe, target)
 
 
@@ -172,9 +176,9 @@ _ACTIVATIONS = "activations"
 
 
 def _planned_by_compiling(
-    recipe: Recipe, config: ModelConfig, target: PlannedDevices, teacher: ModelConfig | None
+    recipe: Recipe, config: ModelConfig, target: PlannedDevices, pictures: int, teacher: ModelConfig | None
 ) -> PlannedTraining:
-    program = make_program(recipe, config, target.devices, teacher=teacher)
+    program = make_program(recipe, config, target.devices, pictures=pictures, teacher=teacher)
     held = _held_bytes(program, recipe, dict(program.mesh.shape))
     items, fits = _held_items(held, recipe, program, target.count), True
     try:
@@ -292,9 +296,11 @@ def _planned(
         products, frozen = optimizer_operations(recipe.optimizer, shapes), frozen_gradients(recipe, config, shapes)
         # All devices of a CPU share its rates.
         devices = 1 if target.is_cpu else target.count
-        time = step_time(recipe, config, held, activations, devices, rates, products, teacher, frozen)
+        time = step_time(recipe, config, held, activations, devices, rates, products, teacher, frozen, program.pictures)
         source = rates.source
-        timed = timed_step(recipe, config, target.devices, teacher) if target.is_cpu and target.devices else None
+        timed = None
+        if target.is_cpu and target.devices and not program.pictures:
+            timed = timed_step(recipe, config, target.devices, teacher)
         if timed is not None:
             tokens = time.tokens_per_second * time.seconds / timed.seconds
             measured = {"seconds": timed.seconds, "products": None, "bytes": None, "tokens_per_second": tokens}
@@ -352,7 +358,7 @@ def _held_bytes(program: Program, recipe: Recipe, mesh: dict[str, int]) -> HeldB
         teacher=count(program.arguments),
         optimizer=count((state.opt_state, state.step)),
         average=count(state.ema),
-        batch=count(abstract_batch(recipe, program.config, program.mesh)),
+        batch=count(abstract_batch(recipe, program.config, program.mesh, pictures=program.pictures)),
         gradients=sum(4 * shard(leaf) for leaf in jax.tree.leaves(state.params)),
     )
 

@@ -18,6 +18,7 @@ from moe_jax.figures.plots import plot_between, plot_load, plot_to_base
 from moe_jax.files.json_toml import parse
 from moe_jax.model_io.model_source import ModelSource, OverBase
 from moe_jax.models import ModelConfig
+from moe_jax.nn.projector import vision_in_words
 from moe_jax.peft.trained import active_size, parameter_sizes
 from moe_jax.report.elements import facts, folded, joined, picture, table, warning
 from moe_jax.report.subjects import Measured
@@ -78,6 +79,7 @@ def model_facts(source: ModelSource, sizes: Sizes) -> Markup:
             "stored here": None if sizes.own is None else f"{sizes.own:,}",
             "on the disk": show_bytes(sizes.stored),
             "experts": "; ".join(experts) if experts else None,
+            "sees": vision_in_words(config),
             "stands on": None if base is None else str(base),
         }
     )
@@ -110,6 +112,8 @@ def _row(name: str, paths: list[str], specs: Mapping, sizes: Mapping[str, int], 
 
 # What the paths of their leaves contain; the first that fits counts.
 _PARTS = {
+    "image encoder": "vision/tower/",
+    "projector": "vision/projector/",
     "LoRA": "/lora/",
     "PERFT adapters": "/mlp/perft/",
     "routers": "/mlp/router/",

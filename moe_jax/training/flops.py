@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from moe_jax.core.data_sheets import chip_of_kind
 from moe_jax.data.sections import input_length
 from moe_jax.experts.shapes import LoRAConfig
-from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig
+from moe_jax.models import AttentionConfig, FFNConfig, LayerConfig, ModelConfig, MoEConfig, VisionConfig
+from moe_jax.nn.projector import projector_shapes
 from moe_jax.training.recipe import Recipe
 
 
@@ -69,10 +71,53 @@ def step_flops(config: ModelConfig, seq_len: int, input_len: int) -> Callable[[i
     return lambda tokens, inputs: tokens * per_token + inputs * per_input
 
 
-def batch_flops(recipe: Recipe, config: ModelConfig) -> float:
-    """Returns the floating-point operations of a step of a recipe, by `step_flops`, with every row of a batch full."""
+def batch_flops(recipe: Recipe, config: ModelConfig, *, pictures: int = 0) -> float:
+    """Returns the floating-point operations of a step of a recipe, by `step_flops`, with every row of a batch full.
+
+    There are so many pictures in every row.
+    """
     rows, seq_len, input_len = recipe.train.batch_size, recipe.data.seq_len, input_length(recipe.data)
-    return step_flops(config, seq_len, input_len)(rows * seq_len, rows * input_len)
+    of_text = step_flops(config, seq_len, input_len)(rows * seq_len, rows * input_len)
+    return of_text + (rows * pictures * picture_flops(config).of_step if pictures else 0)
+
+
+class PictureFlops(NamedTuple):
+    """Floating-point operations that a picture takes beside those of its tokens: of the tower and of the projector."""
+
+    tower: float
+    projector: float
+
+    @property
+    def of_step(self) -> float:
+        """Operations in a training step of a model whose tower is frozen, as by default: it goes forward alone."""
+        return self.tower + 3 * self.projector
+
+
+def picture_flops(config: ModelConfig) -> PictureFlops:
+    """Returns the operations of a forward pass for one picture: those of products with matrices, and of attention.
+
+    Layers of the tower behind the last whose output is taken are not run.
+
+    Raises:
+      InputError: for a model that takes no pictures.
+    """
+    vision = config.check_sees("pictures")
+    tower, patches = vision.tower, vision.tower.patches
+    assert patches is not None
+    layers = tower.layers[: max(vision.hidden_states)]
+    rows, columns = vision.grid
+    tokens = rows * columns + patches.class_token
+    matrices = sum(_entries(layer.attention, tower.d_model) for layer in layers)
+    matrices += sum(_mlp_params(layer, tower) for layer in layers)
+    scores = sum(2 * one.num_heads * (one.head_dim + one.value_dim) for one in (layer.attention for layer in layers))
+    entering = 2 * rows * columns * patches.channels * patches.size**2 * tower.d_model
+    return PictureFlops(entering + 2 * tokens * matrices + scores * tokens**2, _projector_flops(vision, config.d_model))
+
+
+def _projector_flops(vision: VisionConfig, d_model: int) -> float:
+    """Returns the operations of a projector's matrices, each of which is multiplied with the features before it."""
+    found = projector_shapes(vision, d_model)
+    return sum(2.0 * count * math.prod(shape) for count, shapes in found for shape in shapes if len(shape) == 2)
 
 
 def _key_value_params(attention: AttentionConfig, d_model: int) -> int:

@@ -57,6 +57,7 @@ class Program:
         config's; a checkpoint's may differ.
       step: the jitted step `(state, frozen, batch) -> (state, metrics)`; run it under `jax.set_mesh(mesh)`. With a
         teacher, its parameters are a fourth argument.
+      pictures: number of pictures in every row of a batch of `abstract_batch`.
       teacher: None: nothing is distilled.
       taught: its abstract parameters, with shardings. Dtypes are its config's; a checkpoint's may differ.
     """
@@ -70,6 +71,7 @@ class Program:
     state: TrainState
     frozen: nnx.State
     step: Callable[..., tuple[TrainState, StepMetrics]]
+    pictures: int = 0
     teacher: Teacher | None = None
     taught: nnx.State | None = None
 
@@ -94,12 +96,17 @@ def mesh_for(recipe: Recipe, config: ModelConfig, devices: list[Any] | None = No
 
 
 def make_program(
-    recipe: Recipe, config: ModelConfig, devices: list[Any] | None = None, *, teacher: ModelConfig | None = None
+    recipe: Recipe,
+    config: ModelConfig,
+    devices: list[Any] | None = None,
+    *,
+    pictures: int = 0,
+    teacher: ModelConfig | None = None,
 ) -> Program:
     """Makes the program of a recipe for a model.
 
-    The mesh has all devices by default; they may be those of a topology description. `teacher` is the config of the
-    model that the recipe's `distill` names, if it does.
+    The mesh has all devices by default; they may be those of a topology description. For planning there are so many
+    `pictures` in every row. `teacher` is the config of the model that the recipe's `distill` names, if it does.
 
     Raises:
       InputError: a mesh, batch size, partition, teacher or parameter shape that does not fit.
@@ -118,12 +125,13 @@ def make_program(
     state = abstract_state(params, optimizer, ema=recipe.ema is not None)
     frozen = with_shardings(_cast(frozen, frozen_dtype), state_shardings(frozen, mesh))
     distilled, taught = (None, None) if teacher is None else _teacher(recipe, teacher, mesh)
-    arguments = (state, frozen, abstract_batch(recipe, config, mesh), *(() if taught is None else (taught,)))
+    # A batch comes with its shardings, whatever is in it.
+    shardings = (shardings_of(state), shardings_of(frozen), None, *(() if taught is None else (shardings_of(taught),)))
     replicated = NamedSharding(mesh, P())
     step = jax.jit(
         _make_step(recipe, graphdef, optimizer, distilled),
         donate_argnums=0,
-        in_shardings=tuple(map(shardings_of, arguments)),
+        in_shardings=shardings,
         out_shardings=(shardings_of(state), replicated),
     )
     return Program(
@@ -136,6 +144,7 @@ def make_program(
         state=state,
         frozen=frozen,
         step=step,
+        pictures=pictures,
         teacher=distilled,
         taught=taught,
     )
@@ -223,14 +232,26 @@ def optimizer_of(recipe: Recipe, model: Decoder, trainable: Collection[str]) -> 
     return make_optimizer(recipe.optimizer, schedule_of(recipe), rates)
 
 
-def abstract_batch(recipe: Recipe, config: ModelConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shapes, dtypes and shardings of a recipe's batch for a model."""
+def abstract_batch(
+    recipe: Recipe, config: ModelConfig, mesh: Mesh, *, pictures: int = 0
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns shapes, dtypes and shardings of a recipe's batch for a model, with so many pictures in every row.
+
+    Raises:
+      InputError: for pictures of a model that takes none.
+    """
+    rows, seq_len = recipe.train.batch_size, recipe.data.seq_len
     input_len = input_length(recipe.data) if config.has_encoder else None
-    like = stack_pairs([], recipe.train.batch_size, input_len=input_len, seq_len=recipe.data.seq_len)
-    return {
+    like = stack_pairs([], rows, input_len=input_len, seq_len=seq_len)
+    batch = {
         name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=batch_sharding(mesh, array.shape[1]))
         for name, array in like.items()
     }
+    if pictures:
+        shape = (rows, pictures, *config.check_sees("pictures").processing.size, 3)
+        batch["pixels"] = jax.ShapeDtypeStruct(shape, "uint8", sharding=batch_sharding(mesh, 1))
+        batch["slots"] = batch["tokens"]
+    return batch
 
 
 def initial_states(program: Program, recipe: Recipe, source: ModelSource | None) -> tuple[nnx.State, nnx.State]:

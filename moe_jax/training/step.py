@@ -318,11 +318,15 @@ def step_key(seed: int, step: int | Int[Array, ""]) -> Array:
 
 
 def split_batch(array: Array, parts: int) -> Array:
-    """Reshapes `[B, T]` to `[parts, B / parts, T]`; part p takes rows p, p + parts, ...: no row changes its device."""
-    rows, length = array.shape
+    """Reshapes `[B, ...]` to `[parts, B / parts, ...]`; part p takes rows p, p + parts, ...: none changes its device.
+
+    The tokens of `[B, T]` are split over devices like those of the batch; the pictures of a row stay together.
+    """
+    rows, *rest = array.shape
     if rows % parts:
         raise InputError(f"a batch of {rows} rows is not {parts} microbatches of equal size (accumulation)")
-    microbatches = array.reshape(rows // parts, parts, length).swapaxes(0, 1)
+    microbatches = array.reshape(rows // parts, parts, *rest).swapaxes(0, 1)
     if jax.sharding.get_abstract_mesh().empty:
         return microbatches
-    return jax.lax.with_sharding_constraint(microbatches, P(None, *batch_spec()))
+    spec = batch_spec() if len(rest) == 1 else batch_spec()[:1]
+    return jax.lax.with_sharding_constraint(microbatches, P(None, *spec))

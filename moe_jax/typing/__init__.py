@@ -23,7 +23,7 @@ Parts of a model:
 
 Parts of a plan:
     TrainingMemory, TunedParameters  bytes in training, and parameters that are tuned
-    PlannedStrategies, LayerStrategies, StrategyTime
+    PlannedVision, PlannedStrategies, LayerStrategies, StrategyTime
                                      ways to apply experts, by layer, and their times
     Proposals, Proposal              ways to train by a recipe on a platform
 """
@@ -56,6 +56,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.model_io.model_source import StoredLeaves as StoredLeaves
     from moe_jax.planning.model_costs import LayerStrategies as LayerStrategies
     from moe_jax.planning.model_costs import PlannedStrategies as PlannedStrategies
+    from moe_jax.planning.model_costs import PlannedVision as PlannedVision
     from moe_jax.planning.model_costs import StrategyTime as StrategyTime
     from moe_jax.planning.model_costs import TrainingMemory as TrainingMemory
     from moe_jax.planning.model_costs import TunedParameters as TunedParameters

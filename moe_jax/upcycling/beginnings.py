@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from moe_jax.checks.streamed_layers import StreamedModel
+from moe_jax.checks.streamed_model import StreamedModel
 from moe_jax.core.data_sheets import available_memory
 from moe_jax.core.errors import InputError, shown
 from moe_jax.core.formatting import show_bytes

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from moe_jax.checks.step0 import PROBE_SHAPE, compare_logits, probe_tokens
-from moe_jax.checks.streamed_layers import StreamedModel
+from moe_jax.checks.streamed_model import StreamedModel
 from moe_jax.experts.forms.sparse import to_csr
 from moe_jax.model_io.loading import load_model
 from moe_jax.model_io.model_dir import ModelDirectory

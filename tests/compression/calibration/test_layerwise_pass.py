@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moe_jax.api.compress import calibrate
-from moe_jax.checks.streamed_layers import StreamedModel
+from moe_jax.checks.streamed_model import StreamedModel
 from moe_jax.commands.cli import main
 from moe_jax.compression.calibration.recording import (
     DEFAULT_SAMPLES,

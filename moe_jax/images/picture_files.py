@@ -1,0 +1,82 @@
+"""Reads the files of pictures; those of data by names inside a folder, which they cannot leave."""
+
+import os
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+from jaxtyping import UInt8
+
+from moe_jax.core.errors import InputError, shown
+from moe_jax.files.regular_files import Directory, hold, read_regular
+from moe_jax.images.decoding import MAX_BYTES, decode_picture
+
+_LONGEST_NAME = 4096
+
+
+def read_picture(path: str | os.PathLike[str]) -> UInt8[np.ndarray, "H W 3"]:
+    """Decodes the picture at a path, which a user gives.
+
+    Raises:
+      FileNotFoundError: if there is none.
+      InputError: if it is no regular file, larger than `MAX_BYTES`, in which case nothing of it is read, or no picture.
+    """
+    name = os.fspath(path)
+    return decode_picture(_bytes_of(name, name, None), name)
+
+
+class PictureFolder:
+    """A folder of pictures that data name: no name leads out of it, not by `..`, an absolute path or a link.
+
+    It is held open: names are of this folder, even if another takes its path.
+
+    Attributes:
+      path: of the folder; for messages.
+    """
+
+    def __init__(self, path: Path | str):
+        """Opens the folder, on a disk or in a bucket; raises `FileNotFoundError` or `NotADirectoryError` as `hold`."""
+        self.path = path
+        self._directory = hold(path)
+
+    def read(self, name: str) -> bytes:
+        """Returns the bytes of a picture, which may lie in a folder inside of this one.
+
+        Raises:
+          FileNotFoundError: if there is none.
+          InputError: for a name that leads out of the folder; or as `read_picture`.
+        """
+        parts, where = _parts(name, self.path), f"{self.path}/{name}"
+        try:
+            directory, file = self._directory.within(parts)
+        except OSError as error:
+            raise _unreadable(where, error) from None
+        return _bytes_of(file, where, directory)
+
+    def picture(self, name: str) -> UInt8[np.ndarray, "H W 3"]:
+        """Returns a picture, decoded; raises errors as `read` and `decode_picture` do."""
+        return decode_picture(self.read(name), f"{self.path}/{name}")
+
+
+def _parts(name: str, folder: Path | str) -> list[str]:
+    if not isinstance(name, str) or not name or "\0" in name or len(name) > _LONGEST_NAME:
+        raise InputError(f"{folder}: {shown(name)} is no name of a picture; expected one inside of the folder")
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        what = "an absolute path" if path.is_absolute() else "a path with '..'"
+        raise InputError(f"{folder}: {shown(name)} is {what}; expected the name of a picture inside of the folder")
+    return list(path.parts)
+
+
+def _bytes_of(path: str, where: str, inside: Directory | None) -> bytes:
+    try:
+        return read_regular(path, max_bytes=MAX_BYTES, inside=inside, links=inside is None)
+    except (OSError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise _unreadable(where, error) from None
+
+
+def _unreadable(where: str, error: OSError | ValueError) -> Exception:
+    if isinstance(error, FileNotFoundError):
+        return FileNotFoundError(f"no picture at {where}")
+    return InputError(f"{where} cannot be read: {getattr(error, 'strerror', None) or error}")
