@@ -29,7 +29,8 @@ _Module = TypeVar("_Module", Decoder, VisionTower)
 
 # Stacked layers up to this size are stacked, and taken apart, on the host: compiling a program per shape takes longer.
 _ON_HOST = 32 << 20
-_TOWER = "vision/tower/"
+TOWER = "vision/tower/"
+"""The paths of the image encoder of a model that sees begin with it, in memory and on disk."""
 _STACKED = re.compile(r"(?:vision/tower/)?(stack/|encoder/|)segments/(\d+)/blocks/(\d+)/(.*)")
 
 
@@ -89,10 +90,10 @@ def disk_paths(config: ModelConfig, path: str, *, model: Decoder | VisionTower |
 
     Layers are stacked as they are in `model`, if it is given: some were perhaps unstacked, or replaced.
     """
-    if path.startswith(_TOWER):
+    if path.startswith(TOWER):
         assert config.vision is not None
         of_tower = model.vision.tower if isinstance(model, Decoder) else None
-        return [_TOWER + name for name in disk_paths(config.vision.tower, path.removeprefix(_TOWER), model=of_tower)]
+        return [TOWER + name for name in disk_paths(config.vision.tower, path.removeprefix(TOWER), model=of_tower)]
     match = _STACKED.fullmatch(path)
     if not match:
         if path.startswith("encoder/"):

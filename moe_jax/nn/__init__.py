@@ -105,5 +105,5 @@ from moe_jax.nn.vision import VisionTower as VisionTower
 
 _show_signatures(
     *(Attention, LatentAttention, Decoder, Stack, BlockStack, Block, Embed, Head, Norm, FFN, Linear, MoE, LinearRouter),
-    *(CoderRouter, Perft),
+    *(CoderRouter, Perft, Vision, VisionTower),
 )

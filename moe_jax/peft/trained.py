@@ -22,7 +22,7 @@ from moe_jax.core.errors import InputError, clipped, nearest, raise_if_any, show
 from moe_jax.core.formatting import index_set, is_parameter
 from moe_jax.distributed.sharding import path_name
 from moe_jax.experts import ExpertBank
-from moe_jax.model_io.loading import disk_paths, leaf_specs
+from moe_jax.model_io.loading import TOWER, disk_paths, leaf_specs
 from moe_jax.model_io.tuned_base import own_leaves, with_nf4
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
@@ -56,6 +56,9 @@ def active_size(config: ModelConfig, path: str, size: int) -> int:
     return size // moe.bank_experts * min(moe.bank_top_k, moe.bank_experts)
 
 
+_LAYER = re.compile(rf"({TOWER}|)layers/(\d+)/")
+
+
 class ParameterGroup(NamedTuple):
     """A parameter, summed over all layers that have it."""
 
@@ -70,7 +73,7 @@ def trained_groups(config: ModelConfig, trained: Collection[str]) -> list[Parame
     folded: dict[str, list[str]] = {}
     for path in sizes:
         if path in trained:
-            folded.setdefault(re.sub(r"^layers/\d+/", "layers/*/", path), []).append(path)
+            folded.setdefault(_LAYER.sub(r"\1layers/*/", path), []).append(path)
     return [
         ParameterGroup(
             pattern=_pattern(paths),
@@ -149,10 +152,11 @@ def _percent(part: int, total: int) -> str:
 
 
 def _pattern(paths: Sequence[str]) -> str:
-    if not paths[0].startswith("layers/"):
+    found = [match for path in paths if (match := _LAYER.match(path))]
+    if not found:
         return paths[0]
-    layers = index_set(int(path.split("/")[1]) for path in paths)
-    return f"layers/{layers}/{paths[0].split('/', 2)[2]}"
+    layers = index_set(int(match[2]) for match in found)
+    return f"{found[0][1]}layers/{layers}/{paths[0][found[0].end() :]}"
 
 
 _SECONDS = 1  # of processor time, for all patterns; they take milliseconds
@@ -212,8 +216,9 @@ def trainable_paths(
 
     Args:
       model: a model, which may be abstract.
-      train, freeze: regular expressions that must match whole leaf paths. Without `train`, all parameters are trained;
-        in a model with a frozen base, only those that the base does not have: adapters, LoRA, and adapters' routers.
+      train, freeze: regular expressions that must match whole leaf paths. Without `train`, all parameters are trained
+        but those of an image encoder; in a model with a frozen base, only those that the base does not have: adapters,
+        LoRA, and adapters' routers.
 
     Raises:
       InputError: for a pattern that is not a regular expression, takes too long, matches nothing, or matches only some
@@ -240,6 +245,7 @@ def trainable_paths(
         candidates = matching(train)
     else:
         candidates = set(own_leaves(model.config)) if model.config.frozen_base else set(every)
+        candidates = {name for name in candidates if not name.startswith(TOWER)}
     chosen = candidates - matching(freeze)
     raise_if_any(problems, "partition (a pattern must match a whole leaf path)")
     for names in leaves.values():

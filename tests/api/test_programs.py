@@ -11,7 +11,7 @@ import pytest
 
 import moe_jax
 from tests.support.environment import ROOT
-from tests.support.tiers import long
+from tests.support.tiers import long, one_in
 
 EXAMPLES, CONVERT = ROOT / "examples", ROOT / "convert"
 
@@ -96,6 +96,7 @@ def test_checkpoints_are_converted_there_and_back(tmp_path, capsys):
     assert moe_jax.convert(upcycled).config.family == "mixtral"
 
 
+@one_in(2)
 @pytest.mark.parametrize("page", ["README.md", "docs/guides/from-python.md"])
 def test_the_program_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -40,6 +40,7 @@ def test_training_lowers_the_loss_and_leaves_the_given_model_alone():
     assert "run_dir" not in entry["options"]
 
 
+@long
 def test_rows_and_packed_rows_of_the_same_documents_train_alike():
     """Four documents in four rows, or one after the other in one."""
     documents = batch()

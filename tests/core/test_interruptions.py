@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from moe_jax.core.interruptions import interruptions, number_of
+from tests.support.tiers import one_in
 
 
 class _InFinaliser:
@@ -35,6 +36,7 @@ def in_garbage_collection(number: int) -> None:
     gc.collect()
 
 
+@one_in(5)
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 @pytest.mark.parametrize("send", [in_finaliser, in_garbage_collection])
 def test_a_signal_whose_exception_is_dropped_comes_again(name: str, send: Callable[[int], None], capsys):

@@ -140,7 +140,7 @@ def draw(rng, tokens, top_k, concentration):
     return x, weights, jnp.asarray(experts, jnp.int32), target
 
 
-@one_in(10, first=2)
+@one_in(17, first=2)
 @pytest.mark.parametrize(
     ("kind", "strategy", "ffn_kind"),
     [(*way, ffn_kind) for way in STRATEGIES for ffn_kind in ("gated-biases", "plain-biases")] + COMPRESSED,
@@ -159,7 +159,7 @@ def test_bank_equals_one_ffn_per_expert(kind, strategy, ffn_kind):
     check()
 
 
-@one_in(11, first=4)
+@one_in(19, first=4)
 @pytest.mark.parametrize(
     ("kind", "strategy"),
     [

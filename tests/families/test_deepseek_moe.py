@@ -15,7 +15,7 @@ from moe_jax.planning.model_costs import make_plan
 from tests.families.reference import mean_loss
 from tests.support.generated import generate
 from tests.support.hf_checkpoints import BASE, expected_tensors, write_checkpoint
-from tests.support.tiers import EVERY, one_in
+from tests.support.tiers import EVERY, long, one_in
 
 TOKENS = np.random.default_rng(0).integers(0, BASE["vocab_size"], (2, 40))
 SMALL = BASE | {
@@ -129,6 +129,7 @@ def test_logits_equal_the_definition(name, tmp_path, strict_numerics):
     assert np.abs(got - expected).max() <= 2e-5 * np.abs(expected).max()
 
 
+@long
 def test_greedy_continuations_equal_the_definition(tmp_path):
     source, config, tensors = checkpoint(tmp_path / "m", "deepseek")
     reference, rows = Reference(config, tensors), TOKENS[:, :6]

@@ -21,7 +21,7 @@ from moe_jax.model_io.loading import leaf_specs, load_model, model_leaves  # noq
 from moe_jax.model_io.model_dir import ModelDirectory  # noqa: E402
 from moe_jax.nn import init_cache  # noqa: E402
 from tests.support.losses import next_token_loss  # noqa: E402
-from tests.support.tiers import EVERY, one_in  # noqa: E402
+from tests.support.tiers import EVERY, long, one_in  # noqa: E402
 
 SMALL = dict(vocab_size=96, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0)
 SWITCH = dict(
@@ -163,7 +163,7 @@ def test_logits_equal_transformers(name, tmp_path, strict_numerics):
         pytest.fail(f"{np.abs(got - logits).max()=}; {first_difference(source, expected, tokens)}")
 
 
-@one_in(2, first=1)
+@long
 @pytest.mark.parametrize("name", FIRST)
 def test_greedy_continuations_equal_transformers(name, tmp_path):
     """With caches, in which cross-attention's keys are made once; without; and by Transformers."""

@@ -110,6 +110,7 @@ def test_it_is_the_same_in_programs_with_remat_apart_and_with_caches(decoder):
     close(jax.tree.map(lambda *leaves: np.concatenate(leaves, axis=1), *parts), expected)
 
 
+@long
 def test_padding_goes_to_no_expert(decoder):
     segments = np.array([[1, 1, 1, 2, 2, 0, 0]] * 2)
     routing, hidden_states = inside(decoder, IDS, segment_ids=segments)
@@ -135,6 +136,7 @@ def _ffn(kernels, x):
     return (jax.nn.silu(x @ kernels["gate"]) * (x @ kernels["up"])) @ kernels["down"]
 
 
+@long
 def test_not_asked_for_it_is_not_there_and_gradients_go_through(decoder):
     out = decoder(IDS)
     assert out.routing == out.hidden_states == {}

@@ -44,7 +44,7 @@ def values_and_gradients(q, k, v, weight, segments, prefix, *, form, mask, windo
 
 # The shapes are few, so that programs are compiled once; documents, which are data, are drawn freely. Chunks of two
 # make bands of several chunks, which are looped over.
-@one_in(4)
+@one_in(5)
 @pytest.mark.parametrize(
     ("length", "heads", "mask", "window", "scale", "soft_cap", "chunk"),
     [
@@ -79,7 +79,7 @@ def test_masks_values_and_gradients(length, heads, mask, window, scale, soft_cap
     check()
 
 
-@one_in(2)
+@one_in(3)
 @pytest.mark.parametrize(("mask", "aligned"), [("causal", True), ("bidirectional", True), ("causal", False)])
 def test_relative_biases_and_their_gradients(mask, aligned, monkeypatch):
     """Chunk by chunk, with several chunks in a band, against all biases in one array of queries and keys."""

@@ -11,7 +11,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.functional.routing import GATES, Gate, Selection, choose, register_gate, route
 from moe_jax.models import FFNConfig, MoEConfig
 from tests.support.numerics import normal
-from tests.support.tiers import one_in
+from tests.support.tiers import long, one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -106,6 +106,7 @@ def test_auxiliary_losses_of_a_sigmoid_gate_are_of_normalised_scores():
     np.testing.assert_allclose(jnp.sum(stats.probability), 1.0, rtol=1e-5)
 
 
+@long
 def test_a_gate_can_be_registered_and_replaced():
     def gate(weight):
         return Gate(lambda logits: jax.nn.softmax(logits, axis=-1), lambda _, kept: jnp.full_like(kept, weight))

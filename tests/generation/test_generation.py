@@ -72,6 +72,7 @@ def greedy_without_cache(full_forward, prompt, steps):
     return row[len(prompt) :]
 
 
+@one_in(2)
 @pytest.mark.parametrize("factors", [{}, {"short_factor": (1.0,) * 4, "long_factor": (9.0,) * 4}])
 def test_a_prompt_does_not_depend_on_its_neighbours(factors):
     """Where rotation depends on the length of the text: on that of the own prompt, and padding is none of it."""

@@ -81,6 +81,7 @@ def test_greedy_is_said_of_what_the_model_would_write(models):
     assert greedy.is_greedy and not other.is_greedy and greedy.log_likelihood > other.log_likelihood
 
 
+@long
 def test_batches_and_chunks_of_logits_change_nothing(models, monkeypatch):
     ours, _ = models
     rng = np.random.default_rng(0)

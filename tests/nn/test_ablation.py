@@ -125,6 +125,7 @@ def test_logits_are_what_a_function_makes_of_them():
     np.testing.assert_allclose(cached.logits, changed.logits, atol=1e-5)
 
 
+@long
 def test_the_function_of_one_router_has_gradients_and_is_compiled_once():
     graphdef, state = nnx.split(decoder())
 
@@ -154,6 +155,7 @@ def test_what_makes_no_logits_is_refused(change, message):
     assert message in str(raised.value)
 
 
+@long
 def test_a_mesh_changes_nothing():
     mesh, made = make_mesh({"data": 2, "expert": 2, "tensor": 2}), decoder()
     given = {"routing": True, "hidden_states": (0, 4), "experts_off": {3: [1]}, "router_logits": {1: lambda x: -x}}

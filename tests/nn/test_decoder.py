@@ -17,7 +17,7 @@ from moe_jax.nn import Decoder, MoE, auxiliary_loss, load_per_layer, unstacked
 from moe_jax.nn.decoder import is_stacked
 from tests.support.compilations import counting_compilations
 from tests.support.numerics import initialised
-from tests.support.tiers import long
+from tests.support.tiers import long, one_in
 
 ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
 FFN = LayerConfig(attention=ATTENTION, mlp=FFNConfig(dim=32))
@@ -45,6 +45,7 @@ def decoder(config, seed=0, **options):
     return initialised(lambda: Decoder(config, rngs=nnx.Rngs(0), **options), seed)
 
 
+@one_in(2, first=1)
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_a_call_outside_of_a_program_is_compiled_once_for_each_shape(remat):
     model = decoder(ALTERNATING, remat=remat)
@@ -159,6 +160,7 @@ def test_auxiliary_loss_and_load():
     np.testing.assert_allclose(auxiliary_loss(model.config, out.router), 0.01 * balance + 0.001 * z, rtol=1e-5)
 
 
+@long
 def test_same_seed_same_parameters_on_any_mesh():
     small = config((moe_layer(),))
     state = jax.jit(lambda: nnx.state(Decoder(small, rngs=nnx.Rngs(3))))()

@@ -84,6 +84,7 @@ def test_every_layer_draws_differently(layers):
     assert np.abs(np.subtract(z_of_layers(jax.random.key(1)), noisy)).min() > 1e-4
 
 
+@long
 def test_layers_in_a_scan_equal_layers_one_by_one_and_draw_the_same_noise(strict_numerics):
     """The same parameters, cut into segments differently, give the same logits."""
     scanned = decoder(*[FFN, MOE] * 2)

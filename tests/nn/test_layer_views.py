@@ -56,7 +56,7 @@ def test_experts_are_those_of_the_file(family, tmp_path):
     check_experts(moe_jax.load(path).decoder, open_source(path))
 
 
-@one_in(2)
+@one_in(3)
 @pytest.mark.parametrize("form", FORMS)
 def test_experts_of_every_form_are_those_of_the_file(form, tmp_path):
     path = moe_jax.save(moe_jax.Model(decoder(form)), tmp_path / "model")
@@ -78,7 +78,7 @@ def check_experts(made, source):
     assert found >= 2 * sum(len(layers[index].mlp.experts) for index in made.config.moe_layers)
 
 
-@one_in(3)
+@one_in(6)
 @pytest.mark.parametrize("form", FORMS)
 def test_an_expert_that_is_set_changes_alone(form, tmp_path):
     """In its layer, and in no other; and it is what was set."""
@@ -126,6 +126,7 @@ def test_a_parameter_of_one_layer_is_read_and_written():
         np.testing.assert_array_equal(made.layers[at].mlp.router.kernel[...], other)
 
 
+@long
 def test_methods_and_properties_are_of_one_layer():
     made, x = decoder(), jax.random.normal(jax.random.key(3), (1, 4, 16))
     mlp = made.layers[2].mlp

@@ -11,7 +11,7 @@ import moe_jax
 from moe_jax.core.errors import InputError
 from moe_jax.training.step import make_step
 from moe_jax.training.train_state import init_state
-from tests.support.tiers import one_in
+from tests.support.tiers import long, one_in
 
 IDS = np.random.default_rng(0).integers(0, 64, (4, 9), np.int32)
 BATCH = {"tokens": IDS[:, :-1], "targets": IDS[:, 1:]}
@@ -85,6 +85,7 @@ def paths(decoder, wanted):
     return {"/".join(map(str, path[5:])) for path, _ in nnx.to_flat_state(nnx.state(decoder.stack, wanted))}
 
 
+@long
 def test_parameters_are_found_by_what_they_are_for():
     low_rank, adapters = model(kind="low-rank", rank=2), model(kind="adapter", adapter=moe_jax.AdapterConfig(rank=2))
     filters, matrices = moe_jax.filters, ("gate", "up", "down")

@@ -17,7 +17,7 @@ from moe_jax.nn.moe import MoE
 from moe_jax.planning.model_costs import make_plan
 from moe_jax.training.flops import active_matmul_params
 from tests.support.numerics import normal, randomised
-from tests.support.tiers import one_in
+from tests.support.tiers import long, one_in
 from tests.support.training_models import config_of
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
@@ -94,6 +94,7 @@ def test_adapters_of_perft_e_belong_to_the_outputs_of_the_router():
     np.testing.assert_allclose(got, expected(moe, x[0]), rtol=2e-5, atol=2e-5)
 
 
+@long
 def test_a_mesh_does_not_change_it():
     moe = random_moe(config(num_experts=6, merged_experts=4))
     x = normal(2, 8, 5, D_MODEL)

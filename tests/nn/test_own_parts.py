@@ -25,17 +25,17 @@ from moe_jax.functional.routing import GATES
 from moe_jax.kernels.plain import ACTIVATION_FUNCTIONS
 from moe_jax.models import SelectionConfig
 from moe_jax.models.own_parts import LAYERS, ROUTERS
-from tests.support.tiers import long, one_in
+from tests.support.tiers import first, long, one_in
 
 EXAMPLES = Path(moe_jax.__file__).parents[1] / "examples"
 IDS = np.random.default_rng(0).integers(0, 64, (2, 9))
 # The example of every part, its name in configs, and what else a model with it can be.
 PARTS = {
+    "own_layer": ("own_layer:Scaled", LAYERS),
+    "own_form": ("own_form:Scaled", None),
     "own_router": ("own_router:Cosine", ROUTERS),
     "own_gate": ("own_gate:squares", GATES),
-    "own_form": ("own_form:Scaled", None),
     "own_activation": ("own_activation:squared_relu", ACTIVATION_FUNCTIONS),
-    "own_layer": ("own_layer:Scaled", LAYERS),
 }
 
 
@@ -49,7 +49,7 @@ def forget(part):
         registry.pop(name)
 
 
-@pytest.fixture(scope="module", params=PARTS)
+@pytest.fixture(scope="module", params=first(2, *PARTS))
 def made(request, tmp_path_factory):
     """A part, the models that its example makes, and the directory of the last one."""
     if not EXAMPLES.is_dir():

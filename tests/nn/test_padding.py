@@ -16,7 +16,7 @@ from moe_jax.experts import set_strategy
 from moe_jax.models import AdapterConfig, BankConfig, FFNConfig, MoEConfig, PerftConfig
 from moe_jax.nn.moe import MoE
 from tests.support.numerics import assert_close, randomised
-from tests.support.tiers import one_in
+from tests.support.tiers import long, one_in
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 
@@ -120,7 +120,7 @@ def test_neighbours_change_nothing(name):
         assert_close(with_others[1::2], per_text[1::2])
 
 
-@one_in(10)
+@long
 @pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "expert": 2}, {"expert": 4, "tensor": 2}], ids=str)
 @pytest.mark.parametrize("name", ["full, capacity", "PERFT-R sorted", "low-rank synthesised"])
 def test_padding_changes_nothing_over_a_mesh(name, axes):

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import moe_jax
-from tests.support.tiers import long
+from tests.support.tiers import long, one_in
 
 IDS = np.random.default_rng(0).integers(0, 64, (2, 6))
 
@@ -65,6 +65,7 @@ def expected(decoder):
     return np.stack(given)
 
 
+@one_in(2, first=1)
 @pytest.mark.parametrize("program", [False, True], ids=["alone", "in a program"])
 def test_what_layers_store_is_captured_layer_by_layer(decoder, expected, program):
     captured = nnx.capture(lambda decoder, ids: decoder(ids).logits, nnx.Intermediate)
@@ -107,6 +108,7 @@ def test_after_an_error_the_model_is_as_before():
     assert len(jax.tree.leaves(nnx.state(decoder))) == len(jax.tree.leaves(nnx.state(decoder, nnx.Param)))
 
 
+@long
 def test_methods_that_are_patched_are_called_with_caches_too(monkeypatch):
     decoder = moe_jax.nn.unstacked(moe_jax.tiny_model(experts=4).decoder)
 

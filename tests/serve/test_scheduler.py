@@ -107,6 +107,7 @@ def counted(model, monkeypatch):
         scheduler.close()
 
 
+@long
 def test_as_many_rows_are_computed_as_requests_need(counted, model):
     """One of five goes on when the others have ended: in one row, in which it is given what it would be given alone."""
     prompts, most = [[1, 2, 3], [4], [5, 6], [7], [8, 9, 10]], [3, 3, 3, 12, 3]
@@ -307,6 +308,7 @@ def test_a_block_that_fails_ends_those_in_it_and_one_that_always_fails_the_serve
         counted.submit([Job([1], 60, told[0].put)])
 
 
+@long
 def test_who_needs_a_program_that_cannot_be_compiled_ends_and_no_other_does(counted, model, monkeypatch):
     """A newcomer that would take a row more, and one whose cache is full; another row with as much room goes on."""
     monkeypatch.setattr(counted._engine, "compile", no_memory)

@@ -312,6 +312,7 @@ def min_movement(state: TrainState, before: nnx.State) -> float:
     return min(jax.tree.leaves(jax.tree.map(lambda a, b: float(jnp.max(jnp.abs(a - b))), state.params, before)))
 
 
+@long
 def test_bfloat16_compute_keeps_float32_parameters_and_a_near_loss(two_layers):
     exact = two_layers[0]
     model = ModelSection(config="c", init="random", compute_dtype="bfloat16")

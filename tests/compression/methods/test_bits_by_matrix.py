@@ -82,6 +82,7 @@ def test_sensitivity_is_the_divergence_by_the_error_of_outputs(source, calibrate
             assert found.sensitivities[name] == pytest.approx(divergence * sums[1] / sums[0], rel=1e-2)
 
 
+@long
 def test_sensitivities_are_the_same_over_a_mesh(source, calibrated):
     calibration, text, _ = calibrated
     measured = measure_sensitivities(

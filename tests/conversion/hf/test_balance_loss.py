@@ -17,6 +17,7 @@ from moe_jax.models import config_from_json, config_to_json
 from moe_jax.models.config import segments_of
 from moe_jax.nn import auxiliary_loss
 from tests.support.hf_checkpoints import CONFIGS
+from tests.support.tiers import one_in
 
 
 def routed(config, logits: dict[int, np.ndarray], valid: np.ndarray) -> tuple[RouterStats, ...]:
@@ -34,6 +35,7 @@ def routed(config, logits: dict[int, np.ndarray], valid: np.ndarray) -> tuple[Ro
     return tuple(found)
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe-dense-layers", "qwen3_moe", "olmoe"])
 def test_the_coefficient_means_what_it_does_in_transformers(name):
     config = read_hf_config(CONFIGS[name] | {"router_aux_loss_coef": 0.5, "num_hidden_layers": 4})

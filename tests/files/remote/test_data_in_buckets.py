@@ -246,6 +246,7 @@ batch_size = 8
 """
 
 
+@long
 def test_data_are_inspected_and_tokenised_there(bucket, folder, monkeypatch, capsys, no_waiting):  # noqa: F811
     module = importlib.import_module("moe_jax.data.tokenize_sources")
     monkeypatch.setattr(module, "LEAST_BYTES", 2000)

@@ -13,6 +13,7 @@ from moe_jax.training import metrics, training_run
 from moe_jax.training.flops import peak_flops
 from moe_jax.training.metrics import MetricsWriter, StepTrace, WandbWriter
 from moe_jax.training.recipe import LogSection
+from tests.support.tiers import long
 
 
 class FakeRun:
@@ -68,6 +69,7 @@ def test_without_the_library_a_run_that_asks_for_it_does_not_begin(folder, faili
     assert "log.wandb needs Weights & Biases: pip install 'moe-jax[wandb]'" in line and not Path("new").exists()
 
 
+@long
 def test_a_run_logs_traces_and_knows_its_share_of_the_peak(folder, fake, capsys, monkeypatch):
     for module in (metrics, training_run):
         monkeypatch.setattr(module, "has_tensorboard", lambda: False)
@@ -95,6 +97,7 @@ def test_a_run_logs_traces_and_knows_its_share_of_the_peak(folder, fake, capsys,
     assert "mfu" not in plain[0]
 
 
+@long
 def test_a_trace_ends_with_the_run(tmp_path):
     with StepTrace(tmp_path / "profile", (1, 9)) as trace:
         with trace.step(1):
