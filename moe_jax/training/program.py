@@ -226,9 +226,10 @@ def optimizer_of(recipe: Recipe, model: Decoder, trainable: Collection[str]) -> 
 def abstract_batch(recipe: Recipe, config: ModelConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shapes, dtypes and shardings of a recipe's batch for a model."""
     input_len = input_length(recipe.data) if config.has_encoder else None
-    like = stack_pairs([], recipe.train.batch_size, input_len=input_len, seq_len=recipe.data.seq_len)
+    # One row, for a plan may be of batches that this machine has no memory for.
+    like, rows = stack_pairs([], 1, input_len=input_len, seq_len=recipe.data.seq_len), recipe.train.batch_size
     return {
-        name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=batch_sharding(mesh, array.shape[1]))
+        name: jax.ShapeDtypeStruct((rows, *array.shape[1:]), array.dtype, sharding=batch_sharding(mesh, array.shape[1]))
         for name, array in like.items()
     }
 
