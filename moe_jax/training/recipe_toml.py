@@ -212,6 +212,9 @@ def recipe_file(named: Path) -> Path:
 
 
 def nearest_recipe(absent: Path) -> str:
-    """Returns ` (did you mean 'x'?)` for the file beside an absent one, or the shipped recipe, of a name near it."""
-    shipped = [f"{name}.toml" for name in shipped_recipes()] if len(absent.parts) == 1 else []
-    return nearest_path(absent) or nearest(absent.name, shipped, cutoff=0.8)
+    """Returns what to give in place of an absent file: a file with a name near its own, or a shipped recipe."""
+    shipped = shipped_recipes()
+    if absent.stem in shipped and absent.suffix in ("", ".toml"):
+        return f"; the library comes with that recipe: give its name, {absent.stem}"
+    names = [f"{name}.toml" for name in shipped] if len(absent.parts) == 1 else []
+    return nearest_path(absent) or nearest(absent.name, names, cutoff=0.8)

@@ -90,6 +90,8 @@ def test_a_mistyped_recipe_has_a_hint(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "--train", name]) == 2
     assert f"did you mean 'upcycle_small{Path(name).suffix}'" in capsys.readouterr().err
+    assert main(["plan", "--train", "train/recipes/upcycle_small.toml"]) == 2
+    assert "its name, upcycle_small" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", [name for name in sorted(shipped_recipes()) if not name.endswith("_small")])
