@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PosixPath
-from typing import IO, Any, Self, TextIO, TypeVar
+from typing import IO, Any, NoReturn, Self, TextIO, TypeVar
 
 from moe_jax.core.errors import InputError, nearest, shown
 from moe_jax.files import objects as buckets
@@ -442,11 +442,16 @@ def _bounded(parts: Sequence[str]) -> str:
 _MOST_NAMES = 1000
 
 
-def no_file(what: str, path: str | os.PathLike[str]) -> Exception:
-    """Returns the error that there is no file of a kind at a path: it is a directory, or absent."""
+def raise_no_file(what: str, path: str | os.PathLike[str]) -> NoReturn:
+    """Says that there is no file of a kind at a path.
+
+    Raises:
+      InputError: if it is a directory.
+      FileNotFoundError: if it is absent.
+    """
     if as_path(path).is_dir():
-        return InputError(f"{path} is a directory, expected a file: {what}")
-    return FileNotFoundError(f"no {what} at {path}{nearest_path(path)}")
+        raise InputError(f"{path} is a directory, expected a file: {what}")
+    raise FileNotFoundError(f"no {what} at {path}{nearest_path(path)}")
 
 
 def nearest_path(path: str | os.PathLike[str]) -> str:
