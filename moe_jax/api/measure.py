@@ -21,7 +21,7 @@ from moe_jax.data.rows import Example
 from moe_jax.data.sections import DataSection, SourceSection
 from moe_jax.data.tokenizer import Pair, Tokenizer
 from moe_jax.evaluation import classification, held_out
-from moe_jax.files.storage_path import as_path, nearest_path
+from moe_jax.files.storage_path import as_path, raise_no_file
 from moe_jax.model_io.in_memory import IN_MEMORY
 from moe_jax.models import ModelConfig
 from moe_jax.peft.adapt import adapted_config
@@ -180,7 +180,7 @@ def read_ids(model: Model, text: Text) -> np.ndarray:
     if isinstance(text, str | os.PathLike):
         tokenizer = tokenizer_of(model, "a text file", "name one (--tokenizer), or give the text as token ids")
         if not as_path(text).is_file():
-            raise FileNotFoundError(f"no text at {text}{nearest_path(text)}")
+            raise_no_file("text", text)
         return held_out.read_text(uncompressed(as_path(text)), tokenizer, name=os.fspath(text))
     return _checked_ids(text, model.config)
 

@@ -10,7 +10,10 @@ from typing import Annotated, ClassVar
 import tyro
 
 from moe_jax.commands.options import check_model
-from moe_jax.core.errors import InputError
+from moe_jax.core.errors import InputError, flag_of
+
+TUNING_STEPS, DENSE_STEPS, MORE_STEPS = 12, 180, 70
+_STEPS = {"tuning_steps": True, "dense_steps": False, "more_steps": False}  # whether they are of a demo with --model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,20 +34,25 @@ class Options:
     """Where everything goes; a folder made by an earlier demo is replaced."""
     resume: bool = False
     """Goes on with the demo in that folder, which was stopped; the other options must be the same."""
-    tuning_steps: int = 12
-    """With --model: steps of the tuning, each on 384 tokens."""
-    dense_steps: int = 180
-    """Without --model: training steps of the dense model."""
-    more_steps: int = 70
-    """Without --model: training steps that every model gets after it."""
+    tuning_steps: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """With --model: steps of the tuning, each on 384 tokens (default 12)."""
+    dense_steps: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Without --model: training steps of the dense model (default 180)."""
+    more_steps: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Without --model: training steps that every model gets after it (default 70)."""
 
     def check(self) -> None:
         """Raises an error for options that do not go together or are out of range."""
         if self.quick and self.model is not None:
             raise InputError("--quick makes its own model; leave out --model")
-        for name in ("tuning_steps", "dense_steps", "more_steps"):
-            if getattr(self, name) < 1:
-                raise InputError(f"steps must be at least 1, got {getattr(self, name)}")
+        for name, of_model in _STEPS.items():
+            given = getattr(self, name)
+            if given is None:
+                continue
+            if of_model != (self.model is not None):
+                raise InputError(f"{flag_of(name)}: only {'with' if of_model else 'without'} --model")
+            if given < 1:
+                raise InputError(f"{flag_of(name)}={given} must be at least 1")
 
     def check_places(self) -> None:
         """Raises an error if there is no model."""
@@ -76,9 +84,10 @@ def run(options: Options) -> None:
         shell.console.print("no --model: the demo on a small model (make demo fetches a real one)", highlight=False)
     try:
         if options.model is not None:
-            run_real_demo(options.dir, options.model, steps=options.tuning_steps, shell=shell)
+            run_real_demo(options.dir, options.model, steps=options.tuning_steps or TUNING_STEPS, shell=shell)
         else:
-            run_quick_demo(options.dir, dense_steps=options.dense_steps, more_steps=options.more_steps, shell=shell)
+            dense_steps, more_steps = options.dense_steps or DENSE_STEPS, options.more_steps or MORE_STEPS
+            run_quick_demo(options.dir, dense_steps=dense_steps, more_steps=more_steps, shell=shell)
     except Stopped as stopped:
         interrupted = Interrupted(stopped.signal)
         for note in getattr(stopped, "__notes__", ()):

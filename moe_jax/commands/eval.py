@@ -18,7 +18,7 @@ from moe_jax.core.bad_documents import OnBad, Skipped, skipped_lines, skipped_wo
 from moe_jax.core.errors import InputError, flag_of
 from moe_jax.data.sections import check_seq_len
 from moe_jax.files.staging import check_writable
-from moe_jax.files.storage_path import as_path, nearest_path
+from moe_jax.files.storage_path import as_path, nearest_path, raise_no_file
 
 if TYPE_CHECKING:
     from moe_jax.api.model import Model
@@ -208,7 +208,7 @@ def run(options: Options) -> None:
 def _tokenizer_file(path: Path) -> Path:
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
-        raise FileNotFoundError(f"no tokenizer at {file}{nearest_path(file)}")
+        raise_no_file("tokenizer", file)
     if file.name != "tokenizer.json":
         raise InputError(f"--tokenizer {path}: expected a file named tokenizer.json, or the directory that holds it")
     return file

@@ -16,7 +16,7 @@ from moe_jax.core.verb_spec import Option, Spec
 from moe_jax.distributed.job_place import find_place
 from moe_jax.distributed.mesh_axes import AXES, unknown_axes
 from moe_jax.files.staging import refuse_existing
-from moe_jax.files.storage_path import as_path, nearest_path
+from moe_jax.files.storage_path import as_path, nearest_path, raise_no_file
 
 if TYPE_CHECKING:
     from moe_jax.model_io.model_source import ModelSource
@@ -155,7 +155,7 @@ def check_text_file(given: str | os.PathLike[str] | None, what: str = "text") ->
     if not path.renames or any(one in str(path) for one in "*?["):
         return
     if not path.is_file():
-        raise FileNotFoundError(f"no {what} at {path}{nearest_path(path)}")
+        raise_no_file(what, path)
     if not path.stat().st_size:
         raise InputError(f"{path} is empty; give a file with a text")
 

@@ -134,6 +134,10 @@ class _Command:
             raise InputError("--pictures: not with --propose, nor with --mesh and --platform, which compile nothing")
         if self.train is None and self.platform is not None:
             check_member("platform", self.platform, tuple(CHIPS))
+        elif self.platform not in (None, "cpu"):
+            from moe_jax.planning.planned_devices import check_platform
+
+            check_platform(self.platform)
         _check_training(self)
         _spec(self)
         _check_compression(self)
@@ -234,8 +238,7 @@ def run(options: _Command) -> None:
     if training is not None:
         print_training(training, of_recipe=recipe is not None)
     if planned.proposals is not None:
-        given = [override for group in options.set for override in group]
-        print_proposals(planned.proposals, ["moe-jax", "train", str(options.train)], given)
+        print_proposals(planned.proposals, ["moe-jax", "train", str(options.train)], _overrides(options))
     if options.mesh is not None:
         from moe_jax.distributed.sharding import undivided_experts
 
@@ -271,8 +274,18 @@ def _recipe(options: _Command) -> "Recipe | None":
         return None
     from moe_jax.training.recipe import load_recipe
 
-    recipe = load_recipe(options.train, [override for group in options.set for override in group])
+    recipe = load_recipe(options.train, _given_overrides(options))
     return recipe if options.mesh is None else dataclasses.replace(recipe, mesh=mesh_section(parse_mesh(options.mesh)))
+
+
+def _given_overrides(options: _Command) -> list[str]:
+    return [override for group in options.set for override in group]
+
+
+def _overrides(options: _Command) -> list[str]:
+    """Returns the overrides with which a training has the model of the plan."""
+    has_weights = options.model is not None and not as_path(options.model).is_file()
+    return [*_given_overrides(options), *([f"model.path={options.model}"] if has_weights else [])]
 
 
 def _training(recipe: "Recipe | None", config: "ModelConfig", options: _Command) -> "PlannedTraining | None":

@@ -229,7 +229,8 @@ def print_proposals(found: "Proposals", command: Sequence[str], overrides: Seque
         out.print("nothing fits a larger slice either")
     first = found.proposals[0] if found.proposals else found.on_smallest
     if first is not None:
-        settings = [*overrides, *first.settings]
+        changed = {setting.partition("=")[0] for setting in first.settings}
+        settings = [*(one for one in overrides if one.partition("=")[0].strip() not in changed), *first.settings]
         out.print("to take the first:" if found.proposals else "to train there:")
         out.print(
             f"  {shlex.join([*command, *(['--set', *settings] if settings else [])])}", soft_wrap=True, markup=False

@@ -126,10 +126,12 @@ class HuggingFaceDirectory(CheckpointSource):
 
         Raises:
           FileNotFoundError: if there is no such directory.
-          InputError: if there is no config.json that we can read.
+          InputError: if there is a file, or no config.json that we can read.
         """
         super().__init__()
         self.path = as_path(path)
+        if self.path.is_file():
+            raise InputError(f"{path} is a file; expected a Hugging Face directory, or a GGUF file")
         if not self.path.is_dir():
             raise FileNotFoundError(f"no Hugging Face directory at {path}{nearest_path(path)}")
         self._held = hold(self.path)

@@ -79,11 +79,15 @@ def _beginning(value: Any, levels: int) -> str:
 
 
 def nearest(word: str, options: Iterable[str], *, cutoff: float = 0.5) -> str:
-    """Returns ` (did you mean 'x'?)` for the option closest to `word`, or an empty string; 1 is equal, 0 not alike."""
+    """Returns ` (did you mean 'x'?)` for the option closest to `word`, or an empty string; 1 is equal, 0 not alike.
+
+    Upper and lower case are alike.
+    """
     if len(word) > MAX_SHOWN:  # comparing takes time that grows with the square of the length
         return ""
-    close = difflib.get_close_matches(word, list(options), n=1, cutoff=cutoff)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    by_folded = {option.casefold(): option for option in options}
+    close = difflib.get_close_matches(word.casefold(), list(by_folded), n=1, cutoff=cutoff)
+    return f" (did you mean {by_folded[close[0]]!r}?)" if close else ""
 
 
 def raise_if_any(problems: Sequence[str], headline: str, *, limit: int = 40) -> None:

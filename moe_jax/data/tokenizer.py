@@ -21,7 +21,7 @@ from moe_jax.data.token_lengths import most_characters
 from moe_jax.data.tokenizer_bounds import check_growth
 from moe_jax.files.json_toml import is_unicode
 from moe_jax.files.regular_files import read_regular
-from moe_jax.files.storage_path import as_path, nearest_path
+from moe_jax.files.storage_path import as_path, raise_no_file
 from moe_jax.files.tokenizer_files import TOKENIZER, read_tokenizer_file, tokenizer_files
 from moe_jax.files.tokenizer_size import check_size
 from moe_jax.models import ModelConfig
@@ -83,7 +83,7 @@ class Tokenizer:
 
     def __init__(self, path: Path, config: ModelConfig, *, bos: Edge = "auto", eos: Edge = "auto"):
         if not path.is_file():
-            raise FileNotFoundError(f"no tokenizer at {path}{nearest_path(path)}")
+            raise_no_file("tokenizer", path)
         content = read_regular(path, max_bytes=MAX_BYTES)
         self.path = path
         self._tokenizer = parse_tokenizer(content, path)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import rich.table
 import moe_jax
 from moe_jax.api.open_source import open_source
 from moe_jax.core.formatting import show_bytes, show_duration
+from moe_jax.demo.folder import Steps, is_number
 from moe_jax.demo.shell import Shell
 from moe_jax.peft.trained import parameter_sizes
 
@@ -147,24 +148,27 @@ def _of_experts(path: str) -> bool:
     return "/mlp/experts/" in path
 
 
-def score_all(
-    shell: Shell,
-    kept: Callable[[str, Callable[[], Any]], Any],
-    models: Mapping[str, Path],
-    eval_options: Sequence[object],
-) -> list[Row]:
-    """Scores models by their names, the dense one first and the one that was compressed second.
+def score(shell: Shell, done: Steps, name: str, model: Path, eval_options: Sequence[object]) -> dict[str, Any]:
+    """Returns what `eval` says of a model, kept under a name, so that a demo that goes on need not score it again.
 
     Args:
-      shell: runs `eval`.
-      kept: keeps a score under a name, so that a demo that goes on need not score a model again.
-      models: directories.
       eval_options: the held-out text, and how it is read.
     """
+
+    def is_score(kept: Any) -> bool:
+        if not isinstance(kept, dict) or not all(is_number(kept.get(key)) for key in ("perplexity", "nll", "tokens")):
+            return False
+        return kept["perplexity"] > 0
+
+    return done.kept(f"score of {name}", lambda: shell.json("eval", model, *eval_options, "--json"), is_score)
+
+
+def score_all(shell: Shell, done: Steps, models: Mapping[str, Path], eval_options: Sequence[object]) -> list[Row]:
+    """Scores models by their names, the dense one first and the one that was compressed second."""
     rows = []
     dense, whole, *_ = models
     for name, model in models.items():
-        scored = kept(f"score of {name}", lambda model=model: shell.json("eval", model, *eval_options, "--json"))
+        scored = score(shell, done, name, model, eval_options)
         rows.append(measured_row(name, model, scored, whole=models[dense if name == dense else whole]))
     return rows
 

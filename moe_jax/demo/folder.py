@@ -2,18 +2,22 @@
 
 import contextlib
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_jax.core.errors import InputError
+from moe_jax.core.errors import InputError, shown
 from moe_jax.files.json_toml import ANYTHING, parse_json
+from moe_jax.files.staging import check_not_held, hold_alone
 from moe_jax.files.storage_path import as_path
 
 MARKER = ".made-by-moe-jax-demo"
 """A folder with this file was made by a demo, and another demo may replace it."""
+_HOLDER = ".lock"
+_ANOTHER = "choose another --dir"
 
 
 class Steps:
@@ -32,9 +36,9 @@ class Steps:
         """Seconds that every step took, by its title, those before an interruption included."""
         return dict(self._known["seconds"])
 
-    def kept(self, name: str, make: Callable[[], Any]) -> Any:
-        """Returns a value of JSON that is made once, and kept under a name."""
-        if name not in self._known["kept"]:
+    def kept(self, name: str, make: Callable[[], Any], fits: Callable[[Any], bool]) -> Any:
+        """Returns a value of JSON that is made once, and kept under a name; one that does not fit is made again."""
+        if name not in self._known["kept"] or not fits(self._known["kept"][name]):
             self._known["kept"][name] = make()
             self.write()
         return self._known["kept"][name]
@@ -55,8 +59,9 @@ class Steps:
         as_path(self._file).replace_content(json.dumps(self._known, indent=1).encode())
 
 
-def open_folder(folder: Path, settings: Mapping[str, Any], *, resume: bool) -> Steps:
-    """Opens the folder of a demo.
+@contextlib.contextmanager
+def open_folder(folder: Path, settings: Mapping[str, Any], *, resume: bool) -> Iterator[Steps]:
+    """Opens the folder of a demo, in which no other demo works until the end of the block.
 
     It is made empty; one that an earlier demo made is replaced. A demo that is resumed finds its folder as it left it,
     and begins anew where there is none.
@@ -67,33 +72,71 @@ def open_folder(folder: Path, settings: Mapping[str, Any], *, resume: bool) -> S
       resume: whether to go on.
 
     Raises:
-      InputError: if the folder holds something else, or is to be resumed with other settings.
+      InputError: if the folder holds something else, is in use, or is to be resumed with other settings.
     """
-    if folder.exists() and not (folder / MARKER).is_file():
-        raise InputError(f"{folder} exists and was not made by a demo; choose another --dir")
-    if resume and folder.exists():
-        known = _read(folder)
-        differ = [name for name, value in settings.items() if known["settings"].get(name) != value]
-        if differ:
-            there = ", ".join(f"{name} {known['settings'].get(name)}, now {settings[name]}" for name in differ)
-            raise InputError(f"{folder} holds a demo with other options ({there}); give these, or leave out --resume")
-        return Steps(folder, known)
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-    steps = Steps(folder, {"settings": dict(settings), "seconds": {}, "kept": {}})
-    steps.write()
-    return steps
+    was_made = check_folder(folder)
+    known = _read(folder, settings) if was_made and resume else None
+    held = hold_alone(as_path(folder), _HOLDER, instead=_ANOTHER)
+    try:
+        if known is None:
+            known = {"settings": dict(settings), "seconds": {}, "kept": {}}
+            _empty(folder)
+        steps = Steps(folder, known)
+        steps.write()
+        yield steps
+    finally:
+        held.release()
 
 
-def _read(folder: Path) -> dict[str, Any]:
+def check_folder(folder: Path) -> bool:
+    """Returns whether a demo made a folder, which may also be absent or empty. Changes nothing.
+
+    Raises:
+      InputError: if the folder holds something else, or another demo works in it.
+    """
+    check_not_held(as_path(folder), _HOLDER, instead=_ANOTHER)
+    if (folder / MARKER).is_file():
+        return True
+    is_new = not folder.exists() or (folder.is_dir() and all(one.name == _HOLDER for one in folder.iterdir()))
+    if not is_new:
+        raise InputError(f"{folder} exists and was not made by a demo; {_ANOTHER}")
+    return False
+
+
+def _empty(folder: Path) -> None:
+    """Removes all that a demo made. A kill leaves a folder that a demo made, and none that could go on."""
+    Steps(folder, {}).write()
+    for one in folder.iterdir():
+        if one.name in (MARKER, _HOLDER):
+            continue
+        if one.is_dir() and not one.is_symlink():
+            shutil.rmtree(one)
+        else:
+            one.unlink()
+
+
+def _read(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what is known of a demo that goes on with its `settings`."""
     try:
         known = parse_json((folder / MARKER).read_bytes(), where=str(folder / MARKER), allow=ANYTHING)
     except InputError:
         known = None
-    if not isinstance(known, dict) or not all(isinstance(known.get(name), dict) for name in _PARTS):
-        raise InputError(f"{folder} was made by a demo of another version; leave out --resume to replace it")
+    if (
+        not isinstance(known, dict)
+        or not all(isinstance(known.get(name), dict) for name in ("settings", "seconds", "kept"))
+        or not all(is_number(took) and took >= 0 for took in known["seconds"].values())
+    ):
+        raise InputError(
+            f"{folder / MARKER} is damaged, of another version, or of a demo that was stopped before its first step; "
+            "leave out --resume to begin anew"
+        )
+    differ = [name for name, value in settings.items() if known["settings"].get(name) != value]
+    if differ:
+        there = ", ".join(f"{name} {shown(known['settings'].get(name))}, now {settings[name]}" for name in differ)
+        raise InputError(f"{folder} holds a demo with other options ({there}); give these, or leave out --resume")
     return known
 
 
-_PARTS = ("settings", "seconds", "kept")
+def is_number(value: Any) -> bool:
+    """Whether a value of JSON is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -7,12 +7,15 @@ from typing import Any, NamedTuple
 import rich.console
 from rich.markup import escape
 
+from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import show_bytes, show_duration
 from moe_jax.demo.comparison import COLUMNS, Row, cells, comparison_table, summary_of, times_of, write_results
+from moe_jax.demo.folder import is_number
 from moe_jax.demo.questions import Answers
 from moe_jax.figures.plots import Curve, DrawnTo, ink, new_figure, plot_curves
 from moe_jax.report.elements import facts, html_page, note, picture, said, section, side_by_side, table
-from moe_jax.training.metrics import Record
+from moe_jax.training.metrics import Record, read_metrics
+from moe_jax.training.run_directory import METRICS
 
 
 class Page(NamedTuple):
@@ -57,7 +60,8 @@ def finish(console: rich.console.Console, folder: Path, page: Page, **about: Any
     write_page(folder / "page.html", page)
     print_page(console, page)
     took = show_duration(sum(page.seconds.values()))
-    console.print(f"this page: {folder / 'page.html'}   everything: {folder}/   {took}", highlight=False)
+    places = f"this page: {folder / 'page.html'}   everything: {folder}/   {took}"
+    console.print(places, highlight=False, markup=False)
 
 
 def print_page(console: rich.console.Console, page: Page) -> None:
@@ -72,6 +76,18 @@ def print_page(console: rich.console.Console, page: Page) -> None:
     console.print(comparison_table(page.rows))
     console.print(page.summary, highlight=False)
     console.print(times_of(page.seconds), highlight=False)
+
+
+def training_records(run: Path) -> list[Record]:
+    """Returns the records of a run's steps, each with its loss.
+
+    Raises:
+      InputError: if there are none: the demo has trained, so something else has changed the file.
+    """
+    records = [one for one in read_metrics(run / METRICS) if is_number(one.get("loss")) and is_number(one.get("step"))]
+    if not records:
+        raise InputError(f"{run / METRICS} has no loss of a step; leave out --resume to begin anew")
+    return records
 
 
 _CAPTION = "Bytes of the whole model and of its experts; bits per weight of these, everything included"

@@ -2,17 +2,18 @@
 
 import json
 import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
 
 import tokenizers
 
 from moe_jax.core.errors import InputError
-from moe_jax.demo.comparison import WAYS, compress_in_all_ways, measured_row, score_all
+from moe_jax.demo.comparison import WAYS, compress_in_all_ways, measured_row, score, score_all
 from moe_jax.demo.folder import open_folder
-from moe_jax.demo.page import Page, finish
+from moe_jax.demo.page import Page, finish, training_records
 from moe_jax.demo.questions import ask, by_question
 from moe_jax.demo.shell import Shell
-from moe_jax.training.metrics import read_metrics
+from moe_jax.training.recipe_toml import toml_value
 
 BOS, EOS = "<bos>", "<eos>"
 # One in this many files is held out.
@@ -69,15 +70,15 @@ CONFIG = {
 }
 RECIPE = """\
 # Run from the folder in which `moe-jax demo` was started: paths are relative to it.
-run_dir = "{folder}/runs/{name}"
+run_dir = {run}
 
 [model]
 {model}
 
 [data]
 seq_len = 256
-tokenizer = "{folder}/tokenizer.json"
-sources = [{{ path = "{folder}/text/train/*.txt" }}]
+tokenizer = {tokenizer}
+sources = [{{ path = {text} }}]
 
 [optimizer]
 learning_rate = {learning_rate}
@@ -93,7 +94,7 @@ batch_size = 8
 every = 20
 
 [eval]
-text = "{folder}/text/held-out.txt"
+text = {held_out}
 every = {eval_every}
 seq_len = 256
 """
@@ -119,8 +120,7 @@ def run_quick_demo(folder: Path, *, dense_steps: int, more_steps: int, shell: Sh
       Stopped: after a signal that ended a training; the demo goes on there.
     """
     settings = {"model": None, "dense_steps": dense_steps, "more_steps": more_steps}
-    done = open_folder(folder, settings, resume=shell.resume)
-    with shell.notes():
+    with open_folder(folder, settings, resume=shell.resume) as done, shell.notes():
         _write_inputs(folder, dense_steps, more_steps, shell)
         moe, tuned, exported = folder / "moe", folder / "runs/moe/model", folder / "hf-moe"
 
@@ -153,11 +153,11 @@ def run_quick_demo(folder: Path, *, dense_steps: int, more_steps: int, shell: Sh
         held_out = ("--text", folder / "text/held-out.txt", "--seq-len", SEQ_LEN)
         models = {DENSE: folder / "dense", TUNED: tuned, **smaller}
         with done.timed("score"):
-            rows = score_all(shell, done.kept, models, held_out)
+            rows = score_all(shell, done, models, held_out)
             longer = folder / "runs/dense-longer/model"
-            scored = done.kept(f"score of {LONGER}", lambda: shell.json("eval", longer, *held_out, "--json"))
+            scored = score(shell, done, LONGER, longer, held_out)
             rows.insert(1, measured_row(LONGER, longer, scored, whole=longer))
-            merged = done.kept("score of the export", lambda: shell.json("eval", exported, *held_out, "--json"))
+            merged = score(shell, done, "the export", exported, held_out)
         trained = next(row for row in rows if row.name == TUNED)
         if abs(merged["nll"] - trained.nll) > 1e-4:
             losses = f"{merged['nll']} nats per byte, the trained one {trained.nll}"
@@ -168,9 +168,7 @@ def run_quick_demo(folder: Path, *, dense_steps: int, more_steps: int, shell: Sh
         with done.timed("ask"):
             asked = {DENSE: folder / "dense", TUNED: tuned, WAYS[-1].name: smaller[WAYS[-1].name]}
             answers = {
-                name: done.kept(
-                    f"answers of {name}", lambda place=place: ask(shell, place, PROMPTS, "--max-new-tokens", NEW_TOKENS)
-                )
+                name: ask(shell, done, name, place, PROMPTS, "--max-new-tokens", NEW_TOKENS)
                 for name, place in asked.items()
             }
         page = Page(
@@ -178,7 +176,7 @@ def run_quick_demo(folder: Path, *, dense_steps: int, more_steps: int, shell: Sh
             answers=by_question(PROMPTS, answers),
             rows=rows,
             whole=TUNED,
-            records=read_metrics(folder / "runs/moe/metrics.jsonl"),
+            records=training_records(folder / "runs/moe"),
             learnt="Python's source",
             unit="byte",
             seconds=done.seconds,
@@ -192,11 +190,18 @@ def _write_inputs(folder: Path, dense_steps: int, more_steps: int, shell: Shell)
     console.print(f"text: the standard library's source, {trained:,} bytes to train on, {held_out:,} held out")
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "config.json").write_text(json.dumps(CONFIG, indent=2), "utf-8")
-    new, trained_model = f'config = "{folder}/config.json"\ninit = "random"', f'path = "{folder}/dense"'
-    dense = dict(name="dense", model=new, learning_rate=3e-3, steps=dense_steps, eval_every=40)
-    longer = dict(name="dense-longer", model=trained_model, learning_rate=1e-3, steps=more_steps, eval_every=10)
-    (folder / "dense.toml").write_text(RECIPE.format(folder=folder, **dense), "utf-8")
-    (folder / "continue.toml").write_text(RECIPE.format(folder=folder, **longer), "utf-8")
+    config, trained_model = toml_value(str(folder / "config.json")), toml_value(str(folder / "dense"))
+    new, trained_on = f'config = {config}\ninit = "random"', f"path = {trained_model}"
+    dense = dict(model=new, learning_rate=3e-3, steps=dense_steps, eval_every=40)
+    longer = dict(model=trained_on, learning_rate=1e-3, steps=more_steps, eval_every=10)
+    _write_recipe(folder / "dense.toml", folder, "dense", dense)
+    _write_recipe(folder / "continue.toml", folder, "dense-longer", longer)
+
+
+def _write_recipe(file: Path, folder: Path, name: str, values: Mapping[str, object]) -> None:
+    places = {"text": "text/train/*.txt", "held_out": "text/held-out.txt", "tokenizer": "tokenizer.json"}
+    written = {key: toml_value(str(folder / place)) for key, place in (places | {"run": f"runs/{name}"}).items()}
+    file.write_text(RECIPE.format(**written, **values), "utf-8")
 
 
 def _write_calibration(folder: Path) -> Path:

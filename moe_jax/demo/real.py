@@ -3,14 +3,19 @@
 import json
 from pathlib import Path
 
+from moe_jax.api.open_source import open_source
+from moe_jax.conversion import HuggingFaceDirectory
+from moe_jax.core.errors import InputError
 from moe_jax.data.chat_template import load_chat_template
 from moe_jax.demo.comparison import WAYS, compress_in_all_ways, score_all
-from moe_jax.demo.folder import open_folder
-from moe_jax.demo.page import Page, finish
+from moe_jax.demo.folder import check_folder, open_folder
+from moe_jax.demo.page import Page, finish, training_records
 from moe_jax.demo.problems import write_problems
 from moe_jax.demo.questions import ask, by_question
 from moe_jax.demo.shell import Shell
-from moe_jax.training.metrics import read_metrics
+from moe_jax.model_io.adapter_dir import AdapterDirectory
+from moe_jax.model_io.model_dir import ModelDirectory
+from moe_jax.training.recipe_toml import toml_value
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -30,14 +35,14 @@ UPCYCLED = "--experts 4 --top-k 2 --every 2 --delta full"
 # there are no moments to be kept for it.
 RECIPE = """\
 # Run from the folder in which `moe-jax demo` was started: paths are relative to it.
-run_dir = "{folder}/run"
+run_dir = {run}
 
 [model]
-path = "{folder}/moe"
+path = {moe}
 
 [data]
 seq_len = {seq_len}
-sources = [{{ path = "{folder}/problems/train.jsonl" }}]
+sources = [{{ path = {problems} }}]
 
 [partition]
 train = [".*/experts/.*", ".*/router/.*"]
@@ -68,8 +73,10 @@ def run_real_demo(folder: Path, model: Path, *, steps: int, shell: Shell) -> Non
       InputError: if the folder holds something else, the model has no chat template, or a command fails.
       Stopped: after a signal that ended the tuning; the demo goes on there.
     """
-    done = open_folder(folder, {"model": str(model), "tuning_steps": steps}, resume=shell.resume)
-    with shell.notes():
+    check_folder(folder)
+    _check_dense(model)
+    settings = {"model": str(model), "tuning_steps": steps}
+    with open_folder(folder, settings, resume=shell.resume) as done, shell.notes():
         dense, moe, tuned = folder / "dense", folder / "moe", folder / "run/model"
         _write_inputs(folder, steps)
         answers: dict[str, list[str]] = {}
@@ -78,9 +85,8 @@ def run_real_demo(folder: Path, model: Path, *, steps: int, shell: Shell) -> Non
         with done.timed("convert"):
             shell.make(dense, "convert", model, dense, "--dtype", "bf16")
         with done.timed("ask"):
-            answers[DENSE] = done.kept(
-                f"answers of {DENSE}", lambda: ask(shell, dense, QUESTIONS, "--chat", "--max-new-tokens", NEW_TOKENS)
-            )
+            asked = ("--chat", "--max-new-tokens", NEW_TOKENS)
+            answers[DENSE] = ask(shell, done, DENSE, dense, QUESTIONS, *asked)
 
         shell.console.rule("upcycle it to whole experts, and tune these on word problems")
         with done.timed("upcycle"):
@@ -97,21 +103,18 @@ def run_real_demo(folder: Path, model: Path, *, steps: int, shell: Shell) -> Non
         shell.console.rule("ask again")
         with done.timed("ask"):
             name = WAYS[-1].name
-            answers[name] = done.kept(
-                f"answers of {name}",
-                lambda: ask(shell, smaller[name], QUESTIONS, "--chat", "--max-new-tokens", NEW_TOKENS),
-            )
+            answers[name] = ask(shell, done, name, smaller[name], QUESTIONS, *asked)
 
         shell.console.rule("compare on problems that no model learnt from")
         with done.timed("score"):
             held_out = ("--text", folder / "problems/held-out.jsonl", "--seq-len", SCORED_LEN)
-            rows = score_all(shell, done.kept, {DENSE: dense, TUNED: tuned, **smaller}, held_out)
+            rows = score_all(shell, done, {DENSE: dense, TUNED: tuned, **smaller}, held_out)
         page = Page(
             title=f"moe-jax demo: {model.name}",
             answers=by_question(QUESTIONS, answers),
             rows=rows,
             whole=TUNED,
-            records=read_metrics(folder / "run/metrics.jsonl"),
+            records=training_records(folder / "run"),
             learnt="word problems",
             unit="token",
             seconds=done.seconds,
@@ -119,10 +122,27 @@ def run_real_demo(folder: Path, model: Path, *, steps: int, shell: Shell) -> Non
         finish(shell.console, folder, page, model=model.name, tuning_steps=steps)
 
 
+def _check_dense(model: Path) -> None:
+    """Raises an error for what is no dense language model that can be converted, before an older demo is removed."""
+    source = open_source(model)
+    if isinstance(source, ModelDirectory | AdapterDirectory):
+        raise InputError(f"{model} is a model directory of moe-jax; {_EXPECTED}")
+    if source.config.moe_layers:
+        raise InputError(f"{model} is a Mixture-of-Experts already; {_EXPECTED}")
+    source.specs()  # says which weights are missing
+    if isinstance(source, HuggingFaceDirectory):
+        load_chat_template(source.path / "tokenizer.json")
+
+
+_EXPECTED = "expected a dense language model: a Hugging Face directory, a GGUF file, or a name on the Hub"
+
+
 def _write_inputs(folder: Path, steps: int) -> None:
     (folder / "problems").mkdir(exist_ok=True)
     write_problems(folder / "problems", train=TRAINED, held_out=HELD_OUT)
-    (folder / "tune.toml").write_text(RECIPE.format(folder=folder, steps=steps, seq_len=SEQ_LEN), "utf-8")
+    places = {"run": folder / "run", "moe": folder / "moe", "problems": folder / "problems/train.jsonl"}
+    written = {name: toml_value(str(place)) for name, place in places.items()}
+    (folder / "tune.toml").write_text(RECIPE.format(**written, steps=steps, seq_len=SEQ_LEN), "utf-8")
 
 
 def _write_calibration(folder: Path, model: Path) -> Path:

@@ -46,7 +46,7 @@ class Shell:
         A command that was stopped before goes on where it was, for the words are the same.
         """
         if out.exists():
-            self.console.print(f"{out} is there", highlight=False)
+            self.console.print(f"{out} is there", highlight=False, markup=False)
         else:
             self.type(*words)
 
@@ -57,7 +57,7 @@ class Shell:
           Stopped: after a signal, when a checkpoint is on the disk.
         """
         if (run / "model").exists():
-            self.console.print(f"{run / 'model'} is there", highlight=False)
+            self.console.print(f"{run / 'model'} is there", highlight=False, markup=False)
             return
         goes_on = self.resume and run.exists()
         self._typed(["train", recipe, *(["--set", *overrides] if overrides else []), *(["--resume"] * goes_on)])

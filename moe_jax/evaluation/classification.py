@@ -21,7 +21,7 @@ from moe_jax.data.rows import Example
 from moe_jax.data.tokenizer import Pair, Tokenizer
 from moe_jax.evaluation.held_out import RowScore, target_losses
 from moe_jax.files.json_toml import ANYTHING, is_unicode, parse_json
-from moe_jax.files.storage_path import as_path, nearest_path
+from moe_jax.files.storage_path import as_path, raise_no_file
 from moe_jax.models import ModelConfig
 from moe_jax.nn.inputs import Batch, model_inputs
 
@@ -89,7 +89,7 @@ def read_labelled(path: str | Path, template: str | None = None, skipped: Skippe
     """
     path = as_path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"no file of labelled texts at {path}{nearest_path(path)}")
+        raise_no_file("labelled texts", path)
     found = []
     with read_through(path) as file:
         for number, line in enumerate(file, start=1):

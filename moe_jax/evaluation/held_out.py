@@ -23,7 +23,7 @@ from moe_jax.data.sections import DataSection, SourceSection, check_seq_len, inp
 from moe_jax.data.sources import check_form, named_files, open_files, template_loader
 from moe_jax.data.tokenizer import Document, Pair, Tokenizer
 from moe_jax.distributed.sharding import batch_shards, local_rows, make_mesh, place
-from moe_jax.files.storage_path import as_path, nearest_path
+from moe_jax.files.storage_path import as_path, raise_no_file
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
 from moe_jax.nn.inputs import Batch, model_inputs
@@ -260,7 +260,7 @@ def read_text(path: str | Path, tokenizer: Tokenizer, *, name: str | None = None
     path = as_path(path)
     name = str(path) if name is None else name
     if not path.is_file():
-        raise FileNotFoundError(f"no text at {name}{nearest_path(path)}")
+        raise_no_file("text", name)
     content = path.read_bytes()
     if not is_told:
         check_is_text(name, content)
@@ -297,7 +297,7 @@ def read_held_out(
         scored on.
     """
     if not any(character in source.path for character in "*?[") and not as_path(source.path).is_file():
-        raise FileNotFoundError(f"no text at {source.path}{nearest_path(source.path)}")
+        raise_no_file("text", source.path)
     if config.has_encoder:
         check_form(source, "scored")
     named = named_files(source.path)

@@ -190,13 +190,13 @@ def lock_directory(directory: Path, target: Path) -> int:
 class DirectoryLock:
     """A directory that no other process works in until `release`; a file in it says which process this is."""
 
-    def __init__(self, directory: StoragePath, holder: str):
+    def __init__(self, directory: StoragePath, holder: str, instead: str):
         directory.mkdir(parents=True, exist_ok=True)
         self._holder = directory / holder
         try:
             self._descriptor = lock_directory(directory, directory)
         except InputError:
-            raise _in_use(directory, self._holder) from None
+            raise _in_use(directory, self._holder, instead) from None
         now = datetime.datetime.now(datetime.UTC).isoformat(sep=" ", timespec="seconds")
         self._holder.write_text(f"process {os.getpid()} on {socket.gethostname()} since {now}", encoding="utf-8")
 
@@ -206,8 +206,13 @@ class DirectoryLock:
         os.close(self._descriptor)
 
 
-def check_not_held(directory: StoragePath, holder: str) -> None:
-    """Raises `InputError` if another process works in a directory; the message says which. Changes nothing.
+_INSTEAD = "choose another run_dir"
+
+
+def check_not_held(directory: StoragePath, holder: str, *, instead: str = _INSTEAD) -> None:
+    """Raises `InputError` if another process works in a directory; the message says which, and what to do `instead`.
+
+    Changes nothing.
 
     In a bucket, where only waiting shows whether a process is still at work, nothing is checked.
     """
@@ -216,30 +221,31 @@ def check_not_held(directory: StoragePath, holder: str) -> None:
     try:
         os.close(lock_directory(directory, directory))
     except InputError:
-        raise _in_use(directory, directory / holder) from None
+        raise _in_use(directory, directory / holder, instead) from None
 
 
-def _in_use(directory: StoragePath, holder: StoragePath) -> InputError:
+def _in_use(directory: StoragePath, holder: StoragePath, instead: str) -> InputError:
     """Returns the error that another process works in a directory, with what its file says of it."""
     who, end = "", time.monotonic() + 1.0
     while not who and time.monotonic() < end:  # the process writes it after it has locked the directory
         with contextlib.suppress(FileNotFoundError):
             who = holder.read_text(encoding="utf-8", errors="replace")[:80]
         time.sleep(0 if who else 0.02)
-    return InputError(f"{directory} is in use by {who or 'another process'}; wait for it, or choose another run_dir")
+    return InputError(f"{directory} is in use by {who or 'another process'}; wait for it, or {instead}")
 
 
-def hold_alone(directory: StoragePath, holder: str) -> DirectoryLock | Lease:
+def hold_alone(directory: StoragePath, holder: str, *, instead: str = _INSTEAD) -> DirectoryLock | Lease:
     """Keeps all other processes out of a directory, which is created if necessary, until `release`.
 
     The file `holder` says which process is at work; on a disk the directory is locked, in a bucket the file is a lease.
+    The message about a directory on a disk that is in use says what to do `instead`.
 
     Raises:
       InputError: if another process is at work; the message says which. If a lease is no longer renewed, this waits
         until it runs out.
     """
     if not isinstance(directory, BucketPath):
-        return DirectoryLock(directory, holder)
+        return DirectoryLock(directory, holder, instead)
     lease = Lease(directory / holder, directory)
     lease.take()
     return lease

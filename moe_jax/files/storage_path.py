@@ -22,9 +22,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PosixPath
-from typing import IO, Any, Self, TextIO, TypeVar
+from typing import IO, Any, NoReturn, Self, TextIO, TypeVar
 
-from moe_jax.core.errors import InputError, nearest
+from moe_jax.core.errors import InputError, nearest, shown
 from moe_jax.files import objects as buckets
 from moe_jax.files.objects import AT_ONCE, Found, GrowingObjects
 
@@ -118,7 +118,7 @@ class StoragePath(PosixPath):
         The beginning of it that is the path of a folder is not a pattern, whatever its characters: `run[1]/*.txt`.
         """
         folder = next(parent for parent in self.parents if parent.is_dir())
-        below = str(self.relative_to(folder))
+        below = _bounded(self.relative_to(folder).parts)
         found = (folder / name for name in glob.glob(below, root_dir=folder, recursive=True))
         return sorted(path for path in found if path.is_file())
 
@@ -305,8 +305,9 @@ class BucketPath(StoragePath):
         plain = list(itertools.takewhile(lambda part: not any(character in part for character in "*?["), parts[:-1]))
         scheme, bucket, _ = self.address
         folder = as_path(f"{scheme}://{bucket}") / "/".join(plain)
+        pattern = _bounded(parts[len(plain) :]).split("/")
         names = self.objects.names("/".join(plain))
-        return [folder / name for name in names if _matches(name.split("/"), parts[len(plain) :])]
+        return [folder / name for name in names if _matches(name.split("/"), pattern)]
 
     def looked_from(self) -> str:
         return "by what listings show"
@@ -423,7 +424,34 @@ def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
     return not hidden and fnmatch.fnmatchcase(names[0], patterns[0]) and _matches(names[1:], patterns[1:])
 
 
+_MOST_DEPTHS = 4
+
+
+def _bounded(parts: Sequence[str]) -> str:
+    """Returns a pattern without one `**` after another, which match the same files, in a time that doubles with each.
+
+    Raises:
+      InputError: for more `**` than anybody needs.
+    """
+    kept = [part for part, before in zip(parts, ("", *parts), strict=False) if not part == before == "**"]
+    if kept.count("**") > _MOST_DEPTHS:
+        raise InputError(f"a pattern has at most {_MOST_DEPTHS} parts **, got {shown('/'.join(parts))}")
+    return "/".join(kept)
+
+
 _MOST_NAMES = 1000
+
+
+def raise_no_file(what: str, path: str | os.PathLike[str]) -> NoReturn:
+    """Says that there is no file of a kind at a path.
+
+    Raises:
+      InputError: if it is a directory.
+      FileNotFoundError: if it is absent.
+    """
+    if as_path(path).is_dir():
+        raise InputError(f"{path} is a directory, expected a file: {what}")
+    raise FileNotFoundError(f"no {what} at {path}{nearest_path(path)}")
 
 
 def nearest_path(path: str | os.PathLike[str]) -> str:

@@ -16,7 +16,7 @@ from moe_jax.core.bad_documents import STOP, BadDocument, Skipped, naming
 from moe_jax.core.errors import InputError, first_sentence, shown
 from moe_jax.files.json_toml import ANYTHING, parse_json
 from moe_jax.files.regular_files import read_regular
-from moe_jax.files.storage_path import nearest_path
+from moe_jax.files.storage_path import raise_no_file
 
 MAX_BYTES = 1 << 30
 """Most bytes of a file, and of the content of a compressed one."""
@@ -38,7 +38,7 @@ def read_examples(path: Path, skipped: Skipped = STOP) -> dict[str, dict[str, An
       InputError: if the file is neither, or holds nothing.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"no data at {path}{nearest_path(path)}")
+        raise_no_file("data", path)
     content = read_regular(path, max_bytes=MAX_BYTES)
     if path.suffix == ".gz":
         content = _unpacked(content, path)

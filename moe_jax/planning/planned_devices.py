@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from moe_jax.core.data_sheets import CHIPS, Chip, chip_of_kind
 from moe_jax.core.errors import InputError, check_member, first_line, shown
-from moe_jax.planning.slice_names import topology_of
+from moe_jax.planning.slice_names import SIDES, topology_of
 from moe_jax.training.recipe import MeshSection
 
 # libtpu asks a metadata server for the machine's type unless the environment gives one. Any TPU type will do: the
@@ -165,6 +165,33 @@ class PlannedDevices(NamedTuple):
         return self.devices is not None and self.devices[0].platform == "cpu"
 
 
+_MOST_CHIPS = 2**16
+"""More than any slice or cluster has: a number with more digits is a mistake, and has more meshes than can be tried."""
+_PLATFORMS = "a topology such as v5e:4x4, v5p:2x2x4 or h100:2x8, or a slice such as v5p-16"
+
+
+def check_platform(platform: str) -> tuple[str, Chip]:
+    """Returns a platform other than this machine with the topology that its name stands for, and its chip.
+
+    Raises:
+      InputError: an unknown chip, or a topology that it does not have.
+    """
+    named = topology_of(platform)
+    name, colon, shape = named.partition(":")
+    if "-" in name and name.partition("-")[0].lower() in CHIPS:
+        raise InputError(f"--platform {shown(platform)}: expected {_PLATFORMS}")
+    check_member("--platform", name, tuple(CHIPS))
+    chip = CHIPS[name]
+    if not colon:
+        return named, chip
+    sides = (1, 2) if chip.platform == "gpu" else (1, SIDES.get(name, 3))
+    sizes = [int(size) for size in shape.split("x")] if re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5}){0,2}", shape) else []
+    if chip.platform == "cpu" or len(sizes) not in sides or math.prod(sizes) > _MOST_CHIPS:
+        at_most = f", of at most {_MOST_CHIPS:,} chips" if math.prod(sizes) > _MOST_CHIPS else ""
+        raise InputError(f"--platform {shown(platform)}: expected {_PLATFORMS}{at_most}")
+    return named, chip
+
+
 def planned_devices(mesh: MeshSection, platform: str | None, *, compiles: bool) -> PlannedDevices:
     """Returns the devices of a platform.
 
@@ -186,12 +213,8 @@ def planned_devices(mesh: MeshSection, platform: str | None, *, compiles: bool) 
         name = "this machine's CPU" if devices[0].platform == "cpu" else f"this machine: {kind}"
         return PlannedDevices(name, list(devices), len(devices), chip_of_kind(kind))
     assert platform is not None
-    platform = topology_of(platform)
+    platform, chip = check_platform(platform)
     name, colon, shape = platform.partition(":")
-    check_member("--platform", name, tuple(CHIPS))
-    chip = CHIPS[name]
-    if colon and (chip.platform == "cpu" or not re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5}){0,2}", shape)):
-        raise InputError(f"--platform {shown(platform)}: expected a topology such as v5e:4x4, v5p:2x2x4 or h100:2x8")
     least = math.prod(size for size in dataclasses.astuple(mesh) if size != -1)
     count = math.prod(int(size) for size in shape.split("x")) if colon else least
     # Of `4x8` a host has 8; otherwise as many as usual, or all if there are fewer.

@@ -321,15 +321,20 @@ def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
     if count == 1:
         yield (number,)
         return
-    for first in (size for size in range(1, number + 1) if number % size == 0):
+    for first in _divisors(number):
         for rest in _factors(number // first, count - 1):
             yield first, *rest
 
 
 def _microbatches(batch_size: int, shards: int) -> list[int]:
     """Returns the numbers of microbatches that leave every part of a mesh as many rows, the fewest first."""
-    rows = batch_size // shards
-    return [count for count in range(1, rows + 1) if rows % count == 0]
+    return _divisors(batch_size // shards)
+
+
+def _divisors(number: int) -> list[int]:
+    """Returns the divisors of a number, ascending; of any batch size in a moment."""
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
 
 
 def _changed(recipe: Recipe, mesh: Mapping[str, int], remat: Remat, accumulation: int) -> Recipe:

@@ -7,7 +7,7 @@ from moe_jax.core.data_sheets import CHIPS
 from moe_jax.core.errors import InputError, shown
 
 _NAME = re.compile(r"(v4|v5p|v5e|v5litepod|v6e)-([1-9]\d{0,5})")
-_SIDES = {"v4": 3, "v5p": 3, "v5e": 2, "v6e": 2}
+SIDES = {"v4": 3, "v5p": 3, "v5e": 2, "v6e": 2}
 # Chips of the smallest slice but one chip alone, and of the largest that is a power of two.
 _SIZES = {"v4": (4, 4096), "v5p": (4, 4096), "v5e": (4, 256), "v6e": (4, 256)}
 _COUNTED_BY_CORE = ("v4", "v5p")  # of which a chip has two
@@ -24,7 +24,7 @@ def topology_of(platform: str) -> str:
         return platform
     chip, count = match[1].replace("v5litepod", "v5e"), int(match[2])
     per_chip = 2 if chip in _COUNTED_BY_CORE else 1
-    chips, sides = count // per_chip, _SIDES[chip]
+    chips, sides = count // per_chip, SIDES[chip]
     if count % per_chip or not chips or chips & (chips - 1):
         example = "v5p:2x2x4" if sides == 3 else f"{chip}:4x4"
         raise InputError(f"{shown(platform)}: not a power of two of chips; name the topology, as in {example}")

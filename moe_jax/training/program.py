@@ -242,9 +242,10 @@ def abstract_batch(
     """
     rows, seq_len = recipe.train.batch_size, recipe.data.seq_len
     input_len = input_length(recipe.data) if config.has_encoder else None
-    like = stack_pairs([], rows, input_len=input_len, seq_len=seq_len)
+    # One row, for a plan may be of batches that this machine has no memory for.
+    like = stack_pairs([], 1, input_len=input_len, seq_len=seq_len)
     batch = {
-        name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=batch_sharding(mesh, array.shape[1]))
+        name: jax.ShapeDtypeStruct((rows, *array.shape[1:]), array.dtype, sharding=batch_sharding(mesh, array.shape[1]))
         for name, array in like.items()
     }
     if pictures:

@@ -16,7 +16,7 @@ from moe_jax.data.sections import DataSection, FieldsSection, Format, SourceSect
 from moe_jax.files import json_toml
 from moe_jax.files.json_toml import read_toml
 from moe_jax.files.staging import check_model_path
-from moe_jax.files.storage_path import as_path, nearest_path
+from moe_jax.files.storage_path import as_path
 from moe_jax.training import recipe_toml
 
 
@@ -461,7 +461,7 @@ def read_recipe_table(path: Path) -> dict[str, Any]:
       FileNotFoundError: no such file.
     """
     if not path.exists():
-        raise FileNotFoundError(f"no recipe at {path}{nearest_path(path)}")
+        raise FileNotFoundError(f"no recipe at {path}{recipe_toml.nearest_recipe(path)}")
     if path.is_dir():
         of_model = " of a model" if (path / "config.json").is_file() else ""
         raise InputError(f"{path} is a directory{of_model}, expected a recipe: a TOML file")

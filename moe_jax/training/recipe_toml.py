@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 from moe_jax.core.errors import InputError, clipped, nearest, shown
 from moe_jax.core.verb_spec import attribute_texts
 from moe_jax.files.json_toml import MAX_KEY_PARTS, parse_toml
+from moe_jax.files.storage_path import nearest_path
 
 
 def apply_overrides(table: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -194,17 +195,26 @@ def shipped_config(named: Path, model: str) -> Path | None:
 def recipe_file(named: Path) -> Path:
     """Returns the file of a recipe: the path itself, or that of the shipped recipe of this name.
 
-    A file or address of this name comes first. `.toml` may follow the name.
+    A file or address of this name comes first; a folder, such as that of a run, does not. `.toml` may follow the name.
 
     Raises:
       FileNotFoundError: if a name without a folder is neither a file's nor a shipped recipe's; lists these.
     """
-    if len(named.parts) != 1 or named.exists():
+    if len(named.parts) != 1 or (named.exists() and not named.is_dir()):
         return named
     shipped = shipped_recipes()
     if named.stem in shipped and named.suffix in ("", ".toml"):
         return shipped[named.stem]
-    if named.suffix:
+    if named.suffix or named.exists():
         return named
     listed = ", ".join(shipped)
     raise FileNotFoundError(f"no recipe at {named}{nearest(named.name, shipped)}; the library comes with {listed}")
+
+
+def nearest_recipe(absent: Path) -> str:
+    """Returns what to give in place of an absent file: a file with a name near its own, or a shipped recipe."""
+    shipped = shipped_recipes()
+    if absent.stem in shipped and absent.suffix in ("", ".toml"):
+        return f"; the library comes with that recipe: give its name, {absent.stem}"
+    names = [f"{name}.toml" for name in shipped] if len(absent.parts) == 1 else []
+    return nearest_path(absent) or nearest(absent.name, names, cutoff=0.8)

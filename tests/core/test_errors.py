@@ -122,6 +122,7 @@ def test_a_name_that_is_none_has_the_nearest_beside_it():
     ):
         with pytest.raises(InputError, match=said):
             check_member("colour", value, ("red", "blue"))
+    assert "'Blue'" in nearest("BLUE", ["Blue"]), "upper and lower case are alike"
     assert nearest("bleu", ["blue"], cutoff=0.9) == "" and nearest("x" * (MAX_SHOWN + 1), ["x" * MAX_SHOWN]) == ""
     assert flag_of("max_shard_size") == "--max-shard-size"
 

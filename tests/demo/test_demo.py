@@ -1,5 +1,6 @@
 """Pieces of the demo; the whole of it is `make demo`."""
 
+import io
 import json
 import random
 import re
@@ -14,11 +15,15 @@ from moe_jax.commands.cli import main
 from moe_jax.commands.demo import Options, command_again
 from moe_jax.core.errors import InputError
 from moe_jax.core.interruptions import Interrupted
-from moe_jax.demo import shell
+from moe_jax.demo import quick, real, shell
+from moe_jax.demo.comparison import score
 from moe_jax.demo.folder import MARKER, open_folder
+from moe_jax.demo.page import training_records
 from moe_jax.demo.problems import KINDS, write_problems
+from moe_jax.demo.questions import ask
 from moe_jax.demo.quick import byte_tokenizer, write_text
 from moe_jax.training.loop import Stopped
+from moe_jax.training.recipe import load_recipe
 
 
 def test_text_is_split_by_file(tmp_path):
@@ -48,44 +53,163 @@ def test_a_folder_that_no_demo_made_is_left_alone(tmp_path, capsys):
     assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]
 
 
-def test_a_folder_of_an_earlier_demo_is_replaced(tmp_path):
+@pytest.mark.parametrize("how", ["absent", "empty", "linked"])
+def test_a_folder_of_an_earlier_demo_is_replaced(tmp_path, how):
     folder = tmp_path / "of" / "a demo"
-    open_folder(folder, {}, resume=False)
-    (folder / "old.txt").touch()
-    open_folder(folder, {}, resume=False)
+    if how != "absent":
+        (tmp_path / "real").mkdir()
+        (tmp_path / "of").mkdir()
+        folder.symlink_to(tmp_path / "real") if how == "linked" else folder.mkdir()
+    with open_folder(folder, {}, resume=False):
+        (folder / "old").mkdir()
+        (folder / "old/link").symlink_to(tmp_path)
+        (folder / "link").symlink_to(tmp_path)
+    with open_folder(folder, {}, resume=False):
+        pass
     assert [file.name for file in folder.iterdir()] == [MARKER]
-    (folder / MARKER).unlink()
-    with pytest.raises(InputError, match="another --dir"):
-        open_folder(folder, {}, resume=False)
+    (folder / MARKER).rename(folder / "mine")
+    with pytest.raises(InputError, match="another --dir"), open_folder(folder, {}, resume=False):
+        pass
+
+
+def test_a_kill_while_a_demo_is_replaced_leaves_a_folder_of_a_demo(tmp_path, monkeypatch):
+    with open_folder(tmp_path / "d", {}, resume=False):
+        (tmp_path / "d/dense").mkdir()
+        (tmp_path / "d/moe").mkdir()
+
+    def killed(path):
+        path.rmdir()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("shutil.rmtree", killed)
+        with open_folder(tmp_path / "d", {}, resume=False):
+            pass
+    # What is left is of the older demo: nothing of it may be taken for a step of this one.
+    with pytest.raises(InputError, match="leave out --resume"), open_folder(tmp_path / "d", {}, resume=True):
+        pass
+    with open_folder(tmp_path / "d", {}, resume=False):
+        assert [file.name for file in (tmp_path / "d").iterdir() if file.is_dir()] == []
+
+
+def test_two_demos_do_not_share_a_folder(tmp_path):
+    with open_folder(tmp_path / "d", {}, resume=False) as steps:
+        steps.kept("score", lambda: 1, lambda kept: True)
+        before = (tmp_path / "d" / MARKER).read_bytes()
+        for resume in (False, True):
+            with pytest.raises(InputError, match="process .* --dir"):
+                with open_folder(tmp_path / "d", {}, resume=resume):
+                    pass
+        assert (tmp_path / "d" / MARKER).read_bytes() == before
 
 
 def test_a_demo_that_goes_on_knows_what_is_done(tmp_path):
     folder, made = tmp_path / "d", []
-    steps = open_folder(folder, {"model": "m"}, resume=True)
-    with pytest.raises(KeyboardInterrupt), steps.timed("tune"):
-        assert steps.kept("score", lambda: made.append(1) or {"nll": 0.5}) == {"nll": 0.5}
-        raise KeyboardInterrupt
+    score = {"nll": 0.5}
+
+    def make():
+        made.append(1)
+        return score
+
+    with pytest.raises(KeyboardInterrupt), open_folder(folder, {"model": "m"}, resume=True) as steps:
+        with steps.timed("tune"):
+            assert steps.kept("score", make, lambda kept: True) == score
+            raise KeyboardInterrupt
     before = steps.seconds["tune"]
-    again = open_folder(folder, {"model": "m"}, resume=True)
-    with again.timed("tune"):
-        assert again.kept("score", lambda: made.append(1)) == {"nll": 0.5}
-    assert made == [1] and again.seconds["tune"] > before > 0
+    with open_folder(folder, {"model": "m"}, resume=True) as again, again.timed("tune"):
+        assert again.kept("score", make, lambda kept: True) == score and made == [1]
+        again.kept("score", make, lambda kept: False)
+    assert made == [1, 1] and again.seconds["tune"] > before > 0
 
 
 def test_a_demo_goes_on_with_its_own_options_alone(tmp_path):
-    open_folder(tmp_path / "d", {"model": "m", "tuning_steps": 3}, resume=False)
+    with open_folder(tmp_path / "d", {"model": "m", "tuning_steps": 3}, resume=False):
+        pass
     with pytest.raises(InputError, match="other options") as refused:
-        open_folder(tmp_path / "d", {"model": "m", "tuning_steps": 4}, resume=True)
+        with open_folder(tmp_path / "d", {"model": "m", "tuning_steps": 4}, resume=True):
+            pass
     assert "tuning_steps 3, now 4" in str(refused.value)
-    (tmp_path / "d" / MARKER).write_text("")  # as before demos could go on
-    with pytest.raises(InputError, match="another version"):
-        open_folder(tmp_path / "d", {}, resume=True)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[" * 10**5, '{"settings": {}, "seconds": {"tune": "x"}, "kept": {}}',
+     '{"settings": {}, "seconds": {"tune": NaN}, "kept": {}}', '{"settings": {}, "seconds": {}, "kept": [1]}'],
+    ids=range(5),
+)  # fmt: skip
+def test_a_damaged_file_of_steps_is_an_error(tmp_path, content):
+    with open_folder(tmp_path / "d", {}, resume=False):
+        pass
+    (tmp_path / "d" / MARKER).write_text(content)
+    with pytest.raises(InputError, match="leave out --resume"), open_folder(tmp_path / "d", {}, resume=True):
+        pass
+
+
+@pytest.mark.parametrize("kept", [None, [1], {"nll": 1}, {"perplexity": "2", "nll": 1, "tokens": 3},
+                                  {"perplexity": float("nan"), "nll": 1, "tokens": 3}])  # fmt: skip
+def test_a_kept_score_or_answer_that_is_none_is_made_again(tmp_path, kept):
+    printed = {"eval": '{"perplexity": 2.0, "nll": 0.7, "tokens": 9}', "generate": '[{"text": "yes"}]'}
+    made = shell.Shell(rich.console.Console(quiet=True), lambda words: print(printed[words[0]]) or 0)
+    with open_folder(tmp_path / "d", {}, resume=False) as steps:
+        for name in ("score of m", "answers of m"):
+            steps.kept(name, lambda: kept, lambda value: True)
+        assert score(made, steps, "m", tmp_path, ())["nll"] == 0.7
+        assert ask(made, steps, "m", tmp_path, ["who?"]) == ["yes"]
+
+
+@pytest.mark.parametrize("lines", [None, "", '{"step": 1}', '{"step": 1, "loss": "x"}', "{"])
+def test_a_training_without_losses_is_an_error(tmp_path, lines):
+    if lines is not None:
+        (tmp_path / "metrics.jsonl").write_text(lines)
+    with pytest.raises(InputError, match=r"metrics\.jsonl has no loss"):
+        training_records(tmp_path)
+
+
+def test_recipes_and_lines_of_a_folder_with_any_name(tmp_path):
+    folder = tmp_path / "[bold]a\"b\\c {x} [/]#\n'd"
+    folder.mkdir(parents=True)
+    console = rich.console.Console(file=io.StringIO(), width=10**4)
+    quick._write_inputs(folder, 3, 4, shell.Shell(console, main))
+    dense, longer = (load_recipe(folder / name) for name in ("dense.toml", "continue.toml"))
+    assert (dense.run_dir, dense.model.config) == (f"{folder}/runs/dense", f"{folder}/config.json")
+    assert (longer.model.path, longer.eval.text) == (f"{folder}/dense", f"{folder}/text/held-out.txt")
+    real._write_inputs(folder, 5)
+    tuned = load_recipe(folder / "tune.toml")
+    assert (tuned.run_dir, tuned.model.path, tuned.train.steps) == (f"{folder}/run", f"{folder}/moe", 5)
+    shell.Shell(console, main).make(folder, "convert")
+    assert f"{folder} is there" in console.file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["text", "config", "folder", "model"])
+def test_an_older_demo_is_kept_where_the_model_is_none(tmp_path, capsys, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)
+    with open_folder(tmp_path / "d", {}, resume=False):
+        (tmp_path / "d/page.html").write_text("precious")
+    given = tmp_path / "given"
+    if kind in ("folder", "model"):
+        given.mkdir()
+        (given / ("note.txt" if kind == "folder" else "config.json")).write_text('{"model_type": "llama"}')
+    else:
+        given.write_text("{}" if kind == "config" else "some text")
+    assert main(["demo", "--dir", "d", "--model", str(given)]) == 2
+    said = capsys.readouterr()
+    assert str(given) in said.err and "goes on" not in said.err and said.out == ""
+    assert (tmp_path / "d/page.html").read_text() == "precious"
 
 
 def test_steps_below_one_are_refused(tmp_path, capsys):
     assert main(["demo", "--dir", str(tmp_path / "d"), "--more-steps", "0"]) == 2
-    assert "steps must be at least 1" in capsys.readouterr().err
+    assert "--more-steps=0 must be at least 1" in capsys.readouterr().err
     assert not (tmp_path / "d").exists()
+
+
+@pytest.mark.parametrize("given", [["--quick", "--tuning-steps", "5"], ["--tuning-steps", "5"],
+                                   ["--model", "m.gguf", "--more-steps", "5"]])  # fmt: skip
+def test_steps_of_the_other_demo_are_refused(tmp_path, capsys, given):
+    (tmp_path / "m.gguf").touch()
+    given = [str(tmp_path / word) if word == "m.gguf" else word for word in given]
+    assert main(["demo", "--dir", str(tmp_path / "d"), *given]) == 2
+    assert re.search(r"--(tuning|more)-steps: only with(out)? --model", capsys.readouterr().err)
 
 
 def test_a_model_gets_the_demo_on_a_real_one(tmp_path, monkeypatch):

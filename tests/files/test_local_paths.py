@@ -137,6 +137,21 @@ def test_a_folder_in_the_place_of_a_recipe_is_named_for_what_it_is(tmp_path):
         load_recipe(tmp_path)
 
 
+def test_a_folder_in_the_place_of_a_text_is_named_for_what_it_is(tmp_path, capsys):
+    for words in (["eval", str(tmp_path), "--text"], ["compress", str(tmp_path), str(tmp_path / "o"), "--calibrate"]):
+        method = ["--method", "quantize", "--bits", "4"] * (words[0] == "compress")
+        assert cli.main([*words, str(tmp_path), *method]) == 2
+        assert f"{tmp_path} is a directory, expected a file" in capsys.readouterr().err
+
+
+def test_a_pattern_of_many_depths_takes_no_time_or_is_refused(tmp_path):
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "a/b/c.txt").touch()
+    assert as_path(tmp_path / ("**/" * 300 + "*.txt")).matching() == [tmp_path / "a/b/c.txt"]
+    with pytest.raises(InputError, match=r"\*\*"):
+        as_path(tmp_path / ("**/*/" * 30 + "*.txt")).matching()
+
+
 def test_a_store_of_tensorstore_has_a_path_without_steps_up(tmp_path):
     """`..` after a link leads out of the folder that the link names."""
     (tmp_path / "deep" / "folder").mkdir(parents=True)

@@ -237,7 +237,7 @@ def test_the_environment_of_a_compiler_is_made_before_anything_else(folder, monk
     monkeypatch.setattr(planned_devices, "prepare_environment", prepare)
     words = ["plan", "--train", str(folder / "recipe.toml"), "--platform"]
     assert cli.main([*words, "h100"]) == 2 and "error: prepared" in capsys.readouterr().err
-    assert cli.main([*words, "h200x"]) == 2 and "error: prepared" in capsys.readouterr().err
+    assert cli.main([*words, "h200:2x8"]) == 2 and "error: prepared" in capsys.readouterr().err
 
 
 def test_little_memory_is_said(folder, one_device, compiled_once, capsys, monkeypatch):

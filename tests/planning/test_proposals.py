@@ -207,6 +207,23 @@ def test_the_command_prints_what_to_type(folder, untraced, capsys):
     assert make_program(recipe, SMALL, jax.devices()[:8]).mesh.shape == found["proposals"][0]["mesh"]
 
 
+def test_what_is_typed_trains_the_model_of_the_plan(tmp_path, folder, untraced, capsys, monkeypatch):
+    (tmp_path / "given").mkdir()
+    write_config(tmp_path / "given/config.json", SMALL)
+    words = ["plan", str(tmp_path / "given"), "--train", str(folder / "recipe.toml"), "--set", "mesh.fsdp=3"]
+    assert cli.main([*words, "--platform", "v5p-16", "--propose"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  moe-jax train "))
+    settings = shlex.split(line)[4:]
+    assert f"model.path={tmp_path / 'given'}" in settings
+    assert "mesh.fsdp=3" not in settings, "the proposal has another"
+
+
+def test_a_batch_of_any_size_has_proposals_at_once(folder, untraced, capsys):
+    words = ["plan", "--train", str(folder / "recipe.toml"), "--platform", "v5p-8", "--propose"]
+    assert cli.main([*words, "--set", f"train.batch_size={2**31 - 1}"]) == 0
+    assert "mesh" in capsys.readouterr().out
+
+
 def test_the_command_says_what_is_missing(folder, memory, untraced, capsys):
     memory(1 << 20, "v5p")
     assert cli.main(["plan", "--train", str(folder / "recipe.toml"), "--platform", "v5p-16", "--propose"]) == 0

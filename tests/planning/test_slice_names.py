@@ -2,6 +2,7 @@
 
 import pytest
 
+from moe_jax.commands.cli import main
 from moe_jax.core.errors import InputError
 from moe_jax.planning.planned_devices import planned_devices
 from moe_jax.planning.slice_names import topology_of
@@ -35,3 +36,13 @@ def test_cores_are_not_chips():
 def test_sizes_that_are_several_slices_or_none_are_refused(name):
     with pytest.raises(InputError, match="power of two"):
         topology_of(name)
+
+
+@pytest.mark.parametrize(
+    "platform", ["v5p-0", "V5P-16", "h100-16", "h100:2x8x2", "v5e:4x4x4", "v5p:4x4", "h100:999999x999999", "v5p:0x2x2"]
+)
+def test_what_is_no_platform_is_refused_before_a_model_is_looked_for(platform, capsys):
+    given = ["plan", "--train", "upcycle_small", "--set", "model.path=nowhere/model", "--platform", platform]
+    assert main([*given, "--propose"]) == 2
+    said = capsys.readouterr().err
+    assert f"--platform {platform!r}" in said and "nowhere" not in said

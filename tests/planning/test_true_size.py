@@ -79,6 +79,21 @@ def test_recipes_are_installed_with_the_package():
         recipe_file(Path("mixtral_8x7b_v5p_4x4x"))
 
 
+def test_a_folder_does_not_hide_a_shipped_recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "upcycle_small").mkdir()
+    assert recipe_file(Path("upcycle_small")).is_file()
+
+
+@pytest.mark.parametrize("name", ["upcycle_smal", "upcycle-small.toml", "Upcycle_Small", "UPCYCLE_SMALL.toml"])
+def test_a_mistyped_recipe_has_a_hint(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "--train", name]) == 2
+    assert f"did you mean 'upcycle_small{Path(name).suffix}'" in capsys.readouterr().err
+    assert main(["plan", "--train", "train/recipes/upcycle_small.toml"]) == 2
+    assert "its name, upcycle_small" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", [name for name in sorted(shipped_recipes()) if not name.endswith("_small")])
 def test_a_shipped_recipe_is_planned_by_its_name_before_there_is_a_model(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -8,7 +8,7 @@ import tomllib
 import pytest
 
 from tests.support.environment import ROOT
-from tests.tooling.release import cited_version, newest_change, not_for_windows, problems_of_tag, version
+from tests.tooling.release import cited_version, main, newest_change, not_for_windows, problems_of_tag, version
 
 yaml = pytest.importorskip("yaml")
 
@@ -112,3 +112,9 @@ def test_names_that_windows_cannot_have_are_found(paths, said):
     (line,) = not_for_windows(paths)
     assert said in line
     assert not list(not_for_windows(["console/com10.py", ".github/x", "a-b_c"]))
+
+
+@pytest.mark.parametrize("words", [[], ["tags"], ["tag", "v1", "v2"], ["names"], ["names", "nothing.whl"]])
+def test_words_that_ask_for_nothing_are_no_release(words, capsys):
+    assert main(*words) == 2
+    assert capsys.readouterr().out.count("\n") == 1

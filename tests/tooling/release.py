@@ -83,8 +83,14 @@ def _only(pattern: str, file: Path) -> str:
     return found
 
 
-def main(what: str, *given: str) -> int:
-    """Prints what is wrong; returns 1 if anything is."""
+def main(what: str = "", *given: str) -> int:
+    """Prints what is wrong; returns 1 if anything is, and 2 for words that ask for nothing."""
+    if (what, len(given)) not in (("tag", 0), ("tag", 1)) and (what != "names" or not given):
+        print(f"expected names ARCHIVE ..., or tag [v0.1.0], got {' '.join((what, *given)) or 'nothing'}")
+        return 2
+    if absent := [one for one in given if what == "names" and not Path(one).is_file()]:
+        print(f"no archive at {', '.join(absent)}")
+        return 2
     if what == "names":
         archives = [(Path(one).name, names_in(Path(one))) for one in given]
         problems = [f"{name}: {line}" for name, names in archives for line in not_for_windows(names)]

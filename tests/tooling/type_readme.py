@@ -56,6 +56,8 @@ def main() -> int:
     parser.add_argument("--leave-out", action="append", default=[], metavar="COMMAND")
     parser.add_argument("--python", default=sys.executable)
     options = parser.parse_args()
+    if options.folder.exists():
+        parser.error(f"{options.folder} exists already; choose another FOLDER")
     options.folder.mkdir(parents=True)
     clone = options.folder.resolve() / "clone"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
