@@ -17,11 +17,13 @@ from moe_jax.training.recipe import MeshSection, OptimizerSection, TrainSection
 from tests.support.dense_models import random_leaves
 from tests.support.moe_models import MemorySource
 from tests.support.numerics import assert_close, logits_of
-from tests.support.seeing_models import FEATURES, picture_batch, pictures, seeing, slots_of
+from tests.support.seeing_models import FEATURES, picture_batch, pictures, seeing, slots_of, tower_config
 from tests.support.tiers import long, one_in
 from tests.support.training_models import config_of, moe, recipe_of
 
 CONFIG = seeing(config_of(FFNConfig(dim=32), moe()))
+# Compiles in half the time; with auxiliary losses, microbatches run the model twice.
+TRAINED = seeing(config_of(moe(balance_coef=0.0)), tower=tower_config(layers=2))
 LENGTH = 32
 # Rows of a batch with no picture, one, and more; two of them touch.
 PLACES = ((), (2,), (0, 9), (11,), (3, 20), (), (23,), (0, 14))
@@ -80,8 +82,8 @@ def trained(axes, accumulation):
         optimizer=OptimizerSection(learning_rate=1e-2),
     )
     devices, losses = jax.devices()[: int(np.prod(list(axes.values()), dtype=int))], []
-    batches = [picture_batch(CONFIG, LENGTH, *PLACES, seed=seed) for seed in range(3)]
-    source = types.SimpleNamespace(config=CONFIG)
+    batches = [picture_batch(TRAINED, LENGTH, *PLACES, seed=seed) for seed in range(3)]
+    source = types.SimpleNamespace(config=TRAINED)
     note = lambda record: losses.append([record["loss"], record["aux_loss"], record["grad_norm"]])  # noqa: E731
     decoder, _ = train_on_batches(recipe, source, batches, devices=devices, on_step=note)
     return np.array(losses), jax.tree.map(np.asarray, nnx.state(decoder))
@@ -102,21 +104,23 @@ def test_training_is_that_of_one_device(trained_on_one_device, axes, accumulatio
 
 def test_documents_of_a_packed_row_are_computed_as_if_alone(model):
     # Documents of one row: two pictures, none, one. Slots count the pictures of the whole row.
-    lengths, starts = (24, 9, 14), ((0, 11), (), (3,))
-    batch = picture_batch(CONFIG, sum(lengths), (0, 11, 24 + 9 + 3))
-    positions = np.concatenate([np.arange(length) for length in lengths])[None]
-    segments = np.repeat([1, 2, 3], lengths)[None]
+    length, starts = 20, ((0, 11), (), (3,))
+    batch = picture_batch(CONFIG, 3 * length, (0, 11, 2 * length + 3))
     given = {name: batch[name] for name in ("tokens", "pixels", "slots")}
-    packed = logits_of(model, **given, positions=positions, segment_ids=segments)[0]
-    first = picture = 0
-    for length, places in zip(lengths, starts, strict=True):
-        pixels = batch["pixels"][:, picture : picture + max(1, len(places))]
-        tokens, slots = batch["tokens"][:, first : first + length], slots_of(CONFIG, length, places)
-        alone = logits_of(model, tokens, pixels=pixels, slots=slots)[0]
-        np.testing.assert_allclose(packed[first : first + length], alone, atol=1e-6)
-        first, picture = first + length, picture + len(places)
+    index = np.arange(3 * length)[None]
+    packed = logits_of(model, **given, positions=index % length, segment_ids=index // length + 1)[0]
+    picture = 0
+    for document, places in enumerate(starts):
+        part = slice(document * length, (document + 1) * length)
+        # As many pictures for every one, so that one program computes them.
+        pixels = np.roll(batch["pixels"], -picture, axis=1)[:, :2]
+        slots = slots_of(CONFIG, length, places)
+        alone = logits_of(model, batch["tokens"][:, part], pixels=pixels, slots=slots)[0]
+        np.testing.assert_allclose(packed[part], alone, atol=1e-6)
+        picture += len(places)
 
 
+@long  # as documents of a packed row
 def test_rows_of_a_batch_are_computed_as_if_alone(model):
     batch = picture_batch(CONFIG, LENGTH, *PLACES)
     given = {name: batch[name] for name in ("tokens", "pixels", "slots")}
@@ -128,6 +132,7 @@ def test_rows_of_a_batch_are_computed_as_if_alone(model):
     np.testing.assert_allclose(logits_of(model, batch["tokens"][:1])[0], together[0], atol=1e-5)
 
 
+@long
 def test_what_no_slot_names_does_nothing(model):
     batch = picture_batch(CONFIG, 12, (1,))
     more = np.concatenate([batch["pixels"], pictures(1, 2, seed=5)], axis=1)
