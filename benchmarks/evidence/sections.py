@@ -319,6 +319,12 @@ SECTIONS = (
         layouts.VISION_PARTS,
     ),
     _program(
+        "vision_tower",
+        "python benchmarks/vision_tower.py",
+        ("moe_jax/nn/vision.py", "moe_jax/nn/stack.py", "moe_jax/images/patches.py"),
+        layouts.VISION_TOWER,
+    ),
+    _program(
         "encoder_decoders",
         "python benchmarks/encoder_decoders.py DATA",
         (
