@@ -106,7 +106,7 @@ def upcycle(
     branches = Branches(source, experts_from, spec.rest_from or "mean") if experts_from else None
     specs = upcycled_specs(config, source.specs())
     differs = why_different(spec, [specs[path].dtype for path in specs if path.endswith("/down/kernel")])
-    if spec.step0_check and not keeps_the_function(spec) and spec.granularity == 1:
+    if spec.step0_check and not keeps_the_function(spec) and spec.granularity == 1 and spec.universal != "med":
         raise InputError(_why_not_equal(spec))
     described = spec.described()
     routers: dict[int, np.ndarray] = {}
@@ -157,14 +157,9 @@ def upcycle(
 
 
 def _why_not_equal(spec: UpcycleSpec) -> str:
-    if spec.universal == "none":
-        what = f"gate {spec.weighting!r} with top_k={spec.top_k} of {spec.copies} experts"
-        instead = "gate 'topk_softmax'"
-    else:
-        what, instead = f"universal {spec.universal!r}", "universal 'coder'"
     return (
-        f"{what} has weights that do not sum to 1, so the MoE cannot equal the dense model at step 0; use {instead}, "
-        "or --no-step0-check if that is meant"
+        f"gate {spec.weighting!r} with top_k={spec.top_k} of {spec.copies} experts has weights that do not sum to 1, so "
+        "the MoE cannot equal the dense model at step 0; use gate 'topk_softmax', or --no-step0-check if that is meant"
     )
 
 
@@ -351,6 +346,8 @@ def why_different(spec: UpcycleSpec, dtypes: Collection[np.dtype] = ()) -> str |
     The `dtypes` are those in which the FFN's down kernels are stored.
     """
     reasons = []
+    if spec.universal == "med":
+        reasons.append("universal 'med' adds the experts to the FFN, by weights above 0")
     if len(spec.experts_from):
         reasons.append(f"experts from {len(spec.experts_from)} models")
     if spec.noise:

@@ -159,13 +159,11 @@ def test_stories260k_with_coder_starts_as_the_dense_model(options, data_dir, tmp
     np.testing.assert_allclose(logits_of(load_model(moe), tokens), logits_of(load_model(dense), tokens), atol=allowed)
 
 
-def test_med_needs_an_explicit_word(dense_model, tmp_path, failing_command, capsys):
-    err = failing_command("upcycle", dense_model, tmp_path / "moe", "--universal", "med")
-    assert "universal 'med' has weights that do not sum to 1" in err and "--no-step0-check" in err
-    assert run("upcycle", dense_model, tmp_path / "moe", "--universal", "med", "--no-step0-check") == 0
-    assert "not checked" in capsys.readouterr().out
+def test_med_says_by_how_much_it_begins_elsewhere(dense_model, tmp_path, capsys):
+    assert run("upcycle", dense_model, tmp_path / "moe", "--universal", "med") == 0
+    assert "as is meant: universal 'med' adds the experts to the FFN" in " ".join(capsys.readouterr().out.split())
     entry = json.loads((tmp_path / "moe" / "lineage.json").read_text())[-1]
-    assert entry["measured"]["step0_max_abs_difference"] is None and entry["options"]["universal"] == "med"
+    assert entry["measured"]["step0_max_abs_difference"] > 0.01 and entry["options"]["universal"] == "med"
     dense, moe = ModelDirectory(dense_model), ModelDirectory(tmp_path / "moe")
     for name in ("up/kernel", "down/bias"):
         assert moe.read(f"layers/1/mlp/universal/{name}").tobytes() == dense.read(f"layers/1/mlp/{name}").tobytes()
