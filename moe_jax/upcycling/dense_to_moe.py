@@ -158,7 +158,7 @@ def upcycle(
 
 def _why_not_equal(spec: UpcycleSpec) -> str:
     return (
-        f"gate {spec.weighting!r} with top_k={spec.top_k} of {spec.copies} experts: weights do not sum to 1, so that "
+        f"gate {spec.weighting!r} with top_k={spec.top_k} of {spec.copies} experts has weights that do not sum to 1: "
         "the MoE cannot equal the dense model at step 0; use gate 'topk_softmax', or --no-step0-check if that is meant"
     )
 
