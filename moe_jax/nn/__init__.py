@@ -44,11 +44,15 @@ Arguments:
     KVCache, LatentCache             of grouped-query and of latent attention
     Context, Slots, Source           what all layers of a call share; in it places in caches, an encoder's output
     make_context                     makes one, for a layer that is called alone
+    place_pictures, PlacedRow, tokens_per_picture
+                                     room for pictures in rows of tokens, a row then, and how many tokens each takes
     ChangeLogits                     a function that replaces the logits of a router
     Inside, AtRouter, Kept           what `BlockStack` is asked of its layers, a layer of its router, and its answer
 """
 
 from moe_jax.core.signatures import show_signatures as _show_signatures
+from moe_jax.images.slots import PlacedRow as PlacedRow
+from moe_jax.images.slots import place_pictures as place_pictures
 from moe_jax.models.own_parts import register_layer as register_layer
 from moe_jax.models.own_parts import register_router as register_router
 from moe_jax.nn.attention import Attention as Attention
@@ -98,6 +102,7 @@ from moe_jax.nn.moe import auxiliary_loss as auxiliary_loss
 from moe_jax.nn.moe import has_auxiliary_loss as has_auxiliary_loss
 from moe_jax.nn.moe import load_per_layer as load_per_layer
 from moe_jax.nn.projector import register_projector_step as register_projector_step
+from moe_jax.nn.projector import tokens_per_picture as tokens_per_picture
 from moe_jax.nn.stack import Stack as Stack
 from moe_jax.nn.stack import StackOutput as StackOutput
 from moe_jax.nn.vision import Vision as Vision

@@ -18,7 +18,7 @@ EXAMPLES, CONVERT = ROOT / "examples", ROOT / "convert"
 
 # `last_words` by tests/harness, `train_loop` by tests/training, and parts of one's own by tests/nn.
 EXAMPLES_TESTED = {"moe_layer", "upcycle", "compress_layer", "barycenter", "look_inside", "last_words", "train_loop"}
-EXAMPLES_TESTED |= {"own_router", "own_gate", "own_form", "own_activation", "own_layer"}
+EXAMPLES_TESTED |= {"own_eye", "own_router", "own_gate", "own_form", "own_activation", "own_layer"}
 
 
 def main_of(name: str, folder: pathlib.Path = EXAMPLES):
@@ -94,6 +94,13 @@ def test_checkpoints_are_converted_there_and_back(tmp_path, capsys):
         back(str(model), str(tmp_path / "again"), str(other))
     upcycled = main_of("upcycled_to_hf", CONVERT)(str(model), str(tmp_path / "moe"))
     assert moe_jax.convert(upcycled).config.family == "mixtral"
+
+
+@long
+def test_a_model_of_ones_own_eye_looks(capsys):
+    before, after, without = main_of("own_eye")()
+    assert after > 0.9 > 0.5 > max(before, without)
+    assert "with each other's pictures" in capsys.readouterr().out
 
 
 @one_in(2)
