@@ -222,6 +222,7 @@ def test_adapters_that_refer_to_a_base_need_one_on_the_disk(dense, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@long
 def test_texts_are_scored_and_continued_as_by_the_commands(dense, tmp_path, capsys):
     from moe_jax.commands import cli
 

@@ -70,6 +70,7 @@ def test_adapt_says_what_eval_says_of_both_models(model, tmp_path, capsys):
     assert f"NF4 on {text}: {shown}, KL divergence {measured['nf4_kl']:.3g} nats per token" in printed
 
 
+@long
 def test_without_a_text_there_is_a_built_in_one(model, tmp_path, capsys):
     assert cli.main(["upcycle", str(model), str(tmp_path / "pesc"), "--method", "pesc", "--adapter", "4"]) == 0
     measured = json.loads((tmp_path / "pesc" / "lineage.json").read_text())[-1]["measured"]

@@ -159,7 +159,7 @@ def test_bank_equals_one_ffn_per_expert(kind, strategy, ffn_kind):
     check()
 
 
-@one_in(19, first=4)
+@one_in(48, first=2)
 @pytest.mark.parametrize(
     ("kind", "strategy"),
     [

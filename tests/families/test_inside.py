@@ -119,6 +119,7 @@ def test_padding_goes_to_no_expert(decoder):
     close({3: hidden_states[3][:, :3]}, {3: inside(decoder, IDS[:, :3])[1][3]})
 
 
+@long
 def test_weights_and_experts_are_those_that_the_layer_used(decoder):
     """The output of an MoE is the sum of its experts' outputs with these weights."""
     out = decoder(IDS, routing=True, hidden_states=(3, 4))

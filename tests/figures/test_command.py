@@ -10,6 +10,7 @@ import pytest
 from moe_jax.commands import cli
 from moe_jax.figures import measure_similarity
 from tests.support.figure_models import BANKS, EXPERTS, moe_config, write_model
+from tests.support.tiers import long
 
 COSINES = {"cosine_to_base.png", "cosine_between_experts.png", "figures.json"}
 
@@ -47,6 +48,7 @@ def test_without_a_text_cosines_are_drawn_and_the_way_to_the_load_is_said(model,
         assert layer["cosine_between_experts"] == measured.between.tolist()
 
 
+@long
 def test_with_a_text_the_load_is_drawn_too(text, tmp_path: pathlib.Path, capsys):
     model = write_model(tmp_path / "model", moe_config(None, BANKS["low-rank"], BANKS["full"]))
     words = ["inspect", model.path, "--plots", tmp_path / "plots", "--text", text, "--seq-len", 16, "--json"]

@@ -12,7 +12,7 @@ from moe_jax.distributed.sharding import make_mesh, state_shardings
 from moe_jax.functional.routing import GATES
 from moe_jax.models import SelectionConfig
 from moe_jax.nn import unstacked
-from tests.support.tiers import long, one_in
+from tests.support.tiers import long
 
 IDS = np.random.default_rng(0).integers(0, 64, (2, 6))
 
@@ -29,7 +29,7 @@ def decoder(**options):
 SIGMOID = {"gate": "topk_sigmoid", "selection": SelectionConfig(bias=True)}
 
 
-@one_in(2, first=1)
+@long
 @pytest.mark.parametrize("options", [{}, SIGMOID], ids=["softmax", "sigmoid with a bias of selection"])
 def test_an_expert_that_is_off_is_the_one_whose_output_does_not_count(options):
     """What it computes changes nothing any more, and in other layers nothing was changed."""

@@ -11,7 +11,7 @@ import moe_jax
 from moe_jax.core.errors import InputError
 from moe_jax.training.step import make_step
 from moe_jax.training.train_state import init_state
-from tests.support.tiers import long, one_in
+from tests.support.tiers import long
 
 IDS = np.random.default_rng(0).integers(0, 64, (4, 9), np.int32)
 BATCH = {"tokens": IDS[:, :-1], "targets": IDS[:, 1:]}
@@ -31,7 +31,7 @@ def model(**bank):
     return moe_jax.Decoder(config, rngs=nnx.Rngs(0))
 
 
-@one_in(3, first=2)
+@long
 @pytest.mark.parametrize(
     "more",
     [{}, {"segment_ids": SEGMENTS, "positions": POSITIONS}, {"segment_ids": SEGMENTS, "weights": WEIGHTS}],

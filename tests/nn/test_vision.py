@@ -13,6 +13,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import path_name
 from moe_jax.models import ModelConfig
 from moe_jax.nn.vision import VisionTower
+from tests.support.tiers import long
 
 KEYS = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, "patch_size": 4, "image_size": 20}
 
@@ -21,6 +22,7 @@ def tower_config(model_type: str) -> ModelConfig:
     return read_hf_config({"model_type": model_type, "intermediate_size": 64, **KEYS}, ignored=["intermediate_size"])
 
 
+@long
 def test_gradients_reach_every_parameter_but_the_norm_of_what_is_pooled():
     tower = VisionTower(tower_config("dinov2"), rngs=nnx.Rngs(0))
     pixels = jnp.asarray(np.random.default_rng(0).normal(size=(1, 20, 20, 3)), jnp.float32)

@@ -33,7 +33,7 @@ from moe_jax.model_io.loading import abstract_model
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.dense_models import random_leaves, write_model
 from tests.support.environment import ROOT
-from tests.support.tiers import long, one_in
+from tests.support.tiers import long
 from tests.support.training_models import config_of, moe
 
 EXAMPLE = runpy.run_path(str(ROOT / "examples" / "train_loop.py"))
@@ -72,7 +72,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-@one_in(5)
+@long
 @pytest.mark.parametrize("name", CASES)
 def test_losses_gradients_and_weights_are_those_of_the_command(name, folder):
     (folder / f"{name}.toml").write_text(RECIPE.format(name=name, more=CASES[name]))

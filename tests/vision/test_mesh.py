@@ -18,7 +18,7 @@ from tests.support.dense_models import random_leaves
 from tests.support.moe_models import MemorySource
 from tests.support.numerics import assert_close, logits_of
 from tests.support.seeing_models import FEATURES, picture_batch, pictures, seeing, slots_of, tower_config
-from tests.support.tiers import long, one_in
+from tests.support.tiers import long
 from tests.support.training_models import config_of, moe, recipe_of
 
 CONFIG = seeing(config_of(FFNConfig(dim=32), moe()))
@@ -94,7 +94,7 @@ def trained_on_one_device():
     return trained({}, 1)
 
 
-@one_in(3)
+@long
 @pytest.mark.parametrize(("axes", "accumulation"), [(MESHES[1], 2), ({}, 4), (MESHES[0], 1)], ids=str)
 def test_training_is_that_of_one_device(trained_on_one_device, axes, accumulation):
     (losses, state), (expected, after) = trained(axes, accumulation), trained_on_one_device

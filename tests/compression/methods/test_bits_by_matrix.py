@@ -120,6 +120,7 @@ def test_stays_within_the_budget_and_is_better_with_more(source, calibrated, tar
     assert all("quantized" in layer.choice for layer in reports[target].layers)
 
 
+@long
 def test_a_layer_on_which_all_depends_gets_the_bits(source, calibrated, tmp_path):
     calibration, *_ = calibrated
     method = make_method("allocate", {"target_bytes": 8_000, "group_size": 8, "solver": "identity"})

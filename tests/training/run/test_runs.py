@@ -23,7 +23,7 @@ from moe_jax.training.loop import StopSignals
 from tests.support.disks import small_disk
 from tests.support.environment import COMPILER_FLAGS, ROOT
 from tests.support.forked import OF_COMMANDS, start
-from tests.support.tiers import long
+from tests.support.tiers import long, one_in
 from tests.support.training_models import config_of, moe, write_config
 
 usage = namedtuple("usage", ("total", "used", "free"))
@@ -327,6 +327,7 @@ def test_bad_input_is_one_message_and_leaves_nothing(workplace, arguments, messa
     assert not (workplace / "bad").exists()
 
 
+@one_in(2)
 @pytest.mark.parametrize(("steps", "told"), [(30, 20), (3, 3)])
 def test_a_run_that_learns_from_nothing_stops_and_says_so(workplace, steps, told, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(workplace)
