@@ -169,6 +169,11 @@ ENCODER_DECODERS = Table(
     ("model", "nll of the answers", "right answers", "95 % interval, %", "exported, in Transformers"),
     ("{}", "{:.3f}", "{} of {}", "{:.1f} – {:.1f}", "{}"),
 )
+VISION_STEP = Table(
+    "steps",
+    ("chips", "GB of a chip", "it has", "the tower's share of the operations", "arrays [T, T]", "largest array"),
+    ("{}", "{:.1f}", "{:.1f}", "{:.2%}", "{}", "{}"),
+)
 VISION_TOWER = Table(
     "towers",
     ("tower", "", "pictures", "ms", "Transformers, ms", "speed, of Transformers' (aim 0.85)"),

@@ -319,6 +319,12 @@ SECTIONS = (
         layouts.VISION_PARTS,
     ),
     _program(
+        "vision_step",
+        "python benchmarks/vision_step.py DATA",
+        ("moe_jax/nn", "moe_jax/training/program.py", "moe_jax/training/step.py", "moe_jax/planning/compile_only.py"),
+        layouts.VISION_STEP,
+    ),
+    _program(
         "vision_tower",
         "python benchmarks/vision_tower.py",
         ("moe_jax/nn/vision.py", "moe_jax/nn/stack.py", "moe_jax/images/patches.py"),

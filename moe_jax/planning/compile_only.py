@@ -35,7 +35,13 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def compile_only(
-    recipe: Recipe, config: ModelConfig, topology: str, *, pictures: int = 0, teacher: ModelConfig | None = None
+    recipe: Recipe,
+    config: ModelConfig,
+    topology: str,
+    *,
+    pictures: int = 0,
+    teacher: ModelConfig | None = None,
+    largest: int = 3,
 ) -> dict[str, Any]:
     """Compiles the step of a recipe for a topology such as `v5e:4x4` or `h100:8`.
 
@@ -47,9 +53,9 @@ def compile_only(
       JSON-able: `topology`, `device_kind`, `chips`, `mesh`; per chip `bytes` (`arguments`, `outputs`, `aliased`,
       `temporaries`, `code`, `total`, `hbm`), `model_flops` (see `flops.py`; without the gradients of frozen kernels)
       and `compiler_flops` (which counts a loop over layers once); `fits`, None if the memory of a chip is unknown;
-      `largest` arrays that the step makes, in words; `collectives` by kind with `count` and `bytes`, loops counted in
-      full; and `estimate`, the least time of a step by data sheets (`StepRoofline`); None: the chip has no data sheet.
-      With pictures also `tower_share`, of the model's operations.
+      so many `largest` arrays that the step makes, in words; `collectives` by kind with `count` and `bytes`, loops
+      counted in full; and `estimate`, the least time of a step by data sheets (`StepRoofline`); None: the chip has
+      no data sheet. With pictures also `tower_share`, of the model's operations.
 
     Raises:
       InputError: no compiler for the topology, an unknown one, a step that does not fit into the chips' memory, or a
@@ -100,7 +106,7 @@ def compile_only(
             "mesh": dict(program.mesh.shape),
             "bytes": sizes | {"hbm": memory},
             "fits": None if memory is None else sizes["total"] <= memory,
-            "largest": largest_arrays(program_text),
+            "largest": largest_arrays(program_text, largest),
             "model_flops": model_flops - frozen,
             "compiler_flops": (compiled.cost_analysis() or {}).get("flops"),
             "collectives": {kind: counted._asdict() for kind, counted in sums_by_kind(sent).items()},
