@@ -15,7 +15,14 @@ from moe_jax.conversion.safetensors_file import SAFETENSORS_INDEX, SINGLE_SAFETE
 from moe_jax.conversion.tensors import TensorEntry
 from moe_jax.conversion.torch_file import read_torch_file
 from moe_jax.conversion.vision_formats import vision_format_named
-from moe_jax.conversion.vision_formats.elsewhere import NOWHERE, PROJECTOR_FILE, Elsewhere, of_projector, with_parts
+from moe_jax.conversion.vision_formats.elsewhere import (
+    NOWHERE,
+    PROJECTOR_FILE,
+    Elsewhere,
+    has_projector,
+    of_projector,
+    with_parts,
+)
 from moe_jax.core.errors import InputError, raise_if_any, shown
 from moe_jax.files.byte_files import fingerprint_files
 from moe_jax.files.json_toml import read_json_object
@@ -221,8 +228,7 @@ class HuggingFaceDirectory(CheckpointSource):
         beside = self.path / PROJECTOR_FILE
         if self._elsewhere.projector is not None or family_named(self.config.family).sees is None:
             return self._elsewhere.projector
-        has_own = any(".mm_projector." in name for name in self.checkpoint.tensors)
-        return beside if not has_own and beside.is_file() else None
+        return beside if not has_projector(self.checkpoint.tensors) and beside.is_file() else None
 
     def fingerprint(self) -> str:
         folder, projector = self._elsewhere.vision_tower, self._projector

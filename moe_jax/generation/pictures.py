@@ -2,16 +2,14 @@
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import UInt8
 
 from moe_jax.core.errors import InputError, shown
-from moe_jax.files.regular_files import read_regular
 from moe_jax.generation.spec import Picture
-from moe_jax.images.decoding import MAX_BYTES, decode_picture
+from moe_jax.images.picture_files import read_picture
 from moe_jax.images.processing import pixels_of
 from moe_jax.images.slots import place_pictures
 from moe_jax.models import ModelConfig
@@ -48,7 +46,7 @@ def see_prompts(
     vision, prompts = config.vision, [list(prompt) for prompt in prompts]
     if vision is None:
         if pictures:
-            raise InputError(f"the model takes no pictures: this {config.family!r} model has no vision")
+            config.check_sees("pictures in prompts")
         return prompts, None
     if vision.placeholder is None:
         if pictures:
@@ -69,7 +67,7 @@ def see_prompts(
 
 def _decoded(picture: Any) -> UInt8[np.ndarray, "H W 3"]:
     if isinstance(picture, str | os.PathLike):
-        return decode_picture(read_regular(Path(picture), max_bytes=MAX_BYTES), os.fspath(picture))
+        return read_picture(picture)
     array = np.asarray(picture)
     if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3 or 0 in array.shape:
         given = f"{array.dtype}{list(array.shape)}" if isinstance(picture, np.ndarray) else shown(picture)

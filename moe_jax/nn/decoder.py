@@ -306,8 +306,7 @@ class Decoder(Summarised):
         Raises:
           InputError: if the model takes no pictures, or for pixels of another shape or dtype.
         """
-        if self.config.vision is None:
-            raise InputError(f"the model takes no pictures: this {self.config.family!r} model has no vision")
+        self.config.check_sees("pixels")
         return self.vision(pixels)
 
     def activations(self, tokens: Ids | None = None, **given: Unpack[DecoderInputs]) -> StackOutput:

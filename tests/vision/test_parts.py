@@ -14,8 +14,9 @@ from moe_jax.checks.streamed_model import StreamedModel
 from moe_jax.commands import cli
 from moe_jax.conversion.model_card import model_card
 from moe_jax.core.errors import InputError
-from moe_jax.model_io.loading import load_model, model_leaves
+from moe_jax.model_io.loading import disk_paths, load_model, model_leaves
 from moe_jax.nn.projector import tokens_per_picture
+from moe_jax.peft.trained import trainable_paths, trained_groups
 from tests.support.dense_models import dense_config, random_leaves
 from tests.support.moe_models import MemorySource
 from tests.support.numerics import logits_of
@@ -39,6 +40,16 @@ def pictured(model: moe_jax.Model) -> np.ndarray:
 def of_eye(model: moe_jax.Model) -> dict[str, bytes]:
     leaves = model_leaves(model.decoder)
     return {path: np.asarray(leaf).tobytes() for path, leaf in leaves if path.startswith("vision/")}
+
+
+def test_the_tower_is_trained_where_it_is_named_and_nowhere_else(dense):
+    paths = set().union(*(disk_paths(CONFIG, path) for path in trainable_paths(dense.decoder)))
+    assert not [path for path in paths if path.startswith("vision/tower/")]
+    assert {"vision/projector/0/kernel", "embed/embedding", "layers/1/mlp/up/kernel"} <= paths
+    named = trainable_paths(dense.decoder, train=["vision/tower/layers/.*"])
+    assert named and all(path.startswith("vision/tower/stack/") for path in named)
+    groups = trained_groups(CONFIG, {path for one in named for path in disk_paths(CONFIG, one)})
+    assert "vision/tower/layers/{0..2}/mlp/up/kernel" in [group.pattern for group in groups]
 
 
 @pytest.mark.parametrize("features", [(-2,), (0, 2, -1)], ids=str)

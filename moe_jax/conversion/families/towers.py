@@ -113,6 +113,9 @@ def _square(side: int, mean: tuple[float, ...], std: tuple[float, ...], **more: 
     return ImageProcessing(size=(side, side), mean=mean, std=std, **more)  # type: ignore[arg-type]
 
 
+# The base size of all, which a config leaves out.
+_BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_channels": 3, "image_size": 224}
+
 # --- CLIP and SigLIP ------------------------------------------------------------------------------
 
 _CONVOLUTION = "embeddings.patch_embedding"
@@ -162,12 +165,8 @@ CLIP = Family(
     name="clip_vision_model",
     architecture="CLIPVisionModel",
     defaults={
-        "hidden_size": 768,
+        **_BASE,
         "intermediate_size": 3072,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "num_channels": 3,
-        "image_size": 224,
         "patch_size": 32,
         "hidden_act": "quick_gelu",
         "layer_norm_eps": 1e-5,
@@ -196,12 +195,8 @@ SIGLIP = Family(
     name="siglip_vision_model",
     architecture="SiglipVisionModel",
     defaults={
-        "hidden_size": 768,
+        **_BASE,
         "intermediate_size": 3072,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "num_channels": 3,
-        "image_size": 224,
         "patch_size": 16,
         "hidden_act": "gelu_pytorch_tanh",
         "layer_norm_eps": 1e-6,
@@ -256,12 +251,8 @@ DINOV2 = Family(
     name="dinov2",
     architecture="Dinov2Model",
     defaults={
-        "hidden_size": 768,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
+        **_BASE,
         "mlp_ratio": 4,
-        "num_channels": 3,
-        "image_size": 224,
         "patch_size": 14,
         "hidden_act": "gelu",
         "layer_norm_eps": 1e-6,

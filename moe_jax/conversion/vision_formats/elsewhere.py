@@ -1,6 +1,6 @@
 """Parts of a model that sees which its own weights lack: the image encoder, and the projector of a first stage."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,12 +65,17 @@ def with_parts(
             f"it holds no tensors of its image encoder, {name}; give a directory that does: moe-jax convert "
             "--vision-tower DIR"
         )
-    if "linear" in vision.projector and not any(_PROJECTOR in name for name in found):
+    if "linear" in vision.projector and not has_projector(found):
         raise InputError(
             f"it holds no projector; put {PROJECTOR_FILE}, of the first stage of training, beside the weights, or name "
             "it: moe-jax convert --projector FILE"
         )
     return found
+
+
+def has_projector(names: Iterable[str]) -> bool:
+    """Whether there are tensors of a projector among those of such names."""
+    return any(_PROJECTOR in name for name in names)
 
 
 def of_projector(tensors: Mapping[str, TensorEntry], file: Path) -> dict[str, TensorEntry]:
