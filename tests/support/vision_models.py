@@ -124,7 +124,7 @@ def random_tiled(kind: str, text: str, *, of_tower: Any = None, of_text: Any = N
     import transformers
 
     file = CASES[text]
-    keys = {**SMALL, **copy.deepcopy(file.CASES[text]), **(of_text or {})}
+    keys = {**SMALL, **copy.deepcopy(file.CASES[text]), **(of_text or {}), "eos_token_id": None}
     eye = {
         **{"hidden_size": TILED_EYE.width, "num_attention_heads": TILED_EYE.heads, "patch_size": TILED_EYE.patch},
         **{"num_hidden_layers": TILED_EYE.layers, "intermediate_size": TILED_EYE.hidden},

@@ -70,11 +70,13 @@ def _write(config: ModelConfig, vision: VisionConfig, text: dict[str, Any], towe
     side, rest = pixel_shuffle(vision, "internvl")
     if len(rest) != 4 or rest[:2] != (_NORM, "linear") or rest[2] not in ACTIVATION_NAMES or rest[3] != "linear":
         raise InputError(
-            f"the format of 'internvl' has a projector of pixel_shuffle, {_NORM} and two linear maps with an activation "
-            f"between them, and this model has {', '.join(vision.projector)}"
+            f"the format of 'internvl' has a projector of pixel_shuffle, {_NORM} and two linear maps with an "
+            f"activation between them, and this model has {', '.join(vision.projector)}"
         )
     if len(vision.features) != 1:
-        raise InputError(f"the format of 'internvl' takes one hidden state, not features={shown(list(vision.features))}")
+        raise InputError(
+            f"the format of 'internvl' takes one hidden state, not features={shown(list(vision.features))}"
+        )
     return {
         "text_config": text,
         "vision_config": tower,

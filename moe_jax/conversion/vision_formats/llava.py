@@ -41,7 +41,12 @@ def _read(keys: HFConfig, parts: Parts) -> ModelConfig:
 
 def _write(config: ModelConfig, vision: VisionConfig, text: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
     first, *middle = vision.projector
-    if len(middle) != 2 or middle[1] != first or first not in ("linear", "linear:unbiased") or middle[0] not in ACTIVATION_NAMES:
+    if (
+        len(middle) != 2
+        or middle[1] != first
+        or first not in ("linear", "linear:unbiased")
+        or middle[0] not in ACTIVATION_NAMES
+    ):
         raise InputError(
             f"the format of 'llava' has a projector of two linear maps with an activation between them, and this model "
             f"has {', '.join(vision.projector)}"

@@ -1,7 +1,7 @@
 """SmolVLM as Transformers has it: any language model, SigLIP, and squares of features through one linear map.
 
 Its processor cuts a picture into tiles, each of which is a picture to the model, and adds the whole. Only that is made
-here.
+here, in one step; of a picture that is no square the processor makes it in two or three.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ _NOTES = (
     *(f"text_config.{key}" for key in ("is_llama_config", "neftune_noise_alpha", "perceiver_config")),
     *(f"text_config.{key}" for key in ("pixel_shuffle_factor", "qk_layer_norms", "transformers.js_config")),
     "text_config.use_resampler",
-    *(f"vision_config.{key}" for key in ("max_image_size", "size", "use_base_siglip")),
+    *(f"vision_config.{key}" for key in ("max_image_size", "size", "tie_word_embeddings", "use_base_siglip")),
 )
 
 

@@ -1,4 +1,4 @@
-"""What the formats of models that see have in common, in which a language model and a tower have configs of their own."""
+"""What formats of models that see have in common whose language model and tower have configs of their own."""
 
 import dataclasses
 
