@@ -12,6 +12,8 @@ TOWERS = {
     "clip": ("CLIPVisionConfig", "CLIPVisionModel"),
     "siglip": ("SiglipVisionConfig", "SiglipVisionModel"),
     "dinov2": ("Dinov2Config", "Dinov2Model"),
+    "internvl": ("InternVLVisionConfig", "InternVLVisionModel"),
+    "smolvlm": ("SmolVLMVisionConfig", "SmolVLMVisionTransformer"),
 }
 """Names of the config and the model in Transformers."""
 

@@ -1,7 +1,7 @@
 """SmolVLM as Transformers has it: any language model, SigLIP, and squares of features through one linear map.
 
 Its processor cuts a picture into tiles, each of which is a picture to the model, and adds the whole. Only that is made
-here, in one step; of a picture that is no square the processor makes it in two or three.
+here, of the picture itself; the processor makes it of a picture that it has resized before.
 """
 
 from collections.abc import Mapping
