@@ -275,5 +275,5 @@ def test_a_model_that_the_format_cannot_hold(checkpoint, case):
 def test_a_language_model_whose_tensors_the_format_has_no_place_for(checkpoint):
     config = HuggingFaceDirectory(checkpoint("smolvlm")).config
     assert config.vision is not None
-    with pytest.raises(InputError, match="no place for a tensor"):
+    with pytest.raises(InputError, match="transformer.wte"):
         vision_format_named("smolvlm").table(config.vision, (Row("transformer.wte.weight", "embed/embedding"),), ())

@@ -1,4 +1,4 @@
-"""What the families of image encoders have in common: keys, tensors, and how pictures are processed."""
+"""Shared by the families of image encoders: their keys, their tensors, and how pictures are processed."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal

@@ -94,7 +94,7 @@ OTHER_NAMES = {
     "model.vision_tower.": "vision_tower.",
     "model.multi_modal_projector.": "multi_modal_projector.",
 }
-"""Of the modules of Transformers 5, which it writes if it is told not to keep the names of its files."""
+"""Names of the modules of Transformers 5, which it writes if it is told not to keep the names of its files."""
 
 LLAVA = VisionFormat(
     name="llava",

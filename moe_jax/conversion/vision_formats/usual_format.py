@@ -1,4 +1,4 @@
-"""What formats of models that see have in common whose language model and tower have configs of their own."""
+"""Shared by formats of models that see whose language model and tower have configs of their own."""
 
 import dataclasses
 
