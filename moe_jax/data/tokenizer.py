@@ -3,12 +3,13 @@
 import contextlib
 import functools
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 import tokenizers
+from jaxtyping import UInt8
 
 from moe_jax.core.bad_documents import BadDocument
 from moe_jax.core.errors import InputError, first_sentence, shown
@@ -78,6 +79,9 @@ class Pair(NamedTuple):
       weights: Float32[n], 0 for targets that are not scored: those of a prompt.
       inputs: Int32[m], for the encoder; None: the model has none.
       input_was_cut, target_was_cut: whether input and target were longer than the lengths asked for.
+      slots: Int32[n], as of a `Document`; None: no pictures.
+      pictures: number of those that the slots count.
+      pixels: returns theirs, UInt8[m, H, W, 3], as the model's processing makes them.
     """
 
     tokens: np.ndarray
@@ -86,6 +90,9 @@ class Pair(NamedTuple):
     inputs: np.ndarray | None = None
     input_was_cut: bool = False
     target_was_cut: bool = False
+    slots: np.ndarray | None = None
+    pictures: int = 0
+    pixels: Callable[[], UInt8[np.ndarray, "m H W 3"]] | None = None
 
 
 class Tokenizer:

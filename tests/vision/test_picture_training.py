@@ -9,6 +9,8 @@ import pytest
 
 import moe_jax
 from moe_jax.commands import cli
+from moe_jax.data.pipeline import open_data
+from moe_jax.data.sections import DataSection, SourceSection
 from moe_jax.model_io.frozen_tower import FrozenTower
 from moe_jax.model_io.loading import load_model, model_leaves
 from moe_jax.training.metrics import read_metrics
@@ -130,3 +132,18 @@ def test_eight_devices_as_one(folder, whole, tmp_path):
     assert jax.device_count() == 8
     losses = trained(folder, tmp_path / "run", "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
     np.testing.assert_allclose(losses, losses_of(whole), rtol=1e-5)
+
+
+def test_held_out_conversations_are_scored_with_their_pictures(folder, whole):
+    """Packed rows have the losses of their conversations alone, and other pictures have others."""
+    model, path = moe_jax.load(whole / "model"), folder / "a.jsonl"
+    found = moe_jax.evaluate(model, path, batch_size=8)
+    section = DataSection(sources=(SourceSection(path=str(path)),), seq_len=32, prefetch=0, epochs=1)
+    packed = open_data(section, model.config, whole / "model" / "tokenizer.json", seed=0, batch_size=12, rows=range(12))
+    batch = next(packed)
+    assert batch["segment_ids"].max() == 2 and not next(packed)["segment_ids"].any()
+    total = float(model.decoder.loss(batch)) * batch["weights"].sum()
+    assert found.windows == 20 and found.tokens == batch["weights"].sum()
+    assert found.total_nll == pytest.approx(total, rel=1e-6)
+    write(folder / "others.jsonl", [llava((n + 1) % 20, answer=str(n)) for n in range(20)])
+    assert moe_jax.evaluate(model, folder / "others.jsonl").nll != pytest.approx(found.nll, rel=1e-3)
