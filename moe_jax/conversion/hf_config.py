@@ -16,6 +16,7 @@ from moe_jax.models import ImageProcessing, ModelConfig
 _NOT_COMPARED = {
     *("family", "foreign", "dtype", "balance_coef", "z_coef", "cv_coef", "balance_over", "balance_choices"),
     "capacity_factor",
+    "capacity_rows",
 }
 
 
