@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.core.errors import InputError
-from moe_jax.data.pipeline import stack_pairs
+from moe_jax.data.packing import stack_pairs
 from moe_jax.data.sections import input_length
 from moe_jax.distributed.sharding import (
     batch_sharding,

@@ -13,6 +13,7 @@ from moe_jax.checkpoints.orbax_store import TrainingCheckpoints
 from moe_jax.core.errors import InputError
 from moe_jax.core.terminal import console_for_tables
 from moe_jax.data.chat_template import FILE as CHAT_TEMPLATE
+from moe_jax.data.chat_template import template_file
 from moe_jax.data.tokenizer import Tokenizer, find_tokenizer
 from moe_jax.distributed.processes import check_equal, describe_devices, first_decides, is_first_process, wait_for_all
 from moe_jax.distributed.sharding import undivided_experts
@@ -359,4 +360,8 @@ def _files(recipe: Recipe, source: ModelSource | None, tokenizer: Path) -> dict[
     """Returns the files of the trained model, by name: those of its source, with the tokenizer of the run."""
     own = () if source is None else source.tokenizer_files
     files = {file.name: file for file in own} if recipe.data.tokenizer is None else with_tokenizer(own, tokenizer)
-    return files if recipe.data.chat_template is None else files | {CHAT_TEMPLATE: as_path(recipe.data.chat_template)}
+    return (
+        files
+        if recipe.data.chat_template is None
+        else files | {CHAT_TEMPLATE: template_file(recipe.data.chat_template)}
+    )
