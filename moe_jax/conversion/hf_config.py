@@ -92,6 +92,11 @@ def _processing(tower: ModelConfig, given: Mapping[str, Any] | ImageProcessing |
         return given
     if given is not None:
         return read_processing(given)
+    return usual_processing(tower)
+
+
+def usual_processing(tower: ModelConfig) -> ImageProcessing:
+    """Returns how pictures are processed for an image encoder, where no file says it."""
     usual, patches = family_named(tower.family).processing, tower.patches
     assert usual is not None and patches is not None, "an image encoder says how pictures are processed"
     size = tower.foreign.get("image_size")
