@@ -58,7 +58,7 @@ class PictureRoom(NamedTuple):
     size: tuple[int, int]
     per_picture: int
     features: tuple[int, int] | None = None
-    dtype: str = "float32"
+    dtype: np.dtype = np.dtype(np.float32)
 
     def arrays(self, pictures: Sequence[LoadedPicture]) -> Batch:
         """Returns the arrays of a row's pictures, and zeros where there are none.
@@ -75,7 +75,7 @@ class PictureRoom(NamedTuple):
             if picture.pixels is not None:
                 made["pixels"][index] = picture.pixels
             if self.features is not None:
-                made["digests"][index] = np.frombuffer(picture.digest, np.uint8)
+                made["digests"][index] = picture.digest
                 made["known"][index] = picture.features is not None
                 if picture.features is not None:
                     made["features"][index] = picture.features

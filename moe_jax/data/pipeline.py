@@ -26,6 +26,7 @@ from moe_jax.data.sections import DataSection, SourceSection, input_length
 from moe_jax.data.sources import Files, open_sources
 from moe_jax.data.tokenizer import Document, Pair, Tokenizer, pairs_of
 from moe_jax.files.storage_path import as_path
+from moe_jax.images.image_config import ImageProcessing
 from moe_jax.models import ModelConfig
 
 
@@ -147,12 +148,17 @@ def picture_loader(section: DataSection, config: ModelConfig, **how: Any) -> Pic
 
     Raises `FileNotFoundError` or `NotADirectoryError` if their folder is not there.
     """
-    vision = config.check_sees("pictures in the data")
     folder = None if section.image_folder is None else as_path(section.image_folder)
-    processing = vision.processing
-    if section.image_aspect is not None:
-        processing = dataclasses.replace(processing, pad=section.image_aspect == "pad")
+    processing = picture_processing(section, config)
     return PictureLoader(PictureFiles(folder), processing, on_bad=section.on_bad_image, **how)
+
+
+def picture_processing(section: DataSection, config: ModelConfig) -> ImageProcessing:
+    """Returns how the pictures of a recipe's data become pixels; raises `InputError` if the model takes none."""
+    processing = config.check_sees("pictures in the data").processing
+    if section.image_aspect is None:
+        return processing
+    return dataclasses.replace(processing, pad=section.image_aspect == "pad")
 
 
 def picture_room(
@@ -186,7 +192,7 @@ def picture_room(
         vision.processing.size,
         per_picture,
         None if known is None else known.shape,
-        "float32" if known is None else known.dtype,
+        np.dtype(np.float32) if known is None else known.dtype,
     )
 
 

@@ -1,7 +1,7 @@
 """Pictures of prompts: read, processed, and put where their placeholders are."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +29,11 @@ class Pictures(NamedTuple):
 
 
 def see_prompts(
-    config: ModelConfig, prompts: Sequence[Sequence[int]], pictures: Sequence[Picture]
+    config: ModelConfig,
+    prompts: Sequence[Sequence[int]],
+    pictures: Sequence[Picture],
+    *,
+    remark: Callable[[str], None] | None = None,
 ) -> tuple[list[list[int]], Pictures | None]:
     """Returns prompts with room for their pictures, and these; None: there are none.
 
@@ -37,6 +41,7 @@ def see_prompts(
       config: of the model.
       prompts: token ids, with placeholders as in `place_pictures`.
       pictures: of all prompts, in the order of their placeholders.
+      remark: takes a line about what of a file is left out.
 
     Raises:
       InputError: if the model takes no pictures, if they differ in number from the placeholders, or for one that cannot
@@ -61,13 +66,13 @@ def see_prompts(
     left = iter(pictures)
     for index, row in enumerate(rows):
         for place in range(row.pictures):
-            pixels[index, place] = pixels_of(_decoded(next(left)), vision.processing)
+            pixels[index, place] = pixels_of(_decoded(next(left), remark), vision.processing)
     return prompts, Pictures(pixels, [row.slots for row in rows])
 
 
-def _decoded(picture: Any) -> UInt8[np.ndarray, "H W 3"]:
+def _decoded(picture: Any, remark: Callable[[str], None] | None) -> UInt8[np.ndarray, "H W 3"]:
     if isinstance(picture, str | os.PathLike):
-        return read_picture(picture)
+        return read_picture(picture, remark=remark)
     array = np.asarray(picture)
     if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3 or 0 in array.shape:
         given = f"{array.dtype}{list(array.shape)}" if isinstance(picture, np.ndarray) else shown(picture)

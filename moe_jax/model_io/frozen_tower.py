@@ -17,6 +17,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.distributed.sharding import make_mesh, path_name
 from moe_jax.files.byte_files import fingerprint_leaves
 from moe_jax.images.feature_cache import DIGEST_BYTES, FeatureCache
+from moe_jax.images.image_config import ImageProcessing
 from moe_jax.model_io.loading import TOWER, layer_of, load_vision, vision_paths
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
@@ -26,6 +27,9 @@ from moe_jax.nn.vision import Vision
 
 # Another number, where the same weights give other features than before.
 _VERSION = 1
+
+# Arrays of a batch that features take the place of.
+_OF_PIXELS = ("pixels", "digests", "known")
 
 Picture = tuple[bytes, UInt8[np.ndarray, "H W 3"]]
 """The SHA-256 of a picture's file, and its pixels."""
@@ -81,17 +85,33 @@ class FrozenTower:
         """Number and width of the features of a picture."""
         return shape_of_features(self.config)
 
-    def keep_in(self, folder: Path, *, max_bytes: int, note: Callable[[str], object] = lambda line: None) -> None:
-        """Keeps features in a folder, where they are looked for first; arguments as in `FeatureCache`."""
+    def keep_in(
+        self,
+        folder: Path,
+        *,
+        max_bytes: int,
+        processing: ImageProcessing | None = None,
+        note: Callable[[str], object] = lambda line: None,
+    ) -> None:
+        """Keeps features in a folder, where they are looked for first.
+
+        Arguments are as in `FeatureCache`; without `processing`, pixels are made as the model's config says.
+        """
         self._cache = FeatureCache(
             folder,
             fingerprint=self.fingerprint,
-            processing=self.config.processing,
+            processing=self.config.processing if processing is None else processing,
             shape=self.shape,
             dtype=self.dtype,
             max_bytes=max_bytes,
             note=note,
         )
+
+    def find(self, digest: bytes) -> Float[np.ndarray, "n w"] | None:
+        """Returns the features of a picture that are kept, by the SHA-256 of its file; None: there are none."""
+        found = None if self._cache is None else self._cache.find(digest)
+        self.found += found is not None
+        return found
 
     def features_of(self, pictures: Sequence[Picture]) -> list[Float[np.ndarray, "n w"]]:
         """Returns the features of pictures, in the dtype of activations; a picture that comes twice is seen once."""
@@ -100,12 +120,11 @@ class FrozenTower:
         for digest, pixels in pictures:
             if digest in of_digest or digest in new:
                 continue
-            found = None if self._cache is None else self._cache.find(digest)
+            found = self.find(digest)
             if found is None:
                 new[digest] = pixels
             else:
                 of_digest[digest] = found
-        self.found += len(of_digest)
         self.computed += len(new)
         for digest, features in zip(new, self._seen(list(new.values())), strict=True):
             of_digest[digest] = features
@@ -113,28 +132,35 @@ class FrozenTower:
                 self._cache.keep(digest, features)
         return [of_digest[digest] for digest, _ in pictures]
 
-    def fill(self, batch: Mapping[str, np.ndarray], digests: UInt8[np.ndarray, "B M 32"]) -> dict[str, np.ndarray]:
-        """Returns a batch with `features` [B, M, n, w] in place of its `pixels` [B, M, H, W, 3].
+    def fill(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Returns a batch with `features` [B, M, n, w] in place of its `pixels` [B, M, H, W, 3]; one without stays.
 
         Args:
-          batch: of rows on this host; other arrays than pixels stay.
-          digests: of the pictures, each as `digest_of` returns it; zeros: there is no picture, and its features are 0.
+          batch: of rows on this host. Beside pixels it has `digests` UInt8[B, M, 32], each as `digest_of` returns it;
+            zeros: there is no picture, and its features are 0. Where it has `known` Bool[B, M], its `features` are
+            those already, and their pixels do not count. Other arrays stay.
 
         Raises:
           InputError: for digests that do not belong to the pixels.
         """
-        pixels = batch["pixels"]
+        if "pixels" not in batch:
+            return dict(batch)
+        pixels, digests = batch["pixels"], batch["digests"]
         if digests.dtype != np.uint8 or digests.shape != (*pixels.shape[:2], DIGEST_BYTES):
             raise InputError(
                 f"digests of pictures are {digests.dtype}{list(digests.shape)}; expected uint8"
                 f"{[*pixels.shape[:2], DIGEST_BYTES]}, a SHA-256 for each of the pixels {list(pixels.shape)}"
             )
-        there = np.argwhere(digests.any(axis=-1))
-        seen = self.features_of([(digests[row, place].tobytes(), pixels[row, place]) for row, place in there])
+        wanted = digests.any(axis=-1)
         features = np.zeros((*pixels.shape[:2], *self.shape), self.dtype)
+        if "known" in batch:
+            features[batch["known"]] = batch["features"][batch["known"]]
+            wanted &= ~batch["known"]
+        there = np.argwhere(wanted)
+        seen = self.features_of([(digests[row, place].tobytes(), pixels[row, place]) for row, place in there])
         for (row, place), one in zip(there, seen, strict=True):
             features[row, place] = one
-        return {name: array for name, array in batch.items() if name != "pixels"} | {"features": features}
+        return {name: array for name, array in batch.items() if name not in _OF_PIXELS} | {"features": features}
 
     def _seen(self, pixels: list[UInt8[np.ndarray, "H W 3"]]) -> list[Float[np.ndarray, "n w"]]:
         made = []

@@ -48,11 +48,11 @@ class LinearStep(Linear):
 
 
 class NormStep(Norm):
-    """LayerNorm of every feature."""
+    """LayerNorm of every feature, with the tower's epsilon or, `norm:1e-05`, its own."""
 
     def __init__(self, given: Given, *, rngs: nnx.Rngs, dtype: jnp.dtype):
-        _no_argument("norm", given)
-        super().__init__("layer", given.width, given.eps, dtype=dtype)
+        eps = _epsilon(given.argument) if given.argument else given.eps
+        super().__init__("layer", given.width, eps, dtype=dtype)
 
 
 class ActivationStep(nnx.Module):
@@ -85,6 +85,16 @@ class PixelShuffleStep(nnx.Module):
     def __call__(self, x: Float[Array, "B n w"]) -> Float[Array, "B m ssw"]:
         squares = _squares(x, self.grid, self.side)
         return squares.reshape(*squares.shape[:2], -1)
+
+
+def _epsilon(argument: str) -> float:
+    try:
+        eps = float(argument)
+    except ValueError:
+        eps = -1.0
+    if not 0 < eps < 1:
+        raise InputError(f"projector step {'norm:' + argument!r}: expected an epsilon between 0 and 1, norm:1e-05")
+    return eps
 
 
 def _no_argument(name: str, given: Given) -> None:

@@ -135,12 +135,16 @@ def test_a_batch_gets_features_in_place_of_pixels(features):
     digests = DIGESTS[:6].reshape(2, 3, 32).copy()
     digests[1, 2] = 0  # no picture
     one = tower()
-    filled = one.fill(batch, digests)
+    filled = one.fill(batch | {"digests": digests})
     assert set(filled) == {"tokens", "features"} and filled["features"].shape == (2, 3, FEATURES, 16)
     np.testing.assert_array_equal(filled["features"].reshape(6, FEATURES, 16)[:5], features[:5])
     assert not filled["features"][1, 2].any() and one.computed == 5
     with pytest.raises(InputError, match="digests of pictures"):
-        one.fill(batch, digests[:1])
+        one.fill(batch | {"digests": digests[:1]})
+    known = {"known": np.arange(6).reshape(2, 3) < 2, "features": np.ones_like(filled["features"])}
+    partly = one.fill(batch | {"digests": digests, **known})["features"].reshape(6, FEATURES, 16)
+    assert (partly[:2] == 1).all() and one.computed == 8
+    np.testing.assert_array_equal(partly[2:5], features[2:5])
 
 
 def test_a_model_that_takes_no_pictures_has_no_tower():

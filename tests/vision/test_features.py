@@ -42,7 +42,7 @@ def batch_of(seed=0, *, tower=None):
     if tower is None:
         return batch
     digests = [digest_of(pixels.tobytes()) for row in batch["pixels"] for pixels in row]
-    return tower.fill(batch, np.stack(digests).reshape(*batch["pixels"].shape[:2], 32))
+    return tower.fill(batch | {"digests": np.stack(digests).reshape(*batch["pixels"].shape[:2], 32)})
 
 
 def test_a_call_with_features_is_the_call_with_pixels(tower):

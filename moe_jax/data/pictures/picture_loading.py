@@ -9,9 +9,10 @@ from jaxtyping import Float, UInt8
 
 from moe_jax.core.bad_documents import BadDocument, OnBad
 from moe_jax.core.errors import InputError
-from moe_jax.data.pictures.picture_sources import PictureFiles, PictureSource, digest_of
+from moe_jax.data.pictures.picture_sources import PictureFiles, PictureSource
 from moe_jax.data.tokenizer import Document
 from moe_jax.images.decoding import decode_picture
+from moe_jax.images.feature_cache import digest_of
 from moe_jax.images.image_config import ImageProcessing
 from moe_jax.images.processing import pixels_of
 
@@ -24,12 +25,12 @@ class LoadedPicture(NamedTuple):
     """A picture as a batch has it.
 
     Attributes:
-      digest: of the bytes of its file (`picture_sources.digest_of`).
+      digest: of the bytes of its file (`feature_cache.digest_of`).
       pixels: None: its features are known.
       features: what the tower makes of it; None: not known.
     """
 
-    digest: bytes
+    digest: UInt8[np.ndarray, " 32"]
     pixels: UInt8[np.ndarray, "H W 3"] | None
     features: Float[np.ndarray, "n w"] | None = None
 
@@ -42,10 +43,13 @@ class KnownFeatures(Protocol):
       dtype: of them.
     """
 
-    shape: tuple[int, int]
-    dtype: str
+    @property
+    def shape(self) -> tuple[int, int]: ...
 
-    def get(self, digest: bytes) -> Float[np.ndarray, "n w"] | None:
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    def find(self, digest: bytes) -> Float[np.ndarray, "n w"] | None:
         """Returns the features of a picture; None: they are not known."""
         ...
 
@@ -100,7 +104,7 @@ class PictureLoader:
     def _load(self, picture: PictureSource) -> LoadedPicture:
         data = self._files.read(picture)
         digest = digest_of(data)
-        features = None if self._known is None else self._known.get(digest)
+        features = None if self._known is None else self._known.find(digest.tobytes())
         if features is not None:
             return LoadedPicture(digest, None, features)
         try:

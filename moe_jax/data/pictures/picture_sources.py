@@ -2,7 +2,6 @@
 
 import base64
 import binascii
-import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -81,11 +80,6 @@ class PictureFiles:
             raise BadDocument(f"{picture.where}: {error}{told}") from None
         except InputError as error:
             raise BadDocument(f"{picture.where}: {error}") from None
-
-
-def digest_of(data: bytes) -> bytes:
-    """Returns what names a picture in caches: the SHA-256 of the bytes of its file, 32 bytes."""
-    return hashlib.sha256(data).digest()
 
 
 def pictures_of_row(row: Mapping[str, Any], key: str | None = None) -> list[PictureSource]:
