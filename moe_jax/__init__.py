@@ -12,6 +12,7 @@ Models:
 Verbs, for a model or the path of one; without `out` the result is in memory:
     convert, export         from a Hugging Face checkpoint or a GGUF file, and to one
     upcycle                 an MoE made of a dense model, with the same logits
+    give_eye                a language model that sees, of it and an image encoder
     adapt, merge            adapters put beside a frozen model, and folded into its kernels
     train                   a whole run from a recipe, or a model trained on batches in memory
     compress                the experts of a trained MoE made smaller
@@ -86,6 +87,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.api.compress import compress as compress
     from moe_jax.api.compress_experts import CompressedExperts as CompressedExperts
     from moe_jax.api.compress_experts import compress_experts as compress_experts
+    from moe_jax.api.eyes import give_eye as give_eye
     from moe_jax.api.generate import Continuation as Continuation
     from moe_jax.api.generate import generate as generate
     from moe_jax.api.measure import classify as classify
