@@ -45,7 +45,7 @@ class Task(NamedTuple):
 MOST_DOCUMENTS = 1000
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
     """Neighbouring tokens as text; either all of them are scored or none is.
 
@@ -137,11 +137,13 @@ def parts(document: Document, tokenizer: Tokenizer, files: PictureFiles | None =
         return
     assert files is not None, "the model takes pictures"
     count, end = tokenizer.per_picture, 0
-    for picture, begin in zip(document.pictures, np.flatnonzero(document.slots % count == 1 % count), strict=False):
+    begins = np.flatnonzero((document.slots > 0) & ((document.slots - 1) % count == 0))
+    for picture, begin in zip(document.pictures, begins, strict=True):
         yield from _texts(document.ids[end:begin], scored[end:begin], tokenizer)
         height, width, _ = decode_picture(files.read(picture), picture.shown).shape
         end = begin + count
-        yield Part(f"[{picture.shown}: {width} x {height} pixels, {count} tokens]", False, picture.shown)
+        text = f"[{picture.shown}: {width} x {height} pixels, {count} tokens]"
+        yield Part(text=text, scored=False, picture=picture.shown)
     yield from _texts(document.ids[end:], scored[end:], tokenizer)
 
 
@@ -153,9 +155,10 @@ def _texts(ids: np.ndarray, scored: np.ndarray, tokenizer: Tokenizer) -> Iterato
         # Tokenizers of SentencePiece leave out the space at the beginning of a decoded text.
         text = tokenizer.decode(ids[:end].tolist(), special=True)
         if not text.startswith(before):  # a character is divided between tokens of both parts
-            yield Part(tokenizer.decode(ids[begin:end].tolist(), special=True), bool(scored[begin]))
+            piece = tokenizer.decode(ids[begin:end].tolist(), special=True)
+            yield Part(text=piece, scored=bool(scored[begin]))
         elif end > begin:
-            yield Part(text[len(before) :], bool(scored[begin]))
+            yield Part(text=text[len(before) :], scored=bool(scored[begin]))
         before = text
 
 
