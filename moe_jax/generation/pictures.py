@@ -1,7 +1,7 @@
 """Pictures of prompts: read, processed, and put where their placeholders are."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,17 +52,31 @@ def see_prompts(
         if pictures:
             raise InputError("the model's config names no token that stands for a picture in a text")
         return prompts, None
+    pixels = (pixels_of(_decoded(one), vision.processing) for one in pictures)
+    return place_pixels(config, prompts, pixels, count=len(pictures), placeholder=vision.placeholder)
+
+
+def place_pixels(
+    config: ModelConfig,
+    prompts: Sequence[Sequence[int]],
+    pixels: Iterable[UInt8[np.ndarray, "H W 3"]],
+    *,
+    count: int,
+    placeholder: int,
+) -> tuple[list[list[int]], Pictures | None]:
+    """Returns prompts with room for the pictures whose pixels are given, `count` of them; else as `see_prompts`."""
+    vision = config.check_sees("pictures in prompts")
     each = tokens_per_picture(vision, config.d_model)
-    rows = place_pictures(prompts, len(pictures), placeholder=vision.placeholder, per_picture=each)
-    prompts = [row.ids for row in rows]
-    if not pictures:
-        return prompts, None
-    pixels = np.zeros((len(rows), max(row.pictures for row in rows), *vision.processing.size, 3), np.uint8)
-    left = iter(pictures)
+    rows = place_pictures(prompts, count, placeholder=placeholder, per_picture=each)
+    placed = [row.ids for row in rows]
+    if not count:
+        return placed, None
+    held = np.zeros((len(rows), max(row.pictures for row in rows), *vision.processing.size, 3), np.uint8)
+    left = iter(pixels)
     for index, row in enumerate(rows):
         for place in range(row.pictures):
-            pixels[index, place] = pixels_of(_decoded(next(left)), vision.processing)
-    return prompts, Pictures(pixels, [row.slots for row in rows])
+            held[index, place] = next(left)
+    return placed, Pictures(held, [row.slots for row in rows])
 
 
 def _decoded(picture: Any) -> UInt8[np.ndarray, "H W 3"]:
