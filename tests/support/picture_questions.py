@@ -121,6 +121,7 @@ def spoken(answers: Mapping[str, str] | Callable[[str], str], asked: list[Any] |
 
     class Spoken(LM):
         MULTIMODAL = True
+        tokenizer_name = "none"
 
         def loglikelihood(self, requests):
             raise NotImplementedError
