@@ -101,7 +101,8 @@ def write_sets(root: pathlib.Path) -> pathlib.Path:
         ])  # fmt: skip
     for folder in ("vqav2/test2015", "vizwiz/test", "vizwiz/val", "textvqa/train_images", "gqa/data/images",
                    "pope/val2014", "mm-vet/images", "3vqa/images"):  # fmt: skip
-        draw(root / folder / "a.png"), draw(root / folder / "b.png", "blue")
+        draw(root / folder / "a.png")
+        draw(root / folder / "b.png", "blue")
     for name in (3, 4):
         draw(root / f"vqav2/val2014/COCO_val2014_{name:012d}.jpg")
     for name in (5, 8):
@@ -121,7 +122,10 @@ def spoken(answers: Mapping[str, str] | Callable[[str], str], asked: list[Any] |
 
     class Spoken(LM):
         MULTIMODAL = True
-        tokenizer_name = "none"
+
+        @property
+        def tokenizer_name(self):
+            return "none"
 
         def loglikelihood(self, requests):
             raise NotImplementedError

@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +17,14 @@ from moe_jax.images.picture_files import PictureFolder
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.picture_questions import draw, medical, write_json
 from tests.support.task_files import write_task
+from tests.support.tiers import long, one_in
 
 pytest.importorskip("torch")
 
 from tests.support.vision_models import made, random_llava  # noqa: E402
 
 IMAGE = 258  # after the 256 bytes, <s> and </s>
-TASK = {
+TASK: dict[str, Any] = {
     "task": "seen",
     "dataset_path": "json",
     "dataset_kwargs": {"data_files": {"test": "questions.jsonl"}, "image_folder": "pictures"},
@@ -35,7 +37,7 @@ TASK = {
     "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
     "metadata": {"samples": {"text": "{{ completion }}"}},
 }
-QUESTIONS = (
+QUESTIONS: tuple[dict[str, Any], ...] = (
     {"question_id": 3, "image": "red.png", "text": "What colour?", "answer": "red"},
     {"question_id": 5, "image": "inside/blue.png", "text": "And what is this?", "answer": "blue"},
     {"question_id": 8, "image": None, "text": "No picture?", "answer": "none"},
@@ -100,13 +102,18 @@ def test_answers_are_those_of_generate(llava, folder, capsys):
     model = moe_jax.load(llava)
     expected = [generated(model, one, folder) for one in QUESTIONS]
     assert written(capsys, llava, folder) == expected and len(set(expected)) == 3
-    # One at a time, and with a cache that knows pictures by what they are.
+    # A cache knows pictures by what they are.
     cache = ("--cache", folder / "answers.db")
-    assert written(capsys, llava, folder, "--batch-size", 1, *cache) == expected
+    assert written(capsys, llava, folder, *cache) == expected
     draw(folder / "pictures" / "red.png", "green")
     changed = [generated(model, QUESTIONS[0], folder), *expected[1:]]
     assert changed[0] != expected[0]
     assert written(capsys, llava, folder, *cache) == changed
+
+
+@long
+def test_batches_change_no_answer(llava, folder, capsys):
+    assert written(capsys, llava, folder, "--batch-size", 1) == written(capsys, llava, folder, "--batch-size", 2)
 
 
 def test_padding_is_asked_for(llava, folder, capsys):
@@ -187,6 +194,7 @@ def mistake(folder, change):
         write_json(folder / "questions.jsonl", ({**QUESTIONS[0], **change},))
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("change", "messages"),
     [
@@ -241,12 +249,12 @@ def test_options_that_do_not_fit(llava, folder, capsys, words, message):
     assert message in fails(capsys, llava, *[word.format(folder=folder) for word in words])
 
 
-class Asked:
+def asked_of(text, names):
     """A request of lm-eval."""
+    from lm_eval.api.instance import Instance
 
-    def __init__(self, text, names):
-        self.task_name, self.doc_id, self.doc = "seen", 0, {}
-        self.args = (text, {"max_gen_toks": 5}, {"visual": names})
+    args: Any = (text, {"max_gen_toks": 5}, {"visual": names})
+    return Instance("generate_until", {}, args, 0, metadata=("seen", 0, 1))
 
 
 def test_models_without_a_token_for_pictures(llava, folder):
@@ -257,7 +265,7 @@ def test_models_without_a_token_for_pictures(llava, folder):
     blind = dataclasses.replace(config, vision=dataclasses.replace(config.vision, placeholder=None))
     sources = {"seen": PictureSource(PictureFolder(folder / "pictures"))}
     harness = HarnessModel(model.decoder, tokenizer)
-    asked = [Asked("a<image>b<image>", ["red.png", "inside/blue.png"]), Asked("no picture", [])]
+    asked = [asked_of("a<image>b<image>", ["red.png", "inside/blue.png"]), asked_of("no picture", [])]
     made = []
     for one in (config, blind):
         prompts = PicturePrompts(one, tokenizer, harness.tok_encode, sources)

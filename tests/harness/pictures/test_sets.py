@@ -9,6 +9,7 @@ from moe_jax.harness.samples import samples_file
 from moe_jax.harness.task_files import sandboxed_templates
 from moe_jax.harness.task_run import evaluate_tasks, known_tasks, load_tasks
 from tests.support.picture_questions import SHORT, misspelt, spoken, write_json, write_sets
+from tests.support.tiers import one_in
 
 BEGIN = (
     "A chat between a curious user and an artificial intelligence assistant. "
@@ -110,6 +111,7 @@ def test_mmvet(root):
     assert figures == {} and json.loads(upload) == {"v1_7": "x", "v1_9": "y"}
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", ["vqa_rad_local", "slake_local", "pathvqa_local"])
 def test_medical_sets(root, name):
     said = {"Where": "left left", "there": "I do not know", "What": "liver", "bad": "No"}
@@ -136,6 +138,7 @@ QUESTION = {"id": 1, "image": "a.png", "answer_type": "open",
             "conversations": [{"value": "Where?"}, {"value": "there"}]}  # fmt: skip
 
 
+@one_in(4)
 @pytest.mark.parametrize(
     ("name", "file", "value", "message"),
     [
