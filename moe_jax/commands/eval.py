@@ -390,7 +390,7 @@ def _evaluated(
     from moe_jax.distributed.processes import is_first_process
     from moe_jax.harness.answer_cache import AnswerCache
     from moe_jax.harness.language_model import HarnessModel
-    from moe_jax.harness.pictures.sources import sources_of
+    from moe_jax.harness.pictures.picture_sources import sources_of
     from moe_jax.harness.task_run import evaluate_tasks
 
     tokenizer = tokenizer_of(model, "an evaluation on tasks", "name one (--tokenizer)")

@@ -36,8 +36,8 @@ from moe_jax.generation.spec import GenerateSpec
 from moe_jax.generation.texts import StreamedText, stream_texts
 from moe_jax.harness.answer_cache import Answer, AnswerCache
 from moe_jax.harness.likelihood import Continuation, Likelihoods
-from moe_jax.harness.pictures.prompts import PicturePrompts
-from moe_jax.harness.pictures.sources import PictureSource
+from moe_jax.harness.pictures.picture_prompts import PicturePrompts
+from moe_jax.harness.pictures.picture_sources import PictureSource
 from moe_jax.nn import Decoder, unstacked
 
 # Batches of each process between two times that the answers of all are gathered and stored.

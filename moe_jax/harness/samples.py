@@ -1,4 +1,4 @@
-"""What a model wrote, in the forms in which other programs judge it."""
+"""Files of the texts that a model wrote, in the forms in which other programs judge them."""
 
 import json
 from collections.abc import Iterator, Mapping

@@ -22,8 +22,8 @@ from moe_jax.harness.documents import (
     good_documents,
     keep_good_examples,
 )
+from moe_jax.harness.pictures.picture_sources import PicturesOf
 from moe_jax.harness.pictures.scoring import scoring_keys
-from moe_jax.harness.pictures.sources import PicturesOf
 from moe_jax.harness.task_files import SHIPPED, TaskFolder, is_local, read_task_folder
 
 # As in lm-eval: equal examples before a question, and equal resampling, give equal figures.

@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 
 from moe_jax.core.bad_documents import BadDocument
 from moe_jax.core.errors import InputError, shown
-from moe_jax.evaluation.choices import LETTERS, chosen_letter
+from moe_jax.evaluation.chosen_answers import LETTERS, chosen_letter
 from moe_jax.evaluation.medical_answers import CLOSED, OPEN, holds_truth, word_recall
+from moe_jax.harness.pictures.picture_sources import PLACE
 from moe_jax.harness.pictures.question_set import (
     Answered,
     Document,
@@ -21,7 +22,6 @@ from moe_jax.harness.pictures.question_set import (
     only,
     text_of,
 )
-from moe_jax.harness.pictures.sources import PLACE
 
 
 def _said(entry: Document, number: int) -> str:
@@ -128,7 +128,7 @@ class MMVet(QuestionSet):
         return fields_of
 
     def score(self, document: Document, text: str) -> dict[str, Any]:
-        """Returns nothing."""
+        """Returns no figure, for none is made here."""
         return {}
 
     def upload(self, answered: Sequence[Answered]) -> str:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from moe_jax.core.bad_documents import BadDocument
 from moe_jax.core.errors import InputError, shown
-from moe_jax.evaluation.choices import YesNo, gqa_prediction, says_yes, yes_no
+from moe_jax.evaluation.chosen_answers import YesNo, gqa_prediction, says_yes, yes_no
 from moe_jax.evaluation.vqa_answers import (
     NUM_ANSWERS,
     processed_answer,

@@ -11,8 +11,8 @@ import pytest
 import moe_jax
 from moe_jax.commands import cli
 from moe_jax.harness.language_model import HarnessModel
-from moe_jax.harness.pictures.prompts import PicturePrompts
-from moe_jax.harness.pictures.sources import PictureSource
+from moe_jax.harness.pictures.picture_prompts import PicturePrompts
+from moe_jax.harness.pictures.picture_sources import PictureSource
 from moe_jax.images.picture_files import PictureFolder
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.picture_questions import draw, medical, write_json

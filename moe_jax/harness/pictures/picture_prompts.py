@@ -12,7 +12,7 @@ from moe_jax.core.bad_documents import BadDocument, naming
 from moe_jax.core.errors import shown
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.generation.pictures import Pictures, place_pixels
-from moe_jax.harness.pictures.sources import APART, VISUAL, PictureSource, tokens_with_places
+from moe_jax.harness.pictures.picture_sources import APART, VISUAL, PictureSource, tokens_with_places
 from moe_jax.images.processing import pixels_of
 from moe_jax.models import ModelConfig
 from moe_jax.nn.projector import tokens_per_picture

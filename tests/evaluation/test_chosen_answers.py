@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from moe_jax.evaluation.choices import chosen_letter, gqa_prediction, says_yes, yes_no
+from moe_jax.evaluation.chosen_answers import chosen_letter, gqa_prediction, says_yes, yes_no
 
 
 def drawn(pieces, count=300, most=7):

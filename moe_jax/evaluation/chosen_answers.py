@@ -17,7 +17,7 @@ def gqa_prediction(text: str) -> str:
 def says_yes(text: str) -> bool:
     """Whether a text says yes, as POPE is scored: unless its first sentence has the word No, not or no.
 
-    >>> from moe_jax.evaluation.choices import says_yes
+    >>> from moe_jax.evaluation.chosen_answers import says_yes
     >>> says_yes("No, there is none."), says_yes("NO"), says_yes("")
     (False, True, True)
     """
