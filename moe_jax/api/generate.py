@@ -1,5 +1,6 @@
 """The verb generate: continues or answers prompts, and says why every text ends."""
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, overload
@@ -11,6 +12,7 @@ from moe_jax.api.model import Loading, Model, ModelOrPath, open_model, with_opti
 from moe_jax.core.errors import InputError
 from moe_jax.data.chat_template import Message, load_chat_template
 from moe_jax.data.end_tokens import end_tokens
+from moe_jax.distributed.processes import is_first_process
 from moe_jax.generation.engine import SECONDS_SEEN
 from moe_jax.generation.pictures import see_prompts
 from moe_jax.generation.spec import GenerateSpec
@@ -145,7 +147,7 @@ def continue_prompts(
     stop_ids = (*eos, *wanted.stop_ids)
     decode = None if tokenizer is None else tokenizer.decode
     befores = [() if model.config.has_encoder else prompt for prompt in prompts]
-    given, pictures = see_prompts(model.config, prompts, wanted.images)
+    given, pictures = see_prompts(model.config, prompts, wanted.images, remark=_note)
     texts = [StreamedText(decode, wanted.stops, before, stop_ids) for before in befores]
     decoder, start = model.decoder, time.perf_counter()
     arrivals: list[tuple[float, int]] = []  # when a step came, and for how many rows
@@ -168,6 +170,11 @@ def continue_prompts(
         for prompt, ids, text in zip(prompts, given, texts, strict=True)
     ]
     return made, _speed(arrivals)
+
+
+def _note(line: str) -> None:
+    if is_first_process():
+        print(f"moe-jax: note: {line}", file=sys.stderr)
 
 
 def _continuation(model: Model, prompt: Sequence[int], made: StreamedText, eos: Sequence[int]) -> Continuation:

@@ -65,7 +65,8 @@ def train(
         target is not scored, `segment_ids`, the documents of a row from 1 on, 0 for padding, and `positions` in them.
         For a model with an encoder they are mappings of `inputs` [B, S] and `targets` [B, T], and perhaps
         `inputs_valid`, false for padding, `segment_ids`, 1 for targets and 0 for padding after them, and `weights`.
-        For one that sees they may have `pixels`, uint8 [B, M, H, W, 3], and `slots`, as a `Decoder` takes them. All
+        For one that sees they may have `pixels`, uint8 [B, M, H, W, 3], or `features`, and `slots`, as a `Decoder`
+        takes them. All
         have one shape. Training ends with the batches or after `train.steps`.
       overrides: keys of the recipe with other values, as in `["train.steps=100"]`.
       resume: continue the run in the recipe's run directory; where there is none, a new one starts.

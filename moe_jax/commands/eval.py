@@ -390,11 +390,11 @@ def _evaluated(
     from moe_jax.distributed.processes import is_first_process
     from moe_jax.harness.answer_cache import AnswerCache
     from moe_jax.harness.language_model import HarnessModel
-    from moe_jax.harness.pictures.picture_sources import sources_of
+    from moe_jax.harness.pictures.task_pictures import pictures_of_tasks
     from moe_jax.harness.task_run import evaluate_tasks
 
     tokenizer = tokenizer_of(model, "an evaluation on tasks", "name one (--tokenizer)")
-    pictures = sources_of(tasks["tasks"], options.image_folder, options.image_aspect)
+    pictures = pictures_of_tasks(tasks["tasks"], options.image_folder, options.image_aspect)
     for name in pictures:
         model.config.check_sees(f"task {name!r} asks about pictures")
     if not pictures and (options.image_folder or options.image_aspect):

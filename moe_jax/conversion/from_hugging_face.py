@@ -20,6 +20,7 @@ from moe_jax.conversion.model_table import mapped as mapped_model
 from moe_jax.conversion.spec import ConvertSpec
 from moe_jax.conversion.table import PER_EXPERT, Mapped, print_mapping
 from moe_jax.conversion.tensors import DTYPES_BY_NAME
+from moe_jax.conversion.vision_formats import vision_format_named
 from moe_jax.conversion.vision_formats.elsewhere import Elsewhere
 from moe_jax.core.errors import InputError, check_member
 from moe_jax.core.formatting import count_bytes
@@ -85,6 +86,8 @@ def convert(
     specs = {path: jax.ShapeDtypeStruct(leaf.shape, target or leaf.dtype) for path, leaf in source.specs().items()}
     for why, count in Counter(source.weights.ignored.values()).items():
         console.print(f"left out: {count} tensors, {why}")
+    if source.config.vision is not None and (note := vision_format_named(source.config.vision.family).note):
+        console.print(f"note: {source.config.vision.family}: {note}")
     if dry_run:
         shapes = {name: entry.shape for name, entry in source.weights.tensors.items()}
         print_mapping(Mapped(shapes, source.weights.pieces), specs, source.specs(), console)

@@ -1,7 +1,7 @@
 """Hugging Face config.json <-> ModelConfig, for all families."""
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 from moe_jax.conversion.config_keys import HFConfig, is_integer
@@ -42,7 +42,8 @@ def read_hf_config(
             "config.json: the checkpoint is quantised (quantization_config); convert the unquantised one it was made of"
         )
     name = _family_name(data)
-    parts = Parts(lambda key: _read_part(data, key, ignored), lambda tower: _processing(tower, processing))
+    known = [*ignored, *(MODEL_TYPES[name].harmless if name in MODEL_TYPES else ())]
+    parts = Parts(lambda key: _read_part(data, key, known), lambda *given: _processing(processing, *given))
     if name in MODEL_TYPES:
         format_ = MODEL_TYPES[name]
         keys = HFConfig(data, format_.defaults)
@@ -86,11 +87,15 @@ def _read_part(
         raise InputError(f"{key}: {said}{option}{within if option else ''}{named}") from None
 
 
-def _processing(tower: ModelConfig, given: Mapping[str, Any] | ImageProcessing | None) -> ImageProcessing:
+def _processing(
+    given: Mapping[str, Any] | ImageProcessing | None,
+    tower: ModelConfig,
+    changed: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
+) -> ImageProcessing:
     if isinstance(given, ImageProcessing):
         return given
     if given is not None:
-        return read_processing(given)
+        return read_processing(changed(given))
     usual, patches = family_named(tower.family).processing, tower.patches
     assert usual is not None and patches is not None, "an image encoder says how pictures are processed"
     size = tower.foreign.get("image_size")

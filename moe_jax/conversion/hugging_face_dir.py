@@ -14,7 +14,7 @@ from moe_jax.conversion.model_table import plain_name, table_of
 from moe_jax.conversion.safetensors_file import SAFETENSORS_INDEX, SINGLE_SAFETENSORS, read_header
 from moe_jax.conversion.tensors import TensorEntry
 from moe_jax.conversion.torch_file import read_torch_file
-from moe_jax.conversion.vision_formats import vision_format_named
+from moe_jax.conversion.vision_formats import MODEL_TYPES, vision_format_named
 from moe_jax.conversion.vision_formats.elsewhere import (
     NOWHERE,
     PROJECTOR_FILE,
@@ -246,8 +246,11 @@ def completed_config(data: Mapping[str, Any], elsewhere: Elsewhere, tensors: Col
     Raises:
       InputError: if parts are elsewhere that the format has in it, or are not there.
     """
-    family = FAMILIES.get(str(data.get("model_type")))
+    name = str(data.get("model_type"))
+    family, format_ = FAMILIES.get(name), MODEL_TYPES.get(name)
     elsewhere.check(takes_parts=family is not None and family.sees is not None)
+    if format_ is not None and format_.completed_by_names is not None:
+        return format_.completed_by_names(data, tensors)
     if family is None or family.sees is None:
         return data
     if family.completed is not None:
@@ -260,8 +263,9 @@ def completed_config(data: Mapping[str, Any], elsewhere: Elsewhere, tensors: Col
 
 def _needs_names(data: Mapping[str, Any]) -> bool:
     """Whether names of tensors say something about the model that its config.json does not."""
-    family = FAMILIES.get(str(data.get("model_type")))
-    return family is not None and family.completed is not None
+    name = str(data.get("model_type"))
+    family, format_ = FAMILIES.get(name), MODEL_TYPES.get(name)
+    return any(one is not None for one in (family and family.completed, format_ and format_.completed_by_names))
 
 
 def is_hugging_face_directory(path: Path | str) -> bool:

@@ -168,7 +168,11 @@ def _processor_files(source: ModelSource, config: ModelConfig) -> dict[str, dict
     vision = config.vision
     if vision is None:
         return {}
-    processing, processor = write_processing(vision.processing), vision_format_named(vision.family).processor
+    format_ = vision_format_named(vision.family)
+    processor, made = format_.processor, format_.image_processor
+    if made is not None and {PREPROCESSOR, PROCESSOR} & {file.name for file in source.tokenizer_files}:
+        return {}  # they say more than we read of them
+    processing = (made or write_processing)(vision.processing)
     if processor is None:
         return {PREPROCESSOR: processing}
     keys = processor(vision)

@@ -18,6 +18,7 @@ from moe_jax.core.errors import InputError, first_sentence, nearest, shown
 from moe_jax.core.template_sandbox import MAX_CHARS, MAX_TEMPLATE, Template, TemplateFails, Written
 from moe_jax.files.json_toml import ANYTHING, is_unicode, parse_json, read_json_object
 from moe_jax.files.regular_files import read_regular
+from moe_jax.files.storage_path import as_path
 
 Message = Mapping[str, Any]
 
@@ -28,6 +29,8 @@ MAX_VALUES = 1 << 16
 """Values of a conversation, and keys: a message of a text has five."""
 
 FILE = "chat_template.jinja"
+SHIPPED = Path(__file__).parent / "chat_templates"
+"""The folder of the templates that come with the library: `llava-v1` and `llava-plain`."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -65,7 +68,12 @@ class ChatTemplate:
             raise InputError(f"{where} {what}: {first_sentence(error)}") from None
 
     def __call__(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = False, tools: Sequence[Any] | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+        tools: Sequence[Any] | None = None,
+        pictures: bool = False,
     ) -> str:
         """Returns the text of a conversation.
 
@@ -74,12 +82,15 @@ class ChatTemplate:
             content. Their other keys are passed to the template as well.
           add_generation_prompt: whether the text ends with the prompt for the assistant's answer.
           tools: what the assistant may call, as the template writes it.
+          pictures: whether contents may have parts that are pictures.
 
         Raises:
           InputError: for anything but messages, a conversation that the template refuses, or tools that it never
             writes.
         """
-        return self._render(check_messages(messages), self._checked_tools(tools), add_generation_prompt).text
+        return self._render(
+            check_messages(messages, pictures=pictures), self._checked_tools(tools), add_generation_prompt
+        ).text
 
     def scored(
         self,
@@ -87,6 +98,7 @@ class ChatTemplate:
         *,
         learnt: Sequence[bool] | None = None,
         tools: Sequence[Any] | None = None,
+        pictures: bool = False,
     ) -> list[Scored]:
         """Returns the documents that a conversation is learnt from, with the assistant's parts of them.
 
@@ -101,11 +113,12 @@ class ChatTemplate:
         Args:
           messages, tools: see `__call__`.
           learnt: whether each message is learnt if it is the assistant's; None: all are.
+          pictures: whether contents may have parts that are pictures.
 
         Raises:
           InputError: see `__call__`; also if no message is the assistant's, or the beginning of a turn cannot be found.
         """
-        messages = check_messages(messages)
+        messages = check_messages(messages, pictures=pictures)
         learnt = [True] * len(messages) if learnt is None else learnt
         of_assistant = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         turns = [index for index in of_assistant if learnt[index]]
@@ -136,6 +149,15 @@ class ChatTemplate:
         if not isinstance(content, str) or said.strip() != content.strip():
             said = said.rstrip()  # a token ends the turn, and white space behind it only separates
         return Scored(text, ((len(before), len(before) + len(said)),))
+
+    @functools.cached_property
+    def takes_parts(self) -> bool:
+        """Whether contents are lists of parts, of texts and pictures, and not only texts. Found by writing one."""
+        parts = [{"type": "image"}, {"type": "text", "text": _NAME}]
+        with contextlib.suppress(TemplateFails):
+            text = self._rendered([{"role": "user", "content": parts}], None, True).text
+            return _NAME in text and "type" not in text.replace(_NAME, "")
+        return False
 
     def _checked_tools(self, tools: Sequence[Any] | None) -> list[Any] | None:
         """Returns tools as plain values; raises `InputError` if the template, as most, has no place for them."""
@@ -221,8 +243,8 @@ def _with_form(call: Any, form: str) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """Returns a conversation as plain lists, objects and scalars.
+def check_messages(messages: Any, *, pictures: bool = False) -> list[dict[str, Any]]:
+    """Returns a conversation as plain lists, objects and scalars; `pictures` may be parts of it, or may not.
 
     Raises:
       InputError: if it is no list of messages, has a value of the wrong type, more than `MAX_CHARS` characters, or more
@@ -238,7 +260,7 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
         if not isinstance(role, str) or role not in ROLES:
             hint = nearest(role, ROLES) if isinstance(role, str) else ""
             raise InputError(f"message {number} has the role {shown(role)}{hint}, known are {', '.join(ROLES)}")
-        for text in _texts(content, number, optional=bool(message.get("tool_calls"))):
+        for text in _texts(content, number, optional=bool(message.get("tool_calls")), pictures=pictures):
             if not is_unicode(text):
                 raise InputError(f"message {number} holds one half of a character in UTF-16")
         checked.append(plain(message))
@@ -248,13 +270,17 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
 _PICTURES = ("image", "image_url", "input_image")
 
 
-def _texts(content: Any, number: int, *, optional: bool) -> list[str]:
-    """Returns the texts of a message's content: the content itself, or parts `{"type": "text", "text": "..."}`."""
+def _texts(content: Any, number: int, *, optional: bool, pictures: bool) -> list[str]:
+    """Returns the texts of a message's content: the content itself, or parts `{"type": "text", "text": "..."}`.
+
+    With `pictures`, parts may also be `{"type": "image"}`.
+    """
     if isinstance(content, str):
         return [content]
     if content is None and optional:
         return []
     parts = content if isinstance(content, list | tuple) else [content]
+    parts = [part for part in parts if not pictures or part != {"type": "image"}]
     typed = (part for part in parts if isinstance(part, Mapping) and part.get("type") == "text")
     texts = [text for part in typed if isinstance(text := part.get("text"), str)]
     if any(isinstance(part, Mapping) and part.get("type") in _PICTURES for part in parts):
@@ -316,6 +342,12 @@ def read_chat_template(file: Path, tokenizer: Path) -> ChatTemplate:
         read_settings(tokenizer.with_name(name)) for name in ("tokenizer_config.json", "special_tokens_map.json")
     )
     return ChatTemplate(source, special_tokens=special_tokens(*settings), where=str(file))
+
+
+def template_file(name: str) -> Path:
+    """Returns the file of a template that comes with the library, or else the one at a path."""
+    shipped = SHIPPED / f"{name}.jinja"
+    return as_path(shipped if "/" not in name and shipped.is_file() else name)
 
 
 def find_chat_template(tokenizer: Path) -> ChatTemplate | None:

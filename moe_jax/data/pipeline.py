@@ -5,8 +5,9 @@ depend on the number of processes, each process prepares only its own rows, and 
 offset) per row.
 """
 
-import abc
+import dataclasses
 import itertools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,36 +18,16 @@ import grain
 import numpy as np
 
 from moe_jax.core.errors import InputError
+from moe_jax.data.packing import Batch, PackedRow, PairRow, PictureRoom, Row, SeenPairs, fitted
+from moe_jax.data.pictures.picture_loading import KnownFeatures, PictureLoader
+from moe_jax.data.pictures.picture_sources import PictureFiles
 from moe_jax.data.rows import Example
 from moe_jax.data.sections import DataSection, SourceSection, input_length
 from moe_jax.data.sources import Files, open_sources
-from moe_jax.data.tokenizer import Pair, Pairs, Tokenizer
+from moe_jax.data.tokenizer import Document, Pair, Tokenizer, pairs_of
 from moe_jax.files.storage_path import as_path
+from moe_jax.images.image_config import ImageProcessing
 from moe_jax.models import ModelConfig
-
-Batch = dict[str, np.ndarray]
-
-
-class Row(abc.ABC):
-    """One row of the global batch, and its position: a record, and an offset in it.
-
-    Args:
-      records: in training order.
-      number: of the row.
-      stride: B, rows of the global batch.
-    """
-
-    def __init__(self, records: grain.MapDataset, number: int, stride: int):
-        self.number, self._stride, self._records = number, stride, records
-        self.seek(number, 0)
-
-    def seek(self, record: int, offset: int) -> None:
-        """Moves to a position."""
-        self.record, self.offset = record, offset
-
-    @abc.abstractmethod
-    def fill(self) -> Batch:
-        """Returns the arrays of the next sequence."""
 
 
 class RowBatches(grain.IterDataset):
@@ -88,117 +69,11 @@ class _RowsIterator(grain.DatasetIterator):
             row.seek(*state["rows"][str(row.number)])
 
 
-class PackedRow(Row):
-    """A row of packed sequences of T = `seq_len` tokens. Its records are `Pairs`.
-
-    A batch of R such rows holds:
-      tokens Int32[R, T], targets Int32[R, T], weights Float32[R, T] (0: not scored),
-      segment_ids Int32[R, T] (documents of a row count from 1; 0 is padding), positions Int32[R, T] (from 0 in every
-      segment).
-
-    `whole`: a new sequence is started rather than a document cut that fits into one.
-    """
-
-    def __init__(self, records: grain.MapDataset, number: int, stride: int, *, seq_len: int, whole: bool):
-        super().__init__(records, number, stride)
-        self._seq_len, self._whole = seq_len, whole
-
-    def seek(self, record: int, offset: int) -> None:
-        super().seek(record, offset)
-        self._pairs: Pairs | None = None
-
-    def fill(self) -> Batch:
-        row = Pairs(*(np.zeros(self._seq_len, dtype) for dtype in (np.int32, np.int32, np.float32, bool)))
-        filled = 0
-        while filled < self._seq_len and self.record < len(self._records):
-            pairs: Any = self._records[self.record] if self._pairs is None else self._pairs
-            self._pairs = pairs
-            if self.offset == len(pairs.tokens):
-                self.seek(self.record + self._stride, 0)
-                continue
-            count = self._take(self._seq_len - filled)
-            if count == 0:
-                break
-            for target, source in zip(row, pairs, strict=True):
-                target[filled : filled + count] = source[self.offset : self.offset + count]
-            filled += count
-            self.offset += count
-        # A document that was cut continues as a new segment, because attention cannot see the previous row.
-        row.starts[:1] = True
-        index = np.arange(self._seq_len)
-        inside = index < filled
-        return {
-            "tokens": row.tokens,
-            "targets": row.targets,
-            "weights": row.weights,
-            "segment_ids": np.where(inside, np.cumsum(row.starts), 0).astype(np.int32),
-            "positions": np.where(inside, index - np.maximum.accumulate(index * row.starts), 0).astype(np.int32),
-        }
-
-    def _take(self, space: int) -> int:
-        """Returns the number of pairs to put into the `space` left in the row; 0 to end the row here."""
-        assert self._pairs is not None
-        left = len(self._pairs.tokens) - self.offset
-        if not self._whole:
-            return min(space, left)
-        later_starts = np.flatnonzero(self._pairs.starts[self.offset + 1 :])
-        document = int(later_starts[0]) + 1 if len(later_starts) else left
-        if document <= space:
-            return document
-        return 0 if space < self._seq_len else space
-
-
-class PairRow(Row):
-    """A row of pairs, padded to equal lengths; its records are lists of one pair or none. `offset` is always 0.
-
-    A batch of R such rows holds what one of `PackedRow` holds (a row has at most one segment) and, for S = `input_len`:
-      inputs Int32[R, S], inputs_valid Bool[R, S] (false: padding),
-      cut Int32[R, 2]: whether input and target were cut.
-
-    No input is longer than S, and no target than T = `seq_len`.
-    """
-
-    def __init__(self, records: grain.MapDataset, number: int, stride: int, *, input_len: int, seq_len: int):
-        super().__init__(records, number, stride)
-        self._lengths = {"input_len": input_len, "seq_len": seq_len}
-
-    def fill(self) -> Batch:
-        found: Any = []
-        while not found and self.record < len(self._records):
-            found = self._records[self.record]
-            self.record += self._stride
-        return {name: array[0] for name, array in stack_pairs(found, 1, **self._lengths).items()}
-
-
-def stack_pairs(pairs: Sequence[Pair], rows: int, *, input_len: int | None, seq_len: int) -> Batch:
-    """Returns pairs, at most one for every row, as a batch with the arrays of `PairRow`; further rows are padding.
-
-    Without `input_len`, the model has no encoder, and the batch no inputs.
-    """
-    counted = ("tokens", "targets", "segment_ids", "positions")
-    batch: Batch = {name: np.zeros((rows, seq_len), np.int32) for name in counted}
-    batch["weights"] = np.zeros((rows, seq_len), np.float32)
-    for row, pair in enumerate(pairs):
-        count = len(pair.tokens)
-        for name in ("tokens", "targets", "weights"):
-            batch[name][row, :count] = getattr(pair, name)
-        batch["segment_ids"][row, :count] = 1
-        batch["positions"][row, :count] = np.arange(count)
-    if input_len is None:
-        return batch
-    batch["inputs"] = np.zeros((rows, input_len), np.int32)
-    batch["inputs_valid"] = np.zeros((rows, input_len), bool)
-    batch["cut"] = np.zeros((rows, 2), np.int32)
-    for row, pair in enumerate(pairs):
-        assert pair.inputs is not None
-        batch["inputs"][row, : len(pair.inputs)] = pair.inputs
-        batch["inputs_valid"][row, : len(pair.inputs)] = True
-        batch["cut"][row] = pair.input_was_cut, pair.target_was_cut
-    return batch
-
-
-# Number of pairs of every source that are read before training, to count those that are too long.
+# Number of pairs of every source that are read before training, to count those that are too long; and of records, to
+# find out whether they have pictures.
 _PAIRS_LOOKED_AT = 1000
+# Share of a row that pictures take, from which the room for them follows.
+_SEEN = 3 / 4
 
 
 def open_data(
@@ -210,6 +85,7 @@ def open_data(
     batch_size: int,
     rows: Sequence[int],
     note: Callable[[str], object] = lambda line: None,
+    known: KnownFeatures | None = None,
 ) -> grain.DatasetIterator:
     """Opens the files of a recipe as an iterator over batches: of `PackedRow`, or of `PairRow` for an encoder.
 
@@ -221,15 +97,17 @@ def open_data(
       batch_size: B, rows of the global batch.
       rows: rows of it that this process prepares.
       note: called with remarks on the data, a line each.
+      known: features of pictures whose pixels are then not made; None: none are, and batches have no features.
 
     Raises:
-      FileNotFoundError: a path or pattern that matches no file.
-      InputError: no sources, a malformed file, less text than one sequence, or texts for a model with an encoder.
+      FileNotFoundError: a path or pattern that matches no file, or a folder of pictures that is not there.
+      InputError: no sources, a malformed file, less text than one sequence, texts for a model with an encoder, or a
+        picture that takes more tokens than a row has.
     """
     sources = open_sources(section, config, batch_size, tokenizer_path)
     sizes = [source.size for source in sources]
     tokenizer = Tokenizer(tokenizer_path, config, bos=section.bos, eos=section.eos)
-    records = _ordered(section, sources, sizes, seed)
+    records, at_once = _ordered(section, sources, sizes, seed), 1
     if config.has_encoder:
         lengths = {"input_len": input_length(section), "seq_len": section.seq_len}
 
@@ -243,20 +121,85 @@ def open_data(
     else:
         for source, found in zip(section.sources, sources, strict=True):
             _check_length(source, found, tokenizer, section.seq_len)
+        room = picture_room(section, config, sources, tokenizer.per_picture, known)
+        load = None if room is None else picture_loader(section, config, known=known, note=note)
 
-        def tokenise(examples: list) -> Pairs:
-            return tokenizer.pairs(examples)
+        def tokenise(examples: Sequence[Example | Document]) -> SeenPairs:
+            documents = [fitted(one, room, section.seq_len) for one in tokenizer.documents(examples)]
+            kept, pictures = (documents, []) if load is None else load(documents)
+            return SeenPairs(pairs_of(kept, tokenizer.per_picture), pictures)
 
-        packing = {"seq_len": section.seq_len, "whole": section.packing == "whole"}
+        packing = {"seq_len": section.seq_len, "whole": section.packing == "whole", "room": room}
         make = partial(PackedRow, records.map(tokenise), stride=batch_size, **packing)
+        # Decoders of pictures run beside each other.
+        at_once = 1 if room is None else os.cpu_count() or 1
     dataset: grain.IterDataset = RowBatches(
         lambda: [make(row) for row in rows],
         identity={"records": sum(map(len, sources)), "bytes": sum(sizes)},
-        at_once=max(as_path(source.path).at_once for source in section.sources),
+        at_once=max(at_once, *(as_path(source.path).at_once for source in section.sources)),
     )
     if section.prefetch:
         dataset = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=section.prefetch)
     return iter(dataset)
+
+
+def picture_loader(section: DataSection, config: ModelConfig, **how: Any) -> PictureLoader:
+    """Returns what reads the pictures of a recipe's data; further arguments as of `PictureLoader`.
+
+    Raises `FileNotFoundError` or `NotADirectoryError` if their folder is not there.
+    """
+    folder = None if section.image_folder is None else as_path(section.image_folder)
+    processing = picture_processing(section, config)
+    return PictureLoader(PictureFiles(folder), processing, on_bad=section.on_bad_image, **how)
+
+
+def picture_processing(section: DataSection, config: ModelConfig) -> ImageProcessing:
+    """Returns how the pictures of a recipe's data become pixels; raises `InputError` if the model takes none."""
+    processing = config.check_sees("pictures in the data").processing
+    if section.image_aspect is None:
+        return processing
+    return dataclasses.replace(processing, pad=section.image_aspect == "pad")
+
+
+def picture_room(
+    section: DataSection,
+    config: ModelConfig,
+    sources: Sequence[Files],
+    per_picture: int,
+    known: KnownFeatures | None = None,
+) -> PictureRoom | None:
+    """Returns the room for pictures in every row; None: the first records of no source have any.
+
+    Raises:
+      InputError: if a picture takes more tokens than a row has, or the recipe is about pictures, and the model takes
+        none.
+    """
+    vision = config.vision
+    if vision is None:
+        for name in ("image_folder", "image_aspect", "max_pictures", "feature_cache"):
+            if getattr(section, name) is not None:
+                config.check_sees(f"data.{name}")
+        return None
+    if section.max_pictures is None and not any(map(_has_pictures, sources)):
+        return None
+    if per_picture > section.seq_len:
+        raise InputError(
+            f"a picture takes {per_picture} tokens, more than data.seq_len = {section.seq_len}; give a larger seq_len"
+        )
+    count = max(1, int(section.seq_len * _SEEN) // per_picture)
+    return PictureRoom(
+        count if section.max_pictures is None else section.max_pictures,
+        vision.processing.size,
+        per_picture,
+        None if known is None else known.shape,
+        np.dtype(np.float32) if known is None else known.dtype,
+    )
+
+
+def _has_pictures(source: Files) -> bool:
+    """Whether an example of the first records has a picture."""
+    first = itertools.chain.from_iterable(source[index] for index in range(min(len(source), _PAIRS_LOOKED_AT)))
+    return any(example.pictures for example in first)
 
 
 def _describe_cuts(

@@ -6,25 +6,29 @@ Whatever else a row holds is used too, is known to say nothing about the content
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe_jax.core.errors import InputError, clipped, shown
 from moe_jax.data.chat_template import ChatTemplate
+from moe_jax.data.pictures.picture_messages import has_pictures, with_pictures
+from moe_jax.data.pictures.picture_sources import MARK, PictureSource, pictures_of_row
 from moe_jax.data.sections import FieldsSection
 from moe_jax.files.json_toml import ANYTHING, is_unicode, parse_json
 
 PAIR_KEYS = (("prompt", "response"), ("prompt", "completion"), ("input", "target"), ("instruction", "output"))
 """Keys of rows that are pairs: the input, and the response to it."""
 
-CHAT_KEYS = ("messages", "conversations", "data")
-"""Keys of rows that are conversations."""
+CHAT_KEYS = ("messages", "conversations", "data", "conversatons")
+"""Keys of rows that are conversations; the last one, so spelt, is in rows of Med-MoE."""
 
 # What other libraries call them; messages name the others.
-_OF_OTHERS = (("prompt", "completion"), ("instruction", "output"), ("data",))
+_OF_OTHERS = (("prompt", "completion"), ("instruction", "output"), ("data",), ("conversatons",))
 
 # Keys that a row may have besides, by the first key of its content: the rest of the prompt in Alpaca's form; the prompt
 # once more in UltraChat's.
 _TURNS = frozenset({"system", "tools"})
+_PICTURES = frozenset({"image", "images"})
 _BESIDE = {"text": frozenset[str](), "instruction": _TURNS | {"input"}, "messages": _TURNS | {"prompt"}}
 
 # Keys beside which a text is not taken for the content of a row; others may be about it.
@@ -36,7 +40,7 @@ _ABOUT = frozenset(
     "source sources dataset dataset_name data_source origin url license category categories topic topics task "
     "task_name task_type subset split tag tags lang language model model_name generator created created_at "
     "created_timestamp timestamp date meta metadata num_turns turn turns num_tokens length score quality rating "
-    "difficulty".split()
+    "difficulty kind answer_type question_type width height".split()
 )
 
 # Names of roles in conversations of ShareGPT and of data sets in its format.
@@ -56,6 +60,7 @@ class Example(NamedTuple):
       is_response: whether it is an answer to a prompt.
       spans: in a conversation, begin and end of the scored parts, in characters, in order. The text of a conversation
         has all its special tokens already.
+      pictures: in the order in which they stand in the text, which has a mark for each.
     """
 
     text: str
@@ -64,6 +69,14 @@ class Example(NamedTuple):
     ends: bool = True
     is_response: bool = False
     spans: tuple[tuple[int, int], ...] | None = None
+    pictures: tuple[PictureSource, ...] = ()
+
+    def at(self, where: str, folder: Path) -> "Example":
+        """Returns the example with the place of its row: its pictures say it in messages, and lie near it."""
+        if not self.pictures:
+            return self
+        placed = (picture._replace(where=where, beside=folder) for picture in self.pictures)
+        return self._replace(pictures=tuple(placed))
 
 
 class RowReader:
@@ -74,6 +87,7 @@ class RowReader:
       template: returns the template that conversations are written with; called when the first conversation comes.
       chat: pairs are written with the template as well, as a conversation of two turns.
       kinds: the kinds of rows that are accepted.
+      sees: whether the model takes pictures, which rows then may name or hold.
     """
 
     def __init__(
@@ -83,8 +97,10 @@ class RowReader:
         template: Callable[[], ChatTemplate] | None = None,
         chat: bool = False,
         kinds: Sequence[str] = ("text", "pair", "chat"),
+        sees: bool = False,
     ):
         self._template = template
+        self._sees, self._image = sees, None if fields is None else fields.image
         self._chat = chat
         self._role_keys = _ROLE_KEYS
         by_kind = {"text": (("text",),), "pair": PAIR_KEYS, "chat": tuple((key,) for key in CHAT_KEYS)}
@@ -101,10 +117,10 @@ class RowReader:
     def columns(self, names: Sequence[str]) -> list[str]:
         """Returns those of a table's columns that are read: all that may matter, as none can be looked at before."""
         if self._is_told:
-            wanted = {*itertools.chain(*self._kind_of), self._system, self._tools}
+            wanted = {*itertools.chain(*self._kind_of), self._system, self._tools, self._image}
             found = [name for name in names if name in wanted]
         elif ("text",) in self._kind_of and "text" in names and not _USUAL & {*names}:
-            found = ["text"]
+            found = [name for name in names if name == "text" or (self._sees and name in _PICTURES)]
         else:
             found = [name for name in names if name not in _ABOUT]
         return found if any(set(keys) <= set(found) for keys in self._kind_of) else []
@@ -129,7 +145,8 @@ class RowReader:
         keys = self._keys_of(row)
         kind = self._kind_of[keys]
         if kind == "text":
-            return [Example(self._text(row, keys, 0))]
+            text = self._text(row, keys, 0)
+            return [Example(text, pictures=self._beside_text(row, text))]
         if kind == "chat":
             messages = self._messages(row, keys, 0)
             if not self._is_told and row.get("prompt") is not None:
@@ -153,7 +170,26 @@ class RowReader:
             if name is not None and _from_json(row.get(name), name):
                 more = ": set chat = true in its source" if self._takes_chats else ", and this is a pair"
                 raise InputError(f"{shown(name)} beside {shown(keys[0])} goes into a conversation{more}")
-        return [Example(prompt + response, len(prompt), is_response=True)]
+        if MARK in response and self._pictures(row):
+            raise InputError(f"{shown(keys[1])} shows a picture ({MARK}); a prompt does")
+        pictures = self._beside_text(row, prompt)
+        return [Example(prompt + response, len(prompt), is_response=True, pictures=pictures)]
+
+    def _pictures(self, row: Mapping[str, Any]) -> list[PictureSource]:
+        """Returns the pictures beside the content of a row."""
+        if not self._sees or (self._is_told and self._image is None):
+            return []
+        return pictures_of_row(row, self._image)
+
+    def _beside_text(self, row: Mapping[str, Any], text: str) -> tuple[PictureSource, ...]:
+        """Returns the pictures of a text, which has a mark for each."""
+        pictures = self._pictures(row)
+        if pictures and text.count(MARK) != len(pictures):
+            raise InputError(
+                f"pictures of the row: {len(pictures)}, and places for them in its text ({MARK}): {text.count(MARK)}; "
+                "expected one for each"
+            )
+        return tuple(pictures)
 
     def _keys_of(self, row: Mapping[str, Any]) -> tuple[str, ...]:
         """Returns the keys that hold the content of a row; raises `InputError` for others that may matter."""
@@ -168,10 +204,15 @@ class RowReader:
             is_text = found is not None and self._kind_of[found] == "text"  # which is whole without what is beside it
             filled = {key for key in given if row[key] not in ("", [], {})}
             unused = set() if found is None or is_text else filled - {*found} - _beside(row, found) - _ABOUT
+            unused -= _PICTURES if self._sees else set()
         if found is None:
             names = clipped(", ".join(map(shown, row))) or "(none)"
             told = "" if self._is_told or not row else "; a source's fields = { ... } says which keys hold what"
             raise InputError(f"expected {self.expected}, got an object with the keys {names}{told}")
+        if unused & _PICTURES:
+            raise InputError(
+                f"{shown(min(unused & _PICTURES))} holds a picture, and the model takes none: it has no eye"
+            )
         if unused:
             names = clipped(", ".join(map(shown, sorted(unused))))
             beside = " and ".join(map(shown, found))
@@ -223,14 +264,18 @@ class RowReader:
         tools = [tools] if isinstance(tools, Mapping) and tools else tools or None
         if tools is not None and not isinstance(tools, list):
             raise InputError(f"{shown(self._tools)} is {shown(tools)}, expected a list of tools")
+        pictures, template = self._pictures(row), self._template()
+        shows = bool(pictures) or (self._sees and has_pictures(messages))
+        if shows:
+            messages, pictures = with_pictures(messages, pictures, as_parts=template.takes_parts)
         learnt = [bool(message.pop("train", True)) for message in messages]
         of_assistant = [learn for learn, one in zip(learnt, messages, strict=True) if one["role"] == "assistant"]
         if of_assistant and not any(of_assistant):
             return []  # as it asks
-        return [
-            Example(scored.text, spans=scored.spans)
-            for scored in self._template().scored(messages, learnt=learnt, tools=tools)
-        ]
+        scored = template.scored(messages, learnt=learnt, tools=tools, pictures=shows)
+        if len(scored) > 1 and shows:
+            raise InputError("the chat template writes past turns in another way, which is not known with pictures")
+        return [Example(one.text, spans=one.spans, pictures=tuple(pictures)) for one in scored]
 
     def _message(self, message: Any, number: int) -> dict[str, Any]:
         """Converts a message to the form that chat templates take; null values, as tables have them, are left out.

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import PurePath
 from typing import Literal
 
+from moe_jax.core.bad_documents import OnBad
 from moe_jax.core.errors import MAX_FLOAT32, MAX_SIZE, InputError, is_finite, shown
 from moe_jax.core.formatting import short_repr
 
@@ -37,6 +38,7 @@ class FieldsSection:
         and assistant.
       system, tools: keys of what a row may hold beside its messages: the text of a first message of the system, and a
         list of what the assistant may call. None: neither is read.
+      image: key of the pictures of a row, for a model that sees. None: none are read.
     """
 
     text: str | None = None
@@ -45,6 +47,7 @@ class FieldsSection:
     messages: str | None = None
     system: str | None = None
     tools: str | None = None
+    image: str | None = None
     role: str = "role"
     content: str = "content"
 
@@ -84,6 +87,9 @@ class SourceSection:
         [{"from": ..., "value": ...}, ...]}`, with `system` and `tools` beside it. `prompt` and `completion` may be
         lists of messages, too. Conversations are written with the chat template of the tokenizer, and the assistant's
         messages are scored (`chat_template`), but not those of a prompt, or with `"weight": 0` or `"train": false`.
+        For a model that sees, `image` or `images` beside any of them names or holds the pictures (a name inside of
+        `data.image_folder`, base64, a list, or a table's object with `bytes`), each of which stands where its text has
+        `<image>`, or a message a part `{"type": "image"}`; such a part may hold its picture itself.
         Pairs and conversations may have keys that say where they come from, such as `id` and `source`; others are an
         error that names them. Models with an encoder are trained only on pairs.
       fields: the keys of the objects that hold the content, where they have other names, such as
@@ -153,8 +159,8 @@ class DataSection:
       input_len: length S of the encoder's inputs. None: that of the targets.
       tokenizer: a tokenizer.json. None: the model's own.
       chat_template: a file with the template for conversations, for example of a model that has none; it is kept with
-        the
-        trained model. None: the tokenizer's own.
+        the trained model. Or `llava-v1` or `llava-plain`, in which LLaVA and MoE-LLaVA write conversations and
+        captions. None: the tokenizer's own.
       bos: whether documents begin with the BOS token; `auto`: where the tokenizer itself puts one. A conversation has
         the tokens that its template writes, and no others.
       eos: whether documents end with the EOS token; `auto`: responses do, and other documents do unless they begin
@@ -165,6 +171,17 @@ class DataSection:
       epochs: passes over the data after which training ends early. None: no limit.
       piece_kib: a long text is read in pieces of about this many KiB, cut at line ends.
       prefetch: batches prepared ahead in the background.
+      image_folder: the folder that names of pictures are inside of; no name leads out of it. None: the folder of the
+        file whose rows name them.
+      image_aspect: whether pictures are first put in the middle of a square (`pad`) or not (`square`). None: as the
+        model's processing says.
+      max_pictures: pictures in a row of the batch at most, for each of which there is room. None: as many as fill a row
+        if a quarter of it are texts.
+      on_bad_image: an example whose picture cannot be read ends the training (`stop`), or is left out and counted
+        (`skip`), unless it is one of more than 1 % of the pictures.
+      feature_cache: a folder in which what a frozen tower makes of pictures is kept, so that it looks at each only
+        once. Several runs may share it. None: the tower looks at all pictures of every batch.
+      feature_cache_gib: size that the folder may have, in GiB; what was not used for longest is then deleted.
     """
 
     sources: tuple[SourceSection, ...] = ()
@@ -179,6 +196,12 @@ class DataSection:
     epochs: int | None = None
     piece_kib: int = 64
     prefetch: int = 2
+    image_folder: str | None = None
+    image_aspect: Literal["pad", "square"] | None = None
+    max_pictures: int | None = None
+    on_bad_image: OnBad = "stop"
+    feature_cache: str | None = None
+    feature_cache_gib: float = 32.0
 
     __repr__ = short_repr
 
@@ -187,6 +210,9 @@ class DataSection:
         # An input has at least one token and EOS.
         at_least(self, 2, "input_len")
         at_least(self, 0, "prefetch")
+        at_least(self, 1, "max_pictures")
+        if not (is_finite(self.feature_cache_gib) and self.feature_cache_gib > 0):
+            raise InputError(f"feature_cache_gib = {shown(self.feature_cache_gib)} must be above 0")
         if len({source.weight is None for source in self.sources}) > 1:
             raise InputError("some sources have a weight and some have none; give all of them one, or none")
 

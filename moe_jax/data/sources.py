@@ -22,13 +22,13 @@ import numpy as np
 
 from moe_jax.core.bad_documents import BadDocument
 from moe_jax.core.errors import InputError, clipped, first_sentence, shown
-from moe_jax.data.chat_template import ChatTemplate, load_chat_template, read_chat_template
+from moe_jax.data.chat_template import ChatTemplate, load_chat_template, read_chat_template, template_file
 from moe_jax.data.data_files import DataFile, cached_copy, import_pyarrow, uncompressed
 from moe_jax.data.file_forms import as_json_lines, check_file_is_text
 from moe_jax.data.rows import Example, RowReader
 from moe_jax.data.sections import DataSection, SourceSection
-from moe_jax.data.token_files import TokenRecords
 from moe_jax.data.tokenizer import Document, tokenizer_identity
+from moe_jax.data.tokens.token_files import TokenRecords
 from moe_jax.files.byte_files import open_bytes, size_of
 from moe_jax.files.json_toml import ANYTHING, parse_json
 from moe_jax.files.storage_path import as_path, nearest_path
@@ -163,7 +163,7 @@ class JsonLines(_DataFileRecords):
             # A text may have any number of commas.
             row = parse_json(line, where="a line that", allow=ANYTHING, max_values=len(line))
             is_json = True
-            return self._reader(row)
+            return [example.at(self.where(index), self._name.parent) for example in self._reader(row)]
         except InputError as error:
             problem = error if is_json else f"expected {self._reader.expected}, got {error}"
             raise BadDocument(f"{self.where(index)}: {problem}") from None
@@ -288,7 +288,8 @@ class TableRows:
 
     def _examples(self, row: dict[str, Any], index: int) -> list[Example]:
         try:
-            return self._reader({name: _without_nulls(value) for name, value in row.items()})
+            examples = self._reader({name: _without_nulls(value) for name, value in row.items()})
+            return [example.at(self.where(index), self.path.parent) for example in examples]
         except InputError as error:
             raise BadDocument(f"{self.where(index)}: {error}") from None
 
@@ -433,7 +434,8 @@ def open_files(
         expected |= {"bos": section.bos, "eos": section.eos}
         return Files([TokenRecords(file, expected, config.vocab_size) for _, file in files])
     kinds = ("pair",) if config.has_encoder else ("text", "pair", "chat")
-    reader = RowReader(source.fields, template=template, chat=source.chat, kinds=kinds)
+    sees = config.vision is not None
+    reader = RowReader(source.fields, template=template, chat=source.chat, kinds=kinds, sees=sees)
     opened: list[TextFile] | list[JsonLines] | list[TableRows]
     if source.form == "jsonl":
         lines = [(as_json_lines(name, file), name, file) for name, file in files]
@@ -458,7 +460,7 @@ def template_loader(section: DataSection, tokenizer_path: Path) -> Callable[[], 
     @functools.cache
     def load() -> ChatTemplate:
         if section.chat_template is not None:
-            return read_chat_template(as_path(section.chat_template), tokenizer_path)
+            return read_chat_template(template_file(section.chat_template), tokenizer_path)
         return load_chat_template(tokenizer_path)
 
     return load

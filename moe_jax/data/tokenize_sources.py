@@ -22,8 +22,8 @@ from moe_jax.core.worker_pool import worker_pool
 from moe_jax.data.rows import Example
 from moe_jax.data.sections import DataSection, input_length
 from moe_jax.data.sources import Files, find_files, open_sources
-from moe_jax.data.token_files import FORMAT, INDEX, SUFFIX, VERSION, TokenFile, TokenIndex, pack
 from moe_jax.data.tokenizer import Document, Tokenizer, tokenizer_identity
+from moe_jax.data.tokens.token_files import FORMAT, INDEX, SUFFIX, VERSION, TokenFile, TokenIndex, pack
 from moe_jax.files.byte_files import fingerprint_contents
 from moe_jax.files.staging import check_target, open_work
 from moe_jax.files.storage_path import StoragePath, as_path

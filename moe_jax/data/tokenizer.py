@@ -13,25 +13,37 @@ import tokenizers
 from moe_jax.core.bad_documents import BadDocument
 from moe_jax.core.errors import InputError, first_sentence, shown
 from moe_jax.data.chat_template import FILE as CHAT_TEMPLATE
-from moe_jax.data.chat_template import read_settings
+from moe_jax.data.chat_template import read_settings, template_file
+from moe_jax.data.pictures.picture_sources import MARK, PictureSource
 from moe_jax.data.rows import Example
-from moe_jax.data.text_windows import Encoded, LongTexts
-from moe_jax.data.token_bytes import TokenBytes
-from moe_jax.data.token_lengths import most_characters
-from moe_jax.data.tokenizer_bounds import check_growth
+from moe_jax.data.tokens.text_windows import Encoded, LongTexts
+from moe_jax.data.tokens.token_bytes import TokenBytes
+from moe_jax.data.tokens.token_lengths import most_characters
+from moe_jax.data.tokens.tokenizer_bounds import check_growth
 from moe_jax.files.json_toml import is_unicode
 from moe_jax.files.regular_files import read_regular
 from moe_jax.files.storage_path import as_path, raise_no_file
 from moe_jax.files.tokenizer_files import TOKENIZER, read_tokenizer_file, tokenizer_files
 from moe_jax.files.tokenizer_size import check_size
 from moe_jax.models import ModelConfig
+from moe_jax.nn.projector import tokens_per_picture
 
 
 class Document(NamedTuple):
-    """A document, or a part of one, as tokens: ids Int32[n], and scored Float32[n], 0 for tokens that are not."""
+    """A document, or a part of one, as tokens.
+
+    Attributes:
+      ids: Int32[n].
+      scored: Float32[n], 0 for tokens that are not.
+      slots: Int32[n], which feature of its pictures stands at a token, counted from 1 over all; 0: none. None: no
+        pictures.
+      pictures: in the order in which they stand in it.
+    """
 
     ids: np.ndarray
     scored: np.ndarray
+    slots: np.ndarray | None = None
+    pictures: tuple[PictureSource, ...] = ()
 
 
 Edge = Literal["auto", "always", "never"]
@@ -46,12 +58,14 @@ class Pairs(NamedTuple):
       targets: Int32[n], the next tokens.
       weights: Float32[n], 0 for targets that are not scored.
       starts: Bool[n], true for the first token of a document.
+      slots: Int32[n], which feature of the pictures of all examples stands at an input, counted from 1; 0: none.
     """
 
     tokens: np.ndarray
     targets: np.ndarray
     weights: np.ndarray
     starts: np.ndarray
+    slots: np.ndarray
 
 
 class Pair(NamedTuple):
@@ -77,6 +91,10 @@ class Pair(NamedTuple):
 class Tokenizer:
     """A `tokenizer.json` together with the special tokens a model uses; `bos` and `eos` are as in `DataSection`.
 
+    Attributes:
+      path: of the file.
+      per_picture: number of tokens that a picture takes; 0: the model takes no pictures.
+
     Raises:
       FileNotFoundError, InputError: no such file, not a tokenizer, or a special token that is asked for but unknown.
     """
@@ -101,6 +119,9 @@ class Tokenizer:
             self._texts = LongTexts(self._tokenizer)
         self._vocab_size = config.vocab_size
         self._decoder_start = config.decoder_start_id
+        vision = config.vision
+        self.per_picture = 0 if vision is None else tokens_per_picture(vision, config.d_model)
+        self._picture = -1 if vision is None or vision.placeholder is None else vision.placeholder
         own_bos = self._own_bos(config)
         known_bos = config.bos_id if own_bos is None else own_bos
         for name, setting, known in (("bos", bos, known_bos is not None), ("eos", eos, bool(config.eos_ids))):
@@ -186,20 +207,11 @@ class Tokenizer:
 
     def documents(self, examples: Sequence[Example | Document]) -> list[Document]:
         """Tokenises the examples of a record, each a document of its own; tokenised documents stay as they are."""
-        return [
-            example if isinstance(example, Document) else Document(*self._document(example)) for example in examples
-        ]
+        return [example if isinstance(example, Document) else self._document(example) for example in examples]
 
     def pairs(self, examples: Sequence[Example | Document]) -> Pairs:
         """Returns the `documents` of a record as pairs; a document of a single token has none."""
-        parts = [document for document in self.documents(examples) if len(document.ids) > 1]
-        parts = parts or [Document(np.zeros(1, np.int32), np.zeros(1, np.float32))]
-        return Pairs(
-            np.concatenate([ids[:-1] for ids, _ in parts]),
-            np.concatenate([ids[1:] for ids, _ in parts]),
-            np.concatenate([scored[1:] for _, scored in parts]),
-            np.concatenate([np.arange(len(ids) - 1) == 0 for ids, _ in parts]),
-        )
+        return pairs_of(self.documents(examples), self.per_picture)
 
     def inputs(self, text: str) -> np.ndarray:
         """Returns the ids, Int32[n], of `text` for an encoder, with EOS at the end where the model names one."""
@@ -220,7 +232,7 @@ class Tokenizer:
           InputError: if ids lie outside the vocabulary.
         """
         if self._decoder_start is None:
-            tokens, targets, weights, _ = self.pairs([example])
+            tokens, targets, weights, *_ = self.pairs([example])
             if not weights.any():
                 raise BadDocument(f"a pair whose target {shown(example.text[example.prompt_chars :])} has no tokens")
             was_cut, kept = seq_len is not None and len(tokens) > seq_len, slice(-(seq_len or 0), None)
@@ -239,17 +251,54 @@ class Tokenizer:
         tokens = np.append(np.int32(self._decoder_start), targets[:-1])
         return Pair(tokens, targets, np.ones(len(targets), np.float32), inputs, input_was_cut, target_was_cut)
 
-    def _document(self, example: Example) -> tuple[np.ndarray, np.ndarray]:
-        ids, offsets = self._encoded(example.text)
+    def _document(self, example: Example) -> Document:
+        if example.pictures:
+            return self._with_pictures(example)
+        return Document(*self._scored(example, *self._encoded(example.text)))
+
+    def _with_pictures(self, example: Example) -> Document:
+        """Returns a document in which as many tokens stand for a picture as it has features; none is scored."""
+        ids, scored = self._scored(example, *self._encoded_around_pictures(example.text))
+        stand = ids == self._picture
+        if stand.sum() != len(example.pictures):
+            raise BadDocument(
+                f"{example.pictures[0].where}: pictures: {len(example.pictures)}, and places for them in what the chat "
+                f"template writes: {stand.sum()}; expected one for each"
+            )
+        times = np.where(stand, self.per_picture, 1)
+        stand, ids, scored = (np.repeat(array, times) for array in (stand, ids, scored))
+        slots = np.where(stand, np.cumsum(stand), 0).astype(np.int32)
+        # Without a token of its own, any does: its embedding is not used.
+        ids, scored = np.maximum(ids, 0), np.where(stand, np.float32(0), scored)
+        return Document(ids, scored, slots, example.pictures)
+
+    def _encoded_around_pictures(self, text: str) -> Encoded:
+        """Returns tokens with one for every picture: the model's own, or else -1, with the text between apart."""
+        if self._picture >= 0 and self.token(self._picture) == MARK:
+            ids, offsets = self._encoded(text)
+            return Encoded(ids.astype(np.int64), offsets)
+        ids, offsets, begin = [], [], 0
+        for piece in text.split(MARK):
+            if begin:
+                ids.append(np.array([self._picture], np.int64))
+                offsets.append(np.array([[begin - len(MARK), begin]], np.int32))
+            encoded = self._encoded(piece)
+            ids.append(encoded.ids.astype(np.int64))
+            offsets.append(encoded.offsets + begin)
+            begin += len(piece) + len(MARK)
+        return Encoded(np.concatenate(ids), np.concatenate([one.reshape(-1, 2) for one in offsets]).astype(np.int32))
+
+    def _scored(self, example: Example, ids: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the ids of an example with those at its edges, and for each whether it is scored."""
         if example.spans is not None:
             return self._checked(ids), _within(example.spans, offsets)
         # A token that spans the boundary between prompt and response belongs to the response.
         scored = (offsets[:, 1] > example.prompt_chars).astype(np.float32)
         if example.begins and self._bos is not None:
-            ids, scored = np.append(np.uint32(self._bos), ids), np.append(np.float32(0), scored)
+            ids, scored = np.append(ids.dtype.type(self._bos), ids), np.append(np.float32(0), scored)
         eos = self._eos_after_response if example.is_response else self._eos_after_text
         if example.ends and eos is not None:
-            ids, scored = np.append(ids, np.uint32(eos)), np.append(scored, np.float32(1))
+            ids, scored = np.append(ids, ids.dtype.type(eos)), np.append(scored, np.float32(1))
         if not example.prompt_chars:
             scored = np.ones(len(ids), np.float32)
         return self._checked(ids), scored
@@ -278,6 +327,26 @@ class Tokenizer:
                 f"vocabulary has {self._vocab_size} entries: the tokenizer is not this model's"
             )
         return ids.astype(np.int32)
+
+
+def pairs_of(documents: Sequence[Document], per_picture: int = 0) -> Pairs:
+    """Returns documents as pairs; one of a single token has none. `per_picture` is a tokenizer's."""
+    parts, slots, before = [], [], 0
+    for document in documents:
+        if len(document.ids) > 1:
+            parts.append(document)
+            own = np.zeros(len(document.ids), np.int32) if document.slots is None else document.slots
+            slots.append(np.where(own > 0, own + before, 0)[:-1])
+        before += len(document.pictures) * per_picture
+    if not parts:
+        parts, slots = [Document(np.zeros(1, np.int32), np.zeros(1, np.float32))], [np.zeros(0, np.int32)]
+    return Pairs(
+        np.concatenate([document.ids[:-1] for document in parts]),
+        np.concatenate([document.ids[1:] for document in parts]),
+        np.concatenate([document.scored[1:] for document in parts]),
+        np.concatenate([np.arange(len(document.ids) - 1) == 0 for document in parts]),
+        np.concatenate(slots).astype(np.int32),
+    )
 
 
 def parse_tokenizer(content: bytes, file: object) -> tokenizers.Tokenizer:
@@ -328,7 +397,7 @@ def tokenizer_identity(tokenizer: Path, chat_template: str | None = None) -> str
     """
     files = tokenizer_files(tokenizer)
     if chat_template is not None:
-        files[CHAT_TEMPLATE] = as_path(chat_template)
+        files[CHAT_TEMPLATE] = template_file(chat_template)
     digest = hashlib.sha256()
     for name in (TOKENIZER, "tokenizer_config.json"):
         digest.update(hashlib.sha256(read_tokenizer_file(files[name]) if name in files else b"").digest())

@@ -190,7 +190,7 @@ def score_rows(
     `score` is a function of this library, `score(graphdef, states, batch) -> [B, ...]`; for the rest see `Evaluator`.
     """
     # Imported here because it imports Grain, which commands that evaluate nothing should not load.
-    from moe_jax.data.pipeline import stack_pairs
+    from moe_jax.data.packing import stack_pairs
 
     mesh = make_mesh({}, jax.devices()[:1]) if mesh is None else mesh
     size = _rounded_up(min(batch_size, len(pairs)), mesh)

@@ -1,7 +1,7 @@
 """Pictures of prompts: read, processed, and put where their placeholders are."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +29,11 @@ class Pictures(NamedTuple):
 
 
 def see_prompts(
-    config: ModelConfig, prompts: Sequence[Sequence[int]], pictures: Sequence[Picture]
+    config: ModelConfig,
+    prompts: Sequence[Sequence[int]],
+    pictures: Sequence[Picture],
+    *,
+    remark: Callable[[str], None] | None = None,
 ) -> tuple[list[list[int]], Pictures | None]:
     """Returns prompts with room for their pictures, and these; None: there are none.
 
@@ -37,6 +41,7 @@ def see_prompts(
       config: of the model.
       prompts: token ids, with placeholders as in `place_pictures`.
       pictures: of all prompts, in the order of their placeholders.
+      remark: takes a line about what of a file is left out.
 
     Raises:
       InputError: if the model takes no pictures, if they differ in number from the placeholders, or for one that cannot
@@ -52,36 +57,22 @@ def see_prompts(
         if pictures:
             raise InputError("the model's config names no token that stands for a picture in a text")
         return prompts, None
-    pixels = (pixels_of(_decoded(one), vision.processing) for one in pictures)
-    return place_pixels(config, prompts, pixels, count=len(pictures), placeholder=vision.placeholder)
-
-
-def place_pixels(
-    config: ModelConfig,
-    prompts: Sequence[Sequence[int]],
-    pixels: Iterable[UInt8[np.ndarray, "H W 3"]],
-    *,
-    count: int,
-    placeholder: int,
-) -> tuple[list[list[int]], Pictures | None]:
-    """Returns prompts with room for the pictures whose pixels are given, `count` of them; else as `see_prompts`."""
-    vision = config.check_sees("pictures in prompts")
     each = tokens_per_picture(vision, config.d_model)
-    rows = place_pictures(prompts, count, placeholder=placeholder, per_picture=each)
-    placed = [row.ids for row in rows]
-    if not count:
-        return placed, None
-    held = np.zeros((len(rows), max(row.pictures for row in rows), *vision.processing.size, 3), np.uint8)
-    left = iter(pixels)
+    rows = place_pictures(prompts, len(pictures), placeholder=vision.placeholder, per_picture=each)
+    prompts = [row.ids for row in rows]
+    if not pictures:
+        return prompts, None
+    pixels = np.zeros((len(rows), max(row.pictures for row in rows), *vision.processing.size, 3), np.uint8)
+    left = iter(pictures)
     for index, row in enumerate(rows):
         for place in range(row.pictures):
-            held[index, place] = next(left)
-    return placed, Pictures(held, [row.slots for row in rows])
+            pixels[index, place] = pixels_of(_decoded(next(left), remark), vision.processing)
+    return prompts, Pictures(pixels, [row.slots for row in rows])
 
 
-def _decoded(picture: Any) -> UInt8[np.ndarray, "H W 3"]:
+def _decoded(picture: Any, remark: Callable[[str], None] | None) -> UInt8[np.ndarray, "H W 3"]:
     if isinstance(picture, str | os.PathLike):
-        return read_picture(picture)
+        return read_picture(picture, remark=remark)
     array = np.asarray(picture)
     if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3 or 0 in array.shape:
         given = f"{array.dtype}{list(array.shape)}" if isinstance(picture, np.ndarray) else shown(picture)

@@ -29,6 +29,8 @@ from moe_jax.data.chat_template import (
     special_tokens,
 )
 from moe_jax.data.end_tokens import end_tokens
+from moe_jax.data.pictures.picture_messages import has_pictures, with_pictures
+from moe_jax.data.pictures.picture_sources import MARK
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.distributed.processes import check_equal, first_decides, gathered, is_first_process
 from moe_jax.files.tokenizer_files import GENERATION
@@ -36,8 +38,8 @@ from moe_jax.generation.spec import GenerateSpec
 from moe_jax.generation.texts import StreamedText, stream_texts
 from moe_jax.harness.answer_cache import Answer, AnswerCache
 from moe_jax.harness.likelihood import Continuation, Likelihoods
-from moe_jax.harness.pictures.picture_prompts import PicturePrompts
-from moe_jax.harness.pictures.picture_sources import PictureSource
+from moe_jax.harness.pictures.picture_prompts import ANY_PICTURE, PicturePrompts, Prompt, is_about_pictures
+from moe_jax.harness.pictures.task_pictures import TaskPictures
 from moe_jax.nn import Decoder, unstacked
 
 # Batches of each process between two times that the answers of all are gathered and stored.
@@ -73,7 +75,7 @@ class HarnessModel(TemplateLM):
         batch_size: int = 32,
         mesh: Mesh | None = None,
         cache: AnswerCache | None = None,
-        pictures: Mapping[str, PictureSource] | None = None,
+        pictures: Mapping[str, TaskPictures] | None = None,
         progress: Progress = no_progress,
     ):
         super().__init__()
@@ -88,7 +90,7 @@ class HarnessModel(TemplateLM):
         self._unstacked: Decoder | None = None
         self._key = jax.random.key(0)
         self._template: ChatTemplate | None = None
-        self._pictures = PicturePrompts(model.config, tokenizer, self.tok_encode, pictures or {})
+        self._pictures = PicturePrompts(model.config, tokenizer, pictures or {})
         bos, eos = _special_ids(tokenizer, model.config.bos_id, model.config.eos_ids)
         if bos is None and eos is None:
             raise InputError("the model names neither BOS nor EOS, one of which stands before a text without a context")
@@ -111,9 +113,11 @@ class HarnessModel(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Returns token ids; after BOS if the tokenizer adds one, unless the text has it already or it is unwanted."""
-        has_bos = self._bos is not None and string.startswith(self._tokens.token(self._bos))
-        plain = add_special_tokens is False or (add_special_tokens is None and has_bos)
+        plain = add_special_tokens is False or (add_special_tokens is None and self._has_bos(string))
         return (self._tokens.encode(string) if plain else self._tokens.prompt(string)).tolist()
+
+    def _has_bos(self, text: str) -> bool:
+        return self._bos is not None and text.startswith(self._tokens.token(self._bos))
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Returns for each continuation of a context its log-likelihood, and whether it is the greedy one."""
@@ -208,7 +212,7 @@ class HarnessModel(TemplateLM):
             with naming(self._pictures.name_of(request)):
                 prompts.append(self._prompt(request, wanted))
         groups: dict[GenerateSpec, list[int]] = {}
-        for index in sorted(range(len(requests)), key=lambda index: -len(prompts[index])):
+        for index in sorted(range(len(requests)), key=lambda index: -len(prompts[index].ids)):
             groups.setdefault(settings[index], []).append(index)
         texts: dict[int, str] = {}
         # As `moe-jax generate`, which knows besides whether the model was trained here.
@@ -221,7 +225,9 @@ class HarnessModel(TemplateLM):
             for start in range(0, len(indices), self.batch_size):
                 chunk = indices[start : start + self.batch_size]
                 self._key, key = jax.random.split(self._key)
-                ids, pictures = self._pictures.seen([requests[index] for index in chunk], [prompts[i] for i in chunk])
+                ids = [prompts[index].ids for index in chunk]
+                slots = [prompts[index].slots for index in chunk]
+                pictures = self._pictures.seen([requests[index] for index in chunk], slots)
                 made = [StreamedText(self._tokens.decode, wanted.stops, eos_ids=eos_ids) for _ in ids]
                 for _ in stream_texts(self._unstacked, ids, wanted, made, key=key, eos_ids=eos_ids, pictures=pictures):
                     pass
@@ -231,18 +237,21 @@ class HarnessModel(TemplateLM):
                 self._progress("generating", len(texts), len(requests))
         return [texts[index] for index in range(len(requests))]
 
-    def _prompt(self, request: Instance, wanted: GenerateSpec) -> list[int]:
+    def _prompt(self, request: Instance, wanted: GenerateSpec) -> Prompt:
         """Returns the tokens of a request for a text, without the beginning of one that does not fit."""
         room = self.max_length - wanted.max_new_tokens
         if room < 1:
             raise InputError(f"{wanted.max_new_tokens:,} tokens to generate do not fit into {self.max_length:,}")
-        ids, more = self._pictures.tokens(request)
-        if more and len(ids) + more > room:
+        if not is_about_pictures(request):
+            ids = self.tok_encode(request.args[0])[-room:] or [self.prefix_token_id]
+            return Prompt(ids, [0] * len(ids))
+        prompt = self._pictures.prompt(request, begins=not self._has_bos(request.args[0]))
+        if len(prompt.ids) > room:
             raise BadDocument(
-                f"its prompt of {len(ids) + more:,} tokens, its pictures included, does not fit into {room:,}, which "
+                f"its prompt of {len(prompt.ids):,} tokens, its pictures included, does not fit into {room:,}, which "
                 f"{wanted.max_new_tokens:,} tokens of an answer leave"
             )
-        return ids[-room:] or [self.prefix_token_id]
+        return prompt
 
     def _answered(self, kind: str, requests: list[Instance], make: Callable[[list[Instance]], list[Any]]) -> list[Any]:
         """Returns the stored answers, and new ones to the other requests."""
@@ -291,10 +300,18 @@ class HarnessModel(TemplateLM):
             self._cache.keep(kind, request, answer)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Returns a conversation as the model's text; one to be continued ends with the assistant's own words."""
+        """Returns a conversation as the model's text; one to be continued ends with the assistant's own words.
+
+        Messages of a model that sees may show pictures, at `<image>`.
+        """
         if self._template is None:
             self._template = load_chat_template(self._tokens.path)
-        text = self._template(chat_history, add_generation_prompt=add_generation_prompt)
+        messages: Sequence[Mapping[str, Any]] = chat_history
+        shows = self._model.config.vision is not None and self._template.takes_parts and has_pictures(messages)
+        if shows:
+            marks = sum(one["content"].count(MARK) for one in chat_history)
+            messages, _ = with_pictures(messages, [ANY_PICTURE] * marks, as_parts=True)
+        text = self._template(messages, add_generation_prompt=add_generation_prompt, pictures=shows)
         if add_generation_prompt:
             return text
         last = chat_history[-1]["content"].strip()

@@ -16,14 +16,16 @@ from typing import Any
 
 from moe_jax.core.bad_documents import Skipped
 from moe_jax.core.errors import InputError, first_sentence, nearest, shown
+from moe_jax.data.chat_template import SHIPPED as TEMPLATES
+from moe_jax.data.chat_template import ChatTemplate, template_file
 from moe_jax.harness.documents import (
     LocalData,
     document_errors,
     good_documents,
     keep_good_examples,
 )
-from moe_jax.harness.pictures.picture_sources import PicturesOf
 from moe_jax.harness.pictures.scoring import scoring_keys
+from moe_jax.harness.pictures.task_pictures import PicturesOf
 from moe_jax.harness.task_files import SHIPPED, TaskFolder, is_local, read_task_folder
 
 # As in lm-eval: equal examples before a question, and equal resampling, give equal figures.
@@ -170,22 +172,18 @@ def evaluate_tasks(
     return dict(found) | {"date": began, "lm_eval_version": importlib.metadata.version("lm_eval")}
 
 
-_TURN = "{{ turn }}"
-
-
 def _write_conversation(task: Any) -> None:
-    """Puts the prompts of a task into the conversation that its `metadata.conversation` writes down.
-
-    A chat template writes one of its own, with the prompts as turns.
-    """
-    around, turn = (task.get_config("metadata") or {}).get("conversation"), task.get_config("doc_to_text")
-    if around is None:
+    """Makes the prompts of a task turns of a conversation, in the chat template of ours that its metadata names."""
+    name, turn = (task.get_config("metadata") or {}).get("conversation"), task.get_config("doc_to_text")
+    if name is None:
         return
-    if not isinstance(around, str) or around.count(_TURN) != 1 or not isinstance(turn, str):
-        raise InputError(
-            f"{task.config.task}: metadata.conversation {shown(around)}: expected a text with {_TURN} once"
-        )
-    task.set_config("doc_to_text", around.replace(_TURN, f"{{{{ {turn} }}}}" if turn in task.features else turn))
+    known = sorted(file.stem for file in TEMPLATES.glob("*.jinja"))
+    if name not in known or not isinstance(turn, str):
+        raise InputError(f"{task.config.task}: metadata.conversation {shown(name)}: expected {' or '.join(known)}")
+    template = ChatTemplate(template_file(name).read_text(encoding="utf-8"))
+    mark = "(turn)"
+    text = template([{"role": "user", "content": mark}], add_generation_prompt=True)
+    task.set_config("doc_to_text", text.replace(mark, f"{{{{ {turn} }}}}" if turn in task.features else turn))
 
 
 def _check_fewshot(name: str, task: Any) -> None:

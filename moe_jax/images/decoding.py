@@ -2,12 +2,14 @@
 
 import io
 import warnings
+from collections.abc import Callable
 
 import numpy as np
 from jaxtyping import UInt8
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from moe_jax.core.errors import InputError
+from moe_jax.images.frames import has_more_frames
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """As Pillow names them. SVG, PDF and EPS are programs, and are not among them."""
@@ -17,7 +19,9 @@ MAX_PIXELS = 40_000_000
 _WHITE = (255, 255, 255, 255)
 
 
-def decode_picture(data: bytes, name: str) -> UInt8[np.ndarray, "H W 3"]:
+def decode_picture(
+    data: bytes, name: str, *, remark: Callable[[str], None] | None = None
+) -> UInt8[np.ndarray, "H W 3"]:
     """Decodes a picture: upright as its EXIF orientation says, over white where it is transparent, the first frame.
 
         >>> import io; from PIL import Image; from moe_jax.images.decoding import decode_picture
@@ -28,6 +32,7 @@ def decode_picture(data: bytes, name: str) -> UInt8[np.ndarray, "H W 3"]:
     Args:
       data: the bytes of the file.
       name: of the file, for messages.
+      remark: takes a line that says so, if there are more frames than the first one.
 
     Raises:
       InputError: more than `MAX_BYTES` (before anything is read of it) or, by its header, `MAX_PIXELS` (before memory
@@ -43,7 +48,8 @@ def decode_picture(data: bytes, name: str) -> UInt8[np.ndarray, "H W 3"]:
             if picture.width * picture.height > MAX_PIXELS:
                 size = f"{picture.width:,} x {picture.height:,} pixels"
                 raise InputError(f"{name}: {size} are more than the {MAX_PIXELS // 10**6} million of a picture")
-            return np.asarray(_opaque(ImageOps.exif_transpose(picture)))
+            more = remark is not None and has_more_frames(picture, data)
+            pixels = np.asarray(_opaque(ImageOps.exif_transpose(picture)))
     except Image.DecompressionBombError:
         raise InputError(f"{name}: its pixels are more than the {MAX_PIXELS // 10**6} million of a picture") from None
     except UnidentifiedImageError:
@@ -52,6 +58,9 @@ def decode_picture(data: bytes, name: str) -> UInt8[np.ndarray, "H W 3"]:
         raise
     except Exception as error:  # decoders raise whatever damaged bytes lead them to
         raise InputError(f"{name} is a damaged picture: {error or type(error).__name__}") from None
+    if remark is not None and more:
+        remark(f"{name} has more than one frame; the first one is taken")
+    return pixels
 
 
 def _opaque(picture: Image.Image) -> Image.Image:

@@ -6,7 +6,7 @@ from typing import Literal
 from moe_jax.core.errors import InputError, check_member, check_positive, shown
 from moe_jax.core.formatting import short_repr
 
-RESAMPLING = ("bicubic", "bilinear")
+RESAMPLING = ("bicubic", "bilinear", "lanczos")
 _LARGEST_SIDE, _LARGEST_GRID = 4096, 1024
 
 
@@ -72,7 +72,7 @@ class ImageProcessing:
     size: tuple[int, int]
     shortest: int | None = None
     pad: bool = False
-    resample: Literal["bicubic", "bilinear"] = "bicubic"
+    resample: Literal["bicubic", "bilinear", "lanczos"] = "bicubic"
     rescale: float = 1 / 255
     mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
     std: tuple[float, float, float] = (1.0, 1.0, 1.0)

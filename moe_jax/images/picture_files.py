@@ -1,6 +1,7 @@
 """Reads the files of pictures; those of data by names inside a folder, which they cannot leave."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -13,15 +14,17 @@ from moe_jax.images.decoding import MAX_BYTES, decode_picture
 _LONGEST_NAME = 4096
 
 
-def read_picture(path: str | os.PathLike[str]) -> UInt8[np.ndarray, "H W 3"]:
-    """Decodes the picture at a path, which a user gives.
+def read_picture(
+    path: str | os.PathLike[str], *, remark: Callable[[str], None] | None = None
+) -> UInt8[np.ndarray, "H W 3"]:
+    """Decodes the picture at a path, which a user gives; `remark` as in `decode_picture`.
 
     Raises:
       FileNotFoundError: if there is none.
       InputError: if it is no regular file, larger than `MAX_BYTES`, in which case nothing of it is read, or no picture.
     """
     name = os.fspath(path)
-    return decode_picture(_bytes_of(name, name, None), name)
+    return decode_picture(_bytes_of(name, name, None), name, remark=remark)
 
 
 class PictureFolder:
@@ -52,9 +55,9 @@ class PictureFolder:
             raise _unreadable(where, error) from None
         return _bytes_of(file, where, directory)
 
-    def picture(self, name: str) -> UInt8[np.ndarray, "H W 3"]:
-        """Returns a picture, decoded; raises errors as `read` and `decode_picture` do."""
-        return decode_picture(self.read(name), f"{self.path}/{name}")
+    def picture(self, name: str, *, remark: Callable[[str], None] | None = None) -> UInt8[np.ndarray, "H W 3"]:
+        """Returns a picture, decoded; `remark` as in `decode_picture`, and errors as of `read` and it."""
+        return decode_picture(self.read(name), f"{self.path}/{name}", remark=remark)
 
 
 def _parts(name: str, folder: Path | str) -> list[str]:

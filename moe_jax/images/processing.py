@@ -9,10 +9,11 @@ from PIL import Image
 
 from moe_jax.core.errors import InputError, shown
 from moe_jax.images.decoding import MAX_PIXELS
+from moe_jax.images.image_config import RESAMPLING
 from moe_jax.images.image_config import ImageProcessing as ImageProcessing
 from moe_jax.images.resampling import enlarged_part
 
-_PILLOW = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
+_PILLOW = {name: Image.Resampling[name.upper()] for name in RESAMPLING}
 # A resized picture of more pixels is made in that part alone which is kept. As no picture has more before, it is one
 # that becomes larger.
 _MOST_WHOLE = MAX_PIXELS

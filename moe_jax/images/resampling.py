@@ -37,7 +37,16 @@ def _triangle(x: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
     return np.maximum(1.0 - np.abs(x), 0.0)
 
 
-FILTERS = {"bicubic": Filter(_cubic, 2.0), "bilinear": Filter(_triangle, 1.0)}
+def _lanczos(x: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
+    # The sine of the C library, as in Pillow: NumPy has its own.
+    return np.asarray([_sinc(one) * _sinc(one / 3) if -3.0 <= one < 3.0 else 0.0 for one in x.tolist()])
+
+
+def _sinc(x: float) -> float:
+    return 1.0 if x == 0.0 else math.sin(x * math.pi) / (x * math.pi)
+
+
+FILTERS = {"bicubic": Filter(_cubic, 2.0), "bilinear": Filter(_triangle, 1.0), "lanczos": Filter(_lanczos, 3.0)}
 
 
 def enlarged_part(

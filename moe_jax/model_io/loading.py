@@ -22,13 +22,14 @@ from moe_jax.experts.strategy import strategy_from_environment
 from moe_jax.model_io.model_source import ModelSource, read_part
 from moe_jax.models import ModelConfig, segments_of
 from moe_jax.nn import Decoder, unstacked
-from moe_jax.nn.vision import VisionTower
+from moe_jax.nn.vision import Vision, VisionTower
 
 Index = tuple[slice, ...]
-_Module = TypeVar("_Module", Decoder, VisionTower)
+_Module = TypeVar("_Module", Decoder, VisionTower, Vision)
 
 # Stacked layers up to this size are stacked, and taken apart, on the host: compiling a program per shape takes longer.
 _ON_HOST = 32 << 20
+VISION = "vision/"
 TOWER = "vision/tower/"
 """The paths of the image encoder of a model that sees begin with it, in memory and on disk."""
 _STACKED = re.compile(r"(?:vision/tower/)?(stack/|encoder/|)segments/(\d+)/blocks/(\d+)/(.*)")
@@ -145,7 +146,8 @@ def load_model(
         large for `param_dtype`.
     """
     model = abstract_model(source.config, compute_dtype=compute_dtype, remat=remat)
-    return _loaded(source, model if stacked else unstacked(model), param_dtype, mesh, finite)
+    model = model if stacked else unstacked(model)
+    return _loaded(source, model, param_dtype, mesh, finite, paths=partial(disk_paths, source.config, model=model))
 
 
 def load_tower(
@@ -164,7 +166,29 @@ def load_tower(
         raise InputError(f"{source.path} is a {source.config.family!r} model, and not an image encoder")
     environment = strategy_from_environment(), exchange_from_environment()
     model = nnx.merge(*_abstract_parts(source.config, compute_dtype, "none", environment), copy=True)
-    return _loaded(source, model, param_dtype, mesh, finite=False)
+    return _loaded(source, model, param_dtype, mesh, False, paths=partial(disk_paths, source.config, model=model))
+
+
+def load_vision(
+    source: ModelSource,
+    *,
+    param_dtype: str | Callable[[str], str | None] | None = None,
+    compute_dtype: str = "float32",
+    mesh: Mesh | None = None,
+) -> Vision:
+    """Reads the eye of a model that sees, and nothing of its language model; otherwise as `load_model`.
+
+    Raises:
+      InputError: if the model takes no pictures, and as `load_model`.
+    """
+    source.config.check_sees("an image encoder")
+    model = abstract_model(source.config, compute_dtype=compute_dtype).vision
+    return _loaded(source, model, param_dtype, mesh, False, paths=partial(vision_paths, source.config))
+
+
+def vision_paths(config: ModelConfig, path: str) -> list[str]:
+    """Returns the paths on disk, in the whole model, of a parameter of the eye, as `disk_paths`."""
+    return disk_paths(config, VISION + path)
 
 
 def _loaded(
@@ -173,7 +197,10 @@ def _loaded(
     param_dtype: str | Callable[[str], str | None] | None,
     mesh: Mesh | None,
     finite: bool,
+    *,
+    paths: Callable[[str], list[str]],
 ) -> _Module:
+    """Reads the parameters of a module, by their paths in it; `paths` returns those on disk."""
     graphdef, state = nnx.split(model)
     specs = source.specs()
     check_leaves(leaf_specs(source.config), specs, str(source.path))
@@ -203,7 +230,7 @@ def _loaded(
         return part
 
     def load(path: tuple, leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.Array:
-        names = disk_paths(source.config, path_name(path), model=model)
+        names = paths(path_name(path))
         dtype = jnp.result_type(*(specs[name].dtype for name in names))
         wanted = param_dtype(path_name(path)) if callable(param_dtype) else param_dtype
         if wanted and may_be_cast(names[0], dtype):

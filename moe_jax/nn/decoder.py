@@ -83,6 +83,7 @@ class DecoderInputs(StackInputs, total=False):
     inputs_valid: Bool[Array, "B S"] | None
     embeddings: Float[Array, "B T d"] | None
     pixels: UInt8[Array, "B M H W 3"] | None
+    features: Float[Array, "B M n w"] | None
     slots: Int[Array, "B T"] | None
     caches: Caches | None
     key: Array | None
@@ -212,6 +213,7 @@ class Decoder(Summarised):
         inputs_valid: Bool[Array, "B S"] | None = None,
         embeddings: Float[Array, "B T d"] | None = None,
         pixels: UInt8[Array, "B M H W 3"] | None = None,
+        features: Float[Array, "B M n w"] | None = None,
         slots: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
@@ -237,6 +239,7 @@ class Decoder(Summarised):
           inputs_valid: inputs that are not padding; None: all.
           embeddings: in place of tokens, as `Embed.look_up` returns them.
           pixels: of M pictures for every row, as `images.processing` makes them; what no slot names does nothing.
+          features: in place of pixels, what the tower makes of them, as `Vision.features` returns it.
           slots: which feature of its row's pictures takes the place of a token, counted from 1 over all; 0: none.
           positions: position of every token; details of this and of the following arguments are in `Stack`.
           segment_ids: documents packed in a row.
@@ -270,6 +273,7 @@ class Decoder(Summarised):
                 inputs_valid=inputs_valid,
                 embeddings=embeddings,
                 pixels=pixels,
+                features=features,
                 slots=slots,
                 positions=positions,
                 segment_ids=segment_ids,
@@ -297,23 +301,30 @@ class Decoder(Summarised):
             x = jnp.take_along_axis(x, last_only[:, None, None], axis=1)
         return DecoderOutput(self.logits(x), *out[1:])
 
-    def see(self, pixels: UInt8[Array, "B M H W 3"]) -> Float[Array, "B n d"]:
+    def see(
+        self, pixels: UInt8[Array, "B M H W 3"] | None = None, *, features: Float[Array, "B M n w"] | None = None
+    ) -> Float[Array, "B m d"]:
         """Returns the embeddings that every row's pictures become, one picture after another.
 
         Args:
-          pixels: as in the call.
+          pixels, features: as in the call, one of them.
 
         Raises:
-          InputError: if the model takes no pictures, or for pixels of another shape or dtype.
+          InputError: if the model takes no pictures, or for arrays of another shape or dtype.
         """
-        self.config.check_sees("pixels")
-        return self.vision(pixels)
+        self.config.check_sees("pixels" if features is None else "features")
+        if pixels is not None and features is None:
+            return self.vision(pixels)
+        if features is not None and pixels is None:
+            return self.vision.project(features)
+        raise InputError("a call sees pixels, or in their place features that a tower made of them: one of both")
 
     def activations(self, tokens: Ids | None = None, **given: Unpack[DecoderInputs]) -> StackOutput:
         """Returns the activations that the head takes; arguments as in the call."""
         inputs, inputs_valid = given.pop("inputs", None), given.pop("inputs_valid", None)
         embeddings = given.pop("embeddings", None)
-        pixels, slots = given.pop("pixels", None), given.pop("slots", None)
+        pixels, features = given.pop("pixels", None), given.pop("features", None)
+        slots, has_pictures = given.pop("slots", None), pixels is not None or features is not None
         encoder_router: StackedStats = ()
         if inputs is not None:
             if given.get("encoder_output") is not None or given.get("encoder_valid") is not None:
@@ -322,12 +333,15 @@ class Decoder(Summarised):
             given["encoder_output"], given["encoder_valid"], encoder_router = encoded[:3]
         elif inputs_valid is not None:
             raise InputError("inputs_valid says what counts of inputs, which are not given")
-        if (pixels is None) != (slots is None):
-            raise InputError("pixels and slots go together: what the pictures are, and which tokens they replace")
-        if pixels is not None and slots is not None:
+        if has_pictures != (slots is not None):
+            raise InputError(
+                "pixels, or features, and slots go together: what the pictures are, and which tokens they replace"
+            )
+        if slots is not None:
             if embeddings is not None or tokens is None:
                 raise InputError("pictures take the place of tokens; embeddings may have them in them already")
-            embeddings, tokens = splice(self.embed.look_up(tokens), self.see(pixels), slots), None
+            seen = self.see(pixels, features=features)
+            embeddings, tokens = splice(self.embed.look_up(tokens), seen, slots), None
         x = self.embed(tokens, given.get("positions"), embeddings=embeddings)
         of_stack: Any = given
         out = self.stack(x, **of_stack)

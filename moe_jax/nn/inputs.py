@@ -30,8 +30,11 @@ segment_ids: Int32[B, T], documents of a row, counted from 1; 0 is padding. `Dec
 positions: Int32[B, T], from 0 in every document; without them, a row is one document.
 
 For a model with an encoder also its inputs, Int32[B, S], and inputs_valid, Bool[B, S]. For one that sees, pixels,
-UInt8[B, M, H, W, 3], and slots, Int32[B, T], as in a call.
+UInt8[B, M, H, W, 3], or features, Float[B, M, n, w], and slots, Int32[B, T], as in a call.
 """
+
+PICTURES = ("pixels", "features", "slots")
+"""Names of the arrays of a batch that hold its pictures."""
 
 Ids = Int[Array, "B T"] | Int[np.ndarray, "B T"] | Sequence[Sequence[int]]
 """Token ids: an array, or a list of equally long lists."""
@@ -41,7 +44,7 @@ _KINDS = {"integers": jnp.integer, "booleans": jnp.bool_, "floating-point number
 
 def model_inputs(batch: Batch) -> dict[str, Any]:
     """Returns the arguments of a model for a batch; without `positions`, a row is one document."""
-    given: dict[str, Any] = {name: batch[name] for name in ("tokens", "pixels", "slots") if name in batch}
+    given: dict[str, Any] = {name: batch[name] for name in ("tokens", *PICTURES) if name in batch}
     if "inputs" not in batch:
         return given | {"positions": batch.get("positions"), "segment_ids": batch.get("segment_ids")}
     given |= {"inputs": batch["inputs"], "inputs_valid": batch.get("inputs_valid")}
@@ -56,7 +59,7 @@ def targets_and_weights(batch: Batch) -> tuple[Int[Array, "B T"], Float[Array, "
     """
     if not isinstance(batch, Mapping):
         raise InputError("the batch is no mapping; expected one of tokens, targets, and perhaps more")
-    known = ("tokens", "targets", "weights", "segment_ids", "positions", "inputs", "inputs_valid", "pixels", "slots")
+    known = ("tokens", "targets", "weights", "segment_ids", "positions", "inputs", "inputs_valid", *PICTURES)
     for name in batch:
         check_member("key of a batch", name, (*known, "cut"))
     for name in ("tokens", "targets"):

@@ -48,11 +48,11 @@ class LinearStep(Linear):
 
 
 class NormStep(Norm):
-    """LayerNorm of every feature."""
+    """LayerNorm of every feature, with the tower's epsilon or, `norm:1e-05`, its own."""
 
     def __init__(self, given: Given, *, rngs: nnx.Rngs, dtype: jnp.dtype):
-        _no_argument("norm", given)
-        super().__init__("layer", given.width, given.eps, dtype=dtype)
+        eps = _epsilon(given.argument) if given.argument else given.eps
+        super().__init__("layer", given.width, eps, dtype=dtype)
 
 
 class ActivationStep(nnx.Module):
@@ -85,6 +85,16 @@ class PixelShuffleStep(nnx.Module):
     def __call__(self, x: Float[Array, "B n w"]) -> Float[Array, "B m ssw"]:
         squares = _squares(x, self.grid, self.side)
         return squares.reshape(*squares.shape[:2], -1)
+
+
+def _epsilon(argument: str) -> float:
+    try:
+        eps = float(argument)
+    except ValueError:
+        eps = -1.0
+    if not 0 < eps < 1:
+        raise InputError(f"projector step {'norm:' + argument!r}: expected an epsilon between 0 and 1, norm:1e-05")
+    return eps
 
 
 def _no_argument(name: str, given: Given) -> None:
@@ -158,7 +168,7 @@ def make_projector(config: VisionConfig, d_model: int, *, rngs: nnx.Rngs, dtype:
       InputError: if a step is not known or does not fit what it is given, or the last one gives another width than that
         of the language model.
     """
-    grid, (count, width) = _grid_of_features(config), _features(config)
+    grid, (count, width) = _grid_of_features(config), shape_of_features(config)
     steps = []
     for spec in config.projector:
         name, argument = _parsed(spec)
@@ -178,7 +188,7 @@ def make_projector(config: VisionConfig, d_model: int, *, rngs: nnx.Rngs, dtype:
 def tokens_per_picture(config: VisionConfig, d_model: int) -> int:
     """Returns the number of features that a picture becomes, each of which takes the place of a token."""
     shapes = projector_shapes(config, d_model)
-    return shapes[-1][0] if shapes else _features(config)[0]
+    return shapes[-1][0] if shapes else shape_of_features(config)[0]
 
 
 def vision_in_words(config: ModelConfig) -> str | None:
@@ -203,14 +213,14 @@ def projector_shapes(config: VisionConfig, d_model: int) -> list[tuple[int, list
     """Returns of every step of a projector the number of features behind it, and the shapes of its parameters."""
     dtype = jnp.dtype("float32")
     steps = shapes_of(lambda rngs: nnx.List(make_projector(config, d_model, rngs=rngs, dtype=dtype)))
-    (count, width), found = _features(config), []
+    (count, width), found = shape_of_features(config), []
     for step in steps:
         count, width = _shape_after(step, count, width)
         found.append((count, [leaf.shape for leaf in jax.tree.leaves(nnx.state(step))]))
     return found
 
 
-def _features(config: VisionConfig) -> tuple[int, int]:
+def shape_of_features(config: VisionConfig) -> tuple[int, int]:
     """Returns the number and the width of a picture's features before the projector."""
     rows, columns = config.grid
     assert config.tower.patches is not None

@@ -18,7 +18,7 @@ from moe_jax.images.patches import interpolated_positions, patches_of
 from moe_jax.models.config import ModelConfig, VisionConfig
 from moe_jax.nn.inputs import as_array, check_range
 from moe_jax.nn.layers import Norm
-from moe_jax.nn.projector import make_projector
+from moe_jax.nn.projector import make_projector, shape_of_features
 from moe_jax.nn.stack import Stack, StackOutput
 
 
@@ -155,7 +155,16 @@ class Vision(Summarised):
         Raises:
           InputError: as `features`.
         """
-        x = self.features(pixels)
+        return self.project(self.features(pixels))
+
+    def project(self, features: Float[Array, "B M n w"]) -> Float[Array, "B m d"]:
+        """Returns the same of what `features` returns; of another dtype, it is first cast to that of activations.
+
+        Raises:
+          InputError: for features of another shape, or that are no floating-point numbers.
+        """
+        wanted = (None, None, *shape_of_features(self.config))
+        x = jnp.asarray(as_array("features", features, "floating-point numbers", wanted), self.tower.compute_dtype)
         batch, count = x.shape[:2]
         x = x.reshape(batch * count, *x.shape[2:])
         for step in self.projector:

@@ -131,7 +131,9 @@ class DoesNotFit(Exception):
 def compiled_step(program: Program, recipe: Recipe, options: dict[str, Any] | None = None) -> Compiled:
     """Compiles the step of a program for the devices of its mesh; `DoesNotFit` if these have too little memory."""
     with jax.set_mesh(program.mesh):
-        batch = abstract_batch(recipe, program.config, program.mesh, pictures=program.pictures)
+        batch = abstract_batch(
+            recipe, program.config, program.mesh, pictures=program.pictures, features=program.features
+        )
         step: Any = program.step
         lowered = step.lower(program.state, program.frozen, batch, *program.arguments)
         try:

@@ -358,7 +358,9 @@ def _held_bytes(program: Program, recipe: Recipe, mesh: dict[str, int]) -> HeldB
         teacher=count(program.arguments),
         optimizer=count((state.opt_state, state.step)),
         average=count(state.ema),
-        batch=count(abstract_batch(recipe, program.config, program.mesh, pictures=program.pictures)),
+        batch=count(
+            abstract_batch(recipe, program.config, program.mesh, pictures=program.pictures, features=program.features)
+        ),
         gradients=sum(4 * shard(leaf) for leaf in jax.tree.leaves(state.params)),
     )
 

@@ -25,6 +25,7 @@ The step:
 Of a recipe:
     load_recipe                      from a TOML file
     open_batches, Batches            its data, on devices
+    FrozenTower                      features of pictures, which a tower that is not trained looks at once
     optimizer_of, schedule_of        its optimizer, and learning rate
 
 Inside, `program` holds model, optimizer and step of a run, and `training_run` runs it. `run_directory` holds the
@@ -35,6 +36,7 @@ one, and `saved_model` writes the model at the end and reads that of a checkpoin
 from etils import epy as _epy
 
 with _epy.lazy_api_imports(globals()):
+    from moe_jax.model_io.frozen_tower import FrozenTower as FrozenTower
     from moe_jax.training.batches import Batches as Batches
     from moe_jax.training.batches import open_batches as open_batches
     from moe_jax.training.metrics import to_record as to_record

@@ -11,10 +11,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from moe_jax.data.packing import Batch
 from moe_jax.data.pipeline import open_data
 from moe_jax.data.tokenizer import find_tokenizer
 from moe_jax.distributed.sharding import check_batch_divides, local_rows, make_mesh, merge_positions, place
 from moe_jax.files.storage_path import as_path
+from moe_jax.model_io.frozen_tower import FrozenTower
 from moe_jax.models import ModelConfig
 from moe_jax.training.recipe import Recipe
 
@@ -22,13 +24,22 @@ from moe_jax.training.recipe import Recipe
 class Batches(Iterator[dict[str, jax.Array]]):
     """The batches of the data as global arrays on a mesh, up to the end of the data if `ends`, else for ever.
 
-    `data` yields local rows of endless batches, padding after the last record. With several processes, only all of them
+    `data` yields local rows of endless batches, padding after the last record. A `tower` looks at their pictures, and
+    the batches then have features in place of pixels. With several processes, only all of them
     together know whether any has data left. They find out one batch ahead, by a program of its own that the devices run
     before the step, so that no process waits for the answer before a step. Every process makes every call.
     """
 
-    def __init__(self, data: grain.DatasetIterator, mesh: Mesh, batch_size: int, *, ends: bool):
-        self._data, self._batch_size, self._ends = data, batch_size, ends
+    def __init__(
+        self,
+        data: grain.DatasetIterator,
+        mesh: Mesh,
+        batch_size: int,
+        *,
+        ends: bool,
+        tower: FrozenTower | None = None,
+    ):
+        self._data, self._batch_size, self._ends, self._tower = data, batch_size, ends, tower
         self._place = partial(place, rows=local_rows(mesh, batch_size), mesh=mesh, batch_size=batch_size)
         self._asks = ends and jax.process_count() > 1
         # The batch after the last one returned, with the answer, and the position before it.
@@ -40,7 +51,7 @@ class Batches(Iterator[dict[str, jax.Array]]):
         if not self._asks:
             batch = next(self._data)
             holds_some = not self._ends or batch["segment_ids"].any()
-            batch = self._place(batch) if holds_some else {}
+            batch = self._placed(batch) if holds_some else {}
         else:
             batch, holds_some = self._ahead or self._read()
             self._before = self._data.get_state()
@@ -68,8 +79,11 @@ class Batches(Iterator[dict[str, jax.Array]]):
         self._data.close()
 
     def _read(self) -> tuple[dict[str, jax.Array], jax.Array]:
-        batch = self._place(next(self._data))
+        batch = self._placed(next(self._data))
         return batch, self._any(batch["segment_ids"])
+
+    def _placed(self, batch: Batch) -> dict[str, jax.Array]:
+        return self._place(batch if self._tower is None else self._tower.fill(batch))
 
 
 def open_batches(
@@ -78,19 +92,23 @@ def open_batches(
     mesh: Mesh | None,
     *,
     tokenizer_files: Sequence[Path] = (),
+    tower: FrozenTower | None = None,
     note: Callable[[str], object] = lambda line: None,
 ) -> Batches:
     """Opens the data of a recipe: an iterator over the batches that `moe-jax train` trains on, in its order.
 
     A batch of B = `train.batch_size` rows of T = `data.seq_len` tokens holds tokens, targets, segment_ids and positions
     Int32[B, T], and weights Float32[B, T]; for a model with an encoder also inputs Int32[B, S], inputs_valid
-    Bool[B, S] and cut Int32[B, 2]. Rows are divided over the mesh. Without `data.epochs`, there is no end.
+    Bool[B, S] and cut Int32[B, 2]; where rows of the data have pictures also slots Int32[B, T], and pixels
+    UInt8[B, M, H, W, 3] or features [B, M, n, w]. Rows are divided over the mesh. Without `data.epochs`, there is no
+    end.
 
     Args:
       recipe: its `data`, `seed`, and `train.batch_size` count.
       config: of the model.
       mesh: where the batches go, such as `Model.mesh`; None: the first device.
       tokenizer_files: of the model, among them tokenizer.json; `data.tokenizer` of the recipe comes before them.
+      tower: of the model, where it is not trained: batches have its features of the pictures, and no pixels.
       note: called with remarks on the data, a line each.
 
     Raises:
@@ -103,5 +121,6 @@ def open_batches(
     check_batch_divides(mesh.shape, size, recipe.train.accumulation)
     tokenizer = find_tokenizer(tokenizer_files, "the model") if named is None else as_path(named)
     rows = local_rows(mesh, size)
-    data = open_data(recipe.data, config, tokenizer, seed=recipe.seed, batch_size=size, rows=rows, note=note)
-    return Batches(data, mesh, size, ends=recipe.data.epochs is not None)
+    how: dict[str, Any] = {"seed": recipe.seed, "batch_size": size, "rows": rows, "note": note, "known": tower}
+    data = open_data(recipe.data, config, tokenizer, **how)
+    return Batches(data, mesh, size, ends=recipe.data.epochs is not None, tower=tower)

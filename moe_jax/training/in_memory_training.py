@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Int
@@ -15,17 +16,16 @@ from moe_jax.distributed.sharding import local_rows, place
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
-from moe_jax.nn.projector import tokens_per_picture
+from moe_jax.nn.inputs import PICTURES
+from moe_jax.nn.projector import shape_of_features, tokens_per_picture
 from moe_jax.training.loop import Diverged, divergence
 from moe_jax.training.metrics import Record, is_finite, to_record
-from moe_jax.training.program import first_state, initial_states, load_teacher, make_program
+from moe_jax.training.program import check_tower_is_frozen, first_state, initial_states, load_teacher, make_program
 from moe_jax.training.recipe import Recipe
 
 Tokens = Int[np.ndarray, "B T"]
 Batch = Tokens | Mapping[str, np.ndarray]
 _DTYPES = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), np.int32) | {"weights": np.float32}
-# Further arrays for a model that sees.
-_PICTURES = ("pixels", "slots")
 # Likewise for one with an encoder.
 _INPUTS = {"inputs": np.int32, "inputs_valid": np.bool_}
 
@@ -70,6 +70,8 @@ def train_on_batches(
         # No batch is taken from the iterator that is not used.
         for step, batch in enumerate(itertools.islice(batches, recipe.train.steps), start=1):
             arrays = read_batch(batch, source.config)
+            if "features" in arrays:
+                check_tower_is_frozen(program.trainable)
             if (found := len(arrays["tokens"])) != size:
                 raise InputError(f"batch {step} has {found} rows, expected train.batch_size = {size}")
             placed = place({name: array[rows] for name, array in arrays.items()}, rows, program.mesh, size)
@@ -90,7 +92,8 @@ def read_batch(batch: Batch, config: ModelConfig) -> dict[str, np.ndarray]:
 
     Returns `tokens`, `targets`, `segment_ids`, `positions` Int32[B, T] and `weights` Float32[B, T]; for a model with an
     encoder also `inputs` Int32[B, S], `inputs_valid` Bool[B, S] and `cut` Int32[B, 2], all zeros; and `tokens` are by
-    default the targets, shifted. Where there are pictures also `pixels` UInt8[B, M, H, W, 3] and `slots` Int32[B, T].
+    default the targets, shifted. Where there are pictures also `pixels` UInt8[B, M, H, W, 3], or `features`
+    Float[B, M, n, w], and `slots` Int32[B, T].
 
     Raises:
       InputError: for other names, shapes, or ids outside the vocabulary.
@@ -104,8 +107,8 @@ def read_batch(batch: Batch, config: ModelConfig) -> dict[str, np.ndarray]:
         if tokens.ndim != 2 or tokens.shape[1] < 2:
             raise InputError(f"a batch of shape {tokens.shape}; expected token ids of shape [rows, at least 2]")
         given = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-    optional = _OPTIONAL if config.vision is None else (*_OPTIONAL, *_PICTURES)
-    pictures = {name: given.pop(name) for name in _PICTURES if name in optional and name in given}
+    optional = _OPTIONAL if config.vision is None else (*_OPTIONAL, *PICTURES)
+    pictures = {name: given.pop(name) for name in PICTURES if name in optional and name in given}
     unknown = [name for name in given if name not in _DTYPES]
     if unknown or not {"tokens", "targets"} <= given.keys():
         raise InputError(f"a batch of {', '.join(given)}; expected tokens, targets, and perhaps {', '.join(optional)}")
@@ -116,26 +119,31 @@ def read_batch(batch: Batch, config: ModelConfig) -> dict[str, np.ndarray]:
 def _checked_pictures(
     given: dict[str, np.ndarray], config: ModelConfig, shape: tuple[int, ...]
 ) -> dict[str, np.ndarray]:
-    """Checks pixels and slots for [B, T] tokens."""
-    assert config.vision is not None
-    if set(given) != set(_PICTURES):
-        raise InputError(f"a batch has {', '.join(given)} alone; pixels and slots go together")
-    pixels, slots = given["pixels"], given["slots"]
-    height, width = config.vision.processing.size
-    if pixels.dtype != np.uint8 or pixels.ndim != 5 or (len(pixels), *pixels.shape[2:]) != (shape[0], height, width, 3):
+    """Checks pixels, or features, and slots for [B, T] tokens."""
+    vision = config.check_sees("pictures")
+    if len(given) != 2 or "slots" not in given:
+        only = "alone" if len(given) == 1 else "together"
         raise InputError(
-            f"pixels of a batch are {pixels.dtype}{list(pixels.shape)}; expected uint8 [B, M, H, W, 3] of M pictures "
-            f"for every row, here uint8[{shape[0]}, M, {height}, {width}, 3]"
+            f"a batch has {', '.join(given)} {only}; slots go with pixels, or with features in their place"
+        )
+    (name, seen), slots = next(iter(given.items())), given["slots"]
+    sizes = (*vision.processing.size, 3) if name == "pixels" else shape_of_features(vision)
+    is_kind = seen.dtype == np.uint8 if name == "pixels" else jnp.issubdtype(seen.dtype, jnp.floating)
+    if not is_kind or seen.ndim != 2 + len(sizes) or (len(seen), *seen.shape[2:]) != (shape[0], *sizes):
+        axes, kind = ("H, W, 3", "uint8") if name == "pixels" else ("n, w", "float")
+        raise InputError(
+            f"{name} of a batch are {seen.dtype}{list(seen.shape)}; expected {kind} [B, M, {axes}] of M pictures for "
+            f"every row, here {kind}[{shape[0]}, M, {', '.join(map(str, sizes))}]"
         )
     if slots.dtype.kind not in "iu" or slots.shape != shape:
         raise InputError(f"slots of a batch are {slots.dtype}{list(slots.shape)}; expected integers {list(shape)}")
-    most = pixels.shape[1] * tokens_per_picture(config.vision, config.d_model)
+    most = seen.shape[1] * tokens_per_picture(vision, config.d_model)
     if slots.min() < 0 or slots.max() > most:
         raise InputError(
-            f"slots of a batch go from {slots.min()} to {slots.max()}; a row's {pixels.shape[1]} pictures have {most} "
+            f"slots of a batch go from {slots.min()} to {slots.max()}; a row's {seen.shape[1]} pictures have {most} "
             "features, counted from 1, and 0 leaves a token"
         )
-    return {"pixels": pixels, "slots": np.asarray(slots, np.int32)}
+    return {name: seen, "slots": np.asarray(slots, np.int32)}
 
 
 def _read_pairs(batch: Batch, config: ModelConfig) -> dict[str, np.ndarray]:

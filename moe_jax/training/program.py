@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.core.errors import InputError
-from moe_jax.data.pipeline import stack_pairs
+from moe_jax.data.packing import stack_pairs
 from moe_jax.data.sections import input_length
 from moe_jax.distributed.sharding import (
     batch_sharding,
@@ -25,10 +25,11 @@ from moe_jax.distributed.sharding import (
     state_shardings,
 )
 from moe_jax.experts import set_exchange
-from moe_jax.model_io.loading import abstract_model, disk_paths, load_model, may_be_cast
+from moe_jax.model_io.loading import TOWER, abstract_model, disk_paths, load_model, may_be_cast
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
+from moe_jax.nn.projector import shape_of_features
 from moe_jax.peft import split_model, trainable_paths
 from moe_jax.training.optimizer import at_step, group_rates, learning_rate, make_optimizer
 from moe_jax.training.recipe import Recipe
@@ -58,6 +59,7 @@ class Program:
       step: the jitted step `(state, frozen, batch) -> (state, metrics)`; run it under `jax.set_mesh(mesh)`. With a
         teacher, its parameters are a fourth argument.
       pictures: number of pictures in every row of a batch of `abstract_batch`.
+      features: whether such a batch has features in place of pixels.
       teacher: None: nothing is distilled.
       taught: its abstract parameters, with shardings. Dtypes are its config's; a checkpoint's may differ.
     """
@@ -72,6 +74,7 @@ class Program:
     frozen: nnx.State
     step: Callable[..., tuple[TrainState, StepMetrics]]
     pictures: int = 0
+    features: bool = False
     teacher: Teacher | None = None
     taught: nnx.State | None = None
 
@@ -101,12 +104,14 @@ def make_program(
     devices: list[Any] | None = None,
     *,
     pictures: int = 0,
+    features: bool = False,
     teacher: ModelConfig | None = None,
 ) -> Program:
     """Makes the program of a recipe for a model.
 
     The mesh has all devices by default; they may be those of a topology description. For planning there are so many
-    `pictures` in every row. `teacher` is the config of the model that the recipe's `distill` names, if it does.
+    `pictures` in every row, or their `features`. `teacher` is the config of the model that the recipe's `distill`
+    names, if it does.
 
     Raises:
       InputError: a mesh, batch size, partition, teacher or parameter shape that does not fit.
@@ -119,6 +124,8 @@ def make_program(
     config = dataclasses.replace(config, dtype=recipe.model.param_dtype)
     model = _model(recipe, config, remat=recipe.model.remat)
     trainable = trainable_paths(model, train=recipe.partition.train, freeze=recipe.partition.freeze)
+    if features:
+        check_tower_is_frozen(trainable)
     graphdef, params, frozen = split_model(model, trainable)
     optimizer = optimizer_of(recipe, model, trainable)
     params = with_shardings(params, state_shardings(params, mesh))
@@ -145,9 +152,20 @@ def make_program(
         frozen=frozen,
         step=step,
         pictures=pictures,
+        features=features,
         teacher=distilled,
         taught=taught,
     )
+
+
+def check_tower_is_frozen(trainable: Collection[str]) -> None:
+    """Raises `InputError` if, with features in place of pixels, any of these paths in memory is a tower's."""
+    of_tower = sorted(path for path in trainable if path.startswith(TOWER))
+    if of_tower:
+        raise InputError(
+            f"{of_tower[0]} is trained, and a batch has features, which do not change with it; give pixels, or leave "
+            "the tower out of partition.train"
+        )
 
 
 def check_teacher(config: ModelConfig, teacher: ModelConfig) -> None:
@@ -233,9 +251,11 @@ def optimizer_of(recipe: Recipe, model: Decoder, trainable: Collection[str]) -> 
 
 
 def abstract_batch(
-    recipe: Recipe, config: ModelConfig, mesh: Mesh, *, pictures: int = 0
+    recipe: Recipe, config: ModelConfig, mesh: Mesh, *, pictures: int = 0, features: bool = False
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shapes, dtypes and shardings of a recipe's batch for a model, with so many pictures in every row.
+
+    They are pixels, or `features` in their place.
 
     Raises:
       InputError: for pictures of a model that takes none.
@@ -249,8 +269,10 @@ def abstract_batch(
         for name, array in like.items()
     }
     if pictures:
-        shape = (rows, pictures, *config.check_sees("pictures").processing.size, 3)
-        batch["pixels"] = jax.ShapeDtypeStruct(shape, "uint8", sharding=batch_sharding(mesh, 1))
+        vision = config.check_sees("pictures")
+        name, dtype = ("features", recipe.model.compute_dtype) if features else ("pixels", "uint8")
+        sizes = shape_of_features(vision) if features else (*vision.processing.size, 3)
+        batch[name] = jax.ShapeDtypeStruct((rows, pictures, *sizes), dtype, sharding=batch_sharding(mesh, 1))
         batch["slots"] = batch["tokens"]
     return batch
 

@@ -249,10 +249,14 @@ def write_record(run_dir: Path, record: RunRecord) -> None:
 
 # Keys that may differ between a run and its continuation, because they do not change what a step computes. (Another
 # mesh sums in another order, so the last bits may differ; restoring onto it is a feature.)
-CHANGEABLE = ("train.steps", "checkpoint.", "log.", "eval", "mesh.", "data.prefetch", "ema.evaluate", "ema.export")
+CHANGEABLE = (
+    "train.steps", "checkpoint.", "log.", "eval", "mesh.", "data.prefetch", "data.feature_cache", "ema.evaluate",
+    "ema.export",
+)  # fmt: skip
 # Paths may differ too: `RunRecord` compares the contents of the files.
 _PLACES = (
-    "run_dir", "model.path", "model.base", "model.config", "data.tokenizer", "data.chat_template", "distill.teacher",
+    "run_dir", "model.path", "model.base", "model.config", "data.tokenizer", "data.chat_template", "data.image_folder",
+    "distill.teacher",
 )  # fmt: skip
 
 # Keys that a restart may also change.

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ from moe_jax.checkpoints.orbax_store import TrainingCheckpoints
 from moe_jax.core.errors import InputError
 from moe_jax.core.terminal import console_for_tables
 from moe_jax.data.chat_template import FILE as CHAT_TEMPLATE
+from moe_jax.data.chat_template import template_file
+from moe_jax.data.pipeline import picture_processing
 from moe_jax.data.tokenizer import Tokenizer, find_tokenizer
 from moe_jax.distributed.processes import check_equal, describe_devices, first_decides, is_first_process, wait_for_all
 from moe_jax.distributed.sharding import undivided_experts
@@ -21,6 +24,7 @@ from moe_jax.files.json_toml import parse
 from moe_jax.files.staging import check_writable
 from moe_jax.files.storage_path import as_path
 from moe_jax.files.tokenizer_files import with_tokenizer
+from moe_jax.model_io.frozen_tower import FrozenTower
 from moe_jax.model_io.lineage import read_lineage
 from moe_jax.model_io.loading import disk_paths
 from moe_jax.model_io.model_source import ModelSource
@@ -206,12 +210,14 @@ def _train(
         notes.append(f"the run in {run_dir} had saved no checkpoint and begins anew")
     if recipe.log.tensorboard and not has_tensorboard():
         notes.append(NO_TENSORBOARD)
-    batches = open_batches(recipe, config, mesh, tokenizer_files=[tokenizer], note=notes.append)
+    tower = _frozen_tower(recipe, source, notes.append)
+    batches = open_batches(recipe, config, mesh, tokenizer_files=[tokenizer], tower=tower, note=notes.append)
     held_out, evaluator, eval_len = None, None, recipe.data.seq_len
     if recipe.eval is not None:
         eval_len = recipe.eval.seq_len or eval_len
         held_out = read_held_out(recipe.eval.source, with_lengths(recipe.data, seq_len=eval_len), config, tokenizer)
-    program = make_program(recipe, config, teacher=None if teacher is None else teacher.config)
+    features = tower is not None
+    program = make_program(recipe, config, features=features, teacher=None if teacher is None else teacher.config)
     print_trained(
         console, program.config, {leaf for path in program.trainable for leaf in disk_paths(program.config, path)}
     )
@@ -279,6 +285,19 @@ def _train(
     path = write_model(model, recipe, source, files, measured, program.trainable, restarts=record.restarts)
     console.print(f"wrote {path}", highlight=False, soft_wrap=True)
     return path
+
+
+def _frozen_tower(recipe: Recipe, source: ModelSource | None, note: Callable[[str], object]) -> FrozenTower | None:
+    """Returns what keeps the features of pictures in the recipe's `data.feature_cache`; None: it names no folder."""
+    if recipe.data.feature_cache is None:
+        return None
+    if source is None:
+        raise InputError("data.feature_cache is for a model whose tower was trained, and this is drawn from a config")
+    processing = picture_processing(recipe.data, source.config)
+    tower = FrozenTower(source, param_dtype=recipe.model.frozen_dtype, compute_dtype=recipe.model.compute_dtype)
+    most = int(recipe.data.feature_cache_gib * 2**30)
+    tower.keep_in(Path(recipe.data.feature_cache), max_bytes=most, processing=processing, note=note)
+    return tower
 
 
 def _is_finished(recipe: Recipe, run_dir: Path) -> bool:
@@ -359,4 +378,8 @@ def _files(recipe: Recipe, source: ModelSource | None, tokenizer: Path) -> dict[
     """Returns the files of the trained model, by name: those of its source, with the tokenizer of the run."""
     own = () if source is None else source.tokenizer_files
     files = {file.name: file for file in own} if recipe.data.tokenizer is None else with_tokenizer(own, tokenizer)
-    return files if recipe.data.chat_template is None else files | {CHAT_TEMPLATE: as_path(recipe.data.chat_template)}
+    return (
+        files
+        if recipe.data.chat_template is None
+        else files | {CHAT_TEMPLATE: template_file(recipe.data.chat_template)}
+    )

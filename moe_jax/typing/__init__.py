@@ -20,6 +20,7 @@ Parts of a model:
     ModelInMemory, StoredLeaves      of a model in memory; leaves that can be read
     Tokenizer                        `Model.tokenizer`
     Example, Document, Pair, Pairs   texts for it, and what it makes of them
+    PictureSource                    a picture of a text, by name or as bytes
 
 Parts of a plan:
     TrainingMemory, TunedParameters  bytes in training, and parameters that are tuned
@@ -42,6 +43,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.api.train import RecipeOrPath as RecipeOrPath
     from moe_jax.core.terminal import Progress as Progress
     from moe_jax.data.chat_template import Message as Message
+    from moe_jax.data.pictures.picture_sources import PictureSource as PictureSource
     from moe_jax.data.rows import Example as Example
     from moe_jax.data.tokenizer import Document as Document
     from moe_jax.data.tokenizer import Pair as Pair

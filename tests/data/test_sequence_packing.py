@@ -9,7 +9,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_jax.data.pipeline import PackedRow, RowBatches
+from moe_jax.data.packing import PackedRow, SeenPairs
+from moe_jax.data.pipeline import RowBatches
 from moe_jax.data.tokenizer import Pairs
 
 KEYS = ("tokens", "targets", "weights", "segment_ids", "positions")
@@ -24,14 +25,14 @@ def make_records(lengths: list[list[int]]) -> tuple[list[Pairs], list[np.ndarray
         documents += ids
         if not ids:
             ids = [np.zeros(1, np.int32)]
-        records.append(
-            Pairs(
-                np.concatenate([d[:-1] for d in ids]),
-                np.concatenate([d[1:] for d in ids]),
-                np.concatenate([np.ones(len(d) - 1, np.float32) for d in ids]),
-                np.concatenate([np.arange(len(d) - 1) == 0 for d in ids]),
-            )
+        pairs = Pairs(
+            np.concatenate([d[:-1] for d in ids]),
+            np.concatenate([d[1:] for d in ids]),
+            np.concatenate([np.ones(len(d) - 1, np.float32) for d in ids]),
+            np.concatenate([np.arange(len(d) - 1) == 0 for d in ids]),
+            np.concatenate([np.zeros(len(d) - 1, np.int32) for d in ids]),
         )
+        records.append(SeenPairs(pairs))
     return records, documents
 
 

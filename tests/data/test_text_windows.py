@@ -10,8 +10,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, traine
 from tokenizers import pre_tokenizers as splitters
 
 from moe_jax.core.errors import InputError
-from moe_jax.data import text_windows
-from moe_jax.data.text_windows import LongTexts
+from moe_jax.data.tokens import text_windows
+from moe_jax.data.tokens.text_windows import LongTexts
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.tiers import examples
 

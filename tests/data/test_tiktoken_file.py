@@ -16,8 +16,8 @@ from rich.console import Console
 
 from moe_jax.conversion import HuggingFaceDirectory, convert
 from moe_jax.core.errors import InputError
-from moe_jax.data.tiktoken_file import QWEN_PIECES, QWEN_SPECIAL, qwen_tokenizer
 from moe_jax.data.tokenizer import Tokenizer, find_tokenizer
+from moe_jax.data.tokens.tiktoken_file import QWEN_PIECES, QWEN_SPECIAL, qwen_tokenizer
 from moe_jax.model_io.model_dir import ModelDirectory
 from tests.support.hf_checkpoints import CONFIGS, random_tensors, write_checkpoint
 

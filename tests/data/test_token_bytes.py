@@ -3,7 +3,7 @@
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
-from moe_jax.data.token_bytes import TokenBytes
+from moe_jax.data.tokens.token_bytes import TokenBytes
 from tests.support.byte_tokenizer import BOS, byte_tokenizer
 
 TEXT = "a a é🔥\n"

@@ -17,9 +17,9 @@ from moe_jax.core.errors import InputError
 from moe_jax.data import tokenize_sources as tokenizing
 from moe_jax.data.pipeline import open_data
 from moe_jax.data.sections import DataSection, SourceSection
-from moe_jax.data.token_files import INDEX, pack, unpack
 from moe_jax.data.tokenize_sources import Task, preview, source_patterns, tokenize, totals
 from moe_jax.data.tokenizer import Document
+from moe_jax.data.tokens.token_files import INDEX, pack, unpack
 from moe_jax.files.staging import leftovers
 from tests.data.test_chat_data import CONFIG
 from tests.support.byte_tokenizer import byte_tokenizer

@@ -3,7 +3,7 @@
 import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from moe_jax.data.token_lengths import most_characters
+from moe_jax.data.tokens.token_lengths import most_characters
 from tests.support.byte_tokenizer import byte_tokenizer
 
 OF_BYTES = pre_tokenizers.ByteLevel()

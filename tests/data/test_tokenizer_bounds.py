@@ -8,8 +8,8 @@ from tokenizers import normalizers as forms
 from tokenizers import pre_tokenizers as splitters
 
 from moe_jax.core.errors import InputError
-from moe_jax.data.text_windows import _LOCAL_PATTERNS
-from moe_jax.data.tokenizer_bounds import MOST_GROWTH, check_growth
+from moe_jax.data.tokens.text_windows import _LOCAL_PATTERNS
+from moe_jax.data.tokens.tokenizer_bounds import MOST_GROWTH, check_growth
 
 REPLACE, TEMPLATE = forms.Replace, processors.TemplateProcessing
 

@@ -1,7 +1,9 @@
 """Pictures are decoded as Transformers sees them, within bounds; what is none is one line."""
 
+import contextlib
 import io
 import struct
+import time
 import zlib
 
 import numpy as np
@@ -117,3 +119,96 @@ def test_damaged_bytes_are_a_picture_or_one_line():
 
 def test_the_formats_are_those_that_are_said():
     assert FORMATS == ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF") and decoding.MAX_BYTES == 32 * 2**20
+
+
+SECOND = Image.fromarray(PIXELS[..., :3][::-1])
+FRAMES = {
+    "gif": ("GIF", {"save_all": True}),
+    "gif with a table of colours for each": ("GIF", {"save_all": True, "comment": b"x" * 600, "disposal": 2}),
+    "webp": ("WEBP", {"save_all": True, "lossless": True}),
+    "png": ("PNG", {"save_all": True}),
+    "tiff": ("TIFF", {"save_all": True}),
+    "large tiff": ("TIFF", {"save_all": True, "big_tiff": True}),
+}
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_more_frames_than_the_first_are_said(name):
+    kind, options = FRAMES[name]
+    said: list[str] = []
+    data = written(RGB, kind, append_images=[SECOND], **options)
+    pixels = decode_picture(data, "x", remark=said.append)
+    assert len(said) == 1 and said[0].startswith("x ") and "\n" not in said[0]
+    one = written(RGB, kind, **options)
+    np.testing.assert_array_equal(pixels, decode_picture(one, "x", remark=said.append))
+    assert len(said) == 1
+    if kind == "GIF":  # a file that breaks off in its second frame
+        first = data.rindex(b"\x2c", 0, len(data) - 60)
+        np.testing.assert_array_equal(decode_picture(data[: first + 1], "x", remark=said.append), pixels)
+
+
+def test_pictures_of_one_frame_are_not_remarked_on():
+    said: list[str] = []
+    for name, data in pictures().items():
+        decode_picture(data, name, remark=said.append)
+        assert bool(said) == (name == "gif"), name
+        said.clear()
+
+
+def pages_in_a_ring() -> bytes:
+    """A TIFF whose last page names the first as the one behind it."""
+    data = bytearray(written(RGB, "TIFF", save_all=True, append_images=[SECOND]))
+    at = (first := struct.unpack("<I", data[4:8])[0])
+    while True:
+        (count,) = struct.unpack("<H", data[at : at + 2])
+        place = at + 2 + 12 * count
+        (behind,) = struct.unpack("<I", data[place : place + 4])
+        if behind == 0:
+            data[place : place + 4] = struct.pack("<I", first)
+            return bytes(data)
+        at = behind
+
+
+def gif_of_many_blocks() -> bytes:
+    """A GIF whose one image has its bytes in blocks of one byte each, and more of them than fit its pixels."""
+    data = written(RGB.quantize(4), "GIF")
+    at = data.index(b"\x2c")
+    begins = at + 11 + (3 << ((data[at + 9] & 7) + 1) if data[at + 9] & 0x80 else 0)
+    return data[:begins] + b"\x01\x00" * 3_000_000 + b"\x00" + data[at:]
+
+
+def test_hostile_files_do_not_make_the_search_for_frames_long(monkeypatch):
+    said: list[str] = []
+    decode_picture(pages_in_a_ring(), "x", remark=said.append)
+    assert len(said) == 1  # of the second page; the ring is not walked through
+    looks, search = [], decoding.has_more_frames
+
+    def timed(picture, data):
+        begun = time.process_time()
+        found = search(picture, data)
+        looks.append(time.process_time() - begun)
+        return found
+
+    monkeypatch.setattr(decoding, "has_more_frames", timed)
+    with contextlib.suppress(InputError):
+        decode_picture(gif_of_many_blocks(), "x", remark=said.append)
+    assert len(looks) == 1 and looks[0] < 1 and len(said) == 1
+
+
+def test_damaged_frames_are_a_remark_or_none():
+    random, remarks, tried = np.random.default_rng(2), 0, 0
+    for kind, options in FRAMES.values():
+        data = written(RGB, kind, append_images=[SECOND], **options)
+        for _ in range(30):
+            damaged = bytearray(data)
+            for place in random.integers(0, len(data), 4):
+                damaged[place] = random.integers(0, 256)
+            said: list[str] = []
+            tried += 1
+            try:
+                decode_picture(bytes(damaged), "x", remark=said.append)
+                remarks += len(said)
+                assert len(said) <= 1
+            except InputError:
+                assert not said
+    assert 0 < remarks < tried

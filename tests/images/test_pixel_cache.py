@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from moe_jax.core.errors import InputError
+from moe_jax.files import bounded_folder
 from moe_jax.images import pixel_cache
 from moe_jax.images.decoding import decode_picture
 from moe_jax.images.image_config import ImageProcessing
@@ -67,7 +68,7 @@ def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(pixel_cache.os, "replace", full)
+    monkeypatch.setattr(bounded_folder.os, "replace", full)
     np.testing.assert_array_equal(
         cache.pixels(picture(0), "x", SMALL), pixels_of(decode_picture(picture(0), "x"), SMALL)
     )

@@ -12,6 +12,8 @@ TOWERS = {
     "clip": ("CLIPVisionConfig", "CLIPVisionModel"),
     "siglip": ("SiglipVisionConfig", "SiglipVisionModel"),
     "dinov2": ("Dinov2Config", "Dinov2Model"),
+    "internvl": ("InternVLVisionConfig", "InternVLVisionModel"),
+    "smolvlm": ("SmolVLMVisionConfig", "SmolVLMVisionTransformer"),
 }
 """Names of the config and the model in Transformers."""
 
@@ -52,7 +54,7 @@ def made(model: Any) -> Any:
     with torch.no_grad():
         for key, value in model.named_parameters():
             noise = torch.randn(value.shape, generator=generator)
-            is_scale = "norm" in key and not key.endswith("bias") or "layer_scale" in key
+            is_scale = "norm" in key and not key.endswith("bias") or "layer_scale" in key or "lambda_" in key
             value.copy_(1 + 0.1 * noise if is_scale else 0.15 * noise)
     return model.float().eval()
 
@@ -106,6 +108,63 @@ def made_llava(name: str) -> Any:
     """A case of `LLAVAS`."""
     text, tower, more = LLAVAS[name]
     return random_llava(text, tower, **more)
+
+
+TILED_EYE = Shape(16, 2, 32, 3, 4, 4)
+"""Whose patches make squares."""
+
+
+def random_tiled(kind: str, text: str, *, of_tower: Any = None, of_text: Any = None, **more: Any) -> Any:
+    """An InternVL or a SmolVLM of Transformers over a case of `tests/families/cases`, all random.
+
+    Args:
+      kind: `InternVL` or `SmolVLM`.
+      text: name of the case.
+      of_tower, of_text: further keys of their configs.
+      more: further keys of the whole.
+    """
+    import transformers
+
+    file = CASES[text]
+    keys = {**SMALL, **copy.deepcopy(file.CASES[text]), **(of_text or {}), "eos_token_id": None}
+    eye = {
+        **{"hidden_size": TILED_EYE.width, "num_attention_heads": TILED_EYE.heads, "patch_size": TILED_EYE.patch},
+        **{"num_hidden_layers": TILED_EYE.layers, "intermediate_size": TILED_EYE.hidden},
+        **{"image_size": TILED_EYE.patch * TILED_EYE.side, **(of_tower or {})},
+    }
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=getattr(transformers, file.CONFIG)(**keys).to_dict(),
+        vision_config=eye,
+        **{"image_token_id": PLACEHOLDER, "tie_word_embeddings": False, **more},
+    )
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")
+    return made(model._from_config(config, attn_implementation="eager"))
+
+
+TILED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "internvl": ("InternVL", "qwen3_moe", {"of_text": {"router_aux_loss_coef": 0.0}}),
+    "smolvlm": ("SmolVLM", "llama", {}),
+    "internvl-6b": (
+        "InternVL",
+        "qwen2",
+        {
+            "of_tower": {"norm_type": "rms_norm", "use_qk_norm": True},
+            **{"vision_feature_layer": -2, "projector_hidden_act": "relu"},
+        },
+    ),
+    "internvl-normed": ("InternVL", "llama", {"of_tower": {"use_mean_pooling": False, "attention_bias": True}}),
+    "internvl-before-the-norm": (
+        "InternVL",
+        "mistral",
+        {"of_tower": {"use_mean_pooling": False}, **{"vision_feature_layer": 3, "downsample_ratio": 0.25}},
+    ),
+    "internvl-tied": ("InternVL", "qwen3", {"tie_word_embeddings": True}),
+    "internvl-mixtral": ("InternVL", "mixtral", {"of_text": {"router_aux_loss_coef": 0.0}}),
+    "smolvlm-moe": ("SmolVLM", "qwen3_moe", {"of_text": {"router_aux_loss_coef": 0.0}, "scale_factor": 4}),
+    "smolvlm-tied": ("SmolVLM", "qwen2", {"tie_word_embeddings": True}),
+    "smolvlm-stablelm": ("SmolVLM", "stablelm", {}),
+}
+"""Name: the model, its language model, and what else is said."""
 
 
 class Seen(NamedTuple):

@@ -12,7 +12,8 @@ from flax import nnx
 import moe_jax
 from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
-from moe_jax.data.pipeline import open_data, stack_pairs
+from moe_jax.data.packing import stack_pairs
+from moe_jax.data.pipeline import open_data
 from moe_jax.data.rows import Example
 from moe_jax.data.sections import DataSection, SourceSection
 from moe_jax.data.tokenizer import Tokenizer

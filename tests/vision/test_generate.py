@@ -133,3 +133,15 @@ def test_prompts_with_a_place_for_a_picture_are_not_served(folder):
 def test_wrong_arrays(folder, wrong):
     with pytest.raises(InputError, match=r"uint8\[H, W, 3\]"):
         moe_jax.generate(folder / "llava", "<image>", image=[wrong])
+
+
+def test_of_several_frames_the_first_is_taken_and_a_line_says_so(folder, capsys):
+    frames = [Image.open(folder / name) for name in ("a.png", "b.png")]
+    moving, still = folder / "moving.webp", folder / "still.webp"
+    frames[0].save(moving, save_all=True, append_images=frames[1:], lossless=True)
+    frames[0].save(still, lossless=True)
+    words = ["generate", folder / "llava", "--prompt", "<image> and", "--max-new-tokens", 4, "--image"]
+    first, one = run([*words, moving], capsys), run([*words, still], capsys)
+    assert first[:2] == one[:2] and first[0] == 0
+    notes = [line for line in first[2].splitlines() if str(moving) in line]
+    assert len(notes) == 1 and notes[0].startswith("moe-jax: note: ") and str(still) not in one[2]

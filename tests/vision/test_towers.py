@@ -64,8 +64,8 @@ def test_converted_equal_and_back(name, shape, tmp_path):
     (folder / PREPROCESSOR).write_text('{"do_resize": false}')  # goes along, whatever it says
     convert(folder, tmp_path / "ours", console=QUIET)
     source, side = ModelDirectory(tmp_path / "ours"), shape.patch * shape.side
-    # DINOv2's positions are interpolated for other sizes, also of sides that are no multiple of a patch.
-    others = [(side + 2 * shape.patch + 1, side - shape.patch)] if name == "dinov2" else []
+    # These positions are interpolated for other sizes, also of sides that are no multiple of a patch.
+    others = [(side + 2 * shape.patch + 1, side - shape.patch)] if name in ("dinov2", "internvl") else []
     check_hidden_states(model, source, [(side, side), *others])
 
     export(source, tmp_path / "back", console=QUIET)

@@ -10,7 +10,7 @@ from moe_jax.conversion.families import usual
 from moe_jax.conversion.families.family import Family
 from moe_jax.conversion.table import Ignored, Row, Tied, joined_qkv, linear, norm
 from moe_jax.core.errors import InputError
-from moe_jax.data.tiktoken_file import qwen_tokenizer
+from moe_jax.data.tokens.tiktoken_file import qwen_tokenizer
 from moe_jax.models import AttentionConfig, FFNConfig, ModelConfig, RopeConfig
 
 # They act only beyond `seq_length`: there scores grow with the logarithm of the position, and the rotation depends on

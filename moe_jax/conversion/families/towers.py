@@ -1,117 +1,27 @@
 """Image encoders: CLIP's and SigLIP's vision models, and DINOv2."""
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
-from moe_jax.conversion.config_keys import HFConfig, is_integer
+from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families import usual
 from moe_jax.conversion.families.family import Family
+from moe_jax.conversion.families.usual_tower import (
+    HALF,
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    convolution,
+    last_norm,
+    patches_and_layer,
+    read_tower,
+    squashed,
+    tower_ffn,
+    write_tower,
+)
 from moe_jax.conversion.table import Ignored, Row, Table, linear, norm
 from moe_jax.core.errors import InputError, shown
-from moe_jax.models import (
-    AttentionConfig,
-    FFNConfig,
-    ImageProcessing,
-    LayerConfig,
-    ModelConfig,
-    PatchesConfig,
-    RopeConfig,
-)
+from moe_jax.models import ModelConfig
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-_IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-_HALF = (0.5, 0.5, 0.5)
-_ALL = ("q", "k", "v", "o")
-
-
-def _read(
-    keys: HFConfig,
-    family: str,
-    ffn: FFNConfig,
-    *,
-    biases: tuple[Any, ...] = _ALL,
-    branch_scales: bool = False,
-    **patches: bool,
-) -> ModelConfig:
-    """Reads a tower, whose patches have a class token, a bias or norms as `PatchesConfig` names them."""
-    width, heads = keys.required_integer("hidden_size"), keys.required_integer("num_attention_heads")
-    if heads < 1 or width % heads:
-        raise InputError(f"config.json: hidden_size={width} cannot be divided by num_attention_heads={heads}")
-    size, side = keys.required_integer("patch_size"), _image_size(keys)
-    if size < 1 or side < size:
-        raise InputError(f"config.json: image_size={side} holds no patch of patch_size={size}")
-    attention = AttentionConfig(
-        num_heads=heads, num_kv_heads=heads, head_dim=width // heads, biases=biases, mask="bidirectional"
-    )
-    made = PatchesConfig(
-        size=size, grid=(side // size, side // size), channels=keys.required_integer("num_channels"), **patches
-    )
-    layer = LayerConfig(attention=attention, mlp=ffn, branch_scales=branch_scales)
-    return ModelConfig(
-        family=family,
-        vocab_size=0,
-        d_model=width,
-        max_positions=made.num_positions,
-        layers=(layer,) * usual.num_layers(keys),
-        rope=RopeConfig(fraction=0.0),
-        norm="layer",
-        norm_eps=keys.required_number("layer_norm_eps"),
-        final_norm=not made.pooled_norm,
-        dtype=usual.read_dtype(keys),
-        patches=made,
-        foreign=keys.unread_keys(),
-    )
-
-
-def _image_size(keys: HFConfig) -> int:
-    size = keys.required_integer("image_size")
-    keys.keep("image_size", size)  # of which the grid keeps whole patches only
-    return size
-
-
-def _ffn(keys: HFConfig, dim: int) -> FFNConfig:
-    return FFNConfig(dim=dim, gated=False, activation=usual.read_activation(keys), bias=True)
-
-
-def _write(config: ModelConfig) -> dict[str, Any]:
-    """Writes the keys that `_read` reads, but for the width of the FFNs."""
-    patches, layer = _tower(config)
-    rows, columns = patches.grid
-    if rows != columns:
-        raise InputError(f"the format of {config.family!r} has square pictures, not {rows} x {columns} patches")
-    size = config.foreign.get("image_size")
-    if not is_integer(size) or size // patches.size != rows:
-        size = rows * patches.size
-    return {
-        "hidden_size": config.d_model,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": layer.attention.num_heads,
-        "patch_size": patches.size,
-        "image_size": size,
-        "num_channels": patches.channels,
-        "hidden_act": usual.write_activation(usual.dense_ffn(config)),
-        "layer_norm_eps": config.norm_eps,
-        "torch_dtype": config.dtype,
-    }
-
-
-def _tower(config: ModelConfig) -> tuple[PatchesConfig, LayerConfig]:
-    if config.patches is None:
-        raise InputError(f"the format of {config.family!r} holds image encoders, and no others")
-    return config.patches, usual.same_in_all_layers(config, "shape", lambda layer: layer)
-
-
-def _convolution(tensor: str) -> Callable[[ModelConfig], Mapping[str, tuple[int, ...]]]:
-    def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-        patches, _ = _tower(config)
-        return {f"{tensor}.weight": (config.d_model, patches.channels, patches.size, patches.size)}
-
-    return shapes
-
-
-def _square(side: int, mean: tuple[float, ...], std: tuple[float, ...], **more: Any) -> ImageProcessing:
-    return ImageProcessing(size=(side, side), mean=mean, std=std, **more)  # type: ignore[arg-type]
-
 
 # The base size of all, which a config leaves out.
 _BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_channels": 3, "image_size": 224}
@@ -136,13 +46,8 @@ def _clip_table(*others: Row | Ignored) -> Table:
         *norm(f"{layer}.layer_norm2", "layers/{i}/mlp_norm"),
         *linear(f"{layer}.mlp.fc1", "layers/{i}/mlp/up"),
         *linear(f"{layer}.mlp.fc2", "layers/{i}/mlp/down"),
-        *_last_norm("post_layernorm"),
+        *last_norm("post_layernorm"),
     )
-
-
-def _last_norm(tensor: str) -> Table:
-    """In a model that sees, features do not pass it, which of SigLIP and DINOv2 alone they do."""
-    return *norm(tensor, "final_norm"), *norm(tensor, "pooled_norm")
 
 
 # Of whole CLIP and SigLIP models, whose towers are read.
@@ -153,12 +58,12 @@ _POSITION_IDS = Ignored(r"embeddings\.position_ids", "positions 0, 1, ..., which
 
 
 def _read_clip(keys: HFConfig) -> ModelConfig:
-    ffn = _ffn(keys, keys.required_integer("intermediate_size"))
-    return _read(keys, "clip_vision_model", ffn, class_token=True, pre_norm=True, pooled_norm=True)
+    ffn = tower_ffn(keys)
+    return read_tower(keys, "clip_vision_model", ffn, class_token=True, pre_norm=True, pooled_norm=True)
 
 
 def _write_clip(config: ModelConfig) -> dict[str, Any]:
-    return _write(config) | {"intermediate_size": usual.dense_ffn(config).dim}
+    return write_tower(config) | {"intermediate_size": usual.dense_ffn(config).dim}
 
 
 CLIP = Family(
@@ -180,15 +85,15 @@ CLIP = Family(
         _TEXT,
     ),
     harmless=("projection_dim",),
-    shapes=_convolution(_CONVOLUTION),
+    shapes=convolution(_CONVOLUTION),
     optional_prefix="vision_model.",
     within=("clip", "vision_config"),
-    processing=lambda side: _square(side, CLIP_MEAN, CLIP_STD, shortest=side),
+    processing=lambda side: squashed(side, CLIP_MEAN, CLIP_STD, shortest=side),
 )
 
 
 def _read_siglip(keys: HFConfig) -> ModelConfig:
-    return _read(keys, "siglip_vision_model", _ffn(keys, keys.required_integer("intermediate_size")), bias=True)
+    return read_tower(keys, "siglip_vision_model", tower_ffn(keys), bias=True)
 
 
 SIGLIP = Family(
@@ -210,10 +115,10 @@ SIGLIP = Family(
         _TEXT,
     ),
     harmless=("vision_use_head", "projection_dim"),
-    shapes=_convolution(_CONVOLUTION),
+    shapes=convolution(_CONVOLUTION),
     optional_prefix="vision_model.",
     within=("siglip", "vision_config"),
-    processing=lambda side: _square(side, _HALF, _HALF),
+    processing=lambda side: squashed(side, HALF, HALF),
 )
 
 # --- DINOv2 ---------------------------------------------------------------------------------------
@@ -225,7 +130,9 @@ def _read_dinov2(keys: HFConfig) -> ModelConfig:
     keys.must_be("use_swiglu_ffn", False)
     keys.must_be("qkv_bias", True)
     width, ratio = keys.required_integer("hidden_size"), keys.required_number("mlp_ratio")
-    return _read(keys, "dinov2", _ffn(keys, int(width * ratio)), branch_scales=True, bias=True, class_token=True)
+    return read_tower(
+        keys, "dinov2", tower_ffn(keys, int(width * ratio)), branch_scales=True, bias=True, class_token=True
+    )
 
 
 def _write_dinov2(config: ModelConfig) -> dict[str, Any]:
@@ -233,13 +140,13 @@ def _write_dinov2(config: ModelConfig) -> dict[str, Any]:
     if dim % config.d_model:
         raise InputError(f"the format of 'dinov2' has FFNs of a multiple of {config.d_model} neurons, not {shown(dim)}")
     # A token that stands for hidden patches in training is left out.
-    return _write(config) | {"mlp_ratio": dim // config.d_model, "use_mask_token": False}
+    return write_tower(config) | {"mlp_ratio": dim // config.d_model, "use_mask_token": False}
 
 
 def _dinov2_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    patches, _ = _tower(config)
+    patches, _ = patches_and_layer(config)
     return {
-        **_convolution(_DINO)(config),
+        **convolution(_DINO)(config),
         "embeddings.position_embeddings": (1, patches.num_positions, config.d_model),
         "embeddings.cls_token": (1, 1, config.d_model),
     }
@@ -278,7 +185,7 @@ DINOV2 = Family(
         *linear(f"{_DINO_LAYER}.mlp.fc1", "layers/{i}/mlp/up"),
         *linear(f"{_DINO_LAYER}.mlp.fc2", "layers/{i}/mlp/down"),
         Row(f"{_DINO_LAYER}.layer_scale2.lambda1", "layers/{i}/mlp_scale"),
-        *_last_norm("layernorm"),
+        *last_norm("layernorm"),
     ),
     harmless=(
         "layerscale_value",
@@ -294,5 +201,5 @@ DINOV2 = Family(
     ),
     shapes=_dinov2_shapes,
     optional_prefix="dinov2.",
-    processing=lambda side: _square(side, _IMAGENET_MEAN, _IMAGENET_STD, shortest=side * 256 // 224),
+    processing=lambda side: squashed(side, IMAGENET_MEAN, IMAGENET_STD, shortest=side * 256 // 224),
 )

@@ -1,29 +1,24 @@
 """LLaVA as Transformers has it: any language model, a tower, and a projector of two linear maps."""
 
-from dataclasses import replace
 from typing import Any
 
 from moe_jax.conversion.config_keys import HFConfig
-from moe_jax.conversion.families.usual import ACTIVATIONS
 from moe_jax.conversion.table import Table, linear
+from moe_jax.conversion.vision_formats.usual_format import (
+    ACTIVATION_NAMES,
+    read_activation,
+    read_parts,
+    with_head,
+)
 from moe_jax.conversion.vision_formats.vision_format import Parts, VisionFormat, without_final_norm
 from moe_jax.core.errors import InputError, shown
 from moe_jax.models import ModelConfig, VisionConfig
 
 
 def _read(keys: HFConfig, parts: Parts) -> ModelConfig:
-    keys.require("text_config", "vision_config")
-    for name in ("text_config", "vision_config"):
-        keys.mapping(name)
-    text, tower = parts.model("text_config"), parts.model("vision_config")
-    text.check_no_tower("the language model of one that sees (text_config)")
-    if tower.patches is None:
-        raise InputError(f"config.json: vision_config is of a {tower.family!r} model, expected an image encoder")
+    text, tower = read_parts(keys, parts)
     tower = without_final_norm(tower)
-    activation = keys.text("projector_hidden_act")
-    if activation not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
-        raise InputError(f"config.json: unknown projector_hidden_act {shown(activation)}; known: {known}")
+    activation = read_activation(keys)
     linear_step = "linear" if keys.flag("multimodal_projector_bias") else "linear:unbiased"
     strategy = keys.text("vision_feature_select_strategy")
     if strategy not in ("default", "full"):
@@ -37,19 +32,21 @@ def _read(keys: HFConfig, parts: Parts) -> ModelConfig:
         features=features,
         # The first token goes, whether it is a class token or, as in SigLIP, a patch.
         drop_first=int(strategy == "default"),
-        projector=(linear_step, ACTIVATIONS[activation], linear_step),
+        projector=(linear_step, activation, linear_step),
         placeholder=placeholder,
         foreign=keys.unread_keys(),
     )
-    # The head is the format's own: a bias, a cap and a factor that the language model's may have alone it has not.
-    tied = text.tie_embeddings or keys.flag("tie_word_embeddings")
-    return replace(text, vision=vision, tie_embeddings=tied, head_bias=False, logit_soft_cap=None, logit_scale=1.0)
+    return with_head(text, vision, tied=text.tie_embeddings or keys.flag("tie_word_embeddings"))
 
 
 def _write(config: ModelConfig, vision: VisionConfig, text: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
     first, *middle = vision.projector
-    names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
-    if len(middle) != 2 or middle[1] != first or first not in ("linear", "linear:unbiased") or middle[0] not in names:
+    if (
+        len(middle) != 2
+        or middle[1] != first
+        or first not in ("linear", "linear:unbiased")
+        or middle[0] not in ACTIVATION_NAMES
+    ):
         raise InputError(
             f"the format of 'llava' has a projector of two linear maps with an activation between them, and this model "
             f"has {', '.join(vision.projector)}"
@@ -59,7 +56,7 @@ def _write(config: ModelConfig, vision: VisionConfig, text: dict[str, Any], towe
     return {
         "text_config": text,
         "vision_config": tower,
-        "projector_hidden_act": names[middle[0]],
+        "projector_hidden_act": ACTIVATION_NAMES[middle[0]],
         "multimodal_projector_bias": first == "linear",
         "vision_feature_layer": vision.features[0] if len(vision.features) == 1 else list(vision.features),
         "vision_feature_select_strategy": _strategy(vision),
@@ -91,6 +88,14 @@ def _strategy(vision: VisionConfig) -> str:
     return "default" if vision.drop_first else "full"
 
 
+OTHER_NAMES = {
+    "model.language_model.": "language_model.model.",
+    "lm_head.": "language_model.lm_head.",
+    "model.vision_tower.": "vision_tower.",
+    "model.multi_modal_projector.": "multi_modal_projector.",
+}
+"""Names of the modules of Transformers 5, which it writes if it is told not to keep the names of its files."""
+
 LLAVA = VisionFormat(
     name="llava",
     architecture="LlavaForConditionalGeneration",
@@ -106,16 +111,10 @@ LLAVA = VisionFormat(
     },
     read=_read,
     write=_write,
-    text_prefix="language_model.",
+    text_names={"": "language_model."},
     tower_prefix="vision_tower.",
     projector=_projector,
     processor=_processor,
-    # Of the modules of Transformers 5, which it writes if it is told not to keep the names of its files.
-    other_names={
-        "model.language_model.": "language_model.model.",
-        "lm_head.": "language_model.lm_head.",
-        "model.vision_tower.": "vision_tower.",
-        "model.multi_modal_projector.": "multi_modal_projector.",
-    },
+    other_names=OTHER_NAMES,
     harmless=("ignore_index", "vocab_size", "pad_token_id"),
 )

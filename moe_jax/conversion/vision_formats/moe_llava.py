@@ -173,7 +173,7 @@ def _format(name: str, body: str) -> VisionFormat:
         defaults={},
         read=lambda keys, parts: _read(name, keys, parts),
         write=_write,
-        text_prefix="",
+        text_names={"": ""},
         tower_prefix=tower,
         projector=rows,
         text_key=None,

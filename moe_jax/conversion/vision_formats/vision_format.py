@@ -2,11 +2,12 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.table import Ignored, Row, Table, Tied
+from moe_jax.core.errors import InputError, shown
 from moe_jax.models import ImageProcessing, ModelConfig, VisionConfig
 
 
@@ -15,12 +16,13 @@ class Parts(NamedTuple):
 
     Attributes:
       model: returns the config of the language model, or of the image encoder, that stands under a key of config.json.
-      processing: returns how pictures are processed for a tower, as the files beside the config say.
+      processing: returns how pictures are processed for a tower, as the files beside the config say; given a function
+        too, as they say when it has changed their keys.
       text: the config of the language model, in formats that have its keys beside those of what it sees with.
     """
 
     model: Callable[[str], ModelConfig]
-    processing: Callable[[ModelConfig], ImageProcessing]
+    processing: Callable[..., ImageProcessing]
     text: ModelConfig | None = None
 
 
@@ -35,18 +37,24 @@ class VisionFormat:
       defaults: values of keys that a config leaves out.
       read: reads config.json, given its keys and `Parts`.
       write: returns the keys of config.json, given the model, and those of its language model and its tower.
-      text_prefix: stands before the names of the language model's tensors.
+      text_names: beginnings of the names of the language model's tensors alone, and those in their place here; the
+        first one that fits counts.
       tower_prefix: stands before the names of the tower's.
       projector: rows of the projector, for a model.
       processor: keys of processor_config.json, with which Transformers writes placeholders into a text, beside how
         pictures are processed; None: the format has no such file.
       other_names: beginnings of names that some checkpoints have, and those of the table in their place; the first one
         that fits counts.
-      harmless: keys of config.json that change nothing.
+      harmless: keys of config.json that change nothing; those of an object in it as `object.key`.
       text_key: the key of config.json that the language model's config stands under; None: its keys stand beside those
         of what it sees with, and the family that they are of names this format (`Family.sees`).
       tower_key: the key that the tower's config stands under.
       completed: returns the keys of a config.json with the tower's config where the config only names it.
+      completed_by_names: returns the keys of a config.json with what only the names of the tensors beside it say; None:
+        they say nothing more.
+      image_processor: returns the keys of an image processor of Transformers for a processing; None: as
+        `write_processing`. Where it is given, the files of a source that say how pictures are processed are kept.
+      note: a line about what of the format is left undone; empty: nothing is.
     """
 
     name: str
@@ -54,7 +62,7 @@ class VisionFormat:
     defaults: Mapping[str, Any]
     read: Callable[[HFConfig, Parts], ModelConfig]
     write: Callable[[ModelConfig, VisionConfig, dict[str, Any], dict[str, Any]], dict[str, Any]]
-    text_prefix: str
+    text_names: Mapping[str, str]
     tower_prefix: str
     projector: Callable[[VisionConfig], Table]
     processor: Callable[[VisionConfig], dict[str, Any]] | None = None
@@ -63,13 +71,20 @@ class VisionFormat:
     text_key: str | None = "text_config"
     tower_key: str = "vision_config"
     completed: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda keys: keys
+    completed_by_names: Callable[[Mapping[str, Any], Collection[str]], Mapping[str, Any]] | None = None
+    image_processor: Callable[[ImageProcessing], dict[str, Any]] | None = None
+    note: str = ""
 
     def table(self, vision: VisionConfig, text: Table, tower: Table) -> Table:
-        """Returns the table of the whole, from those of the language model and of the tower as they are alone."""
+        """Returns the table of the whole, from those of the language model and of the tower as they are alone.
+
+        Raises:
+          InputError: for a language model whose tensors have names that the format has no place for.
+        """
         return (
-            *(_prefixed(one, self.text_prefix) for one in text),
+            *(_renamed(one, self.text_names, self.name) for one in text),
             *self.projector(vision),
-            *(_prefixed(_below_tower(one), self.tower_prefix) for one in tower),
+            *(_renamed(_below_tower(one), {"": self.tower_prefix}, self.name) for one in tower),
         )
 
 
@@ -83,12 +98,20 @@ def without_final_norm(tower: ModelConfig) -> ModelConfig:
     return dataclasses.replace(tower, final_norm=False, patches=patches)
 
 
-def _prefixed(entry: Row | Ignored | Tied, prefix: str) -> Row | Ignored | Tied:
+def _renamed(entry: Row | Ignored | Tied, names: Mapping[str, str], format_name: str) -> Row | Ignored | Tied:
+    def renamed(name: str, escape: Callable[[str], str] = str) -> str:
+        for ours, theirs in names.items():
+            if name.startswith(escape(ours)):
+                return escape(theirs) + name.removeprefix(escape(ours))
+        raise InputError(f"the format of {format_name!r} has no place for a tensor called {shown(name)}")
+
     if isinstance(entry, Ignored):
-        return dataclasses.replace(entry, pattern=f"{re.escape(prefix)}(?:{entry.pattern})")
+        # All alternatives of a pattern are prefixed; a beginning is renamed where it stands.
+        pattern = f"(?:{entry.pattern})" if "" in names else entry.pattern
+        return dataclasses.replace(entry, pattern=renamed(pattern, re.escape))
     if isinstance(entry, Tied):
-        return Tied(prefix + entry.tensor, equals=prefix + entry.equals)
-    return dataclasses.replace(entry, tensor=prefix + entry.tensor)
+        return Tied(renamed(entry.tensor), equals=renamed(entry.equals))
+    return dataclasses.replace(entry, tensor=renamed(entry.tensor))
 
 
 def _below_tower(entry: Row | Ignored | Tied) -> Row | Ignored | Tied:

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 from moe_jax.core.bad_documents import BadDocument
 from moe_jax.core.errors import InputError, shown
+from moe_jax.data.pictures.picture_sources import MARK
 from moe_jax.evaluation.chosen_answers import LETTERS, chosen_letter
 from moe_jax.evaluation.medical_answers import CLOSED, OPEN, holds_truth, word_recall
-from moe_jax.harness.pictures.picture_sources import PLACE
 from moe_jax.harness.pictures.question_set import (
     Answered,
     Document,
@@ -31,7 +31,7 @@ def _said(entry: Document, number: int) -> str:
     turn = turns[number] if isinstance(turns, list) and len(turns) > number else None
     if not isinstance(turn, dict):
         raise BadDocument(f"its conversations are {shown(turns)}, expected a question and an answer")
-    return text_of(turn, "value").replace(PLACE, "").strip()
+    return text_of(turn, "value").replace(MARK, "").strip()
 
 
 class ScienceQAImages(QuestionSet):
@@ -55,7 +55,7 @@ class ScienceQAImages(QuestionSet):
             text = _said(entry, 0)
             return {
                 **{"question_id": entry["id"], "image": text_of(entry, "image"), "text": text},
-                **{"prompt": f"{PLACE}\n{text}", "options": len(choices), "answer": LETTERS[answer]},
+                **{"prompt": f"{MARK}\n{text}", "options": len(choices), "answer": LETTERS[answer]},
             }
 
         return read
@@ -91,7 +91,7 @@ class MMBench(QuestionSet):
             answer = entry.get("answer")
             return {
                 **{"question_id": int(str(index)), "question": question, "text": "\n".join(lines), "options": options},
-                **{"image": f"data:;base64,{text_of(entry, 'image')}"},
+                **{"image": f"data:image/jpeg;base64,{text_of(entry, 'image')}"},
                 "answer": None if _is_none(answer) else answer,
             }
 
@@ -152,7 +152,7 @@ class Medical(QuestionSet):
             text, image = _said(entry, 0), entry.get("image")
             return {
                 **{"question_id": entry.get("id"), "image": image, "text": text, "answer": _said(entry, 1)},
-                **{"prompt": text if image is None else f"{PLACE}\n{text}", "is_closed": kind in CLOSED},
+                **{"prompt": text if image is None else f"{MARK}\n{text}", "is_closed": kind in CLOSED},
             }
 
         return read

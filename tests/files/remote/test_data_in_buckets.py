@@ -18,7 +18,7 @@ from moe_jax.data.data_files import DataFile
 from moe_jax.data.pipeline import open_data
 from moe_jax.data.sections import DataSection, SourceSection
 from moe_jax.data.sources import JsonLines, TextFile, find_files
-from moe_jax.data.token_files import ArrayRecords
+from moe_jax.data.tokens.token_files import ArrayRecords
 from moe_jax.files import objects
 from moe_jax.files.byte_files import fingerprint_contents
 from moe_jax.files.storage_path import as_path

@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 import json
+import shutil
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,9 @@ import pytest
 
 import moe_jax
 from moe_jax.commands import cli
-from moe_jax.harness.language_model import HarnessModel
+from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.harness.pictures.picture_prompts import PicturePrompts
-from moe_jax.harness.pictures.picture_sources import PictureSource
+from moe_jax.harness.pictures.task_pictures import TaskPictures
 from moe_jax.images.picture_files import PictureFolder
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.picture_questions import draw, medical, write_json
@@ -145,6 +146,23 @@ def test_pictures_in_another_folder_in_lists_and_in_documents(llava, folder, cap
     assert written(capsys, llava, folder) != with_names  # their order matters
 
 
+def test_a_chat_template_that_takes_pictures_as_parts(llava, folder, capsys):
+    seen = shutil.copytree(llava, folder / "chats")
+    (seen / "chat_template.jinja").write_text(
+        "{% for message in messages %}U: {% for part in message.content %}{% if part.type == 'image' %}<image>\n"
+        "{% else %}{{ part.text }}{% endif %}{% endfor %} A:{% endfor %}"
+    )
+    write_json(folder / "questions.jsonl", QUESTIONS[:2])
+    model = moe_jax.load(seen)
+    expected = [
+        moe_jax.generate(
+            model, f"U: <image>\n{one['text']} A:", max_new_tokens=5, image=folder / "pictures" / one["image"]
+        ).text
+        for one in QUESTIONS[:2]
+    ]
+    assert written(capsys, seen, folder, "--apply-chat-template") == expected
+
+
 def test_a_set_is_scored_and_its_answers_written(llava, folder, capsys):
     write_json(folder / "3vqa/test_rad.json", [
         medical(1, "Where is it?", "left lung", "open", "red.png"), medical(2, "Is it there?", "", "CLOSED", "red.png"),
@@ -205,11 +223,12 @@ def mistake(folder, change):
         ("lines", ["questions.jsonl", "line 1"]),
         ({"image": "../questions.jsonl"}, ["question_id 3", "'..'"]),
         ({"image": "/etc/passwd"}, ["question_id 3", "an absolute path"]),
-        ({"image": "data:image/png;base64,%%"}, ["question_id 3", "not base64"]),
-        ({"image": "data:image/png,x"}, ["question_id 3", "expected data:image/...;base64"]),
-        ({"image": ["red.png", "red.png"]}, ["question_id 3", "it has 2 pictures, and its prompt has <image> 1 times"]),
-        ({"image": [3]}, ["questions.jsonl, line 1", "expected names"]),
-        ({"text": "<image> again"}, ["it has 1 pictures, and its prompt has <image> 2 times"]),
+        ({"image": "data:image/png;base64,%%"}, ["questions.jsonl, line 1", "not base64"]),
+        ({"image": "data:image/png;base64,AAAA"}, ["question_id 3", "its picture is not a picture that can be read"]),
+        ({"image": "data:image/png,x"}, ["questions.jsonl, line 1", "expected data:image/...;base64"]),
+        ({"image": ["red.png", "red.png"]}, ["question_id 3", "it has 2 pictures, and another number of places"]),
+        ({"image": [3]}, ["questions.jsonl, line 1", "its picture is 3, expected the name"]),
+        ({"text": "<image> again"}, ["it has 1 pictures, and another number"]),
         ({"text": "x" * 600}, ["does not fit into 507"]),
     ],
 )
@@ -263,13 +282,13 @@ def test_models_without_a_token_for_pictures(llava, folder):
     config, tokenizer = model.config, model.tokenizer
     assert config.vision is not None and tokenizer is not None
     blind = dataclasses.replace(config, vision=dataclasses.replace(config.vision, placeholder=None))
-    sources = {"seen": PictureSource(PictureFolder(folder / "pictures"))}
-    harness = HarnessModel(model.decoder, tokenizer)
+    pictures = {"seen": TaskPictures(PictureFolder(folder / "pictures"))}
     asked = [asked_of("a<image>b<image>", ["red.png", "inside/blue.png"]), asked_of("no picture", [])]
     made = []
     for one in (config, blind):
-        prompts = PicturePrompts(one, tokenizer, harness.tok_encode, sources)
-        made.append(prompts.seen(asked, [prompts.tokens(request)[0] for request in asked]))
+        prompts = PicturePrompts(one, Tokenizer(tokenizer.path, one), pictures)
+        found = [prompts.prompt(request, begins=True) for request in asked]
+        made.append(([each.ids for each in found], prompts.seen(asked, [each.slots for each in found])))
     (rows, seen), (rows_of_blind, seen_by_blind) = made
     assert seen is not None and seen_by_blind is not None
     assert seen.slots == seen_by_blind.slots and max(seen.slots[0]) == 8
@@ -284,6 +303,6 @@ def test_models_without_a_token_for_pictures(llava, folder):
 def test_pictures_of_the_hub_are_decoded_already():
     from PIL import Image
 
-    source, picture = PictureSource(), Image.new("L", (4, 3), 7)
+    source, picture = TaskPictures(), Image.new("L", (4, 3), 7)
     assert source.picture(picture).tolist() == np.full((3, 4, 3), 7).tolist()
     assert source.digest(picture) == source.digest(picture.copy()) != source.digest(Image.new("L", (3, 4), 7))

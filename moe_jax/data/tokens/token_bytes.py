@@ -4,7 +4,7 @@ import re
 
 import tokenizers
 
-from moe_jax.data.tokenizer_bounds import components
+from moe_jax.data.tokens.tokenizer_bounds import components
 
 
 def _characters() -> dict[int, str]:

@@ -25,8 +25,8 @@ import numpy as np
 import tokenizers
 
 from moe_jax.core.errors import InputError
-from moe_jax.data.token_bytes import CHARACTER_OF_BYTE
-from moe_jax.data.tokenizer_bounds import components
+from moe_jax.data.tokens.token_bytes import CHARACTER_OF_BYTE
+from moe_jax.data.tokens.tokenizer_bounds import components
 
 WINDOW = 1 << 16
 """Characters of a window."""

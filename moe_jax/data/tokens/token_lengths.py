@@ -5,8 +5,8 @@ from typing import Any
 
 import tokenizers
 
-from moe_jax.data.token_bytes import CHARACTER_OF_BYTE
-from moe_jax.data.tokenizer_bounds import components
+from moe_jax.data.tokens.token_bytes import CHARACTER_OF_BYTE
+from moe_jax.data.tokens.tokenizer_bounds import components
 
 # A text has no fewer characters after these steps, but that up to four are composed to one.
 _KEEPS_ALL = (

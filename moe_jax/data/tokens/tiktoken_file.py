@@ -17,7 +17,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from moe_jax.core.errors import InputError, first_sentence, shown
-from moe_jax.data.token_bytes import CHARACTER_OF_BYTE
+from moe_jax.data.tokens.token_bytes import CHARACTER_OF_BYTE
 from moe_jax.files.regular_files import read_regular
 
 # The largest vocabulary in use, of 200,000 tokens, has 4 MB and tokens of 128 bytes.

@@ -1,0 +1,123 @@
+"""Pictures in conversations: which message shows which, in the form that a chat template takes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moe_jax.core.errors import InputError, shown
+from moe_jax.data.pictures.picture_sources import MARK, MARKS_OF_OTHERS, PictureSource, picture_of
+
+PICTURE_PARTS = ("image", "image_url", "input_image")
+"""Types of a message's parts that are pictures."""
+
+# Keys of such a part that may name or hold the picture.
+_OF_PART = ("image", "image_url", "url", "path", "base64", "data", "bytes")
+
+
+def has_pictures(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a message has a mark for a picture, or a part that is one."""
+    return any(_marks(message.get("content")) for message in messages)
+
+
+def with_pictures(
+    messages: Sequence[Mapping[str, Any]], pictures: Sequence[PictureSource], *, as_parts: bool
+) -> tuple[list[dict[str, Any]], tuple[PictureSource, ...]]:
+    """Returns messages as a template takes them, and their pictures in the order in which they are shown.
+
+    A text shows a picture at each `<image>`, and parts show those that are of a picture's type: their own, or else the
+    next of the row's.
+
+    Args:
+      messages: with `role` and `content`, a text or a list of parts.
+      pictures: of the row, beside its messages.
+      as_parts: whether all contents become lists of parts, where a line end next to a mark is the template's; otherwise
+        they become texts with marks, behind which parts of text begin a line.
+
+    Raises:
+      InputError: if pictures and marks differ in number, an answer shows a picture, or a text has a mark of another
+        form of data.
+    """
+    left, taken = list(pictures), []
+    made = []
+    for number, message in enumerate(messages, start=1):
+        content = message.get("content")
+        if message.get("role") == "assistant" and _marks(content):
+            raise InputError(f"message {number} is an answer, and shows a picture ({MARK}); questions do")
+        parts = _parts(content, number)
+        if parts is None:
+            made.append(dict(message))
+            continue
+        for part in parts:
+            if isinstance(part, str):
+                other = next((mark for mark in MARKS_OF_OTHERS if mark in part), None)
+                if other is not None:
+                    raise InputError(f"message {number} has {shown(other)}; pictures stand at {MARK}, and nothing else")
+            else:
+                taken.append(part or (left.pop(0) if left else None))
+        of_text = isinstance(content, str)
+        made.append({**message, "content": _as_parts(parts, of_text) if as_parts else _as_text(parts, of_text)})
+    if left or None in taken:
+        marks = sum(part is None or part in pictures for part in taken)
+        raise InputError(
+            f"pictures of the row: {len(pictures)}, and places for them in the conversation ({MARK}): {marks}; "
+            "expected one for each"
+        )
+    return made, tuple(one for one in taken if one is not None)
+
+
+def _marks(content: Any) -> int:
+    if isinstance(content, str):
+        return content.count(MARK)
+    if not isinstance(content, list):
+        return 0
+    return sum(isinstance(part, Mapping) and part.get("type") in PICTURE_PARTS for part in content)
+
+
+def _parts(content: Any, number: int) -> Sequence[str | PictureSource | None] | None:
+    """Returns the texts and pictures of a content in turn, None for the next picture of the row; None: no texts."""
+    if isinstance(content, str):
+        texts = content.split(MARK)
+        return [part for text in texts for part in (None, text)][1:]
+    if not isinstance(content, list):
+        return None
+    found: list[str | PictureSource | None] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in PICTURE_PARTS:
+            value = next((part[key] for key in _OF_PART if part.get(key) is not None), None)
+            found.append(None if value is None else picture_of(value, f"the picture in message {number}"))
+        elif isinstance(part, Mapping) and kind in ("text", "input_text") and isinstance(part.get("text"), str):
+            if MARK in part["text"]:
+                raise InputError(f"message {number} has {MARK} in a part that is text; give the picture as a part")
+            found.append(part["text"])
+        else:
+            raise InputError(f"message {number} has the part {shown(part)}, expected a text or a picture")
+    return found
+
+
+def _as_text(parts: Sequence[str | PictureSource | None], of_text: bool) -> str:
+    if of_text:
+        return "".join(part if isinstance(part, str) else MARK for part in parts)
+    written = ""
+    for part in parts:
+        if not isinstance(part, str):
+            written += MARK
+        elif written.endswith(MARK) and not part.startswith("\n"):
+            written += f"\n{part}"
+        else:
+            written += part
+    return written
+
+
+def _as_parts(parts: Sequence[str | PictureSource | None], of_text: bool) -> list[dict[str, str]]:
+    made = []
+    for index, part in enumerate(parts):
+        if not isinstance(part, str):
+            made.append({"type": "image"})
+            continue
+        if of_text and index:
+            part = part.removeprefix("\n")
+        elif of_text and len(parts) > 1:
+            part = part.removesuffix("\n")
+        if part or not of_text:
+            made.append({"type": "text", "text": part})
+    return made or [{"type": "text", "text": ""}]

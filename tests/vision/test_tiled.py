@@ -1,0 +1,129 @@
+"""InternVL and SmolVLM against Transformers, pictures given as pixels: states, logits, gradients and continuations."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import moe_jax
+from moe_jax.conversion import HuggingFaceDirectory
+from moe_jax.model_io.loading import load_model, model_leaves
+from moe_jax.nn.projector import tokens_per_picture
+from tests.support.tiers import one_in
+from tests.support.vision_models import TILED, batch_of, normalised, random_tiled
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from tests.families.reference import gradients  # noqa: E402
+
+COUNTS, LENGTH = (0, 1, 3), 24
+
+
+def made_tiled(name: str):
+    kind, text, more = TILED[name]
+    return random_tiled(kind, text, **more)
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """name -> the model of Transformers, its checkpoint, and a batch for both."""
+    found = {}
+
+    def make(name: str):
+        if name not in found:
+            theirs = made_tiled(name)
+            folder = tmp_path_factory.mktemp(name)
+            theirs.save_pretrained(folder)
+            source = HuggingFaceDirectory(folder)
+            vision = source.config.vision
+            assert vision is not None
+            count = tokens_per_picture(vision, source.config.d_model)
+            found.clear()
+            found[name] = theirs, source, batch_of(COUNTS, count, LENGTH, vision.processing.size)
+        return found[name]
+
+    return make
+
+
+def their_pixels(source: HuggingFaceDirectory, pictures: list[np.ndarray]):
+    vision = source.config.vision
+    assert vision is not None
+    pixels = normalised(pictures, vision.processing.mean, vision.processing.std)
+    return pixels[None] if vision.family == "smolvlm" else pixels
+
+
+@one_in(len(TILED))
+@pytest.mark.parametrize("name", TILED)
+def test_what_the_tower_and_the_projector_make(both, name):
+    theirs, source, seen = both(name)
+    with torch.no_grad():
+        found = theirs.model.get_image_features(their_pixels(source, seen.pictures), return_dict=True)
+    expected = found.pooler_output
+    expected = torch.cat(list(expected)).numpy() if isinstance(expected, list | tuple) else expected.numpy()
+    model = load_model(source)
+    ours = np.asarray(model.see(jnp.asarray(np.stack(seen.pictures)[:, None])))
+    np.testing.assert_allclose(ours.ravel(), expected.ravel(), atol=2e-5 * np.abs(expected).max(), rtol=0)
+    vision = source.config.vision
+    assert vision is not None and vision.projector[0].startswith("pixel_shuffle:")
+    if vision.family == "internvl" and vision.features == (-1,):
+        states = np.asarray(model.vision.features(jnp.asarray(np.stack(seen.pictures)[:, None])))[:, 0]
+        last = found.last_hidden_state.numpy()[:, 1:]
+        np.testing.assert_allclose(states, last, atol=2e-5 * np.abs(last).max(), rtol=0)
+
+
+@one_in(len(TILED) // 2 + 1, first=1)
+@pytest.mark.parametrize("name", TILED)
+def test_logits(both, name, strict_numerics):
+    theirs, source, seen = both(name)
+    with torch.no_grad():
+        expected = theirs(torch.tensor(seen.ids), pixel_values=their_pixels(source, seen.pictures)).logits.numpy()
+        without = theirs(torch.tensor(seen.ids[:1])).logits.numpy()
+    assert np.std(expected) > 0.1
+    model = load_model(source)
+    run = nnx.jit(lambda model, ids, pixels, slots: model(ids, pixels=pixels, slots=slots).logits)
+    got = np.asarray(run(model, jnp.asarray(seen.ids), jnp.asarray(seen.pixels), jnp.asarray(seen.slots)))
+    assert np.abs(got - expected).max() <= 2e-5 * np.abs(expected).max()
+    assert np.abs(got[:1] - without).max() <= 2e-5 * np.abs(without).max()
+
+
+@one_in(len(TILED))
+@pytest.mark.parametrize("name", TILED)
+def test_all_gradients(both, name, tmp_path, strict_numerics):
+    _, source, seen = both(name)
+    theirs = made_tiled(name)  # whose weights give way to their gradients
+    text = np.where(seen.slots > 0, -100, seen.ids)[:, 1:]  # pictures are not scored
+    shifted = torch.tensor(np.pad(text, ((0, 0), (1, 0)), constant_values=-100), dtype=torch.long)
+    expected = theirs(torch.tensor(seen.ids), pixel_values=their_pixels(source, seen.pictures), labels=shifted).loss
+    expected.backward()
+    batch = {
+        **{"tokens": seen.ids[:, :-1], "slots": seen.slots[:, :-1], "pixels": seen.pixels},
+        **{"targets": np.maximum(text, 0), "weights": (text >= 0).astype(np.float32)},
+    }
+    graphdef, params = nnx.split(load_model(source))
+    run = jax.jit(jax.value_and_grad(lambda params, batch: nnx.merge(graphdef, params).loss(batch)))
+    loss, gradient = run(params, jax.tree.map(jnp.asarray, batch))
+    np.testing.assert_allclose(loss, expected.item(), rtol=2e-5)
+    found = gradients(theirs, tmp_path)
+    largest = max(np.abs(leaf).max() for leaf in found.values())
+    leaves = dict(model_leaves(nnx.merge(graphdef, gradient)))
+    seeing = [path for path in leaves if path.startswith("vision/projector/") or "tower/layers/0/mlp" in path]
+    assert len(seeing) > 4 and all(np.abs(found[path]).max() > 0 for path in seeing)
+    for path, leaf in leaves.items():
+        scale = max(np.abs(found[path]).max(), 1e-2 * largest)
+        np.testing.assert_allclose(leaf, found[path], atol=1e-4 * scale, rtol=0, err_msg=path)
+
+
+@one_in(len(TILED), first=1)
+@pytest.mark.parametrize("name", TILED)
+def test_16_greedy_tokens(both, name):
+    theirs, source, seen = both(name)
+    options = dict(max_new_tokens=16, min_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
+    with torch.no_grad():
+        ids, mask = torch.tensor(seen.ids), torch.ones(seen.ids.shape, dtype=torch.long)
+        pixels = their_pixels(source, seen.pictures)
+        expected = theirs.generate(ids, pixel_values=pixels, attention_mask=mask, **options)[:, LENGTH:].numpy()
+    rows = [[int(token) for token in row] for row in seen.ids]
+    made = moe_jax.generate(moe_jax.load(source.path), rows, max_new_tokens=16, image=seen.pictures)
+    assert [one.ids for one in made] == expected.tolist()
