@@ -21,7 +21,7 @@ from moe_jax.models import ModelConfig
 VISUAL = "visual"
 """lm-eval's name for the pictures of a request."""
 ANY_PICTURE = PictureSource(None, b"")
-"""Where only the number of pictures matters."""
+"""Stands for a picture where only their number matters."""
 _NAMES = ("question_id", "id")
 
 
