@@ -116,7 +116,7 @@ def run(options: _Command) -> None:
     if converses:
         _converse(model, system, wanted)
         return
-    ids = [prompt_ids(prompt, model) for prompt in prompts]
+    ids = [prompt_ids(prompt, model, pictures=bool(wanted.images)) for prompt in prompts]
     # While somebody reads along, the time decides how many tokens are computed at once, which must be the same in all.
     streams = not joined and len(prompts) == 1 and not options.json and (options.stream or sys.stdout.isatty())
     streams = streams and model.tokenizer is not None
@@ -158,9 +158,19 @@ def run(options: _Command) -> None:
 def _beginning(model: "Model", prompt: Any, ids: Sequence[int]) -> str:
     """Returns the text printed before the added one: the prompt, unless the added text is an answer to it."""
     from moe_jax.api.generate import is_conversation
+    from moe_jax.data.pictures.picture_sources import MARK
 
     is_answered = model.config.has_encoder or is_conversation(prompt)
-    return "" if is_answered or model.tokenizer is None else model.tokenizer.decode(ids)
+    if is_answered or model.tokenizer is None:
+        return ""
+    # A picture that no token stands for is -1.
+    texts: list[list[int]] = [[]]
+    for one in ids:
+        if one < 0:
+            texts.append([])
+        else:
+            texts[-1].append(one)
+    return MARK.join(map(model.tokenizer.decode, texts))
 
 
 def _advice(model: "Model", results: Sequence["Continuation"]) -> list[str]:

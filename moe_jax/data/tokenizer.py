@@ -154,10 +154,13 @@ class Tokenizer:
         """Returns the ids of `text`, Int32[n], whole and without special tokens."""
         return self._checked(self._encoded(text).ids)
 
-    def prompt(self, text: str) -> np.ndarray:
-        """Returns the ids, Int32[n], of `text` as the beginning of a document, after BOS if documents begin so."""
-        ids = self._encoded(text).ids
-        return self._checked(ids if self._bos is None else np.append(np.uint32(self._bos), ids))
+    def prompt(self, text: str, *, pictures: bool = False) -> np.ndarray:
+        """Returns the ids, Int32[n], of `text` as the beginning of a document, after BOS if documents begin so.
+
+        With `pictures`, each `<image>` in it is one id: the token that the model has for pictures, or else -1.
+        """
+        ids = self._encoded_around_pictures(text).ids if pictures else self._encoded(text).ids
+        return self._checked(ids if self._bos is None else np.append(ids.dtype.type(self._bos), ids))
 
     @property
     def bos(self) -> int | None:
