@@ -89,8 +89,11 @@ def _read_part(
 def _processing(tower: ModelConfig, given: Mapping[str, Any] | ImageProcessing | None) -> ImageProcessing:
     if isinstance(given, ImageProcessing):
         return given
-    if given is not None:
-        return read_processing(given)
+    return usual_processing(tower) if given is None else read_processing(given)
+
+
+def usual_processing(tower: ModelConfig) -> ImageProcessing:
+    """Returns how pictures are processed for an image encoder that has no preprocessor_config.json beside it."""
     usual, patches = family_named(tower.family).processing, tower.patches
     assert usual is not None and patches is not None, "an image encoder says how pictures are processed"
     size = tower.foreign.get("image_size")

@@ -184,6 +184,11 @@ class Tokenizer:
         with self._library_errors():
             return self._tokenizer.id_to_token(token_id) or str(token_id)
 
+    def token_id(self, token: str) -> int | None:
+        """Returns the id of a token of the vocabulary, given as it is written there; None: there is no such token."""
+        with self._library_errors():
+            return self._tokenizer.token_to_id(token)
+
     def documents(self, examples: Sequence[Example | Document]) -> list[Document]:
         """Tokenises the examples of a record, each a document of its own; tokenised documents stay as they are."""
         return [
