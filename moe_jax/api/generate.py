@@ -147,8 +147,8 @@ def continue_prompts(
         tokenizer_of(model, "a stop string", "name tokens that end a text (--stop-ids)")
     stop_ids = (*eos, *wanted.stop_ids)
     decode = None if tokenizer is None else tokenizer.decode
-    befores = [() if model.config.has_encoder else prompt for prompt in prompts]
     given, pictures = see_prompts(model.config, prompts, wanted.images, remark=_note)
+    befores = [() if model.config.has_encoder else prompt for prompt in given]
     texts = [StreamedText(decode, wanted.stops, before, stop_ids) for before in befores]
     decoder, start = model.decoder, time.perf_counter()
     arrivals: list[tuple[float, int]] = []  # when a step came, and for how many rows

@@ -158,19 +158,9 @@ def run(options: _Command) -> None:
 def _beginning(model: "Model", prompt: Any, ids: Sequence[int]) -> str:
     """Returns the text printed before the added one: the prompt, unless the added text is an answer to it."""
     from moe_jax.api.generate import is_conversation
-    from moe_jax.data.pictures.picture_sources import MARK
 
     is_answered = model.config.has_encoder or is_conversation(prompt)
-    if is_answered or model.tokenizer is None:
-        return ""
-    # A picture that no token stands for is -1.
-    texts: list[list[int]] = [[]]
-    for one in ids:
-        if one < 0:
-            texts.append([])
-        else:
-            texts[-1].append(one)
-    return MARK.join(map(model.tokenizer.decode, texts))
+    return "" if is_answered or model.tokenizer is None else model.tokenizer.decode(ids)
 
 
 def _advice(model: "Model", results: Sequence["Continuation"]) -> list[str]:

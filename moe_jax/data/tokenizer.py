@@ -194,9 +194,18 @@ class Tokenizer:
         return TokenBytes(self._tokenizer)
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Returns the text of ids, with or without special tokens."""
+        """Returns the text of ids, with or without special tokens.
+
+        An id of -1, for a picture that no token stands for, becomes `<image>`.
+        """
+        given, texts = list(ids), list[list[int]]()
+        while min(given, default=0) < 0:
+            end = next(index for index, one in enumerate(given) if one < 0)
+            texts.append(given[:end])
+            given = given[end + 1 :]
+        texts.append(given)
         with self._library_errors():
-            return self._tokenizer.decode(list(ids), skip_special_tokens=not special)
+            return MARK.join(self._tokenizer.decode(text, skip_special_tokens=not special) for text in texts)
 
     def id_of(self, text: str) -> int | None:
         """Returns the id of the token with this text; None if there is none."""
