@@ -14,7 +14,7 @@ SIDE = 12
 """Of a picture, in pixels: 3 x 3 patches."""
 FEATURES = 9
 """Tokens of a picture."""
-BANKS: dict[str, dict[str, str]] = {
+BANKS: dict[str, dict[str, Any]] = {
     "vanilla": {},
     "low-rank": {"delta": "low-rank:2"},
     "sparse": {"delta": "sparse:0.9"},

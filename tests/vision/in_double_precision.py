@@ -41,7 +41,7 @@ def logits_of(decoder: moe_jax.nn.Decoder) -> np.ndarray:
         decoder = nnx.merge(graphdef, wide)
         for _, module in nnx.iter_modules(decoder):
             if hasattr(module, "compute_dtype"):
-                module.compute_dtype = jnp.dtype("float64")
+                module.compute_dtype = jnp.dtype("float64")  # type: ignore[attr-defined]
         run = nnx.jit(lambda model, tokens, **given: model(tokens, **given).logits)
         found = np.asarray(run(decoder, batch["tokens"], **given))
     assert found.dtype == np.float64

@@ -17,6 +17,8 @@ from moe_jax.models import ImageProcessing, ModelConfig, VisionConfig
 
 _TILES = ("do_image_splitting", "do_pad", "max_image_size", "return_row_col_info", "size", "video_sampling")
 
+# The side of a tile, in pixels, of a processor whose file leaves it out.
+_TILE = 364
 # What published configs hold and no code of Transformers reads.
 _NOTES = (
     "use_reentrant_checkpointing",
@@ -54,7 +56,7 @@ def _read(keys: HFConfig, parts: Parts) -> ModelConfig:
 
 def _whole(processing: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the keys of an image processor that makes the last tile alone, of the whole picture."""
-    largest = processing.get("max_image_size")
+    largest = processing.get("max_image_size", {"longest_edge": _TILE})
     side = largest.get("longest_edge") if isinstance(largest, Mapping) else largest
     rest = {key: value for key, value in processing.items() if key not in _TILES}
     return {"resample": 1, **rest, "size": {"height": side, "width": side}}
