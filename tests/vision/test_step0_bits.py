@@ -8,6 +8,7 @@ and round otherwise than one; so do those of sparse deltas, as far as the compil
 import json
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,10 @@ from tests.support.numerics import logits_of
 from tests.support.seeing_models import BANKS, picture_batch, seeing
 from tests.support.tiers import long, one_in
 
-SHAPES = {"gated": dict(num_layers=2), "wide": dict(num_layers=3, d_model=96, dim=200, gated=False, bias=True)}
+SHAPES: dict[str, dict[str, Any]] = {
+    "gated": dict(num_layers=2),
+    "wide": dict(num_layers=3, d_model=96, dim=200, gated=False, bias=True),
+}
 
 
 @one_in(2)

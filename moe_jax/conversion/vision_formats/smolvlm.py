@@ -9,7 +9,7 @@ from typing import Any
 
 from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.table import Row, Table
-from moe_jax.conversion.vision_formats.usual_format import pixel_shuffle, read_parts, with_head
+from moe_jax.conversion.vision_formats.usual_format import pixel_shuffle, read_parts, with_head, with_tie
 from moe_jax.conversion.vision_formats.vision_format import Parts, VisionFormat
 from moe_jax.core.errors import InputError, shown
 from moe_jax.images.processing import write_processing
@@ -51,7 +51,9 @@ def _read(keys: HFConfig, parts: Parts) -> ModelConfig:
         placeholder=keys.integer("image_token_id"),
         foreign=keys.unread_keys(),
     )
-    return with_head(text, vision, tied=text.tie_embeddings or keys.flag("tie_word_embeddings"))
+    whole = keys.flag("tie_word_embeddings")
+    # Of what both say, Transformers 5 looks at the whole, and older releases at the language model.
+    return with_head(text, vision, tied=whole if keys.given("tie_word_embeddings") else text.tie_embeddings)
 
 
 def _whole(processing: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -116,6 +118,7 @@ SMOLVLM = VisionFormat(
     projector=_projector,
     processor=_processor,
     harmless=("vocab_size", "pad_token_id", "use_cache", *_NOTES),
+    completed_by_names=with_tie,
     image_processor=_image_processor,
     note="its tiles are not made: a picture is one tile, the whole of it",
 )
