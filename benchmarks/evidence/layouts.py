@@ -179,6 +179,16 @@ VISION_TOWER = Table(
     ("tower", "", "pictures", "ms", "Transformers, ms", "speed, of Transformers' (aim 0.85)"),
     ("{}", "{}", "{}", "{:.0f}", "{:.0f}", "{:.2f}"),
 )
+PICTURES_READ = Table(
+    "read",
+    ("pictures of 640 x 480", "", "number", "for a second of one core (aim 80)"),
+    ("{}", "{}", "{}", "{:.0f}"),
+)
+PICTURE_SHARE = Table(
+    "share of the tower",
+    ("features", "epoch", "seconds of a step", "of which the tower"),
+    ("{}", "{}", "{:.2f}", "{:.1%}"),
+)
 FAMILIES_COMPRESSED = Table(
     "compressed and tuned",
     ("family", "", "bytes", "loss before", "after", "exported, in Transformers"),

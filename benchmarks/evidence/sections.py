@@ -331,6 +331,13 @@ SECTIONS = (
         layouts.VISION_TOWER,
     ),
     _program(
+        "picture_data",
+        "python benchmarks/picture_data.py LANGUAGE_MODEL TOWER",
+        ("moe_jax/images", "moe_jax/data/pictures", "moe_jax/data/packing.py", "moe_jax/model_io/frozen_tower.py"),
+        layouts.PICTURES_READ,
+        layouts.PICTURE_SHARE,
+    ),
+    _program(
         "encoder_decoders",
         "python benchmarks/encoder_decoders.py DATA",
         (

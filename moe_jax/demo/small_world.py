@@ -107,7 +107,7 @@ class Scene:
     seed: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Question:
     """A question of one of the kinds of `CHANCE`, and the word that answers it."""
 
@@ -192,20 +192,20 @@ def ask(scene: Scene, rng: np.random.Generator) -> list[Question]:
     alone = [thing for thing in things if named.count(thing.shape) == 1]
     one, two, three = _drawn(alone, rng), _drawn(things, rng), _drawn(things, rng)
     if rng.integers(2):
-        position = Question("position", f"Is the {three.colour} shape left or right?", three.across)
+        position = Question(kind="position", text=f"Is the {three.colour} shape left or right?", answer=three.across)
     else:
-        position = Question("position", f"Is the {three.colour} shape top or bottom?", three.down)
+        position = Question(kind="position", text=f"Is the {three.colour} shape top or bottom?", answer=three.down)
     asked = [
-        Question("colour", f"What colour is the {one.shape}?", one.colour),
-        Question("shape", f"What shape is {two.colour}?", two.shape),
-        Question("count", "How many shapes are there?", NUMBERS[len(things) - 1]),
+        Question(kind="colour", text=f"What colour is the {one.shape}?", answer=one.colour),
+        Question(kind="shape", text=f"What shape is {two.colour}?", answer=two.shape),
+        Question(kind="count", text="How many shapes are there?", answer=NUMBERS[len(things) - 1]),
         position,
     ]
     if len(things) > 1:
         large = _drawn([thing for thing in things if thing.size == "large"], rng)
         small = _drawn([thing for thing in things if thing.size == "small"], rng)
         first, second = rng.permutation([large.colour, small.colour])
-        asked.append(Question("comparison", f"Which is larger, {first} or {second}?", large.colour))
+        asked.append(Question(kind="comparison", text=f"Which is larger, {first} or {second}?", answer=large.colour))
     return asked
 
 
@@ -269,7 +269,7 @@ def write_world(out: Path | str, *, seed: int = 0, train: int = 2000, test: int 
         learnt, asked = training_scenes(seed, train), asked_scenes(seed, test)
         captions, questions = [], []
         for place, scene, turns in _painted(folder / "train", learnt, pool):
-            captions.append(_line(place, [Question("caption", DESCRIBE, caption(scene))]))
+            captions.append(_line(place, [Question(kind="caption", text=DESCRIBE, answer=caption(scene))]))
             questions.append(_line(place, turns))
         unseen = [_line(place, turns) for place, _, turns in _painted(folder / "test", asked, pool)]
         for name, lines in (("captions", captions), ("train", questions), ("test", unseen)):

@@ -142,13 +142,13 @@ def test_the_command_writes_a_model_that_takes_pictures(texts, dinov2, tmp_path,
     assert cli.main([str(word) for word in words]) == 0, capsys.readouterr().err
     assert "a picture becomes 4 tokens" in capsys.readouterr().out
     model = moe_jax.load(tmp_path / "seeing")
-    assert model.config.vision.placeholder == texts.tokenizer.token_id("<image>")
+    assert model.config.vision.placeholder == texts.tokenizer.id_of("<image>")
     Image.fromarray(pictures(1, 40)[0, 0]).save(tmp_path / "a.png")
     made = moe_jax.generate(model, "<image> is", image=[tmp_path / "a.png"], max_new_tokens=3)
     assert len(made.prompt_ids) == 4 + len(" is") and len(made.ids) <= 3
     options = {"tower": dinov2, "size": 16, "projector": STEPS}
     other = moe_jax.attach(texts, placeholder="<other>", **options)
-    assert other.config.vision.placeholder == texts.tokenizer.token_id("<other>")
+    assert other.config.vision.placeholder == texts.tokenizer.id_of("<other>")
     with pytest.raises(InputError, match="no such token"):
         moe_jax.attach(texts, placeholder="<picture>", **options)
 
