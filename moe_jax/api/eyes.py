@@ -4,10 +4,10 @@ import os
 from collections.abc import Sequence
 
 from moe_jax.api.model import Model, ModelOrPath, destination, open_model, result
-from moe_jax.conversion.vision_formats.new_eye import config_with_eye, leaves_with_eye
 from moe_jax.images.image_config import ImageProcessing
 from moe_jax.model_io.in_memory import open_writer
 from moe_jax.model_io.lineage import new_lineage_entry
+from moe_jax.upcycling.new_eye import config_with_eye, leaves_with_eye
 
 
 def give_eye(
