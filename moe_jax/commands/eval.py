@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 _BATCH_SIZE = 8
 # Batch size of requests, which are mostly short.
 _REQUESTS = 32
-_OF_TASKS = ("tasks_dir", "data_dir", "limit", "num_fewshot", "cache", "output", "samples")
+_OF_TASKS = ("tasks_dir", "data_dir", "image_folder", "image_aspect", "limit", "num_fewshot", "cache", "output",
+             "samples")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ class Options(OneModel):
     local files, and those of lm-eval, whose data is on the Hugging Face Hub. pip install 'moe-jax[eval]'.
     """
 
-    local_only: ClassVar[tuple[str, ...]] = ("tasks_dir", "data_dir", "cache", "output", "samples")
+    local_only: ClassVar[tuple[str, ...]] = ("tasks_dir", "data_dir", "image_folder", "cache", "output", "samples")
 
     text: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """A text file; or documents, pairs or conversations as JSON lines or a table."""
@@ -70,6 +71,11 @@ class Options(OneModel):
         Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: $MOE_JAX_EVAL_DATA)")
     ] = None
     """With --tasks: where the data files of task files begin. Without it, at the task file."""
+    image_folder: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """With --tasks about pictures: the folder that documents name pictures in. By default as the tasks say."""
+    image_aspect: Literal["pad", "square"] | None = None
+    """With --tasks about pictures: they are padded to squares, or resized and cut. By default as the tasks say, or else
+    the model."""
     limit: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """With --tasks: so many examples of every task, the first; by default all."""
     num_fewshot: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
@@ -83,7 +89,8 @@ class Options(OneModel):
     output: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """With --tasks: the results as lm-eval's JSON."""
     samples: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """With --tasks: what the model wrote, as JSON lines for EvalPlus. Programs are never run here."""
+    """With --tasks: what the model wrote, for another program to judge: JSON lines for EvalPlus, or the file that a set
+    of questions about pictures is uploaded as. Programs are never run here."""
     seq_len: Annotated[int | None, tyro.conf.arg(metavar="TOKENS")] = None
     """Length of a window in tokens, or of targets; by default 1024, or the model's context length if shorter. With
     --tasks, tokens that the model is given at most; by default its context length."""
@@ -146,6 +153,8 @@ class Options(OneModel):
             _tokenizer_file(self.tokenizer)
         if self.tasks_dir is not None and not self.tasks_dir.is_dir():
             raise FileNotFoundError(f"no folder of task files at {self.tasks_dir}{nearest_path(self.tasks_dir)}")
+        if self.image_folder is not None and not self.image_folder.is_dir():
+            raise FileNotFoundError(f"no folder of pictures at {self.image_folder}{nearest_path(self.image_folder)}")
         if self.tasks is not None:
             _data_folder(self)
 
@@ -328,8 +337,9 @@ def _evaluate_on_tasks(model: "Model", known: "TaskFolder", options: Options) ->
     from lm_eval.utils import handle_non_serializable, make_table
 
     from moe_jax.distributed.processes import is_first_process
+    from moe_jax.harness.samples import check_samples, samples_file, without_unjudged
     from moe_jax.harness.task_files import sandboxed_templates
-    from moe_jax.harness.task_run import load_tasks, samples_of, without_unjudged
+    from moe_jax.harness.task_run import load_tasks
 
     batch_size = _REQUESTS if options.batch_size is None else options.batch_size
     names = [name.strip() for name in (options.tasks or "").split(",") if name.strip()]
@@ -338,13 +348,9 @@ def _evaluate_on_tasks(model: "Model", known: "TaskFolder", options: Options) ->
     skipped = collections.defaultdict(lambda: Skipped(options.bad_documents))
     with sandboxed_templates():
         tasks = load_tasks(names, known, skipped)
-        written = [name for name, task in tasks["tasks"].items() if (task.get_config("metadata") or {}).get("samples")]
-        if options.samples is None and written:
-            raise InputError(f"{written[0]} is not judged here, but written for another program: give --samples FILE")
-        if options.samples is not None and not written:
-            raise InputError("--samples: none of the tasks says what its samples are (metadata.samples)")
+        check_samples(tasks["tasks"], asked_for=options.samples is not None)
         found = _evaluated(model, tasks, skipped, options, batch_size)
-        lines = [json.dumps(line, ensure_ascii=False) for line in samples_of(found)] if options.samples else []
+        samples = samples_file(tasks["tasks"], found) if options.samples is not None else None
     if not is_first_process():
         return
     results = without_unjudged(found)
@@ -365,9 +371,9 @@ def _evaluate_on_tasks(model: "Model", known: "TaskFolder", options: Options) ->
     text = json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False)
     if options.output is not None:
         as_path(options.output).replace_content((text + "\n").encode())
-    if options.samples is not None:
-        as_path(options.samples).replace_content("".join(line + "\n" for line in lines).encode())
-        print(f"{len(lines):,} samples in {options.samples}", file=sys.stderr)
+    if options.samples is not None and samples is not None:
+        as_path(options.samples).replace_content(samples.content.encode())
+        print(f"{samples.count:,} samples in {options.samples}", file=sys.stderr)
     if not options.json:
         # lm-eval's own table, with standard errors; tasks without figures are left out.
         tables = [make_table(results), *([make_table(results, "groups")] if results.get("groups") else [])]
@@ -382,10 +388,17 @@ def _evaluated(
     from moe_jax.api.measure import tokenizer_of
     from moe_jax.core.terminal import progress_bars
     from moe_jax.distributed.processes import is_first_process
-    from moe_jax.harness.language_model import AnswerCache, HarnessModel
+    from moe_jax.harness.answer_cache import AnswerCache
+    from moe_jax.harness.language_model import HarnessModel
+    from moe_jax.harness.pictures.task_pictures import pictures_of_tasks
     from moe_jax.harness.task_run import evaluate_tasks
 
     tokenizer = tokenizer_of(model, "an evaluation on tasks", "name one (--tokenizer)")
+    pictures = pictures_of_tasks(tasks["tasks"], options.image_folder, options.image_aspect)
+    for name in pictures:
+        model.config.check_sees(f"task {name!r} asks about pictures")
+    if not pictures and (options.image_folder or options.image_aspect):
+        raise InputError("--image-folder and --image-aspect: none of the tasks is about pictures")
     cache = None
     if options.cache is not None and is_first_process():
         tokenizer_key = hashlib.sha256(tokenizer.path.read_bytes()).hexdigest()
@@ -400,6 +413,7 @@ def _evaluated(
                 batch_size=batch_size,
                 mesh=model.mesh,
                 cache=cache,
+                pictures=pictures,
                 progress=progress,
             )
             return evaluate_tasks(

@@ -68,7 +68,12 @@ class ChatTemplate:
             raise InputError(f"{where} {what}: {first_sentence(error)}") from None
 
     def __call__(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = False, tools: Sequence[Any] | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+        tools: Sequence[Any] | None = None,
+        pictures: bool = False,
     ) -> str:
         """Returns the text of a conversation.
 
@@ -77,12 +82,15 @@ class ChatTemplate:
             content. Their other keys are passed to the template as well.
           add_generation_prompt: whether the text ends with the prompt for the assistant's answer.
           tools: what the assistant may call, as the template writes it.
+          pictures: whether contents may have parts that are pictures.
 
         Raises:
           InputError: for anything but messages, a conversation that the template refuses, or tools that it never
             writes.
         """
-        return self._render(check_messages(messages), self._checked_tools(tools), add_generation_prompt).text
+        return self._render(
+            check_messages(messages, pictures=pictures), self._checked_tools(tools), add_generation_prompt
+        ).text
 
     def scored(
         self,

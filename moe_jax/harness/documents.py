@@ -17,6 +17,7 @@ from moe_jax.core.errors import InputError, first_sentence, shown
 from moe_jax.files.json_toml import ANYTHING, parse_json
 from moe_jax.files.regular_files import read_regular
 from moe_jax.files.storage_path import raise_no_file
+from moe_jax.harness.pictures.scoring import SETS
 
 MAX_BYTES = 1 << 30
 """Most bytes of a file, and of the content of a compressed one."""
@@ -29,8 +30,9 @@ _WRITTEN = re.compile(r"\{\{-?\s*(\w+)\s*-?\}\}")
 def read_examples(path: Path, skipped: Skipped = STOP) -> dict[str, dict[str, Any]]:
     """Returns the objects of a file of JSON lines (blank ones are skipped) or of one JSON list, perhaps `.gz`.
 
-    They are named by their places: the path, and the number of a line or entry. `skipped` decides about those that are
-    no objects; by default the first ends it.
+    A file that is one object holds the list as its `questions`, and one named `.tsv` is a table. Examples are named by
+    their places: the path, and the number of a line or entry. `skipped` decides about those that are no objects; by
+    default the first ends it.
 
     Raises:
       FileNotFoundError: no such file.
@@ -39,12 +41,14 @@ def read_examples(path: Path, skipped: Skipped = STOP) -> dict[str, dict[str, An
     """
     if not path.is_file():
         raise_no_file("data", path)
-    content = read_regular(path, max_bytes=MAX_BYTES)
-    if path.suffix == ".gz":
-        content = _unpacked(content, path)
+    content = _content(path)
     what, items = "line", content.split(b"\n")
-    if content.lstrip()[:1] == b"[":
-        what, items = "example", parse_json(content, where=str(path), allow=ANYTHING, max_values=len(content))
+    if path.name.removesuffix(".gz").endswith(".tsv"):
+        what, items = "row", _rows(content, path)
+    elif content.lstrip()[:1] == b"[":
+        what, items = "example", _parsed(content, path)
+    elif isinstance(found := _one_object(content, path).get("questions"), list):
+        what, items = "example", found
     examples = {}
     for number, item in enumerate(items, start=1):
         where = f"{path}, {what} {number}"
@@ -55,6 +59,51 @@ def read_examples(path: Path, skipped: Skipped = STOP) -> dict[str, dict[str, An
     if not examples:
         raise InputError(f"{path} holds no examples")
     return examples
+
+
+def read_annotations(path: Path) -> Any:
+    """Returns what a file of answers to questions holds: one JSON value, or the list of JSON lines; perhaps `.gz`.
+
+    Raises:
+      FileNotFoundError: no such file.
+      InputError: if it is neither.
+    """
+    if not path.is_file():
+        raise_no_file("annotations", path)
+    content = _content(path)
+    if content.lstrip()[:1] == b"[":
+        return _parsed(content, path)
+    return _one_object(content, path) or list(read_examples(path).values())
+
+
+def _content(path: Path) -> bytes:
+    content = read_regular(path, max_bytes=MAX_BYTES)
+    return _unpacked(content, path) if path.suffix == ".gz" else content
+
+
+def _parsed(content: bytes, path: Path) -> Any:
+    return parse_json(content, where=str(path), allow=ANYTHING, max_values=len(content))
+
+
+def _one_object(content: bytes, path: Path) -> dict[str, Any]:
+    """Returns the object that a file consists of; an empty one for lines of objects and anything else."""
+    lines = content.strip().split(b"\n", 1)
+    is_one = lines[0][:1] == b"{" and (len(lines) == 1 or not lines[0].rstrip().endswith(b"}"))
+    try:
+        return _parsed(content, path) if is_one else {}
+    except InputError:  # a bad line, which is named where lines are read
+        return {}
+
+
+def _rows(content: bytes, path: Path) -> list[dict[str, Any]]:
+    """Returns the rows of a table with tabs and a line of names; values that are missing are None."""
+    import pandas
+
+    try:
+        table = pandas.read_table(io.BytesIO(content), dtype=str)
+    except (ValueError, pandas.errors.ParserError) as error:
+        raise InputError(f"{path} is no table with tabs: {first_sentence(error)}") from None
+    return table.astype(object).where(table.notna(), None).to_dict("records")
 
 
 def _object(item: Any, where: str) -> dict[str, Any]:
@@ -105,7 +154,7 @@ class LocalData:
             return self._splits
         evaluated = self._config.get("test_split") or self._config.get("validation_split")
         for split, file in data_files.items():
-            kept = self._alike(read_examples(Path(file), self._skipped), file)
+            kept = self._alike(self._of_set(read_examples(Path(file), self._skipped), file), file)
             places = list(kept)
             try:
                 # A key that the first lacks would be taken from all.
@@ -116,6 +165,26 @@ class LocalData:
             first = self._first_good(found, places, file) if split == evaluated else 0
             self._splits[split], self.places[split] = found.select(range(first, len(found))), places[first:]
         return self._splits
+
+    def _of_set(self, examples: dict[str, dict[str, Any]], file: str) -> dict[str, dict[str, Any]]:
+        """Returns the documents of the set as which a task is scored, if it is: with their answers."""
+        kwargs = self._config.get("dataset_kwargs") or {}
+        if kwargs.get("scoring") is None:
+            return examples
+        named = kwargs.get("annotations") or {}
+        annotations = {name: read_annotations(Path(one)) for name, one in named.items()}
+        with _naming_files(named):
+            read = SETS[kwargs["scoring"]].reader(annotations)
+        kept = {}
+        for where, one in examples.items():
+            with self._skipped.passed_over(), naming(where):
+                document = read(one)
+                if document is not None:
+                    kept[where] = document
+        self._skipped.check_any_left(len(kept), file)
+        if not kept:
+            raise InputError(f"{file} holds no questions of the set")
+        return kept
 
     def _alike(self, examples: Mapping[str, dict[str, Any]], file: str) -> dict[str, dict[str, Any]]:
         """Returns the examples whose values have the types that most have under their keys."""
@@ -155,6 +224,14 @@ class LocalData:
         raise InputError(f"{file}: the task can use none of its first documents: {why}")
 
 
+@contextlib.contextmanager
+def _naming_files(files: Mapping[str, str]) -> Iterator[None]:
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{', '.join(files.values()) or 'a task'}: {error}") from None
+
+
 def _kind(value: Any) -> str:
     """The type of a JSON value, as far as those of one column must agree."""
     if isinstance(value, bool):
@@ -184,6 +261,7 @@ def check_document(task: Any, document: Mapping[str, Any], *, is_local: bool) ->
     with document_errors():
         text, target = task.doc_to_text(document), task.doc_to_target(document)
         choices = task.doc_to_choice(document) if config.doc_to_choice is not None else None
+        task.doc_to_image(document)
     # Where the choices are inputs, the text is the number of the right one, in all documents or in none.
     are_inputs = bool(getattr(task, "multiple_input", isinstance(text, int)))
     if not isinstance(text, int if are_inputs else str):

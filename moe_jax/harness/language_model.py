@@ -6,23 +6,20 @@ All of several processes make the same calls. If each has the model on its own d
 requests, and all get all answers; if they hold the model together, they answer together.
 """
 
-import contextlib
 import hashlib
 import json
 import os.path
-import sqlite3
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
 from jax.sharding import Mesh
 from lm_eval.api.instance import Instance
-from lm_eval.api.model import TemplateLM, hash_args
+from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from moe_jax.core.bad_documents import BadDocument, naming
-from moe_jax.core.errors import InputError, first_sentence, nearest, shown
+from moe_jax.core.errors import InputError, nearest, shown
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.data.chat_template import (
     ChatTemplate,
@@ -32,89 +29,18 @@ from moe_jax.data.chat_template import (
     special_tokens,
 )
 from moe_jax.data.end_tokens import end_tokens
+from moe_jax.data.pictures.picture_messages import has_pictures, with_pictures
+from moe_jax.data.pictures.picture_sources import MARK
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.distributed.processes import check_equal, first_decides, gathered, is_first_process
 from moe_jax.files.tokenizer_files import GENERATION
 from moe_jax.generation.spec import GenerateSpec
 from moe_jax.generation.texts import StreamedText, stream_texts
+from moe_jax.harness.answer_cache import Answer, AnswerCache
 from moe_jax.harness.likelihood import Continuation, Likelihoods
+from moe_jax.harness.pictures.picture_prompts import ANY_PICTURE, PicturePrompts, Prompt, is_about_pictures
+from moe_jax.harness.pictures.task_pictures import TaskPictures
 from moe_jax.nn import Decoder, unstacked
-
-Answer = tuple[float, bool] | float | str
-
-
-class AnswerCache:
-    """Answers to requests, in a file, so that an interrupted or repeated evaluation does not ask again.
-
-    The file is an SQLite database of JSON, created if there is none; lm-eval's own cache consists of pickles, which
-    execute their content. Answers of several models may be in the same file. Raises `InputError` if there is something
-    else at the path.
-    """
-
-    def __init__(self, path: Path, model: str):
-        self._path, self._model = path, model
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with self._errors():
-            self._database = sqlite3.connect(path, isolation_level=None)
-            self._database.execute("PRAGMA synchronous = OFF")
-            columns = "request TEXT PRIMARY KEY, answer TEXT NOT NULL"
-            self._database.execute(f"CREATE TABLE IF NOT EXISTS answers ({columns})")
-
-    def close(self) -> None:
-        """Closes the file; the cache cannot be used afterwards."""
-        self._database.close()
-
-    def find(self, kind: str, request: Sequence[Any]) -> Answer | None:
-        """Returns the stored answer to a request; None if there is none."""
-        key = hash_args(kind, [self._model, *request])
-        with self._errors():
-            row = self._database.execute("SELECT answer FROM answers WHERE request = ?", (key,)).fetchone()
-        if row is None:
-            return None
-        try:
-            return _CHECKS[kind](json.loads(row[0]))
-        except (ValueError, TypeError, KeyError) as error:
-            raise InputError(f"{self._path} holds no answers: {first_sentence(error)}") from None
-
-    def keep(self, kind: str, request: Sequence[Any], answer: Answer) -> None:
-        """Stores an answer."""
-        row = hash_args(kind, [self._model, *request]), json.dumps(answer)
-        with self._errors():
-            self._database.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", row)
-
-    @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except sqlite3.Error as error:
-            raise InputError(f"{self._path} cannot be used as a cache of answers: {first_sentence(error)}") from None
-
-
-def _likelihood(value: Any) -> Answer:
-    number, is_greedy = value
-    if not isinstance(is_greedy, bool):
-        raise TypeError("expected a number and a truth value")
-    return _number(number), is_greedy
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError("expected a number")
-    return float(value)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError("expected a text")
-    return value
-
-
-_CHECKS: dict[str, Callable[[Any], Answer]] = {
-    "loglikelihood": _likelihood,
-    "loglikelihood_rolling": _number,
-    "generate_until": _text,
-}
-
 
 # Batches of each process between two times that the answers of all are gathered and stored.
 _BATCHES = 64
@@ -134,6 +60,7 @@ class HarnessModel(TemplateLM):
       batch_size: rows computed at once. Does not change a result.
       mesh: the mesh that the model is on, with devices of this process alone or of all; None: its first device.
       cache: stores answers and finds stored ones, in the first of several processes; None: there is none.
+      pictures: where those of a task come from, by its name.
 
     Raises:
       InputError: if the model has an encoder or a head for classes, or names neither BOS nor EOS.
@@ -148,6 +75,7 @@ class HarnessModel(TemplateLM):
         batch_size: int = 32,
         mesh: Mesh | None = None,
         cache: AnswerCache | None = None,
+        pictures: Mapping[str, TaskPictures] | None = None,
         progress: Progress = no_progress,
     ):
         super().__init__()
@@ -162,11 +90,15 @@ class HarnessModel(TemplateLM):
         self._unstacked: Decoder | None = None
         self._key = jax.random.key(0)
         self._template: ChatTemplate | None = None
+        self._pictures = PicturePrompts(model.config, tokenizer, pictures or {})
         bos, eos = _special_ids(tokenizer, model.config.bos_id, model.config.eos_ids)
         if bos is None and eos is None:
             raise InputError("the model names neither BOS nor EOS, one of which stands before a text without a context")
         self._prefix, self._bos = (eos if bos is None else bos), bos
         self._eos_ids = tuple(dict.fromkeys((*model.config.eos_ids, *(() if eos is None else (eos,)))))
+
+    # So that lm-eval gives it tasks with pictures.
+    MULTIMODAL = True
 
     @property
     def eot_token_id(self) -> int:
@@ -181,9 +113,11 @@ class HarnessModel(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Returns token ids; after BOS if the tokenizer adds one, unless the text has it already or it is unwanted."""
-        has_bos = self._bos is not None and string.startswith(self._tokens.token(self._bos))
-        plain = add_special_tokens is False or (add_special_tokens is None and has_bos)
+        plain = add_special_tokens is False or (add_special_tokens is None and self._has_bos(string))
         return (self._tokens.encode(string) if plain else self._tokens.prompt(string)).tolist()
+
+    def _has_bos(self, text: str) -> bool:
+        return self._bos is not None and text.startswith(self._tokens.token(self._bos))
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Returns for each continuation of a context its log-likelihood, and whether it is the greedy one."""
@@ -198,9 +132,12 @@ class HarnessModel(TemplateLM):
         return self._loglikelihood_tokens(rows)
 
     def check_request(self, request: Instance) -> None:
-        """Raises `BadDocument` for a request for a likelihood that has no answer."""
+        """Raises `BadDocument` for a likelihood that there is none of, and for pictures that cannot be seen."""
         if request.request_type == "loglikelihood":
             self._scorable(*cast(tuple[str, str], request.args))
+        elif request.request_type == "generate_until":
+            self._pictures.check(request)
+            self._prompt(request, _settings(_generation_options(request)))
 
     def _scorable(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         before, after = self._in_tokens(context, continuation)
@@ -269,10 +206,13 @@ class HarnessModel(TemplateLM):
     def _generate(self, requests: list[Instance]) -> list[str]:
         if self._unstacked is None:
             self._unstacked = unstacked(self._model)
-        prompts = [self.tok_encode(request.args[0]) for request in requests]
         settings = [_settings(_generation_options(request)) for request in requests]
+        prompts = []
+        for request, wanted in zip(requests, settings, strict=True):
+            with naming(self._pictures.name_of(request)):
+                prompts.append(self._prompt(request, wanted))
         groups: dict[GenerateSpec, list[int]] = {}
-        for index in sorted(range(len(requests)), key=lambda index: -len(prompts[index])):
+        for index in sorted(range(len(requests)), key=lambda index: -len(prompts[index].ids)):
             groups.setdefault(settings[index], []).append(index)
         texts: dict[int, str] = {}
         # As `moe-jax generate`, which knows besides whether the model was trained here.
@@ -282,21 +222,36 @@ class HarnessModel(TemplateLM):
         eos_ids = tuple(dict.fromkeys((*self._eos_ids, *ends)))
         self._progress("generating", 0, len(requests))
         for wanted, indices in groups.items():
-            room = self.max_length - wanted.max_new_tokens
-            if room < 1:
-                raise InputError(f"{wanted.max_new_tokens:,} tokens to generate do not fit into {self.max_length:,}")
             for start in range(0, len(indices), self.batch_size):
                 chunk = indices[start : start + self.batch_size]
                 self._key, key = jax.random.split(self._key)
-                ids = [prompts[index][-room:] or [self.prefix_token_id] for index in chunk]
+                ids = [prompts[index].ids for index in chunk]
+                slots = [prompts[index].slots for index in chunk]
+                pictures = self._pictures.seen([requests[index] for index in chunk], slots)
                 made = [StreamedText(self._tokens.decode, wanted.stops, eos_ids=eos_ids) for _ in ids]
-                for _ in stream_texts(self._unstacked, ids, wanted, made, key=key, eos_ids=eos_ids):
+                for _ in stream_texts(self._unstacked, ids, wanted, made, key=key, eos_ids=eos_ids, pictures=pictures):
                     pass
                 for index, one in zip(chunk, made, strict=True):
                     texts[index] = one.text
-                    self._keep("generate_until", requests[index].args, one.text)
+                    self._keep("generate_until", self._pictures.key_of(requests[index]), one.text)
                 self._progress("generating", len(texts), len(requests))
         return [texts[index] for index in range(len(requests))]
+
+    def _prompt(self, request: Instance, wanted: GenerateSpec) -> Prompt:
+        """Returns the tokens of a request for a text, without the beginning of one that does not fit."""
+        room = self.max_length - wanted.max_new_tokens
+        if room < 1:
+            raise InputError(f"{wanted.max_new_tokens:,} tokens to generate do not fit into {self.max_length:,}")
+        if not is_about_pictures(request):
+            ids = self.tok_encode(request.args[0])[-room:] or [self.prefix_token_id]
+            return Prompt(ids, [0] * len(ids))
+        prompt = self._pictures.prompt(request, begins=not self._has_bos(request.args[0]))
+        if len(prompt.ids) > room:
+            raise BadDocument(
+                f"its prompt of {len(prompt.ids):,} tokens, its pictures included, does not fit into {room:,}, which "
+                f"{wanted.max_new_tokens:,} tokens of an answer leave"
+            )
+        return prompt
 
     def _answered(self, kind: str, requests: list[Instance], make: Callable[[list[Instance]], list[Any]]) -> list[Any]:
         """Returns the stored answers, and new ones to the other requests."""
@@ -316,7 +271,7 @@ class HarnessModel(TemplateLM):
 
     def _kept(self, kind: str, request: Instance) -> Answer | None:
         assert self._cache is not None
-        return None if _is_random(kind, request) else self._cache.find(kind, request.args)
+        return None if _is_random(kind, request) else self._cache.find(kind, self._pictures.key_of(request))
 
     def _shared(self, kind: str, requests: list[Instance], make: Callable[[list[Instance]], list[Any]]) -> list[Any]:
         """Returns answers that all processes make together.
@@ -336,7 +291,7 @@ class HarnessModel(TemplateLM):
                 answers[part :: self._parts] = [tuple(one) if isinstance(one, list) else one for one in found]
                 if is_first_process() and part:
                     for request, answer in zip(asked[part :: self._parts], found, strict=True):
-                        self._keep(kind, request.args, answer)
+                        self._keep(kind, self._pictures.key_of(request), answer)
             made += answers
         return made
 
@@ -345,10 +300,18 @@ class HarnessModel(TemplateLM):
             self._cache.keep(kind, request, answer)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Returns a conversation as the model's text; one to be continued ends with the assistant's own words."""
+        """Returns a conversation as the model's text; one to be continued ends with the assistant's own words.
+
+        Messages of a model that sees may show pictures, at `<image>`.
+        """
         if self._template is None:
             self._template = load_chat_template(self._tokens.path)
-        text = self._template(chat_history, add_generation_prompt=add_generation_prompt)
+        messages: Sequence[Mapping[str, Any]] = chat_history
+        shows = self._model.config.vision is not None and self._template.takes_parts and has_pictures(messages)
+        if shows:
+            marks = sum(one["content"].count(MARK) for one in chat_history)
+            messages, _ = with_pictures(messages, [ANY_PICTURE] * marks, as_parts=True)
+        text = self._template(messages, add_generation_prompt=add_generation_prompt, pictures=shows)
         if add_generation_prompt:
             return text
         last = chat_history[-1]["content"].strip()
@@ -370,8 +333,7 @@ class HarnessModel(TemplateLM):
 
 def _generation_options(request: Instance) -> dict[str, Any]:
     """Returns the `generation_kwargs` of a request for a text."""
-    _, wanted = cast(tuple[str, dict[str, Any]], request.args)
-    return wanted
+    return cast(tuple[Any, ...], request.args)[1]
 
 
 def _is_random(kind: str, request: Instance) -> bool:

@@ -17,6 +17,7 @@ from moe_jax.core.errors import InputError, clipped, first_sentence, nearest, sh
 from moe_jax.core.template_sandbox import Template
 from moe_jax.files.regular_files import read_regular
 from moe_jax.files.storage_path import nearest_path
+from moe_jax.harness.pictures.scoring import SETS
 
 SHIPPED = Path(__file__).parent / "tasks"
 """The task files that come with the library."""
@@ -32,21 +33,24 @@ _REFUSED = {
     "process_docs": f"names a function, {_EXECUTES}",
     "process_results": f"names a function, {_EXECUTES}",
     "use_prompt": "takes its prompt from a file of another library",
-    "doc_to_image": "is about images, which are not supported",
     "doc_to_audio": "is about sounds, which are not supported",
     "doc_to_decontamination_query": "is about decontamination, which is not supported",
 }
 _TASK_KEYS = (
     "task", "task_alias", "tag", "include", "dataset_path", "dataset_name", "dataset_kwargs", "training_split",
-    "validation_split", "test_split", "fewshot_split", "doc_to_text", "doc_to_target", "doc_to_choice", "unsafe_code",
-    "description", "target_delimiter", "fewshot_delimiter", "fewshot_config", "num_fewshot", "metric_list",
-    "output_type", "generation_kwargs", "repeats", "filter_list", "should_decontaminate", "gen_prefix", "metadata",
+    "validation_split", "test_split", "fewshot_split", "doc_to_text", "doc_to_target", "doc_to_choice", "doc_to_image",
+    "unsafe_code", "description", "target_delimiter", "fewshot_delimiter", "fewshot_config", "num_fewshot",
+    "metric_list", "output_type", "generation_kwargs", "repeats", "filter_list", "should_decontaminate", "gen_prefix",
+    "metadata",
 )  # fmt: skip
 _GROUP_KEYS = ("group", "group_alias", "task", "aggregate_metric_list", "metadata", "tag", "include")
 _FEWSHOT_KEYS = (
     "sampler", "split", "fewshot_indices", "samples", "doc_to_text", "doc_to_choice", "doc_to_target", "gen_prefix",
     "fewshot_delimiter", "target_delimiter",
 )  # fmt: skip
+_JSON_KEYS = ("data_files", "annotations", "scoring", "image_folder", "image_aspect")
+ASPECTS = ("pad", "square")
+"""How pictures that are no squares become some: padded, or resized and cut; LLaVA's words."""
 _FILTERS = (
     "regex", "regex_pos", "multi_choice_regex", "remove_whitespace", "lowercase", "uppercase", "map", "take_first",
     "take_first_k", "majority_vote",
@@ -190,6 +194,7 @@ def _checked_task(config: dict[str, Any], file: Path, data: Path | None) -> dict
     _check_keys(fewshot, _FEWSHOT_KEYS, "fewshot_config")
     _check_metrics(config.get("metric_list") or [])
     _check_filters(config.get("filter_list") or [])
+    _check_pictures(config)
     checked = {key: value for key, value in config.items() if key != "tag"}
     return checked | _dataset(config, file, data)
 
@@ -233,6 +238,18 @@ def _check_filters(filters: Any) -> None:
                 raise InputError(f"{shown(one['function'])} is no filter that a task file may have: {known}")
 
 
+def _check_pictures(config: Mapping[str, Any]) -> None:
+    named = config.get("doc_to_image")
+    if named is None:
+        return
+    if not isinstance(named, str | list) or not named or not all(isinstance(one, str) and one for one in named):
+        raise InputError(f"doc_to_image {shown(named)}: expected the name of a field, or a template, or a list of them")
+    if config.get("output_type", "generate_until") != "generate_until":
+        raise InputError("doc_to_image: only what is written about pictures is evaluated (output_type: generate_until)")
+    if config.get("num_fewshot"):
+        raise InputError("num_fewshot: examples before a question have no pictures here")
+
+
 def _entries(value: Any, what: str, key: str) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(one, dict) and isinstance(one.get(key), str) for one in value):
         raise InputError(f"{what}: {shown(value)}: expected a list of mappings with {key!r}")
@@ -251,7 +268,7 @@ def _dataset(config: Mapping[str, Any], file: Path, data: Path | None) -> dict[s
             raise InputError(f"dataset_path {shown(path)}: of local data only 'json' with data_files is read")
         _check_keys(kwargs, ("trust_remote_code", "revision"), "dataset_kwargs of a data set on the Hub")
         return {"dataset_kwargs": {key: value for key, value in kwargs.items() if key == "revision"}}
-    _check_keys(kwargs, ("data_files",), "dataset_kwargs of 'json'")
+    _check_keys(kwargs, _JSON_KEYS, "dataset_kwargs of 'json'")
     files = kwargs.get("data_files")
     if isinstance(files, str):
         files = {"train": files}
@@ -263,7 +280,38 @@ def _dataset(config: Mapping[str, Any], file: Path, data: Path | None) -> dict[s
             raise InputError(f"{key} {shown(config[key])} is none of the splits of data_files: {', '.join(splits)}")
     if config.get("test_split") is None and config.get("validation_split") is None:
         raise InputError("neither test_split nor validation_split says what is evaluated")
-    return {"dataset_kwargs": {"data_files": splits}}
+    return {"dataset_kwargs": {"data_files": splits} | _about_pictures(config, kwargs, data or file.parent)}
+
+
+def _about_pictures(config: Mapping[str, Any], kwargs: Mapping[str, Any], beginning: Path) -> dict[str, Any]:
+    """Returns what data say of their pictures and of how answers are scored, with whole paths."""
+    found: dict[str, Any] = {}
+    scoring, aspect, folder = (kwargs.get(key) for key in ("scoring", "image_aspect", "image_folder"))
+    if scoring is not None:
+        if not isinstance(scoring, str) or scoring not in SETS:
+            raise InputError(
+                f"scoring {shown(scoring)}{nearest(str(scoring), list(SETS))}: known are {', '.join(SETS)}"
+            )
+        if config.get("metric_list") or config.get("doc_to_choice"):
+            raise InputError("scoring says how answers are scored: metric_list and doc_to_choice do not go with it")
+        found["scoring"] = scoring
+    if aspect is not None:
+        if aspect not in ASPECTS:
+            raise InputError(f"image_aspect {shown(aspect)}: expected {' or '.join(ASPECTS)}")
+        found["image_aspect"] = aspect
+    if folder is not None:
+        if not isinstance(folder, str):
+            raise InputError(f"image_folder {shown(folder)}: expected a path")
+        found["image_folder"] = str(beginning / Path(folder).expanduser())
+    given = kwargs.get("annotations")
+    files = {"": given} if isinstance(given, str) else {} if given is None else given
+    if not isinstance(files, dict) or not all(isinstance(one, str) for pair in files.items() for one in pair):
+        raise InputError(f"annotations {shown(given)}: expected a file, or files by name")
+    if files and scoring is None:
+        raise InputError("annotations go with scoring, which reads them")
+    if files:
+        found["annotations"] = {name: str(beginning / Path(one).expanduser()) for name, one in files.items()}
+    return found
 
 
 def is_local(config: Mapping[str, Any]) -> bool:

@@ -16,13 +16,16 @@ from typing import Any
 
 from moe_jax.core.bad_documents import Skipped
 from moe_jax.core.errors import InputError, first_sentence, nearest, shown
-from moe_jax.core.template_sandbox import Template
+from moe_jax.data.chat_template import SHIPPED as TEMPLATES
+from moe_jax.data.chat_template import ChatTemplate, template_file
 from moe_jax.harness.documents import (
     LocalData,
     document_errors,
     good_documents,
     keep_good_examples,
 )
+from moe_jax.harness.pictures.scoring import scoring_keys
+from moe_jax.harness.pictures.task_pictures import PicturesOf
 from moe_jax.harness.task_files import SHIPPED, TaskFolder, is_local, read_task_folder
 
 # As in lm-eval: equal examples before a question, and equal resampling, give equal figures.
@@ -77,9 +80,10 @@ def load_tasks(names: Sequence[str], known: TaskFolder, skipped: Mapping[str, Sk
         options = [*known.names(), *theirs]
         raise InputError(f"unknown task {shown(name)}{nearest(name, options)}; here are {', '.join(known.names())}")
     skipped = collections.defaultdict(Skipped) if skipped is None else skipped
-    data = {name: LocalData(known.tasks[name], skipped[name]) for name in needed & known.tasks.keys()
+    configs = {name: _with_functions(known.tasks[name]) for name in known.tasks}
+    data = {name: LocalData(configs[name], skipped[name]) for name in needed & known.tasks.keys()
             if is_local(known.tasks[name])}  # fmt: skip
-    configs = known.tasks | {name: _with_data(known.tasks[name], local) for name, local in data.items()}
+    configs |= {name: _with_data(configs[name], local) for name, local in data.items()}
     for kind, described in ((Kind.TASK, configs), (Kind.GROUP, known.groups)):
         manager.task_index.update({name: Entry(name, kind, None, config) for name, config in described.items()})
     on_hub = sorted(needed - data.keys() - known.groups.keys())
@@ -90,6 +94,17 @@ def load_tasks(names: Sequence[str], known: TaskFolder, skipped: Mapping[str, Sk
         # It does not belong to the description of a task in the results.
         task.set_config("custom_dataset", None)
     return loaded | {"places": {name: local.places for name, local in data.items()}}
+
+
+def _with_functions(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns a config with functions of this library for what a task file only names."""
+    scoring = (config.get("dataset_kwargs") or {}).get("scoring")
+    images = config.get("doc_to_image")
+    return {
+        **config,
+        **({} if images is None else {"doc_to_image": PicturesOf(images)}),
+        **({} if scoring is None else scoring_keys(scoring)),
+    }
 
 
 def _with_data(config: dict[str, Any], local: LocalData) -> dict[str, Any]:
@@ -129,6 +144,12 @@ def evaluate_tasks(
         own = task.get_config("num_fewshot")
         task.set_config("num_fewshot", own or 0 if num_fewshot is None or own == 0 else num_fewshot)
         task.set_fewshot_seed(seed=_SEED)
+        if getattr(task, "MULTIMODAL", False) and task.get_config("num_fewshot"):
+            raise InputError(
+                f"{task.config.task}: examples before a question have no pictures here; give no num_fewshot"
+            )
+        if not apply_chat_template:
+            _write_conversation(task)
     skipped = collections.defaultdict(Skipped) if skipped is None else skipped
     began = time.time()
     chat: dict[str, Any] = {"apply_chat_template": apply_chat_template, "fewshot_as_multiturn": apply_chat_template}
@@ -149,6 +170,20 @@ def evaluate_tasks(
         found = lm_eval.evaluator.evaluate(lm=model, task_dict=given, **which, **chat)
     assert found is not None
     return dict(found) | {"date": began, "lm_eval_version": importlib.metadata.version("lm_eval")}
+
+
+def _write_conversation(task: Any) -> None:
+    """Makes the prompts of a task turns of a conversation, in the chat template of ours that its metadata names."""
+    name, turn = (task.get_config("metadata") or {}).get("conversation"), task.get_config("doc_to_text")
+    if name is None:
+        return
+    known = sorted(file.stem for file in TEMPLATES.glob("*.jinja"))
+    if name not in known or not isinstance(turn, str):
+        raise InputError(f"{task.config.task}: metadata.conversation {shown(name)}: expected {' or '.join(known)}")
+    template = ChatTemplate(template_file(name).read_text(encoding="utf-8"))
+    mark = "(turn)"
+    text = template([{"role": "user", "content": mark}], add_generation_prompt=True)
+    task.set_config("doc_to_text", text.replace(mark, f"{{{{ {turn} }}}}" if turn in task.features else turn))
 
 
 def _check_fewshot(name: str, task: Any) -> None:
@@ -260,37 +295,3 @@ def _reaches_hub(endpoint: str) -> bool:
             return True
     except OSError:
         return False
-
-
-ONLY_WRITTEN = "bypass"
-"""lm-eval's name for the metric of tasks that are not judged."""
-
-
-def samples_of(results: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-    """Yields a line for every example of the tasks that describe their samples, of what `evaluate_tasks` returned."""
-    for name, config in results["configs"].items():
-        templates = (config.get("metadata") or {}).get("samples")
-        if templates is None:
-            continue
-        if not isinstance(templates, dict) or not all(isinstance(one, str) for one in templates.values()):
-            raise InputError(f"{name}: metadata.samples {shown(templates)}: expected a template for every key")
-        for sample in results["samples"][name]:
-            text = sample["resps"][0][0]
-            try:
-                yield {
-                    str(key): Template(template, of_task=True).render({**sample["doc"], "completion": text}).text
-                    for key, template in templates.items()
-                }
-            except Exception as error:  # a template can do anything that raises
-                raise InputError(f"{name}: metadata.samples fails: {first_sentence(error)}") from None
-
-
-def without_unjudged(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the results without the figure that lm-eval gives tasks that nobody judged."""
-    kept = {
-        name: {
-            key: value for key, value in figures.items() if key.split(",")[0].removesuffix("_stderr") != ONLY_WRITTEN
-        }
-        for name, figures in results["results"].items()
-    }
-    return {**results, "results": kept}

@@ -1,0 +1,1 @@
+"""Questions about pictures: where the pictures come from, and the sets that models are compared on."""
