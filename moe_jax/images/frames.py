@@ -14,9 +14,14 @@ def has_more_frames(picture: Image.Image, data: bytes) -> bool:
       picture: opened and not yet read.
       data: the bytes of its file.
     """
+    if picture.format == "GIF":
+        return _gif_has_more(data)
+    # Those behind a photograph, in one JPEG, are smaller copies of it or another eye's.
+    if picture.format == "MPO":
+        return False
     # Of a TIFF, this is whether its first page names another, and chains of pages are not followed; of WebP and PNG, a
     # number in their headers.
-    return _gif_has_more(data) if picture.format == "GIF" else bool(getattr(picture, "is_animated", False))
+    return bool(getattr(picture, "is_animated", False))
 
 
 def _gif_has_more(data: bytes) -> bool:

@@ -155,6 +155,14 @@ def test_pictures_of_one_frame_are_not_remarked_on():
         said.clear()
 
 
+def test_a_photograph_with_a_small_copy_behind_it_is_one_picture():
+    said: list[str] = []
+    both = written(RGB, "MPO", save_all=True, append_images=[RGB.resize((4, 4))])
+    pixels = decode_picture(both, "x", remark=said.append)
+    np.testing.assert_array_equal(pixels, decode_picture(written(RGB, "JPEG"), "x"))
+    assert Image.open(io.BytesIO(both)).format == "MPO" and not said
+
+
 def pages_in_a_ring() -> bytes:
     """A TIFF whose last page names the first as the one behind it."""
     data = bytearray(written(RGB, "TIFF", save_all=True, append_images=[SECOND]))

@@ -14,6 +14,12 @@ SIDE = 12
 """Of a picture, in pixels: 3 x 3 patches."""
 FEATURES = 9
 """Tokens of a picture."""
+BANKS: dict[str, dict[str, Any]] = {
+    "vanilla": {},
+    "low-rank": {"delta": "low-rank:2"},
+    "sparse": {"delta": "sparse:0.9"},
+}
+"""Options of `upcycle` by how experts are stored."""
 
 
 def tower_config(

@@ -163,6 +163,7 @@ TILED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "smolvlm-moe": ("SmolVLM", "qwen3_moe", {"of_text": {"router_aux_loss_coef": 0.0}, "scale_factor": 4}),
     "smolvlm-tied": ("SmolVLM", "qwen2", {"tie_word_embeddings": True}),
     "smolvlm-stablelm": ("SmolVLM", "stablelm", {}),
+    "smolvlm-gemma": ("SmolVLM", "gemma2", {}),
 }
 """Name: the model, its language model, and what else is said."""
 

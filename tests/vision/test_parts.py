@@ -20,7 +20,7 @@ from moe_jax.peft.trained import trainable_paths, trained_groups
 from tests.support.dense_models import dense_config, random_leaves
 from tests.support.moe_models import MemorySource
 from tests.support.numerics import logits_of
-from tests.support.seeing_models import clip_large, picture_batch, pictures, seeing, tower_config
+from tests.support.seeing_models import BANKS, clip_large, picture_batch, pictures, seeing, tower_config
 from tests.support.tiers import one_in
 
 CONFIG = seeing(dense_config(num_layers=2))
@@ -71,9 +71,6 @@ def test_a_streamed_model_sees_what_the_decoder_sees(features):
     assert any("tower/layers/2" in path for path in read) == (-1 in features)
 
 
-BANKS = {"vanilla": {}, "low-rank": {"delta": "low-rank:2"}, "sparse": {"delta": "sparse:0.9"}}
-
-
 @one_in(3)
 @pytest.mark.parametrize("bank", BANKS)
 def test_an_upcycled_model_begins_as_the_dense_one_with_pictures_too(dense, bank):
@@ -81,7 +78,8 @@ def test_an_upcycled_model_begins_as_the_dense_one_with_pictures_too(dense, bank
     assert moe.config.vision == CONFIG.vision and of_eye(moe) == of_eye(dense)
     measured = moe.lineage[-1]["measured"]
     assert measured["step0_max_abs_difference"] <= measured["step0_allowed"]
-    # Products of experts add up in another order than that of one FFN; what pictures become is the same to the bit.
+    # Products of whole experts add up in another order than that of one FFN, see test_step0_bits; what pictures become
+    # is the same to the bit.
     pixels = pictures(2, 1)
     np.testing.assert_array_equal(moe.decoder.see(pixels), dense.decoder.see(pixels))
     np.testing.assert_allclose(pictured(moe), pictured(dense), atol=measured["step0_allowed"])

@@ -16,13 +16,14 @@ from moe_jax.distributed import own_rules
 from moe_jax.distributed.sharding import leaf_spec
 from moe_jax.model_io.loading import load_model, model_leaves
 from moe_jax.models import config_from_json, config_to_json
-from moe_jax.nn.projector import STEPS, tokens_per_picture
+from moe_jax.nn.projector import STEPS, make_projector, tokens_per_picture
 from tests.support.dense_models import dense_config, random_leaves
 from tests.support.moe_models import MemorySource
 from tests.support.numerics import logits_of
 from tests.support.seeing_models import picture_batch, seeing
 from tests.support.tiers import long
 
+FLOAT = jnp.dtype("float32")
 NAME = "tests.vision.test_parts_toy_step:Halved"
 
 
@@ -69,6 +70,20 @@ def test_it_is_a_part_of_the_config_and_has_its_place_on_a_mesh(model):
         moe_jax.Decoder(seeing(dense_config(), projector=("linear", "my_lab:Halved")), rngs=nnx.Rngs(0))
     with pytest.raises(InputError, match="unknown projector step 'pol'.*'pool'"):
         moe_jax.Decoder(seeing(dense_config(), projector=("linear", "pol:2")), rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("eps", ["x", "0", "-1", "nan", "inf", "2"])
+def test_an_epsilon_that_is_none_is_refused(eps):
+    with pytest.raises(InputError, match=f"'norm:{eps}'"):
+        tokens_per_picture(seeing(dense_config(), projector=(f"norm:{eps}", "linear")).vision, 16)
+
+
+def test_a_norm_has_the_epsilon_that_it_names():
+    for step, eps in (("norm", 1e-5), ("norm:1e-06", 1e-6), ("norm:0.5", 0.5)):
+        config = seeing(dense_config(), projector=(step, "linear")).vision
+        assert config.tower.norm_eps == 1e-5
+        made = nnx.eval_shape(lambda config=config: nnx.List(make_projector(config, 16, rngs=nnx.Rngs(0), dtype=FLOAT)))
+        assert made[0].eps == eps
 
 
 def trained(model, **more):

@@ -5,10 +5,10 @@ and so finds that of a neighbour for some patches of some grids, such as 25 x 25
 On those of published models, 27 x 27 and 32 x 32, it finds the same.
 """
 
-import dataclasses
 from typing import Any
 
 from moe_jax.conversion.config_keys import HFConfig
+from moe_jax.conversion.families.family import Family
 from moe_jax.conversion.families.towers import SIGLIP
 from moe_jax.conversion.families.usual_tower import HALF, read_tower, squashed, tower_ffn
 from moe_jax.models import ModelConfig
@@ -22,15 +22,13 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     return {key: value for key, value in SIGLIP.write(config).items() if key != "vision_use_head"}
 
 
-SMOLVLM_VISION = dataclasses.replace(
-    SIGLIP,
+SMOLVLM_VISION = Family(
     name="smolvlm_vision",
     architecture="SmolVLMVisionTransformer",
     defaults={**SIGLIP.defaults, "hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32},
     read=_read,
     write=_write,
-    harmless=(),
-    optional_prefix="",
-    within=None,
+    table=SIGLIP.table,
+    shapes=SIGLIP.shapes,
     processing=lambda side: squashed(side, HALF, HALF, resample="lanczos"),
 )

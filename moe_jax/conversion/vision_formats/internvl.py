@@ -3,7 +3,7 @@
 Its processor cuts a picture into tiles, each of which is a picture to the model. They are not made here.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from moe_jax.conversion.config_keys import HFConfig
@@ -15,6 +15,7 @@ from moe_jax.conversion.vision_formats.usual_format import (
     read_activation,
     read_parts,
     with_head,
+    with_tie,
 )
 from moe_jax.conversion.vision_formats.vision_format import Parts, VisionFormat, without_final_norm
 from moe_jax.core.errors import InputError, shown
@@ -57,13 +58,6 @@ def _side(keys: HFConfig) -> int:
 def _whole(processing: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the keys of an image processor that makes one tile of a picture."""
     return {key: value for key, value in processing.items() if key not in _TILES}
-
-
-def _completed(data: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
-    """Returns the keys of a config.json, which leaves out whether the head is the embedding, with what tensors say."""
-    if "tie_word_embeddings" in data or not tensors:
-        return data
-    return {**data, "tie_word_embeddings": not any(name.endswith("lm_head.weight") for name in tensors)}
 
 
 def _write(config: ModelConfig, vision: VisionConfig, text: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
@@ -127,7 +121,7 @@ INTERNVL = VisionFormat(
     processor=_processor,
     other_names=OTHER_NAMES,
     harmless=("vocab_size", "pad_token_id"),
-    completed_by_names=_completed,
+    completed_by_names=with_tie,
     image_processor=_image_processor,
     note="its tiles are not made: a picture is one tile, the whole of it",
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.table import Row, Table
-from moe_jax.conversion.vision_formats.usual_format import pixel_shuffle, read_parts, with_head
+from moe_jax.conversion.vision_formats.usual_format import pixel_shuffle, read_parts, with_head, with_tie
 from moe_jax.conversion.vision_formats.vision_format import Parts, VisionFormat
 from moe_jax.core.errors import InputError, shown
 from moe_jax.images.processing import write_processing
@@ -17,6 +17,8 @@ from moe_jax.models import ImageProcessing, ModelConfig, VisionConfig
 
 _TILES = ("do_image_splitting", "do_pad", "max_image_size", "return_row_col_info", "size", "video_sampling")
 
+# The side of a tile, in pixels, of a processor whose file leaves it out.
+_TILE = 364
 # What published configs hold and no code of Transformers reads.
 _NOTES = (
     "use_reentrant_checkpointing",
@@ -49,12 +51,14 @@ def _read(keys: HFConfig, parts: Parts) -> ModelConfig:
         placeholder=keys.integer("image_token_id"),
         foreign=keys.unread_keys(),
     )
-    return with_head(text, vision, tied=text.tie_embeddings or keys.flag("tie_word_embeddings"))
+    whole = keys.flag("tie_word_embeddings")
+    # Of what both say, Transformers 5 looks at the whole, and older releases at the language model.
+    return with_head(text, vision, tied=whole if keys.given("tie_word_embeddings") else text.tie_embeddings)
 
 
 def _whole(processing: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the keys of an image processor that makes the last tile alone, of the whole picture."""
-    largest = processing.get("max_image_size")
+    largest = processing.get("max_image_size", {"longest_edge": _TILE})
     side = largest.get("longest_edge") if isinstance(largest, Mapping) else largest
     rest = {key: value for key, value in processing.items() if key not in _TILES}
     return {"resample": 1, **rest, "size": {"height": side, "width": side}}
@@ -114,6 +118,7 @@ SMOLVLM = VisionFormat(
     projector=_projector,
     processor=_processor,
     harmless=("vocab_size", "pad_token_id", "use_cache", *_NOTES),
+    completed_by_names=with_tie,
     image_processor=_image_processor,
     note="its tiles are not made: a picture is one tile, the whole of it",
 )

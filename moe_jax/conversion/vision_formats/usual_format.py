@@ -1,6 +1,8 @@
 """Shared by formats of models that see whose language model and tower have configs of their own."""
 
 import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from moe_jax.conversion.config_keys import HFConfig
 from moe_jax.conversion.families.usual import ACTIVATIONS
@@ -35,6 +37,13 @@ def read_activation(keys: HFConfig) -> str:
         known = ", ".join(ACTIVATIONS)
         raise InputError(f"config.json: unknown projector_hidden_act {shown(activation)}; known: {known}")
     return ACTIVATIONS[activation]
+
+
+def with_tie(data: Mapping[str, Any], tensors: Collection[str]) -> Mapping[str, Any]:
+    """Returns the keys of a config.json, which leaves out whether the head is the embedding, with what tensors say."""
+    if "tie_word_embeddings" in data or not tensors:
+        return data
+    return {**data, "tie_word_embeddings": not any(name.endswith("lm_head.weight") for name in tensors)}
 
 
 def with_head(text: ModelConfig, vision: VisionConfig, *, tied: bool) -> ModelConfig:
