@@ -184,12 +184,15 @@ def shipped_recipes() -> dict[str, Path]:
 def shipped_config(named: Path, model: str) -> Path | None:
     """Returns the config that comes with a shipped recipe, where the `model` that the recipe names is not there.
 
-    It says enough to plan a step, or to compile one, before there are any weights.
+    It says enough to plan a step, or to compile one, before there are any weights. It has the name of the model, or
+    that of the recipe, where the model is what another run left.
     """
     recipe = recipe_file(named)
-    config = recipe.parent / "configs" / f"{Path(model).name}.json"
-    is_shipped = recipe.name.removesuffix(".toml") in shipped_recipes()
-    return config if is_shipped and config.is_file() and not Path(model).exists() else None
+    stem = recipe.name.removesuffix(".toml")
+    if stem not in shipped_recipes() or Path(model).exists():
+        return None
+    configs = (recipe.parent / "configs" / f"{name}.json" for name in (Path(model).name, stem))
+    return next((config for config in configs if config.is_file()), None)
 
 
 def recipe_file(named: Path) -> Path:

@@ -1,5 +1,7 @@
 """Features of pictures are tokens to the routers: balance, loads and capacity count them."""
 
+import types
+
 import jax
 import numpy as np
 import pytest
@@ -7,10 +9,13 @@ from flax import nnx
 
 from moe_jax.model_io.loading import load_model
 from moe_jax.nn.moe import stats_per_layer
+from moe_jax.training.in_memory_training import train_on_batches
+from moe_jax.training.recipe import MeshSection, TrainSection
 from tests.support.dense_models import random_leaves
 from tests.support.moe_models import MemorySource
 from tests.support.seeing_models import FEATURES, picture_batch, pictures, seeing
-from tests.support.training_models import config_of, moe
+from tests.support.tiers import long
+from tests.support.training_models import config_of, moe, recipe_of
 
 LENGTH, PLACES = 20, ((2,), (0, 10), ())
 CONFIG = seeing(config_of(moe(balance_choices="first", capacity_factor=0.6, capacity_rows=3)))
@@ -61,3 +66,25 @@ def test_features_take_room_of_a_capacity(computed):
     capacity = int(np.ceil(3 * LENGTH / 4 * 0.6 * 2))
     kept = np.bincount(np.asarray(limited.experts)[np.asarray(limited.experts) >= 0], minlength=4)
     assert kept.max() <= capacity and float(stats.dropped) > 0
+
+
+@long
+def test_a_capacity_of_rows_is_the_same_over_a_mesh():
+    def trained(axes, accumulation=1):
+        recipe = recipe_of(
+            seq_len=LENGTH,
+            mesh=MeshSection(**({"fsdp": 1} | axes)),
+            train=TrainSection(steps=2, batch_size=8, accumulation=accumulation),
+        )
+        devices, found = jax.devices()[: int(np.prod(list(axes.values()), dtype=int))], []
+        batches = [picture_batch(config, LENGTH, *PLACES * 2, (1,), (), seed=seed) for seed in range(2)]
+        note = lambda record: found.append([record["loss"], record["aux_loss"], record["dropped"]["0"]])  # noqa: E731
+        source = types.SimpleNamespace(config=config)
+        train_on_batches(recipe, source, batches, devices=devices, on_step=note)
+        return np.array(found)
+
+    config = seeing(config_of(moe(balance_choices="first", capacity_factor=0.6, capacity_rows=2)))
+    expected = trained({})
+    assert expected[:, 2].min() > 0.01
+    np.testing.assert_allclose(trained({"fsdp": 2, "expert": 2, "tensor": 2}), expected, atol=1e-4)
+    np.testing.assert_allclose(trained({"data": 2, "sequence": 2}), expected, atol=1e-4)
