@@ -179,6 +179,19 @@ VISION_TOWER = Table(
     ("tower", "", "pictures", "ms", "Transformers, ms", "speed, of Transformers' (aim 0.85)"),
     ("{}", "{}", "{}", "{:.0f}", "{:.0f}", "{:.2f}"),
 )
+SMALL_WORLD = Table(
+    "answers",
+    ("model", "seed", "right answers, %", "with shuffled pictures, %"),
+    ("{}", "{}", "{:.1f}", "{:.1f}"),
+)
+SMALL_WORLD_KINDS = Table(
+    "kinds",
+    ("model", "seed", "questions", "right, %", "with shuffled pictures, %", "by chance, %"),
+    ("{}", "{}", "{}", "{:.1f}", "{:.1f}", "{:.1f}"),
+)
+SMALL_WORLD_SMALLER = Table(
+    "smaller", ("experts of the vanilla MoE", "seed", "right answers, %"), ("{}", "{}", "{:.1f}")
+)
 FAMILIES_COMPRESSED = Table(
     "compressed and tuned",
     ("family", "", "bytes", "loss before", "after", "exported, in Transformers"),
