@@ -106,7 +106,6 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.compression.alignment.barycenter import Barycenter as Barycenter
     from moe_jax.compression.alignment.barycenter import free_support_barycenter as free_support_barycenter
     from moe_jax.compression.spec import CompressSpec as CompressSpec
-    from moe_jax.conversion.spec import AttachSpec as AttachSpec
     from moe_jax.conversion.spec import ConvertSpec as ConvertSpec
     from moe_jax.conversion.spec import ExportSpec as ExportSpec
     from moe_jax.core.errors import InputError as InputError
@@ -137,6 +136,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.peft.spec import MergeSpec as MergeSpec
     from moe_jax.planning.model_costs import ModelPlan as ModelPlan
     from moe_jax.training.recipe import Recipe as Recipe
+    from moe_jax.upcycling.attach_spec import AttachSpec as AttachSpec
     from moe_jax.upcycling.spec import UpcycleSpec as UpcycleSpec
 
 

@@ -24,7 +24,7 @@ from moe_jax.checks.step0 import ProbeText, has_nf4_kernels
 from moe_jax.conversion.from_hugging_face import convert as _convert
 from moe_jax.conversion.hugging_face_dir import HuggingFaceDirectory
 from moe_jax.conversion.packed_experts import Codes, Packing
-from moe_jax.conversion.spec import AttachSpec, ConvertSpec, ExportSpec
+from moe_jax.conversion.spec import ConvertSpec, ExportSpec
 from moe_jax.conversion.to_hugging_face import Pack
 from moe_jax.conversion.to_hugging_face import export as _export
 from moe_jax.conversion.to_peft import export_peft as _export_peft
@@ -39,6 +39,7 @@ from moe_jax.peft.adapt import adapt as _adapt
 from moe_jax.peft.adapt import adapted_config
 from moe_jax.peft.merge import merge as _merge
 from moe_jax.peft.spec import AdaptSpec, MergeSpec
+from moe_jax.upcycling.attach_spec import AttachSpec
 from moe_jax.upcycling.attached_tower import attach as _attach
 from moe_jax.upcycling.beginnings import Prompt
 from moe_jax.upcycling.dense_to_moe import upcycle as _upcycle

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 import tyro
 
 from moe_jax.commands.options import command_options, given_to
-from moe_jax.conversion.spec import AttachSpec
+from moe_jax.upcycling.attach_spec import AttachSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class _Command:
     model: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="MODEL")]
     """The language model."""
     out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
-    """Where the model directory appears; must not exist."""
+    """Where the model that takes pictures appears; must not exist."""
 
 
 Options = command_options(_Command, AttachSpec)

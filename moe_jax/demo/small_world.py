@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import UInt8
@@ -107,9 +108,14 @@ class Scene:
     seed: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Question:
-    """A question of one of the kinds of `CHANCE`, and the word that answers it."""
+class Question(NamedTuple):
+    """A question on a picture.
+
+    Attributes:
+      kind: one of `CHANCE`, or `caption`.
+      text: the question.
+      answer: a word, or the caption.
+    """
 
     kind: str
     text: str

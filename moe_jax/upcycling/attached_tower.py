@@ -10,7 +10,6 @@ import numpy as np
 from flax import nnx
 
 from moe_jax.conversion.hf_config import usual_processing
-from moe_jax.conversion.spec import AttachSpec
 from moe_jax.conversion.vision_formats.vision_format import without_final_norm
 from moe_jax.core.errors import InputError, shown
 from moe_jax.core.terminal import Progress, no_progress
@@ -23,6 +22,7 @@ from moe_jax.model_io.loading import TOWER, leaf_specs
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig, VisionConfig
 from moe_jax.nn.projector import make_projector, tokens_per_picture
+from moe_jax.upcycling.attach_spec import AttachSpec
 
 PROJECTOR = "vision/projector/"
 """The paths of a projector begin with it, in memory and on disk."""
