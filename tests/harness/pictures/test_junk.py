@@ -4,6 +4,7 @@ import copy
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ def places(value, path=()):
         yield from places(one, (*path, key))
 
 
-def spoilt(value, rng):
+def spoilt(value: Any, rng: random.Random) -> Any:
     """The value with junk in one place, or with something left out."""
     value = copy.deepcopy(value)
     path = rng.choice(list(places(value)))
