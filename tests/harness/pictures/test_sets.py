@@ -134,7 +134,7 @@ def test_no_examples_before_questions(root):
             evaluate_tasks(spoken({"": "x"}), tasks)
 
 
-QUESTION_OF_P1 = {"question_id": "p1"}
+UNKNOWN = {"question_id": "p1", "text": "x"}
 QUESTION = {"id": 1, "image": "a.png", "answer_type": "open",
             "conversations": [{"value": "Where?"}, {"value": "there"}]}  # fmt: skip
 
@@ -154,7 +154,7 @@ QUESTION = {"id": 1, "image": "a.png", "answer_type": "open",
         ("vqav2_val_local", "vqav2/v2_mscoco_val2014_annotations.json", [{"answers": []}], "its 'question_id' None"),
         ("vizwiz_val_local", "vizwiz/val.json", [{"image": "a.png", "question": "x", "answers": []}], "those of 10"),
         ("textvqa_local", "textvqa/TextVQA_0.5.1_val.json", {"data": [{}]}, "expected an image_id"),
-        ("textvqa_local", "textvqa/llava_textvqa_val_v051_ocr.jsonl", ({**QUESTION_OF_P1, "text": "x"},), "no question"),
+        ("textvqa_local", "textvqa/llava_textvqa_val_v051_ocr.jsonl", (UNKNOWN,), "no question that can be told"),
         ("pope_local", "pope/coco/coco_pope_random.json", ({"image": "a.png", "label": "yes"},), "fewer labels"),
         ("pope_local", "pope/llava_pope_test.jsonl", ({"category": "random", "image": "b.png"},), "the same order"),
         ("pope_local", "pope/llava_pope_test.jsonl", ({"category": "rare"},), "its category is 'rare', and there"),
