@@ -12,6 +12,7 @@ Models:
 Verbs, for a model or the path of one; without `out` the result is in memory:
     convert, export         from a Hugging Face checkpoint or a GGUF file, and to one
     upcycle                 an MoE made of a dense model, with the same logits
+    attach                  an image encoder put before a language model, which then takes pictures
     adapt, merge            adapters put beside a frozen model, and folded into its kernels
     train                   a whole run from a recipe, or a model trained on batches in memory
     compress                the experts of a trained MoE made smaller
@@ -21,7 +22,7 @@ Verbs, for a model or the path of one; without `out` the result is in memory:
     plan                    parameters, bytes and FLOP, from a config alone
 
 Options of verbs as one object, in the place of keywords:
-    ConvertSpec, ExportSpec, UpcycleSpec, AdaptSpec, MergeSpec, CompressSpec, GenerateSpec
+    ConvertSpec, ExportSpec, AttachSpec, UpcycleSpec, AdaptSpec, MergeSpec, CompressSpec, GenerateSpec
     Recipe                  of a training run
 
 Results beside models:
@@ -97,6 +98,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.api.model import tiny_model as tiny_model
     from moe_jax.api.train import train as train
     from moe_jax.api.transforms import adapt as adapt
+    from moe_jax.api.transforms import attach as attach
     from moe_jax.api.transforms import convert as convert
     from moe_jax.api.transforms import export as export
     from moe_jax.api.transforms import merge as merge
@@ -104,6 +106,7 @@ with _epy.lazy_api_imports(globals()):
     from moe_jax.compression.alignment.barycenter import Barycenter as Barycenter
     from moe_jax.compression.alignment.barycenter import free_support_barycenter as free_support_barycenter
     from moe_jax.compression.spec import CompressSpec as CompressSpec
+    from moe_jax.conversion.spec import AttachSpec as AttachSpec
     from moe_jax.conversion.spec import ConvertSpec as ConvertSpec
     from moe_jax.conversion.spec import ExportSpec as ExportSpec
     from moe_jax.core.errors import InputError as InputError

@@ -123,7 +123,8 @@ def generate(
     single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int | np.integer | Mapping))
     prompts: list[Any] = [prompt] if single else list(prompt)
     chat = any(is_conversation(one) for one in prompts)
-    results, _ = continue_prompts(model, [prompt_ids(one, model) for one in prompts], spec, chat=chat)
+    sees = bool(spec.images)
+    results, _ = continue_prompts(model, [prompt_ids(one, model, pictures=sees) for one in prompts], spec, chat=chat)
     return results[0] if single else results
 
 
@@ -146,8 +147,8 @@ def continue_prompts(
         tokenizer_of(model, "a stop string", "name tokens that end a text (--stop-ids)")
     stop_ids = (*eos, *wanted.stop_ids)
     decode = None if tokenizer is None else tokenizer.decode
-    befores = [() if model.config.has_encoder else prompt for prompt in prompts]
     given, pictures = see_prompts(model.config, prompts, wanted.images, remark=_note)
+    befores = [() if model.config.has_encoder else prompt for prompt in given]
     texts = [StreamedText(decode, wanted.stops, before, stop_ids) for before in befores]
     decoder, start = model.decoder, time.perf_counter()
     arrivals: list[tuple[float, int]] = []  # when a step came, and for how many rows
@@ -194,11 +195,16 @@ def _speed(arrivals: Sequence[tuple[float, int]]) -> Speed:
     return Speed(sum(counts), times[0], times[-1], rate)
 
 
-def prompt_ids(prompt: Prompt, model: Model) -> list[int]:
-    """Returns the tokens of a prompt of any form that `generate` takes; raises the same errors."""
+def prompt_ids(prompt: Prompt, model: Model, *, pictures: bool = False) -> list[int]:
+    """Returns the tokens of a prompt of any form that `generate` takes; raises the same errors.
+
+    With `pictures`, a text has places for some (`Tokenizer.prompt`).
+    """
     if isinstance(prompt, str):
         tokenizer = tokenizer_of(model, "a text prompt", "give the prompt as token ids (--ids)")
-        return (tokenizer.inputs if model.config.has_encoder else tokenizer.prompt)(prompt).tolist()
+        if model.config.has_encoder:
+            return tokenizer.inputs(prompt).tolist()
+        return tokenizer.prompt(prompt, pictures=pictures and model.config.vision is not None).tolist()
     if is_conversation(prompt):
         tokenizer = tokenizer_of(model, "a conversation", "give the prompt as token ids (--ids)")
         template: Any = load_chat_template(tokenizer.path)

@@ -66,8 +66,7 @@ def train(
         For a model with an encoder they are mappings of `inputs` [B, S] and `targets` [B, T], and perhaps
         `inputs_valid`, false for padding, `segment_ids`, 1 for targets and 0 for padding after them, and `weights`.
         For one that sees they may have `pixels`, uint8 [B, M, H, W, 3], or `features`, and `slots`, as a `Decoder`
-        takes them. All
-        have one shape. Training ends with the batches or after `train.steps`.
+        takes them. All have one shape. Training ends with the batches or after `train.steps`.
       overrides: keys of the recipe with other values, as in `["train.steps=100"]`.
       resume: continue the run in the recipe's run directory; where there is none, a new one starts.
       restart: begin a new run with a checkpoint of another one, `RUN@STEP`. Optimizer and schedule may differ.

@@ -1,4 +1,4 @@
-"""The verbs that make one model from another: upcycle, adapt, merge, convert and export."""
+"""The verbs that make one model from another: upcycle, adapt, merge, attach, convert and export."""
 
 import os
 from collections.abc import Sequence
@@ -22,8 +22,9 @@ from moe_jax.api.model import (
 )
 from moe_jax.checks.step0 import ProbeText, has_nf4_kernels
 from moe_jax.conversion.from_hugging_face import convert as _convert
+from moe_jax.conversion.hugging_face_dir import HuggingFaceDirectory
 from moe_jax.conversion.packed_experts import Codes, Packing
-from moe_jax.conversion.spec import ConvertSpec, ExportSpec
+from moe_jax.conversion.spec import AttachSpec, ConvertSpec, ExportSpec
 from moe_jax.conversion.to_hugging_face import Pack
 from moe_jax.conversion.to_hugging_face import export as _export
 from moe_jax.conversion.to_peft import export_peft as _export_peft
@@ -31,12 +32,14 @@ from moe_jax.core.errors import InputError, shown
 from moe_jax.core.terminal import shows_work
 from moe_jax.evaluation.held_out import read_text
 from moe_jax.files.storage_path import as_path
+from moe_jax.files.tokenizer_files import TOKENIZER
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.peft.adapt import adapt as _adapt
 from moe_jax.peft.adapt import adapted_config
 from moe_jax.peft.merge import merge as _merge
 from moe_jax.peft.spec import AdaptSpec, MergeSpec
+from moe_jax.upcycling.attached_tower import attach as _attach
 from moe_jax.upcycling.beginnings import Prompt
 from moe_jax.upcycling.dense_to_moe import upcycle as _upcycle
 from moe_jax.upcycling.dense_to_moe import upcycled_config
@@ -140,6 +143,51 @@ def merge(model: ModelOrPath, out: OutPath, spec: MergeSpec) -> Model:
     with work_bars() as progress:
         made = _merge(source, target, spec, progress=progress)
     return result(target, model, made)
+
+
+@model_verb(AttachSpec)
+def attach(model: ModelOrPath, out: OutPath, spec: AttachSpec) -> Model:
+    """Puts an image encoder before a language model, which then takes pictures; a projector between them is drawn.
+
+    All weights but the projector's stay as they are, so that texts without pictures get the same logits. What a picture
+    means to the model, the projector has to learn, which `train` does.
+
+        >>> moe_jax.attach(moe_jax.tiny_model(), tower=folder / "nothing")
+        Traceback (most recent call last):
+        FileNotFoundError: no model at ...
+
+    Args:
+      model: a language model, or the path of one.
+      out: where a model directory appears, which must not exist; None: the model stays in memory.
+      spec: the options.
+
+    Returns:
+      The model that sees.
+
+    Raises:
+      FileNotFoundError: if there is nothing at a path.
+      InputError: if the model takes pictures already or has an encoder, the tower is no image encoder, the options do
+        not go with it, the tokenizer has no such placeholder, weights are not finite, or `out` exists.
+    """
+    target, source = destination(out), open_model(model)
+    tower = open_model(os.fspath(spec.tower), towers=True)
+    preprocessor = tower.processing_keys() if isinstance(tower, HuggingFaceDirectory) else None
+    placeholder = _placeholder(source, spec.placeholder)
+    with work_bars() as progress:
+        made = _attach(
+            source, tower, target, spec, preprocessor=preprocessor, placeholder=placeholder, progress=progress
+        )
+    return result(target, model, made)
+
+
+def _placeholder(source: ModelSource, token: str | None) -> int | None:
+    """Returns the id of the token that stands for a picture; None: none was asked for, and the usual one is absent."""
+    if token is None and not any(file.name == TOKENIZER for file in source.tokenizer_files):
+        return None
+    found = tokenizer_of_source(source).id_of(_PICTURE if token is None else token)
+    if found is None and token is not None:
+        raise InputError(f"--placeholder {shown(token)}: the tokenizer has no such token; expected one that it has")
+    return found
 
 
 @model_verb(ConvertSpec)
@@ -253,6 +301,8 @@ def read_prompts(source: ModelSource, texts: Sequence[str]) -> list[Prompt]:
     return prompts
 
 
+# As texts of conversations have it.
+_PICTURE = "<image>"
 # On this a model with NF4 kernels is compared with its source, unless the user names a text.
 _BUILT_IN = "a built-in text"
 _TEXT = """\

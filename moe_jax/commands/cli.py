@@ -30,6 +30,7 @@ from moe_jax.core.interruptions import interruptions, leave_at_once, number_of
 COMMANDS = {
     "convert": "Hugging Face checkpoint or GGUF file to model directory",
     "export": "model directory to Hugging Face checkpoint",
+    "attach": "an image encoder before a language model, which then takes pictures",
     "upcycle": "dense model to Mixture-of-Experts",
     "adapt": "adapters beside a frozen model: PERFT or LoRA",
     "compress": "a trained MoE with smaller experts, by ResMoE and other methods",
@@ -72,7 +73,7 @@ examples:
 _COMPUTING = ("train", "eval", "compress", "generate", "serve", "demo")
 
 # All processes of a job run these commands together. Any other one is run by the first process, and the others wait.
-_OF_ALL_PROCESSES = ("train", "convert", "upcycle", "merge", "compress", "eval", "generate")
+_OF_ALL_PROCESSES = ("train", "convert", "attach", "upcycle", "merge", "compress", "eval", "generate")
 
 # XLA's messages of this kind begin so, whatever the type of the error: JaxRuntimeError or ValueError.
 _STATUS = re.compile(r"(UNKNOWN|UNAVAILABLE|INTERNAL|ABORTED|DEADLINE_EXCEEDED|CANCELLED|FAILED_PRECONDITION): ")

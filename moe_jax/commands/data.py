@@ -106,8 +106,11 @@ def _inspect(task: "Task", options: Options) -> None:
     caption = f"too long: longer than data.seq_len = {task.section.seq_len}, and cut there"
     is_cut = any(source.too_long for source in found)
     table = Table("source", "format", *_COUNTS, caption=caption if is_cut else None)
+    if any(source.pictures for source in found):
+        table.add_column("pictures")
     for source in found:
-        table.add_row(escape(source.path), source.form, *(count(source) for count in _COUNTS.values()))
+        pictures = [f"{source.pictures:,}"] if len(table.columns) > 2 + len(_COUNTS) else []
+        table.add_row(escape(source.path), source.form, *(count(source) for count in _COUNTS.values()), *pictures)
     console.print(table)
 
 

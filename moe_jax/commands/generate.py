@@ -116,7 +116,7 @@ def run(options: _Command) -> None:
     if converses:
         _converse(model, system, wanted)
         return
-    ids = [prompt_ids(prompt, model) for prompt in prompts]
+    ids = [prompt_ids(prompt, model, pictures=bool(wanted.images)) for prompt in prompts]
     # While somebody reads along, the time decides how many tokens are computed at once, which must be the same in all.
     streams = not joined and len(prompts) == 1 and not options.json and (options.stream or sys.stdout.isatty())
     streams = streams and model.tokenizer is not None

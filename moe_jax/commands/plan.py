@@ -304,9 +304,10 @@ def _training(recipe: "Recipe | None", config: "ModelConfig", options: _Command)
     from moe_jax.planning.planned_training import planned_training
 
     teacher = None if recipe.distill is None else read_config(recipe.distill.teacher)
-    return planned_training(
-        recipe, config, platform, compiles=options.compiles, pictures=options.pictures, teacher=teacher
-    )
+    pictures = options.pictures
+    if options.compiles and not pictures and config.vision is not None:
+        pictures = recipe.data.max_pictures or 0
+    return planned_training(recipe, config, platform, compiles=options.compiles, pictures=pictures, teacher=teacher)
 
 
 def _spec(options: _Command) -> UpcycleSpec | AdaptSpec | None:

@@ -45,6 +45,9 @@ class Options:
     --compile-only requires it."""
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """With --compile-only: a config.json (of this library or Hugging Face's) instead of that of the recipe's model."""
+    pictures: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """With --compile-only: pictures in every row of a model that sees; by default data.max_pictures of the recipe. With
+    data.feature_cache they come as features of the tower, which then is not run."""
     json: bool = False
     """With --compile-only: prints JSON and nothing else."""
 
@@ -54,8 +57,10 @@ class Options:
             return
         if self.compile_only != (self.topology is not None):
             raise InputError("--compile-only and --topology go together, as in --compile-only --topology v5e:4x4")
-        if not self.compile_only and (self.json or self.config):
-            raise InputError("--json and --config go with --compile-only")
+        if not self.compile_only and (self.json or self.config or self.pictures is not None):
+            raise InputError("--json, --config and --pictures go with --compile-only")
+        if self.pictures is not None and self.pictures < 0:
+            raise InputError(f"--pictures {self.pictures}: expected a number from 0")
         if self.skip_batches < 0 or (self.skip_batches and self.restart is None):
             raise InputError(f"--skip-batches {self.skip_batches}: expected a number from 0, and --restart with it")
         if self.recipe is None:
@@ -91,7 +96,7 @@ class Options:
 GROUPS = {
     "recipe": ("set", "keys"),
     "runs that were begun": ("resume", "restart", "skip_batches"),
-    "compiling for machines that are not there": ("compile_only", "topology", "config", "json"),
+    "compiling for machines that are not there": ("compile_only", "topology", "config", "pictures", "json"),
 }
 EXAMPLES = """
 moe-jax train recipe.toml --set model.path=moe train.steps=1000
@@ -127,7 +132,8 @@ def run(options: Options) -> int:
         assert file is not None and options.topology is not None
         config = read_config(file)
         teacher = None if recipe.distill is None else read_config(recipe.distill.teacher)
-        report = compile_only(recipe, config, options.topology, teacher=teacher)
+        pictures = recipe.data.max_pictures or 0 if options.pictures is None else options.pictures
+        report = compile_only(recipe, config, options.topology, pictures=pictures, teacher=teacher)
         print_report(report, as_json=options.json)
         check_fits(report)
         return 0

@@ -45,9 +45,11 @@ class _Command:
 
 Options = command_options(_Command, UpcycleSpec)
 GROUPS = {
-    "which layers get experts, and of what form": ("method", "experts", "top_k", "every", "layers", "delta"),
+    "which layers get experts, and of what form": ("method", "experts", "top_k", "every", "first", "layers", "delta"),
     "how a token's experts are weighted": ("gate", "router", "router_bias", "universal", "extended"),
-    "training, kept in the model's config": ("balance_coef", "balance_choices", "z_coef", "cv_coef", "freeze_base"),
+    "training, kept in the model's config": (
+        *("balance_coef", "balance_choices", "z_coef", "cv_coef", "capacity_factor", "capacity_rows", "freeze_base"),
+    ),
     "experts that begin unlike each other": (
         "noise",
         "drop",
@@ -55,6 +57,7 @@ GROUPS = {
         "experts_from",
         "rest_from",
         "router_from",
+        "router_weights",
     ),
     "of --method pesc": ("adapter", "scale", "rest"),
 }

@@ -16,6 +16,7 @@ from moe_jax.models import ImageProcessing, ModelConfig
 _NOT_COMPARED = {
     *("family", "foreign", "dtype", "balance_coef", "z_coef", "cv_coef", "balance_over", "balance_choices"),
     "capacity_factor",
+    "capacity_rows",
 }
 
 
@@ -96,6 +97,11 @@ def _processing(
         return given
     if given is not None:
         return read_processing(changed(given))
+    return usual_processing(tower)
+
+
+def usual_processing(tower: ModelConfig) -> ImageProcessing:
+    """Returns how pictures are processed for an image encoder, where no file says it."""
     usual, patches = family_named(tower.family).processing, tower.patches
     assert usual is not None and patches is not None, "an image encoder says how pictures are processed"
     size = tower.foreign.get("image_size")

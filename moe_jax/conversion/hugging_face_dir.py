@@ -149,14 +149,14 @@ class HuggingFaceDirectory(CheckpointSource):
         try:
             names = self.checkpoint.tensors if _needs_names(data) and has_weights(self.path) else ()
             data = completed_config(data, elsewhere, names)
-            self.config = read_hf_config(data, ignored=ignored_keys, processing=self._processing_keys())
+            self.config = read_hf_config(data, ignored=ignored_keys, processing=self.processing_keys())
             family = family_named(self.config.family)
             self._table = (*table_of(self.config), *family.left_out(self.config, data))
         except InputError as error:
             raise InputError(f"{self.path}: {error}") from None
 
-    def _processing_keys(self) -> Mapping[str, Any] | None:
-        """Returns how pictures are processed, of a model that sees: the newest releases have it in another file."""
+    def processing_keys(self) -> Mapping[str, Any] | None:
+        """Returns how pictures are processed; None: nothing says it. The newest releases have it in another file."""
         tower = self._elsewhere.vision_tower
         places = [(self._held, Path(), name) for name in (PREPROCESSOR, PROCESSOR)]
         places += [] if tower is None else [(None, tower, name) for _, _, name in places]

@@ -215,7 +215,8 @@ class PairRow(Row):
 def stack_pairs(pairs: Sequence[Pair], rows: int, *, input_len: int | None, seq_len: int) -> Batch:
     """Returns pairs, at most one for every row, as a batch with the arrays of `PairRow`; further rows are padding.
 
-    Without `input_len`, the model has no encoder, and the batch no inputs.
+    Without `input_len`, the model has no encoder, and the batch no inputs. Pairs with pictures all have equally many,
+    and their batch has slots and pixels, too.
     """
     counted = ("tokens", "targets", "segment_ids", "positions")
     batch: Batch = {name: np.zeros((rows, seq_len), np.int32) for name in counted}
@@ -226,6 +227,14 @@ def stack_pairs(pairs: Sequence[Pair], rows: int, *, input_len: int | None, seq_
             batch[name][row, :count] = getattr(pair, name)
         batch["segment_ids"][row, :count] = 1
         batch["positions"][row, :count] = np.arange(count)
+    if pairs and pairs[0].pictures:
+        batch["slots"] = np.zeros((rows, seq_len), np.int32)
+        pixels = []
+        for row, pair in enumerate(pairs):
+            assert pair.slots is not None and pair.pixels is not None
+            batch["slots"][row, : len(pair.slots)] = pair.slots
+            pixels.append(pair.pixels())
+        batch["pixels"] = np.stack([*pixels, *[np.zeros_like(pixels[0])] * (rows - len(pairs))])
     if input_len is None:
         return batch
     batch["inputs"] = np.zeros((rows, input_len), np.int32)

@@ -5,7 +5,6 @@ depend on the number of processes, each process prepares only its own rows, and 
 offset) per row.
 """
 
-import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -19,14 +18,12 @@ import numpy as np
 
 from moe_jax.core.errors import InputError
 from moe_jax.data.packing import Batch, PackedRow, PairRow, PictureRoom, Row, SeenPairs, fitted
-from moe_jax.data.pictures.picture_loading import KnownFeatures, PictureLoader
-from moe_jax.data.pictures.picture_sources import PictureFiles
+from moe_jax.data.pictures.picture_loading import KnownFeatures, picture_loader
 from moe_jax.data.rows import Example
 from moe_jax.data.sections import DataSection, SourceSection, input_length
 from moe_jax.data.sources import Files, open_sources
 from moe_jax.data.tokenizer import Document, Pair, Tokenizer, pairs_of
 from moe_jax.files.storage_path import as_path
-from moe_jax.images.image_config import ImageProcessing
 from moe_jax.models import ModelConfig
 
 
@@ -141,24 +138,6 @@ def open_data(
     if section.prefetch:
         dataset = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=section.prefetch)
     return iter(dataset)
-
-
-def picture_loader(section: DataSection, config: ModelConfig, **how: Any) -> PictureLoader:
-    """Returns what reads the pictures of a recipe's data; further arguments as of `PictureLoader`.
-
-    Raises `FileNotFoundError` or `NotADirectoryError` if their folder is not there.
-    """
-    folder = None if section.image_folder is None else as_path(section.image_folder)
-    processing = picture_processing(section, config)
-    return PictureLoader(PictureFiles(folder), processing, on_bad=section.on_bad_image, **how)
-
-
-def picture_processing(section: DataSection, config: ModelConfig) -> ImageProcessing:
-    """Returns how the pictures of a recipe's data become pixels; raises `InputError` if the model takes none."""
-    processing = config.check_sees("pictures in the data").processing
-    if section.image_aspect is None:
-        return processing
-    return dataclasses.replace(processing, pad=section.image_aspect == "pad")
 
 
 def picture_room(

@@ -19,6 +19,7 @@ import numpy as np
 from moe_jax.core.errors import InputError
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.core.worker_pool import worker_pool
+from moe_jax.data.pictures.picture_sources import PictureFiles
 from moe_jax.data.rows import Example
 from moe_jax.data.sections import DataSection, input_length
 from moe_jax.data.sources import Files, find_files, open_sources
@@ -27,6 +28,7 @@ from moe_jax.data.tokens.token_files import FORMAT, INDEX, SUFFIX, VERSION, Toke
 from moe_jax.files.byte_files import fingerprint_contents
 from moe_jax.files.staging import check_target, open_work
 from moe_jax.files.storage_path import StoragePath, as_path
+from moe_jax.images.decoding import decode_picture
 from moe_jax.models import ModelConfig
 
 
@@ -43,12 +45,18 @@ class Task(NamedTuple):
 MOST_DOCUMENTS = 1000
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
-    """Neighbouring tokens as text; either all of them are scored or none is."""
+    """Neighbouring tokens as text; either all of them are scored or none is.
+
+    Attributes:
+      text: of the tokens; of those that stand for a picture, in words, which picture it is, and its size.
+      picture: its name, or `a picture in the row`; None: the tokens are of a text.
+    """
 
     text: str
     scored: bool
+    picture: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +67,7 @@ class SourcePreview:
       records, bytes: of the whole source.
       counted_records, documents, tokens, scored: of the first records, which were tokenised.
       longest: number of tokens of the longest of these documents.
+      pictures: number of pictures in these documents.
       too_long: number of these documents that do not fit into a sequence.
       estimated_tokens: of all records, if the others are like the first.
     """
@@ -72,6 +81,7 @@ class SourcePreview:
     tokens: int
     scored: int
     longest: int
+    pictures: int
     too_long: int
     estimated_tokens: int
     shown: tuple[tuple[Part, ...], ...]
@@ -83,47 +93,72 @@ def preview(
     """Looks at every source of a recipe's `[data]`, and shows its first `count` documents.
 
     Raises:
-      FileNotFoundError, InputError: see `open_sources`; also for text that the tokenizer cannot encode.
+      FileNotFoundError, InputError: see `open_sources`; also for text that the tokenizer cannot encode, and pictures of
+        the documents shown that cannot be read.
     """
     tokenizer = Tokenizer(tokenizer_path, config, bos=section.bos, eos=section.eos)
+    folder = None if section.image_folder is None else as_path(section.image_folder)
+    files = None if config.vision is None else PictureFiles(folder)
     sources = open_sources(section, config, batch_size, tokenizer_path)
     length = section.seq_len + (input_length(section) if config.has_encoder else 0)
     found = []
-    for settings, files in zip(section.sources, sources, strict=True):
-        counted, documents = _first_documents(files, tokenizer)
+    for settings, records in zip(section.sources, sources, strict=True):
+        counted, documents = _first_documents(records, tokenizer)
         lengths = [len(document.ids) for document in documents]
         found.append(
             SourcePreview(
                 path=settings.path,
                 form=settings.form,
-                records=len(files),
-                bytes=files.size,
+                records=len(records),
+                bytes=records.size,
                 counted_records=counted,
                 documents=len(documents),
                 tokens=sum(lengths),
                 scored=sum(int(document.scored.sum()) for document in documents),
                 longest=max(lengths, default=0),
+                pictures=sum(len(document.pictures) for document in documents),
                 too_long=sum(size > length for size in lengths),
-                estimated_tokens=sum(lengths) * len(files) // max(counted, 1),
-                shown=tuple(tuple(parts(document, tokenizer)) for document in documents[:count]),
+                estimated_tokens=sum(lengths) * len(records) // max(counted, 1),
+                shown=tuple(tuple(parts(document, tokenizer, files)) for document in documents[:count]),
             )
         )
     return found
 
 
-def parts(document: Document, tokenizer: Tokenizer) -> Iterator[Part]:
-    """Yields a document as text, cut where scored parts begin and end. The first token is never scored."""
+def parts(document: Document, tokenizer: Tokenizer, files: PictureFiles | None = None) -> Iterator[Part]:
+    """Yields a document as text, cut where scored parts begin and end. The first token is never scored.
+
+    Pictures, which are in `files`, are parts of their own.
+    """
     scored = document.scored > 0
     scored[:1] = False
-    edges = [0, *(np.flatnonzero(np.diff(scored)) + 1).tolist(), len(scored)]
+    if document.slots is None:
+        yield from _texts(document.ids, scored, tokenizer)
+        return
+    assert files is not None, "the model takes pictures"
+    count, end = tokenizer.per_picture, 0
+    begins = np.flatnonzero((document.slots > 0) & ((document.slots - 1) % count == 0))
+    for picture, begin in zip(document.pictures, begins, strict=True):
+        yield from _texts(document.ids[end:begin], scored[end:begin], tokenizer)
+        height, width, _ = decode_picture(files.read(picture), picture.shown).shape
+        end = begin + count
+        text = f"[{picture.shown}: {width} x {height} pixels, {count} tokens]"
+        yield Part(text=text, scored=False, picture=picture.shown)
+    yield from _texts(document.ids[end:], scored[end:], tokenizer)
+
+
+def _texts(ids: np.ndarray, scored: np.ndarray, tokenizer: Tokenizer) -> Iterator[Part]:
+    """Yields neighbouring tokens as text, cut where scored parts begin and end."""
+    edges = [0, *(np.flatnonzero(np.diff(scored)) + 1).tolist(), len(scored)] if len(scored) else [0]
     before = ""
     for begin, end in zip(edges[:-1], edges[1:], strict=True):
         # Tokenizers of SentencePiece leave out the space at the beginning of a decoded text.
-        text = tokenizer.decode(document.ids[:end].tolist(), special=True)
+        text = tokenizer.decode(ids[:end].tolist(), special=True)
         if not text.startswith(before):  # a character is divided between tokens of both parts
-            yield Part(tokenizer.decode(document.ids[begin:end].tolist(), special=True), bool(scored[begin]))
+            piece = tokenizer.decode(ids[begin:end].tolist(), special=True)
+            yield Part(text=piece, scored=bool(scored[begin]))
         elif end > begin:
-            yield Part(text[len(before) :], bool(scored[begin]))
+            yield Part(text=text[len(before) :], scored=bool(scored[begin]))
         before = text
 
 
@@ -280,6 +315,10 @@ def _tokenize(shard: Shard) -> tuple[str, dict[str, int]]:
     with _record_writer(fresh, folder) as writer:
         for index in range(shard.begin, shard.end):
             documents = _work.tokenizer.documents(source[index])
+            if any(document.pictures for document in documents):
+                raise InputError(
+                    f"{source.where(index)}: pictures are not tokenised in advance; train on the file itself"
+                )
             writer.write(pack(documents))
             counts["documents"] += len(documents)
             counts["tokens"] += sum(len(document.ids) for document in documents)

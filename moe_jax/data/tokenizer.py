@@ -3,12 +3,13 @@
 import contextlib
 import functools
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 import tokenizers
+from jaxtyping import UInt8
 
 from moe_jax.core.bad_documents import BadDocument
 from moe_jax.core.errors import InputError, first_sentence, shown
@@ -78,6 +79,9 @@ class Pair(NamedTuple):
       weights: Float32[n], 0 for targets that are not scored: those of a prompt.
       inputs: Int32[m], for the encoder; None: the model has none.
       input_was_cut, target_was_cut: whether input and target were longer than the lengths asked for.
+      slots: Int32[n], as of a `Document`; None: no pictures.
+      pictures: number of those that the slots count.
+      pixels: returns theirs, UInt8[m, H, W, 3], as the model's processing makes them.
     """
 
     tokens: np.ndarray
@@ -86,6 +90,9 @@ class Pair(NamedTuple):
     inputs: np.ndarray | None = None
     input_was_cut: bool = False
     target_was_cut: bool = False
+    slots: np.ndarray | None = None
+    pictures: int = 0
+    pixels: Callable[[], UInt8[np.ndarray, "m H W 3"]] | None = None
 
 
 class Tokenizer:
@@ -147,10 +154,13 @@ class Tokenizer:
         """Returns the ids of `text`, Int32[n], whole and without special tokens."""
         return self._checked(self._encoded(text).ids)
 
-    def prompt(self, text: str) -> np.ndarray:
-        """Returns the ids, Int32[n], of `text` as the beginning of a document, after BOS if documents begin so."""
-        ids = self._encoded(text).ids
-        return self._checked(ids if self._bos is None else np.append(np.uint32(self._bos), ids))
+    def prompt(self, text: str, *, pictures: bool = False) -> np.ndarray:
+        """Returns the ids, Int32[n], of `text` as the beginning of a document, after BOS if documents begin so.
+
+        With `pictures`, each `<image>` in it is one id: the token that the model has for pictures, or else -1.
+        """
+        ids = self._encoded_around_pictures(text).ids if pictures else self._encoded(text).ids
+        return self._checked(ids if self._bos is None else np.append(ids.dtype.type(self._bos), ids))
 
     @property
     def bos(self) -> int | None:
@@ -184,9 +194,18 @@ class Tokenizer:
         return TokenBytes(self._tokenizer)
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Returns the text of ids, with or without special tokens."""
+        """Returns the text of ids, with or without special tokens.
+
+        An id of -1, for a picture that no token stands for, becomes `<image>`.
+        """
+        given, texts = list(ids), list[list[int]]()
+        while min(given, default=0) < 0:
+            end = next(index for index, one in enumerate(given) if one < 0)
+            texts.append(given[:end])
+            given = given[end + 1 :]
+        texts.append(given)
         with self._library_errors():
-            return self._tokenizer.decode(list(ids), skip_special_tokens=not special)
+            return MARK.join(self._tokenizer.decode(text, skip_special_tokens=not special) for text in texts)
 
     def id_of(self, text: str) -> int | None:
         """Returns the id of the token with this text; None if there is none."""

@@ -13,11 +13,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt8
 
-from moe_jax.core.bad_documents import STOP, Skipped, naming
+from moe_jax.core.bad_documents import STOP, BadDocument, Skipped, naming
 from moe_jax.core.errors import InputError
 from moe_jax.data.file_forms import check_is_text
+from moe_jax.data.pictures.picture_loading import PictureLoader, picture_loader
 from moe_jax.data.rows import Example
 from moe_jax.data.sections import DataSection, SourceSection, check_seq_len, input_length
 from moe_jax.data.sources import check_form, named_files, open_files, template_loader
@@ -195,13 +196,13 @@ def score_rows(
     mesh = make_mesh({}, jax.devices()[:1]) if mesh is None else mesh
     size = _rounded_up(min(batch_size, len(pairs)), mesh)
     compute = _compiled(score, graphdef, mesh)
-    groups: dict[tuple[int, int | None], list[int]] = {}
+    groups: dict[tuple[int, int | None, int], list[int]] = {}
     for index, pair in enumerate(pairs):
         input_len = None if pair.inputs is None else _padded(len(pair.inputs))
-        groups.setdefault((_padded(len(pair.tokens)), input_len), []).append(index)
+        groups.setdefault((_padded(len(pair.tokens)), input_len, pair.pictures), []).append(index)
     found: dict[int, np.ndarray] = {}
     with jax.set_mesh(mesh):
-        for (seq_len, input_len), indices in groups.items():
+        for (seq_len, input_len, _), indices in groups.items():
             for start in range(0, len(indices), size):
                 chunk = indices[start : start + size]
                 batch = stack_pairs([pairs[index] for index in chunk], size, input_len=input_len, seq_len=seq_len)
@@ -314,18 +315,25 @@ def read_held_out(
         source, named, data, config, tokenizer_path, template=template, piece=piece, checks=not skipped.skips
     )
     lengths = {"input_len": input_length(data), "seq_len": data.seq_len}
+    load = None if config.vision is None else picture_loader(data, config)
     for index in range(len(files)):
         with skipped.passed_over():
             examples = files[index]
             with naming(files.where(index)):
-                rows += [row for example in examples for row in _rows(example, tokenizer, **lengths)]
+                rows += [row for example in examples for row in _rows(example, tokenizer, load, **lengths)]
     skipped.check_any_left(len(rows), source.path)
     if not rows:
         raise InputError(f"{source.path} holds no {'pairs' if config.has_encoder else 'documents to score'}")
     return rows
 
 
-def _rows(example: Example | Document, tokenizer: Tokenizer, *, input_len: int, seq_len: int) -> Iterator[Pair]:
+def _rows(
+    example: Example | Document, tokenizer: Tokenizer, load: PictureLoader | None, *, input_len: int, seq_len: int
+) -> Iterator[Pair]:
+    if isinstance(example, Example) and example.pictures:
+        assert load is not None, "the model takes pictures"
+        yield _seen(tokenizer.documents([example])[0], load, seq_len)
+        return
     if isinstance(example, Example):
         if tokenizer.has_encoder or example.is_response or example.spans is not None:
             yield tokenizer.pair(example, input_len=input_len, seq_len=seq_len)
@@ -339,6 +347,30 @@ def _rows(example: Example | Document, tokenizer: Tokenizer, *, input_len: int, 
     elif scored.any():
         end = slice(-seq_len, None)
         yield Pair(tokens[end], targets[end], scored[end], target_was_cut=len(tokens) > seq_len)
+
+
+def _seen(document: Document, load: PictureLoader, seq_len: int) -> Pair:
+    """Returns a document with pictures as a pair, without the end of one that is too long."""
+    assert document.slots is not None
+    part, count = slice(0, seq_len), len(document.pictures)
+    slots, weights = document.slots[:-1][part], document.scored[1:][part]
+    if document.slots.max() > slots.max() or not weights.any():
+        raise BadDocument(f"its pictures and question leave no room for an answer in {seq_len} tokens")
+
+    def pixels() -> UInt8[np.ndarray, "m H W 3"]:
+        loaded = [one.pixels for one in load([document])[1]]
+        return np.stack([one for one in loaded if one is not None])
+
+    cut = len(document.ids) - 1 > seq_len
+    return Pair(
+        document.ids[:-1][part],
+        document.ids[1:][part],
+        weights,
+        target_was_cut=cut,
+        slots=slots,
+        pictures=count,
+        pixels=pixels,
+    )
 
 
 def with_lengths(data: DataSection, *, seq_len: int, input_len: int | None = None) -> DataSection:

@@ -6,6 +6,7 @@ Routing is deterministic, and drops nothing unless a capacity is given. Beside t
 a shared expert that sees every token (methods.md 2.4).
 """
 
+import math
 from collections.abc import Callable
 from types import EllipsisType
 from typing import Any, Literal, NamedTuple
@@ -285,6 +286,7 @@ def route(
     valid: Bool[Array, " T"] | None = None,
     capacity_factor: float | None = None,
     num_sequences: int = 1,
+    pads_capacity: bool = False,
     balance_choices: Literal["all", "first"] = "all",
 ) -> tuple[Routing, RouterStats]:
     """Chooses `top_k` experts for every token.
@@ -306,12 +308,15 @@ def route(
       gate: a key of `GATES`, or a gate itself, which `register_gate` gives a name that a config can have.
       selection: restricts the choice beyond the logits: a bias, or groups of experts.
       scale: weights are multiplied by it.
-      valid: tokens that are not padding. Padding goes to no expert, takes no capacity and is in no statistic. None:
-        all.
+      valid: tokens that are not padding. Padding goes to no expert, takes no capacity, unless `pads_capacity`, and is
+        in no statistic. None: all.
       capacity_factor: None is dropless; otherwise an expert takes at most `ceil(factor * n * k / E)` assignments of a
         sequence of n valid tokens, earlier tokens first. Sequences are what GShard calls groups (Lepikhin et al. 2020,
         section 2.2): which assignments are dropped depends on neither the rest of the batch nor how it is split.
       num_sequences: the tokens are this many sequences of equal length, one after the other.
+      pads_capacity: the capacity is that of DeepSpeed, `ceil(factor * S * k / E)` of a group of S tokens, padding
+        among them, in which it takes room too: all first choices come before all second ones. Of a gate whose weights
+        sum to 1, those that are left of a token do so again. The groups are what `num_sequences` counts.
       balance_choices: the choices that the `balanced_load` counts, all k or the first.
 
     Raises:
@@ -319,6 +324,7 @@ def route(
     """
     if not isinstance(gate, Gate):
         GATES.check("gate", gate)
+        gate = GATES[gate]
     check_shape("logits", logits, (None, None))
     tokens, num_experts = logits.shape
     if logits.dtype != jnp.float32:
@@ -343,8 +349,14 @@ def route(
     gram = jnp.einsum("ti,tj->ij", fixed * counted[:, None], fixed, precision="highest") / total
     dropped = jnp.zeros((), jnp.float32)
     kept = None if valid is None else jnp.broadcast_to(valid[:, None], experts.shape)
-    if capacity_factor is not None:
+    if capacity_factor is not None and pads_capacity:
+        fits = _within_padded_capacity(experts, num_experts, capacity_factor, num_sequences)
+        if gate.weights_sum_to_one:
+            weights = _as_large_together(weights, fits)
+        kept = fits if kept is None else fits & kept
+    elif capacity_factor is not None:
         kept = _within_capacity(experts, kept, num_experts, capacity_factor, num_sequences)
+    if capacity_factor is not None and kept is not None:
         dropped = 1.0 - jnp.sum(kept.astype(jnp.float32)) / (total * top_k)
     if kept is not None:
         experts, weights = jnp.where(kept, experts, NO_EXPERT), jnp.where(kept, weights, 0.0)
@@ -379,6 +391,26 @@ def _within_capacity(
     capacities = jnp.asarray(np.ceil(factor * np.arange(most + 1) / num_experts).clip(max=most), jnp.int32)
     capacity = jnp.take(capacities, jnp.sum(chosen, axis=(1, 2)))
     return (earlier < capacity[:, None]).reshape(experts.shape) & valid
+
+
+def _within_padded_capacity(
+    experts: Int[Array, "T k"], num_experts: int, factor: float, num_groups: int
+) -> Bool[Array, "T k"]:
+    """Returns which assignments are within the capacity of their group; first choices of earlier tokens come first."""
+    tokens, top_k = experts.shape
+    size = tokens // num_groups
+    chosen = jax.nn.one_hot(experts.reshape(num_groups, size, top_k), num_experts, dtype=jnp.int32)
+    in_turn = chosen.transpose(0, 2, 1, 3).reshape(num_groups, top_k * size, num_experts)
+    earlier = jnp.sum((jnp.cumsum(in_turn, axis=1) - in_turn) * in_turn, axis=2)
+    fits = earlier < math.ceil(size / num_experts * (factor * top_k))
+    return fits.reshape(num_groups, top_k, size).transpose(0, 2, 1).reshape(tokens, top_k)
+
+
+def _as_large_together(weights: Float[Array, "T k"], kept: Bool[Array, "T k"]) -> Float[Array, "T k"]:
+    """Returns the weights of what is kept, which sum to what all did; of a token that keeps nothing, zeros."""
+    left = jnp.where(kept, weights, 0.0)
+    total = jnp.sum(left, axis=-1, keepdims=True)
+    return left * jnp.sum(weights, axis=-1, keepdims=True) / jnp.where(total == 0, 1.0, total)
 
 
 UNIVERSAL = ("none", "coder", "med", "one", "sigmoid")

@@ -15,6 +15,8 @@ from moe_jax.images.slots import place_pictures
 from moe_jax.models import ModelConfig
 from moe_jax.nn.projector import tokens_per_picture
 
+_NO_TOKEN = -1  # as of `Tokenizer.prompt`
+
 
 class Pictures(NamedTuple):
     """The pictures in rows of tokens, and where they stand.
@@ -39,7 +41,7 @@ def see_prompts(
 
     Args:
       config: of the model.
-      prompts: token ids, with placeholders as in `place_pictures`.
+      prompts: token ids, with placeholders as in `place_pictures`: -1 for a model that has no token for pictures.
       pictures: of all prompts, in the order of their placeholders.
       remark: takes a line about what of a file is left out.
 
@@ -53,12 +55,12 @@ def see_prompts(
         if pictures:
             config.check_sees("pictures in prompts")
         return prompts, None
-    if vision.placeholder is None:
-        if pictures:
-            raise InputError("the model's config names no token that stands for a picture in a text")
+    if vision.placeholder is None and not pictures:
         return prompts, None
-    each = tokens_per_picture(vision, config.d_model)
-    rows = place_pictures(prompts, len(pictures), placeholder=vision.placeholder, per_picture=each)
+    each, placeholder = tokens_per_picture(vision, config.d_model), _NO_TOKEN
+    if vision.placeholder is not None:
+        placeholder = vision.placeholder
+    rows = place_pictures(prompts, len(pictures), placeholder=placeholder, per_picture=each)
     prompts = [row.ids for row in rows]
     if not pictures:
         return prompts, None

@@ -16,6 +16,9 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_BYTES = 32 * 2**20
 MAX_PIXELS = 40_000_000
 
+# Of damaged metadata; and of sizes, for which there is a bound here. For good, as all threads share these filters.
+warnings.filterwarnings("ignore", module=r"PIL\.")
+
 _WHITE = (255, 255, 255, 255)
 
 
@@ -41,15 +44,12 @@ def decode_picture(
     if len(data) > MAX_BYTES:
         raise InputError(f"{name}: {len(data) / 2**20:,.0f} MB are more than the {MAX_BYTES // 2**20} MB of a picture")
     try:
-        with warnings.catch_warnings():
-            # Of damaged metadata; and of sizes, for which there is a bound here.
-            warnings.simplefilter("ignore")
-            picture = Image.open(io.BytesIO(data), formats=FORMATS)
-            if picture.width * picture.height > MAX_PIXELS:
-                size = f"{picture.width:,} x {picture.height:,} pixels"
-                raise InputError(f"{name}: {size} are more than the {MAX_PIXELS // 10**6} million of a picture")
-            more = remark is not None and has_more_frames(picture, data)
-            pixels = np.asarray(_opaque(ImageOps.exif_transpose(picture)))
+        picture = Image.open(io.BytesIO(data), formats=FORMATS)
+        if picture.width * picture.height > MAX_PIXELS:
+            size = f"{picture.width:,} x {picture.height:,} pixels"
+            raise InputError(f"{name}: {size} are more than the {MAX_PIXELS // 10**6} million of a picture")
+        more = remark is not None and has_more_frames(picture, data)
+        pixels = np.asarray(_opaque(ImageOps.exif_transpose(picture)))
     except Image.DecompressionBombError:
         raise InputError(f"{name}: its pixels are more than the {MAX_PIXELS // 10**6} million of a picture") from None
     except UnidentifiedImageError:

@@ -32,7 +32,7 @@ def place_pictures(
     Args:
       rows: token ids, with one placeholder for each picture, or in all rows one for each of its features.
       pictures: number of pictures of all rows together.
-      placeholder: the id that stands for a picture.
+      placeholder: the id that stands for a picture; where it is no token's, -1, token 0 takes its places.
       per_picture: features of a picture.
 
     Raises:
@@ -51,7 +51,10 @@ def place_pictures(
             f"pictures: {pictures}, and placeholders for them (token {placeholder}) in the text: {given}; expected one "
             "for each"
         )
-    return [PlacedRow(list(row), _slots(row, placeholder), count) for row, count in zip(rows, counts, strict=True)]
+    return [
+        PlacedRow([max(token, 0) for token in row], _slots(row, placeholder), count)
+        for row, count in zip(rows, counts, strict=True)
+    ]
 
 
 def _slots(row: Sequence[int], placeholder: int) -> list[int]:

@@ -135,6 +135,10 @@ class MoEConfig:
         (GShard, and so DeepSpeed, by which MoE-LLaVA is trained).
       capacity_factor: None is dropless; otherwise an expert takes at most `ceil(capacity_factor * n * k / E)`
         assignments of a sequence of n tokens, padding not counted; the others are dropped (residual only).
+      capacity_rows: where it is given, an expert's capacity is that of so many rows of a batch together, as of a device
+        of DeepSpeed's: padding counts, and takes room; first choices come before second ones; the weights of what is
+        left of a token are as large together as before; and in calls without a random key, which are not of training,
+        nothing is dropped.
       universal: an FFN that sees every token, also called a shared expert, and how it is weighted. With `one` its
         weight is 1; with `sigmoid`, the sigmoid of a linear map of the token (Qwen2-MoE). Both go with any gate. Two
         bring their own (methods.md 2.4): with `coder` the router is XFT's gate network, and all weights sum to 1; with
@@ -162,6 +166,7 @@ class MoEConfig:
     cv_coef: float = 0.0
     balance_choices: Literal["all", "first"] = "all"
     capacity_factor: float | None = None
+    capacity_rows: int | None = None
     universal: Literal["none", "coder", "med", "one", "sigmoid"] = "none"
     extended: bool = False
     universal_dim: int | None = None
@@ -175,13 +180,15 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "num_experts", at_most=MAX_EXPERTS)
-        check_positive(self, "top_k", "universal_dim", "merged_experts")
+        check_positive(self, "top_k", "universal_dim", "merged_experts", "capacity_rows")
         check_number(self, "gate_scale", "capacity_factor", above=0)
         check_number(self, "balance_coef", "z_coef", "cv_coef", at_least=0)
         check_member("balance_choices", self.balance_choices, BALANCE_CHOICES)
         GATES.check("gate", self.gate)
         if self.top_k > self.num_experts:
             raise InputError(f"top_k={self.top_k} is above num_experts={self.num_experts}")
+        if self.capacity_rows is not None and self.capacity_factor is None:
+            raise InputError(f"capacity_rows={self.capacity_rows} needs a capacity_factor, which says how many fit")
         if self.gate == "top1" and self.top_k != 1:
             raise InputError(f"gate 'top1' routes to one expert, top_k={self.top_k}")
         self.selection.check_fits(self.num_experts, self.top_k)

@@ -142,7 +142,7 @@ def _layer_to_json(layer: LayerConfig) -> dict[str, Any]:
         del fields["branch_scales"]  # likewise
     if not isinstance(layer.mlp, MoEConfig):
         return fields | {"ffn": mlp}
-    for name in ("router", "router_bias", "balance_choices"):
+    for name in ("router", "router_bias", "balance_choices", "capacity_rows"):
         if mlp[name] == getattr(MoEConfig, name):
             del mlp[name]
     return fields | {"moe": mlp | {"bank": layer.mlp.bank.to_json()}}

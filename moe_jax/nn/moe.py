@@ -396,6 +396,7 @@ class MoE(Summarised):
                 selection = selection._replace(bias=selection.bias + jnp.where(bias <= OFF / 2, OFF, 0.0))
         if change is not None:
             logits = change(logits.reshape(*x.shape[:-1], -1)).reshape(logits.shape)
+        capacity = self._capacity(math.prod(x.shape[:-2]), key)
         routing, stats = route(
             logits,
             self.config.top_k,
@@ -403,8 +404,7 @@ class MoE(Summarised):
             selection=selection,
             scale=self.config.gate_scale,
             valid=valid,
-            capacity_factor=self.config.capacity_factor,
-            num_sequences=math.prod(x.shape[:-2]),
+            **capacity,
             balance_choices=self.config.balance_choices,
         )
         if bias is not None:  # with too few other experts, one that is off was chosen
@@ -448,6 +448,17 @@ class MoE(Summarised):
             raise InputError(f"the router's result is {shown(logits)}, expected logits for each token and expert")
         check_shape("the router's result", logits, (len(tokens), self.config.num_experts))
         return logits.astype(jnp.float32)
+
+    def _capacity(self, rows: int, key: Array | None) -> dict[str, Any]:
+        """Returns the arguments of `route` for so many rows."""
+        factor, together = self.config.capacity_factor, self.config.capacity_rows
+        if together is None:
+            return {"capacity_factor": factor, "num_sequences": rows}
+        if key is None:
+            return {"num_sequences": rows}
+        if rows % together:
+            raise InputError(f"capacity_rows={together} does not divide the {rows} rows of a batch, or microbatch")
+        return {"capacity_factor": factor, "num_sequences": rows // together, "pads_capacity": True}
 
     def _selection(self) -> Selection:
         given = self.config.selection

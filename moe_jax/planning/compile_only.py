@@ -45,9 +45,9 @@ def compile_only(
 ) -> dict[str, Any]:
     """Compiles the step of a recipe for a topology such as `v5e:4x4` or `h100:8`.
 
-    There are so many `pictures` in every row. `teacher` is the config of the model that the recipe's `distill` names,
-    if it does. The compiled step and its bytes include the teacher's parameters and forward pass; `model_flops` and
-    `estimate` do not.
+    There are so many `pictures` in every row; of a recipe with `data.feature_cache`, their features. `teacher` is the
+    config of the model that the recipe's `distill` names, if it does. The compiled step and its bytes include the
+    teacher's parameters and forward pass; `model_flops` and `estimate` do not.
 
     Returns:
       JSON-able: `topology`, `device_kind`, `chips`, `mesh`; per chip `bytes` (`arguments`, `outputs`, `aliased`,
@@ -63,7 +63,8 @@ def compile_only(
     """
     topology = topology_of(topology)
     devices = described_devices(topology)
-    program = make_program(recipe, config, devices, pictures=pictures, teacher=teacher)
+    features = pictures > 0 and recipe.data.feature_cache is not None
+    program = make_program(recipe, config, devices, pictures=pictures, features=features, teacher=teacher)
     # The compiler dumps the program's text itself: `compiled.as_text()` cannot parse output of a newer compiler.
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -76,7 +77,7 @@ def compile_only(
     kind = devices[0].device_kind
     chip = chip_of_kind(kind)
     memory = None if chip is None else chip.memory
-    model_flops = batch_flops(recipe, config, pictures=pictures) / len(devices)
+    model_flops = batch_flops(recipe, config, pictures=pictures, tower=program.tower_use) / len(devices)
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(program.state.params)]
     frozen = frozen_gradients(recipe, config, paths) / len(devices)
     roofline = None
@@ -96,7 +97,8 @@ def compile_only(
         )._asdict() | {"source": chip.source}
     share: dict[str, float] = {}
     if pictures:
-        of_tower = recipe.train.batch_size * pictures * picture_flops(config).tower / len(devices)
+        in_step = recipe.train.batch_size * pictures
+        of_tower = in_step * picture_flops(config).of_tower(program.tower_use) / len(devices)
         share = {"tower_share": of_tower / (model_flops - frozen)}
     return (
         {

@@ -144,7 +144,7 @@ def planned_vision(config: ModelConfig, pictures: int = 0) -> PlannedVision | No
         raise InputError(
             f"pictures={pictures}: each takes {tokens:,} tokens, and the model has {config.max_positions:,} positions"
         )
-    whole = config.max_positions * train_flops_per_token(config, config.max_positions) + pictures * flops.of_step
+    whole = config.max_positions * train_flops_per_token(config, config.max_positions) + pictures * flops.of_step()
     return PlannedVision(
         tower_params=tower,
         projector_params=projector,

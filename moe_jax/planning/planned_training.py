@@ -178,7 +178,8 @@ _ACTIVATIONS = "activations"
 def _planned_by_compiling(
     recipe: Recipe, config: ModelConfig, target: PlannedDevices, pictures: int, teacher: ModelConfig | None
 ) -> PlannedTraining:
-    program = make_program(recipe, config, target.devices, pictures=pictures, teacher=teacher)
+    features = pictures > 0 and recipe.data.feature_cache is not None
+    program = make_program(recipe, config, target.devices, pictures=pictures, features=features, teacher=teacher)
     held = _held_bytes(program, recipe, dict(program.mesh.shape))
     items, fits = _held_items(held, recipe, program, target.count), True
     try:
@@ -296,7 +297,8 @@ def _planned(
         products, frozen = optimizer_operations(recipe.optimizer, shapes), frozen_gradients(recipe, config, shapes)
         # All devices of a CPU share its rates.
         devices = 1 if target.is_cpu else target.count
-        time = step_time(recipe, config, held, activations, devices, rates, products, teacher, frozen, program.pictures)
+        seen = {"pictures": program.pictures, "tower": program.tower_use}
+        time = step_time(recipe, config, held, activations, devices, rates, products, teacher, frozen, **seen)
         source = rates.source
         timed = None
         if target.is_cpu and target.devices and not program.pictures:

@@ -22,7 +22,7 @@ from moe_jax.data.sections import input_length
 from moe_jax.models import ModelConfig
 from moe_jax.nn import has_auxiliary_loss
 from moe_jax.planning.hlo import Transfer
-from moe_jax.training.flops import batch_flops, picture_flops, train_flops_per_token
+from moe_jax.training.flops import TowerUse, batch_flops, picture_flops, train_flops_per_token
 from moe_jax.training.optimizer import is_orthogonalised
 from moe_jax.training.program import Program
 from moe_jax.training.recipe import OptimizerSection, Recipe
@@ -205,14 +205,15 @@ def step_time(
     teacher: ModelConfig | None = None,
     frozen: float = 0.0,
     pictures: int = 0,
+    tower: TowerUse = "frozen",
 ) -> StepTime:
     """Estimates a step on `devices` that share the products, each with these rates.
 
     Weights are read by every microbatch forward and backward, and once more where a layer is computed again; the
     `activations` of a microbatch, in bytes, are written and read; gradients too; and the optimizer reads and writes all
     that it changes. `optimizer` is from `optimizer_operations`, `frozen` from `frozen_gradients`; a teacher only goes
-    forward, as the tower does that sees the `pictures` of every row. So does the model, once more, where auxiliary
-    losses need the loads of all microbatches first.
+    forward, as a `tower` that is frozen does, which sees the `pictures` of every row. So does the model, once more,
+    where auxiliary losses need the loads of all microbatches first.
     """
     rows, seq_len, input_len = recipe.train.batch_size, recipe.data.seq_len, input_length(recipe.data)
     model = batch_flops(recipe, config) / devices
@@ -224,7 +225,7 @@ def step_time(
     if teacher is not None:
         operations += rows * seq_len * train_flops_per_token(teacher, seq_len) / 3 / devices
     if pictures:
-        operations += rows * pictures * picture_flops(config).of_step / devices
+        operations += rows * pictures * picture_flops(config).of_step(tower) / devices
     products = operations / rates.operations
     microbatches = recipe.train.accumulation
     passes = microbatches * ((2 + again + loads_first) * weights + held.teacher + 2 * activations) / rates.bytes

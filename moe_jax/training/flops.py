@@ -1,8 +1,8 @@
 """Counts the arithmetic of a model, from its config alone."""
 
 import math
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, Protocol
 
 import jax.numpy as jnp
 
@@ -53,32 +53,44 @@ def peak_flops(kind: str, platform: str, dtype: str, given: float | None) -> flo
     return chip.operations_per_second(jnp.dtype(dtype).itemsize)
 
 
-def step_flops(config: ModelConfig, seq_len: int, input_len: int) -> Callable[[int, int], float]:
-    """Returns the floating-point operations of a training step as a function of its tokens and its encoder inputs.
+TowerUse = Literal["frozen", "trained", "kept"]
+"""A step may run the tower forward, train it, or not run it: what it makes of pictures is kept, and given as it is."""
+
+
+class StepFlops(Protocol):
+    """Operations of a step by its tokens, those of an encoder's inputs, and its pictures."""
+
+    def __call__(self, tokens: float, inputs: float = 0, pictures: float = 0) -> float: ...
+
+
+def step_flops(config: ModelConfig, seq_len: int, input_len: int, *, tower: TowerUse = "frozen") -> StepFlops:
+    """Returns the floating-point operations of a training step as a function of what is in it.
 
     As `train_flops_per_token`, in sequences of `seq_len` tokens. With an encoder, inputs of `input_len` tokens pass
     through its layers, and through the projections of keys and values of cross-attention, whose scores count, too.
+    Pictures pass through the `tower`, and their features, which count as tokens besides, through the projector.
     """
     if not config.has_encoder:
         per_token = train_flops_per_token(config, seq_len)
-        return lambda tokens, inputs: tokens * per_token
+        per_picture = 0.0 if config.vision is None else picture_flops(config).of_step(tower)
+        return lambda tokens, inputs=0, pictures=0: tokens * per_token + pictures * per_picture
     head = 6 * config.d_model * config.num_outputs
     crossing = [layer.cross for layer in config.decoder.layers if layer.cross is not None]
     sources = 6 * sum(_key_value_params(cross, config.d_model) for cross in crossing)
     scores = sum(12 * cross.num_heads * cross.head_dim * input_len for cross in crossing)
     per_input = train_flops_per_token(config.encoder, input_len) - head + sources
     per_token = train_flops_per_token(config.decoder, seq_len) - sources + scores
-    return lambda tokens, inputs: tokens * per_token + inputs * per_input
+    return lambda tokens, inputs=0, pictures=0: tokens * per_token + inputs * per_input
 
 
-def batch_flops(recipe: Recipe, config: ModelConfig, *, pictures: int = 0) -> float:
+def batch_flops(recipe: Recipe, config: ModelConfig, *, pictures: int = 0, tower: TowerUse = "frozen") -> float:
     """Returns the floating-point operations of a step of a recipe, by `step_flops`, with every row of a batch full.
 
     There are so many pictures in every row.
     """
     rows, seq_len, input_len = recipe.train.batch_size, recipe.data.seq_len, input_length(recipe.data)
-    of_text = step_flops(config, seq_len, input_len)(rows * seq_len, rows * input_len)
-    return of_text + (rows * pictures * picture_flops(config).of_step if pictures else 0)
+    flops = step_flops(config, seq_len, input_len, tower=tower)
+    return flops(rows * seq_len, rows * input_len, rows * pictures)
 
 
 class PictureFlops(NamedTuple):
@@ -87,10 +99,13 @@ class PictureFlops(NamedTuple):
     tower: float
     projector: float
 
-    @property
-    def of_step(self) -> float:
-        """Operations in a training step of a model whose tower is frozen, as by default: it goes forward alone."""
-        return self.tower + 3 * self.projector
+    def of_tower(self, use: TowerUse = "frozen") -> float:
+        """Returns the operations of the tower in a training step: of one that is frozen, those of going forward."""
+        return {"frozen": 1, "trained": 3, "kept": 0}[use] * self.tower
+
+    def of_step(self, use: TowerUse = "frozen") -> float:
+        """Returns the operations of tower and projector in a training step."""
+        return self.of_tower(use) + 3 * self.projector
 
 
 def picture_flops(config: ModelConfig) -> PictureFlops:

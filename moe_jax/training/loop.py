@@ -132,7 +132,9 @@ class Loop:
         self._frozen, self._teacher = frozen, () if teacher is None else (teacher,)
         self._console, self._continue_command = console, continue_command
         self._batches = batches
-        self._flops = step_flops(program.config, recipe.data.seq_len, input_length(recipe.data))
+        flops = partial(step_flops, program.config, recipe.data.seq_len, input_length(recipe.data))
+        # Batches have features in place of pixels, or pixels.
+        self._flops, self._flops_of_kept = flops(tower=program.tower_use), flops(tower="kept")
         device = program.mesh.devices.flat[0]
         peak = peak_flops(device.device_kind, device.platform, recipe.model.compute_dtype, recipe.log.peak_flops)
         self._peak = None if peak is None else peak * program.mesh.size
@@ -190,6 +192,8 @@ class Loop:
             if batch is None:
                 self._console.print(f"the data ended after {step} of {steps} steps", highlight=False)
                 break
+            if "features" in batch:
+                self._flops = self._flops_of_kept
             compare = None if self._check is None else self._check(state, self._frozen, batch, *self._teacher)
             self._check = None
             with trace.step(step + 1):
@@ -246,7 +250,7 @@ class Loop:
         record["seconds"] = seconds
         tokens, inputs = record["tokens"], record.get("input_tokens", 0)
         record["tokens_per_second"] = (tokens + inputs) / seconds
-        record["flops_per_second"] = self._flops(tokens, inputs) / seconds
+        record["flops_per_second"] = self._flops(tokens, inputs, record.get("pictures", 0)) / seconds
         if self._peak is not None:
             record["mfu"] = record["flops_per_second"] / self._peak
         if self._eval_loss_before is not None:

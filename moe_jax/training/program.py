@@ -31,6 +31,7 @@ from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
 from moe_jax.nn.projector import shape_of_features
 from moe_jax.peft import split_model, trainable_paths
+from moe_jax.training.flops import TowerUse
 from moe_jax.training.optimizer import at_step, group_rates, learning_rate, make_optimizer
 from moe_jax.training.recipe import Recipe
 from moe_jax.training.step import StepMetrics, Teacher, make_step
@@ -77,6 +78,12 @@ class Program:
     features: bool = False
     teacher: Teacher | None = None
     taught: nnx.State | None = None
+
+    @property
+    def tower_use(self) -> TowerUse:
+        """The use that a step makes of the tower of a model that sees."""
+        trained = any(path.startswith(TOWER) for path in self.trainable)
+        return "trained" if trained else "kept" if self.features else "frozen"
 
     @property
     def arguments(self) -> tuple[Any, ...]:

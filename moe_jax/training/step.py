@@ -78,6 +78,7 @@ class StepMetrics(NamedTuple):
       input_tokens: number of tokens of the encoder's inputs that are not padding; 0 without an encoder.
       cut: number of inputs and number of targets of pairs that were cut; zeros without an encoder.
       router: statistics of every router.
+      picture_tokens: number of tokens whose places features of pictures took; None: the batch has no slots.
     """
 
     loss: Float[Array, ""]
@@ -90,6 +91,7 @@ class StepMetrics(NamedTuple):
     cut: Int[Array, "2"]
     router: StackedStats
     distillation: Float[Array, ""] | None = None
+    picture_tokens: Int[Array, ""] | None = None
 
 
 class Teacher(NamedTuple):
@@ -193,6 +195,7 @@ def make_step(
             cut=jnp.sum(batch["cut"], axis=0) if "cut" in batch else jnp.zeros(2, jnp.int32),
             router=router,
             distillation=distillation,
+            picture_tokens=jnp.sum(batch["slots"] > 0) if "slots" in batch else None,
         )
         params = updated_params(state.params, updates, jax.random.fold_in(key, _ROUNDING))
         average = None

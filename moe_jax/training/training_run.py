@@ -15,7 +15,7 @@ from moe_jax.core.errors import InputError
 from moe_jax.core.terminal import console_for_tables
 from moe_jax.data.chat_template import FILE as CHAT_TEMPLATE
 from moe_jax.data.chat_template import template_file
-from moe_jax.data.pipeline import picture_processing
+from moe_jax.data.pictures.picture_loading import picture_processing
 from moe_jax.data.tokenizer import Tokenizer, find_tokenizer
 from moe_jax.distributed.processes import check_equal, describe_devices, first_decides, is_first_process, wait_for_all
 from moe_jax.distributed.sharding import undivided_experts

@@ -16,7 +16,9 @@ from moe_jax.core.formatting import count_bytes, count_parameters
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.distributed.processes import check_equal, first_decides
 from moe_jax.experts.shapes import FFNConfig
+from moe_jax.files.byte_files import fingerprint_files
 from moe_jax.files.staging import check_target
+from moe_jax.files.storage_path import as_path
 from moe_jax.functional.routing import GATES
 from moe_jax.model_io.in_memory import Destination, ModelWriter, open_writer
 from moe_jax.model_io.leaves_to_write import dealt
@@ -30,6 +32,7 @@ from moe_jax.peft.adapt import initial_leaf
 from moe_jax.peft.trained import parameter_sizes
 from moe_jax.upcycling.beginnings import Branches, Prompt, router_kernels
 from moe_jax.upcycling.expert_leaves import MATRICES, moe_leaves, output_scale
+from moe_jax.upcycling.router_file import LinearRouter, read_router
 from moe_jax.upcycling.spec import DenseParameters, UpcycleSpec
 
 Specs = dict[str, jax.ShapeDtypeStruct]
@@ -109,11 +112,17 @@ def upcycle(
     if spec.step0_check and not keeps_the_function(spec) and spec.granularity == 1 and spec.universal != "med":
         raise InputError(_why_not_equal(spec))
     described = spec.described()
-    routers: dict[int, np.ndarray] = {}
+    routers: dict[int, LinearRouter] = {}
     if prompts:
         raise_if_any(spec.prompt_problems(len(prompts)), "routers from texts")
         described["router_tokens"] = [prompt.fingerprint() for prompt in prompts]
-        routers = router_kernels(source, prompts, config.moe_layers, progress)
+        kernels = router_kernels(source, prompts, config.moe_layers, progress)
+        routers = {layer: LinearRouter(kernel) for layer, kernel in kernels.items()}
+    if spec.router_weights is not None:
+        file = as_path(spec.router_weights)
+        router = read_router(file, config.moe(config.moe_layers[0]), config.d_model)
+        routers = dict.fromkeys(config.moe_layers, router)
+        described["router_weights_sha256"] = fingerprint_files([file])
     sources = [source, *experts_from]
     lineage = [*source.lineage, first_decides(lambda: new_lineage_entry("upcycle", described, sources))]
     check_equal({"the options": {name: str(value) for name, value in described.items()}, "seed": spec.seed})
@@ -190,7 +199,7 @@ def upcycled_specs(config: ModelConfig, dense: Mapping[str, jax.ShapeDtypeStruct
 def _write_layers(
     source: ModelSource,
     branches: Branches | None,
-    routers: Mapping[int, np.ndarray],
+    routers: Mapping[int, LinearRouter],
     config: ModelConfig,
     spec: UpcycleSpec,
     writer: ModelWriter,
@@ -219,11 +228,16 @@ def _write_layers(
             if branches is not None:  # of which no more than a leaf of each should be in memory
                 ffn, copies = branches.ffn(prefix, names), branches.ffns(prefix, names)
             index = int(layer)
-            given = {"branches": copies, "router": routers.get(index)}
+            given = {"branches": copies, **_of_router(routers.get(index))}
             for name, leaf in moe_leaves(ffn, config.moe(index), spec, layer=index, **given):
                 if prefix + name not in writer.done:
                     writer.write({prefix + name: leaf})
         progress("writing layers", done, len(by_layer))
+
+
+def _of_router(given: LinearRouter | None) -> dict[str, np.ndarray | None]:
+    """Returns the arguments of `moe_leaves` for a router."""
+    return {} if given is None else {"router": given.kernel, "router_bias": given.bias}
 
 
 def _deal(writer: ModelWriter, layers: Collection[str], specs: Specs) -> None:
@@ -379,8 +393,12 @@ def _chosen_layers(dense: ModelConfig, spec: UpcycleSpec, problems: list[str]) -
     if not 1 <= spec.every_nth <= most:
         problems.append(f"every={spec.every_nth} must lie between 1 and the number of layers, {most}")
         return set()
+    begin = spec.every_nth - 1 if spec.first is None else spec.first
+    if not 0 <= begin < most:
+        problems.append(f"first={begin} is not one of the layers 0 to {most - 1}")
+        return set()
     stacks = ((0, first), (first, num_layers))
-    return {i for start, stop in stacks for i in range(start + spec.every_nth - 1, stop, spec.every_nth)}
+    return {i for start, stop in stacks for i in range(start + begin, stop, spec.every_nth)}
 
 
 def _moe(dense: ModelConfig, layer: int, spec: UpcycleSpec) -> MoEConfig:
@@ -408,6 +426,8 @@ def _moe(dense: ModelConfig, layer: int, spec: UpcycleSpec) -> MoEConfig:
         balance_choices=spec.balance_choices,
         z_coef=spec.z_coef,
         cv_coef=spec.cv_coef,
+        capacity_factor=spec.capacity_factor,
+        capacity_rows=spec.capacity_rows,
         universal=spec.universal,
         extended=spec.extended,
     )

@@ -37,6 +37,7 @@ def moe_leaves(
     layer: int,
     branches: Sequence[Mapping[str, np.ndarray]] = (),
     router: np.ndarray | None = None,
+    router_bias: np.ndarray | None = None,
 ) -> Leaves:
     """Yields the leaves of an MoE layer whose experts, and universal FFN, compute what a dense FFN does.
 
@@ -47,6 +48,7 @@ def moe_leaves(
       layer: index of the layer; different layers draw differently.
       branches: the FFNs that experts are copies of, one for every copy; none: all are copies of `ffn`.
       router: the initial kernel of a linear router, float32[d, copies]; None: it is drawn.
+      router_bias: the initial bias of a linear router that has one; None: zeros.
 
     Yields:
       Paths below `mlp` and leaves in the dtypes of the FFN. A leaf that repeats the FFN's for every expert is a
@@ -55,7 +57,7 @@ def moe_leaves(
     Raises:
       InputError: if experts of this form cannot be the FFN.
     """
-    yield from _router((branches[0] if branches else ffn)["up/kernel"], moe, spec, layer, router)
+    yield from _router((branches[0] if branches else ffn)["up/kernel"], moe, spec, layer, router, router_bias)
 
     def streams(name: str, purpose: int, expert: int) -> np.random.Generator:
         return stream(spec.seed, layer, purpose, MATRICES.index(name), expert)
@@ -76,7 +78,14 @@ def moe_leaves(
             yield f"universal/{path}", leaf
 
 
-def _router(up: np.ndarray, moe: MoEConfig, spec: UpcycleSpec, layer: int, given: np.ndarray | None) -> Leaves:
+def _router(
+    up: np.ndarray,
+    moe: MoEConfig,
+    spec: UpcycleSpec,
+    layer: int,
+    given: np.ndarray | None,
+    given_bias: np.ndarray | None,
+) -> Leaves:
     """Yields the leaves of a linear router, of XFT's gate network, whose noise begins at zero, or of the user's own.
 
     Pieces of one copy of the FFN have equal columns (a virtual group), so that all of them are chosen or none.
@@ -90,7 +99,10 @@ def _router(up: np.ndarray, moe: MoEConfig, spec: UpcycleSpec, layer: int, given
     if moe.universal != "coder":
         yield "router/kernel", np.repeat(first, spec.granularity, axis=1)
         if moe.router_bias:
-            yield "router/bias", np.zeros(moe.num_experts, first.dtype)
+            yield (
+                "router/bias",
+                np.zeros(moe.num_experts, up.dtype) if given_bias is None else given_bias.astype(up.dtype),
+            )
         return
     yield "router/hidden/kernel", first
     out = draw_router(stream(spec.seed, layer, ROUTER, 1), num_experts, num_experts)

@@ -27,7 +27,9 @@ if TYPE_CHECKING:  # they import JAX, and the command line should read options w
     from moe_jax.experts.shapes import LoRAConfig
     from moe_jax.model_io.model_source import ModelLike
 
-_NOT_OF_PESC = "delta freeze_base universal extended gate router noise drop experts_from rest_from granularity".split()
+_NOT_OF_PESC = (
+    "delta freeze_base universal extended gate router noise drop experts_from rest_from granularity capacity_factor"
+).split()
 _WHY_FULL = {
     "noise": "noise is no delta of low rank, nor of few entries",
     "drop": "neurons drawn anew are no delta of low rank, nor of few entries",
@@ -119,6 +121,8 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
     """Experts that a token is routed to."""
     every: Annotated[int | None, Shown("N", "2, of pesc 1")] = None
     """Every N-th layer becomes an MoE: with 2, the layers 1, 3, 5, ... counted from 0; with 1, all layers."""
+    first: Annotated[int | None, Shown("I", "N - 1")] = None
+    """The first of these layers: with `every` 2, 0 is for the layers 0, 2, 4, ..., as in MoE-LLaVA."""
     layers: Annotated[Sequence[int] | None, Shown("N ...", "by --every", tuple[int, ...] | None)] = None
     """The layers that become MoEs, counted from 0."""
     delta: Annotated[
@@ -157,6 +161,11 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
     """Coefficient of the router's z-loss, which keeps its logits small, in training."""
     cv_coef: float = 0.0
     """Coefficient in training of XFT's balance loss, the squared coefficients of variation of importance and load."""
+    capacity_factor: Annotated[float | None, Shown("X", "no limit")] = None
+    """Bounds the tokens of an expert: to X times the even share of a sequence. Further ones pass the layer by."""
+    capacity_rows: Annotated[int | None, Shown("N", "each sequence")] = None
+    """Makes of `capacity_factor` a bound of DeepSpeed's, as in MoE-LLaVA, whose factor is 1.5: of N rows of a batch
+    together, those of a device there, padding included, and in training alone."""
     noise: Annotated[float, Shown("STD")] = 0.0
     """Adds Gaussian noise to the kernels of every expert, with STD times the standard deviation of the kernel. Needs
     `delta` full. Step 0: not the dense model's logits; the check says how far off they are, and does not fail."""
@@ -181,6 +190,10 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
     """Routers begin from texts, one for each expert (with `granularity`, each copy), or @FILE for a text in a file: the
     row of an expert is the mean of what the layer's FFN is given for the first 512 tokens of its text, divided by
     its length. Goes with every `delta`. Step 0: unchanged by it, for it only chooses among experts."""
+    router_weights: Annotated[str | os.PathLike[str] | None, Shown("FILE", "random", Path | None)] = None
+    """The linear router of all layers, in a safetensors or PyTorch file: one matrix [experts, width], and with
+    `router_bias` perhaps a bias (Med-MoE). It is trained as others are, unless a recipe freezes it. Step 0: unchanged
+    by it."""
     seed: int = 0
     """Seed of all draws: routers, low-rank factors, sparse positions, noise, dropped neurons."""
     step0_check: bool = True
@@ -190,8 +203,9 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
     shown; its first 512 tokens."""
 
     def __post_init__(self) -> None:
-        check_positive(self, "experts", "top_k")
+        check_positive(self, "experts", "top_k", "capacity_rows")
         check_number(self, "balance_coef", "z_coef", "cv_coef", at_least=0)
+        check_number(self, "capacity_factor", above=0)
         if self.delta is not None and not isinstance(self.delta, str):
             object.__setattr__(self, "delta", _option_or_bank(self.delta))
         headline = "upcycling" if self.method is None else f"--method {self.method}"
@@ -292,6 +306,7 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
             "top_k": self.top_k,
             "every": self.every_nth if self.layers is None else None,
             "layers": None if self.layers is None else tuple(self.layers),
+            **({} if self.first is None else {"first": self.first}),
             "delta": None if self._has_adapters else self._described_delta(),
             "freeze_base": self.freeze_base,
             "gate": self.weighting if self.universal == "none" else None,
@@ -310,6 +325,11 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
                 described[name] = getattr(self, name)
         if self.balance_choices != "all":
             described["balance_choices"] = self.balance_choices
+        for name in ("capacity_factor", "capacity_rows"):
+            if getattr(self, name) is not None:
+                described[name] = getattr(self, name)
+        if self.router_weights is not None:
+            described["router_weights"] = os.fspath(self.router_weights)
         if self.rest_from == "base":
             described["rest_from"] = "base"
         if self.experts_from:
@@ -343,6 +363,14 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
         adapter = AdapterConfig(rank=self._adapter_width(), activation="gelu", scale=scale, dropout=0.1)
         return BankConfig(AdapterExperts(adapter=adapter))
 
+    def _problems_of_router_weights(self) -> list[str]:
+        if self.router_weights is None:
+            return []
+        others = {"--router-from": bool(self.router_from), f"--router {self.router}": self.router is not None}
+        others |= {"--universal coder": self.universal == "coder", "adapter experts": self._has_adapters}
+        others |= {"--granularity": self.granularity > 1}
+        return [f"--router-weights does not go with {other}" for other, given in others.items() if given]
+
     @property
     def _has_adapters(self) -> bool:
         """Whether experts are adapters, by the method or by a bank that is given itself."""
@@ -353,6 +381,11 @@ class UpcycleSpec(TakesMovedBase, TakesNonfinite):
         problems = []
         if self.layers is None and self.every_nth < 1:
             problems.append(f"every={self.every_nth} must be at least 1")
+        if self.first is not None and self.layers is not None:
+            problems.append("--first is the first layer of --every, and --layers names all of them")
+        if self.capacity_rows is not None and self.capacity_factor is None:
+            problems.append("--capacity-rows needs --capacity-factor, which says how many tokens fit")
+        problems += self._problems_of_router_weights()
         if self.top_k > self.copies:
             problems.append(f"top_k={self.top_k} is above num_experts={self.copies}")
         if self.weighting == "top1" and self.top_k != 1:

@@ -16,6 +16,7 @@ from moe_jax.core.verb_spec import Spec, field_texts
 SPECS = {
     "convert": moe_jax.ConvertSpec,
     "export": moe_jax.ExportSpec,
+    "attach": moe_jax.AttachSpec,
     "upcycle": moe_jax.UpcycleSpec,
     "adapt": moe_jax.AdaptSpec,
     "merge": moe_jax.MergeSpec,
@@ -26,6 +27,7 @@ SPECS = {
 OF_COMMANDS = {
     "convert": {"src", "dst", "dry_run"},
     "export": {"src", "dst", "dry_run"},
+    "attach": {"model", "out"},
     "upcycle": {"src", "dst"},
     "adapt": {"model", "out"},
     "merge": {"adapter", "out"},

@@ -3,19 +3,26 @@
 import base64
 import io
 import json
+import random
 import shutil
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import transformers
 from PIL import Image
 
+from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
+from moe_jax.data.chat_template import load_chat_template
 from moe_jax.data.pipeline import open_data
+from moe_jax.data.rows import RowReader
 from moe_jax.data.sections import DataSection, FieldsSection, SourceSection
+from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.images.decoding import decode_picture
 from moe_jax.images.processing import pixels_of
+from moe_jax.models.serialize import config_to_json
 from tests.support.byte_tokenizer import EOS, byte_tokenizer
 from tests.support.dense_models import dense_config
 from tests.support.seeing_models import FEATURES, seeing
@@ -283,3 +290,82 @@ def test_the_end_of_what_is_too_long_is_left_out(folder, tmp_path):
     (batch,) = read_all(opened(folder, path, batch_size=1))
     assert batch["tokens"].shape == (1, 64) and (batch["segment_ids"] == 1).all()
     assert batch["targets"][0, -1] == ord("x") and EOS not in batch["targets"]
+
+
+def test_inspect_shows_pictures_with_their_sizes_and_tokens(folder, tmp_path, capsys):
+    recipe = recipe_of(folder, tmp_path)
+    assert cli.main(["data", "inspect", str(recipe), "--examples", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "[shop/0.png: 20 x 15 pixels, 9 tokens]⟦a caption\n⟧" in out and "pictures" in out
+    assert cli.main(["data", "inspect", str(recipe), "--json"]) == 0
+    (source,) = json.loads(capsys.readouterr().out)
+    assert source["pictures"] == 8 and source["shown"][1][0]["picture"] == "shop/1.png"
+    assert [part["scored"] for part in source["shown"][0]] == [False, True]
+
+
+def test_pictures_are_not_tokenised_in_advance(folder, tmp_path, capsys):
+    assert cli.main(["data", "tokenize", str(recipe_of(folder, tmp_path)), str(tmp_path / "tokens")]) == 2
+    err = capsys.readouterr().err
+    assert "line 1" in err and "not tokenised in advance" in err and not (tmp_path / "tokens").exists()
+
+
+def recipe_of(folder, tmp_path):
+    write(tmp_path / "a.jsonl", [llava(n, answer="a caption") for n in range(8)])
+    (tmp_path / "config.json").write_text(json.dumps(config_to_json(CONFIG)))
+    (tmp_path / "recipe.toml").write_text(
+        f'run_dir = "run"\n[model]\nconfig = "{tmp_path}/config.json"\ninit = "random"\n[data]\nseq_len = 64\n'
+        f'chat_template = "llava-plain"\ntokenizer = "{folder}/tokenizer.json"\nimage_folder = "{folder}"\n'
+        f'[[data.sources]]\npath = "{tmp_path}/a.jsonl"\n'
+    )
+    return tmp_path / "recipe.toml"
+
+
+OF_LLAVA = (
+    "{% for message in messages %}{% if message['role'] != 'system' %}{{ message['role'].upper() + ': '}}{% endif %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ content['text'] + ' '}}"
+    "{% endfor %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+IN_TURN = (
+    "{% for message in messages %}<s>{{ message.role }}\n{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}{% if part.type == 'image' %}<image>{% else %}{{ part.text }}"
+    "{% endif %}{% endfor %}{% endif %}</s>\n{% endfor %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [OF_LLAVA, IN_TURN], ids=["llava", "in turn"])
+def test_templates_with_parts_are_written_as_transformers_writes_them(tmp_path, template):
+    byte_tokenizer(tmp_path / "tokenizer.json")
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json"),
+        eos_token="</s>",
+        extra_special_tokens={"image_token": "<image>"},
+    )
+    fast.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    sides = {"height": 12, "width": 12}
+    images = transformers.CLIPImageProcessorPil(size={"shortest_edge": 12}, crop_size=sides)
+    processor = transformers.LlavaProcessor(
+        images, fast, patch_size=4, num_additional_image_tokens=1, vision_feature_select_strategy="default",
+        chat_template=template,
+    )  # fmt: skip
+    placeholder = fast.convert_tokens_to_ids("<image>")
+    config = seeing(dense_config(vocab_size=264), placeholder=placeholder)
+    tokenizer = Tokenizer(tmp_path / "tokenizer.json", config)
+    reader = RowReader(template=lambda: load_chat_template(tmp_path / "tokenizer.json"), sees=True)
+    draw = random.Random(0)
+    for number in range(20):
+        said, shown = [], 0
+        for _ in range(draw.randint(1, 3)):
+            pictures = draw.randint(0, 2)
+            parts = [{"type": "image"}] * pictures + [{"type": "text", "text": f"what {number}?\nand"}]
+            said += [{"role": "user", "content": draw.sample(parts, len(parts))}]
+            said += [{"role": "assistant", "content": [{"type": "text", "text": f"it is {number}"}]}]
+            shown += pictures
+        names = [f"{n}.png" for n in range(shown)]
+        (example,) = reader({"messages": said, "images": names})
+        ids = tokenizer.documents([example])[0].ids
+        text = processor.apply_chat_template(said)
+        pixels = [np.zeros((12, 12, 3), np.uint8)] * shown or None
+        expected_ids = processor(images=pixels, text=text, add_special_tokens=False)["input_ids"]
+        assert ids.tolist() == (expected_ids[0] if isinstance(expected_ids[0], list) else expected_ids)

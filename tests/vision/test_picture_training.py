@@ -9,13 +9,19 @@ import pytest
 
 import moe_jax
 from moe_jax.commands import cli
+from moe_jax.core.errors import InputError
+from moe_jax.data.pipeline import open_data
+from moe_jax.data.sections import DataSection, SourceSection
+from moe_jax.images.decoding import decode_picture
+from moe_jax.images.processing import pixels_of
 from moe_jax.model_io.frozen_tower import FrozenTower
 from moe_jax.model_io.loading import load_model, model_leaves
 from moe_jax.training.metrics import read_metrics
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.dense_models import dense_config, random_leaves
 from tests.support.moe_models import MemorySource
-from tests.support.seeing_models import seeing
+from tests.support.numerics import logits_of
+from tests.support.seeing_models import FEATURES, seeing
 from tests.support.tiers import long
 from tests.vision.test_picture_data import llava, png, write
 
@@ -130,3 +136,37 @@ def test_eight_devices_as_one(folder, whole, tmp_path):
     assert jax.device_count() == 8
     losses = trained(folder, tmp_path / "run", "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
     np.testing.assert_allclose(losses, losses_of(whole), rtol=1e-5)
+
+
+def test_held_out_conversations_are_scored_with_their_pictures(folder, whole):
+    """Packed rows have the losses of their conversations alone, and other pictures have others."""
+    model, path = moe_jax.load(whole / "model"), folder / "a.jsonl"
+    found = moe_jax.evaluate(model, path, batch_size=8)
+    section = DataSection(sources=(SourceSection(path=str(path)),), seq_len=32, prefetch=0, epochs=1)
+    packed = open_data(section, model.config, whole / "model" / "tokenizer.json", seed=0, batch_size=12, rows=range(12))
+    batch = next(packed)
+    assert batch["segment_ids"].max() == 2 and not next(packed)["segment_ids"].any()
+    total = float(model.decoder.loss(batch)) * batch["weights"].sum()
+    assert found.windows == 20 and found.tokens == batch["weights"].sum()
+    assert found.total_nll == pytest.approx(total, rel=1e-6)
+    write(folder / "others.jsonl", [llava((n + 1) % 20, answer=str(n)) for n in range(20)])
+    assert moe_jax.evaluate(model, folder / "others.jsonl").nll != pytest.approx(found.nll, rel=1e-3)
+
+
+def test_a_model_without_a_token_for_pictures_is_asked_as_it_was_trained(folder, whole, capsys):
+    model, picture = moe_jax.load(whole / "model"), folder / "shop" / "3.png"
+    answer = moe_jax.generate(model, "<image>\nq", image=picture, max_new_tokens=4)
+    ids = [0] * FEATURES + list(b"\nq")
+    assert answer.prompt_ids == ids
+    slots = np.array([[*range(1, FEATURES + 1), 0, 0]], np.int32)
+    pixels = pixels_of(decode_picture(png(3), "3.png"), CONFIG.vision.processing)[None, None]
+    logits = logits_of(model.decoder, np.array([ids], np.int32), pixels=pixels, slots=slots)
+    assert int(logits[0, -1].argmax()) == answer.ids[0]
+    words = ["--prompt", "<image>\nq", "--image", str(picture), "--max-new-tokens", "4", "--json"]
+    capsys.readouterr()
+    assert cli.main(["generate", str(whole / "model"), *words]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["ids"] == answer.ids
+    with pytest.raises(InputError, match="expected one for each"):
+        moe_jax.generate(model, "q", image=picture)
+    # Without pictures, it is text.
+    assert moe_jax.generate(model, "<image>", max_new_tokens=1).prompt_ids == list(b"<image>")

@@ -1,8 +1,10 @@
 """Pictures of documents, made pixels as they are needed; those that cannot be read are named, or left out."""
 
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import Float, UInt8
@@ -10,11 +12,14 @@ from jaxtyping import Float, UInt8
 from moe_jax.core.bad_documents import BadDocument, OnBad
 from moe_jax.core.errors import InputError
 from moe_jax.data.pictures.picture_sources import PictureFiles, PictureSource
+from moe_jax.data.sections import DataSection
 from moe_jax.data.tokenizer import Document
+from moe_jax.files.storage_path import as_path
 from moe_jax.images.decoding import decode_picture
 from moe_jax.images.feature_cache import digest_of
 from moe_jax.images.image_config import ImageProcessing
 from moe_jax.images.processing import pixels_of
+from moe_jax.models import ModelConfig
 
 MOST_BAD = 0.01
 """Share of the pictures that may be bad where they are skipped."""
@@ -78,6 +83,7 @@ class PictureLoader:
         self._skips = on_bad == "skip"
         self._guard = threading.Lock()
         self.seen = self.bad = 0
+        self._said = False
 
     def __call__(self, documents: Sequence[Document]) -> tuple[list[Document], list[LoadedPicture]]:
         """Returns the documents whose pictures can be read, and these pictures in their order.
@@ -108,9 +114,17 @@ class PictureLoader:
         if features is not None:
             return LoadedPicture(digest, None, features)
         try:
-            return LoadedPicture(digest, pixels_of(decode_picture(data, picture.shown), self._processing))
+            decoded = decode_picture(data, picture.shown, remark=partial(self._say_once, picture.where))
+            return LoadedPicture(digest, pixels_of(decoded, self._processing))
         except InputError as error:
             raise BadDocument(f"{picture.where}: {error}") from None
+
+    def _say_once(self, where: str, remark: str) -> None:
+        """Says of the first picture with more frames than one which of them is taken."""
+        with self._guard:
+            is_first, self._said = not self._said, True
+        if is_first:
+            self._note(f"{where}: {remark}, as of all others")
 
     def _count_bad(self, error: BadDocument) -> None:
         with self._guard:
@@ -124,3 +138,21 @@ class PictureLoader:
             )
         if bad == 1:
             self._note(f'left out, as data.on_bad_image = "skip" asks, and later ones without a word: {error}')
+
+
+def picture_loader(section: DataSection, config: ModelConfig, **how: Any) -> PictureLoader:
+    """Returns what reads the pictures of a recipe's data; further arguments as of `PictureLoader`.
+
+    Raises `FileNotFoundError` or `NotADirectoryError` if their folder is not there.
+    """
+    folder = None if section.image_folder is None else as_path(section.image_folder)
+    processing = picture_processing(section, config)
+    return PictureLoader(PictureFiles(folder), processing, on_bad=section.on_bad_image, **how)
+
+
+def picture_processing(section: DataSection, config: ModelConfig) -> ImageProcessing:
+    """Returns how the pictures of a recipe's data become pixels; raises `InputError` if the model takes none."""
+    processing = config.check_sees("pictures in the data").processing
+    if section.image_aspect is None:
+        return processing
+    return dataclasses.replace(processing, pad=section.image_aspect == "pad")
