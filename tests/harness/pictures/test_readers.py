@@ -31,13 +31,13 @@ def test_the_question_in_prompts_of_textvqa(prompt):
 )
 def test_prompts_of_textvqa_without_a_question(prompt):
     read = SETS["textvqa"].reader({"": {"data": [{"image_id": "p", "question": "x", "answers": ["x"] * 10}]}})
-    with pytest.raises(InputError, match="no question that can be told"):
+    with pytest.raises(InputError, match="has no question"):
         read({"question_id": "p", "text": prompt})
 
 
 @pytest.mark.parametrize("name", ["vizwiz", "mmbench", "mmvet", "medical"])
 def test_sets_without_annotations_take_none(name):
-    with pytest.raises(InputError, match="this set has none"):
+    with pytest.raises(InputError, match="set has none"):
         SETS[name].reader({"": [{}]})
 
 
@@ -55,7 +55,7 @@ def test_labels_of_some_categories_are_enough():
     assert document is not None and document["answer"] == "no"
     with pytest.raises(InputError, match="fewer labels"):
         read(entry)
-    with pytest.raises(InputError, match="expected yes or no"):
+    with pytest.raises(InputError, match="label is .maybe"):
         SETS["pope"].reader({"random": [{"label": "maybe"}]})(entry)
 
 
