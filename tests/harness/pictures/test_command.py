@@ -349,6 +349,20 @@ def test_tasks_of_the_hub_that_cannot_be_evaluated():
         pictures_of_tasks({"a": OfHub("multiple_choice")}, None, None)
 
 
+def test_the_cache_knows_pictures_by_their_content_and_padding(llava, folder):
+    pictures = folder / "pictures"
+    shutil.copyfile(pictures / "red.png", pictures / "copy.png")
+    config = moe_jax.load(llava).config
+    tokenizer = Tokenizer(llava / "tokenizer.json", config)
+    keys = [
+        PicturePrompts(config, tokenizer, {"seen": TaskPictures(PictureFolder(pictures), pad)}).key_of(
+            asked_of("a", [name])
+        )
+        for name, pad in (("red.png", None), ("copy.png", None), ("inside/blue.png", None), ("red.png", True))
+    ]
+    assert keys[0] == keys[1] and keys[0] != keys[2] and keys[0] != keys[3]
+
+
 def test_pictures_of_the_hub_are_decoded_already():
     from PIL import Image
 
