@@ -48,7 +48,8 @@ class Options(OneModel):
     last token; other models are asked how likely they are to say each label after the text, or in answer to it.
 
     Tasks (PIQA, ARC, GSM8K, ...) come from task files in lm-eval's YAML: those of this library and of --tasks-dir, over
-    local files, and those of lm-eval, whose data is on the Hugging Face Hub. pip install 'moe-jax[eval]'.
+    local files, and those of lm-eval, whose data is on the Hugging Face Hub. Models that see are asked about pictures,
+    too (gqa_local, pope_local, vqa_rad_local, ...). pip install 'moe-jax[eval]'.
     """
 
     local_only: ClassVar[tuple[str, ...]] = ("tasks_dir", "data_dir", "image_folder", "cache", "output", "samples")
@@ -177,6 +178,7 @@ GROUPS = {
 EXAMPLES = """
 moe-jax eval run/model --text held-out.txt --seq-len 1024
 moe-jax eval run/model --tasks piqa,arc_easy --limit 200 --output results.json
+moe-jax eval run/llava --tasks gqa_local,pope_local --data-dir eval
 moe-jax eval run/model --classify sst2.jsonl --labels negative,positive
 """
 

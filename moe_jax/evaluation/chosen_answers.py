@@ -65,7 +65,7 @@ def chosen_letter(text: str, options: int) -> str | None:
     """
     if text in tuple(LETTERS):
         letter = text
-    elif len(text) >= 3 and text[0] in LETTERS and text[1:3] == ". ":
+    elif text[1:3] == ". " and text[0] in LETTERS:
         letter = text[0]
     else:
         found = _SAID.findall(text)

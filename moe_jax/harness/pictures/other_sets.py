@@ -18,6 +18,7 @@ from moe_jax.harness.pictures.question_set import (
     Reader,
     fields_of,
     found_in,
+    id_of,
     none_of,
     only,
     text_of,
@@ -46,7 +47,7 @@ class ScienceQAImages(QuestionSet):
         def read(entry: Document) -> dict[str, Any] | None:
             if "image" not in entry:
                 return None
-            problem = found_in(problems, str(entry.get("id")), "problems (dataset_kwargs.annotations)")
+            problem = found_in(problems, str(id_of(entry, "id")), "problems (dataset_kwargs.annotations)")
             choices, answer = (problem.get(key) if isinstance(problem, dict) else None for key in ("choices", "answer"))
             if not isinstance(choices, list) or not isinstance(answer, int) or not 0 <= answer < len(choices):
                 raise BadDocument(f"its problem is {shown(problem)}, expected choices, and the number of the answer")
@@ -125,7 +126,7 @@ class MMVet(QuestionSet):
     def reader(self, annotations: Mapping[str, Any]) -> Reader:
         """Takes the entries as they are."""
         none_of(annotations)
-        return fields_of
+        return lambda entry: fields_of(entry) | {"question_id": id_of(entry)}
 
     def score(self, document: Document, text: str) -> dict[str, Any]:
         """Returns no figure, for none is made here."""
@@ -151,7 +152,7 @@ class Medical(QuestionSet):
                 raise BadDocument(f"its answer_type is {shown(kind)}, expected {', '.join((*OPEN, *CLOSED))}")
             text, image = _said(entry, 0), entry.get("image")
             return {
-                **{"question_id": entry.get("id"), "image": image, "text": text, "answer": _said(entry, 1)},
+                **{"question_id": id_of(entry, "id"), "image": image, "text": text, "answer": _said(entry, 1)},
                 **{"prompt": text if image is None else f"{MARK}\n{text}", "is_closed": kind in CLOSED},
             }
 

@@ -68,6 +68,14 @@ def fields_of(entry: Document) -> dict[str, Any]:
     }
 
 
+def id_of(entry: Document, key: str = "question_id") -> str | int:
+    """Returns the id of an entry; raises `BadDocument` if it has none."""
+    value = entry.get(key)
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise BadDocument(f"its {key!r} is {shown(value)}, expected a text or a number")
+    return value
+
+
 def text_of(entry: Document, key: str) -> str:
     """Returns a text of an entry; raises `BadDocument` if it has none."""
     value = entry.get(key)

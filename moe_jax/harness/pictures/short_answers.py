@@ -24,6 +24,7 @@ from moe_jax.harness.pictures.question_set import (
     entries_of,
     fields_of,
     found_in,
+    id_of,
     none_of,
     only,
     text_of,
@@ -54,9 +55,9 @@ class VQAv2(QuestionSet):
                            _ANNOTATIONS)  # fmt: skip
 
         def read(entry: Document) -> dict[str, Any]:
-            made = fields_of(entry)
+            made = fields_of(entry) | {"question_id": id_of(entry)}
             if table is not None:
-                made["answers"] = _answers(found_in(table, entry.get("question_id"), _ANNOTATIONS).get("answers"))
+                made["answers"] = _answers(found_in(table, made["question_id"], _ANNOTATIONS).get("answers"))
             return made
 
         return read
@@ -82,7 +83,7 @@ class VizWiz(QuestionSet):
 
         def read(entry: Document) -> dict[str, Any]:
             answers = {"answers": _answers(entry["answers"])} if "answers" in entry else {}
-            return fields_of(entry) | answers
+            return fields_of(entry) | {"image": text_of(entry, "image")} | answers
 
         return read
 
@@ -109,7 +110,7 @@ class TextVQA(QuestionSet):
             table[entry["image_id"], entry["question"].lower()] = entry
 
         def read(entry: Document) -> dict[str, Any]:
-            name = entry.get("question_id"), _question_of(text_of(entry, "text")).lower()
+            name = id_of(entry), _question_of(text_of(entry, "text")).lower()
             return fields_of(entry) | {"answers": _answers(found_in(table, name, _ANNOTATIONS).get("answers"))}
 
         return read
@@ -143,7 +144,7 @@ class GQA(QuestionSet):
             raise InputError(f"{_ANNOTATIONS}: expected an object of questions by their ids")
 
         def read(entry: Document) -> dict[str, Any]:
-            found = found_in(table, str(entry.get("question_id")), _ANNOTATIONS)
+            found = found_in(table, str(id_of(entry)), _ANNOTATIONS)
             if not isinstance(found, dict):
                 raise BadDocument(f"its annotation is {shown(found)}, expected an object")
             return fields_of(entry) | {"answer": text_of(found, "answer")}
@@ -191,7 +192,9 @@ class POPE(QuestionSet):
 
         def read(entry: Document) -> dict[str, Any]:
             category = text_of(entry, "category")
-            label = next(found_in(labels, category, "categories of dataset_kwargs.annotations"), None)
+            if category not in labels:
+                raise BadDocument(f"its category is {shown(category)}, and there are labels of {', '.join(labels)}")
+            label = next(labels[category], None)
             if label is None:
                 raise BadDocument(f"there are fewer labels than questions of the category {category!r}")
             if label.get("image", entry.get("image")) != entry.get("image"):
@@ -201,7 +204,8 @@ class POPE(QuestionSet):
                 )
             if label.get("label") not in ("yes", "no"):
                 raise BadDocument(f"its label is {shown(label.get('label'))}, expected yes or no")
-            return fields_of(entry) | {"answer": label["label"]}
+            named = {"question_id": id_of(entry), "text": text_of(entry, "text"), "category": category}
+            return fields_of(entry) | named | {"answer": label["label"]}
 
         return read
 

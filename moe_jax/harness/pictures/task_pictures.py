@@ -126,9 +126,16 @@ def pictures_of_tasks(tasks: Mapping[str, Any], folder: Path | None, aspect: str
 
     Raises:
       FileNotFoundError, NotADirectoryError: if there is no such folder.
+      InputError: for a task about sounds, or one that asks how likely answers about pictures are.
     """
     found = {}
     for name, task in tasks.items():
+        if task.get_config("doc_to_audio"):
+            raise InputError(f"task {name!r} is about sounds, which no model here hears")
+        if getattr(task, "MULTIMODAL", False) and task.OUTPUT_TYPE != "generate_until":
+            raise InputError(
+                f"task {name!r} is {task.OUTPUT_TYPE}, and only what is written about pictures is evaluated"
+            )
         if getattr(task, "MULTIMODAL", False):
             kwargs = task.get_config("dataset_kwargs") or {}
             place, wanted = folder or kwargs.get("image_folder"), aspect or kwargs.get("image_aspect")

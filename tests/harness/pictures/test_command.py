@@ -11,9 +11,10 @@ import pytest
 
 import moe_jax
 from moe_jax.commands import cli
+from moe_jax.core.errors import InputError
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.harness.pictures.picture_prompts import PicturePrompts
-from moe_jax.harness.pictures.task_pictures import TaskPictures
+from moe_jax.harness.pictures.task_pictures import TaskPictures, pictures_of_tasks
 from moe_jax.images.picture_files import PictureFolder
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.picture_questions import draw, medical, write_json
@@ -298,6 +299,68 @@ def test_models_without_a_token_for_pictures(llava, folder):
             token for token, slot in zip(other, slots, strict=True) if not slot
         ]
         assert min(other) >= 0
+
+
+@long
+def test_a_model_without_a_token_for_pictures_answers_too(llava, folder, capsys):
+    moe_jax.convert(llava, folder / "ours")
+    expected = written(capsys, folder / "ours", folder)
+    file = folder / "ours" / "config.json"
+    config = json.loads(file.read_text())
+    assert IMAGE in found_in(config, "placeholder")
+    file.write_text(json.dumps(replaced(config, "placeholder", None)))
+    assert moe_jax.load(folder / "ours").config.vision.placeholder is None  # type: ignore[union-attr]
+    assert written(capsys, folder / "ours", folder) == expected
+
+
+def replaced(value, key, by):
+    """JSON in which everything under a key is something else."""
+    if isinstance(value, dict):
+        return {name: by if name == key else replaced(one, key, by) for name, one in value.items()}
+    return [replaced(one, key, by) for one in value] if isinstance(value, list) else value
+
+
+def found_in(value, key):
+    """Everything under a key of JSON."""
+    inside = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    return [one for part in inside for one in found_in(part, key)] + (
+        [value[key]] if isinstance(value, dict) and key in value else []
+    )
+
+
+class OfHub:
+    """A task of lm-eval's own."""
+
+    MULTIMODAL = True
+
+    def __init__(self, output_type="generate_until", **config):
+        self.OUTPUT_TYPE, self._config = output_type, config
+
+    def get_config(self, key):
+        return self._config.get(key)
+
+
+def test_tasks_of_the_hub_that_cannot_be_evaluated():
+    assert pictures_of_tasks({"a": OfHub()}, None, None)["a"].pad is None
+    assert pictures_of_tasks({"a": OfHub(dataset_kwargs={"image_aspect": "pad"})}, None, None)["a"].pad is True
+    with pytest.raises(InputError, match="about sounds"):
+        pictures_of_tasks({"a": OfHub(doc_to_audio="x")}, None, None)
+    with pytest.raises(InputError, match="is multiple_choice"):
+        pictures_of_tasks({"a": OfHub("multiple_choice")}, None, None)
+
+
+def test_the_cache_knows_pictures_by_their_content_and_padding(llava, folder):
+    pictures = folder / "pictures"
+    shutil.copyfile(pictures / "red.png", pictures / "copy.png")
+    config = moe_jax.load(llava).config
+    tokenizer = Tokenizer(llava / "tokenizer.json", config)
+    keys = [
+        PicturePrompts(config, tokenizer, {"seen": TaskPictures(PictureFolder(pictures), pad)}).key_of(
+            asked_of("a", [name])
+        )
+        for name, pad in (("red.png", None), ("copy.png", None), ("inside/blue.png", None), ("red.png", True))
+    ]
+    assert keys[0] == keys[1] and keys[0] != keys[2] and keys[0] != keys[3]
 
 
 def test_pictures_of_the_hub_are_decoded_already():
