@@ -8,6 +8,7 @@ import grain
 import numpy as np
 
 from moe_jax.core.bad_documents import BadDocument
+from moe_jax.core.errors import InputError
 from moe_jax.data.pictures.picture_loading import LoadedPicture
 from moe_jax.data.tokenizer import Document, Pair, Pairs
 
@@ -163,6 +164,15 @@ class PackedRow(Row):
         if document <= space:
             return document
         return 0 if space < self._seq_len else space
+
+
+def check_room(count: int, per_picture: int, seq_len: int) -> None:
+    """Raises `InputError` for more pictures in a row than can stand in it: there would be memory for each of them."""
+    if count * per_picture > seq_len:
+        raise InputError(
+            f"{count:,} pictures in a row (data.max_pictures): one takes {per_picture:,} tokens, so that "
+            f"{seq_len // per_picture:,} go into data.seq_len = {seq_len:,}"
+        )
 
 
 def fitted(document: Document, room: PictureRoom | None, seq_len: int) -> Document:

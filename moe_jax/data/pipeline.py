@@ -17,7 +17,7 @@ import grain
 import numpy as np
 
 from moe_jax.core.errors import InputError
-from moe_jax.data.packing import Batch, PackedRow, PairRow, PictureRoom, Row, SeenPairs, fitted
+from moe_jax.data.packing import Batch, PackedRow, PairRow, PictureRoom, Row, SeenPairs, check_room, fitted
 from moe_jax.data.pictures.picture_loading import KnownFeatures, picture_loader
 from moe_jax.data.rows import Example
 from moe_jax.data.sections import DataSection, SourceSection, input_length
@@ -165,9 +165,12 @@ def picture_room(
         raise InputError(
             f"a picture takes {per_picture} tokens, more than data.seq_len = {section.seq_len}; give a larger seq_len"
         )
-    count = max(1, int(section.seq_len * _SEEN) // per_picture)
+    count = section.max_pictures
+    if count is None:
+        count = max(1, int(section.seq_len * _SEEN) // per_picture)
+    check_room(count, per_picture, section.seq_len)
     return PictureRoom(
-        count if section.max_pictures is None else section.max_pictures,
+        count,
         vision.processing.size,
         per_picture,
         None if known is None else known.shape,

@@ -172,7 +172,7 @@ class RowReader:
                 raise InputError(f"{shown(name)} beside {shown(keys[0])} goes into a conversation{more}")
         if MARK in response and self._pictures(row):
             raise InputError(f"{shown(keys[1])} shows a picture ({MARK}); a prompt does")
-        pictures = self._beside_text(row, prompt)
+        pictures = self._beside_text(row, prompt, marks_count=self._sees)
         return [Example(prompt + response, len(prompt), is_response=True, pictures=pictures)]
 
     def _pictures(self, row: Mapping[str, Any]) -> list[PictureSource]:
@@ -181,15 +181,21 @@ class RowReader:
             return []
         return pictures_of_row(row, self._image)
 
-    def _beside_text(self, row: Mapping[str, Any], text: str) -> tuple[PictureSource, ...]:
-        """Returns the pictures of a text, which has a mark for each."""
+    def _beside_text(
+        self, row: Mapping[str, Any], text: str, *, marks_count: bool = False
+    ) -> tuple[PictureSource, ...]:
+        """Returns the pictures of a text, which has a mark for each; of one without pictures only if `marks_count`."""
         pictures = self._pictures(row)
-        if pictures and text.count(MARK) != len(pictures):
+        if (pictures or marks_count) and text.count(MARK) != len(pictures):
             raise InputError(
                 f"pictures of the row: {len(pictures)}, and places for them in its text ({MARK}): {text.count(MARK)}; "
-                "expected one for each"
+                f"expected one for each{self._unnamed()}"
             )
         return tuple(pictures)
+
+    def _unnamed(self) -> str:
+        """Returns what to do where no key of pictures is named."""
+        return "; fields.image names the key of pictures" if self._is_told and self._image is None else ""
 
     def _keys_of(self, row: Mapping[str, Any]) -> tuple[str, ...]:
         """Returns the keys that hold the content of a row; raises `InputError` for others that may matter."""
@@ -266,14 +272,17 @@ class RowReader:
             raise InputError(f"{shown(self._tools)} is {shown(tools)}, expected a list of tools")
         pictures, template = self._pictures(row), self._template()
         shows = bool(pictures) or (self._sees and has_pictures(messages))
+        if self._sees and not template.takes_parts:
+            shows = shows or any(isinstance(message.get("content"), list) for message in messages)
         if shows:
-            messages, pictures = with_pictures(messages, pictures, as_parts=template.takes_parts)
+            how = {"as_parts": template.takes_parts, "told": self._unnamed()}
+            messages, pictures = with_pictures(messages, pictures, **how)
         learnt = [bool(message.pop("train", True)) for message in messages]
         of_assistant = [learn for learn, one in zip(learnt, messages, strict=True) if one["role"] == "assistant"]
         if of_assistant and not any(of_assistant):
             return []  # as it asks
         scored = template.scored(messages, learnt=learnt, tools=tools, pictures=shows)
-        if len(scored) > 1 and shows:
+        if len(scored) > 1 and pictures:
             raise InputError("the chat template writes past turns in another way, which is not known with pictures")
         return [Example(one.text, spans=one.spans, pictures=tuple(pictures)) for one in scored]
 

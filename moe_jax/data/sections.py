@@ -212,7 +212,10 @@ class DataSection:
         at_least(self, 0, "prefetch")
         at_least(self, 1, "max_pictures")
         if not (is_finite(self.feature_cache_gib) and self.feature_cache_gib > 0):
-            raise InputError(f"feature_cache_gib = {shown(self.feature_cache_gib)} must be above 0")
+            raise InputError(f"feature_cache_gib = {shown(self.feature_cache_gib)} must be a finite number above 0")
+        for name in ("image_folder", "feature_cache"):
+            if getattr(self, name) == "":
+                raise InputError(f'{name} is empty; leave the key out, or name a folder ("." is the current one)')
         if len({source.weight is None for source in self.sources}) > 1:
             raise InputError("some sources have a weight and some have none; give all of them one, or none")
 

@@ -19,7 +19,9 @@ import numpy as np
 from moe_jax.core.errors import InputError
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.core.worker_pool import worker_pool
+from moe_jax.data.packing import fitted
 from moe_jax.data.pictures.picture_sources import PictureFiles
+from moe_jax.data.pipeline import picture_room
 from moe_jax.data.rows import Example
 from moe_jax.data.sections import DataSection, input_length
 from moe_jax.data.sources import Files, find_files, open_sources
@@ -93,17 +95,20 @@ def preview(
     """Looks at every source of a recipe's `[data]`, and shows its first `count` documents.
 
     Raises:
-      FileNotFoundError, InputError: see `open_sources`; also for text that the tokenizer cannot encode, and pictures of
-        the documents shown that cannot be read.
+      FileNotFoundError, InputError: see `open_sources`; also for text that the tokenizer cannot encode, pictures of
+        the documents shown that cannot be read, and documents whose pictures do not go into a row.
     """
     tokenizer = Tokenizer(tokenizer_path, config, bos=section.bos, eos=section.eos)
     folder = None if section.image_folder is None else as_path(section.image_folder)
     files = None if config.vision is None else PictureFiles(folder)
     sources = open_sources(section, config, batch_size, tokenizer_path)
+    room = None if config.has_encoder else picture_room(section, config, sources, tokenizer.per_picture)
     length = section.seq_len + (input_length(section) if config.has_encoder else 0)
     found = []
     for settings, records in zip(section.sources, sources, strict=True):
-        counted, documents = _first_documents(records, tokenizer)
+        counted, documents = _first_documents(records, tokenizer, whole=count)
+        for document in documents:
+            fitted(document, room, section.seq_len)
         lengths = [len(document.ids) for document in documents]
         found.append(
             SourcePreview(
@@ -162,13 +167,18 @@ def _texts(ids: np.ndarray, scored: np.ndarray, tokenizer: Tokenizer) -> Iterato
         before = text
 
 
-def _first_documents(files: Files, tokenizer: Tokenizer) -> tuple[int, list[Document]]:
-    """Returns the number of records read, and their documents."""
+def _first_documents(files: Files, tokenizer: Tokenizer, *, whole: int) -> tuple[int, list[Document]]:
+    """Returns the number of records read, and their documents. Of pictures in rows, those of the first
+    documents, so many as are `whole`, are kept in memory."""
     documents: list[Document] = []
     for index in range(len(files)):
         if len(documents) >= MOST_DOCUMENTS:
             return index, documents
-        documents += _documents(files[index], tokenizer)
+        for document in _documents(files[index], tokenizer):
+            pictures = document.pictures
+            if len(documents) >= whole:
+                pictures = tuple(picture._replace(data=None) for picture in pictures)
+            documents.append(document._replace(pictures=pictures))
     return len(files), documents
 
 

@@ -315,7 +315,7 @@ def read_held_out(
         source, named, data, config, tokenizer_path, template=template, piece=piece, checks=not skipped.skips
     )
     lengths = {"input_len": input_length(data), "seq_len": data.seq_len}
-    load = None if config.vision is None else picture_loader(data, config)
+    load = None if config.vision is None else picture_loader(data, config, on_bad="stop")
     for index in range(len(files)):
         with skipped.passed_over():
             examples = files[index]

@@ -8,10 +8,12 @@ import numpy as np
 from jaxtyping import UInt8
 
 from moe_jax.core.errors import InputError, shown
+from moe_jax.files.json_toml import is_unicode
 from moe_jax.files.regular_files import Directory, hold, read_regular
 from moe_jax.images.decoding import MAX_BYTES, decode_picture
 
 _LONGEST_NAME = 4096
+_LONGEST_SHOWN = 255  # characters of a name in messages; those of files have as many bytes at most
 
 
 def read_picture(
@@ -48,7 +50,7 @@ class PictureFolder:
           FileNotFoundError: if there is none.
           InputError: for a name that leads out of the folder; or as `read_picture`.
         """
-        parts, where = _parts(name, self.path), f"{self.path}/{name}"
+        parts, where = _parts(name, self.path), f"{self.path}/{shown_name(name)}"
         try:
             directory, file = self._directory.within(parts)
         except OSError as error:
@@ -57,11 +59,17 @@ class PictureFolder:
 
     def picture(self, name: str, *, remark: Callable[[str], None] | None = None) -> UInt8[np.ndarray, "H W 3"]:
         """Returns a picture, decoded; `remark` as in `decode_picture`, and errors as of `read` and it."""
-        return decode_picture(self.read(name), f"{self.path}/{name}", remark=remark)
+        return decode_picture(self.read(name), f"{self.path}/{shown_name(name)}", remark=remark)
+
+
+def shown_name(name: str) -> str:
+    """Returns the name of a picture for a message: whole, but on one line and never longer than a name of a file."""
+    return name if len(name) <= _LONGEST_SHOWN and name.isprintable() else shown(name)
 
 
 def _parts(name: str, folder: Path | str) -> list[str]:
-    if not isinstance(name, str) or not name or "\0" in name or len(name) > _LONGEST_NAME:
+    is_text = isinstance(name, str) and is_unicode(name)
+    if not is_text or not name or "\0" in name or len(name) > _LONGEST_NAME:
         raise InputError(f"{folder}: {shown(name)} is no name of a picture; expected one inside of the folder")
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:

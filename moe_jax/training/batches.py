@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from moe_jax.core.errors import InputError
 from moe_jax.data.packing import Batch
 from moe_jax.data.pipeline import open_data
 from moe_jax.data.tokenizer import find_tokenizer
@@ -49,7 +50,7 @@ class Batches(Iterator[dict[str, jax.Array]]):
 
     def __next__(self) -> dict[str, jax.Array]:
         if not self._asks:
-            batch = next(self._data)
+            batch = self._next()
             holds_some = not self._ends or batch["segment_ids"].any()
             batch = self._placed(batch) if holds_some else {}
         else:
@@ -72,15 +73,23 @@ class Batches(Iterator[dict[str, jax.Array]]):
         self._ahead = self._before = None
         self._data.set_state(position)
         for _ in range(skip):
-            next(self._data)
+            self._next()
 
     def close(self) -> None:
         """Ends what prepares batches in the background."""
         self._data.close()
 
     def _read(self) -> tuple[dict[str, jax.Array], jax.Array]:
-        batch = self._placed(next(self._data))
+        batch = self._placed(self._next())
         return batch, self._any(batch["segment_ids"])
+
+    def _next(self) -> Batch:
+        try:
+            return next(self._data)
+        except InputError as error:
+            # Grain adds a note on its own frames, which would be behind the message.
+            error.__notes__ = [note for note in getattr(error, "__notes__", ()) if "Grain has removed" not in note]
+            raise
 
     def _placed(self, batch: Batch) -> dict[str, jax.Array]:
         return self._place(batch if self._tower is None else self._tower.fill(batch))

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moe_jax.core.errors import InputError
-from moe_jax.data.packing import stack_pairs
+from moe_jax.data.packing import check_room, stack_pairs
 from moe_jax.data.sections import input_length
 from moe_jax.distributed.sharding import (
     batch_sharding,
@@ -29,7 +29,7 @@ from moe_jax.model_io.loading import TOWER, abstract_model, disk_paths, load_mod
 from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig
 from moe_jax.nn import Decoder
-from moe_jax.nn.projector import shape_of_features
+from moe_jax.nn.projector import shape_of_features, tokens_per_picture
 from moe_jax.peft import split_model, trainable_paths
 from moe_jax.training.flops import TowerUse
 from moe_jax.training.optimizer import at_step, group_rates, learning_rate, make_optimizer
@@ -265,7 +265,7 @@ def abstract_batch(
     They are pixels, or `features` in their place.
 
     Raises:
-      InputError: for pictures of a model that takes none.
+      InputError: for pictures of a model that takes none, or more of them than go into a row.
     """
     rows, seq_len = recipe.train.batch_size, recipe.data.seq_len
     input_len = input_length(recipe.data) if config.has_encoder else None
@@ -277,6 +277,7 @@ def abstract_batch(
     }
     if pictures:
         vision = config.check_sees("pictures")
+        check_room(pictures, tokens_per_picture(vision, config.d_model), seq_len)
         name, dtype = ("features", recipe.model.compute_dtype) if features else ("pixels", "uint8")
         sizes = shape_of_features(vision) if features else (*vision.processing.size, 3)
         batch[name] = jax.ShapeDtypeStruct((rows, pictures, *sizes), dtype, sharding=batch_sharding(mesh, 1))

@@ -11,7 +11,7 @@ import rich.console
 from flax import nnx
 
 from moe_jax.checkpoints.orbax_store import TrainingCheckpoints
-from moe_jax.core.errors import InputError
+from moe_jax.core.errors import InputError, shown
 from moe_jax.core.terminal import console_for_tables
 from moe_jax.data.chat_template import FILE as CHAT_TEMPLATE
 from moe_jax.data.chat_template import template_file
@@ -210,8 +210,14 @@ def _train(
         notes.append(f"the run in {run_dir} had saved no checkpoint and begins anew")
     if recipe.log.tensorboard and not has_tensorboard():
         notes.append(NO_TENSORBOARD)
-    tower = _frozen_tower(recipe, source, notes.append)
-    batches = open_batches(recipe, config, mesh, tokenizer_files=[tokenizer], tower=tower, note=notes.append)
+    is_running = False
+
+    def note(line: str) -> None:
+        """Keeps a remark for the others, or says it at once: of pictures that are found to be bad later."""
+        notes.append(line) if not is_running else _say(console, line)
+
+    tower = _frozen_tower(recipe, source, note)
+    batches = open_batches(recipe, config, mesh, tokenizer_files=[tokenizer], tower=tower, note=note)
     held_out, evaluator, eval_len = None, None, recipe.data.seq_len
     if recipe.eval is not None:
         eval_len = recipe.eval.seq_len or eval_len
@@ -224,8 +230,9 @@ def _train(
     last = recipe.schedule.steps
     if recipe.schedule.kind != "constant" and last is not None and last < recipe.train.steps:
         console.print(f"the learning rate does not change after step {last} (schedule.steps)", highlight=False)
-    for note in notes:
-        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+    is_running = True
+    for line in notes:
+        _say(console, line)
     if recipe.eval is not None and held_out is not None:
         on_mesh = {"batch_size": recipe.eval.batch_size, "mesh": program.mesh}
         evaluator = Evaluator(program.graphdef, held_out, seq_len=eval_len, **on_mesh)
@@ -287,16 +294,22 @@ def _train(
     return path
 
 
+def _say(console: rich.console.Console, line: str) -> None:
+    console.print(f"note: {line}", highlight=False, markup=False, soft_wrap=True)
+
+
 def _frozen_tower(recipe: Recipe, source: ModelSource | None, note: Callable[[str], object]) -> FrozenTower | None:
     """Returns what keeps the features of pictures in the recipe's `data.feature_cache`; None: it names no folder."""
     if recipe.data.feature_cache is None:
         return None
     if source is None:
         raise InputError("data.feature_cache is for a model whose tower was trained, and this is drawn from a config")
-    processing = picture_processing(recipe.data, source.config)
+    processing, folder = picture_processing(recipe.data, source.config), as_path(recipe.data.feature_cache)
+    if folder.on_disk is None or (folder.exists() and not folder.is_dir()):
+        raise InputError(f"data.feature_cache = {shown(recipe.data.feature_cache)}: expected a folder on a disk")
     tower = FrozenTower(source, param_dtype=recipe.model.frozen_dtype, compute_dtype=recipe.model.compute_dtype)
     most = int(recipe.data.feature_cache_gib * 2**30)
-    tower.keep_in(Path(recipe.data.feature_cache), max_bytes=most, processing=processing, note=note)
+    tower.keep_in(folder, max_bytes=most, processing=processing, note=note)
     return tower
 
 

@@ -26,6 +26,9 @@ MOST_BAD = 0.01
 _COUNTED_FROM = 300  # pictures; of fewer, a few may be bad whatever their share
 
 
+_SAID = tuple(10**power for power in range(7))  # of the bad ones, the first, the tenth, the hundredth are named
+
+
 class LoadedPicture(NamedTuple):
     """A picture as a batch has it.
 
@@ -136,8 +139,9 @@ class PictureLoader:
                 f'{error} (the picture number {bad} of {seen} that cannot be read: with data.on_bad_image = "skip" at '
                 f"most {MOST_BAD:.0%} are left out)"
             )
-        if bad == 1:
-            self._note(f'left out, as data.on_bad_image = "skip" asks, and later ones without a word: {error}')
+        if bad in _SAID:
+            count = "" if bad == 1 else f" ({bad:,} of {seen:,} pictures by now)"
+            self._note(f'left out, as data.on_bad_image = "skip" asks{count}: {error}')
 
 
 def picture_loader(section: DataSection, config: ModelConfig, **how: Any) -> PictureLoader:
@@ -147,7 +151,7 @@ def picture_loader(section: DataSection, config: ModelConfig, **how: Any) -> Pic
     """
     folder = None if section.image_folder is None else as_path(section.image_folder)
     processing = picture_processing(section, config)
-    return PictureLoader(PictureFiles(folder), processing, on_bad=section.on_bad_image, **how)
+    return PictureLoader(PictureFiles(folder), processing, **{"on_bad": section.on_bad_image, **how})
 
 
 def picture_processing(section: DataSection, config: ModelConfig) -> ImageProcessing:

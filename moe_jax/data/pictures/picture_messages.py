@@ -19,7 +19,7 @@ def has_pictures(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def with_pictures(
-    messages: Sequence[Mapping[str, Any]], pictures: Sequence[PictureSource], *, as_parts: bool
+    messages: Sequence[Mapping[str, Any]], pictures: Sequence[PictureSource], *, as_parts: bool, told: str = ""
 ) -> tuple[list[dict[str, Any]], tuple[PictureSource, ...]]:
     """Returns messages as a template takes them, and their pictures in the order in which they are shown.
 
@@ -31,6 +31,7 @@ def with_pictures(
       pictures: of the row, beside its messages.
       as_parts: whether all contents become lists of parts, where a line end next to a mark is the template's; otherwise
         they become texts with marks, behind which parts of text begin a line.
+      told: what a message says besides where pictures and marks differ in number.
 
     Raises:
       InputError: if pictures and marks differ in number, an answer shows a picture, or a text has a mark of another
@@ -59,7 +60,7 @@ def with_pictures(
         marks = sum(part is None or part in pictures for part in taken)
         raise InputError(
             f"pictures of the row: {len(pictures)}, and places for them in the conversation ({MARK}): {marks}; "
-            "expected one for each"
+            f"expected one for each{told}"
         )
     return made, tuple(one for one in taken if one is not None)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from moe_jax.core.bad_documents import BadDocument
 from moe_jax.core.errors import InputError, clipped, shown
 from moe_jax.images.decoding import MAX_BYTES
-from moe_jax.images.picture_files import PictureFolder
+from moe_jax.images.picture_files import PictureFolder, shown_name
 
 MARK = "<image>"
 """Stands for a picture in the texts of data, whatever token a model has for it."""
@@ -23,6 +23,8 @@ _DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,")
 _BASE64 = re.compile(r"(iVBORw0KGgo|/9j/|R0lGOD|UklGR|Qk|SUkqA|TU0A)[A-Za-z0-9+/\s]+={0,2}\s*")
 _LEAST_BASE64 = 60  # characters; a smaller picture is none
 _ROW_KEYS = ("image", "images")
+MOST_OF_ROW = 4096
+"""Pictures of a row at most: as tokens, more of them would take memory before it is known that they do not fit."""
 
 
 class PictureSource(NamedTuple):
@@ -43,7 +45,7 @@ class PictureSource(NamedTuple):
     @property
     def shown(self) -> str:
         """Its name in messages."""
-        return self.name or "a picture in the row"
+        return shown_name(self.name) if self.name else "a picture in the row"
 
 
 class PictureFiles:
@@ -89,7 +91,7 @@ def pictures_of_row(row: Mapping[str, Any], key: str | None = None) -> list[Pict
     is a list of them.
 
     Raises:
-      InputError: for anything else, and addresses on the network.
+      InputError: for anything else, addresses on the network, and more than `MOST_OF_ROW`.
     """
     keys = _ROW_KEYS if key is None else (key,)
     given = [(name, row[name]) for name in keys if row.get(name) not in (None, "", [])]
@@ -99,6 +101,8 @@ def pictures_of_row(row: Mapping[str, Any], key: str | None = None) -> list[Pict
         return []
     name, value = given[0]
     many = value if isinstance(value, list) else [value]
+    if len(many) > MOST_OF_ROW:
+        raise InputError(f"{shown(name)} holds {len(many):,} pictures; at most {MOST_OF_ROW:,} are read of a row")
     return [picture_of(one, shown(name)) for one in many]
 
 
