@@ -50,6 +50,9 @@ class Scored(NamedTuple):
 class ChatTemplate:
     """Writes conversations as text.
 
+    Attributes:
+      special_tokens: see below.
+
     Args:
       source: the template's text; `InputError` is raised if it is no template.
       special_tokens: the tokens that it may name: `bos_token` and others.
@@ -59,7 +62,7 @@ class ChatTemplate:
     def __init__(
         self, source: str, *, special_tokens: Mapping[str, Any] | None = None, where: str = "the chat template"
     ):
-        self.source, self._where, self._special = source, where, dict(special_tokens or {})
+        self.source, self._where, self.special_tokens = source, where, dict(special_tokens or {})
         try:
             self._template = Template(source)
         except TemplateFails as error:
@@ -178,7 +181,7 @@ class ChatTemplate:
 
     def _rendered(self, messages: list[Any], tools: list[Any] | None, add_generation_prompt: bool) -> Written:
         values = {"messages": messages, "tools": tools, "documents": None}
-        return self._template.render({**self._special, **values, "add_generation_prompt": add_generation_prompt})
+        return self._template.render({**self.special_tokens, **values, "add_generation_prompt": add_generation_prompt})
 
     def _with_arguments(self, message: dict[str, Any], number: int) -> dict[str, Any]:
         """Returns a message with the arguments of its tool calls in the form that the template takes.

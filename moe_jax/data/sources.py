@@ -32,6 +32,7 @@ from moe_jax.data.tokens.token_files import TokenRecords
 from moe_jax.files.byte_files import open_bytes, size_of
 from moe_jax.files.json_toml import ANYTHING, parse_json
 from moe_jax.files.storage_path import as_path, nearest_path
+from moe_jax.files.tokenizer_files import read_tokenizer_file
 from moe_jax.models import ModelConfig
 
 # This much of every file is checked before training starts; the rest is checked when it is read.
@@ -460,10 +461,23 @@ def template_loader(section: DataSection, tokenizer_path: Path) -> Callable[[], 
     @functools.cache
     def load() -> ChatTemplate:
         if section.chat_template is not None:
-            return read_chat_template(template_file(section.chat_template), tokenizer_path)
+            template = read_chat_template(template_file(section.chat_template), tokenizer_path)
+            _check_end(section.chat_template, template, tokenizer_path)
+            return template
         return load_chat_template(tokenizer_path)
 
     return load
+
+
+def _check_end(name: str, template: ChatTemplate, tokenizer_path: Path) -> None:
+    """Raises `InputError` if answers in the library's `llava-v1` would end with a text, and not a token."""
+    if name != "llava-v1" or "eos_token" in template.special_tokens:
+        return
+    if b'"<|endoftext|>"' not in read_tokenizer_file(tokenizer_path):
+        raise InputError(
+            f"{tokenizer_path.parent} names no EOS token, with which answers end in {name}; give an eos_token in its "
+            "tokenizer_config.json"
+        )
 
 
 def check_form(source: SourceSection, verb: str) -> None:

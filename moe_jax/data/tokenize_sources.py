@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from moe_jax.core.bad_documents import BadDocument
 from moe_jax.core.errors import InputError
 from moe_jax.core.terminal import Progress, no_progress
 from moe_jax.core.worker_pool import worker_pool
@@ -145,7 +146,11 @@ def parts(document: Document, tokenizer: Tokenizer, files: PictureFiles | None =
     begins = np.flatnonzero((document.slots > 0) & ((document.slots - 1) % count == 0))
     for picture, begin in zip(document.pictures, begins, strict=True):
         yield from _texts(document.ids[end:begin], scored[end:begin], tokenizer)
-        height, width, _ = decode_picture(files.read(picture), picture.shown).shape
+        data = files.read(picture)
+        try:
+            height, width, _ = decode_picture(data, picture.shown).shape
+        except InputError as error:
+            raise BadDocument(f"{picture.where}: {error}") from None
         end = begin + count
         text = f"[{picture.shown}: {width} x {height} pixels, {count} tokens]"
         yield Part(text=text, scored=False, picture=picture.shown)

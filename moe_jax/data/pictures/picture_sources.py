@@ -94,7 +94,7 @@ def pictures_of_row(row: Mapping[str, Any], key: str | None = None) -> list[Pict
       InputError: for anything else, addresses on the network, and more than `MOST_OF_ROW`.
     """
     keys = _ROW_KEYS if key is None else (key,)
-    given = [(name, row[name]) for name in keys if row.get(name) not in (None, "", [])]
+    given = [(name, row[name]) for name in keys if row.get(name) not in (None, "", []) and not _is_null(row[name])]
     if len(given) > 1:
         raise InputError(f"both {shown(given[0][0])} and {shown(given[1][0])} hold pictures; one of them is expected")
     if not given:
@@ -134,6 +134,11 @@ def picture_of(value: Any, what: str) -> PictureSource:
     if len(value) >= _LEAST_BASE64 and _BASE64.fullmatch(value):
         return PictureSource(None, _decoded(value, what))
     return PictureSource(value, None)
+
+
+def _is_null(value: Any) -> bool:
+    """Whether a value is what a table of Hugging Face has where there is no picture."""
+    return isinstance(value, Mapping) and {"bytes", "path"} >= value.keys() and not any(value.values())
 
 
 def _decoded(text: str, what: str) -> bytes:
