@@ -96,7 +96,8 @@ class SourceSection:
         `{ prompt = "question", response = "answer" }`. All others are then ignored.
       chat: whether pairs are written with the chat template, as a question of the user and the assistant's answer.
       weight: share of the training text (in bytes) that comes from this source, relative to the other sources'.
-        None: sources count by their size. Either all sources have a weight or none.
+        None: sources count by their size. Either all sources have a weight or none. Pictures count as text where rows
+        hold them, and not where they name them.
       separator: in text files, the string that stands between documents. None: a file is one document.
     """
 

@@ -37,6 +37,7 @@ from moe_jax.models import ModelConfig
 
 # This much of every file is checked before training starts; the rest is checked when it is read.
 CHECKED_BYTES = 64 << 20
+_LEAST_OF_CONVERSATION = 1 << 10
 _CHUNK = 16 << 20
 
 
@@ -238,6 +239,7 @@ def find_files(pattern: str) -> list[Path]:
 def check_beginning(files: Sequence[Records]) -> None:
     """Reads the first `CHECKED_BYTES` of every file of texts, to raise most mistakes in them before anything starts.
 
+    Pictures in rows count too, and a conversation as much as a long one, for the template takes as much time.
     Files in buckets are read up to this many bytes in total.
     """
     remote = sum(as_path(file.path).at_once > 1 for file in files)
@@ -245,9 +247,14 @@ def check_beginning(files: Sequence[Records]) -> None:
         wanted = CHECKED_BYTES // (remote if as_path(file.path).at_once > 1 else 1)
         read = 0
         for index in range(len(file)):
-            read += sum(len(example.text) for example in file[index] if isinstance(example, Example))
+            read += sum(_checked_bytes(example) for example in file[index] if isinstance(example, Example))
             if read >= wanted:
                 break
+
+
+def _checked_bytes(example: Example) -> int:
+    pictures = sum(len(picture.data or b"") for picture in example.pictures)
+    return pictures + max(len(example.text), 0 if example.spans is None else _LEAST_OF_CONVERSATION)
 
 
 _ROWS = 1024  # rows of a batch in a copy

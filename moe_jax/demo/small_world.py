@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image, ImageDraw
 
-from moe_jax.core.errors import InputError, shown
+from moe_jax.core.errors import InputError, printable, shown
 from moe_jax.files.staging import check_target, staged_directory
 from moe_jax.files.storage_path import as_path
 
@@ -318,8 +318,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     try:
         write_world(options.out, seed=options.seed, train=options.train, test=options.test)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (InputError, OSError) as error:
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         raise SystemExit(2) from None
     print(f"wrote {options.out}: {options.train:,} pictures to learn from, {options.test:,} to be asked about")
     print("right by chance: " + ", ".join(f"{kind} {share:.0%}" for kind, share in CHANCE.items()))

@@ -1,6 +1,7 @@
 """Pictures of documents, made pixels as they are needed; those that cannot be read are named, or left out."""
 
 import dataclasses
+import math
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,8 +23,10 @@ from moe_jax.images.processing import pixels_of
 from moe_jax.models import ModelConfig
 
 MOST_BAD = 0.01
-"""Share of the pictures that may be bad where they are skipped."""
-_COUNTED_FROM = 300  # pictures; of fewer, a few may be bad whatever their share
+"""Share of the pictures that may be bad where they are skipped; of the first ones, as chance has it, a few more."""
+_FEW_BAD = 3  # whatever their share
+# Of as many as have this share of bad ones on average, chance makes more than this many deviations more only rarely.
+_DEVIATIONS = 3
 
 
 _SAID = tuple(10**power for power in range(7))  # of the bad ones, the first, the tenth, the hundredth are named
@@ -134,7 +137,8 @@ class PictureLoader:
             self.bad += 1
             self.seen += 1
             bad, seen = self.bad, self.seen
-        if bad > MOST_BAD * max(seen, _COUNTED_FROM):
+        expected = MOST_BAD * seen
+        if bad > max(_FEW_BAD, expected + _DEVIATIONS * math.sqrt(expected)):
             raise BadDocument(
                 f'{error} (the picture number {bad} of {seen} that cannot be read: with data.on_bad_image = "skip" at '
                 f"most {MOST_BAD:.0%} are left out)"
