@@ -348,9 +348,18 @@ def read_chat_template(file: Path, tokenizer: Path) -> ChatTemplate:
 
 
 def template_file(name: str) -> Path:
-    """Returns the file of a template that comes with the library, or else the one at a path."""
-    shipped = SHIPPED / f"{name}.jinja"
-    return as_path(shipped if "/" not in name and shipped.is_file() else name)
+    """Returns the file of a template that comes with the library, or else the one at a path.
+
+    Raises `FileNotFoundError` for a bare name that is neither.
+    """
+    if "/" in name:
+        return as_path(name)
+    shipped, file = SHIPPED / f"{name}.jinja", as_path(name)
+    if not shipped.is_file() and not file.exists():
+        known = sorted(path.stem for path in SHIPPED.glob("*.jinja"))
+        hint = nearest(name, known)
+        raise FileNotFoundError(f"no chat template {shown(name)}{hint}; expected a file, or {' or '.join(known)}")
+    return as_path(shipped if shipped.is_file() else file)
 
 
 def find_chat_template(tokenizer: Path) -> ChatTemplate | None:

@@ -142,6 +142,7 @@ class Known:
 
 def test_every_tenfold_of_bad_pictures_is_said(shop):
     """Of 2000 pictures 16 are bad, which is below 1 %, although 4 of the first 360 are more."""
+    assert CONFIG.vision is not None
     notes, documents = [], []
     load = PictureLoader(PictureFiles(shop), CONFIG.vision.processing, on_bad="skip", known=Known(), note=notes.append)
     for number in range(2000):
@@ -201,6 +202,10 @@ def test_answers_end_with_a_token(shop, tmp_path):
     with pytest.raises(InputError, match="names no EOS token"):
         template_loader(section, tmp_path / "tokenizer.json")()
     template_loader(DataSection(chat_template="llava-plain"), tmp_path / "tokenizer.json")()
+    with pytest.raises(
+        FileNotFoundError, match="did you mean 'llava-v1'.*; expected a file, or llava-plain or llava-v1"
+    ):
+        template_loader(DataSection(chat_template="llava-v2"), tmp_path / "tokenizer.json")()
 
 
 def test_what_training_refuses_is_refused_by_inspect(shop, tmp_path, capsys):
@@ -213,6 +218,8 @@ def test_what_training_refuses_is_refused_by_inspect(shop, tmp_path, capsys):
     write(tmp_path / "a.jsonl", [llava(1, image="data:image/png;base64,aaaa")])
     assert cli.main(["data", "inspect", str(recipe)]) == 2
     assert "line 1: a picture in the row is not a picture" in capsys.readouterr().err
+    assert cli.main(["data", "inspect", str(recipe), "--set", "data.on_bad_image=skip"]) == 0
+    assert "[a picture in the row: cannot be read, and the document is left out, 9 tokens]" in capsys.readouterr().out
 
 
 def test_no_more_than_a_part_of_pictures_in_rows_is_read_before_training(shop, tmp_path, monkeypatch):
