@@ -71,7 +71,7 @@ def test_a_row_has_so_many_pictures_at_most():
 @pytest.mark.parametrize("null", [None, "", [], {}, {"bytes": None, "path": None}])
 def test_rows_without_a_picture(null):
     assert pictures_of_row({"image": null}) == []
-    with pytest.raises(InputError, match="name of a picture"):
+    with pytest.raises(InputError, match="a picture"):
         pictures_of_row({"image": [None]})
 
 
@@ -152,7 +152,7 @@ def test_every_tenfold_of_bad_pictures_is_said(shop):
     kept, pictures = load(documents)
     assert len(kept) == len(pictures) == 2000 - load.bad and load.seen == 2000
     assert len(notes) == 2 and "line 0: " in notes[0] and "(10 of " in notes[1]
-    with pytest.raises(InputError, match="number 4 of 4 that cannot be read"):
+    with pytest.raises(InputError, match="number 4 of 4"):
         PictureLoader(PictureFiles(shop), CONFIG.vision.processing, on_bad="skip")([documents[0]] * 9)
 
 
@@ -179,7 +179,7 @@ def test_texts_in_parts_are_written_by_templates_of_texts(shop, tmp_path):
     rows = [
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a <image>"}]}, rows[0]["messages"][1]]}
     ]
-    with pytest.raises(InputError, match="give the picture as a part"):
+    with pytest.raises(InputError, match="as a part"):
         opened(shop, write(tmp_path / "b.jsonl", rows))
 
 
@@ -202,9 +202,7 @@ def test_answers_end_with_a_token(shop, tmp_path):
     with pytest.raises(InputError, match="names no EOS token"):
         template_loader(section, tmp_path / "tokenizer.json")()
     template_loader(DataSection(chat_template="llava-plain"), tmp_path / "tokenizer.json")()
-    with pytest.raises(
-        FileNotFoundError, match="did you mean 'llava-v1'.*; expected a file, or llava-plain or llava-v1"
-    ):
+    with pytest.raises(FileNotFoundError, match="'llava-v1'.* llava-plain or"):
         template_loader(DataSection(chat_template="llava-v2"), tmp_path / "tokenizer.json")()
 
 
