@@ -9,7 +9,8 @@ routers) and the projector on more questions, of the dense model and of MoEs mad
 same 200 questions, greedily, and again with the pictures shuffled among the questions: what is then right is chance.
 What the experts of the vanilla MoE have learnt is made smaller as DeRS does.
 
-FOLDER keeps the models of a seed until they are measured (5 GB); a run that was stopped goes on there. OUT receives `small_world.json`.
+FOLDER keeps the models of a seed until they are measured (5 GB); a run that was stopped goes on there. OUT receives
+`small_world.json`.
 """
 
 import argparse
