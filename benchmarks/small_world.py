@@ -9,12 +9,14 @@ routers) and the projector on more questions, of the dense model and of MoEs mad
 same 200 questions, greedily, and again with the pictures shuffled among the questions: what is then right is chance.
 What the experts of the vanilla MoE have learnt is made smaller as DeRS does.
 
-FOLDER keeps what is trained; a run that was stopped goes on there. OUT receives `small_world.json`.
+FOLDER keeps the models of a seed until they are measured (5 GB); a run that was stopped goes on there. OUT receives
+`small_world.json`.
 """
 
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -145,40 +147,40 @@ def trained(model: moe_jax.Model, stage: Stage, world: Path, seed: int) -> moe_j
 
 
 class Trial:
-    """What is trained with one seed, kept in a folder by its name."""
+    """What is trained with one seed; a folder keeps what took long, by its name, until all of it is measured."""
 
     def __init__(self, work: Path, world: Path, language_model: Path, tower: Path, seed: int):
         self.folder, self.world, self.seed = work / f"seed-{seed}", world, seed
         self.parts = language_model, tower
 
-    def made(self, name: str) -> Path:
-        """The path of a model, which is trained, or made smaller, if it is not there."""
+    def made(self, name: str) -> moe_jax.Model:
+        """A model, which is trained, or made smaller, unless the folder has it."""
+        if name in SMALLER:
+            return moe_jax.compress(self.made("vanilla MoE"), base=self.made("stage 2"), **SMALLER[name])
         path = self.folder / name.replace(" ", "-")
         if not path.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._make(name, path)
-        return path
+            moe_jax.save(self._trained(name), path)
+        return moe_jax.load(path)
 
-    def _make(self, name: str, path: Path) -> None:
-        if name == "seeing":
+    def _trained(self, name: str) -> moe_jax.Model:
+        if name == "stage 2":
             language_model, tower = self.parts
-            moe_jax.attach(language_model, path, tower=tower, seed=self.seed, **EYE)
-        elif name in ("stage 1", "stage 2"):
-            before = {"stage 1": "seeing", "stage 2": "stage 1"}[name]
-            moe_jax.save(trained(moe_jax.load(self.made(before)), STAGES[name[-1]], self.world, self.seed), path)
-        elif name.endswith(", upcycled"):
-            options = KINDS[name.removesuffix(", upcycled")]
-            assert options is not None
-            moe_jax.upcycle(self.made("stage 2"), path, **MOE, **options)
-        elif name in KINDS:
-            before = "stage 2" if KINDS[name] is None else f"{name}, upcycled"
-            moe_jax.save(trained(moe_jax.load(self.made(before)), STAGES["3"], self.world, self.seed), path)
-        else:
-            moe_jax.compress(self.made("vanilla MoE"), path, base=self.made("stage 2"), **SMALLER[name])
+            seeing = moe_jax.attach(language_model, tower=tower, seed=self.seed, **EYE)
+            for number in ("1", "2"):
+                seeing = trained(seeing, STAGES[number], self.world, self.seed)
+            return seeing
+        begun, options = self.made("stage 2"), KINDS[name]
+        begun = begun if options is None else moe_jax.upcycle(begun, **MOE, **options)
+        return trained(begun, STAGES["3"], self.world, self.seed)
+
+    def forget(self) -> None:
+        """Removes what is kept."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def right(self, name: str, *, shuffled: bool = False) -> dict[str, list[bool]]:
         """Whether every question is answered with its word and nothing else, by kinds."""
-        model = moe_jax.load(self.made(name), stacked=False)
+        model = self.made(name)
         lines = Lines(self.world, "test", model)
         order = np.arange(len(lines.turns))
         if shuffled:
@@ -229,6 +231,7 @@ def measure(trial: Trial, figures: Figures) -> None:
         if name not in known:
             cells = [name, trial.seed, share(trial.right(name))]
             figures.put_row(SMALL_WORLD_SMALLER.name, f"{name}, {trial.seed}", cells)
+    trial.forget()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

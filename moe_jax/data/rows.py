@@ -40,7 +40,7 @@ _ABOUT = frozenset(
     "source sources dataset dataset_name data_source origin url license category categories topic topics task "
     "task_name task_type subset split tag tags lang language model model_name generator created created_at "
     "created_timestamp timestamp date meta metadata num_turns turn turns num_tokens length score quality rating "
-    "difficulty kind answer_type question_type width height".split()
+    "difficulty kind kinds answer_type question_type width height".split()
 )
 
 # Names of roles in conversations of ShareGPT and of data sets in its format.
