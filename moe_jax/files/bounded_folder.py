@@ -36,10 +36,10 @@ class BoundedFolder:
           folder: on a disk.
           suffix: of the names of its files, with a dot.
           max_bytes: what all of them may take together.
-          note: called once, with a remark, if the folder cannot be written to.
+          note: called with a remark, once if the folder cannot be written to, and once if it is full.
         """
         self._folder, self._suffix, self._max_bytes, self._note = folder, suffix, max_bytes, note
-        self._added, self._said = 0, False
+        self._added, self._said, self._said_full = 0, False, False
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -103,6 +103,11 @@ class BoundedFolder:
         total = sum(size for _, size, _ in used)
         if total <= self._max_bytes:
             return
+        if not self._said_full:
+            self._said_full = True
+            self._note(
+                f"{self._folder} is full ({self._max_bytes / 2**30:,.3g} GiB): what was not used for longest is deleted"
+            )
         for _, size, file in sorted(used):
             if total <= self._max_bytes * _KEPT:
                 return

@@ -45,7 +45,8 @@ class FeatureCache:
           shape: number and width of the features of a picture.
           dtype: of the features.
           max_bytes: what all files may take together.
-          note: called with a remark if the folder cannot be written to, or holds features of other towers alone.
+          note: called with a remark if the folder cannot be written to, is full, or holds features of other towers
+            alone.
         """
         whole = hashlib.sha256(fingerprint.encode() + hash_of_processing(processing)).hexdigest()
         self._tower, self._shape, self._dtype = whole, shape, dtype

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -308,7 +309,10 @@ def _frozen_tower(recipe: Recipe, source: ModelSource | None, note: Callable[[st
     if folder.on_disk is None or (folder.exists() and not folder.is_dir()):
         raise InputError(f"data.feature_cache = {shown(recipe.data.feature_cache)}: expected a folder on a disk")
     tower = FrozenTower(source, param_dtype=recipe.model.frozen_dtype, compute_dtype=recipe.model.compute_dtype)
-    most = int(recipe.data.feature_cache_gib * 2**30)
+    most, least = int(recipe.data.feature_cache_gib * 2**30), math.prod(tower.shape) * tower.dtype.itemsize
+    if most < 2 * least:
+        size = f"data.feature_cache_gib = {recipe.data.feature_cache_gib:g}"
+        raise InputError(f"{size} is too small: features of one picture take {least:,} bytes")
     tower.keep_in(folder, max_bytes=most, processing=processing, note=note)
     return tower
 

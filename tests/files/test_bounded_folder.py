@@ -39,13 +39,16 @@ def test_a_damaged_array_is_not_there_and_is_kept_anew(tmp_path, damage):
 
 
 def test_what_was_not_used_for_longest_goes_and_others_files_stay(tmp_path):
-    folder = BoundedFolder(tmp_path, ".x", max_bytes=8 * BYTES)
+    said = []
+    folder = BoundedFolder(tmp_path, ".x", max_bytes=8 * BYTES, note=said.append)
     (tmp_path / "others.txt").write_text("not ours")
     for seed in range(8):
         folder.keep(str(seed), array(seed))
         os.utime(tmp_path / f"{seed}.x", (seed + 1, seed + 1))
     assert folder.find("0", SHAPE, FLOATS) is not None  # used, and so the newest
+    assert not said
     folder.keep("8", array(8))
+    assert len(said) == 1 and "full" in said[0]
     assert sorted(folder.keys()) == ["0", "3", "4", "5", "6", "7", "8"]
     assert (tmp_path / "others.txt").exists()
     folder.keep("large", np.zeros((8 * BYTES, 1)))

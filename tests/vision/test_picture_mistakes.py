@@ -104,6 +104,13 @@ def test_features_are_kept_in_a_folder(folder_with_model, tmp_path, capsys, monk
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.toml", "file"]
 
 
+def test_features_are_kept_only_where_there_is_room_for_one(folder_with_model, tmp_path, capsys):  # noqa: F811
+    settings = [f"data.feature_cache={tmp_path / 'kept'}", "data.feature_cache_gib=1e-7"]
+    given = [word for setting in settings for word in ("--set", setting)]
+    assert cli.main(["train", str(recipe_in(folder_with_model, tmp_path)), *given]) == 2
+    assert "feature_cache_gib = 1e-07" in capsys.readouterr().err and not (tmp_path / "kept").exists()
+
+
 def recipe_in(folder, tmp_path):
     text = RECIPE.replace("RUN", str(tmp_path / "run")).replace("MODEL", f"{folder}/model")
     text = text.replace("FOLDER", str(folder)).replace("llava-v1", f"{folder}/template.jinja")
