@@ -320,7 +320,11 @@ def read_held_out(
         with skipped.passed_over():
             examples = files[index]
             with naming(files.where(index)):
-                rows += [row for example in examples for row in _rows(example, tokenizer, load, **lengths)]
+                made = [row for example in examples for row in _rows(example, tokenizer, load, **lengths)]
+                for row in made:
+                    if skipped.skips and row.pixels is not None:
+                        row.pixels()  # to find out now that it can be read
+                rows += made
     skipped.check_any_left(len(rows), source.path)
     if not rows:
         raise InputError(f"{source.path} holds no {'pairs' if config.has_encoder else 'documents to score'}")

@@ -1,6 +1,7 @@
 """Mistakes in data with pictures: each is one line that says where it is, found before memory is taken for it."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -251,3 +252,18 @@ def test_a_world_with_too_long_a_name(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         small_world.main([str(tmp_path / ("x" * 300)), "--train", "1", "--test", "1"])
     assert "too long" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_rows_whose_pictures_cannot_be_read_are_passed_over_by_eval(folder_with_model, tmp_path, capsys):  # noqa: F811
+    shutil.copytree(folder_with_model / "model", tmp_path / "model")
+    shutil.copy(folder_with_model / "template.jinja", tmp_path / "model" / "chat_template.jinja")
+    (tmp_path / "shop").mkdir()
+    (tmp_path / "shop" / "0.png").write_bytes(png(0))
+    (tmp_path / "shop" / "1.png").write_bytes(png(1)[:90])
+    rows = [llava(0), llava(1), llava(0, image="shop/none.png"), llava(0, image=7), llava(0, answer="abcd")]
+    command = ["eval", str(tmp_path / "model"), "--text", str(write(tmp_path / "a.jsonl", rows)), "--json"]
+    assert cli.main(command) == 2 and "line 4: 'image' is 7" in capsys.readouterr().err
+    assert cli.main([*command, "--bad-documents", "skip"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["windows"], found["skipped"]) == (2, 3)
+    assert [f"line {n}: " in problem for n, problem in zip((2, 3, 4), found["problems"], strict=True)] == [True] * 3
