@@ -321,10 +321,13 @@ def read_held_out(
             examples = files[index]
             with naming(files.where(index)):
                 made = [row for example in examples for row in _rows(example, tokenizer, load, **lengths)]
-                for row in made:
-                    if skipped.skips and row.pixels is not None:
-                        row.pixels()  # to find out now that it can be read
-                rows += made
+            for example in examples:
+                if load is not None:
+                    load.check(example.pictures)
+            for row in made:
+                if skipped.skips and row.pixels is not None:
+                    row.pixels()  # to find out now that they can be read
+            rows += made
     skipped.check_any_left(len(rows), source.path)
     if not rows:
         raise InputError(f"{source.path} holds no {'pairs' if config.has_encoder else 'documents to score'}")

@@ -50,12 +50,27 @@ class PictureFolder:
           FileNotFoundError: if there is none.
           InputError: for a name that leads out of the folder; or as `read_picture`.
         """
+        where, directory, file = self._place(name)
+        return _bytes_of(file, where, directory)
+
+    def check(self, name: str) -> None:
+        """Raises what `read` raises for a name that leads nowhere, or out of the folder; reads nothing."""
+        where, directory, file = self._place(name)
+        try:
+            there = directory.is_file(file)
+        except OSError as error:
+            raise _unreadable(where, error) from None
+        if not there:
+            raise FileNotFoundError(f"no picture at {where}")
+
+    def _place(self, name: str) -> tuple[str, Directory, str]:
+        """Returns a picture's place in words, its directory and its name there."""
         parts, where = _parts(name, self.path), f"{self.path}/{shown_name(name)}"
         try:
             directory, file = self._directory.within(parts)
         except OSError as error:
             raise _unreadable(where, error) from None
-        return _bytes_of(file, where, directory)
+        return where, directory, file
 
     def picture(self, name: str, *, remark: Callable[[str], None] | None = None) -> UInt8[np.ndarray, "H W 3"]:
         """Returns a picture, decoded; `remark` as in `decode_picture`, and errors as of `read` and it."""

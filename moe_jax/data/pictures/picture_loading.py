@@ -113,6 +113,11 @@ class PictureLoader:
                 self.seen += len(own)
         return kept, pictures
 
+    def check(self, pictures: Sequence[PictureSource]) -> None:
+        """Raises `BadDocument` if one is missing; whether it can be read is known when it is loaded."""
+        for picture in pictures:
+            self._files.check(picture)
+
     def _load(self, picture: PictureSource) -> LoadedPicture:
         data = self._files.read(picture)
         digest = digest_of(data)

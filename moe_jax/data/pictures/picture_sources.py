@@ -3,14 +3,16 @@
 import base64
 import binascii
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from moe_jax.core.bad_documents import BadDocument
 from moe_jax.core.errors import InputError, clipped, shown
 from moe_jax.images.decoding import MAX_BYTES
 from moe_jax.images.picture_files import PictureFolder, shown_name
+
+T = TypeVar("T")
 
 MARK = "<image>"
 """Stands for a picture in the texts of data, whatever token a model has for it."""
@@ -70,13 +72,21 @@ class PictureFiles:
         """
         if picture.data is not None:
             return picture.data
+        return self._used(picture, lambda folder, name: folder.read(name))
+
+    def check(self, picture: PictureSource) -> None:
+        """Raises `BadDocument` if there is no picture of this name; reads nothing."""
+        if picture.data is None:
+            self._used(picture, lambda folder, name: folder.check(name))
+
+    def _used(self, picture: PictureSource, use: Callable[[PictureFolder, str], T]) -> T:
         assert picture.name is not None
         folder = picture.beside if self.folder is None else self.folder
         assert folder is not None, "the file of the row lies in a folder"
         try:
             if folder not in self._opened:
                 self._opened[folder] = PictureFolder(folder)
-            return self._opened[folder].read(picture.name)
+            return use(self._opened[folder], picture.name)
         except FileNotFoundError as error:
             told = "" if self.folder is not None else "; without data.image_folder, names are beside the rows' file"
             raise BadDocument(f"{picture.where}: {error}{told}") from None
