@@ -203,12 +203,13 @@ class CompressSpec(Spec):
     """The layers to compress, counted from 0, or the last N MoE layers; the others stay as they are. Of a model with an
     encoder, encoder:SOME,decoder:SOME counts them in each stack."""
     calibrate: Annotated[str | os.PathLike[str] | None, Shown("FILE", read_as=Path | None)] = None
-    """A text file that the model is run on first: methods that merge experts then know how these are used, all others
-    (but sp and mlp-fusion, which do not look at it) what the experts are given, and keep what changes outputs least.
-    Without it, all experts and all inputs count alike, and methods that look at outputs (reap, hc-smoe, d2-moe) can do
-    nothing."""
+    """A text that the model is run on first: methods that merge experts then know how these are used, all others (but
+    sp and mlp-fusion, which do not look at it) what the experts are given, and keep what changes outputs least. Without
+    it, all experts and all inputs count alike, and methods that look at outputs (reap, hc-smoe, d2-moe) can do nothing.
+    A file of JSON or a table has rows as training data has, with pictures for a model that sees; names of these lead on
+    from the folder of the file."""
     samples: Annotated[int | None, Shown("N", "128, or as many as there are")] = None
-    """With `calibrate`: windows that are drawn of the text."""
+    """With `calibrate`: windows, or rows, that are drawn of the text."""
     calibration_seed: Annotated[int | None, Shown("N", "0")] = None
     """With `calibrate`: seed of the draw."""
     gradients: bool = False

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float
@@ -98,8 +99,8 @@ def _features(
     tower, stop, count = vision.tower, max(vision.hidden_states), rows.num_pictures
     size, batches = batches_of(count, size, mesh)
 
-    def leaves(part: str) -> dict[str, np.ndarray]:
-        return {path: source.read(path) for path in source.specs() if path.startswith(part)}
+    def leaves(part: str) -> dict[str, jax.Array]:
+        return {path: jnp.asarray(source.read(path)) for path in source.specs() if path.startswith(part)}
 
     def apply(function: Callable[..., Any], name: str, given: Iterator[tuple[slice, Any]]) -> np.ndarray:
         """Fills an array with a function of the batches."""
