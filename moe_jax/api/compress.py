@@ -46,9 +46,9 @@ from moe_jax.compression.stream import OnLayer, check_before_calibration, choose
 from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import show_bytes
 from moe_jax.core.terminal import Progress, no_progress, shows_work
+from moe_jax.data.sections import DataSection, SourceSection
 from moe_jax.distributed.processes import first_decides
 from moe_jax.distributed.sharding import make_mesh
-from moe_jax.data.sections import DataSection, SourceSection
 from moe_jax.evaluation.drawn_rows import draw_rows
 from moe_jax.evaluation.held_out import check_seq_len, with_lengths
 from moe_jax.files.staging import check_target, lock_directory
@@ -274,8 +274,9 @@ def calibrate(
       progress: called after every layer.
 
     Raises:
-      InputError: if the model is dense, has an encoder or no tokenizer; the text is too short; a row or a picture cannot
-        be read, or the model takes no pictures; activations are not finite; another process makes the same recording; or there is no room on the disk.
+      InputError: if the model is dense, has an encoder or no tokenizer; the text is too short; a row or a picture
+        cannot be read, or the model takes no pictures; activations are not finite; another process makes the same
+        recording; or there is no room on the disk.
     """
     if batch_size < 1:
         raise InputError(f"{batch_size=} must be at least 1")
