@@ -106,9 +106,10 @@ class CalibrationRows:
 
     def first(self, count: int) -> "CalibrationRows":
         """Returns the first rows."""
-        arrays = (getattr(self, name)[:count] for name in ("tokens", "targets", "weights", "valid", "slots"))
+        names = ("tokens", "targets", "weights", "valid", "slots", "pictures")
         seen = sum(pictures > 0 for pictures in self.pictures[:count])
-        return CalibrationRows(*arrays, self.pictures[:count], self.pixels[:seen])
+        cut = {name: getattr(self, name)[:count] for name in names}
+        return dataclasses.replace(self, **cut, pixels=self.pixels[:seen])
 
     def each_picture(self) -> Iterator[UInt8[np.ndarray, "H W 3"]]:
         """Yields the pictures of all rows; those of one row are in memory at a time."""

@@ -114,6 +114,7 @@ def test_records_what_the_decoder_gives_its_banks(source, recorded, moe, tmp_pat
             np.testing.assert_allclose(one, other, atol=1e-5)
 
 
+@long
 def test_rows_alone_are_as_beside_others(source, recorded, tmp_path):
     """One row at a time, with its own pictures: none sees another's."""
     record(source, rows_of(source.config)[0], tmp_path, KEY, mesh=make_mesh({}, jax.devices()[:1]), batch_size=1)
@@ -125,6 +126,7 @@ def test_rows_alone_are_as_beside_others(source, recorded, tmp_path):
         )
 
 
+@one_in(2)
 @pytest.mark.parametrize("what", ["looking at pictures", "calibrating"])
 def test_goes_on_where_it_was_stopped(what, source, recorded, tmp_path):
     def stop(which, done, total):
