@@ -43,7 +43,7 @@ from moe_jax.compression.calibration.recording import (
 from moe_jax.compression.calibration.sensitivities import has_gradients, measure_sensitivities, record_gradients
 from moe_jax.compression.spec import CompressSpec, MethodOption, SweepSpec, parse_layers
 from moe_jax.compression.stream import OnLayer, check_before_calibration, choose_layers
-from moe_jax.core.errors import InputError
+from moe_jax.core.errors import InputError, shown
 from moe_jax.core.formatting import show_bytes
 from moe_jax.core.terminal import Progress, no_progress, shows_work
 from moe_jax.data.sections import DataSection, SourceSection
@@ -191,6 +191,7 @@ def _calibration(model: ModelOrPath, source: ModelSource, spec: CompressSpec, *,
                 mesh=model.mesh if isinstance(model, Model) else make_mesh({"data": -1}, jax.local_devices()),
                 sensitivities=sensitivities,
                 gradients=spec.gradients,
+                image_folder=spec.image_folder,
                 progress=progress,
                 **_windows(source, spec),
             )
@@ -255,6 +256,7 @@ def calibrate(
     mesh: Mesh | None = None,
     sensitivities: bool = False,
     gradients: bool = False,
+    image_folder: str | os.PathLike[str] | None = None,
     progress: Progress = no_progress,
 ) -> Calibration:
     """Runs a model over windows of a text, layer after layer, and keeps the inputs of its experts.
@@ -271,6 +273,7 @@ def calibrate(
       mesh: devices that share the work; None: the first one.
       sensitivities: whether to measure also how much the loss depends on each matrix of each layer.
       gradients: whether to weight tokens by the squared gradients of the text's loss with respect to a layer's output.
+      image_folder: the folder that names of pictures are inside of; None: that of the file.
       progress: called after every layer.
 
     Raises:
@@ -287,7 +290,7 @@ def calibrate(
     source.config.check_no_encoder("a calibration")
     length = default_seq_len(source.config) if seq_len is None else seq_len
     check_seq_len(length)
-    rows = _rows(source, text, seq_len=length, samples=samples, seed=seed)
+    rows = _rows(source, text, seq_len=length, samples=samples, seed=seed, image_folder=image_folder)
     shape = [len(rows), rows.length]
     key = {"format": FORMAT, "model": source.fingerprint(), "windows": shape, "tokens": rows.digest()}
     name = hashlib.sha256(repr(sorted(key.items())).encode()).hexdigest()[:16]
@@ -309,11 +312,19 @@ def calibrate(
 
 
 def _rows(
-    source: ModelSource, text: str | os.PathLike[str], *, seq_len: int, samples: int | None, seed: int
+    source: ModelSource,
+    text: str | os.PathLike[str],
+    *,
+    seq_len: int,
+    samples: int | None,
+    seed: int,
+    image_folder: str | os.PathLike[str] | None,
 ) -> CalibrationRows:
     """Draws windows of a text, or rows of a file of data."""
     model, file = Model.of_source(source), SourceSection(path=os.fspath(text))
     if file.form == "text":
+        if image_folder is not None:
+            raise InputError(f"image_folder is for files of rows, and {shown(os.fspath(text))} is a text")
         ids = read_ids(model, text)
         return CalibrationRows.of_windows(sample_windows(ids, seq_len=seq_len, samples=samples, seed=seed))
     if samples is not None and samples < 1:
@@ -321,7 +332,8 @@ def _rows(
     tokenizer = tokenizer_of(model, f"a file of {file.form}", "give a model that has one")
     most = DEFAULT_SAMPLES if samples is None else samples
     how = {"most": most, "at_least": 1 if samples is None else samples, "seed": seed}
-    data = with_lengths(DataSection(), seq_len=seq_len)
+    folder = None if image_folder is None else os.fspath(image_folder)
+    data = with_lengths(DataSection(image_folder=folder), seq_len=seq_len)
     return CalibrationRows.of_documents(draw_rows(file, data, source.config, tokenizer.path, **how))
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -212,6 +213,7 @@ def data(source, tmp_path_factory):
         {"text": "A text that is no conversation, and longer than a row of the calibration is."},
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "text.txt").write_text("A text. " * 20)
     (folder / "bad.jsonl").write_text(json.dumps(rows[0] | {"image": "none.png"}) + "\n")
     return folder
 
@@ -234,6 +236,13 @@ def test_files_of_rows(data):
     other = calibrate(model, data / "rows.jsonl", seq_len=40, place=(data / "kept").joinpath)
     (data / "0.png").write_bytes(before)
     assert other.folder != made.folder
+    (data / "elsewhere").mkdir()
+    shutil.copy(data / "rows.jsonl", data / "elsewhere")
+    moved = data / "elsewhere" / "rows.jsonl"
+    same = calibrate(model, moved, seq_len=40, image_folder=data, place=(data / "kept").joinpath)
+    assert same.folder == made.folder
+    with pytest.raises(InputError, match="0.png"):
+        calibrate(model, moved, seq_len=40)
     with pytest.raises(InputError, match="5 rows of text"):
         calibrate(model, data / "rows.jsonl", seq_len=40, samples=6)
 
@@ -244,10 +253,12 @@ def test_files_of_rows(data):
         ("blind", "rows.jsonl", "has no eye"),
         ("model", "bad.jsonl", "none.png"),
         ("model", "absent.jsonl", "absent.jsonl"),
+        ("model", "text.txt", "image_folder is for files of rows"),
     ],
 )
 def test_mistakes_are_a_line(model, file, message, data, tmp_path, capsys):
     words = ["--method", "quantize", "--bits", "4", "--calibrate", str(data / file), "--seq-len", "40"]
+    words += ["--image-folder", str(data)]
     assert main(["compress", str(data / model), str(tmp_path / "out"), *words]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1 and not (tmp_path / "out").exists()
