@@ -30,7 +30,7 @@ class ScoredRow(Protocol):
     def pixels(self) -> Pixels | None: ...
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class CalibrationRows:
     """N rows of L tokens each; shorter ones end with padding, which counts nowhere.
 
@@ -79,7 +79,15 @@ class CalibrationRows:
             if one.slots is not None:
                 slots[row, :count] = one.slots
         pixels = tuple(one.pixels for one in documents if one.pixels is not None)
-        return cls(tokens, targets, weights, valid, slots, tuple(one.pictures for one in documents), pixels)
+        return cls(
+            tokens=tokens,
+            targets=targets,
+            weights=weights,
+            valid=valid,
+            slots=slots,
+            pictures=tuple(one.pictures for one in documents),
+            pixels=pixels,
+        )
 
     def __len__(self) -> int:
         return len(self.tokens)
