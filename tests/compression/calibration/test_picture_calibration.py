@@ -6,8 +6,10 @@ import json
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from PIL import Image
 
 from moe_jax.api.compress import calibrate
@@ -23,6 +25,7 @@ from moe_jax.experts.bank import KernelBank
 from moe_jax.model_io.loading import load_model
 from moe_jax.model_io.model_dir import ModelDirectory
 from moe_jax.models import BankConfig
+from moe_jax.nn import Block
 from moe_jax.nn.moe import RouterSums, stats_per_layer
 from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
 from tests.support.dense_models import dense_config, random_leaves, write_model
@@ -127,6 +130,19 @@ def test_rows_alone_are_as_beside_others(source, recorded, tmp_path):
         )
 
 
+@long
+def test_over_a_mesh_it_is_the_same(source, recorded, tmp_path):
+    mesh = make_mesh({"data": 4, "expert": 2})
+    record(source, rows_of(source.config)[0], tmp_path, KEY, mesh=mesh, batch_size=3)
+    for layer in source.config.moe_layers:
+        one, many = read_layer(recorded, layer), read_layer(tmp_path, layer)
+        np.testing.assert_allclose(
+            one.rows.inputs.astype(np.float32), many.rows.inputs.astype(np.float32), rtol=2.0**-7, atol=1e-5
+        )
+        np.testing.assert_array_equal(one.rows.experts, many.rows.experts)
+        np.testing.assert_allclose(one.statistics.similarity, many.statistics.similarity, atol=1e-5)
+
+
 @one_in(2)
 @pytest.mark.parametrize("what", ["looking at pictures", "calibrating"])
 def test_goes_on_where_it_was_stopped(what, source, recorded, tmp_path):
@@ -156,12 +172,42 @@ def test_goes_on_where_it_was_stopped(what, source, recorded, tmp_path):
         assert all(a.tobytes() == b.tobytes() for a, b in zip(one.statistics, other.statistics, strict=True))
 
 
+def squared_gradients(source, rows, batch):
+    """Of the decoder as a whole: by layer, of the loss with respect to something added to what the layer gives."""
+    model = load_model(source, stacked=False)
+    graphdef, state = nnx.split(model)
+    config = source.config
+    given = {"pixels": batch["pixels"], "slots": rows.slots, "segment_ids": rows.valid.astype(np.int32)}
+
+    @jax.jit
+    @jax.grad
+    def of_loss(added):
+        after, apply = iter(added), Block.__call__
+
+        def apply_and_add(block, x, *rest, **options):
+            y, *more = apply(block, x, *rest, **options)
+            # The tower's layers are blocks, too.
+            return (y + next(after) if y.shape == rows.tokens.shape + (config.d_model,) else y, *more)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Block, "__call__", apply_and_add)
+            model = nnx.merge(graphdef, state)
+            losses = model.token_losses(model.activations(rows.tokens, **given).x, rows.targets)
+        return jnp.sum(losses * rows.weights)
+
+    nothing = [jnp.zeros((*rows.tokens.shape, config.d_model)) for _ in range(config.num_layers)]
+    return [np.square(np.asarray(g)).sum(axis=-1)[rows.valid] for g in of_loss(nothing)]
+
+
 def test_the_loss_is_that_of_answers(source, recorded):
-    rows, _ = rows_of(source.config)
+    rows, batch = rows_of(source.config)
     how = {"mesh": make_mesh({}, jax.devices()[:1]), "batch_size": 4}
     record_gradients(source, rows, recorded, **how)
+    whole = squared_gradients(source, rows, batch)
     for layer in source.config.moe_layers:
         found = read_layer(recorded, layer, gradients=True).rows.gradients
+        # Activations are rounded to bfloat16 between layers.
+        np.testing.assert_allclose(found, whole[layer] / whole[layer].mean(), rtol=0.06, atol=0.02)
         assert found.shape == (rows.count,) and found.mean() == pytest.approx(1, rel=1e-5)
     # At the last layer, on what is said for a token nothing depends but its own loss.
     weights = rows.weights[rows.valid]
