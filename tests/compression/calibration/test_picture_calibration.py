@@ -118,7 +118,6 @@ def test_records_what_the_decoder_gives_its_banks(source, recorded, moe, tmp_pat
             np.testing.assert_allclose(one, other, atol=1e-5)
 
 
-@long
 def test_rows_alone_are_as_beside_others(source, recorded, tmp_path):
     """One row at a time, with its own pictures: none sees another's."""
     record(source, rows_of(source.config)[0], tmp_path, KEY, mesh=make_mesh({}, jax.devices()[:1]), batch_size=1)
@@ -128,6 +127,8 @@ def test_rows_alone_are_as_beside_others(source, recorded, tmp_path):
         np.testing.assert_allclose(
             one.rows.inputs.astype(np.float32), other.rows.inputs.astype(np.float32), rtol=2.0**-7, atol=1e-5
         )
+        for mean, of_all in zip(one.statistics, other.statistics, strict=True):
+            np.testing.assert_allclose(mean, of_all, atol=1e-5)
 
 
 @long
@@ -204,6 +205,7 @@ def test_the_loss_is_that_of_answers(source, recorded):
     how = {"mesh": make_mesh({}, jax.devices()[:1]), "batch_size": 4}
     record_gradients(source, rows, recorded, **how)
     whole = squared_gradients(source, rows, batch)
+    assert rows.predicting.sum() == rows.count - 3 * FEATURES and not (rows.predicting & ~rows.valid).any()
     for layer in source.config.moe_layers:
         found = read_layer(recorded, layer, gradients=True).rows.gradients
         # Activations are rounded to bfloat16 between layers.
