@@ -76,7 +76,7 @@ class PictureFiles:
                 self._opened[folder] = PictureFolder(folder)
             return self._opened[folder].read(picture.name)
         except FileNotFoundError as error:
-            told = "" if self.folder is not None else "; data.image_folder says which folder names are inside of"
+            told = "" if self.folder is not None else "; image_folder says which folder names are inside of"
             raise BadDocument(f"{picture.where}: {error}{told}") from None
         except InputError as error:
             raise BadDocument(f"{picture.where}: {error}") from None
