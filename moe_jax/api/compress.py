@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, ParamSpec, Protocol, cast, overload
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
-from moe_jax.api.measure import default_seq_len, read_ids, score
+from moe_jax.api.measure import default_seq_len, read_ids, score, tokenizer_of
 from moe_jax.api.model import (
     Loading,
     Model,
@@ -29,7 +28,9 @@ from moe_jax.api.model import (
 from moe_jax.compression import Method, Score, Sweep
 from moe_jax.compression import compress as _compress
 from moe_jax.compression import sweep as _sweep
+from moe_jax.compression.calibration.calibration_rows import CalibrationRows
 from moe_jax.compression.calibration.recording import (
+    DEFAULT_SAMPLES,
     FORMAT,
     Calibration,
     is_complete,
@@ -42,12 +43,14 @@ from moe_jax.compression.calibration.recording import (
 from moe_jax.compression.calibration.sensitivities import has_gradients, measure_sensitivities, record_gradients
 from moe_jax.compression.spec import CompressSpec, MethodOption, SweepSpec, parse_layers
 from moe_jax.compression.stream import OnLayer, check_before_calibration, choose_layers
-from moe_jax.core.errors import InputError
+from moe_jax.core.errors import InputError, shown
 from moe_jax.core.formatting import show_bytes
 from moe_jax.core.terminal import Progress, no_progress, shows_work
+from moe_jax.data.sections import DataSection, SourceSection
 from moe_jax.distributed.processes import first_decides
 from moe_jax.distributed.sharding import make_mesh
-from moe_jax.evaluation.held_out import check_seq_len
+from moe_jax.evaluation.drawn_rows import draw_rows
+from moe_jax.evaluation.held_out import check_seq_len, with_lengths
 from moe_jax.files.staging import check_target, lock_directory
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.in_memory import CastSource
@@ -188,6 +191,7 @@ def _calibration(model: ModelOrPath, source: ModelSource, spec: CompressSpec, *,
                 mesh=model.mesh if isinstance(model, Model) else make_mesh({"data": -1}, jax.local_devices()),
                 sensitivities=sensitivities,
                 gradients=spec.gradients,
+                image_folder=spec.image_folder,
                 progress=progress,
                 **_windows(source, spec),
             )
@@ -252,14 +256,16 @@ def calibrate(
     mesh: Mesh | None = None,
     sensitivities: bool = False,
     gradients: bool = False,
+    image_folder: str | os.PathLike[str] | None = None,
     progress: Progress = no_progress,
 ) -> Calibration:
     """Runs a model over windows of a text, layer after layer, and keeps the inputs of its experts.
 
     Args:
       source: a model with MoE layers.
-      text: a text file.
-      samples: number of windows that are drawn from it; None: 128, or as many as it has.
+      text: a text file; or one of JSON or a table, whose rows are those of training data: texts, pairs and
+        conversations, for a model that sees with pictures.
+      samples: number of windows, or of rows, that are drawn from it; None: 128, or as many as it has.
       seq_len, batch_size: tokens of a window, and windows computed at once; as for `evaluate`.
       seed: seed of the draw.
       place: returns the folder of the recording by its name, in which it is found again later; None: the recording
@@ -267,11 +273,13 @@ def calibrate(
       mesh: devices that share the work; None: the first one.
       sensitivities: whether to measure also how much the loss depends on each matrix of each layer.
       gradients: whether to weight tokens by the squared gradients of the text's loss with respect to a layer's output.
+      image_folder: the folder that names of pictures are inside of; None: that of the file.
       progress: called after every layer.
 
     Raises:
-      InputError: if the model is dense, has an encoder or no tokenizer; the text is too short; activations are not
-        finite; another process makes the same recording; or there is no room on the disk.
+      InputError: if the model is dense, has an encoder or no tokenizer; the text is too short; a row or a picture
+        cannot be read, or the model takes no pictures; activations are not finite; another process makes the same
+        recording; or there is no room on the disk.
     """
     if batch_size < 1:
         raise InputError(f"{batch_size=} must be at least 1")
@@ -282,9 +290,9 @@ def calibrate(
     source.config.check_no_encoder("a calibration")
     length = default_seq_len(source.config) if seq_len is None else seq_len
     check_seq_len(length)
-    windows = sample_windows(read_ids(Model.of_source(source), text), seq_len=length, samples=samples, seed=seed)
-    digest = hashlib.sha256(np.ascontiguousarray(windows).tobytes()).hexdigest()
-    key = {"format": FORMAT, "model": source.fingerprint(), "windows": list(windows.shape), "tokens": digest}
+    rows = _rows(source, text, seq_len=length, samples=samples, seed=seed, image_folder=image_folder)
+    shape = [len(rows), rows.length]
+    key = {"format": FORMAT, "model": source.fingerprint(), "windows": shape, "tokens": rows.digest()}
     name = hashlib.sha256(repr(sorted(key.items())).encode()).hexdigest()[:16]
     keep = None
     if place is None:
@@ -293,16 +301,40 @@ def calibrate(
     folder = place(name)
     mesh = make_mesh({}, jax.local_devices()[:1]) if mesh is None else mesh
     how: dict[str, Any] = {"mesh": mesh, "batch_size": batch_size, "progress": progress}
-    _complete(folder, lambda: is_complete(folder, key), lambda: record(source, windows, folder, key, **how))
+    _complete(folder, lambda: is_complete(folder, key), lambda: record(source, rows, folder, key, **how))
     layers = source.config.moe_layers
     if gradients:
-        _complete(
-            folder, lambda: has_gradients(folder, layers), lambda: record_gradients(source, windows, folder, **how)
-        )
+        _complete(folder, lambda: has_gradients(folder, layers), lambda: record_gradients(source, rows, folder, **how))
     if sensitivities and read_sensitivities(folder, gradients=gradients) is None:
         recorded = partial(read_layer, folder, gradients=gradients)
-        write_sensitivities(folder, measure_sensitivities(source, windows, recorded, **how), gradients=gradients)
+        write_sensitivities(folder, measure_sensitivities(source, rows, recorded, **how), gradients=gradients)
     return open_calibration(folder, text, layers, gradients=gradients, keep=keep)
+
+
+def _rows(
+    source: ModelSource,
+    text: str | os.PathLike[str],
+    *,
+    seq_len: int,
+    samples: int | None,
+    seed: int,
+    image_folder: str | os.PathLike[str] | None,
+) -> CalibrationRows:
+    """Draws windows of a text, or rows of a file of data."""
+    model, file = Model.of_source(source), SourceSection(path=os.fspath(text))
+    if file.form == "text":
+        if image_folder is not None:
+            raise InputError(f"image_folder is for files of rows, and {shown(os.fspath(text))} is a text")
+        ids = read_ids(model, text)
+        return CalibrationRows.of_windows(sample_windows(ids, seq_len=seq_len, samples=samples, seed=seed))
+    if samples is not None and samples < 1:
+        raise InputError(f"{samples=} must be at least 1")
+    tokenizer = tokenizer_of(model, f"a file of {file.form}", "give a model that has one")
+    most = DEFAULT_SAMPLES if samples is None else samples
+    how = {"most": most, "at_least": 1 if samples is None else samples, "seed": seed}
+    folder = None if image_folder is None else os.fspath(image_folder)
+    data = with_lengths(DataSection(image_folder=folder), seq_len=seq_len)
+    return CalibrationRows.of_documents(draw_rows(file, data, source.config, tokenizer.path, **how))
 
 
 def _complete(folder: Path, is_done: Callable[[], bool], do: Callable[[], None]) -> None:

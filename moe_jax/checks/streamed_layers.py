@@ -126,17 +126,18 @@ def output_logits(config: ModelConfig, leaves: Mapping[str, Array], x: Float[Arr
 
 
 def text_loss(
-    config: ModelConfig, leaves: Mapping[str, Array], x: Float[Array, "B T d"], tokens: Int[Array, "B T"]
+    config: ModelConfig,
+    leaves: Mapping[str, Array],
+    x: Float[Array, "B T d"],
+    targets: Int[Array, "B T"],
+    weights: Float[Array, "B T"],
 ) -> Float[Array, ""]:
-    """Returns the negative log-likelihood, nats, of all tokens but the first of every row; float32.
+    """Returns the weighted negative log-likelihood, nats, of the next tokens; float32.
 
     The leaves are those of the norm after the last layer, and of the head; `x` are the activations after that layer.
     """
     head: Any = module_with_leaves(lambda rngs: Head(config, rngs=rngs), leaves, "lm_head/")
-    last = jnp.arange(tokens.shape[1], dtype=jnp.int32) == tokens.shape[1] - 1
-    weights = jnp.broadcast_to(jnp.where(last, jnp.float32(0), jnp.float32(1)), tokens.shape)
-    x, targets = apply_final_norm(config, leaves, x), jnp.roll(tokens, -1, axis=1)
-    return head.weighted_loss(x, targets, weights, leaves.get(EMBEDDING))
+    return head.weighted_loss(apply_final_norm(config, leaves, x), targets, weights, leaves.get(EMBEDDING))
 
 
 def module_with_leaves(

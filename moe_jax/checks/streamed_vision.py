@@ -44,9 +44,9 @@ class StreamedVision:
         first, last, norm = below(f"{_TOWER}patches/"), below(_PROJECTOR), below(f"{_TOWER}final_norm/")
         self._first_leaves, self._last_leaves, self._norm_leaves = list(first), list(last), list(norm)
         pixels = pictures.pixels.reshape(-1, *pictures.pixels.shape[2:])
-        enter, leave = jax.jit(partial(_patches, vision)), jax.jit(partial(_projected, config))
+        enter, leave = jax.jit(partial(embed_patches, vision)), jax.jit(partial(project_features, config))
         self._enter = program("patches", lambda: enter.lower(first, pixels))
-        x = jax.eval_shape(partial(_patches, vision), first, pixels)
+        x = jax.eval_shape(partial(embed_patches, vision), first, pixels)
         self._layers = []
         for index in range(min(stop, tower.num_layers)):
             prefix = f"{_TOWER}layers/{index}/"
@@ -88,18 +88,20 @@ def _read(read: Read, paths: list[str]) -> dict[str, np.ndarray]:
     return {path: read(path) for path in paths}
 
 
-def _patches(
+def embed_patches(
     config: VisionConfig, leaves: Mapping[str, Array], pixels: UInt8[Array, "N H W 3"]
 ) -> Float[Array, "N T w"]:
+    """Returns the activations of pictures before the first layer of the tower; `leaves` by their paths."""
     tower, patches = config.tower, config.tower.patches
     assert patches is not None
     module: Any = module_with_leaves(lambda rngs: Patches(patches, tower, rngs=rngs), leaves, f"{_TOWER}patches/")
     return module(normalized(pixels, config.processing))
 
 
-def _projected(
+def project_features(
     config: ModelConfig, leaves: Mapping[str, Array], hidden_states: list[Float[Array, "N T w"]]
 ) -> Float[Array, "N n d"]:
+    """Returns what the projector makes of the hidden states that are taken, in their order."""
     vision, dtype = config.check_sees("pictures"), jnp.dtype(config.dtype)
 
     def make(rngs: nnx.Rngs) -> nnx.Module:

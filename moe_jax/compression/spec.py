@@ -165,6 +165,7 @@ def options_of(method: str) -> tuple[str, ...]:
 
 _ONE = r"\s*\d{1,9}(?:-\d{1,9})?\s*"
 _STACK = rf"(?:all|top:\d{{1,9}}|{_ONE}(?:,{_ONE})*)"
+_OF_CALIBRATION = ("samples", "calibration_seed", "calibration_dir", "image_folder")
 _LAYERS = re.compile(rf"{_STACK}|(?:encoder|decoder):{_STACK}(?:,(?:encoder|decoder):{_STACK})*")
 """Forms in which layers are named; `parse_layers` says what they mean."""
 
@@ -203,12 +204,12 @@ class CompressSpec(Spec):
     """The layers to compress, counted from 0, or the last N MoE layers; the others stay as they are. Of a model with an
     encoder, encoder:SOME,decoder:SOME counts them in each stack."""
     calibrate: Annotated[str | os.PathLike[str] | None, Shown("FILE", read_as=Path | None)] = None
-    """A text file that the model is run on first: methods that merge experts then know how these are used, all others
-    (but sp and mlp-fusion, which do not look at it) what the experts are given, and keep what changes outputs least.
-    Without it, all experts and all inputs count alike, and methods that look at outputs (reap, hc-smoe, d2-moe) can do
-    nothing."""
+    """A text that the model is run on first: methods that merge experts then know how these are used, all others (but
+    sp and mlp-fusion, which do not look at it) what the experts are given, and keep what changes outputs least. Without
+    it, all experts and all inputs count alike, and methods that look at outputs (reap, hc-smoe, d2-moe) can do nothing.
+    A file of JSON or a table has rows as training data has, with pictures for a model that sees."""
     samples: Annotated[int | None, Shown("N", "128, or as many as there are")] = None
-    """With `calibrate`: windows that are drawn of the text."""
+    """With `calibrate`: windows, or rows, that are drawn of the text."""
     calibration_seed: Annotated[int | None, Shown("N", "0")] = None
     """With `calibrate`: seed of the draw."""
     gradients: bool = False
@@ -219,6 +220,8 @@ class CompressSpec(Spec):
     ] = None
     """With `calibrate`: where the recording is kept, for the same text to be used again; of a model in memory nowhere
     else."""
+    image_folder: Annotated[str | os.PathLike[str] | None, Shown("DIR", "that of the file", Path | None)] = None
+    """With `calibrate`: the folder that names of pictures are inside of."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of what is not in codes, in experts and in all else; by default as stored."""
     seq_len: Annotated[int | None, Shown("TOKENS", "1024, or what the model can do")] = None
@@ -232,7 +235,7 @@ class CompressSpec(Spec):
         sizes = [flag_of(name) for name in ("seq_len", "batch_size") if self._has(name)]
         if sizes and not self.reads_windows and self.calibrate is None:
             raise InputError(f"{', '.join(sizes)}: only with --sweep or --calibrate")
-        unused = [flag_of(name) for name in ("samples", "calibration_seed", "calibration_dir") if self._has(name)]
+        unused = [flag_of(name) for name in _OF_CALIBRATION if self._has(name)]
         unused += ["--gradients"] if self.gradients else []
         if unused and self.calibrate is None:
             raise InputError(f"{', '.join(unused)}: only with --calibrate")
@@ -302,6 +305,7 @@ class CompressSpec(Spec):
         if self.calibrate is not None:
             described |= {"calibrate": str(self.calibrate), "seq_len": self.seq_len, "samples": self.samples}
             described |= {"calibration_seed": self.calibration_seed} | ({"gradients": True} if self.gradients else {})
+            described |= {} if self.image_folder is None else {"image_folder": str(self.image_folder)}
         return described
 
 

@@ -95,8 +95,8 @@ class Scene:
     """The content of a picture.
 
     Attributes:
-      things: one to five, in the order of the caption: every colour once, and at least one shape once; where there are
-        several, both sizes.
+      things: one to five that are alike but for their sizes, or two of unlike shapes, colours and sizes, in the order
+        of the caption.
       background: its colour.
       noise: largest difference of its pixels from that.
       seed: of the noise.
@@ -122,16 +122,24 @@ class Question(NamedTuple):
     answer: str
 
 
-def draw_scene(rng: np.random.Generator, count: int) -> Scene:
-    """Draws the content of a picture of so many shapes, 1 to 5."""
-    colours = rng.permutation(list(COLOURS))[:count]
-    own, *others = rng.permutation(SHAPES)
-    shapes = [own, *rng.choice(others, count - 1)]
-    sizes = rng.permutation([*rng.permutation(_SIZES), *rng.choice(_SIZES, max(count - 2, 0))][:count])
-    places = _places([_RADII[size] for size in sizes], rng)
+def draw_alike(rng: np.random.Generator, count: int) -> Scene:
+    """Draws the content of a picture of so many shapes, 1 to 5, that are all of one colour and of one kind."""
+    colour, shape = str(rng.choice(list(COLOURS))), str(rng.choice(SHAPES))
+    return _scene([(shape, colour, str(size)) for size in rng.choice(_SIZES, count)], rng)
+
+
+def draw_pair(rng: np.random.Generator) -> Scene:
+    """Draws the content of a picture of two shapes of unlike kinds, colours and sizes."""
+    shapes, colours, sizes = rng.permutation(SHAPES), rng.permutation(list(COLOURS)), rng.permutation(_SIZES)
+    return _scene([(str(shapes[i]), str(colours[i]), str(sizes[i])) for i in range(2)], rng)
+
+
+def _scene(kinds: Sequence[tuple[str, str, str]], rng: np.random.Generator) -> Scene:
+    """Draws places for things of which shape, colour and size are known, and a background."""
+    places = _places([_RADII[size] for _, _, size in kinds], rng)
     things = [
-        Thing(shape=str(shape), colour=str(colour), size=str(size), x=x, y=y, angle=float(rng.uniform(-15, 15)))
-        for shape, colour, size, (x, y) in zip(shapes, colours, sizes, places, strict=True)
+        Thing(shape=shape, colour=colour, size=size, x=x, y=y, angle=float(rng.uniform(-15, 15)))
+        for (shape, colour, size), (x, y) in zip(kinds, places, strict=True)
     ]
     things.sort(key=lambda thing: (_DOWN.index(thing.down), _ACROSS.index(thing.across), thing.x))
     background = tuple(int(value) for value in rng.integers(110, 170) + rng.integers(-18, 19, 3))
@@ -182,41 +190,39 @@ def _corners(thing: Thing, radius: int) -> list[tuple[float, float]]:
 def caption(scene: Scene) -> str:
     """Returns the description of a picture, from the top left to the bottom right.
 
-    >>> import numpy as np; from moe_jax.demo.small_world import caption, draw_scene
-    >>> caption(draw_scene(np.random.default_rng(0), 2))
-    'two shapes: ...'
+    >>> import numpy as np; from moe_jax.demo.small_world import caption, draw_alike
+    >>> caption(draw_alike(np.random.default_rng(0), 3))
+    'three white triangles'
     """
-    shapes = "shape" if len(scene.things) == 1 else "shapes"
-    described = [f"{one.down} {one.across} a {one.size} {one.colour} {one.shape}" for one in scene.things]
-    return f"{NUMBERS[len(scene.things) - 1]} {shapes}: {', '.join(described)}."
+    first, *others = scene.things
+    if _is_alike(scene):
+        return f"{NUMBERS[len(others)]} {first.colour} {first.shape}{'s' if others else ''}"
+    return " and ".join(f"a {one.size} {one.colour} {one.shape}" for one in scene.things)
+
+
+def _is_alike(scene: Scene) -> bool:
+    return len({(thing.shape, thing.colour) for thing in scene.things}) == 1
 
 
 def ask(scene: Scene, rng: np.random.Generator) -> list[Question]:
-    """Draws one question of each kind on a picture, in the order of `CHANCE`; of one shape, none that compares."""
-    things = list(scene.things)
-    named = [thing.shape for thing in things]
-    alone = [thing for thing in things if named.count(thing.shape) == 1]
-    one, two, three = _drawn(alone, rng), _drawn(things, rng), _drawn(things, rng)
-    if rng.integers(2):
-        position = Question(kind="position", text=f"Is the {three.colour} shape left or right?", answer=three.across)
-    else:
-        position = Question(kind="position", text=f"Is the {three.colour} shape top or bottom?", answer=three.down)
-    asked = [
-        Question(kind="colour", text=f"What colour is the {one.shape}?", answer=one.colour),
-        Question(kind="shape", text=f"What shape is {two.colour}?", answer=two.shape),
-        Question(kind="count", text="How many shapes are there?", answer=NUMBERS[len(things) - 1]),
-        position,
+    """Draws one question of each kind that a picture has answers to, in the order of `CHANCE`.
+
+    Of shapes that are alike, these are colour, shape and count, of others position and comparison.
+    """
+    one = scene.things[int(rng.integers(len(scene.things)))]
+    if _is_alike(scene):
+        return [
+            Question(kind="colour", text="Which colour do you see?", answer=one.colour),
+            Question(kind="shape", text="Which shape do you see?", answer=one.shape),
+            Question(kind="count", text="How many shapes are there?", answer=NUMBERS[len(scene.things) - 1]),
+        ]
+    names, answer = (_ACROSS, one.across) if rng.integers(2) else (_DOWN, one.down)
+    large = next(thing for thing in scene.things if thing.size == "large")
+    first, second = rng.permutation([thing.colour for thing in scene.things])
+    return [
+        Question(kind="position", text=f"Is the {one.colour} shape {' or '.join(names)}?", answer=answer),
+        Question(kind="comparison", text=f"Which is larger, {first} or {second}?", answer=large.colour),
     ]
-    if len(things) > 1:
-        large = _drawn([thing for thing in things if thing.size == "large"], rng)
-        small = _drawn([thing for thing in things if thing.size == "small"], rng)
-        first, second = rng.permutation([large.colour, small.colour])
-        asked.append(Question(kind="comparison", text=f"Which is larger, {first} or {second}?", answer=large.colour))
-    return asked
-
-
-def _drawn(things: Sequence[Thing], rng: np.random.Generator) -> Thing:
-    return things[int(rng.integers(len(things)))]
 
 
 _ANSWERS = {
@@ -229,10 +235,10 @@ _ANSWERS = {
 
 
 def training_scenes(seed: int, number: int) -> Iterator[tuple[Scene, list[Question]]]:
-    """Draws pictures to learn from, each with questions of all kinds in any order."""
+    """Draws pictures to learn from, each with its questions in any order; every third one is of two unlike shapes."""
     for index in range(number):
         rng = np.random.default_rng((seed, _TRAIN, index))
-        scene = draw_scene(rng, 1 + index % len(NUMBERS))
+        scene = draw_pair(rng) if index % 3 == 2 else draw_alike(rng, int(rng.integers(1, len(NUMBERS) + 1)))
         asked = ask(scene, rng)
         yield scene, [asked[at] for at in rng.permutation(len(asked))]
 
@@ -244,7 +250,8 @@ def asked_scenes(seed: int, number: int) -> Iterator[tuple[Scene, list[Question]
         kind = tuple(CHANCE)[index % len(CHANCE)]
         wanted = _ANSWERS[kind][index // len(CHANCE) % len(_ANSWERS[kind])]
         while True:
-            scene = draw_scene(rng, int(rng.integers(1, len(NUMBERS) + 1)))
+            is_pair = kind in ("position", "comparison")
+            scene = draw_pair(rng) if is_pair else draw_alike(rng, int(rng.integers(1, len(NUMBERS) + 1)))
             found = [one for one in ask(scene, rng) if (one.kind, one.answer) == (kind, wanted)]
             if found:
                 yield scene, found
@@ -254,8 +261,8 @@ def asked_scenes(seed: int, number: int) -> Iterator[tuple[Scene, list[Question]
 def write_world(out: Path | str, *, seed: int = 0, train: int = 2000, test: int = 200) -> None:
     """Writes pictures and three files of conversations in LLaVA's form, one in a line, with paths from `out` on.
 
-    `captions.jsonl` describes the pictures to learn from, and `train.jsonl` asks about them, up to five questions in a
-    conversation; `test.jsonl` asks one question about each of other pictures. `kinds` are those of the questions.
+    `captions.jsonl` describes the pictures to learn from, and `train.jsonl` asks about them, two or three questions in
+    a conversation; `test.jsonl` asks one question about each of other pictures. `kinds` are those of the questions.
 
     Args:
       out: the folder, which must not exist; it appears whole or not at all.

@@ -320,7 +320,7 @@ def read_held_out(
         with skipped.passed_over():
             examples = files[index]
             with naming(files.where(index)):
-                made = [row for example in examples for row in _rows(example, tokenizer, load, **lengths)]
+                made = [row for example in examples for row in rows_of(example, tokenizer, load, **lengths)]
             for example in examples:
                 if load is not None:
                     load.check(example.pictures)
@@ -334,9 +334,10 @@ def read_held_out(
     return rows
 
 
-def _rows(
+def rows_of(
     example: Example | Document, tokenizer: Tokenizer, load: PictureLoader | None, *, input_len: int, seq_len: int
 ) -> Iterator[Pair]:
+    """Yields the rows of a document, see `read_held_out`; `load` reads the pictures of a model that takes some."""
     if isinstance(example, Example) and example.pictures:
         assert load is not None, "the model takes pictures"
         yield _seen(tokenizer.documents([example])[0], load, seq_len)

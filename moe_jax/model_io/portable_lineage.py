@@ -6,7 +6,7 @@ from typing import Any
 
 # Options that name a file or folder; others hold patterns of leaves, in which slashes are no folders.
 _OF_PLACES = {"path", "base", "model_base", "teacher", "text", "calibrate", "calibration_dir", "experts_from",
-              "run_dir", "router_from", "file", "tokenizer", "vision_tower", "projector"}  # fmt: skip
+              "image_folder", "run_dir", "router_from", "file", "tokenizer", "vision_tower", "projector"}  # fmt: skip
 _FOLDERS = re.compile(r"(?<![\w.*+?)\]}$^|-])(?:gs:/|~|\.{1,2})?/(?:[^/\"'`;:,*|()]+/)*(?=[^/\s*])")
 
 

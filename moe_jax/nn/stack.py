@@ -157,6 +157,8 @@ class Stack(Summarised):
                 f"the caches are of {len(caches)} segments of layers, and the model has {len(self.segments)}, as where "
                 "one was replaced: take nn.unstacked(model), and init_cache(..., stacked=False)"
             )
+        if stop is not None and stop not in {segment.start for segment in self.segments}:
+            raise InputError(f"stop = {stop}: no segment of layers begins there; build the stack with cuts=({stop},)")
         x = shard_batch(x)
         new_caches, router, kept = [], [], Kept({}, {})
         for index, segment in enumerate(self.segments):

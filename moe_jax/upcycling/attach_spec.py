@@ -36,6 +36,9 @@ class AttachSpec(TakesNonfinite):
     projector: Annotated[str | Collection[str], Shown("STEP,STEP,...", read_as=str)] = "linear,gelu,linear"
     """Steps from the features to the language model, drawn anew: linear, linear:unbiased, norm, an activation, pool:S
     or pixel_shuffle:S, which make one token of S x S patches."""
+    pictures: Annotated[str | os.PathLike[str] | None, Shown("DIR", "none", Path | None)] = None
+    """A folder of pictures like those that the model shall see, some hundreds. The projector then begins with what
+    differs between them, and learns in far fewer steps what they mean."""
     placeholder: Annotated[str | None, Shown("TOKEN", "<image>, if the tokenizer has it")] = None
     """The token of the language model's tokenizer that stands for a picture in a prompt."""
     seed: int = 0
@@ -75,6 +78,7 @@ class AttachSpec(TakesNonfinite):
             "size": self.size,
             "features": list(self.taken),
             "projector": list(self.steps),
+            "pictures": None if self.pictures is None else os.fspath(self.pictures),
             "placeholder": self.placeholder,
             "seed": self.seed,
         }

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Float
 
 from moe_jax.conversion.hf_config import usual_processing
 from moe_jax.conversion.vision_formats.vision_format import without_final_norm
@@ -23,7 +24,9 @@ from moe_jax.model_io.model_source import ModelSource
 from moe_jax.models import ModelConfig, VisionConfig
 from moe_jax.nn.projector import make_projector, tokens_per_picture
 from moe_jax.upcycling.attach_spec import AttachSpec
+from moe_jax.upcycling.whitened_projector import features_in, whiten
 
+TABLE = "embed/embedding"
 PROJECTOR = "vision/projector/"
 """The paths of a projector begin with it, in memory and on disk."""
 
@@ -64,7 +67,9 @@ def attach(
     """
     config = seeing_config(source.config, tower.config, spec, preprocessor=preprocessor, placeholder=placeholder)
     assert config.vision is not None
-    drawn = draw_projector(config, spec.seed)
+    features = None if spec.pictures is None else features_in(spec.pictures, tower, config.vision)
+    embeddings = None if features is None else np.asarray(source.read(TABLE), np.float32)
+    drawn = draw_projector(config, spec.seed, features, embeddings)
     lineage = [*source.lineage, new_lineage_entry("attach", spec.described(), [source, tower])]
     expected = leaf_specs(config)
     made = Attached(
@@ -139,9 +144,19 @@ def _processing(tower: ModelConfig, spec: AttachSpec, preprocessor: Mapping[str,
     return dataclasses.replace(found, size=(spec.size, spec.size), shortest=None, pad=True)
 
 
-def draw_projector(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
-    """Returns the leaves of a projector that is drawn anew for a model, by their paths."""
+def draw_projector(
+    config: ModelConfig,
+    seed: int,
+    features: Float[np.ndarray, "N n w"] | None = None,
+    embeddings: Float[np.ndarray, "V d"] | None = None,
+) -> dict[str, np.ndarray]:
+    """Returns the leaves of a projector that is drawn anew for a model, by their paths.
+
+    With features of pictures and the embeddings of tokens, it is whitened for them (`whiten`).
+    """
     assert config.vision is not None
     steps = make_projector(config.vision, config.d_model, rngs=nnx.Rngs(seed), dtype=jnp.dtype(config.dtype))
+    if features is not None and embeddings is not None:
+        whiten(steps, features, embeddings, seed=seed)
     leaves, _ = jax.tree.flatten_with_path(nnx.state(nnx.List(steps)))
     return {PROJECTOR + path_name(path): np.asarray(leaf) for path, leaf in leaves}

@@ -16,6 +16,8 @@ import moe_jax
 from moe_jax.commands import cli
 from moe_jax.core.errors import InputError
 from moe_jax.images.normalization import normalized
+from moe_jax.images.picture_files import read_picture
+from moe_jax.images.processing import pixels_of
 from moe_jax.model_io.loading import load_tower
 from moe_jax.nn import place_pictures
 from tests.support.byte_tokenizer import byte_tokenizer
@@ -185,3 +187,49 @@ def test_models_that_do_not_fit_are_refused(dinov2, tmp_path):
     with pytest.raises(FileNotFoundError):
         moe_jax.attach(text, tower=tmp_path / "nothing")
     assert jax.tree.leaves(nnx.state(seeing.decoder.vision))
+
+
+@pytest.fixture(scope="module")
+def folder_of_pictures(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictures")
+    rng = np.random.default_rng(1)
+    for number in range(60):
+        pixels = rng.integers(0, 256, (5, 5, 3), np.uint8).repeat(4, 0).repeat(4, 1)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+    (folder / "notes.txt").write_text("no picture")
+    return folder
+
+
+@pytest.mark.parametrize("steps", first(1, STEPS, "pool:2,linear", "linear:unbiased,gelu,linear"))
+def test_a_whitened_projector_gives_what_differs_and_looks_like_embeddings(dinov2, folder_of_pictures, steps):
+    model = attached(dinov2, projector=steps, pictures=folder_of_pictures)
+    vision, processing = model.decoder.vision, model.config.vision.processing
+    seen = [pixels_of(read_picture(file), processing) for file in sorted(folder_of_pictures.glob("*.png"))]
+    x = vision.features(np.stack(seen)[:, None])[:, 0]
+    products = [index for index, step in enumerate(vision.projector) if hasattr(step, "kernel")]
+    for index, step in enumerate(vision.projector):
+        x = step(x)
+        if index == products[0] and len(products) > 1:
+            rows = np.asarray(x).reshape(-1, x.shape[-1])
+            np.testing.assert_allclose(rows.std(axis=0), 1, rtol=2e-2)
+            if "unbiased" not in steps:
+                np.testing.assert_allclose(rows.mean(axis=0), 0, atol=1e-2)
+    embeddings, rows = np.asarray(model.source.read("embed/embedding")), np.asarray(x).reshape(-1, x.shape[-1])
+    if steps != "linear:unbiased":
+        np.testing.assert_allclose(rows.mean(axis=0), embeddings.mean(axis=0), atol=1e-4)
+    assert np.std(rows - rows.mean(axis=0)) == pytest.approx(np.std(embeddings - embeddings.mean(axis=0)), rel=1e-2)
+
+
+def test_pictures_that_do_not_do(dinov2, folder_of_pictures, tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        attached(dinov2, pictures=tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match="no picture in"):
+        attached(dinov2, pictures=tmp_path)
+    shutil.copy(folder_of_pictures / "0.png", tmp_path / "a.png")
+    with pytest.raises(InputError, match="expected at least"):
+        attached(dinov2, pictures=tmp_path)
+    with pytest.raises(InputError, match="no linear step"):
+        attached(dinov2, projector="norm", pictures=folder_of_pictures, size=16)
+    (tmp_path / "b.png").write_bytes(b"\x89PNG\r\n\x1a\nnothing")
+    with pytest.raises(InputError, match="b.png"):
+        attached(dinov2, pictures=tmp_path)

@@ -1,32 +1,30 @@
 """The recording of a model on a calibration text: for every MoE layer, the inputs of its bank.
 
-The pass that makes it runs the model over the text layer after layer. Memory holds one layer and one batch, whatever
-the sizes of model and text: the activations between two layers are a file. So one pass over the model's files is
-enough, and a pass that was killed continues at the layer where it was.
+The pass that makes it runs the model over the text layer after layer, and before that its image encoder over the
+pictures, if there are any. Memory holds one layer and one batch, whatever the sizes of model and text: the activations
+between two layers are a file. So one pass over the model's files is enough, and a pass that was killed continues at
+the layer where it was.
 """
 
-import copy
 import json
 import shutil
 import zipfile
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
-from moe_jax.checks.streamed_layers import TABLE, BankCall, apply_layer, bank_calls, embed_tokens
+from moe_jax.compression.calibration.calibration_rows import CalibrationRows, as_rows
+from moe_jax.compression.calibration.embedded_rows import embedded_rows, eye_bytes
+from moe_jax.compression.calibration.placed_layer import PlacedLayer, batches_of, open_states
 from moe_jax.core.errors import InputError
 from moe_jax.core.formatting import show_bytes
 from moe_jax.core.terminal import Progress, no_progress
-from moe_jax.distributed.sharding import batch_spec, leaf_spec
-from moe_jax.experts.devices import spec_on_mesh
 from moe_jax.files.json_toml import ANYTHING, read_json
 from moe_jax.files.storage_path import as_path
 from moe_jax.model_io.model_source import ModelSource
@@ -170,11 +168,13 @@ def sample_windows(
 
 NEXT = "next"
 """Name of the file that says where an unfinished pass continues."""
+EYE = "eye"
+"""Name of the folder of what the image encoder makes of pictures, as long as it is needed."""
 
 
 def record(
     source: ModelSource,
-    windows: Int[np.ndarray, "N L"],
+    windows: Int[np.ndarray, "N L"] | CalibrationRows,
     folder: Path,
     key: Mapping[str, Any],
     *,
@@ -186,7 +186,7 @@ def record(
 
     Args:
       source: the model.
-      windows: of the text, from `sample_windows`.
+      windows: of the text, from `sample_windows`; or rows, of whose padding nothing is kept.
       folder: where it is written; of this recording alone.
       key: describes the recording; JSON.
       mesh: devices that share the windows of a batch; the weights of a layer are placed as in training.
@@ -202,19 +202,18 @@ def record(
     if not config.moe_layers:
         raise InputError("the model is dense: it has no experts to calibrate")
     folder.mkdir(parents=True, exist_ok=True)
+    rows = as_rows(windows)
     # The inputs of all layers, and activations of two layers.
-    needed = windows.size * config.d_model * (2 * len(config.moe_layers) + 8)
-    check_room(folder, needed, f"a calibration on {windows.size} tokens takes")
-    size, batches = batches_of(len(windows), batch_size, mesh)
+    needed = config.d_model * (2 * len(config.moe_layers) * rows.count + 8 * rows.tokens.size)
+    check_room(folder, needed + eye_bytes(config, rows), f"a calibration on {rows.count} tokens takes")
+    size, batches = batches_of(len(rows), batch_size, mesh)
     last = max(config.moe_layers)
-    shape = (*windows.shape, config.d_model)
+    shape = (len(rows), rows.length, config.d_model)
     begin = int((folder / NEXT).read_text("utf-8")) if (folder / NEXT).is_file() else 0
     if begin == 0:
         states = _states(folder, 0, shape)
-        embedding = {path: source.read(path) for path in source.specs() if path.startswith("embed/")}
-        for batch in batches:
-            states[batch] = np.asarray(embed_tokens(config, embedding, windows[batch]))
-        del embedding
+        for batch, x in embedded_rows(source, rows, batches, size, folder=folder / EYE, mesh=mesh, progress=progress):
+            states[batch] = x
         note_progress(folder, states, "0")
     programs: dict[Any, Any] = {}
     with jax.set_mesh(mesh):
@@ -222,7 +221,7 @@ def record(
             progress("calibrating", i, last + 1)
             before, after = _states(folder, i), _states(folder, i + 1, shape)
             layer = PlacedLayer(source, i, mesh, programs)
-            _run(layer, before, after, batches, size, folder)
+            _run(layer, rows, before, after, batches, size, folder)
             note_progress(folder, after, str(i + 1))
     progress("calibrating", last + 1, last + 1)
     for parity in (0, 1):  # a pass that is stopped from here on has nothing left to do
@@ -231,112 +230,37 @@ def record(
     (folder / NEXT).unlink(missing_ok=True)
 
 
-class PlacedLayer:
-    """The weights of a layer on the mesh, and the programs that apply it and that pull gradients back through it."""
-
-    def __init__(self, source: ModelSource, index: int, mesh: Mesh, programs: dict[Any, Any]):
-        config = source.config
-        self.index, self.moe = index, index in config.moe_layers
-        self._mesh = mesh
-        prefix, layer, specs = f"layers/{index}/", config.layers[index], source.specs()
-        paths = {path.removeprefix(prefix): path for path in specs if path.startswith(prefix)}
-        if layer.attention.relative_bias is not None:
-            paths[TABLE] = TABLE
-        key = (layer, tuple((name, specs[path].dtype) for name, path in sorted(paths.items())))
-        if key not in programs:
-            programs[key] = jax.jit(partial(_apply, config, layer)), jax.jit(partial(_pull, config, layer))
-        self._program, self._pull = programs[key]
-        self._paths = paths
-        self._leaves = {name: self._placed(path, source.read(path)) for name, path in paths.items()}
-
-    def with_leaves(self, leaves: Mapping[str, np.ndarray]) -> "PlacedLayer":
-        """The layer with some leaves replaced, by their names below it."""
-        changed = copy.copy(self)
-        placed = {name: self._placed(self._paths[name], leaf) for name, leaf in leaves.items()}
-        changed._leaves = self._leaves | placed
-        return changed
-
-    def apply(self, x: Float[np.ndarray, "B L d"], size: int) -> tuple[Float[np.ndarray, "B L d"], list[BankCall]]:
-        """Applies the layer to at most `size` windows, padded to this many; also returns the calls of its bank."""
-        y, calls = self._program(self._leaves, self._padded(x, size), self._valid(x, size))
-        return np.asarray(y)[: len(x)], calls
-
-    def gradient_before(
-        self, x: Float[np.ndarray, "B L d"], after: Float[np.ndarray, "B L d"], size: int
-    ) -> Float[np.ndarray, "B L d"]:
-        """The gradient of a loss with respect to the layer's input, given that with respect to its output."""
-        valid = self._valid(x, size)
-        return np.asarray(self._pull(self._leaves, self._padded(x, size), valid, self._padded(after, size)))[: len(x)]
-
-    def _padded(self, x: Float[np.ndarray, "B L d"], size: int) -> jax.Array:
-        """Puts `size` windows on the mesh, with zeros after the given ones."""
-        padded = np.concatenate([x, np.zeros((size - len(x), *x.shape[1:]), x.dtype)])
-        return jax.device_put(padded, NamedSharding(self._mesh, P(batch_spec()[0])))
-
-    def _valid(self, x: Float[np.ndarray, "B L d"], size: int) -> jax.Array:
-        """Returns Bool[size, L], false for the windows that were added."""
-        valid = np.broadcast_to(np.arange(size) < len(x), (x.shape[1], size)).T
-        return jax.device_put(valid, NamedSharding(self._mesh, P(batch_spec()[0])))
-
-    def _placed(self, path: str, leaf: np.ndarray) -> jax.Array:
-        spec = spec_on_mesh(leaf_spec(path), leaf.shape, self._mesh.shape)
-        return jax.device_put(leaf, NamedSharding(self._mesh, spec))
-
-
-def apply_in_batches(layer: PlacedLayer, x: Float[np.ndarray, "N L d"], batch_size: int, mesh: Mesh) -> np.ndarray:
-    """Applies a layer to windows, one batch after another."""
-    size, batches = batches_of(len(x), batch_size, mesh)
-    return np.concatenate([layer.apply(x[batch], size)[0] for batch in batches])
-
-
-def batches_of(windows: int, batch_size: int, mesh: Mesh) -> tuple[int, list[slice]]:
-    """The number of windows of a batch, a multiple of what the mesh divides them into; and the batches."""
-    rows, _ = batch_spec()
-    shards = int(np.prod([mesh.shape[axis] for axis in rows]))
-    size = -(-min(batch_size, windows) // shards) * shards
-    return size, [slice(start, min(start + size, windows)) for start in range(0, windows, size)]
-
-
-def _apply(config: Any, layer: Any, leaves: Any, x: Any, valid: Any) -> tuple[Any, list[BankCall]]:
-    y, calls = apply_layer(config, layer, leaves, x, None, bank_calls, valid)
-    return y, [call._replace(tokens=call.tokens.astype(jnp.bfloat16)) for call in calls]
-
-
-def _pull(config: Any, layer: Any, leaves: Any, x: Any, valid: Any, gradient: Any) -> Any:
-    _, pull = jax.vjp(lambda x: apply_layer(config, layer, leaves, x, None, lambda block: [], valid)[0], x)
-    return pull(gradient)[0]
-
-
 def _run(
     layer: PlacedLayer,
+    rows: CalibrationRows,
     before: Float[np.ndarray, "N L d"],
     after: Float[np.ndarray, "N L d"],
     batches: list[slice],
     size: int,
     folder: Path,
 ) -> None:
-    """Applies a layer to all windows, and stores the inputs of its bank."""
-    windows, length, width = before.shape
+    """Applies a layer to all rows, and stores the inputs of its bank."""
     # If a pass was stopped, the layer may be complete while the next layer's input is not.
     recorded = layer_file(folder, layer.index).is_file()
     inputs = None
     if layer.moe and not recorded:  # bfloat16, which NumPy's format stores as 16 bits
-        inputs = open_states(inputs_file(folder, layer.index), np.uint16, (windows * length, width))
-    experts, weights, sums = [], [], RouterSums()
+        inputs = open_states(inputs_file(folder, layer.index), np.uint16, (rows.count, before.shape[-1]))
+    experts, weights, sums, begin = [], [], RouterSums(), 0
     for batch in batches:
-        y, calls = layer.apply(np.asarray(before[batch]), size)
+        valid = rows.valid[batch]
+        y, calls = layer.apply(np.asarray(before[batch]), size, valid)
         if not np.isfinite(y).all():
             raise InputError(f"calibration: what layer {layer.index} gives is not finite; mend the model")
         after[batch] = y
         for call in calls:
             if inputs is None:
                 break
-            tokens = (batch.stop - batch.start) * length
-            begin = batch.start * length
-            inputs[begin : begin + tokens] = np.asarray(call.tokens)[:tokens].view(np.uint16)
-            experts.append(np.asarray(call.routing.experts)[:tokens])
-            weights.append(np.asarray(call.routing.weights)[:tokens])
-            sums.add(call.stats, tokens)
+            counted = np.flatnonzero(valid)
+            inputs[begin : begin + len(counted)] = np.asarray(call.tokens)[counted].view(np.uint16)
+            begin += len(counted)
+            experts.append(np.asarray(call.routing.experts)[counted])
+            weights.append(np.asarray(call.routing.weights)[counted])
+            sums.add(call.stats, len(counted))
     if inputs is not None:
         inputs.flush()
         found = {"experts": np.concatenate(experts), "weights": np.concatenate(weights), **sums.statistics()._asdict()}
@@ -347,13 +271,6 @@ def _run(
 def _states(folder: Path, index: int, shape: tuple[int, int, int] | None = None) -> np.memmap:
     """Opens the input of layer `index`. Two files in turn: that of the layer before is whole until the next one is."""
     return open_states(folder / f"states{index % 2}.npy", np.float32, shape)
-
-
-def open_states(file: Path, dtype: Any, shape: tuple[int, ...] | None) -> np.memmap:
-    """Opens a file of activations: to read, or with a shape to fill."""
-    if shape is None:
-        return np.lib.format.open_memmap(file, mode="r")
-    return np.lib.format.open_memmap(file, mode="w+", dtype=dtype, shape=shape)
 
 
 def note_progress(folder: Path, states: np.memmap, where: str) -> None:

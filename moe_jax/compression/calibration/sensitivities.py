@@ -25,19 +25,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
-from moe_jax.checks.streamed_layers import EMBEDDING, embed_tokens, output_logits, text_loss
+from moe_jax.checks.streamed_layers import EMBEDDING, output_logits, text_loss
+from moe_jax.compression.calibration.calibration_rows import CalibrationRows, as_rows
+from moe_jax.compression.calibration.embedded_rows import embedded_rows, eye_bytes
+from moe_jax.compression.calibration.placed_layer import PlacedLayer, apply_in_batches, batches_of, open_states
 from moe_jax.compression.calibration.recording import (
+    EYE,
     NEXT,
     LayerCalibration,
-    PlacedLayer,
-    apply_in_batches,
-    batches_of,
     check_room,
     gradients_file,
     note_progress,
-    open_states,
 )
 from moe_jax.compression.coding.coder import LeastOutputError, expert_coders
 from moe_jax.compression.source_layer import SourceLayer
@@ -62,7 +62,7 @@ def has_gradients(folder: Path, layers: tuple[int, ...]) -> bool:
 
 def record_gradients(
     source: ModelSource,
-    windows: Int[np.ndarray, "N L"],
+    windows: Int[np.ndarray, "N L"] | CalibrationRows,
     folder: Path,
     *,
     mesh: Mesh,
@@ -76,16 +76,17 @@ def record_gradients(
     Raises:
       InputError: if windows have a single token, gradients are not finite or all zero, or there is no room on the disk.
     """
-    if windows.shape[1] < 2:
+    rows = as_rows(windows)
+    if rows.length < 2:
         raise InputError("gradients need windows of two tokens and more: nothing follows on a single one")
     states = folder / _STATES
     states.mkdir(exist_ok=True)
     # The inputs of all layers, and gradients of two layers.
-    needed = windows.size * source.config.d_model * (2 * (source.config.num_layers + 1) + 8)
-    check_room(states, needed, f"gradients of {windows.size} tokens take")
+    needed = rows.tokens.size * source.config.d_model * (2 * (source.config.num_layers + 1) + 8)
+    check_room(states, needed + eye_bytes(source.config, rows), f"gradients of {rows.count} tokens take")
     work = _GradientPass(
         source=source,
-        windows=windows,
+        rows=rows,
         folder=folder,
         states=states,
         mesh=mesh,
@@ -110,7 +111,7 @@ class _GradientPass:
     """The steps of the pass; each continues at a layer and ends with everything on the disk that the next one needs."""
 
     source: ModelSource
-    windows: Int[np.ndarray, "N L"]
+    rows: CalibrationRows
     folder: Path
     states: Path
     mesh: Mesh
@@ -119,18 +120,20 @@ class _GradientPass:
 
     def __post_init__(self) -> None:
         config = self.config = self.source.config
-        self.size, self.batches = batches_of(len(self.windows), self.batch_size, self.mesh)
-        self.shape = (*self.windows.shape, config.d_model)
+        self.size, self.batches = batches_of(len(self.rows), self.batch_size, self.mesh)
+        self.shape = (*self.rows.tokens.shape, config.d_model)
         self.first, self.layers = min(config.moe_layers), config.num_layers
         self.programs: dict[Any, Any] = {}
 
     def forwards(self, begin: int) -> None:
         """Stores the input of every layer from layer `begin` on, and the output of the last one."""
         if begin == 0:
-            leaves = self.leaves("embed/")
             given = self.inputs_of(0, to_fill=True)
-            for batch in self.batches:
-                given[batch] = _bits(embed_tokens(self.config, leaves, self.windows[batch]))
+            folder = self.states / EYE
+            for batch, x in embedded_rows(
+                self.source, self.rows, self.batches, self.size, folder=folder, mesh=self.mesh, progress=self.progress
+            ):
+                given[batch] = _bits(x)
             note_progress(self.states, given, f"{_FORWARDS} 0")
         with jax.set_mesh(self.mesh):
             for i in range(begin, self.layers):
@@ -138,7 +141,7 @@ class _GradientPass:
                 layer = PlacedLayer(self.source, i, self.mesh, self.programs)
                 given, after = self.inputs_of(i), self.inputs_of(i + 1, to_fill=True)
                 for batch in self.batches:
-                    after[batch] = _bits(layer.apply(_floats(given[batch]), self.size)[0])
+                    after[batch] = _bits(layer.apply(_floats(given[batch]), self.size, self.rows.valid[batch])[0])
                 note_progress(self.states, after, f"{_FORWARDS} {i + 1}")
 
     def begin_backwards(self) -> None:
@@ -149,13 +152,13 @@ class _GradientPass:
         leaves = self.leaves("final_norm/", "lm_head/", *([EMBEDDING] if self.config.tie_embeddings else []))
         placed = jax.tree.map(jnp.asarray, leaves)
 
-        def loss(x: jax.Array, placed: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
-            return text_loss(self.config, placed, x[None], tokens[None])
+        def loss(x: jax.Array, placed: dict[str, jax.Array], targets: jax.Array, weights: jax.Array) -> jax.Array:
+            return text_loss(self.config, placed, x[None], targets[None], weights[None])
 
         of_window = jax.jit(jax.grad(loss))
         given, gradients = self.inputs_of(self.layers), self.gradients(self.layers, to_fill=True)
-        for n, tokens in enumerate(self.windows):
-            gradients[n] = np.asarray(of_window(_floats(given[n]), placed, tokens))
+        for n, (targets, weights) in enumerate(zip(self.rows.targets, self.rows.weights, strict=True)):
+            gradients[n] = np.asarray(of_window(_floats(given[n]), placed, targets, weights))
         note_progress(self.states, gradients, f"{_BACKWARDS} {self.layers}")
 
     def backwards(self, begin: int) -> None:
@@ -165,14 +168,14 @@ class _GradientPass:
                 self.tell(2 * self.layers - 1 - i)
                 after = self.gradients(i + 1)
                 if i in self.config.moe_layers:
-                    _write(self.folder, i, after)
+                    _write(self.folder, i, after, self.rows)
                 if i == self.first:
                     break
                 layer = PlacedLayer(self.source, i, self.mesh, self.programs)
                 given, before = self.inputs_of(i), self.gradients(i, to_fill=True)
                 for batch in self.batches:
-                    gradient = np.asarray(after[batch])
-                    before[batch] = layer.gradient_before(_floats(given[batch]), gradient, self.size)
+                    gradient, valid = np.asarray(after[batch]), self.rows.valid[batch]
+                    before[batch] = layer.gradient_before(_floats(given[batch]), gradient, self.size, valid)
                 note_progress(self.states, before, f"{_BACKWARDS} {i}")
         self.tell(2 * self.layers - self.first)
 
@@ -194,9 +197,11 @@ class _GradientPass:
         self.progress("measuring what depends on tokens", done, 2 * self.layers - self.first)
 
 
-def _write(folder: Path, layer: int, gradients: Float[np.ndarray, "N L d"]) -> None:
-    """Writes the squared norms of gradients, divided by their mean."""
-    squares = np.concatenate([np.sum(np.square(g, dtype=np.float64), axis=1) for g in gradients])
+def _write(folder: Path, layer: int, gradients: Float[np.ndarray, "N L d"], rows: CalibrationRows) -> None:
+    """Writes the squared norms of gradients, of all tokens but padding, divided by their mean."""
+    squares = np.concatenate(
+        [np.sum(np.square(g[valid], dtype=np.float64), axis=1) for g, valid in zip(gradients, rows.valid, strict=True)]
+    )
     mean = float(squares.mean())
     if not np.isfinite(mean):
         raise InputError(f"calibration: the gradients at what layer {layer} gives are not finite; mend the model")
@@ -222,7 +227,7 @@ _PASSES_OF_PREDICTIONS = 6
 
 def measure_sensitivities(
     source: ModelSource,
-    windows: Int[np.ndarray, "N L"],
+    windows: Int[np.ndarray, "N L"] | CalibrationRows,
     calibration: Callable[[int], LayerCalibration],
     *,
     mesh: Mesh,
@@ -239,17 +244,18 @@ def measure_sensitivities(
     """
     config = source.config
     check_full_experts(config)
-    windows = windows[: max(1, _MOST_TOKENS // windows.shape[1])]
+    rows = as_rows(windows)
+    rows = rows.first(max(1, _MOST_TOKENS // rows.length))
     count = sum(len(config.moe(i).expert.matrices) for i in config.moe_layers)
-    needed = 2 * 4 * windows.size * config.d_model * (1 + count)
+    needed = 2 * 4 * rows.tokens.size * config.d_model * (1 + count)
     available = available_memory()
     if available is not None and needed > available:
         raise InputError(
             f"measuring how much depends on each layer takes {show_bytes(needed)} of memory, {show_bytes(available)} "
             "are free; give a smaller --seq-len"
         )
-    embedding = {path: source.read(path) for path in source.specs() if path.startswith("embed/")}
-    whole = np.asarray(embed_tokens(config, embedding, windows))
+    size, batches = batches_of(len(rows), batch_size, mesh)
+    whole = np.concatenate([x for _, x in embedded_rows(source, rows, batches, size, mesh=mesh)])
     copies: dict[tuple[int, str], np.ndarray] = {}
     errors: dict[tuple[int, str], float] = {}
     programs: dict = {}
@@ -269,22 +275,22 @@ def measure_sensitivities(
             layer = PlacedLayer(source, i, mesh, programs)
             after = {}
             for tried, copy in copies.items():
-                after[tried] = apply_in_batches(layer, copy, batch_size, mesh)
+                after[tried] = apply_in_batches(layer, copy, batch_size, mesh, rows.valid)
                 advance()
             if layer.moe:
                 source_layer = SourceLayer(source, i, calibration=calibration(i))
                 for name in source_layer.shapes:
                     coded, errors[i, name] = _coded(source_layer, name)
-                    leaves = {f"mlp/experts/{name}/kernel": coded}
-                    after[i, name] = apply_in_batches(layer.with_leaves(leaves), whole, batch_size, mesh)
+                    changed = layer.with_leaves({f"mlp/experts/{name}/kernel": coded})
+                    after[i, name] = apply_in_batches(changed, whole, batch_size, mesh, rows.valid)
                     advance()
-            whole, copies = apply_in_batches(layer, whole, batch_size, mesh), after
+            whole, copies = apply_in_batches(layer, whole, batch_size, mesh, rows.valid), after
             advance()
     last = {path: source.read(path) for path in source.specs() if path.startswith(("final_norm/", "lm_head/"))}
     if config.tie_embeddings:
-        last[EMBEDDING] = embedding[EMBEDDING]
+        last[EMBEDDING] = source.read(EMBEDDING)
     advance_one = partial(advance, count * _PASSES_OF_PREDICTIONS / max(1, len(copies) * len(whole)))
-    divergences = _divergences(config, last, whole, list(copies.values()), advance_one)
+    divergences = _divergences(config, last, whole, list(copies.values()), rows.predicting, advance_one)
     progress("measuring what depends on layers", config.num_layers, config.num_layers)
     found: dict[int, dict[str, float]] = {i: {} for i in config.moe_layers}
     for (i, name), divergence in zip(copies, divergences, strict=True):
@@ -328,9 +334,10 @@ def _divergences(
     last: Mapping[str, np.ndarray],
     before: Float[np.ndarray, "N L d"],
     after: Sequence[Float[np.ndarray, "N L d"]],
+    counted: Bool[np.ndarray, "N L"],
     advance: Callable[[], object],
 ) -> list[float]:
-    """Returns KL(p || q) per token, p from the activations `before`, q from each of those `after`.
+    """Returns KL(p || q) per counted token, p from the activations `before`, q from each of those `after`.
 
     Memory holds the predictions of one window.
     """
@@ -340,8 +347,8 @@ def _divergences(
         return jax.nn.log_softmax(output_logits(config, leaves, x[None])[0].astype(jnp.float32))
 
     @jax.jit
-    def of_window(leaves, p, other):
-        return jnp.mean(jnp.sum(jnp.exp(p) * (p - predictions(leaves, other)), axis=1))
+    def of_window(leaves, p, other, counted):
+        return jnp.mean(jnp.sum(jnp.exp(p) * (p - predictions(leaves, other)), axis=1), where=counted)
 
     placed = jax.tree.map(jnp.asarray, dict(last))
     found = np.zeros((len(after), len(before)))
@@ -349,6 +356,6 @@ def _divergences(
         p = predictions(placed, window)
         for number, activations in enumerate(after):
             # Numbers one by one: if an interrupt comes while NumPy waits for arrays of JAX, NumPy raises another error.
-            found[number, n] = float(of_window(placed, p, activations[n]))
+            found[number, n] = float(of_window(placed, p, activations[n], counted[n]))
             advance()
-    return found.mean(axis=1).tolist()
+    return np.average(found, axis=1, weights=counted.sum(axis=1)).tolist()

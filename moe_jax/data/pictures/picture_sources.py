@@ -88,7 +88,7 @@ class PictureFiles:
                 self._opened[folder] = PictureFolder(folder)
             return use(self._opened[folder], picture.name)
         except FileNotFoundError as error:
-            told = "" if self.folder is not None else "; without data.image_folder, names are beside the rows' file"
+            told = "" if self.folder is not None else "; image_folder says which folder names are inside of"
             raise BadDocument(f"{picture.where}: {error}{told}") from None
         except InputError as error:
             raise BadDocument(f"{picture.where}: {error}") from None

@@ -147,10 +147,10 @@ def test_sensitivities_are_not_begun_without_the_memory(source, windows, monkeyp
     """Twice the inputs of a layer, float32, for the model and for each matrix of each layer."""
     needed = 2 * 4 * windows.size * source.config.d_model * (1 + 2 * 3)
 
-    def begins(*_):
+    def begins(*_, **how):
         raise StoppedError
 
-    monkeypatch.setattr(sensitivities, "embed_tokens", begins)
+    monkeypatch.setattr(sensitivities, "embedded_rows", begins)
     how = {"mesh": make_mesh({}, jax.devices()[:1])}
     for free, expected in ((needed, StoppedError), (None, StoppedError), (needed - 1, InputError)):
         monkeypatch.setattr(sensitivities, "available_memory", lambda free=free: free)
