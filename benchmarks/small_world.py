@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,15 +32,15 @@ import moe_jax
 from evidence.layouts import SMALL_WORLD, SMALL_WORLD_KINDS, SMALL_WORLD_SMALLER
 from evidence.results import RESULTS, Figures
 from moe_jax.demo.small_world import CHANCE, write_world
-from moe_jax.images.picture_files import read_picture
-from moe_jax.images.processing import pixels_of
-from moe_jax.nn import place_pictures, tokens_per_picture
 
 PICTURES, ASKED = 1600, 200
-EYE = dict(size=112, features="6", projector="pixel_shuffle:2,norm,linear,gelu,linear", placeholder="<filename>")
-# A picture and up to five questions with their answers, or its caption.
-LENGTH = 72
-PROJECTOR, TOWER, FFNS = "vision/projector/.*", "vision/tower/.*", "layers/.*/mlp/.*"
+EYE = dict(size=112, features="8", projector="pixel_shuffle:2,linear,gelu,linear", placeholder="<filename>")
+# Questions and answers one after another, each on a line.
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ m.content if loop.first else '\\n' + m.content }}"
+    "{% else %}{% generation %}{{ ' ' + m.content + eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
+)
+PROJECTOR, WHITENS, TOWER, FFNS = "vision/projector/.*", "vision/projector/1/.*", "vision/tower/.*", "layers/.*/mlp/.*"
 
 
 class Stage(NamedTuple):
@@ -48,7 +48,7 @@ class Stage(NamedTuple):
     data: `captions` or `train`.
     partition: the parameters that are trained.
     rate: the highest learning rate, and that of the projector.
-    steps, rows: of the training.
+    steps, rows, seq_len: of the training.
     """
 
     data: str
@@ -56,13 +56,14 @@ class Stage(NamedTuple):
     rate: float
     projector_rate: float
     steps: int
-    rows: int = 8
+    rows: int
+    seq_len: int
 
 
 STAGES = {
-    "1": Stage("captions", {"train": (PROJECTOR,)}, 3e-4, 3e-4, 100),
-    "2": Stage("train", {"freeze": (TOWER,)}, 1e-4, 3e-4, 120),
-    "3": Stage("train", {"train": (FFNS, PROJECTOR)}, 1e-4, 1e-4, 40),
+    "1": Stage("captions", {"train": (PROJECTOR,), "freeze": (WHITENS,)}, 1e-3, 1e-3, 80, 32, 30),
+    "2": Stage("train", {"freeze": (TOWER, WHITENS)}, 1e-4, 3e-4, 100, 16, 48),
+    "3": Stage("train", {"train": (FFNS, PROJECTOR), "freeze": (WHITENS,)}, 1e-4, 1e-4, 40, 16, 48),
 }
 KINDS: dict[str, dict[str, Any] | None] = {
     "dense": None,
@@ -79,71 +80,42 @@ SMALLER: dict[str, dict[str, Any]] = {
 }
 
 
-class Lines:
-    """The conversations of a file of the small world, as rows of tokens and pixels for a model."""
+class Questions:
+    """The unseen pictures of the small world, each with a question."""
 
-    def __init__(self, world: Path, name: str, model: moe_jax.Model):
-        vision = model.config.check_sees("the small world")
-        assert vision.placeholder is not None and model.tokenizer is not None
-        self.processing, self.placeholder, self.tokenizer = vision.processing, vision.placeholder, model.tokenizer
-        self.per_picture = tokens_per_picture(vision, model.config.d_model)
-        self.end = model.config.eos_ids[0]
-        lines = [json.loads(line) for line in (world / f"{name}.jsonl").read_text("utf-8").splitlines()]
+    def __init__(self, world: Path):
+        lines = [json.loads(line) for line in (world / "test.jsonl").read_text("utf-8").splitlines()]
         self.pictures = [world / line["image"] for line in lines]
-        self.kinds = [line["kinds"] for line in lines]
-        turns = [[turn["value"].removeprefix("<image>\n") for turn in line["conversations"]] for line in lines]
-        self.turns = [list(zip(values[::2], values[1::2], strict=True)) for values in turns]
-        self.pixels = np.stack([pixels_of(read_picture(file), self.processing) for file in self.pictures])
-
-    def prompt(self, question: str) -> list[int]:
-        """The tokens of a picture and a question."""
-        return [self.placeholder, *self.tokenizer.encode(question).tolist()]
-
-    def answer(self, text: str) -> list[int]:
-        """The tokens of an answer."""
-        return [*self.tokenizer.encode(f" {text}").tolist(), self.end]
-
-    def row(self, number: int) -> dict[str, np.ndarray]:
-        """A conversation, of which the answers are scored."""
-        ids, scored = [self.placeholder], [0.0]
-        for question, answer in self.turns[number]:
-            for part, weight in ((self.prompt(question)[1:], 0.0), (self.answer(answer), 1.0)):
-                ids += part
-                scored += [weight] * len(part)
-        (placed,) = place_pictures([ids], 1, placeholder=self.placeholder, per_picture=self.per_picture)
-        scored = [0.0] * (self.per_picture - 1) + scored
-        assert len(placed.ids) <= LENGTH + 1, f"{len(placed.ids)} tokens do not fit into a row"
-        arrays = {
-            "tokens": placed.ids[:-1],
-            "targets": placed.ids[1:],
-            "weights": scored[1:],
-            "slots": placed.slots[:-1],
-            "segment_ids": [1] * (len(placed.ids) - 1),
-        }
-        padded = {name: np.pad(np.asarray(values), (0, LENGTH - len(values))) for name, values in arrays.items()}
-        return padded | {"pixels": self.pixels[number][None]}
-
-    def batches(self, rows: int, seed: int) -> Iterator[dict[str, np.ndarray]]:
-        """Batches without end, every conversation once in each turn."""
-        draws, kept = np.random.default_rng(seed), [self.row(number) for number in range(len(self.turns))]
-        while True:
-            order = draws.permutation(len(kept))
-            for start in range(0, len(order) - rows + 1, rows):
-                some = [kept[number] for number in order[start : start + rows]]
-                yield {name: np.stack([row[name] for row in some]) for name in some[0]}
+        self.kinds = [line["kinds"][0] for line in lines]
+        self.asked, self.answers = zip(
+            *([turn["value"] for turn in line["conversations"]] for line in lines), strict=True
+        )
 
 
-def trained(model: moe_jax.Model, stage: Stage, world: Path, seed: int) -> moe_jax.Model:
-    """A model after a stage of training."""
+def trained(model: Path, stage: Stage, trial: "Trial", run: Path) -> Path:
+    """Trains a model by a recipe; returns where the trained one is."""
     with_projector = [{"match": [PROJECTOR], "learning_rate": stage.projector_rate}]
+    template = "llava-plain" if stage.data == "captions" else str(trial.template)
     recipe = {
-        "seed": seed,
+        "run_dir": str(run),
+        "seed": trial.seed,
+        "model": {"path": str(model)},
+        "data": {
+            "sources": [{"path": str(trial.world / f"{stage.data}.jsonl")}],
+            "seq_len": stage.seq_len,
+            "max_pictures": 1,
+            "chat_template": template,
+            "feature_cache": str(trial.folder.parent / "features"),
+        },
         "partition": stage.partition,
-        "optimizer": {"learning_rate": stage.rate, "weight_decay": 0.0, "groups": with_projector},
+        "optimizer": {"learning_rate": stage.rate, "weight_decay": 0.0, "b2": 0.95, "groups": with_projector},
         "schedule": {"warmup_steps": max(1, stage.steps // 15)},
         "train": {"steps": stage.steps, "batch_size": stage.rows},
+        "checkpoint": {"every": stage.steps},
+        "log": {"every": 5},
     }
-    return moe_jax.train(recipe, model, Lines(world, stage.data, model).batches(stage.rows, seed))
+    moe_jax.train(recipe, resume=True, verbose=True)
+    return run / "model"
 
 
 class Trial:
@@ -153,26 +125,34 @@ class Trial:
         self.folder, self.world, self.seed = work / f"seed-{seed}", world, seed
         self.parts = language_model, tower
 
+        self.template = work / "template.jinja"
+        self.template.write_text(TEMPLATE)
+
     def made(self, name: str) -> moe_jax.Model:
         """A model, which is trained, or made smaller, unless the folder has it."""
         if name in SMALLER:
             return moe_jax.compress(self.made("vanilla MoE"), base=self.made("stage 2"), **SMALLER[name])
-        path = self.folder / name.replace(" ", "-")
-        if not path.exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            moe_jax.save(self._trained(name), path)
-        return moe_jax.load(path)
+        return moe_jax.load(self.path_of(name))
 
-    def _trained(self, name: str) -> moe_jax.Model:
-        if name == "stage 2":
+    def path_of(self, name: str) -> Path:
+        """Where a trained model is."""
+        run = self.folder / name.replace(" ", "-")
+        if (run / "model").exists():
+            return run / "model"
+        begins = self.folder / f"begins-{run.name}"
+        if name == "stage 1" and not begins.exists():
             language_model, tower = self.parts
-            seeing = moe_jax.attach(language_model, tower=tower, seed=self.seed, **EYE)
-            for number in ("1", "2"):
-                seeing = trained(seeing, STAGES[number], self.world, self.seed)
-            return seeing
-        begun, options = self.made("stage 2"), KINDS[name]
-        begun = begun if options is None else moe_jax.upcycle(begun, **MOE, **options)
-        return trained(begun, STAGES["3"], self.world, self.seed)
+            pictures = self.world / "train"
+            moe_jax.attach(language_model, begins, tower=tower, seed=self.seed, pictures=pictures, **EYE)
+        elif name == "stage 2":
+            begins = self.path_of("stage 1")
+        elif name in KINDS:
+            options = KINDS[name]
+            if options is None:
+                begins = self.path_of("stage 2")
+            elif not begins.exists():
+                moe_jax.upcycle(self.path_of("stage 2"), begins, **MOE, **options)
+        return trained(begins, STAGES[name[-1] if name.startswith("stage") else "3"], self, run)
 
     def forget(self) -> None:
         """Removes what is kept."""
@@ -180,20 +160,17 @@ class Trial:
 
     def right(self, name: str, *, shuffled: bool = False) -> dict[str, list[bool]]:
         """Whether every question is answered with its word and nothing else, by kinds."""
-        model = self.made(name)
-        lines = Lines(self.world, "test", model)
-        order = np.arange(len(lines.turns))
+        model, asked = self.made(name), Questions(self.world)
+        order = np.arange(len(asked.asked))
         if shuffled:
             order = np.random.default_rng(self.seed).permutation(order)
         found: dict[str, list[bool]] = {kind: [] for kind in CHANCE}
-        questions, answers = zip(*(turns[0] for turns in lines.turns), strict=True)
         for start in range(0, len(order), AT_ONCE):
             few = slice(start, start + AT_ONCE)
-            prompts = [lines.prompt(question) for question in questions[few]]
-            pictures = [lines.pictures[number] for number in order[few]]
-            said = moe_jax.generate(model, prompts, image=pictures, max_new_tokens=4)
-            for kinds, one, answer in zip(lines.kinds[few], said, answers[few], strict=True):
-                found[kinds[0]].append(one.text is not None and one.text.strip() == answer and one.stopped)
+            pictures = [asked.pictures[number] for number in order[few]]
+            said = moe_jax.generate(model, list(asked.asked[few]), image=pictures, max_new_tokens=4)
+            for kind, one, answer in zip(asked.kinds[few], said, asked.answers[few], strict=True):
+                found[kind].append(one.text is not None and one.text.strip() == answer and one.stopped)
         return found
 
 
