@@ -186,7 +186,7 @@ PICTURES_READ = Table(
 )
 PICTURE_SHARE = Table(
     "share of the tower",
-    ("features", "epoch", "seconds of a step", "of which the tower"),
+    ("features", "epoch", "seconds of a step", "of which the tower, against the last row"),
     ("{}", "{}", "{:.2f}", "{:.1%}"),
 )
 SMALL_WORLD = Table(
