@@ -30,7 +30,7 @@ Options = command_options(_Command, AttachSpec)
 EXAMPLES = """
 moe-jax attach smollm seeing --tower clip-vit-large-patch14-336 --placeholder "<filename>"
 # 16 tokens for a picture
-moe-jax attach smollm seeing --tower dinov2-small --projector pixel_shuffle:4,linear,gelu,linear --pictures photographs
+moe-jax attach smollm seeing --tower dinov2-small --projector pixel_shuffle:4,linear,gelu,linear --pictures DIR
 """
 
 

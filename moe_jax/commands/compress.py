@@ -123,7 +123,7 @@ EXAMPLES = """
 moe-jax compress moe-dir small-dir --method resmoe --keep 0.25
 moe-jax compress moe-dir small-dir --method quantize --bits 4
 moe-jax compress moe-dir small-dir --method quantize --bits 3 --calibrate text.txt --samples 64
-moe-jax compress seeing-moe small-dir --method quantize --bits 4 --calibrate conversations.jsonl --image-folder pictures
+moe-jax compress seeing-moe small-dir --method quantize --bits 4 --calibrate chats.jsonl --image-folder pictures
 moe-jax compress moe-dir small-dir --method resmoe --target-bytes 12GB
 # which method, by perplexity at equal bytes
 moe-jax compress moe-dir sweep-dir --sweep --text held-out.txt --method resmoe,quantize --keep 0.1,0.5 --bits 2,4

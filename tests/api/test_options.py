@@ -52,6 +52,7 @@ OF_COMMANDS = {
 RENAMED = {"classify": "examples"}
 OF_TASKS = {
     *("tasks", "tasks_dir", "data_dir", "limit", "num_fewshot", "cache", "output", "samples"),
+    *("image_folder", "image_aspect"),
 }
 WITHOUT_SPEC = {
     "evaluate": OF_TASKS | {"base", "json", "compute_dtype", "split", "tokenizer", "classify", "labels", "template"},

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_jax.core import template_sandbox
-from moe_jax.data import chat_template, tokenizer, tokenizer_bounds
+from moe_jax.data import chat_template, tokenizer
+from moe_jax.data.tokens import tokenizer_bounds
 from moe_jax.data.tokenizer import Tokenizer
 from moe_jax.files import tokenizer_size
 from moe_jax.serve import openai
