@@ -8,8 +8,8 @@ from typing import Any
 
 from moe_jax.core import template_sandbox
 from moe_jax.data import chat_template, tokenizer
-from moe_jax.data.tokens import tokenizer_bounds
 from moe_jax.data.tokenizer import Tokenizer
+from moe_jax.data.tokens import tokenizer_bounds
 from moe_jax.files import tokenizer_size
 from moe_jax.serve import openai
 from tests.attack.attacks import Attack, all_attacks
